@@ -1,0 +1,247 @@
+"""From a configuration to everything that a training loop needs, in the order in which things can go wrong."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from megatron_lite import arguments, errors
+from megatron_lite.checkpoint import compatibility, sharded
+from megatron_lite.checkpoint.huggingface import check_exportable
+from megatron_lite.config import Config
+from megatron_lite.data.loader import DataSource, open_data
+from megatron_lite.distributed import Distributed
+from megatron_lite.errors import RunError
+from megatron_lite.exits import as_run_error
+from megatron_lite.experiment import Experiment
+from megatron_lite.gpt import build_gpt
+from megatron_lite.layers.ends import chunk_tokens
+from megatron_lite.layers.layer import Layer
+from megatron_lite.monitor.logging import start_logging
+from megatron_lite.monitor.metrics import StepTimer, known_peak_tflops
+from megatron_lite.monitor.trackers import Trackers, open_trackers
+from megatron_lite.monitor.window import LogWindow
+from megatron_lite.optimizer.adamw import AdamW
+from megatron_lite.parameter import Parameter
+from megatron_lite.stop_signal import StopSignal
+from megatron_lite.validation import warnings
+from megatron_lite.zero.multi_stage import MultiStage
+
+MIB = 2**20
+T = TypeVar("T")
+
+
+@dataclass
+class Run:
+    """One start of a run, ready to train from `iteration`."""
+
+    config: Config
+    distributed: Distributed
+    experiment: Experiment
+    logger: logging.Logger
+    data: DataSource
+    model: MultiStage
+    optimizer: AdamW
+    window: LogWindow
+    timer: StepTimer
+    trackers: Trackers
+    stop: StopSignal
+    iteration: int  # iterations done
+
+    @property
+    def tokens_per_iteration(self) -> int:
+        batch = self.config.batch
+        assert batch.batch_size is not None
+        return batch.batch_size * batch.sequence_length
+
+
+def build(
+    config: Config, distributed: Distributed, experiment: Experiment, stop: StopSignal, notes: tuple[str, ...]
+) -> Run:
+    """Open, check, allocate, resume. Every rank calls this; an error on any of them is raised on all.
+
+    Raises:
+        RunError: of the kind that fits, before any training.
+    """
+    logger = _open_log(config, distributed, experiment)
+    together = Together(distributed)
+    if config.training.export_interval is not None and config.training.export_format == "huggingface":
+        check_exportable(config.model)
+    data = together(lambda: open_data(config, distributed.rank, distributed.world_size))
+    layers = build_gpt(config.model, config.batch.sequence_length)
+    for line in arguments.banner(config, derived_numbers(config, layers, distributed, data)).splitlines():
+        logger.info(line)
+    for note in (*notes, *warnings(config), *memory_warnings(config, distributed)):
+        logger.warning(note)
+    if experiment.checkpoints is not None:
+        _check_architecture(config, experiment)
+    model = together(
+        lambda: MultiStage(layers, config.multi_stage, config.batch, config.distributed.training_dtype, distributed)
+    )
+    logger.info(memory_line(model))
+    optimizer = AdamW(config.optimizer, model.stages, config.distributed.training_dtype, distributed)
+    window = LogWindow(distributed.device)
+    iteration = _resume(config, distributed, experiment, logger, model, optimizer, window)
+    trackers = together(
+        lambda: open_trackers(config, experiment.root, experiment.run) if distributed.rank == 0 else Trackers()
+    )
+    timer = StepTimer(
+        config, distributed.world_size, iteration, flash_attention=distributed.device.type == "cuda",
+        peak_tflops=config.run.peak_tflops or _device_peak_tflops(distributed),
+    )  # fmt: skip
+    return Run(
+        config, distributed, experiment, logger, data, model, optimizer, window, timer, trackers, stop, iteration
+    )
+
+
+class Together:
+    """Runs an action on every rank; if it fails on any, all raise the error of the first that failed."""
+
+    def __init__(self, distributed: Distributed) -> None:
+        self._distributed = distributed
+
+    def __call__(self, action: Callable[[], T]) -> T:
+        error: Exception | None = None
+        result: list[T] = []
+        try:
+            result.append(action())
+        except Exception as caught:
+            error = caught
+        expected = None if error is None else as_run_error(error)
+        # A defect is raised here and now, with its traceback; the others then lose this peer.
+        if error is not None and expected is None:
+            raise error
+        status = None if expected is None else [type(expected).__name__, str(expected)]
+        statuses = self._distributed.gather_objects(status)
+        for rank, failed in enumerate(statuses):
+            if failed is not None:
+                kind, message = failed
+                who = "" if rank == 0 else f"rank {rank}: "
+                agreed_error: RunError = getattr(errors, kind)(who + message)
+                agreed_error.agreed = True
+                raise agreed_error
+        return result[0]
+
+
+def _open_log(config: Config, distributed: Distributed, experiment: Experiment) -> logging.Logger:
+    all_ranks = config.run.enable_all_loggers
+    return start_logging(
+        experiment.log_file(distributed.rank), distributed.rank, distributed.world_size,
+        to_console=distributed.rank == 0 or all_ranks, timestamps=config.run.log_timestamps, all_ranks=all_ranks,
+    )  # fmt: skip
+
+
+def _check_architecture(config: Config, experiment: Experiment) -> None:
+    """Refuse a changed architecture before a model of the wrong size is allocated."""
+    assert experiment.checkpoints is not None
+    newest = sharded.newest_config(experiment.checkpoints)
+    if newest is not None:
+        iteration, saved = newest
+        compatibility.check_architecture(saved, config, str(experiment.checkpoints / str(iteration)))
+
+
+def _resume(
+    config: Config, distributed: Distributed, experiment: Experiment, logger: logging.Logger,
+    model: MultiStage, optimizer: AdamW, window: LogWindow,
+) -> int:  # fmt: skip
+    """Load the newest good checkpoint, or initialise; returns the iterations done."""
+    loaded = None
+    if experiment.checkpoints is not None:
+        loaded = sharded.load_newest(experiment.checkpoints, model, distributed, lambda line: logger.warning(line))
+    if loaded is None:
+        model.initialize(config.distributed.seed)
+        return 0
+    compatibility.check_architecture(loaded.config, config, str(loaded.folder))
+    model.invalidate()
+    optimizer.load_state(loaded.state["optimizer"])
+    window.load_state(loaded.state["window"])
+    resharded = f", saved by {loaded.world_size} ranks" if loaded.world_size != distributed.world_size else ""
+    logger.info("resumed from %s at iteration %d%s", loaded.folder, loaded.iteration, resharded)
+    for difference in compatibility.differences(loaded.config, config):
+        logger.info("  changed since that checkpoint (the command line wins): %s", difference)
+    return loaded.iteration
+
+
+def derived_numbers(
+    config: Config, layers: list[Layer], distributed: Distributed, data: DataSource
+) -> dict[str, str]:
+    """What follows from the options, for the banner."""
+    batch = config.batch
+    assert batch.batch_size is not None
+    tokens = batch.batch_size * batch.sequence_length
+    parameters = sum(
+        parameter.spec.numel
+        for layer in layers
+        for parameter in layer.parameters()
+        if isinstance(parameter, Parameter)
+    )
+    return {
+        "parameters": f"{parameters:,}",
+        "tokens per iteration": f"{tokens:,}",
+        "tokens in all": f"{tokens * config.training.train_iters:,}",
+        "micro-batches per rank": f"{batch.sequential_micro_batches} of {batch.micro_batch_size} samples",
+        "ranks": str(distributed.world_size),
+        "device": describe_device(distributed.device),
+        "versions": f"torch {torch.__version__}, python {platform.python_version()}",
+        **data.describe(),
+    }
+
+
+def memory_line(model: MultiStage) -> str:
+    """State memory of this rank by kind."""
+    sizes = {kind: size for kind, size in model.memory_bytes().items() if size}
+    parts = ", ".join(f"{kind} {size / MIB:,.1f} MiB" for kind, size in sizes.items())
+    weights, gradients = model.buffer_counts()
+    return (
+        f"{len(model.stages)} stages, {weights} weight and {gradients} gradient buffers; "
+        f"state memory per rank {sum(sizes.values()) / MIB:,.1f} MiB: {parts}"
+    )
+
+
+def memory_warnings(config: Config, distributed: Distributed) -> list[str]:
+    """Whether the logits of one micro-batch could not be held at once here."""
+    batch = config.batch
+    assert batch.micro_batch_size is not None
+    tokens = batch.micro_batch_size * batch.sequence_length
+    held = min(tokens, chunk_tokens(config.model.cross_entropy_splits, tokens, distributed.device))
+    logits_bytes, held_bytes = (4 * count * config.model.vocab_size for count in (tokens, held))
+    free = free_bytes(distributed.device)
+    if free is None or logits_bytes <= free:
+        return []
+    return [
+        f"the logits of one micro-batch ({tokens:,} tokens x {config.model.vocab_size:,} x 4 bytes = "
+        f"{logits_bytes / MIB:,.0f} MiB) exceed the free memory ({free / MIB:,.0f} MiB); {held_bytes / MIB:,.0f} MiB "
+        "of them are held at a time, but activations may not fit either: consider a smaller --micro_batch_size"
+    ]
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that can still be allocated on a device, or None where that is unknown."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields: dict[str, Any] = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def describe_device(device: torch.device) -> str:
+    """The device in words."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    return f"cpu, {os.cpu_count()} cores, {torch.get_num_threads()} threads per rank"
+
+
+def _device_peak_tflops(distributed: Distributed) -> float | None:
+    if distributed.device.type != "cuda":
+        return None
+    return known_peak_tflops(torch.cuda.get_device_name(distributed.device))

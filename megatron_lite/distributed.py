@@ -1,0 +1,278 @@
+"""Process groups, the device, and the few collectives that training needs.
+
+On CUDA the collectives are NCCL's own. On CPU, gloo's reduce-scatter moves as many bytes as an all-reduce and its
+all-gather takes three times a send/receive pair, so both are exchanged pairwise here: every rank sends each peer
+the slice that it needs, straight out of and into the flat buffers. Sums are always taken in rank order, so that a
+result depends on neither timing nor ZeRO stage.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lite.config import DistributedConfig
+from megatron_lite.errors import PeerError, UsageError
+
+# Elements of one slice of a pairwise reduction: bounds its receive scratch to 2 * (world_size - 1) of these.
+REDUCTION_CHUNK_NUMEL = 4 * 2**20
+
+
+class Handle(Protocol):
+    """A collective under way. `wait` may be called again; afterwards its buffers may be read and written."""
+
+    def wait(self) -> None: ...
+
+
+class Works:
+    """Several transfers that count as one collective."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works: Sequence[Any] = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = ()
+
+
+class PairwiseSum:
+    """A reduce-scatter by pairwise exchange: receives slices chunk by chunk and adds them in rank order.
+
+    buffer (world_size * n,) -> its slice `rank` becomes the sum of that slice over all ranks. Sends are posted at
+    once, the first two chunks' receives too, so they run while the caller computes; sums are taken in `wait`.
+    """
+
+    def __init__(self, buffer: Tensor, scratch: Tensor, distributed: Distributed, tag: int) -> None:
+        rank, world_size = distributed.rank, distributed.world_size
+        slices = buffer.view(world_size, -1)
+        self._own, self._rank, self._scratch = slices[rank], rank, scratch
+        self._peers = [peer for peer in range(world_size) if peer != rank]
+        self._group, self._tag, self._chunk_numel = distributed.group, tag, scratch.shape[-1]
+        self._chunks = list(self._own.split(self._chunk_numel)) if self._peers else []
+        self._sends = [
+            dist.isend(chunk, group=self._group, group_dst=peer, tag=tag + index)
+            for peer in self._peers
+            for index, chunk in enumerate(slices[peer].split(self._chunk_numel))
+        ]
+        self._receives = [self._receive(index) for index in range(min(2, len(self._chunks)))]
+
+    def _receive(self, index: int) -> list[Any]:
+        numel, slot = self._chunks[index].numel(), self._scratch[index % 2]
+        return [
+            dist.irecv(slot[row, :numel], group=self._group, group_src=peer, tag=self._tag + index)
+            for row, peer in enumerate(self._peers)
+        ]
+
+    def wait(self) -> None:
+        for index, own in enumerate(self._chunks):
+            for work in self._receives[index]:
+                work.wait()
+            add_in_rank_order(own, self._rank, list(self._scratch[index % 2][:, : own.numel()]))
+            if index + 2 < len(self._chunks):
+                self._receives.append(self._receive(index + 2))
+        self._chunks = []
+        for work in self._sends:
+            work.wait()
+        self._sends = []
+
+
+def add_in_rank_order(own: Tensor, rank: int, others: list[Tensor]) -> None:
+    """own = others[0] + ... + own + ... + others[-1], own at position `rank`. `others` is used up as scratch."""
+    if rank > 0:
+        total = others[0]
+        for other in others[1:rank]:
+            total.add_(other)
+        own.add_(total)
+    for other in others[rank:]:
+        own.add_(other)
+
+
+class Distributed:
+    """This process among its peers: rank, device, and the collectives over all data-parallel ranks.
+
+    Raises:
+        UsageError: if the device asked for is not there.
+    """
+
+    def __init__(
+        self, config: DistributedConfig, rank: int, world_size: int, local_rank: int, init_method: str | None = None
+    ) -> None:
+        self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
+        self.device = choose_device(config.device, local_rank)
+        step_timeout = datetime.timedelta(seconds=config.distributed_timeout)
+        startup_timeout = datetime.timedelta(seconds=config.startup_timeout)
+        store = dist.HashStore() if init_method is None and world_size == 1 else None
+        if store is None and init_method is None:
+            init_method = "env://"
+        with peer_errors(), _quiet_loopback(world_size):
+            dist.init_process_group(
+                "gloo", init_method=init_method, store=store, rank=rank, world_size=world_size, timeout=startup_timeout
+            )
+            self._cpu_group = dist.group.WORLD
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            self.group = dist.new_group(backend=backend, timeout=step_timeout)
+        self._tag = 0
+        self._scratch: Tensor | None = None
+        self._reduction: Handle | None = None
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        dist.destroy_process_group()
+
+    # -- the three collectives of a training step ---------------------------------------------------------------
+
+    def all_gather(self, buffer: Tensor) -> Handle:
+        """Complete a flat buffer of which every rank holds slice `rank`: (world_size * n,), in place."""
+        slices = buffer.view(self.world_size, -1)
+        if self.device.type == "cuda":
+            return _nccl("all_gather_single", "all_gather_into_tensor")(
+                buffer, slices[self.rank], group=self.group, async_op=True
+            )
+        tag, peers = self._next_tag(1), [peer for peer in range(self.world_size) if peer != self.rank]
+        sends = [dist.isend(slices[self.rank], group=self.group, group_dst=peer, tag=tag) for peer in peers]
+        receives = [dist.irecv(slices[peer], group=self.group, group_src=peer, tag=tag) for peer in peers]
+        return Works([*receives, *sends])
+
+    def reduce_scatter(self, buffer: Tensor) -> Handle:
+        """Sum a flat buffer over ranks into its slice `rank`: (world_size * n,), in place; other slices are garbage.
+
+        On CPU one reduction is under way at a time (it owns the scratch): starting the next completes it.
+        """
+        if self.device.type == "cuda":
+            own = buffer.view(self.world_size, -1)[self.rank]
+            return _nccl("reduce_scatter_single", "reduce_scatter_tensor")(own, buffer, group=self.group, async_op=True)
+        if self._reduction is not None:
+            self._reduction.wait()
+        scratch = self._reduction_scratch(buffer)
+        tag = self._next_tag(-(-buffer.numel() // (self.world_size * scratch.shape[-1])))
+        self._reduction = PairwiseSum(buffer, scratch, self, tag)
+        return self._reduction
+
+    def sum_in_rank_order(self, values: Tensor) -> Tensor:
+        """The sum of a small vector over ranks, bit-identical on all of them."""
+        gathered = values.new_zeros(self.world_size, *values.shape)
+        gathered[self.rank] = values
+        self.all_gather(gathered.view(-1)).wait()
+        return gathered.sum(dim=0)
+
+    def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
+        """What `reduce_scatter` allocates of its own for shards of this size."""
+        if self.device.type == "cuda":
+            return 0
+        return 2 * (self.world_size - 1) * min(shard_numel, REDUCTION_CHUNK_NUMEL) * dtype.itemsize
+
+    def _reduction_scratch(self, buffer: Tensor) -> Tensor:
+        numel = min(buffer.numel() // self.world_size, REDUCTION_CHUNK_NUMEL)
+        if self._scratch is None or self._scratch.shape[-1] < numel or self._scratch.dtype != buffer.dtype:
+            self._scratch = buffer.new_empty(2, self.world_size - 1, numel)
+        return self._scratch[..., :numel]
+
+    def _next_tag(self, count: int) -> int:
+        tag, self._tag = self._tag, (self._tag + count) % 2**30
+        return tag
+
+    # -- agreement between hosts, over gloo, with the long time-out ----------------------------------------------
+
+    def agree_max(self, value: int) -> int:
+        """The largest value of any rank. Also keeps ranks within one step of each other however long data takes."""
+        tensor = torch.tensor([value], dtype=torch.int64)
+        with peer_errors():
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._cpu_group)
+        return int(tensor)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.agree_max(0)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """JSON-able values of all ranks, in rank order, on every rank."""
+        data = json.dumps(value).encode()
+        size = self.agree_max(len(data))
+        rows = [torch.zeros(size, dtype=torch.uint8) for _ in range(self.world_size)]
+        padded = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8)
+        with peer_errors():
+            dist.all_gather(rows, padded, group=self._cpu_group)
+        return [json.loads(bytes(row.numpy()).decode()) for row in rows]
+
+    def broadcast_object(self, value: Any) -> Any:
+        """The JSON-able value of rank 0, on every rank."""
+        return self.gather_objects(value if self.rank == 0 else None)[0]
+
+
+def initialize(config: DistributedConfig) -> Distributed:
+    """Join the process group that torchrun describes in the environment; alone, a group of one."""
+    environment = os.environ
+    world_size = int(environment.get("WORLD_SIZE", "1"))
+    # A lone torchrun worker needs no rendezvous of its own either.
+    return Distributed(
+        config,
+        rank=int(environment.get("RANK", "0")),
+        world_size=world_size,
+        local_rank=int(environment.get("LOCAL_RANK", "0")),
+    )
+
+
+def choose_device(name: str, local_rank: int) -> torch.device:
+    """The device of this rank.
+
+    Raises:
+        UsageError: if cuda is asked for and absent, or there are more local ranks than GPUs.
+    """
+    available = torch.cuda.is_available()
+    if name == "cpu" or (name == "auto" and not available):
+        return torch.device("cpu")
+    if not available:
+        raise UsageError("--device=cuda: no CUDA device is available here; use --device=cpu or --device=auto")
+    if local_rank >= torch.cuda.device_count():
+        raise UsageError(
+            f"--device={name}: local rank {local_rank} has no GPU of its own ({torch.cuda.device_count()} found); "
+            "start at most one process per GPU (torchrun --nproc-per-node)"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+class peer_errors:  # noqa: N801 - reads as a statement
+    """Turn the errors by which a backend reports a dead or silent peer into one that says so."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError) and is_peer_failure(error):
+            raise PeerError(f"another rank died or stopped answering: {str(error).splitlines()[0]}") from error
+
+
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether a backend's error means that a peer is gone rather than that this process did something wrong."""
+    signs = ("gloo", "Connection closed by peer", "NCCL", "Timed out waiting", "timed out", "Broken pipe", "recvValue")
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
+
+
+def _nccl(name: str, older_name: str) -> Callable[..., Handle]:
+    """A collective under its name in torch >= 2.13, else under the one before (deprecated there)."""
+    return getattr(dist, name, None) or getattr(dist, older_name)
+
+
+class _quiet_loopback:  # noqa: N801 - reads as a statement
+    """Let gloo on one machine use the loopback device instead of resolving the host's name, which may fail."""
+
+    def __init__(self, world_size: int) -> None:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))) == world_size
+        self._set = local and "GLOO_SOCKET_IFNAME" not in os.environ and os.path.isdir("/sys/class/net/lo")
+
+    def __enter__(self) -> None:
+        if self._set:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+    def __exit__(self, *_: object) -> None:
+        if self._set:
+            del os.environ["GLOO_SOCKET_IFNAME"]

@@ -1,0 +1,85 @@
+"""How a start of the program ends: one message, one exit code, and both in `exit.json`. Imports no torch."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from megatron_lite.errors import OutOfMemoryError, PeerError, RunError, StorageError
+
+EXIT_FILE = "exit.json"
+STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG)
+
+
+def as_run_error(error: BaseException) -> RunError | None:
+    """The expected failure behind an exception, or None if it is a defect of the program."""
+    if isinstance(error, RunError):
+        return error
+    kind = type(error).__name__
+    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error):
+        first_line = (str(error).splitlines() or ["out of memory"])[0]
+        return OutOfMemoryError(
+            f"out of memory: {first_line}; try a smaller --micro_batch_size, then --zero_stage=2 or 3, "
+            "more ranks, or a larger --cross_entropy_splits"
+        )
+    if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
+        where = f": {error.filename}" if error.filename else ""
+        storage_error = StorageError(f"{error.strerror}{where}; make room or choose another --experiment_dir")
+        storage_error.agreed = False  # so far only this rank knows
+        return storage_error
+    signs = ("gloo", "Connection closed by peer", "NCCL", "Timed out", "timed out", "Broken pipe", "Connection reset")
+    if kind == "DistBackendError" or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)):
+        return PeerError(f"another rank died or stopped answering ({str(error).splitlines()[0]}); see its own message")
+    return None
+
+
+def report(error: BaseException, experiment_dir: str | None, rank: int, run: int = 0) -> int:
+    """Print an error once and leave it in exit.json; returns the exit code.
+
+    Of an error that every rank raises, rank 0 speaks. Otherwise the failing rank speaks itself, and a rank that only
+    lost its peer keeps what the peer wrote.
+    """
+    expected = as_run_error(error)
+    code = expected.exit_code if expected is not None else 1
+    message = str(expected) if expected is not None else f"{type(error).__name__}: {error}"
+    agreed = expected is not None and expected.agreed
+    only_lost_peer = isinstance(expected, PeerError)
+    if rank == 0 or not (agreed or only_lost_peer):
+        who = "" if agreed or rank == 0 else f" on rank {rank}"
+        if expected is None:
+            traceback.print_exception(error)
+        print(f"ERROR{who}: {message}", file=sys.stderr, flush=True)
+        if not (only_lost_peer and _written_by(experiment_dir, run)):
+            write_exit(experiment_dir, code, "failed", message, run)
+    return code
+
+
+def write_exit(experiment_dir: str | None, code: int | None, status: str, message: str, run: int = 0) -> None:
+    """Replace exit.json. A directory that cannot be written is no reason to hide the error being reported."""
+    if experiment_dir is None:
+        return
+    path = Path(experiment_dir) / EXIT_FILE
+    content = {"exit_code": code, "status": status, "message": message, "run": run, "time": round(time.time(), 3)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{EXIT_FILE}.{os.getpid()}")
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        pass
+
+
+def _written_by(experiment_dir: str | None, run: int) -> bool:
+    """Whether a peer of this start has already said how it failed."""
+    if experiment_dir is None:
+        return False
+    try:
+        content = json.loads((Path(experiment_dir) / EXIT_FILE).read_text(encoding="utf-8"))
+        return bool(content["run"] == run and content["status"] == "failed")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

@@ -1,0 +1,86 @@
+"""The experiment directory: what a run leaves, and who may write it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.config import Config, flatten
+from megatron_lite.distributed import Distributed
+from megatron_lite.errors import StorageError
+
+
+class Experiment:
+    """Paths of one start of a run; without a directory everything is None and nothing is written.
+
+    <root>/config.json, metrics.jsonl, checkpoints/<iteration>/, export/<iteration>/, runs/<run>/logs/
+
+    Raises:
+        StorageError: on every rank, if rank 0 cannot write there or another run is using it.
+    """
+
+    def __init__(self, config: Config, distributed: Distributed) -> None:
+        directory = config.run.experiment_dir
+        self.root = None if directory is None else Path(directory).expanduser().absolute()
+        self.run = 0
+        self._lock: int | None = None
+        if self.root is None:
+            return
+        answer: dict[str, Any] = {}
+        if distributed.rank == 0:
+            try:
+                answer = {"run": self._prepare(self.root, config)}
+            except OSError as error:
+                answer = {"error": f"--experiment_dir={directory}: {error.strerror or error}; choose a writable place"}
+            except StorageError as error:
+                answer = {"error": str(error)}
+        answer = distributed.broadcast_object(answer)
+        if "error" in answer:
+            raise StorageError(answer["error"])
+        self.run = answer["run"]
+
+    @property
+    def checkpoints(self) -> Path | None:
+        return None if self.root is None else self.root / "checkpoints"
+
+    def export(self, iteration: int) -> Path | None:
+        """Where the export of an iteration goes."""
+        return None if self.root is None else self.root / "export" / str(iteration)
+
+    def log_file(self, rank: int) -> Path | None:
+        """This start's log of one rank."""
+        return None if self.root is None else self.root / "runs" / str(self.run) / "logs" / f"logs_rank_{rank:03d}.txt"
+
+    def _prepare(self, root: Path, config: Config) -> int:
+        """Create the directories of a new start and record its configuration; returns its number, from 0."""
+        root.mkdir(parents=True, exist_ok=True)
+        self._take_lock(root)
+        runs = root / "runs"
+        runs.mkdir(exist_ok=True)
+        run = 1 + max((int(path.name) for path in runs.iterdir() if path.name.isdecimal()), default=-1)
+        (runs / str(run) / "logs").mkdir(parents=True)
+        text = json.dumps(flatten(config), indent=2) + "\n"
+        for folder in (runs / str(run), root):
+            temporary = folder / ".config.json.tmp"
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, folder / "config.json")
+        return run
+
+    def _take_lock(self, root: Path) -> None:
+        """Hold a lock while this process lives; the system drops it with the process, however it ends."""
+        self._lock = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StorageError(
+                f"--experiment_dir={root}: another run is using it; wait for that or choose another directory"
+            ) from None
+        except OSError:
+            # A file system without locks: two runs in one directory are then the user's to avoid.
+            with contextlib.suppress(OSError):
+                os.close(self._lock)
+            self._lock = None

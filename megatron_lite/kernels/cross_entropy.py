@@ -1,0 +1,58 @@
+"""Output head and loss in one: the logits of a chunk of tokens at a time, forward and backward together.
+
+    loss = sum over tokens of log(sum exp(logits)) - logits[label],   logits = x W^T in fp32
+    dlogits = (softmax(logits) - onehot(label)) * scale,   dx = dlogits W,   W.main_grad += dlogits^T x
+
+The gradient is computed in the forward pass, where the logits are at hand, so that never more than one chunk of them
+exists. `scale` therefore has to be known then: loss scale / tokens of the global batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_lite.kernels.linear import add_weight_gradient
+from megatron_lite.parameter import Parameter
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Parameter, labels: Tensor, scale: Tensor | None, chunk_tokens: int
+    ) -> Tensor:
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if scale is not None else None
+        for start in range(0, hidden.shape[0], chunk_tokens):
+            chunk, label = hidden[start : start + chunk_tokens], labels[start : start + chunk_tokens, None]
+            logits = (chunk @ weight.t()).float()  # (t, v)
+            log_sum = logits.logsumexp(dim=-1, keepdim=True)
+            loss += (log_sum - logits.gather(-1, label)).sum()
+            if grad_hidden is not None:
+                grad = logits.sub_(log_sum).exp_()  # softmax, in place
+                grad.scatter_add_(-1, label, grad.new_full((), -1.0).expand(label.shape))
+                grad = grad.mul_(scale).to(hidden.dtype)
+                torch.mm(grad, weight, out=grad_hidden[start : start + chunk_tokens])
+                add_weight_gradient(weight.main_grad, grad, chunk)
+        ctx.grad_hidden = grad_hidden
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        # grad_output is the one that backward starts from: `scale` holds every factor already.
+        grad_hidden, ctx.grad_hidden = ctx.grad_hidden, None
+        return grad_hidden, None, None, None, None
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Parameter, labels: Tensor, scale: Tensor | None, chunk_tokens: int
+) -> Tensor:
+    """Summed cross-entropy of hidden (t, h) against weight (v, h) and labels (t,): a scalar in fp32.
+
+    With `scale` (), the gradient of scale * loss goes into `weight.main_grad` now and to `hidden` in backward.
+    """
+    return _LinearCrossEntropy.apply(hidden, weight, labels, scale, chunk_tokens)

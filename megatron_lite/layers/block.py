@@ -1,0 +1,103 @@
+"""A pre-norm transformer block: x += attention(norm(x)); x += mlp(norm(x))."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config import ModelConfig
+from megatron_lite.kernels.activation import activation
+from megatron_lite.kernels.attention import attention
+from megatron_lite.kernels.dropout import dropout
+from megatron_lite.kernels.rotary import rotary_table, split_heads
+from megatron_lite.layers.layer import Layer, Linear, MicroBatch
+from megatron_lite.layers.norm import Norm
+
+
+class Rotary:
+    """The cos/sin table of a model, made once per device and dtype and shared by its blocks."""
+
+    def __init__(self, config: ModelConfig, length: int) -> None:
+        self._config, self._length = config, length
+        self._table: tuple[Tensor, Tensor] | None = None
+
+    def table(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, (length, d / 2) in fp32, on the device of `like`."""
+        if self._table is None or self._table[0].device != like.device:
+            assert self._config.kv_channels is not None
+            base = rotary_base(self._config.rotary_embedding_scale)
+            self._table = rotary_table(self._length, self._config.kv_channels, base, like.device)
+        return self._table
+
+
+def rotary_base(rotary_embedding_scale: float) -> float:
+    """exp(-scale), rounded to the nearest integer when within 1e-9 of it (-log(10000) means 10000)."""
+    base = math.exp(-rotary_embedding_scale)
+    return float(round(base)) if abs(base - round(base)) <= 1e-9 * base else base
+
+
+class Attention(torch.nn.Module):
+    """Multi-head, grouped-query or multi-query causal attention: (b, s, h) -> (b, s, h)."""
+
+    def __init__(self, name: str, config: ModelConfig, rotary: Rotary | None) -> None:
+        super().__init__()
+        assert config.head_groups and config.kv_channels
+        assert config.init_method_std_qkv is not None and config.init_method_std_attn_proj is not None
+        self.num_heads, self.head_groups, self.window = config.num_attention_heads, config.head_groups, config.window_size
+        self.dropout, self.rotary, self.name = config.attention_dropout, rotary, name
+        query_size, group_size = self.num_heads * config.kv_channels, self.head_groups * config.kv_channels
+        self.query_key_value = Linear(
+            f"{name}.query_key_value", config.hidden_size, query_size + 2 * group_size, config.init_method_std_qkv, config
+        )
+        self.output = Linear(
+            f"{name}.output", query_size, config.hidden_size, config.init_method_std_attn_proj, config
+        )
+
+    def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+        table = self.rotary.table(hidden) if self.rotary is not None else None
+        projection = self.query_key_value(hidden)  # (b, s, (n + 2 g) d)
+        query, key, value = split_heads(projection, self.num_heads, self.head_groups, table)  # (b, n or g, s, d)
+        context = attention(query, key, value, self.window, self.dropout, micro_batch.site_seed(self.name))
+        return self.output(context.transpose(1, 2).flatten(2))  # (b, s, n d) -> (b, s, h)
+
+
+class MLP(torch.nn.Module):
+    """Plain or gated two-layer MLP: (b, s, h) -> (b, s, h)."""
+
+    def __init__(self, name: str, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.ffn_hidden_size and config.activation_type
+        assert config.init_method_std_mlp_1 is not None and config.init_method_std_mlp_2 is not None
+        self.activation_type, self.gated = config.activation_type, config.gated
+        up_size = config.ffn_hidden_size * (2 if config.gated else 1)  # gate rows first
+        self.up = Linear(f"{name}.up", config.hidden_size, up_size, config.init_method_std_mlp_1, config)
+        self.down = Linear(
+            f"{name}.down", config.ffn_hidden_size, config.hidden_size, config.init_method_std_mlp_2, config
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down(activation(self.up(hidden), self.activation_type, self.gated))
+
+
+class Block(Layer):
+    """One transformer block."""
+
+    def __init__(self, index: int, config: ModelConfig, rotary: Rotary | None) -> None:
+        super().__init__()
+        self.name, self.hidden_dropout = f"blocks.{index}", config.hidden_dropout
+        self.attention_norm = Norm(f"{self.name}.attention_norm", config)
+        self.attention = Attention(f"{self.name}.attention", config, rotary)
+        self.mlp_norm = Norm(f"{self.name}.mlp_norm", config)
+        self.mlp = MLP(f"{self.name}.mlp", config)
+
+    def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
+        assert hidden is not None
+        branch = self.attention(self.attention_norm(hidden), micro_batch)
+        hidden = hidden + self._drop(branch, micro_batch, "attention_branch")
+        branch = self.mlp(self.mlp_norm(hidden))
+        return hidden + self._drop(branch, micro_batch, "mlp_branch")
+
+    def _drop(self, branch: Tensor, micro_batch: MicroBatch, site: str) -> Tensor:
+        return dropout(branch, self.hidden_dropout, micro_batch.site_seed(f"{self.name}.{site}"))

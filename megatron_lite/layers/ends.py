@@ -1,0 +1,82 @@
+"""The two ends of the chain: embedding, and final norm with output head and loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config import ModelConfig
+from megatron_lite.kernels.cross_entropy import linear_cross_entropy
+from megatron_lite.kernels.dropout import dropout
+from megatron_lite.kernels.embedding import add_positions, embedding
+from megatron_lite.layers.layer import Layer, MicroBatch
+from megatron_lite.layers.norm import Norm
+from megatron_lite.parameter import Initializer, Parameter, ParameterSpec, declare
+
+
+class Embedding(Layer):
+    """Token and learned position embeddings: tokens (b, s) -> (b, s, h)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.init_method_std_embed is not None and config.max_position_embeddings is not None
+        weights = Initializer("normal", config.init_method_std_embed)
+        self.hidden_dropout = config.hidden_dropout
+        self.word = declare(ParameterSpec("embedding.word.weight", (config.vocab_size, config.hidden_size), weights))
+        self.position = None
+        if config.use_position_embeddings:
+            shape = (config.max_position_embeddings, config.hidden_size)
+            self.position = declare(ParameterSpec("embedding.position.weight", shape, weights))
+
+    def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
+        assert hidden is None
+        hidden = embedding(self.word, micro_batch.tokens)
+        if self.position is not None:
+            hidden = add_positions(hidden, self.position)
+        return dropout(hidden, self.hidden_dropout, micro_batch.site_seed("embedding"))
+
+
+class Head(Layer):
+    """Final norm, output projection and summed cross-entropy: (b, s, h) -> ()."""
+
+    gradients_in_forward = True
+
+    def __init__(self, config: ModelConfig, embedding: Embedding) -> None:
+        super().__init__()
+        assert config.init_method_std_embed is not None
+        self.norm = Norm("head.norm", config)
+        self.output: Parameter | None = None
+        if config.tie_word_embeddings:
+            self.borrows_from = (embedding,)  # a tuple, so that torch does not count it as part of this module
+        else:
+            weights = Initializer("normal", config.init_method_std_embed)
+            shape = (config.vocab_size, config.hidden_size)
+            self.output = declare(ParameterSpec("head.output.weight", shape, weights))
+        self.splits = config.cross_entropy_splits
+
+    @property
+    def weight(self) -> Parameter:
+        """(v, h): its own, or the embedding's when tied."""
+        if self.output is not None:
+            return self.output
+        (embedding,) = self.borrows_from
+        assert isinstance(embedding, Embedding)
+        return embedding.word
+
+    def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
+        assert hidden is not None
+        normalized = self.norm(hidden).flatten(0, 1)  # (t, h), t = b s
+        labels = micro_batch.labels.flatten()
+        held = chunk_tokens(self.splits, labels.shape[0], hidden.device)
+        return linear_cross_entropy(normalized, self.weight, labels, micro_batch.gradient_scale, held)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(b, s, h) -> (b, s, v), for generation."""
+        return self.norm(hidden) @ self.weight.t()
+
+
+def chunk_tokens(splits: int | None, tokens: int, device: torch.device) -> int:
+    """Tokens whose logits exist at a time: bounds their memory; smaller costs matrix-product efficiency."""
+    if splits is not None:
+        return -(-tokens // splits)
+    return 128 if device.type == "cpu" else 1024

@@ -1,0 +1,57 @@
+"""What a layer of the chain is, and what it receives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config import ModelConfig
+from megatron_lite.kernels.linear import linear
+from megatron_lite.parameter import Initializer, ParameterSpec, declare
+from megatron_lite.seeds import derive_seed
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The input of one pass through the model."""
+
+    tokens: Tensor  # (b, s) int64
+    labels: Tensor  # (b, s) int64
+    gradient_scale: Tensor | None = None  # loss scale / tokens of the global batch, (); None: no gradients wanted
+    dropout_seed: int | None = None  # None: nothing is dropped
+
+    def site_seed(self, site: str) -> int | None:
+        """The seed of one place that drops."""
+        return None if self.dropout_seed is None else derive_seed(self.dropout_seed, site)
+
+
+class Layer(torch.nn.Module):
+    """One link of the chain: hidden (b, s, h) -> hidden (b, s, h)."""
+
+    # Layers whose parameters this one also uses (a tied head uses the embedding's).
+    borrows_from: tuple[torch.nn.Module, ...] = ()
+    # Whether parameter gradients are written in the forward pass already (the loss does).
+    gradients_in_forward = False
+
+    def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
+        raise NotImplementedError
+
+
+class Linear(torch.nn.Module):
+    """Parameters of a linear layer: weight (o, i) and, if the model has them, bias (o,)."""
+
+    def __init__(self, name: str, in_size: int, out_size: int, std: float, config: ModelConfig) -> None:
+        super().__init__()
+        weights = Initializer("normal", std)
+        self.weight = declare(ParameterSpec(f"{name}.weight", (out_size, in_size), weights))
+        biases = weights if config.random_bias_init else Initializer("constant", 0.0)
+        self.bias = (
+            declare(ParameterSpec(f"{name}.bias", (out_size,), biases, weight_decay=False))
+            if config.add_linear_biases
+            else None
+        )
+
+    def forward(self, input_: Tensor) -> Tensor:
+        return linear(input_, self.weight, self.bias)

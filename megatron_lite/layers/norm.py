@@ -1,0 +1,29 @@
+"""Normalization layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config import ModelConfig
+from megatron_lite.kernels.normalization import layer_norm, rms_norm
+from megatron_lite.parameter import Initializer, ParameterSpec, declare
+
+
+class Norm(torch.nn.Module):
+    """Layer or RMS norm over the last dimension: (..., h) -> (..., h)."""
+
+    def __init__(self, name: str, config: ModelConfig) -> None:
+        super().__init__()
+        shape, ones = (config.hidden_size,), Initializer("around_one", config.layer_norm_init_range)
+        self.eps = config.layer_norm_eps
+        self.weight = declare(ParameterSpec(f"{name}.weight", shape, ones, weight_decay=False))
+        self.bias = None
+        if config.normalization_type == "layer_norm":
+            zeros = Initializer("constant", 0.0)
+            self.bias = declare(ParameterSpec(f"{name}.bias", shape, zeros, weight_decay=False))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.bias is None:
+            return rms_norm(hidden, self.weight, self.eps)
+        return layer_norm(hidden, self.weight, self.bias, self.eps)

@@ -1,0 +1,1 @@
+"""AdamW on shards, learning-rate schedules, loss scaling."""

@@ -1,0 +1,83 @@
+"""AdamW (Loshchilov & Hutter 2019) on the shards, with global clipping, loss scaling and bad-step protection.
+
+Nothing is read on the host: clipping and unscaling are one factor inside the update, and an update whose gradient
+norm is not finite is dropped on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config import OptimizerConfig
+from megatron_lite.distributed import Distributed
+from megatron_lite.optimizer.loss_scale import LossScale
+from megatron_lite.zero.stage import Stage
+
+# Elements cast to fp32 at a time when gradients are kept in the training dtype: bounds the temporary.
+CAST_CHUNK_NUMEL = 2**22
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer step did; tensors on the device, ()."""
+
+    loss: Tensor  # summed over all ranks
+    grad_norm: Tensor  # of the unscaled global gradient, before clipping
+    skipped: Tensor  # bool: the gradient was not finite, nothing was changed
+
+
+class AdamW:
+    """Updates the weight shards of all stages in place."""
+
+    def __init__(
+        self, config: OptimizerConfig, stages: list[Stage], training_dtype: str, distributed: Distributed
+    ) -> None:
+        self._config, self._stages, self._distributed = config, stages, distributed
+        self.loss_scale = LossScale(config, training_dtype, distributed.device)
+        self._updates = torch.zeros((), dtype=torch.float32, device=distributed.device)  # Adam's t: good updates
+
+    def step(self, learning_rate: float, loss: Tensor) -> Update:
+        """One update from the stages' gradient shards. `loss`: this rank's, summed; it shares the norm's collective."""
+        total = torch.stack([*(_squared_norm(stage.grad_shard) for stage in self._stages)]).sum()
+        norm_squared, loss = self._distributed.sum_in_rank_order(torch.stack([total, loss.double()]))
+        scale = self.loss_scale.scale
+        grad_norm = (norm_squared.sqrt() / scale).float()
+        skipped = ~torch.isfinite(grad_norm)
+        self._updates.add_(~skipped)
+        clip = self._config.clip_grad
+        coefficient = (clip / (grad_norm + 1e-6)).clamp(max=1.0) if clip > 0 else torch.ones_like(grad_norm)
+        divisor = scale / coefficient
+        for stage in self._stages:
+            self._update(stage, learning_rate, divisor, skipped.float())
+        self.loss_scale.update(skipped)
+        return Update(loss, grad_norm, skipped)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, beside the shards (reads the device)."""
+        return {"updates": int(self._updates), "loss_scale": self.loss_scale.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`."""
+        self._updates.fill_(state["updates"])
+        self.loss_scale.load_state(state["loss_scale"])
+
+    def _update(self, stage: Stage, learning_rate: float, divisor: Tensor, skipped: Tensor) -> None:
+        for part in stage.layout.decay_ranges(self._distributed.rank):
+            step_numel = part.end - part.start if stage.grad_shard.dtype == torch.float32 else CAST_CHUNK_NUMEL
+            for start in range(part.start, part.end, step_numel):
+                bounds = slice(start, min(start + step_numel, part.end))
+                torch._fused_adamw_(
+                    [stage.weight_shard[bounds]], [stage.grad_shard[bounds].float()], [stage.exp_avg[bounds]],
+                    [stage.exp_avg_sq[bounds]], [], [self._updates], lr=learning_rate, beta1=self._config.adam_beta1,
+                    beta2=self._config.adam_beta2, weight_decay=self._config.weight_decay if part.weight_decay else 0.0,
+                    eps=self._config.adam_eps, amsgrad=False, maximize=False, grad_scale=divisor, found_inf=skipped,
+                )  # fmt: skip
+
+
+def _squared_norm(shard: Tensor) -> Tensor:
+    """Sum of squares, () in fp64: fp16 gradients under a loss scale would overflow fp32 squares first."""
+    return torch.linalg.vector_norm(shard, dtype=torch.float32).double().square()

@@ -1,0 +1,51 @@
+"""Loss scaling, wholly on the device: no value is read on the host to decide whether a step is dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config import OptimizerConfig
+
+
+class LossScale:
+    """Constant, or dynamic for fp16: halves after `hysteresis` overflows, doubles after `loss_scale_window` good updates.
+
+    An overflow restarts the count of good updates; a doubling restores the hysteresis.
+    """
+
+    def __init__(self, config: OptimizerConfig, training_dtype: str, device: torch.device) -> None:
+        self._config = config
+        self.dynamic = config.loss_scale is None and training_dtype == "fp16"
+        constant = 1.0 if config.loss_scale is None else config.loss_scale
+        initial = config.initial_loss_scale if self.dynamic else constant
+        self.scale = torch.tensor(initial, dtype=torch.float32, device=device)
+        self._good = torch.zeros((), dtype=torch.int64, device=device)  # since the last change or overflow
+        self._patience = torch.full((), config.hysteresis, dtype=torch.int64, device=device)
+
+    def update(self, overflow: Tensor) -> None:
+        """Learn of one update; `overflow` is a bool tensor, ()."""
+        if not self.dynamic:
+            return
+        config = self._config
+        self._patience.sub_(overflow.long())
+        shrink = overflow & (self._patience <= 0)
+        self._good.add_(1).mul_(~overflow)
+        grow = self._good >= config.loss_scale_window
+        smaller = (self.scale / 2).clamp_(min=config.min_loss_scale)
+        self.scale.copy_(torch.where(shrink, smaller, torch.where(grow, self.scale * 2, self.scale)))
+        self._good.mul_(~grow)
+        self._patience.masked_fill_(grow, config.hysteresis)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint (reads the device)."""
+        return {"scale": float(self.scale), "good": int(self._good), "patience": int(self._patience)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`; a constant scale is the command line's, not the checkpoint's."""
+        if self.dynamic:
+            self.scale.fill_(state["scale"])
+            self._good.fill_(state["good"])
+            self._patience.fill_(state["patience"])

@@ -1,0 +1,59 @@
+"""How a layer declares a parameter: on the meta device, described by a spec; its stage gives it memory later."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Initializer:
+    """Initial values: normal(0, scale), uniform(1 - scale, 1 + scale) or all equal to scale."""
+
+    distribution: Literal["normal", "around_one", "constant"]
+    scale: float
+
+    def fill(self, tensor: Tensor, generator: torch.Generator) -> None:
+        """Write the initial values into an fp32 tensor of the parameter's global shape."""
+        if self.distribution == "constant" or self.scale == 0.0:
+            tensor.fill_(1.0 if self.distribution == "around_one" else self.scale)
+        elif self.distribution == "normal":
+            tensor.normal_(0.0, self.scale, generator=generator)
+        else:
+            tensor.uniform_(1.0 - self.scale, 1.0 + self.scale, generator=generator)
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """Everything the partitioner, the optimizer and the checkpoints need to know of a parameter."""
+
+    name: str  # global and stable: checkpoints and initial values depend on it
+    shape: tuple[int, ...]
+    initializer: Initializer
+    weight_decay: bool = True
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class Parameter(torch.nn.Parameter):
+    """A parameter that is a view of its stage's weight buffer, with `main_grad`, a view of the gradient buffer.
+
+    The backward functions in `kernels/` add weight gradients to `main_grad` themselves, in its dtype, instead of
+    returning them to autograd: no temporary, no second copy, and accumulation in fp32 whatever the training dtype.
+    """
+
+    spec: ParameterSpec
+    main_grad: Tensor
+
+
+def declare(spec: ParameterSpec) -> Parameter:
+    """A parameter without memory."""
+    parameter = cast(Parameter, Parameter(torch.empty(spec.shape, device="meta")))
+    parameter.spec = spec
+    return parameter

@@ -1,0 +1,226 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite import distributed, exits
+from megatron_lite.build import MIB, Run, build
+from megatron_lite.checkpoint import sharded
+from megatron_lite.checkpoint.huggingface import save_huggingface
+from megatron_lite.config import Config
+from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, NumericsError
+from megatron_lite.experiment import Experiment
+from megatron_lite.layers.layer import MicroBatch
+from megatron_lite.monitor.metrics import format_record
+from megatron_lite.monitor.progress import progress_bar
+from megatron_lite.optimizer.adamw import Update
+from megatron_lite.optimizer.schedules import learning_rate
+from megatron_lite.seeds import derive_seed
+from megatron_lite.stop_signal import StopSignal
+
+# Dropped updates in a row after which a run is given up: fp16 needs at most 16 to find its first loss scale.
+HOPELESS_STREAK = 50
+
+
+def pretrain(config: Config, notes: tuple[str, ...]) -> int:
+    """Train as configured; returns the exit code, which is also left in exit.json.
+
+    `notes` are warnings of the command line, printed under the banner.
+    """
+    rank, run_number, run = 0, 0, None
+    stop = StopSignal()
+    try:
+        group = distributed.initialize(config.distributed)
+        rank = group.rank
+        experiment = Experiment(config, group)
+        run_number = experiment.run
+        if rank == 0:
+            exits.write_exit(config.run.experiment_dir, None, "running", "", run_number)
+        run = build(config, group, experiment, stop, notes)
+        code, message = train(run)
+        run.data.close()
+        run.trackers.close(code)
+        if rank == 0:
+            exits.write_exit(config.run.experiment_dir, code, "done" if code == EXIT_DONE else "stopped", message, run_number)
+        group.barrier()
+        group.close()
+        return code
+    except BaseException as error:
+        code = exits.report(error, config.run.experiment_dir, rank, run_number)
+        if run is not None:
+            run.trackers.close(code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # peers may be waiting for us in a collective: leaving by the front door could hang
+
+
+def train(run: Run) -> tuple[int, str]:
+    """Run the remaining iterations; returns exit code and how it ended."""
+    config, training = run.config, run.config.training
+    if run.iteration >= training.train_iters:
+        message = f"the run is complete: iteration {run.iteration} of {training.train_iters}; nothing to do"
+        run.logger.info(message)
+        return EXIT_DONE, message
+    bar = progress_bar(training.train_iters, run.iteration) if run.distributed.rank == 0 else None
+    batches = run.data.batches("training", run.iteration, training.train_iters - run.iteration)
+    for iteration in range(run.iteration + 1, training.train_iters + 1):
+        micro_batches, data_wait_s = next_batch(run, batches)
+        if run.distributed.agree_max(run.stop.received):
+            return preempted(run)
+        update = train_step(run, micro_batches, iteration)
+        run.window.add(update.loss, update.grad_norm, update.skipped, data_wait_s)
+        run.iteration = iteration
+        last = iteration == training.train_iters
+        if last or is_due(iteration, config.run.log_interval, config.run.log_offset):
+            log_training(run, update)
+        if bar is not None:
+            bar.update(iteration)
+        with run.timer.excluded():
+            if training.validation_iters and (last or iteration % training.validation_interval == 0):
+                evaluate(run, "validation", training.validation_iters)
+            if last and training.test_iters:
+                evaluate(run, "test", training.test_iters)
+            if training.export_interval is not None and (last or iteration % training.export_interval == 0):
+                export(run)
+            if last or is_due(iteration, training.checkpoint_interval, training.checkpoint_offset):
+                save(run)
+            if not last and is_due(iteration, training.stop_interval, training.stop_offset):
+                save(run)
+                return EXIT_DONE, f"stopped at iteration {iteration} as planned by --stop_interval"
+    if bar is not None:
+        bar.close()
+    message = f"training complete: {run.iteration} iterations"
+    run.logger.info(message)
+    return EXIT_DONE, message
+
+
+def train_step(run: Run, micro_batches: list[Tensor], iteration: int) -> Update:
+    """One update of the weights from this rank's micro-batches, each (b, s + 1)."""
+    config, device = run.config, run.distributed.device
+    scale = run.optimizer.loss_scale.scale / run.tokens_per_iteration
+    seed, rank = config.distributed.seed, run.distributed.rank
+    inputs = [
+        micro_batch(tokens, device, scale, derive_seed(seed, "dropout", iteration, index, rank))
+        for index, tokens in enumerate(micro_batches)
+    ]
+    loss = run.model.forward_backward(inputs)  # gradients are in the shards now
+    update = run.optimizer.step(learning_rate(config.optimizer, iteration), loss)
+    run.model.invalidate()  # the gathered weights are old now
+    return update
+
+
+def micro_batch(tokens: Tensor, device: torch.device, scale: Tensor | None, dropout_seed: int | None) -> MicroBatch:
+    """(b, s + 1) tokens -> inputs and labels (b, s) on the device."""
+    tokens = tokens.to(device, non_blocking=True)
+    return MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), scale, dropout_seed)
+
+
+def next_batch(run: Run, batches: Iterator[list[Tensor]]) -> tuple[list[Tensor], float]:
+    """The micro-batches of the next iteration, and the seconds that they took."""
+    start_s = time.perf_counter()
+    micro_batches = next(batches)
+    waited_s = time.perf_counter() - start_s
+    if waited_s * 1e3 > run.config.data.data_batch_warn_time_ms and run.window.iterations:
+        run.logger.warning("waited %.1f s for data; more --num_workers may help", waited_s)
+    return micro_batches, waited_s
+
+
+def is_due(iteration: int, interval: int | None, offset: int = 0) -> bool:
+    """Whether something with this interval and offset happens after an iteration."""
+    return interval is not None and iteration >= offset and (iteration - offset) % interval == 0
+
+
+def evaluate(run: Run, phase: str, iterations: int) -> None:
+    """Log the mean loss over the first `iterations` batches of a phase, the same ones every time."""
+    batches = run.data.batches(phase, 0, iterations)
+    loss = torch.zeros((), dtype=torch.float64, device=run.distributed.device)
+    for tokens in batches:
+        run.distributed.barrier()  # data may take long, a step's collectives may not
+        loss += run.model.evaluate([micro_batch(part, run.distributed.device, None, None) for part in tokens])
+    total = run.distributed.sum_in_rank_order(loss.view(1))
+    record = {
+        "phase": phase,
+        "iteration": run.iteration,
+        "train_iters": run.config.training.train_iters,
+        "loss": float(total) / (iterations * run.tokens_per_iteration),
+    }
+    run.trackers.log(record)
+    run.logger.info(format_record(record))
+
+
+def log_training(run: Run, update: Update) -> None:
+    """One line of the log and of metrics.jsonl: reads the device, so it waits for it."""
+    streak = run.window.streak
+    timing, console = {}, {}
+    record: dict[str, Any] = {
+        "phase": "training",
+        "iteration": run.iteration,
+        "train_iters": run.config.training.train_iters,
+        **run.window.close(run.tokens_per_iteration),
+        "learning_rate": learning_rate(run.config.optimizer, run.iteration),
+        "grad_norm": float(update.grad_norm),
+        "loss_scale": float(run.optimizer.loss_scale.scale),
+        "batch_size": run.config.batch.batch_size,
+        "consumed_samples": run.iteration * (run.config.batch.batch_size or 0),
+        "consumed_tokens": run.iteration * run.tokens_per_iteration,
+    }
+    timing, console = run.timer.lap(run.iteration)
+    record |= timing
+    if streak:
+        record["skip_reason"] = "non-finite gradient"
+    if run.distributed.device.type == "cuda":
+        record["max_allocated_mib"] = torch.cuda.max_memory_allocated() / MIB
+        record["max_reserved_mib"] = torch.cuda.max_memory_reserved() / MIB
+    run.trackers.log(record)
+    run.logger.info(format_record(record, console))
+    if streak >= HOPELESS_STREAK:
+        raise NumericsError(
+            f"the last {streak} updates were dropped because their gradients were not finite; the weights are those "
+            "of the last good update. Resume from an older checkpoint with a lower --lr, or use --training_dtype=bf16"
+        )
+
+
+def save(run: Run) -> None:
+    """Write a checkpoint, then delete those beyond --max_checkpoints."""
+    root = run.experiment.checkpoints
+    if root is None:
+        return
+    start_s = time.perf_counter()
+    state = {"optimizer": run.optimizer.state(), "window": run.window.state()}
+    sharded.save(root, run.iteration, run.model, state, run.config, run.distributed)
+    if run.distributed.rank == 0:
+        sharded.prune(root, run.config.training.max_checkpoints, run.iteration)
+    run.logger.info("saved %s (%.1f s)", root / str(run.iteration), time.perf_counter() - start_s)
+
+
+def export(run: Run) -> None:
+    """Write a permanent export of the weights as they are now."""
+    directory = run.experiment.export(run.iteration)
+    if directory is None:
+        return
+    if run.config.training.export_format == "distributed":
+        state = {"optimizer": run.optimizer.state(), "window": run.window.state()}
+        sharded.save(directory.parent, run.iteration, run.model, state, run.config, run.distributed)
+    else:
+        save_huggingface(directory, run.model, run.config, run.distributed, run.model.full_weights())
+    run.logger.info("exported %s", directory)
+
+
+def preempted(run: Run) -> tuple[int, str]:
+    """Save and stop, as a signal to any rank asked."""
+    if run.experiment.checkpoints is None:
+        message = f"stopped by a signal at iteration {run.iteration}; nothing was saved (no --experiment_dir)"
+        run.logger.info(message)
+        return 1, message
+    save(run)
+    message = f"stopped by a signal: saved at iteration {run.iteration}; the same command resumes"
+    run.logger.info(message)
+    return EXIT_PREEMPTED, message

@@ -1,0 +1,52 @@
+"""Executes a schedule: the training step of the ZeRO paper, one line for each thing that happens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite.zero.schedule import Step
+from megatron_lite.zero.stage import Stage
+
+
+def forward_backward(stages: Sequence[Stage], schedule: Sequence[Step], micro_batches: Sequence[Any]) -> Tensor:
+    """Run one iteration's micro-batches; returns their summed loss, () on this rank.
+
+    Afterwards every stage's `grad_shard` holds this rank's slice of the gradient summed over micro-batches and ranks.
+    """
+    hidden: dict[int, Tensor] = {}  # (b, s, h) between stages; after the last one the loss, ()
+    grad: dict[int, Tensor | None] = {}  # d loss / d hidden, (b, s, h)
+    for step in schedule:
+        stage, micro = stages[step.stage], step.micro_batch
+        for index in step.gather:
+            stages[index].gather()  # all_gather: shards -> full weights, for now or as a prefetch
+        for index in step.needs:
+            stages[index].require_weights()
+        for index in step.accumulate:
+            stages[index].accumulate()
+        if step.kind == "forward":
+            hidden[micro] = stage.forward(hidden.get(micro), micro_batches[micro], micro)
+        else:
+            grad[micro] = stage.backward(grad.get(micro), micro)
+        for index, again in step.reduce:
+            stages[index].reduce(again)  # reduce_scatter: full gradients -> shard
+    for stage in stages:
+        stage.gradients.wait()
+    return torch.stack([hidden[micro] for micro in range(len(micro_batches))]).sum()
+
+
+def evaluate(stages: Sequence[Stage], schedule: Sequence[Step], micro_batches: Sequence[Any]) -> Tensor:
+    """The summed loss of the micro-batches, () on this rank; gradients and shards are left alone."""
+    hidden: dict[int, Tensor] = {}
+    for step in schedule:
+        for index in step.gather:
+            stages[index].gather()
+        for index in step.needs:
+            stages[index].require_weights()
+        hidden[step.micro_batch] = stages[step.stage].evaluate(
+            hidden.get(step.micro_batch), micro_batches[step.micro_batch]
+        )
+    return torch.stack([hidden[micro] for micro in range(len(micro_batches))]).sum()

@@ -1,0 +1,117 @@
+"""A training step as a list: which stage computes which micro-batch when, and when its weights are gathered and its
+gradients reduced. Nothing here runs anything, so the order of every collective can be read and tested by itself.
+
+Accumulation over micro-batches is depth-first (forward and backward of one after the other) or breadth-first (all
+micro-batches through a stage before the next stage: one gather and one reduction per stage and step even in ZeRO-3,
+at the price of all their activations; Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What the schedule needs to know of one stage."""
+
+    weight_buffer: int
+    grad_buffer: int
+    borrows_from: tuple[int, ...] = ()  # stages whose parameters it uses as well
+    gradients_in_forward: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass of one micro-batch through one stage, and the collectives around it.
+
+    Order: start `gather`, wait for the weights in `needs`, zero the buffers in `accumulate` that changed hands,
+    compute, start `reduce`.
+    """
+
+    kind: Literal["forward", "backward"]
+    stage: int
+    micro_batch: int
+    needs: tuple[int, ...]  # stages whose full weights it uses
+    gather: tuple[int, ...]  # stages whose gather starts before it: for itself, or as a prefetch
+    accumulate: tuple[int, ...]  # stages whose gradient buffer it writes
+    reduce: tuple[tuple[int, bool], ...]  # (stage, add to the shard?) whose reduction starts after it
+
+
+def training_schedule(stages: Sequence[StagePlan], depth_first: int, breadth_first: int) -> list[Step]:
+    """The steps of one iteration of depth_first * breadth_first micro-batches (numbered breadth-first within)."""
+    order: list[tuple[Literal["forward", "backward"], int, int]] = []
+    for depth in range(depth_first):
+        micro_batches = range(depth * breadth_first, (depth + 1) * breadth_first)
+        order += [("forward", stage, micro) for stage in range(len(stages)) for micro in micro_batches]
+        order += [("backward", stage, micro) for stage in reversed(range(len(stages))) for micro in micro_batches]
+    return _with_collectives(stages, order)
+
+
+def evaluation_schedule(stages: Sequence[StagePlan], micro_batches: int) -> list[Step]:
+    """Forward passes only, one micro-batch after the other."""
+    order: list[tuple[Literal["forward", "backward"], int, int]] = [
+        ("forward", stage, micro) for micro in range(micro_batches) for stage in range(len(stages))
+    ]
+    return _with_collectives(stages, order)
+
+
+def _with_collectives(
+    stages: Sequence[StagePlan], order: Sequence[tuple[Literal["forward", "backward"], int, int]]
+) -> list[Step]:
+    needs = [(stage, *stages[stage].borrows_from) for _, stage, _ in order]
+    writes = [
+        need if kind == "backward" or stages[stage].gradients_in_forward else ()
+        for (kind, stage, _), need in zip(order, needs, strict=True)
+    ]
+    training = any(kind == "backward" for kind, _, _ in order)
+    gathers = _place_gathers(stages, needs)
+    reduces = _place_reduces(stages, writes) if training else [()] * len(order)
+    return [
+        Step(kind, stage, micro, needs[i], gathers[i], writes[i] if training else (), reduces[i])
+        for i, (kind, stage, micro) in enumerate(order)
+    ]
+
+
+def _place_gathers(stages: Sequence[StagePlan], needs: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Each gather starts as soon as its buffer is free: right after the last step that uses what the buffer held.
+
+    With two buffers that is one stage ahead of its use, with one buffer just before it, with one per stage at once.
+    """
+    free_from: dict[int, int] = {}  # buffer -> first step that no longer uses what it holds
+    holder: dict[int, int] = {}
+    gathers: list[list[int]] = [[] for _ in needs]
+    for i, stages_needed in enumerate(needs):
+        for stage in stages_needed:
+            buffer = stages[stage].weight_buffer
+            if holder.get(buffer) != stage:
+                gathers[free_from.get(buffer, 0)].append(stage)
+                holder[buffer] = stage
+            free_from[buffer] = i + 1
+    return [tuple(started) for started in gathers]
+
+
+def _place_reduces(
+    stages: Sequence[StagePlan], writes: Sequence[tuple[int, ...]]
+) -> list[tuple[tuple[int, bool], ...]]:
+    """A reduction starts after the last write of a stage before another stage takes its buffer, or the step ends."""
+    reduces: list[list[tuple[int, bool]]] = [[] for _ in writes]
+    last_write: dict[int, tuple[int, int]] = {}  # buffer -> (stage, step)
+    reduced: set[int] = set()
+
+    def reduce_holder(buffer: int) -> None:
+        stage, step = last_write[buffer]
+        reduces[step].append((stage, stage in reduced))
+        reduced.add(stage)
+
+    for i, stages_written in enumerate(writes):
+        for stage in stages_written:
+            buffer = stages[stage].grad_buffer
+            if buffer in last_write and last_write[buffer][0] != stage:
+                reduce_holder(buffer)
+            last_write[buffer] = (stage, i)
+    for buffer in sorted(last_write, key=lambda buffer: last_write[buffer][1]):
+        reduce_holder(buffer)
+    return [tuple(started) for started in reduces]

@@ -1,0 +1,33 @@
+#!/usr/bin/env python3
+"""Pretrain a GPT: `python pretrain_gpt.py --help`, or `torchrun --nproc-per-node=N pretrain_gpt.py ...`."""
+
+import sys
+
+from megatron_lite import exits
+from megatron_lite.arguments import HelpRequested, launch_rank, launch_world_size, parse
+from megatron_lite.errors import EXIT_DONE, UsageError
+from megatron_lite.validation import resolve
+
+
+def main(argv: list[str]) -> int:
+    """Parse, validate, train; returns the exit code. Nothing heavy is imported before the flags are known good."""
+    experiment_dir = None
+    try:
+        arguments = parse(argv)
+        experiment_dir = arguments.config.run.experiment_dir
+        config = resolve(arguments.config, launch_world_size())
+    except HelpRequested as request:
+        if launch_rank() == 0:
+            print(request)
+        return EXIT_DONE
+    except UsageError as error:
+        directory = getattr(error, "experiment_dir", None) or experiment_dir
+        return exits.report(error, directory, launch_rank())
+
+    from megatron_lite.train import pretrain
+
+    return pretrain(config, arguments.warnings)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
