@@ -1,0 +1,1 @@
+"""Checkpoints that training resumes from, and exports that other programs load."""

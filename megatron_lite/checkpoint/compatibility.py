@@ -1,0 +1,71 @@
+"""What may change between a checkpoint and the command line that resumes it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from megatron_lite.config import Config, flatten
+from megatron_lite.errors import CheckpointError
+
+# Options that change the parameters, or the function that they were trained for.
+ARCHITECTURE = (
+    "num_layers", "hidden_size", "num_attention_heads", "head_groups", "kv_channels", "ffn_hidden_size", "vocab_size",
+    "max_position_embeddings", "use_position_embeddings", "use_rotary_embeddings", "rotary_embedding_scale",
+    "tie_word_embeddings", "add_linear_biases", "gated", "activation_type", "normalization_type", "layer_norm_eps",
+    "window_size",
+)  # fmt: skip
+
+
+class Difference(NamedTuple):
+    """One option of which the checkpoint and the command line have different values."""
+
+    name: str
+    saved: Any
+    current: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.saved} in the checkpoint, {self.current} now"
+
+
+def compare_architecture(saved: dict[str, Any], config: Config) -> list[Difference]:
+    """Architecture options that differ, in the order of config.py. `saved` is flat; both are resolved.
+
+    `max_position_embeddings` counts only where there is a table of learned positions.
+    """
+    counted = set(ARCHITECTURE)
+    if not config.model.use_position_embeddings and not saved.get("use_position_embeddings"):
+        counted.remove("max_position_embeddings")
+    return [difference for difference in _all_differences(saved, config) if difference.name in counted]
+
+
+def check_architecture(saved: dict[str, Any], config: Config, where: str) -> None:
+    """Refuse to resume the checkpoint `where` with another architecture.
+
+    Raises:
+        CheckpointError: naming every differing option with both values.
+    """
+    found = compare_architecture(saved, config)
+    if found:
+        raise CheckpointError(
+            f"checkpoint {where} was trained with another architecture; give its values or choose another "
+            "--experiment_dir:\n  " + "\n  ".join(f"--{difference}" for difference in found)
+        )
+
+
+def differences(saved: dict[str, Any], config: Config) -> list[Difference]:
+    """Options outside the architecture that differ; the command line wins."""
+    return [difference for difference in _all_differences(saved, config) if difference.name not in ARCHITECTURE]
+
+
+def _all_differences(saved: dict[str, Any], config: Config) -> list[Difference]:
+    """Options that both know (another version of the program may know more or fewer) and that differ."""
+    return [
+        Difference(name, saved[name], value)
+        for name, value in _as_json(flatten(config)).items()
+        if name in saved and saved[name] != value
+    ]
+
+
+def _as_json(values: dict[str, Any]) -> dict[str, Any]:
+    """The same values as JSON returns them."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

@@ -1,0 +1,196 @@
+"""Exports: folders that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+
+Parameters arrive one at a time, are renamed and cut to the names of the architecture, gathered on rank 0 up to
+`MAX_FILE_BYTES` and written. The folder is complete when it appears under its name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite.checkpoint import files
+from megatron_lite.checkpoint.agreement import together
+from megatron_lite.checkpoint.architectures import check_exportable, hugging_face_config
+from megatron_lite.config import Config, ModelConfig
+
+if TYPE_CHECKING:
+    from megatron_lite.distributed import Distributed
+    from megatron_lite.zero.multi_stage import MultiStage
+
+__all__ = ["check_exportable", "convert", "save_huggingface"]
+
+MAX_FILE_BYTES = 4 * 2**30
+
+_ENDS = {
+    "embedding.word": "model.embed_tokens", "head.norm": "model.norm", "head.output": "lm_head",
+}  # fmt: skip
+_LAYER = {
+    "attention_norm": "input_layernorm", "attention.output": "self_attn.o_proj", "mlp_norm": "post_attention_layernorm",
+    "mlp.down": "mlp.down_proj",
+}  # fmt: skip
+_STARCODER2_LAYER = _LAYER | {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+_GPT2_ENDS = {
+    "embedding.word": "transformer.wte", "embedding.position": "transformer.wpe", "head.norm": "transformer.ln_f",
+    "head.output": "lm_head",
+}  # fmt: skip
+_GPT2_LAYER = {
+    "attention_norm": "ln_1", "attention.query_key_value": "attn.c_attn", "attention.output": "attn.c_proj",
+    "mlp_norm": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
+}  # fmt: skip
+
+
+def convert(name: str, tensor: Tensor, architecture: str, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """One parameter of ours as the architecture's: names and views (no copies).
+
+    Raises:
+        KeyError: if the architecture has no such parameter.
+    """
+    owner, kind = name.rsplit(".", 1)  # kind: weight or bias
+    is_gpt2 = architecture == "gpt2"
+    if not owner.startswith("blocks."):
+        yield f"{(_GPT2_ENDS if is_gpt2 else _ENDS)[owner]}.{kind}", tensor
+        return
+    _, index, part = owner.split(".", 2)
+    if is_gpt2:
+        # GPT-2's linear layers (Conv1D) store (inputs, outputs).
+        yield f"transformer.h.{index}.{_GPT2_LAYER[part]}.{kind}", tensor.t() if tensor.dim() == 2 else tensor
+    elif part == "attention.query_key_value":
+        assert model.head_groups and model.kv_channels, (model.head_groups, model.kv_channels)
+        keys = model.head_groups * model.kv_channels
+        pieces = tensor.split([model.num_attention_heads * model.kv_channels, keys, keys])
+        for letter, piece in zip("qkv", pieces, strict=True):
+            yield f"model.layers.{index}.self_attn.{letter}_proj.{kind}", piece
+    elif part == "mlp.up" and model.gated:
+        for half, piece in zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True):
+            yield f"model.layers.{index}.mlp.{half}.{kind}", piece
+    else:
+        names = _STARCODER2_LAYER if architecture == "starcoder2" else _LAYER
+        yield f"model.layers.{index}.{names[part]}.{kind}", tensor
+
+
+def save_huggingface(
+    directory: Path,
+    model: MultiStage,
+    config: Config,
+    distributed: Distributed,
+    weights: Iterator[tuple[str, Tensor]],
+) -> None:
+    """Write a Hugging Face folder; all ranks call this together. A folder of that name is replaced.
+
+    `weights` yields (parameter name, full weight in the training dtype) of the whole model, in the same order on every
+    rank; each tensor may be overwritten when the next one is asked for. Rank 0 holds at most `MAX_FILE_BYTES` of
+    copies (or the largest parameter) and writes; after each file the ranks agree that it worked.
+
+    Raises:
+        UsageError: if no architecture can express the model.
+        StorageError: on every rank, if the folder cannot be written.
+    """
+    architecture = check_exportable(config.model)
+    temporary = files.work_path(directory, "tmp", distributed.broadcast_object(files.new_nonce()))
+    what = f"the export {directory}"
+    is_writer = distributed.rank == 0
+
+    def prepare() -> None:
+        if is_writer:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            files.recover(directory.parent)
+            temporary.mkdir()
+
+    try:
+        together(distributed, what, directory.parent, 0, prepare)
+        expected = {slot.spec.name for stage in model.stages for slot in stage.layout.slots}
+        parts: list[list[str]] = []
+        total_bytes = 0
+        for part, num_bytes in _parts(weights, architecture, config.model, is_writer, expected):
+
+            def write(part: dict[str, Tensor] = part) -> None:
+                if is_writer:
+                    files.write_tensors(_part_path(temporary, len(parts)), part, {"format": "pt"})
+
+            together(distributed, what, _part_path(temporary, len(parts)), num_bytes, write)
+            parts.append(list(part))
+            total_bytes += num_bytes
+
+        def finish() -> None:
+            if is_writer:
+                _name_parts(temporary, parts, total_bytes)
+                _write_configs(temporary, config)
+                for path in temporary.iterdir():
+                    files.sync_file(path)
+                files.sync_folder(temporary)
+                files.publish(temporary, directory, files.has_only_our_files)
+
+        together(distributed, what, directory, 0, finish)
+    except Exception:
+        if is_writer:
+            files.remove_folder(temporary)
+        raise
+
+
+def _parts(
+    weights: Iterator[tuple[str, Tensor]], architecture: str, model: ModelConfig, is_writer: bool, expected: set[str]
+) -> Iterator[tuple[dict[str, Tensor], int]]:
+    """The tensors of one file after the other and their bytes; the same cuts on every rank, copies on the writer only.
+
+    Every rank cuts at the same place, because writing may take longer than a collective of the next gather may.
+    """
+    part: dict[str, Tensor] = {}
+    part_bytes = 0
+    missing = set(expected)
+    for name, tensor in weights:
+        missing.discard(name)
+        if part and part_bytes + tensor.nbytes > MAX_FILE_BYTES:
+            yield part, part_bytes
+            part, part_bytes = {}, 0
+        for new_name, view in convert(name, tensor, architecture, model):
+            part[new_name] = _copy(view) if is_writer else torch.empty(0)
+        part_bytes += tensor.nbytes
+    assert not missing, f"weights left out: {sorted(missing)[:5]}"
+    yield part, part_bytes
+
+
+def _copy(view: Tensor) -> Tensor:
+    """A contiguous copy in host memory."""
+    return torch.empty(view.shape, dtype=view.dtype).copy_(view.detach())
+
+
+def _part_path(folder: Path, index: int) -> Path:
+    return folder / f"model-{index + 1:05d}.safetensors"
+
+
+def _name_parts(folder: Path, parts: list[list[str]], total_bytes: int) -> None:
+    """Give the files their final names, now that their number is known, and write the index if there are several."""
+    if len(parts) == 1:
+        os.rename(_part_path(folder, 0), folder / "model.safetensors")
+        return
+    weight_map = {}
+    for index, names in enumerate(parts):
+        file_name = f"model-{index + 1:05d}-of-{len(parts):05d}.safetensors"
+        os.rename(_part_path(folder, index), folder / file_name)
+        weight_map.update(dict.fromkeys(names, file_name))
+    content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    _write_json(folder / "model.safetensors.index.json", content)
+
+
+def _write_configs(folder: Path, config: Config) -> None:
+    """config.json, generation_config.json, and the tokenizer if one is known."""
+    special_tokens: dict[str, int | None] = {}
+    if config.data.tokenizer_file is not None:
+        from megatron_lite.data.tokenizing import copy_tokenizer
+
+        special_tokens = copy_tokenizer(config.data.tokenizer_file, folder)
+    content = hugging_face_config(config, special_tokens)
+    _write_json(folder / "config.json", content)
+    generation = {key: content[key] for key in ("bos_token_id", "eos_token_id") if content[key] is not None}
+    _write_json(folder / "generation_config.json", {"_from_model_config": True, **generation})
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    files.write_text(path, json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,275 @@
+"""manifest.json: what a checkpoint holds, and where each element of each parameter lies in its files.
+
+```
+{"format": "megatron_lite_checkpoint", "version": 1, "save_id": "...", "iteration": 100, "world_size": 2,
+ "config": {every option}, "state": {...},
+ "files": {"rank_000.safetensors": {"size": 4096, "crc32": 123}, ...},
+ "parameters": {"embedding.word.weight": {"dtype": "float32", "shape": [256, 64],
+     "weights": [["rank_000.safetensors", 712, 32768, 0], ["rank_001.safetensors", 712, 32768, 8192]],
+     "exp_avg": [...], "exp_avg_sq": [...]}, ...},
+ "crc32": 456}
+```
+
+A slice is [file, byte offset in the file, bytes, first element of the flattened parameter]. Any layout reads any other
+from this alone. `crc32` covers every byte before its own line. A manifest is untrusted input: `read` accepts exactly
+what `dump` writes and raises `DamagedError` for everything else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron_lite.checkpoint.files import CHUNK_BYTES, WrittenFile, open_regular
+
+if TYPE_CHECKING:
+    from megatron_lite.zero.layout import StageLayout
+
+FORMAT = "megatron_lite_checkpoint"
+VERSION = 1
+MANIFEST_NAME = "manifest.json"
+KINDS = ("weights", "exp_avg", "exp_avg_sq")
+DTYPE = "float32"
+ELEMENT_BYTES = 4
+RANK_FILE = re.compile(r"rank_[0-9]{3,7}\.safetensors")
+
+_MAX_MANIFEST_BYTES = 2**29
+_MAX_COUNT = 2**62
+_KEYS = ("format", "version", "save_id", "iteration", "world_size", "config", "state", "files", "parameters", "crc32")
+_CRC_LINE = re.compile(rb'"crc32": ([0-9]{1,10})\n\}\n')
+
+
+class DamagedError(Exception):
+    """A checkpoint that cannot be used; the message says which file and why."""
+
+
+class Slice(NamedTuple):
+    """Elements of a parameter that lie together: `num_bytes` at byte `offset` of `file`, from element `first` on."""
+
+    file: str
+    offset: int
+    num_bytes: int
+    first: int
+
+    @property
+    def end(self) -> int:
+        """One past the last element."""
+        return self.first + self.num_bytes // ELEMENT_BYTES
+
+
+class SavedFile(NamedTuple):
+    size: int  # bytes
+    crc32: int
+
+
+@dataclass(frozen=True)
+class SavedParameter:
+    shape: tuple[int, ...]
+    slices: dict[str, list[Slice]]  # for each of KINDS, in element order, without gaps
+
+
+@dataclass(frozen=True)
+class Manifest:
+    save_id: str
+    iteration: int
+    world_size: int
+    config: dict[str, Any]
+    state: dict[str, Any]
+    files: dict[str, SavedFile]
+    parameters: dict[str, SavedParameter]
+
+
+def rank_file(rank: int) -> str:
+    return f"rank_{rank:03d}.safetensors"
+
+
+def tensor_name(stage: int, kind: str) -> str:
+    return f"stage_{stage:03d}.{kind}"
+
+
+def locate_parameters(layouts: Sequence[StageLayout], files: Sequence[WrittenFile]) -> dict[str, SavedParameter]:
+    """Where everything lies, for rank files that hold each stage's weights, exp_avg and exp_avg_sq in this order."""
+    parameters: dict[str, SavedParameter] = {}
+    stage_start = 0  # bytes from data_start, the same in every rank's file
+    for layout in layouts:
+        for slot in layout.slots:
+            parameters[slot.spec.name] = SavedParameter(tuple(slot.spec.shape), {kind: [] for kind in KINDS})
+        shard_bytes = layout.shard_numel * ELEMENT_BYTES
+        for rank, file in enumerate(files):
+            for slot, start, end in layout.pieces(rank):
+                in_shard = (slot.offset + start - rank * layout.shard_numel) * ELEMENT_BYTES
+                for position, kind in enumerate(KINDS):
+                    offset = file.data_start + stage_start + position * shard_bytes + in_shard
+                    piece = Slice(rank_file(rank), offset, (end - start) * ELEMENT_BYTES, start)
+                    parameters[slot.spec.name].slices[kind].append(piece)
+        stage_start += len(KINDS) * shard_bytes
+    return parameters
+
+
+def dump(manifest: Manifest) -> str:
+    """The text of manifest.json, one parameter a line.
+
+    Raises:
+        TypeError, ValueError: if `config` or `state` is not JSON.
+    """
+    head = {
+        "format": FORMAT, "version": VERSION, "save_id": manifest.save_id, "iteration": manifest.iteration,
+        "world_size": manifest.world_size, "config": manifest.config, "state": manifest.state,
+    }  # fmt: skip
+    files = {name: file._asdict() for name, file in manifest.files.items()}
+    parameters = {
+        name: {"dtype": DTYPE, "shape": parameter.shape, **parameter.slices}
+        for name, parameter in manifest.parameters.items()
+    }
+    lines = [f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items()]
+    for key, entries in (("files", files), ("parameters", parameters)):
+        rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items())
+        lines.append(f"{json.dumps(key)}: {{\n{rows}\n}},\n")
+    covered = "{\n" + "".join(lines)
+    return f'{covered}"crc32": {zlib.crc32(covered.encode())}\n}}\n'
+
+
+def read(folder: Path) -> Manifest:
+    """Read and check a folder's manifest, but none of the files it names.
+
+    Raises:
+        DamagedError: if it is missing or not exactly what this program writes.
+    """
+    try:
+        text = _read_bytes(folder / MANIFEST_NAME)
+        values = json.loads(text, object_pairs_hook=_without_duplicates)
+    except OSError as error:
+        raise DamagedError(f"{MANIFEST_NAME}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:  # of UTF-8 and JSON
+        raise DamagedError(f"{MANIFEST_NAME}: not readable ({str(error)[:100]})") from None
+    try:
+        _require(isinstance(values, dict) and values.get("format") == FORMAT, f"not of the format {FORMAT}")
+        version = values.get("version")
+        _require(_is_count(version), "no version")
+        _require(version == VERSION, f"written by format {version}, this program reads {VERSION}")
+        line = _CRC_LINE.search(text, max(0, len(text) - 32))
+        found = line is not None and line.end() == len(text) and int(line[1]) == zlib.crc32(text[: line.start()])
+        _require(found, "its checksum does not match: it was damaged or edited")
+        _require(tuple(values) == _KEYS, "not the keys of this format")
+        return _manifest(values)
+    except DamagedError as error:
+        raise DamagedError(f"{MANIFEST_NAME}: {error}") from None
+
+
+def _read_bytes(path: Path) -> bytes:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > _MAX_MANIFEST_BYTES:
+            raise ValueError(f"{size:,} bytes, at most {_MAX_MANIFEST_BYTES:,} are read")
+        return file.readall()
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("a repeated key")
+    return values
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise DamagedError(message)
+
+
+def _is_count(value: Any, minimum: int = 0) -> bool:
+    return type(value) is int and minimum <= value <= _MAX_COUNT  # bool is an int, but no count
+
+
+def _manifest(values: dict[str, Any]) -> Manifest:
+    """Check everything below the top level."""
+    save_id, iteration, world_size = values["save_id"], values["iteration"], values["world_size"]
+    _require(isinstance(save_id, str) and re.fullmatch(r"[0-9a-f]{16}", save_id) is not None, "save_id is malformed")
+    _require(_is_count(iteration), "iteration is not a count")
+    _require(_is_count(world_size, 1), "world_size is not a count")
+    for key in ("config", "state", "files", "parameters"):
+        _require(isinstance(values[key], dict), f"{key} is not an object")
+    raw_files = values["files"]
+    _require(len(raw_files) == world_size, f"names {len(raw_files)} files for {world_size} ranks")
+    files = {}
+    for name, entry in raw_files.items():
+        _require(RANK_FILE.fullmatch(name) is not None, f"{name[:80]!r} is not a file name of this format")
+        _require(isinstance(entry, dict) and tuple(entry) == SavedFile._fields, f"the entry of {name} is malformed")
+        file = SavedFile(**entry)
+        _require(_is_count(file.size) and _is_count(file.crc32), f"the entry of {name} is malformed")
+        files[name] = file
+    parameters = {}
+    for name, entry in values["parameters"].items():
+        try:
+            parameters[name] = _parameter(entry, files)
+        except DamagedError as error:
+            raise DamagedError(f"parameter {name[:200]!r}: {error}") from None
+    return Manifest(save_id, iteration, world_size, values["config"], values["state"], files, parameters)
+
+
+def _parameter(entry: Any, files: dict[str, SavedFile]) -> SavedParameter:
+    _require(isinstance(entry, dict) and tuple(entry) == ("dtype", "shape", *KINDS), "its keys are wrong")
+    _require(entry["dtype"] == DTYPE, f"its dtype is not {DTYPE}")
+    shape = entry["shape"]
+    _require(isinstance(shape, list) and len(shape) <= 8 and all(_is_count(n, 1) for n in shape), "its shape is wrong")
+    numel = math.prod(shape)
+    slices = {}
+    for kind in KINDS:
+        _require(isinstance(entry[kind], list), f"{kind} is not a list")
+        slices[kind] = [_slice(item, files) for item in entry[kind]]
+        covered = 0
+        for piece in slices[kind]:
+            _require(piece.first == covered, f"the slices of {kind} leave a gap or overlap at element {covered}")
+            covered = piece.end
+        _require(covered == numel, f"the slices of {kind} hold {covered} of {numel} elements")
+    return SavedParameter(tuple(shape), slices)
+
+
+def _slice(item: Any, files: dict[str, SavedFile]) -> Slice:
+    _require(isinstance(item, list) and len(item) == len(Slice._fields), "a slice is malformed")
+    piece = Slice(*item)
+    _require(isinstance(piece.file, str) and piece.file in files, "a slice names a file that is not listed")
+    _require(_is_count(piece.offset) and _is_count(piece.first), "a slice is malformed")
+    _require(_is_count(piece.num_bytes, 1) and piece.num_bytes % ELEMENT_BYTES == 0, "a slice is malformed")
+    _require(piece.offset + piece.num_bytes <= files[piece.file].size, f"a slice lies beyond the end of {piece.file}")
+    return piece
+
+
+def check_file(folder: Path, name: str, manifest: Manifest) -> None:
+    """Check size and CRC-32 of one of the manifest's files, reading all of it.
+
+    Raises:
+        DamagedError: if either differs or the file cannot be read.
+    """
+    expected = manifest.files[name]
+    crc = 0
+    try:
+        with open_regular(folder / name) as file:
+            size = os.fstat(file.fileno()).st_size
+            _require(size == expected.size, f"{name}: {size:,} bytes, the manifest says {expected.size:,}")
+            buffer = memoryview(bytearray(min(CHUNK_BYTES, max(size, 1))))
+            while count := file.readinto(buffer):
+                crc = zlib.crc32(buffer[:count], crc)
+            if crc != expected.crc32:
+                is_other = _save_id(file.fileno()) not in (None, manifest.save_id)
+                reason = "it is of another save" if is_other else "its checksum does not match"
+                raise DamagedError(f"{name}: {reason}")
+    except OSError as error:
+        raise DamagedError(f"{name}: {error.strerror or error}") from None
+
+
+def _save_id(descriptor: int) -> str | None:
+    """The save that a safetensors file says it belongs to, if its header can be read."""
+    try:
+        length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+        header = json.loads(os.pread(descriptor, min(length, 2**23), 8))
+        save_id = header["__metadata__"]["save_id"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return None
+    return save_id if isinstance(save_id, str) else None

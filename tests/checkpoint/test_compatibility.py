@@ -1,0 +1,74 @@
+"""Which differences between a checkpoint and the command line are refused, which are listed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from megatron_lite.checkpoint.compatibility import (
+    ARCHITECTURE,
+    check_architecture,
+    compare_architecture,
+    differences,
+)
+from megatron_lite.config import Config, flatten
+from megatron_lite.errors import CheckpointError
+
+
+def saved_config(**changes: Any) -> dict[str, Any]:
+    """A flat config as a manifest returns it."""
+    return json.loads(json.dumps(flatten(Config()))) | changes
+
+
+def test_the_same_config_differs_in_nothing() -> None:
+    """JSON makes lists of tuples: that is no difference."""
+    assert compare_architecture(saved_config(), Config()) == []
+    assert differences(saved_config(), Config()) == []
+    check_architecture(saved_config(), Config(), "here")
+
+
+def test_every_architecture_option_is_an_option_of_the_model() -> None:
+    """The list names real options; all others of the model do not change its function."""
+    names = {field.name for field in dataclasses.fields(Config().model)}
+    assert set(ARCHITECTURE) <= names
+    others = ("attention_dropout", "hidden_dropout", "init_", "layer_norm_init", "random_bias", "cross_entropy")
+    assert all(name.startswith(others) for name in names - set(ARCHITECTURE))
+
+
+def test_a_changed_architecture_is_refused_with_all_flags_and_both_values() -> None:
+    """One error lists every difference."""
+    saved = saved_config(hidden_size=512, gated=True, lr=1.0)
+    with pytest.raises(CheckpointError) as caught:
+        check_architecture(saved, Config(), "checkpoints/100")
+    text = str(caught.value)
+    assert "--hidden_size: 512 in the checkpoint, 1024 now" in text
+    assert "--gated: True in the checkpoint, False now" in text
+    assert "--lr" not in text and "checkpoints/100" in text
+    assert caught.value.exit_code == 4
+
+
+def test_other_differences_are_listed() -> None:
+    """The command line wins over them; options that only one side knows do not count."""
+    saved = saved_config(lr=1.0, data_path=["a"], hidden_size=512, option_of_the_future=1)
+    del saved["min_lr"]
+    assert [str(difference) for difference in differences(saved, Config())] == [
+        "lr: 1.0 in the checkpoint, 0.0001 now",
+        "data_path: ['a'] in the checkpoint, [] now",
+    ]
+
+
+def test_a_longer_context_is_allowed_without_learned_positions() -> None:
+    """max_position_embeddings is a shape only where there is a table."""
+    rotary = Config(
+        model=dataclasses.replace(
+            Config().model, use_rotary_embeddings=True, use_position_embeddings=False, max_position_embeddings=4096
+        )
+    )
+    saved = json.loads(json.dumps(flatten(rotary))) | {"max_position_embeddings": 2048}
+    assert compare_architecture(saved, rotary) == []
+    learned = Config(model=dataclasses.replace(rotary.model, use_position_embeddings=True))
+    names = [difference.name for difference in compare_architecture(saved, learned)]
+    assert names == ["max_position_embeddings", "use_position_embeddings"]

@@ -1,0 +1,304 @@
+"""Damaged checkpoints: every change is found, named and survived by falling back; nothing is ever deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lite.checkpoint import manifest
+from megatron_lite.checkpoint.manifest import DamagedError
+from megatron_lite.errors import CheckpointError
+from tests.checkpoint.fakes import random_values, same
+from tests.checkpoint.test_sharded import SPECS, load, names, save
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with two good checkpoints, 10 and 20, each by two ranks; tests restore what they change."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    save(root, 10, 1, world_size=2)
+    save(root, 20, 2, world_size=2)
+    return root
+
+
+def expect_fallback(root: Path, message: str, world_size: int = 1) -> None:
+    """20 is reported in one line with its folder and the message, and 10 is loaded."""
+    loaded, values, lines = load(root, world_size)
+    assert loaded is not None and loaded.iteration == 10
+    assert same(values, random_values(SPECS, 1))
+    assert len(lines) == 1 and "\n" not in lines[0]
+    assert str(root / "20") in lines[0] and message in lines[0], lines
+
+
+def flip(path: Path, offset: int, bit: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        value = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([value ^ (1 << bit)]))
+
+
+@pytest.mark.parametrize("name", ["rank_000.safetensors", "rank_001.safetensors", "manifest.json"])
+def test_single_bit_flips_are_found(pair: Path, name: str) -> None:
+    """At random places and in the header; each is reported with the file and survived."""
+    path, generator = pair / "20" / name, random.Random(name)
+    size = path.stat().st_size
+    offsets = [*range(0, 16), size - 1, *(generator.randrange(size) for _ in range(60))]
+    for offset in offsets:
+        bit = generator.randrange(8)
+        flip(path, offset, bit)
+        expect_fallback(pair, name)
+        flip(path, offset, bit)
+    assert load(pair)[2] == [], "restored: good again"
+
+
+def test_every_part_of_the_manifest_counts(pair: Path, tmp_path: Path) -> None:
+    """One bit of every fourth byte in turn: never accepted, never another exception."""
+    data = (pair / "20" / "manifest.json").read_bytes()
+    generator = random.Random(3)
+    for offset in range(0, len(data), 4):
+        changed = bytearray(data)
+        changed[offset] ^= 1 << generator.randrange(8)
+        (tmp_path / "manifest.json").write_bytes(changed)
+        with pytest.raises(DamagedError, match=r"manifest\.json: "):
+            manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["rank_000.safetensors", "rank_001.safetensors", "manifest.json"])
+@pytest.mark.parametrize("left", [0, 1, 0.5, -1, "missing", "longer", "directory", "pipe", "zeros"])
+def test_truncated_and_missing_files_are_found(pair: Path, name: str, left: Any, tmp_path: Path) -> None:
+    """Cut to nothing, one byte, half, all but one byte; gone; longer; not a file; a block of zeros."""
+    root = tmp_path / "root"
+    shutil.copytree(pair, root)
+    path = root / "20" / name
+    size = path.stat().st_size
+    if left == "longer":
+        os.truncate(path, size + 1)
+    elif left == "zeros":
+        with open(path, "r+b") as file:
+            file.seek(size // 2)
+            file.write(bytes(size // 4))
+    elif isinstance(left, str):
+        path.unlink()
+        if left == "directory":
+            path.mkdir()
+        elif left == "pipe":
+            os.mkfifo(path)
+    else:
+        os.truncate(path, size - 1 if left == -1 else int(left * size) if left == 0.5 else left)
+    expect_fallback(root, name, world_size=2)
+
+
+def test_the_shard_of_another_save_is_found(pair: Path, tmp_path: Path) -> None:
+    """A rank's file copied from another iteration has the right size, but is not of this save."""
+    root = tmp_path / "root"
+    shutil.copytree(pair, root)
+    shutil.copy(root / "10" / "rank_001.safetensors", root / "20" / "rank_001.safetensors")
+    expect_fallback(root, "rank_001.safetensors: it is of another save")
+
+
+def test_a_file_that_shrinks_after_its_check_is_found(
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank falls back, even if only one of them reads the end of the file."""
+    root = tmp_path / "root"
+    shutil.copytree(pair, root)
+    real_check = manifest.check_file
+
+    def check(folder: Path, name: str, content: manifest.Manifest) -> None:
+        real_check(folder, name, content)
+        if folder.name == "20":
+            os.truncate(folder / name, content.files[name].size - 4)
+
+    monkeypatch.setattr(manifest, "check_file", check)
+    expect_fallback(root, "it became shorter while it was read", world_size=3)
+
+
+def test_a_renamed_checkpoint_is_found(pair: Path, tmp_path: Path) -> None:
+    """A folder whose number is not that of its manifest is not that iteration."""
+    root = tmp_path / "root"
+    shutil.copytree(pair / "10", root / "20")
+    shutil.copytree(pair / "10", root / "10")
+    expect_fallback(root, "it is of iteration 10")
+
+
+def test_a_newer_format_is_named(pair: Path, tmp_path: Path) -> None:
+    """Both versions are in the line."""
+    root = tmp_path / "root"
+    shutil.copytree(pair, root)
+    text = (root / "20" / "manifest.json").read_text()
+    (root / "20" / "manifest.json").write_text(text.replace('"version": 1,', '"version": 3,'))
+    expect_fallback(root, "written by format 3, this program reads 1")
+
+
+@pytest.mark.parametrize("name", ["payload.pt", "model.bin", ".metadata", "rank_002.safetensors"])
+def test_extra_files_are_never_opened(pair: Path, name: str, tmp_path: Path) -> None:
+    """Whatever lies beside the files of the manifest, a pickle for example, plays no role."""
+    root = tmp_path / "root"
+    shutil.copytree(pair, root)
+    canary = tmp_path / "canary"
+    (root / "20" / name).write_bytes(f"cposix\nsystem\n(S'touch {canary}'\ntR.".encode())
+    loaded, _, lines = load(root)
+    assert loaded is not None and loaded.iteration == 20 and lines == []
+    assert not canary.exists()
+
+
+def test_only_damaged_ones_stop_the_run_and_stay_untouched(pair: Path, tmp_path: Path) -> None:
+    """Exit 4 with a line for each, on every rank, instead of a silent restart from zero."""
+    root = tmp_path / "root"
+    shutil.copytree(pair, root)
+    (root / "30").mkdir()
+    flip(root / "20" / "rank_001.safetensors", 2000, 3)
+    (root / "10" / "rank_000.safetensors").unlink()
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    with pytest.raises(CheckpointError) as caught:
+        load(root, world_size=2)
+    text = str(caught.value)
+    assert caught.value.exit_code == 4
+    assert f"{root}/30: manifest.json: No such file" in text
+    assert f"{root}/20: rank_001.safetensors: its checksum does not match" in text
+    assert f"{root}/10: rank_000.safetensors: No such file" in text
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+
+
+def test_clean_checkpoints_give_no_alarm(pair: Path) -> None:
+    """Loading again and again reports nothing."""
+    for world_size in (1, 2, 3) * 5:
+        assert load(pair, world_size)[2] == []
+
+
+# -- hostile manifests: the checksum is right, the content is not ------------------------------------------------------
+
+
+def seal(values: Any) -> bytes:
+    """A manifest with these values and a checksum that matches."""
+    content = {key: value for key, value in values.items() if key != "crc32"}
+    covered = json.dumps(content, indent=1)[:-2].encode() + b",\n"
+    return covered + f'"crc32": {zlib.crc32(covered)}\n}}\n'.encode()
+
+
+def read_changed(pair: Path, folder: Path, change: Callable[[dict[str, Any]], Any]) -> manifest.Manifest:
+    values = json.loads((pair / "20" / "manifest.json").read_bytes())
+    change(values)
+    (folder / "manifest.json").write_bytes(seal(values))
+    return manifest.read(folder)
+
+
+NAME = "embedding.word.weight"
+
+
+def rename_file(new: str) -> Callable[[dict[str, Any]], Any]:
+    def change(values: dict[str, Any]) -> None:
+        values["files"][new] = values["files"].pop("rank_001.safetensors")
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (rename_file("../../etc/passwd"), "'../../etc/passwd' is not a file name of this format"),
+        (rename_file("/etc/passwd"), "is not a file name"),
+        (rename_file("a/rank_001.safetensors"), "is not a file name"),
+        (rename_file("rank_001.safetensors\n"), "is not a file name"),
+        (rename_file("rank_٠٠١.safetensors"), "is not a file name"),
+        (lambda v: v.update(world_size=3), "names 2 files for 3 ranks"),
+        (lambda v: v.update(world_size=True), "world_size is not a count"),
+        (lambda v: v.update(iteration=-1), "iteration is not a count"),
+        (lambda v: v.update(iteration=20.0), "iteration is not a count"),
+        (lambda v: v.update(version=True), "no version"),
+        (lambda v: v.update(version="1"), "no version"),
+        (lambda v: v.update(format="other"), "not of the format"),
+        (lambda v: v.update(save_id="../x"), "save_id is malformed"),
+        (lambda v: v.update(state=[]), "state is not an object"),
+        (lambda v: v.update(extra=1), "not the keys of this format"),
+        (lambda v: v.pop("config"), "not the keys of this format"),
+        (lambda v: v["files"]["rank_000.safetensors"].update(size=float("nan")), "is malformed"),
+        (lambda v: v["files"]["rank_000.safetensors"].update(size=10**30), "is malformed"),
+        (lambda v: v["files"]["rank_000.safetensors"].update(crc32=-1), "is malformed"),
+        (lambda v: v["parameters"].update(x=None), "parameter 'x': its keys are wrong"),
+        (lambda v: v["parameters"][NAME].update(dtype="float64"), "its dtype is not float32"),
+        (lambda v: v["parameters"][NAME].update(shape=[37, 0]), "its shape is wrong"),
+        (lambda v: v["parameters"][NAME].update(shape=[2**62] * 8), "elements"),
+        (lambda v: v["parameters"][NAME].update(shape=[38, 16]), "the slices of weights hold 592 of 608 elements"),
+        (lambda v: v["parameters"][NAME]["exp_avg"].pop(), "the slices of exp_avg hold"),
+        (lambda v: v["parameters"][NAME]["exp_avg"].reverse(), "leave a gap or overlap at element 0"),
+        (lambda v: v["parameters"][NAME]["weights"][1].__setitem__(3, 0), "leave a gap or overlap"),
+        (lambda v: v["parameters"][NAME]["weights"][0].__setitem__(0, "rank_009.safetensors"), "not listed"),
+        (lambda v: v["parameters"][NAME]["weights"][0].__setitem__(0, ["rank_000.safetensors"]), "not listed"),
+        (lambda v: v["parameters"][NAME]["weights"][0].__setitem__(1, 10**9), "beyond the end of rank_000"),
+        (lambda v: v["parameters"][NAME]["weights"][0].__setitem__(1, -8), "malformed"),
+        (lambda v: v["parameters"][NAME]["weights"][0].__setitem__(2, 3), "malformed"),
+        (lambda v: v["parameters"][NAME]["weights"][0].append(1), "malformed"),
+    ],
+)
+def test_a_forged_manifest_is_refused(pair: Path, change: Any, message: str, tmp_path: Path) -> None:
+    """Paths, counts, sizes and coverage are checked one by one."""
+    assert read_changed(pair, tmp_path, lambda values: None).iteration == 20, "the forger's checksum is accepted"
+    with pytest.raises(DamagedError) as caught:
+        read_changed(pair, tmp_path, change)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"\xff\xfe", b"null", b"[]", b"1" * 5000, b"[" * 100_000, b'{"format": "a", "format": "a"}',
+        b'{"format": "megatron_lite_checkpoint"}', b'{"format": "megatron_lite_checkpoint", "version": 1}\n',
+        b'{"a": ' * 50_000, b'"crc32": 0\n}\n', b"\x80\x04\x95cposix\nsystem\n",
+    ],
+)  # fmt: skip
+def test_what_is_no_manifest_is_refused(data: bytes, tmp_path: Path) -> None:
+    """Any bytes give the one error, in little time."""
+    (tmp_path / "manifest.json").write_bytes(data)
+    with pytest.raises(DamagedError, match=r"manifest\.json: "):
+        manifest.read(tmp_path)
+
+
+def test_an_enormous_manifest_is_not_read(tmp_path: Path) -> None:
+    """A sparse terabyte costs nothing."""
+    with open(tmp_path / "manifest.json", "wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(DamagedError, match="bytes, at most"):
+        manifest.read(tmp_path)
+
+
+def test_random_changes_never_give_another_error(pair: Path, tmp_path: Path) -> None:
+    """Structure-aware fuzzing: a changed manifest is either refused, or loads without reading outside its files."""
+    junk: tuple[Any, ...] = (
+        None, True, -1, 0, 1, 2**63, 10**400, 1.5, float("nan"), "", "x", "../x", [], [[]], {}, {"a": 1}, [1, 2, 3, 4],
+    )  # fmt: skip
+    generator = random.Random(11)
+    root = tmp_path / "root"
+    shutil.copytree(pair, root)
+    accepted = 0
+    for _ in range(400):
+        values = json.loads((pair / "20" / "manifest.json").read_bytes())
+        node: Any = values
+        while True:  # walk to a random place
+            key = generator.choice(list(node) if isinstance(node, dict) else range(len(node)))
+            if not isinstance(node[key], (dict, list)) or not node[key] or generator.random() < 0.3:
+                break
+            node = node[key]
+        if isinstance(node, dict) and generator.random() < 0.2:
+            del node[key]
+        else:
+            node[key] = generator.choice(junk)
+        (root / "20" / "manifest.json").write_bytes(seal(values))
+        try:
+            loaded, _, lines = load(root)
+        except CheckpointError:  # accepted, but of another model
+            accepted += 1
+            continue
+        assert loaded is not None and (loaded.iteration == 10) == (len(lines) == 1)
+        accepted += loaded.iteration == 20
+    assert 0 < accepted < 300
+    assert names(root) == {"10", "20"}

@@ -1,0 +1,473 @@
+"""Saving and loading: any layout reads any other, a crash or a full disk loses nothing, only our files are deleted."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.checkpoint import files, sharded
+from megatron_lite.config import Config, flatten
+from megatron_lite.errors import CheckpointError, StorageError
+from tests.checkpoint.fakes import (
+    FakeDistributed,
+    FakeModel,
+    World,
+    empty_model,
+    make_specs,
+    put,
+    random_values,
+    same,
+    take,
+)
+
+SPECS = make_specs()
+Values = dict[str, dict[str, Tensor]]
+
+
+def save(
+    root: Path, iteration: int, seed: int, world_size: int = 1, num_per_stage: int = 3, state: Any = None
+) -> Values:
+    """Save random values; returns them, or raises what rank 0 raised."""
+    values = random_values(SPECS, seed)
+
+    def rank_main(distributed: FakeDistributed) -> None:
+        model = put(empty_model(SPECS, num_per_stage, distributed.rank, world_size), values, distributed.rank)
+        state_or_default = {"iteration": iteration} if state is None else state
+        sharded.save(root, iteration, model, state_or_default, Config(), distributed)  # type: ignore[arg-type]
+
+    if world_size == 1:  # without a thread, so that a simulated kill reaches the test
+        rank_main(FakeDistributed(World(1), 0))
+        return values
+    for result in World(world_size).run(rank_main):
+        if isinstance(result, Exception):
+            raise result
+    return values
+
+
+def load(
+    root: Path, world_size: int = 1, num_per_stage: int = 3, specs: Any = SPECS
+) -> tuple[sharded.LoadedCheckpoint | None, Values, list[str]]:
+    """(what load_newest returned, the values found in the shards, the lines reported)."""
+    models: list[FakeModel] = [empty_model(specs, num_per_stage, rank, world_size) for rank in range(world_size)]
+    lines: list[list[str]] = [[] for _ in range(world_size)]
+    results = World(world_size).run(
+        lambda distributed: sharded.load_newest(
+            root, models[distributed.rank], distributed, lines[distributed.rank].append  # type: ignore[arg-type]
+        )
+    )
+    for result in results:
+        if isinstance(result, Exception):
+            assert all(type(other) is type(result) for other in results), results
+            raise result
+    assert all(other == lines[0] for other in lines)
+    values, padding_is_zero = take(models)
+    assert padding_is_zero
+    return results[0], values, lines[0]
+
+
+def names(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir()}
+
+
+# -- the format -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    list(itertools.product([(1, 8), (1, 1), (2, 3), (3, 2), (3, 8)], [(1, 3), (1, 8), (2, 1), (2, 8), (3, 3)])),
+)
+def test_any_layout_reads_any_other(saving: tuple[int, int], loading: tuple[int, int], tmp_path: Path) -> None:
+    """(ranks, parameters per stage): weights and both moments arrive bit for bit, padding stays zero."""
+    saved = save(tmp_path, 10, 1, *saving, state={"loss_scale": 0.1, "sums": [1.5, None]})
+    loaded, values, lines = load(tmp_path, *loading)
+    assert same(saved, values)
+    assert loaded is not None and lines == []
+    assert (loaded.iteration, loaded.world_size) == (10, saving[0])
+    assert loaded.state == {"loss_scale": 0.1, "sums": [1.5, None]}
+    assert loaded.config["split"] == [969.0, 30.0, 1.0] and loaded.config.keys() == flatten(Config()).keys()
+
+
+def test_special_values_keep_their_bits(tmp_path: Path) -> None:
+    """NaN payloads, negative zero, subnormal numbers and infinities are not arithmetic to a checkpoint."""
+    values = random_values(SPECS, 1)
+    bits = torch.tensor([0x7FC12345, 0xFF800000 - 2**32, 0x80000000 - 2**32, 1, 0x7F800000], dtype=torch.int32)
+    values["exp_avg"]["embedding.word.weight"].view(-1)[:5] = bits.view(torch.float32)
+    distributed: Any = FakeDistributed(World(1), 0)
+    model: Any = put(empty_model(SPECS, 3, 0, 1), values, 0)
+    sharded.save(tmp_path, 1, model, {}, Config(), distributed)
+    assert same(values, load(tmp_path)[1])
+
+
+def test_rank_files_are_ordinary_safetensors_files(tmp_path: Path) -> None:
+    """The safetensors library reads what is written by hand; files follow the umask."""
+    safetensors = pytest.importorskip("safetensors")
+    previous = os.umask(0o027)
+    try:
+        save(tmp_path / "new" / "root", 10, 1, world_size=2)
+    finally:
+        os.umask(previous)
+    folder = tmp_path / "new" / "root" / "10"
+    model = put(empty_model(SPECS, 3, 1, 2), random_values(SPECS, 1), 1)
+    with safetensors.safe_open(folder / "rank_001.safetensors", "pt") as file:
+        assert file.metadata()["iteration"] == "10" and file.metadata()["rank"] == "1"
+        assert len(list(file.keys())) == 3 * len(model.stages)
+        for stage in model.stages:
+            for kind, shard in stage.tensors.items():
+                assert torch.equal(file.get_tensor(f"stage_{stage.index:03d}.{kind}"), shard)
+    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
+        name: 0o640 for name in ("manifest.json", "rank_000.safetensors", "rank_001.safetensors")
+    }
+
+
+def test_values_larger_than_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of files and tensors fit together whatever their size."""
+    monkeypatch.setattr(files, "CHUNK_BYTES", 100)
+    monkeypatch.setattr("megatron_lite.checkpoint.manifest.CHUNK_BYTES", 52)
+    saved = save(tmp_path, 10, 1, world_size=2)
+    assert same(saved, load(tmp_path, 3, 2)[1])
+
+
+# -- finding ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_at_all_is_none(tmp_path: Path) -> None:
+    """A missing or empty directory, or one without checkpoints, is a fresh start."""
+    assert load(tmp_path / "missing")[0] is None
+    assert load(tmp_path)[0] is None
+    (tmp_path / "latest").write_text("abc")
+    (tmp_path / "30").write_text("a file")
+    (tmp_path / "step-40").mkdir()
+    (tmp_path / ".tmp-50-0123456789abcdef").mkdir()
+    for name in ("-1", "007", "1e3", "+5", "٣", "9" * 30, "5.aside-0123456789abcdef"):
+        (tmp_path / name).mkdir()
+    assert load(tmp_path, world_size=2)[0] is None
+    assert sharded.newest_config(tmp_path) is None
+    assert sharded.newest_config(tmp_path / "missing") is None
+
+
+def test_the_newest_by_number_is_loaded_and_its_config_is_found_first(tmp_path: Path) -> None:
+    """10 is newer than 9; the config can be read without the tensors, and skips damaged manifests."""
+    saved = [save(tmp_path, iteration, iteration) for iteration in (10, 9)]
+    loaded, values, _ = load(tmp_path)
+    assert loaded is not None and loaded.iteration == 10 and same(values, saved[0])
+    found = sharded.newest_config(tmp_path)
+    assert found is not None and found[0] == 10 and found[1]["hidden_size"] == 1024
+    (tmp_path / "10" / "manifest.json").write_text("{")
+    found = sharded.newest_config(tmp_path)
+    assert found is not None and found[0] == 9
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        (make_specs()[:-1], "head.output.weight is not in the model"),
+        (make_specs() + make_specs([("head.extra", (3,), True)]), "head.extra is not in the checkpoint"),
+        (
+            make_specs([("embedding.word.weight", (37, 17), True)]) + make_specs()[1:],
+            r"embedding.word.weight has shape \(37, 16\), the model's has \(37, 17\)",
+        ),
+        (make_specs([(f"p{i}", (2,), True) for i in range(9)]), r"p4 is not in the checkpoint \(and 12 more\)"),
+    ],
+)
+def test_other_parameters_are_refused(specs: Any, message: str, tmp_path: Path) -> None:
+    """Names and shapes must be the model's; the older checkpoint is not tried, no shard is touched."""
+    save(tmp_path, 9, 1)
+    save(tmp_path, 10, 1, world_size=2)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path, world_size=2, specs=specs)
+
+
+# -- crashes and full disks -----------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """The process ends here: no handler of the program runs."""
+
+
+MUTATING = ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir")
+
+
+def fail_at(number: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Let the `number`-th (from 0) mutating call of `os` fail; returns a count of the calls so far."""
+    calls = itertools.count()
+    latest = [-1]
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            latest[0] = next(calls)
+            if latest[0] == number:
+                raise error
+            return function(*arguments, **named)
+
+        return call
+
+    for name in MUTATING:
+        monkeypatch.setattr(os, name, wrap(getattr(os, name)))
+    return lambda: latest[0] + 1
+
+
+def every_point(action: Callable[[Path], Any], prepare: Callable[[Path], Any], tmp_path: Path, error: Any) -> Any:
+    """Run the action on a fresh directory with a failure at its first, second ... mutating call, until none is hit."""
+    for number in itertools.count():
+        root = tmp_path / f"{type(error).__name__}_{number}"
+        prepare(root)
+        with pytest.MonkeyPatch.context() as patch:
+            count = fail_at(number, error, patch)
+            try:
+                action(root)
+                failed = False
+            except (Killed, StorageError):
+                failed = True
+            finished = count() <= number
+        yield root, failed
+        if finished:
+            assert number > 5
+            return
+
+
+@pytest.mark.parametrize("error", [Killed(), OSError(errno.ENOSPC, "No space left on device")], ids=["kill", "disk"])
+@pytest.mark.parametrize("iteration", [20, 10], ids=["new", "again"])
+def test_every_crash_point_of_a_save(iteration: int, error: BaseException, tmp_path: Path) -> None:
+    """Old or new is loaded, complete, whatever call fails; the next save works and leaves nothing behind."""
+    old, new = random_values(SPECS, 1), random_values(SPECS, 2)
+    points = every_point(lambda root: save(root, iteration, 2), lambda root: save(root, 10, 1), tmp_path, error)
+    outcomes = []
+    for root, failed in points:
+        loaded, values, lines = load(root)
+        assert loaded is not None and lines == []
+        is_new = same(values, new)
+        assert is_new or same(values, old)
+        assert is_new or failed, "a save that succeeded is the one that is loaded"
+        outcomes.append(is_new)
+        save(root, 30, 3)
+        left = {name for name in names(root) if not name.startswith("10.aside-")}  # an unreadable old one is kept
+        assert left == ({"10", "20", "30"} if iteration == 20 and is_new else {"10", "30"})
+        assert same(load(root)[1], random_values(SPECS, 3))
+    assert outcomes[-1] is True
+    if isinstance(error, Killed):
+        assert outcomes[0] is False and outcomes == sorted(outcomes), "once it is visible it stays"
+
+
+@pytest.mark.parametrize("error", [Killed(), OSError(errno.EIO, "Input/output error")], ids=["kill", "disk"])
+def test_every_crash_point_of_pruning(error: BaseException, tmp_path: Path) -> None:
+    """The newest survives whatever call fails, and what is left half deleted is never taken for a checkpoint."""
+
+    def prepare(root: Path) -> None:
+        for iteration in (1, 2, 3):
+            save(root, iteration, iteration)
+
+    for root, _ in every_point(lambda root: sharded.prune(root, 1, 3), prepare, tmp_path, error):
+        assert same(load(root)[1], random_values(SPECS, 3))
+        assert load(root)[2] == []
+        sharded.prune(root, 1, 3)
+        save(root, 4, 4)
+        assert names(root) == {"3", "4"}
+
+
+def test_syncs_come_in_the_order_that_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors, manifest and their folder are on the disk before the rename, and the rename before the save returns."""
+    events: list[str] = []
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def fsync(descriptor: int) -> None:
+        events.append("sync " + Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.split("-")[0])
+        real_fsync(descriptor)
+
+    def rename(source: Path, target: Path) -> None:
+        events.append(f"rename {Path(target).name}")
+        real_rename(source, target)
+
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("needs /proc")
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    save(tmp_path / "root", 10, 1)
+    expected = ["sync rank_000.safetensors", "sync manifest.json", "sync .tmp", "rename 10", "sync root"]
+    assert events == expected
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_full_disk_of_one_rank_is_an_error_on_all(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank raises StorageError with rank, path, bytes needed and free; the temporary folder is gone."""
+    old = save(tmp_path, 10, 1, world_size=3)
+    real_write = files.write_tensors
+
+    def write(path: Path, *arguments: Any) -> files.WrittenFile:
+        if path.name == f"rank_00{rank}.safetensors":
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real_write(path, *arguments)
+
+    monkeypatch.setattr(files, "write_tensors", write)
+    values = random_values(SPECS, 2)
+
+    def rank_main(distributed: FakeDistributed) -> None:
+        model: Any = put(empty_model(SPECS, 3, distributed.rank, 3), values, distributed.rank)
+        sharded.save(tmp_path, 20, model, {}, Config(), distributed)  # type: ignore[arg-type]
+
+    results = World(3).run(rank_main)
+    num_bytes = sum(12 * stage.layout.shard_numel for stage in empty_model(SPECS, 3, 0, 3).stages)
+    for result in results:
+        assert isinstance(result, StorageError) and result.exit_code == 8
+        for part in (
+            "iteration 20", f"rank {rank}: ", f"rank_00{rank}.safetensors", "No space left on device",
+            f"{num_bytes:,} bytes needed", "bytes free",
+        ):  # fmt: skip
+            assert part in str(result)
+    assert names(tmp_path) == {"10"}
+    assert same(load(tmp_path)[1], old)
+
+
+def test_an_unwritable_directory_is_a_storage_error(tmp_path: Path) -> None:
+    """The path is named; here it is a file where the directory should be."""
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(StorageError, match=f"rank 0: {tmp_path}/checkpoints"):
+        save(tmp_path / "checkpoints", 10, 1, world_size=2)
+
+
+def test_a_state_that_is_not_json_leaves_no_rank_waiting(tmp_path: Path) -> None:
+    """A mistake of the caller is raised as it is on rank 0, the others are told, nothing appears."""
+
+    def rank_main(distributed: FakeDistributed) -> None:
+        model: Any = empty_model(SPECS, 3, distributed.rank, 2)
+        sharded.save(tmp_path, 20, model, {"x": object()}, Config(), distributed)  # type: ignore[arg-type]
+
+    results = World(2).run(rank_main)
+    assert [type(result) for result in results] == [TypeError, StorageError]
+    assert names(tmp_path) == set()
+
+
+def test_a_rank_that_sees_another_file_system_is_named(tmp_path: Path) -> None:
+    """Two nodes without a common directory: an error that says so, not a hang."""
+
+    def rank_main(distributed: FakeDistributed) -> None:
+        model: Any = empty_model(SPECS, 3, distributed.rank, 2)
+        root = tmp_path / f"node_{distributed.rank}"
+        sharded.save(root, 20, model, {}, Config(), distributed)  # type: ignore[arg-type]
+
+    for result in World(2).run(rank_main):
+        assert isinstance(result, StorageError)
+        assert "rank 1: " in str(result) and "all ranks need the same file system" in str(result)
+
+
+# -- replacing and deleting -------------------------------------------------------------------------------------------
+
+
+def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
+    """After a rollback the run reaches the same iteration again, perhaps with another number of ranks."""
+    save(tmp_path, 10, 1, world_size=3)
+    new = save(tmp_path, 10, 2, world_size=2)
+    assert same(load(tmp_path)[1], new)
+    assert names(tmp_path) == {"10"}
+    assert names(tmp_path / "10") == {"manifest.json", "rank_000.safetensors", "rank_001.safetensors"}
+
+
+@pytest.mark.parametrize("kind", ["damaged", "empty", "file", "link", "dangling", "copy"])
+def test_what_is_not_a_complete_checkpoint_is_moved_aside(kind: str, tmp_path: Path) -> None:
+    """A damaged folder, a file or a link under the iteration's name is kept under another one."""
+    root = tmp_path / "root"
+    save(root, 9, 1)
+    if kind == "damaged":
+        save(root, 10, 1)
+        (root / "10" / "manifest.json").write_text("{}")
+    elif kind == "empty":
+        (root / "10").mkdir()
+    elif kind == "file":
+        (root / "10").write_text("mine")
+    elif kind == "copy":  # a valid checkpoint, but of iteration 9
+        save(tmp_path / "other", 9, 5)
+        os.rename(tmp_path / "other" / "9", root / "10")
+    else:
+        target = tmp_path / "elsewhere"
+        if kind == "link":
+            target.mkdir()
+            (target / "canary").write_text("alive")
+        (root / "10").symlink_to(target)
+    new = save(root, 10, 2)
+    loaded, values, lines = load(root)
+    assert loaded is not None and loaded.iteration == 10 and same(values, new) and lines == []
+    (aside,) = names(root) - {"9", "10"}
+    assert aside.startswith("10.aside-")
+    if kind == "link":
+        assert (tmp_path / "elsewhere" / "canary").read_text() == "alive"
+    save(root, 11, 3)
+    assert aside in names(root)
+
+
+def test_leftovers_are_swept_without_following_links(tmp_path: Path) -> None:
+    """Our files in our temporary folders go; links, their targets and files of others stay."""
+    canary = tmp_path / "elsewhere"
+    canary.mkdir()
+    (canary / "rank_000.safetensors").write_text("alive")
+    root = tmp_path / "root"
+    root.mkdir()
+    plain, mixed = root / ".tmp-5-0123456789abcdef", root / ".trash-6-0123456789abcdef"
+    for folder in (plain, mixed):
+        folder.mkdir()
+        (folder / "rank_000.safetensors").write_text("partial")
+        (folder / "rank_001.safetensors").symlink_to(canary / "rank_000.safetensors")
+    (mixed / "notes.txt").write_text("mine")
+    (mixed / "manifest.json").mkdir()
+    (root / ".tmp-7-0123456789abcdef").symlink_to(canary)
+    (root / ".tmp-8-short").mkdir()
+    (root / ".tmp-9-0123456789abcdef").write_text("a file")
+    save(root, 10, 1)
+    assert names(root) == {"10", mixed.name, ".tmp-7-0123456789abcdef", ".tmp-8-short", ".tmp-9-0123456789abcdef"}
+    assert names(mixed) == {"notes.txt", "manifest.json"}
+    assert (canary / "rank_000.safetensors").read_text() == "alive"
+
+
+def test_pruning_keeps_the_newest_good_ones(tmp_path: Path) -> None:
+    """Only complete checkpoints count; damaged ones, links, files and other folders are left alone."""
+    root = tmp_path / "root"
+    for iteration in (1, 2, 3, 4, 5, 30):
+        save(root, iteration, iteration)
+    canary = tmp_path / "elsewhere"
+    save(canary, 6, 6)
+    (root / "6").symlink_to(canary / "6")
+    (root / "7").mkdir()
+    (root / "8").write_text("")
+    (root / "best").mkdir()
+    os.truncate(root / "2" / "rank_000.safetensors", 100)
+    (root / "3" / "manifest.json").write_text("{}")
+    sharded.prune(root, None, 5)
+    assert {"1", "2", "3", "4", "5"} <= names(root)
+    sharded.prune(root, 1, 5)
+    assert names(root) == {"2", "3", "5", "6", "7", "8", "30", "best"}
+    assert names(canary / "6") == {"manifest.json", "rank_000.safetensors"}
+    sharded.prune(root, 1)
+    assert names(root) == {"2", "3", "6", "7", "8", "30", "best"}
+
+
+def test_pruning_leaves_the_files_of_others(tmp_path: Path) -> None:
+    """A file that someone put into a checkpoint outlives it."""
+    for iteration in (1, 2):
+        save(tmp_path, iteration, iteration)
+    (tmp_path / "1" / "notes.txt").write_text("mine")
+    sharded.prune(tmp_path, 1, 2)
+    (left,) = names(tmp_path) - {"2"}
+    assert left.startswith(".trash-1-") and names(tmp_path / left) == {"notes.txt"}
+
+
+def test_a_failing_deletion_is_only_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoint just saved is good: the run goes on."""
+    for iteration in (1, 2):
+        save(tmp_path, iteration, iteration)
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with caplog.at_level("WARNING", logger="megatron_lite"):
+        sharded.prune(tmp_path, 1, 2)
+    assert f"cannot delete the old checkpoint {tmp_path}/1: Permission denied" in caplog.text
