@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopSignal:
-    """The first signal asks for a checkpoint and a clean end; a second one ends the process at once."""
+    """The first signal asks for a checkpoint and a clean end; a second one ends the process at once.
+
+    A rank that waits for its peers inside a collective runs no Python signal handler. The wake-up descriptor is
+    written all the same, and a thread of its own sees the second signal there.
+    """
 
     def __init__(self) -> None:
         self.received = 0
         self._previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.received:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        self.received = number
+        reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(reader,), daemon=True, name="stop-signal").start()
 
     def restore(self) -> None:
         """Give the signals back to whoever had them."""
+        signal.set_wakeup_fd(-1)
+        os.close(self._writer)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+
+    def _watch(self, reader: int) -> None:
+        """Count the signals as they arrive; ends when the other end of the pipe is closed."""
+        count = 0
+        while numbers := os.read(reader, 1):
+            count += numbers[0] in SIGNALS
+            if count == 2:
+                os._exit(128 + numbers[0])
+        os.close(reader)

@@ -6,14 +6,17 @@ import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_lite.config import Config, DistributedConfig, unflatten
 from megatron_lite.distributed import Distributed
+from megatron_lite.validation import resolve
+from megatron_lite.zero.multi_stage import MultiStage
 
 # A server process that has imported torch already forks each rank in milliseconds.
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -81,6 +84,48 @@ TINY = dict(
 
 def tiny_config(world_size: int = 1, **options: Any) -> Config:
     """A resolved configuration of a model small enough for a test; `options` override."""
-    from megatron_lite.validation import resolve
-
     return resolve(unflatten({**TINY, **options}), world_size)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What a short run went through."""
+
+    losses: list[float]  # mean over the global batch, per iteration
+    grad_norms: list[float]
+    initial: dict[str, np.ndarray]  # full weights by name, as an export has them
+    weights: dict[str, np.ndarray]
+    memory_bytes: dict[str, int]
+
+
+def train_tiny(distributed: Distributed, options: dict[str, Any], iterations: int = 20) -> Trajectory:
+    """Train the tiny model with the program's own step; to be run by `run_distributed`."""
+    from megatron_lite.build import build
+    from megatron_lite.experiment import Experiment
+    from megatron_lite.stop_signal import StopSignal
+    from megatron_lite.train import train_step
+
+    config = tiny_config(distributed.world_size, **{"train_iters": iterations, **options})
+    run = build(config, distributed, Experiment(config, distributed), StopSignal(), ())
+    initial = full_weights(run.model)
+    updates = [
+        train_step(run, micro_batches, iteration)
+        for iteration, micro_batches in enumerate(run.data.batches("training", 0, iterations), start=1)
+    ]
+    return Trajectory(
+        losses=[float(update.loss) / run.tokens_per_iteration for update in updates],
+        grad_norms=[float(update.grad_norm) for update in updates],
+        initial=initial,
+        weights=full_weights(run.model),
+        memory_bytes=run.model.memory_bytes(),
+    )
+
+
+def full_weights(model: MultiStage) -> dict[str, np.ndarray]:
+    """Name -> full weight; bf16 and fp16 values are exact in fp32."""
+    return {name: weight.float().numpy().copy() for name, weight in model.full_weights()}
+
+
+def same_weights(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    """Bit for bit."""
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)

@@ -1,0 +1,9 @@
+"""Shared by all tests: one thread per process (distributed cases start several on few cores), no surprises from CUDA."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # harness.py, launch.py
+torch.set_num_threads(1)

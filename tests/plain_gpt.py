@@ -1,0 +1,102 @@
+"""An independent oracle: the same architectures out of torch.nn and autograd, nothing of ours but the names."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megatron_lite.config import ModelConfig
+
+ACTIVATIONS = {
+    "gelu": lambda x: functional.gelu(x, approximate="tanh"),
+    "gelu_exact": functional.gelu,
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "squared_relu": lambda x: functional.relu(x) ** 2,
+    "identity": lambda x: x,
+}
+
+
+class PlainBlock(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        h, d, f, bias = config.hidden_size, config.kv_channels, config.ffn_hidden_size, config.add_linear_biases
+        n, g = config.num_attention_heads, config.head_groups
+        self.attention_norm, self.mlp_norm = norm(config), norm(config)
+        self.attention = nn.ModuleDict(
+            {"query_key_value": nn.Linear(h, (n + 2 * g) * d, bias), "output": nn.Linear(n * d, h, bias)}
+        )
+        self.mlp = nn.ModuleDict({"up": nn.Linear(h, f * (1 + config.gated), bias), "down": nn.Linear(f, h, bias)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.attention_norm(x))
+        up = self.mlp["up"](self.mlp_norm(x))
+        act = ACTIVATIONS[self.config.activation_type]
+        if self.config.gated:
+            gate, up = up.chunk(2, dim=-1)
+            up = act(gate) * up
+        else:
+            up = act(up)
+        return x + self.mlp["down"](up)
+
+    def attend(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        n, g, d = self.config.num_attention_heads, self.config.head_groups, self.config.kv_channels
+        q, k, v = self.attention["query_key_value"](x).split([n * d, g * d, g * d], dim=-1)
+        q, k, v = (t.view(b, s, -1, d).transpose(1, 2) for t in (q, k, v))
+        if self.config.use_rotary_embeddings:
+            q, k = rotate(q, self.config), rotate(k, self.config)
+        k, v = k.repeat_interleave(n // g, dim=1), v.repeat_interleave(n // g, dim=1)
+        distance = torch.arange(s)[:, None] - torch.arange(s)
+        allowed = (distance >= 0) & (distance < (self.config.window_size or s))
+        scores = (q @ k.transpose(-1, -2) / math.sqrt(d)).masked_fill(~allowed, -math.inf)
+        return self.attention["output"]((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, n * d))
+
+
+class PlainGPT(nn.Module):
+    """tokens (b, s) -> logits (b, s, v), with our parameter names in its state dict."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.ModuleDict({"word": nn.Embedding(config.vocab_size, config.hidden_size)})
+        if config.use_position_embeddings:
+            self.embedding["position"] = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.blocks = nn.ModuleList(PlainBlock(config) for _ in range(config.num_layers))
+        self.head = nn.ModuleDict({"norm": norm(config)})
+        if not config.tie_word_embeddings:
+            self.head["output"] = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding["word"](tokens)
+        if self.config.use_position_embeddings:
+            x = x + self.embedding["position"](torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        weight = self.embedding["word"].weight if self.config.tie_word_embeddings else self.head["output"].weight
+        return self.head["norm"](x) @ weight.T
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Mean cross-entropy of (b, s + 1) tokens."""
+        return functional.cross_entropy(self(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    def load(self, weights: dict[str, np.ndarray]) -> None:
+        self.load_state_dict({name: torch.from_numpy(weight) for name, weight in weights.items()})
+
+
+def norm(config: ModelConfig) -> nn.Module:
+    kind = nn.LayerNorm if config.normalization_type == "layer_norm" else nn.RMSNorm
+    return kind(config.hidden_size, eps=config.layer_norm_eps)
+
+
+def rotate(x: Tensor, config: ModelConfig) -> Tensor:
+    """Rotary positions through complex numbers: channel j and j + d / 2 are one complex number."""
+    d, s = x.shape[-1], x.shape[-2]
+    angles = torch.arange(s)[:, None] * torch.exp(config.rotary_embedding_scale * torch.arange(0, d, 2) / d)
+    turned = torch.complex(x[..., : d // 2], x[..., d // 2 :]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([turned.real, turned.imag], dim=-1)

@@ -1,0 +1,104 @@
+"""Training equals an independent loop of torch.nn, autograd, torch.optim.AdamW and clip_grad_norm_ on the same data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import run_distributed, tiny_config, train_tiny
+from plain_gpt import PlainGPT
+
+from megatron_lite.data.loader import open_data
+
+ITERATIONS = 20
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": {
+        "use_rotary_embeddings": True, "gated": True, "add_linear_biases": False, "normalization_type": "rms_norm",
+        "head_groups": 2, "tie_word_embeddings": False, "ffn_hidden_size": 88,
+    },
+    "mistral": {
+        "use_rotary_embeddings": True, "gated": True, "add_linear_biases": False, "normalization_type": "rms_norm",
+        "head_groups": 1, "window_size": 5, "kv_channels": 12, "tie_word_embeddings": True,
+    },
+    "starcoder2": {"use_rotary_embeddings": True, "head_groups": 2, "window_size": 7, "random_bias_init": True},
+    "relu_squared": {"activation_type": "squared_relu", "layer_norm_init_range": 0.2, "gated": True},
+    "exact": {"activation_type": "gelu_exact", "hidden_size": 36, "vocab_size": 61, "num_attention_heads": 3},
+}  # fmt: skip
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "constant": {},
+    "cosine": {"lr_decay_style": "cosine", "min_lr": 1e-4, "lr_warmup_iters": 5, "lr_decay_iters": 15},
+}
+
+
+def plain_loop(options: dict[str, Any], initial: dict[str, np.ndarray]) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Losses and final weights of the oracle, starting from the given weights."""
+    config = tiny_config(**options)
+    model = PlainGPT(config.model)
+    model.load(initial)
+    # As in Fast-LLM: norms and biases are exempt from weight decay, embeddings are not.
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    exempt = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed}, {"params": exempt, "weight_decay": 0.0}],
+        weight_decay=config.optimizer.weight_decay,
+        betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2),
+        eps=config.optimizer.adam_eps,
+    )
+    losses = []
+    batches = open_data(config, 0, 1).batches("training", 0, ITERATIONS)
+    for iteration, (tokens,) in enumerate(batches, start=1):
+        loss = model.loss(tokens)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
+        for group in optimizer.param_groups:
+            group["lr"] = plain_learning_rate(options, iteration)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: weight.numpy() for name, weight in model.state_dict().items()}
+
+
+def plain_learning_rate(options: dict[str, Any], iteration: int) -> float:
+    """lr 1e-3 after a linear warmup whose first update has lr / warmup; then constant, or cosine to min_lr."""
+    warmup = options.get("lr_warmup_iters", 10)
+    if iteration <= warmup:
+        return 1e-3 * iteration / warmup
+    if "lr_decay_style" not in options:
+        return 1e-3
+    progress = min(1.0, (iteration - warmup) / (options["lr_decay_iters"] - warmup))
+    return options["min_lr"] + (1e-3 - options["min_lr"]) * 0.5 * (1 + np.cos(np.pi * progress))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("layout", [(1, 1), (2, 3)], ids=["one rank", "two ranks, ZeRO 3"])
+def test_training_equals_plain_torch(architecture: str, layout: tuple[int, int]) -> None:
+    """Losses to 1e-6 relative, weights to 1e-5 absolute (key biases excepted: their exact gradient is zero)."""
+    ranks, zero_stage = layout
+    schedule = "cosine" if architecture == "llama" else "constant"
+    options = {**ARCHITECTURES[architecture], **SCHEDULES[schedule], "zero_stage": zero_stage}
+    ours = run_distributed(ranks, train_tiny, options, ITERATIONS)[0]
+    losses, weights = plain_loop(options, ours.initial)
+    assert losses[-1] < losses[0]
+    np.testing.assert_allclose(ours.losses, losses, rtol=1e-6)
+    assert weights.keys() == ours.weights.keys()
+    model = tiny_config(**options).model
+    for name, weight in weights.items():
+        difference = np.abs(ours.weights[name] - weight)
+        if name.endswith("query_key_value.bias"):
+            first_key = model.num_attention_heads * model.kv_channels
+            difference[first_key : first_key + model.head_groups * model.kv_channels] = 0
+        assert difference.max() < 1e-5, name
+
+
+def test_clipping_is_active_in_these_runs() -> None:
+    """The comparison would not see a wrong clip coefficient if no gradient were ever clipped."""
+    options = {"clip_grad": 0.3}
+    ours = run_distributed(2, train_tiny, options, ITERATIONS)[0]
+    assert min(ours.grad_norms) > 0.3
+    losses, _ = plain_loop(options, ours.initial)
+    np.testing.assert_allclose(ours.losses, losses, rtol=1e-6)

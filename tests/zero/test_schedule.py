@@ -1,0 +1,123 @@
+"""The order of every gather and reduction, read off the schedule without running anything."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megatron_lite.zero.schedule import StagePlan, Step, evaluation_schedule, training_schedule
+
+
+def plans(stages: int, weight_buffers: int, grad_buffers: int) -> list[StagePlan]:
+    return [
+        StagePlan(stage % weight_buffers, stage % grad_buffers, gradients_in_forward=stage == stages - 1)
+        for stage in range(stages)
+    ]
+
+
+def gathers(schedule: list[Step]) -> list[int]:
+    return [stage for step in schedule for stage in step.gather]
+
+
+def reduces(schedule: list[Step]) -> list[tuple[int, bool]]:
+    return [reduction for step in schedule for reduction in step.reduce]
+
+
+def replay(stages: list[StagePlan], schedule: list[Step]) -> None:
+    """Follow the buffers through a schedule: nobody computes with, writes to, or loses anything of another stage."""
+    weights: dict[int, int] = {}
+    gradients: dict[int, int] = {}
+    unreduced: set[int] = set()
+    shard_set: set[int] = set()
+    for step in schedule:
+        for stage in step.gather:
+            weights[stages[stage].weight_buffer] = stage
+        assert all(weights.get(stages[stage].weight_buffer) == stage for stage in step.needs)
+        for stage in step.accumulate:
+            buffer = stages[stage].grad_buffer
+            assert gradients.get(buffer) in (None, stage), "a gradient would be overwritten before it was reduced"
+            gradients[buffer] = stage
+            unreduced.add(stage)
+        for stage, again in step.reduce:
+            assert gradients.pop(stages[stage].grad_buffer) == stage
+            assert again == (stage in shard_set)
+            shard_set.add(stage)
+            unreduced.remove(stage)
+    assert not unreduced and shard_set in (set(), set(range(len(stages))))
+
+
+CASES = [
+    (stages, weights, grads, depth, breadth)
+    for stages, weights, grads, depth, breadth in itertools.product((3, 4, 7), (1, 2, 3, 7), (1, 2, 3, 7), (1, 2, 3), (1, 2))
+    if weights <= stages and grads <= stages
+]
+
+
+@pytest.mark.parametrize(("stages", "weights", "grads", "depth", "breadth"), CASES)
+def test_buffers_are_never_taken_too_early_and_counts_match_theory(
+    stages: int, weights: int, grads: int, depth: int, breadth: int
+) -> None:
+    """S + (2 depth - 1)(S - B) gathers a step; reductions once a stage, or once a micro-batch where a buffer is shared."""
+    plan = plans(stages, weights, grads)
+    schedule = training_schedule(plan, depth, breadth)
+    replay(plan, schedule)
+    assert len(gathers(schedule)) == stages + (2 * depth - 1) * (stages - weights)
+    per_stage = [sum(stage == reduced for reduced, _ in reduces(schedule)) for stage in range(stages)]
+    shared = [sum(plan[other].grad_buffer == plan[stage].grad_buffer for other in range(stages)) > 1 for stage in range(stages)]
+    # A stage whose buffer nobody takes between two of its backwards (the first of one micro-batch is the last of the
+    # next only with one stage) reduces once; the others once per depth-first micro-batch.
+    assert per_stage == [depth if is_shared else 1 for is_shared in shared]
+    computed = [(step.kind, step.stage, step.micro_batch) for step in schedule]
+    assert len(computed) == len(set(computed)) == 2 * stages * depth * breadth
+
+
+def test_with_two_buffers_the_next_gather_starts_one_stage_ahead() -> None:
+    """The gather of stage i + 1 starts before forward i and is needed only in forward i + 1; likewise backward."""
+    schedule = training_schedule(plans(5, 2, 2), 1, 1)
+    started = {stage: index for index, step in enumerate(schedule) if step.kind == "forward" for stage in step.gather}
+    assert started == {0: 0, 1: 0, 2: 1, 3: 2, 4: 3}
+    backward = [(step.stage, step.gather) for step in schedule if step.kind == "backward"]
+    assert backward == [(4, ()), (3, (2,)), (2, (1,)), (1, (0,)), (0, ())]
+    assert [(step.stage, [stage for stage, _ in step.reduce]) for step in schedule if step.kind == "backward"] == [
+        (stage, [stage]) for stage in (4, 3, 2, 1, 0)
+    ]
+
+
+def test_one_buffer_gathers_just_in_time() -> None:
+    for index, step in enumerate(schedule := training_schedule(plans(4, 1, 1), 1, 1)):
+        assert step.gather in ((), (step.stage,)), index
+    assert len(gathers(schedule)) == 4 + 3
+
+
+def test_one_buffer_per_stage_gathers_everything_at_once_in_order() -> None:
+    schedule = training_schedule(plans(4, 4, 4), 2, 2)
+    assert schedule[0].gather == (0, 1, 2, 3) and len(gathers(schedule)) == 4
+    assert reduces(schedule) == [(3, False), (2, False), (1, False), (0, False)]
+
+
+def test_breadth_first_runs_all_micro_batches_through_a_stage_before_the_next() -> None:
+    schedule = training_schedule(plans(3, 2, 2), 1, 2)
+    assert [(step.kind[0], step.stage, step.micro_batch) for step in schedule] == [
+        ("f", 0, 0), ("f", 0, 1), ("f", 1, 0), ("f", 1, 1), ("f", 2, 0), ("f", 2, 1),
+        ("b", 2, 0), ("b", 2, 1), ("b", 1, 0), ("b", 1, 1), ("b", 0, 0), ("b", 0, 1),
+    ]  # fmt: skip
+    assert reduces(schedule) == [(2, False), (1, False), (0, False)]
+
+
+def test_a_tied_embedding_is_gathered_once_and_reduced_once_at_the_end() -> None:
+    """Its stage has its own buffers; the head needs its weights and writes its gradient in the forward pass."""
+    plan = [StagePlan(2, 2), StagePlan(0, 0), StagePlan(1, 1), StagePlan(0, 0, (0,), gradients_in_forward=True)]
+    schedule = training_schedule(plan, 2, 1)
+    replay(plan, schedule)
+    assert gathers(schedule).count(0) == 1 and reduces(schedule).count((0, False)) == 1
+    assert schedule[-1].reduce[-1] == (0, False)
+    head = [step for step in schedule if step.stage == 3]
+    assert all(step.needs == (3, 0) and step.accumulate == (3, 0) for step in head)
+
+
+def test_evaluation_only_gathers() -> None:
+    schedule = evaluation_schedule(plans(4, 2, 2), 2)
+    replay(plans(4, 2, 2), schedule)
+    assert all(step.kind == "forward" and not step.accumulate and not step.reduce for step in schedule)
+    assert len(gathers(schedule)) == 8

@@ -1,0 +1,185 @@
+"""Buffers, guards, memory and the pairwise reduction of a real multi-rank model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import run_distributed, tiny_config
+
+from megatron_lite import distributed as distributed_module
+from megatron_lite.distributed import Distributed
+from megatron_lite.gpt import build_gpt
+from megatron_lite.layers.layer import MicroBatch
+from megatron_lite.zero.multi_stage import MultiStage
+
+
+def build(distributed: Distributed, **options: Any) -> MultiStage:
+    config = tiny_config(distributed.world_size, **options)
+    layers = build_gpt(config.model, config.batch.sequence_length)
+    model = MultiStage(layers, config.multi_stage, config.batch, config.distributed.training_dtype, distributed)
+    model.initialize(config.distributed.seed)
+    return model
+
+
+def a_batch(scale: float = 1.0) -> MicroBatch:
+    tokens = torch.arange(2 * 17).view(2, 17) % 61
+    return MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.tensor(scale))
+
+
+def compute_with_a_foreign_buffer(distributed: Distributed) -> list[str]:
+    """Skip a gather and a change of gradient buffer on purpose: what does the stage say?"""
+    model = build(distributed, zero_stage=3, num_layers=3)
+    said = []
+    first, second = model.stages[1], model.stages[3]
+    assert first.weights is second.weights and first.gradients is second.gradients
+    for stage in model.stages[:2]:
+        stage.gather()
+        stage.require_weights()
+    hidden = model.stages[0].forward(None, a_batch(), 0)
+    first.forward(hidden, a_batch(), 0)
+    for wrong in (lambda: second.forward(hidden, a_batch(), 1), lambda: first.backward(hidden, 0)):
+        try:
+            wrong()
+        except AssertionError as error:
+            said.append(str(error))
+    return said
+
+
+def test_computing_with_another_stages_buffer_is_caught() -> None:
+    """Autograd cannot see a wrong buffer behind a parameter; the guards can, in forward and backward."""
+    assert run_distributed(2, compute_with_a_foreign_buffer)[0] == [
+        "stage 3 would compute with the weights of stage 1",
+        "stage 1 would add its gradients to those of stage None",
+    ]
+
+
+def padding_after_reduction(distributed: Distributed) -> list[float]:
+    """Fill all gradient memory with NaN, run an iteration, and look at every shard whole."""
+    model = build(distributed, zero_stage=2, vocab_size=61, hidden_size=36, num_attention_heads=3, num_layers=3,
+                  batch_size=6)  # fmt: skip
+    for stage in model.stages:
+        stage.gradients.data.fill_(float("nan"))
+        stage.grad_shard.fill_(float("nan"))
+    model.forward_backward([a_batch()])
+    return [float(stage.grad_shard.square().sum()) for stage in model.stages]
+
+
+def test_padding_is_zero_before_each_reduction() -> None:
+    """NaN left in a buffer by whoever used it last reaches neither shard nor norm."""
+    for norms in run_distributed(3, padding_after_reduction):
+        assert np.isfinite(norms).all() and min(norms[1:]) > 0
+
+
+def initial_weights(distributed: Distributed, options: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {name: weight.numpy().copy() for name, weight in build(distributed, **options).full_weights()}
+
+
+def test_initial_weights_depend_on_seed_and_name_only() -> None:
+    """The same bits for every rank count, stage grouping and ZeRO stage; others for another seed."""
+    layouts = [(1, {}), (2, {"zero_stage": 3}), (3, {"layers_per_stage": 2.0, "batch_size": 6})]
+    options = {"random_bias_init": True, "layer_norm_init_range": 0.1}
+    results = [run_distributed(ranks, initial_weights, {**layout, **options})[0] for ranks, layout in layouts]
+    for other in results[1:]:
+        assert all(np.array_equal(results[0][name], other[name]) for name in results[0])
+    reseeded = run_distributed(1, initial_weights, {**options, "seed": 5})[0]
+    same = [name for name in results[0] if np.array_equal(results[0][name], reseeded[name])]
+    assert all(name.endswith("norm.bias") for name in same), "only norm biases start from a constant here"
+    word = results[0]["embedding.word.weight"]
+    assert abs(word.std() / 32**-0.5 - 1) < 0.05 and abs(word.mean()) < 0.01
+
+
+def memory(distributed: Distributed, options: dict[str, Any]) -> tuple[dict[str, int], list[tuple[int, int]], int]:
+    model = build(distributed, **options)
+    stages = [(sum(slot.numel for slot in stage.layout.slots), stage.layout.numel) for stage in model.stages]
+    storages = {}
+    for stage in model.stages:
+        for tensor in (*stage.shards().values(), stage.grad_shard, stage.weights.data, stage.gradients.data):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return model.memory_bytes(), stages, sum(storages.values())
+
+
+# Bytes per parameter beside the B shared buffers: ranks -> (dtype, ZeRO stage) -> a + b / N (DESIGN, section 3).
+PER_PARAMETER = {
+    ("bf16", 1): (6, 12), ("bf16", 2): (2, 16), ("bf16", 3): (0, 16),
+    ("fp32", 1): (8, 8), ("fp32", 2): (4, 12), ("fp32", 3): (0, 16),
+}  # fmt: skip
+ALONE = {("bf16", 1): 18, ("bf16", 2): 18, ("bf16", 3): 16, ("fp32", 1): 16, ("fp32", 2): 16, ("fp32", 3): 16}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("training_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_state_memory_is_the_formula_to_the_byte(ranks: int, training_dtype: str, zero_stage: int) -> None:
+    """What is allocated, counted over storages so that nothing is kept twice, equals formula plus padding exactly."""
+    options = {"zero_stage": zero_stage, "training_dtype": training_dtype, "tie_word_embeddings": False,
+               "num_layers": 4, "batch_size": 6}  # fmt: skip
+    kinds, stages, allocated = run_distributed(ranks, memory, options)[0]
+    padded = sum(numel for _, numel in stages)
+    assert padded < 1.1 * sum(numel for numel, _ in stages)
+    itemsize = 2 if training_dtype == "bf16" else 4
+    # The two shared buffers hold stages 0, 2, 4 and 1, 3, 5: each as large as its largest stage.
+    shared = sum(max(numel for _, numel in stages[parity::2]) for parity in (0, 1))
+    if ranks == 1:
+        expected = ALONE[training_dtype, zero_stage] * padded
+        expected += itemsize * shared if (training_dtype, zero_stage) == ("bf16", 3) else 0
+    else:
+        whole, per_rank = PER_PARAMETER[training_dtype, zero_stage]
+        expected = whole * padded + per_rank * padded // ranks
+        expected += {1: 0, 2: 4, 3: 4 + itemsize}[zero_stage] * shared
+    assert allocated == expected
+    assert sum(kinds.values()) - kinds["communication scratch"] == expected
+    largest = max(numel for _, numel in stages) // ranks
+    assert kinds["communication scratch"] == 2 * (ranks - 1) * largest * 4
+
+
+def reduce_in_chunks(distributed: Distributed) -> tuple[bytes, bytes]:
+    """A reduction in many small chunks against the sum written out in rank order; two under way in a row."""
+    distributed_module.REDUCTION_CHUNK_NUMEL = 7
+    world_size, numel = distributed.world_size, 50
+    values = [
+        [torch.randn(world_size * numel, generator=torch.Generator().manual_seed(10 * rank + turn)) for rank in range(world_size)]
+        for turn in range(2)
+    ]
+    buffers = [turn[distributed.rank].clone() for turn in values]
+    handles = [distributed.reduce_scatter(buffer) for buffer in buffers]
+    for handle in reversed(handles):
+        handle.wait()
+    own = slice(distributed.rank * numel, (distributed.rank + 1) * numel)
+    expected = []
+    for turn in values:
+        total = turn[0][own].clone()
+        for other in turn[1:]:
+            total += other[own]
+        expected.append(total)
+    ours = torch.cat([buffer[own] for buffer in buffers]).numpy().tobytes()
+    return ours, torch.cat(expected).numpy().tobytes()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_reductions_sum_in_rank_order_bit_for_bit(ranks: int) -> None:
+    for ours, expected in run_distributed(ranks, reduce_in_chunks):
+        assert ours == expected
+
+
+def gather_and_agree(distributed: Distributed) -> tuple[list[float], list[Any], Any, int, list[float]]:
+    buffer = torch.full((distributed.world_size * 3,), -1.0)
+    buffer.view(-1, 3)[distributed.rank] = float(distributed.rank)
+    handle = distributed.all_gather(buffer)
+    handle.wait()
+    handle.wait()
+    objects = distributed.gather_objects({"rank": distributed.rank, "text": "é" * distributed.rank})
+    word = distributed.broadcast_object(["from", distributed.rank])
+    total = distributed.sum_in_rank_order(torch.tensor([1.0, float(distributed.rank)]))
+    return buffer.tolist(), objects, word, distributed.agree_max(distributed.rank * 2), total.tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_gathers_and_agreement(ranks: int) -> None:
+    for buffer, objects, word, largest, total in run_distributed(ranks, gather_and_agree):
+        assert buffer == [float(rank) for rank in range(ranks) for _ in range(3)]
+        assert objects == [{"rank": rank, "text": "é" * rank} for rank in range(ranks)]
+        assert word == ["from", 0] and largest == 2 * (ranks - 1)
+        assert total == [ranks, sum(range(ranks))]
