@@ -1,0 +1,197 @@
+"""The logger "megatron_lite": flushed lines on the console, one log file per rank.
+
+A log is there for the run, never the other way round: a console whose reader has gone away and a log file on a full
+disk cost lines, not the training. Every line is one `write`, so nothing is held back in a buffer.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+from pathlib import Path
+
+from megatron_lite.errors import StorageError
+
+LOGGER_NAME = "megatron_lite"
+
+
+def get_logger() -> logging.Logger:
+    """The logger of this program."""
+    return logging.getLogger(LOGGER_NAME)
+
+
+class AppendFile:
+    """A file to which whole lines are appended, each by one `write`; a line that did not fit leaves no half of it.
+
+    Raises:
+        StorageError: if the file cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror}; choose another --experiment_dir") from error
+
+    def size(self) -> int:
+        """Bytes in the file."""
+        return os.fstat(self._fd).st_size
+
+    def read_tail(self, size: int) -> bytes:
+        """The last `size` bytes (fewer if the file is shorter)."""
+        return os.pread(self._fd, size, max(self.size() - size, 0))
+
+    def truncate(self, size: int) -> None:
+        """Cut the file to `size` bytes."""
+        os.ftruncate(self._fd, size)
+
+    def append(self, line: bytes) -> None:
+        """Append `line`, wholly or not at all.
+
+        Raises:
+            OSError: if it could not be written.
+        """
+        size = self.size()
+        written = os.write(self._fd, line)
+        if written != len(line):  # the disk filled up in the middle of the line
+            os.ftruncate(self._fd, size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    def close(self) -> None:
+        """Close the file; errors no longer matter."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            try:
+                os.close(fd)
+            except OSError:
+                pass
+
+
+class _LineFormatter(logging.Formatter):
+    """Time and rank begin every line of a message; a level is named from WARNING on."""
+
+    def __init__(self, prefix: str, timestamps: bool) -> None:
+        super().__init__()
+        self._prefix = prefix
+        self._timestamps = timestamps
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        if record.levelno >= logging.WARNING:
+            text = f"{record.levelname}: {text}"
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        start = f"{self.formatTime(record)} " if self._timestamps else ""
+        start += self._prefix
+        return "\n".join(start + line for line in text.split("\n")) if start else text
+
+
+class ConsoleHandler(logging.Handler):
+    """Lines to stdout, flushed, above a progress bar if there is one; goes quiet when nobody reads any more."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the record."""
+        stream = sys.stdout
+        if stream is None or stream.closed:
+            return
+        try:
+            text = self.format(record)
+            if sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty():
+                from tqdm import tqdm
+
+                tqdm.write(text, file=stream)  # lifts the bar, prints, and draws it again
+            else:
+                stream.write(text + "\n")
+            stream.flush()
+        except BrokenPipeError:
+            _discard_stdout()
+        except OSError:  # a full disk behind a redirected stdout: the line is lost, the run goes on
+            pass
+        except Exception:
+            self.handleError(record)
+
+
+def _discard_stdout() -> None:
+    """Point stdout at nothing, or Python would fail once more, with exit code 120, when it flushes at exit."""
+    try:
+        fd = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(fd, sys.stdout.fileno())
+        os.close(fd)
+    except (OSError, ValueError):
+        pass
+
+
+class FileHandler(logging.Handler):
+    """Lines to a log file; the first one that cannot be written is reported (on the console), the others are dropped.
+
+    It goes on trying: a disk that was full may have room again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = AppendFile(path)
+        self._warned = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append the record."""
+        try:
+            self._file.append((self.format(record) + "\n").encode("utf-8", "backslashreplace"))
+        except OSError as error:
+            if not self._warned:
+                self._warned = True  # before the warning, which comes back here as a record of its own
+                get_logger().warning(
+                    "cannot write %s: %s; the run goes on without these lines", self._file.path, error.strerror
+                )
+        except Exception:
+            self.handleError(record)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
+
+
+def start_logging(
+    log_file: Path | None, rank: int, world_size: int, to_console: bool, timestamps: bool, all_ranks: bool = False
+) -> logging.Logger:
+    """Set the logger up and return it; calling again replaces what the last call set up.
+
+    Args:
+        log_file: runs/<k>/logs/logs_rank_<rank>.txt, or None for no file.
+        to_console: print on stdout too.
+        timestamps: begin each line with the time.
+        all_ranks: every rank prints, so each console line names its rank. Ranks above 0 always do.
+
+    Raises:
+        StorageError: if the log file cannot be opened.
+    """
+    stop_logging()
+    logger = get_logger()
+    logger.setLevel(logging.INFO)
+    logger.addHandler(logging.NullHandler())  # else a rank without handlers would print warnings on stderr
+    logger.propagate = False  # a library that sets up the root logger would print every line again
+    if to_console:
+        prefix = f"[rank {rank:0{len(str(world_size - 1))}d}] " if rank or (all_ranks and world_size > 1) else ""
+        console = ConsoleHandler()
+        console.setFormatter(_LineFormatter(prefix, timestamps))
+        logger.addHandler(console)
+        if hasattr(sys.stdout, "reconfigure"):  # a path that the terminal cannot spell must not end the run
+            sys.stdout.reconfigure(errors="backslashreplace")
+    if log_file is not None:
+        file = FileHandler(log_file)
+        file.setFormatter(_LineFormatter("", timestamps))
+        logger.addHandler(file)
+    return logger
+
+
+def stop_logging() -> None:
+    """Close and remove the handlers of `start_logging`."""
+    logger = get_logger()
+    for handler in list(logger.handlers):
+        if isinstance(handler, (ConsoleHandler, FileHandler, logging.NullHandler)):
+            logger.removeHandler(handler)
+            handler.close()

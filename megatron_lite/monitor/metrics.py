@@ -1,0 +1,243 @@
+"""Numbers about a run: FLOPs, peak rates, step times, and the log line that shows them.
+
+Everything here is a pure function of its arguments (`StepTimer` takes its clock as one). Ratios are fractions of 1,
+units end a name, and only `format_record` rounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime, timedelta
+from typing import Any
+
+from megatron_lite.config import Config, ModelConfig
+
+# Dense bf16 tensor-core peaks (fp16 for V100 and T4) in TFLOP/s, from the vendor's data sheets; the first match wins.
+# The PCIe and NVL boards run at lower clocks than the SXM modules of the same name.
+PEAK_TFLOPS = (
+    (r"\bGB200\b", 2500.0),
+    (r"\bB200\b", 2250.0),
+    (r"\bGH200\b", 989.4),
+    (r"\bH200 NVL\b", 835.5),
+    (r"\bH[12]00 PCIe\b", 756.0),
+    (r"\bH100 NVL\b", 835.5),
+    (r"\bH(100|200|800)\b", 989.4),
+    (r"\bH20\b", 148.0),
+    (r"\bA(100|800)\b", 312.0),
+    (r"\bA30\b", 165.0),
+    (r"\bA40\b", 149.7),
+    (r"\bA10\b", 125.0),
+    (r"\bL40S\b", 362.0),
+    (r"\bL40\b", 181.0),
+    (r"\bL4\b", 121.0),
+    (r"\bV100\b", 125.0),
+    (r"\bT4\b", 65.0),
+    (r"\bRTX 6000 Ada\b", 364.2),
+    (r"\bRTX A6000\b", 154.8),
+    (r"\bRTX 4090\b", 165.2),
+    (r"\bRTX 3090\b", 71.0),
+)
+
+
+def known_peak_tflops(device_name: str) -> float | None:
+    """Dense bf16 peak of a device in TFLOP/s, from the name the driver gives it; None for one not in the table."""
+    name = device_name.replace("-", " ").replace("_", " ")
+    for pattern, tflops in PEAK_TFLOPS:
+        if re.search(pattern, name, re.IGNORECASE):
+            return tflops
+    return None
+
+
+def _dense_flops(model: ModelConfig, tokens: int) -> float:
+    """FLOPs of the matrix products with weights: forward (2 per weight and token) and backward (twice that)."""
+    assert model.head_groups is not None and model.kv_channels is not None and model.ffn_hidden_size is not None
+    attention = 2 * (model.num_attention_heads + model.head_groups) * model.kv_channels
+    mlp = (3 if model.gated else 2) * model.ffn_hidden_size
+    blocks = 6.0 * tokens * model.num_layers * model.hidden_size * (attention + mlp)
+    return blocks + 6.0 * tokens * model.hidden_size * model.vocab_size
+
+
+def _attention_flops(model: ModelConfig, sequence_length: int, tokens: int) -> float:
+    """FLOPs of scores and context, forward and backward; only what the causal mask and the window leave."""
+    assert model.kv_channels is not None
+    # A query sees s / 2 keys on average under the causal mask, and w * (1 - w / 2s) of them with a window w.
+    window = min(model.window_size or sequence_length, sequence_length)
+    twice_mean_keys = 2 * window * (1 - window / (2 * sequence_length))
+    return 6.0 * tokens * model.num_layers * model.num_attention_heads * model.kv_channels * twice_mean_keys
+
+
+def model_flops(model: ModelConfig, sequence_length: int, tokens: int) -> float:
+    """FLOPs that training on `tokens` tokens takes: forward and backward, nothing computed twice.
+
+        6 * T * L * h * [2 * (heads + head_groups) * d + (2 + gated) * f]      linear layers
+      + 6 * T * h * v                                                         output head
+      + 6 * T * L * heads * d * s                                             attention, causal: half the square
+
+    with 2 * w * (1 - w / 2s) in place of s for a window of w tokens. Embedding look-ups, norms, activations and the
+    optimizer are not counted. `model` must be resolved. The same numbers as Fast-LLM's "tflop/s (model)".
+    """
+    return _dense_flops(model, tokens) + _attention_flops(model, sequence_length, tokens)
+
+
+def hardware_flops(model: ModelConfig, sequence_length: int, tokens: int, flash_attention: bool) -> float:
+    """`model_flops` plus what is computed twice: flash attention's backward repeats the scores (attention * 7/6).
+
+    Pass `flash_attention=False` on CPU, where attention keeps them and both numbers agree.
+    """
+    attention = _attention_flops(model, sequence_length, tokens)
+    return _dense_flops(model, tokens) + attention * (7 / 6 if flash_attention else 1)
+
+
+class StepTimer:
+    """Training time and what follows from it, without the time of validations and saves.
+
+    Args:
+        config: resolved.
+        iteration: iterations done before this start.
+        flash_attention: for `hardware_flops`.
+        peak_tflops: dense peak of one device, or None where it is not known (then no mfu).
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        world_size: int,
+        iteration: int,
+        flash_attention: bool = False,
+        peak_tflops: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        assert config.batch.batch_size is not None
+        self._tokens = config.batch.batch_size * config.batch.sequence_length
+        self._world_size = world_size
+        self._train_iters = config.training.train_iters
+        shape = (config.model, config.batch.sequence_length, self._tokens)
+        self._model_tflop = model_flops(*shape) / world_size / 1e12  # per iteration and device
+        self._hardware_tflop = hardware_flops(*shape, flash_attention) / world_size / 1e12
+        self._peak_tflops = peak_tflops
+        self._clock = clock
+        self._lap_iteration = iteration
+        self._lap_start = clock()
+        self._laps = 0
+        self._run_iterations = 0
+        self._run_seconds = 0.0
+
+    @contextlib.contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Time spent inside does not count as training: validation, checkpoints, exports."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._lap_start += self._clock() - start
+
+    def lap(self, iteration: int, now: datetime | None = None) -> tuple[dict[str, float], dict[str, Any]]:
+        """End the lap that began at the last call and describe it.
+
+        The caller makes sure that the device has finished (it reads the loss anyway).
+
+        Returns:
+            what belongs in the metrics record (`step_time_ms`, `tokens_per_sec_per_gpu`, `model_tflops`,
+            `hardware_tflops`, `mfu`), and what only the console shows (`average_step_time_ms`, `remaining_seconds`,
+            `completion_date`). Both are empty when there was no iteration since the last lap.
+        """
+        iterations = iteration - self._lap_iteration
+        if iterations <= 0:
+            return {}, {}
+        end = self._clock()
+        seconds = max(end - self._lap_start, 1e-9)
+        self._lap_iteration, self._lap_start = iteration, end
+        self._laps += 1
+        if self._laps == 2:  # the first lap holds compilation and allocation: it would spoil the forecast
+            self._run_iterations, self._run_seconds = 0, 0.0
+        self._run_iterations += iterations
+        self._run_seconds += seconds
+
+        step_seconds = seconds / iterations
+        record = {
+            "step_time_ms": step_seconds * 1e3,
+            "tokens_per_sec_per_gpu": self._tokens / step_seconds / self._world_size,
+            "model_tflops": self._model_tflop / step_seconds,
+            "hardware_tflops": self._hardware_tflop / step_seconds,
+        }
+        if self._peak_tflops:
+            record["mfu"] = record["model_tflops"] / self._peak_tflops
+        average = self._run_seconds / self._run_iterations
+        remaining = average * max(self._train_iters - iteration, 0)
+        console: dict[str, Any] = {"average_step_time_ms": average * 1e3, "remaining_seconds": remaining}
+        with contextlib.suppress(OverflowError):  # a completion date beyond the year 9999 is left out
+            console["completion_date"] = (now or datetime.now()) + timedelta(seconds=remaining)
+        return record, console
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds as h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def _plain(text: str) -> Callable[[Any], str]:
+    return lambda value: text.format(value)
+
+
+def _tflops(text: str) -> Callable[[Any], str]:
+    """Small models run at thousandths of a TFLOP/s: those keep three digits, whatever their size."""
+    return lambda value: text.format(f"{value:.2f}" if value >= 1 else f"{value:.3g}")
+
+
+# The fields of the log line in order: (key of the record, how its value is shown).
+FIELDS: tuple[tuple[str, Callable[[Any], str]], ...] = (
+    ("consumed_samples", _plain("consumed samples: {:,}")),
+    ("consumed_tokens", _plain("consumed tokens: {:,}")),
+    ("batch_size", _plain("batch size: {}")),
+    ("step_time_ms", _plain("step time: {:.2f} ms")),
+    ("data_wait_ms", _plain("data wait: {:.2f} ms")),
+    ("model_tflops", _tflops("throughput: {} tflop/s (model)")),
+    ("hardware_tflops", _tflops("{} tflop/s (hardware)")),
+    ("mfu", _plain("mfu: {:.1%}")),
+    ("tokens_per_sec_per_gpu", _plain("{:,.2f} tokens/s/gpu")),
+    ("allocated_mib", _plain("Memory allocated: {:,.0f} MiB")),
+    ("max_allocated_mib", _plain("max allocated: {:,.0f} MiB")),
+    ("reserved_mib", _plain("reserved: {:,.0f} MiB")),
+    ("max_reserved_mib", _plain("max reserved: {:,.0f} MiB")),
+    ("global_max_reserved_mib", _plain("global max reserved: {:,.0f} MiB")),
+    ("learning_rate", _plain("learning rate: {:.3e}")),
+    ("loss_scale", _plain("loss scale: {:g}")),
+    ("grad_norm", _plain("grad norm: {:.4f}")),
+    ("skipped_iters", _plain("skipped iterations: {}")),
+    ("nan_iters", _plain("nan iterations: {}")),
+    ("skip_reason", _plain("skip reason: {}")),
+    ("average_step_time_ms", _plain("average step time: {:.2f} ms")),
+    ("remaining_seconds", lambda value: f"remaining: {format_duration(value)}"),
+    ("completion_date", lambda value: f"completion: {value:%Y-%m-%d %H:%M:%S}"),
+    ("averaged_loss", _plain("averaged weights loss: {:.5f}")),
+    ("loss", _plain("language model loss: {:.5f}")),
+)
+
+
+def format_record(record: Mapping[str, Any], console: Mapping[str, Any] | None = None) -> str:
+    """The log line of a metrics record: `training @ iteration 20/1000 | step time: ... | language model loss: ...`.
+
+    Args:
+        record: keys of metrics.jsonl; each field is shown only where the record has it.
+        console: values that only the console shows: `allocated_mib`, `reserved_mib`, `global_max_reserved_mib`,
+            `average_step_time_ms`, `remaining_seconds`, `completion_date`.
+    """
+    values = {**record, **(console or {})}
+    head = f"{values['phase']} @ iteration"
+    iteration, total = values.get("iteration"), values.get("train_iters")
+    if iteration is not None:
+        head += f" {iteration:{len(str(total))}d}/{total}" if total else f" {iteration}"
+    parts = [head]
+    for key, show in FIELDS:
+        if (value := values.get(key)) is None:
+            continue
+        part = show(value)
+        if key == "completion_date" and total and iteration is not None:
+            part += f" ({iteration / total:.2%})"
+        parts.append(part)
+    return " | ".join(parts)

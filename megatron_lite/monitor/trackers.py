@@ -1,0 +1,212 @@
+"""Where metrics go: `metrics.jsonl`, which is the truth, and Weights & Biases where it is asked for.
+
+metrics.jsonl has one JSON object a line, written by one `write` on a file opened for appending, so a line is there
+or is not. Floats are in shortest round-trip form; NaN and infinities, which JSON cannot spell, become null. A start
+repairs a last line that a crash tore, and appends: where a resumed run repeats an iteration, the later line counts.
+
+Weights & Biases runs in a thread of its own behind a bounded queue: when it is slow, unreachable or dies, points are
+dropped and counted, and training does not wait. The key comes from the environment variable WANDB_API_KEY or from the
+text file at WANDB_API_KEY_PATH; it is handed to the library and goes nowhere else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import netrc
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from megatron_lite.config import Config
+from megatron_lite.errors import UsageError
+from megatron_lite.monitor.logging import AppendFile, get_logger
+from megatron_lite.monitor.wandb_tracker import WandbTracker
+
+METRICS_FILE = "metrics.jsonl"
+_REPAIR_BYTES = 1 << 20  # far longer than any line
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class MetricsFile:
+    """metrics.jsonl, open for appending. A line that cannot be written is lost, reported once, and kills nothing.
+
+    Raises:
+        StorageError: if the file cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = AppendFile(path)
+        self.lost_lines = 0
+        try:
+            self._repair_last_line()
+        except OSError as error:
+            get_logger().warning("cannot repair the last line of %s: %s", path, error.strerror)
+
+    def _repair_last_line(self) -> None:
+        """Complete a last line that only lacks its newline, and cut off one that was torn."""
+        tail = self._file.read_tail(_REPAIR_BYTES)
+        torn = tail[tail.rfind(b"\n") + 1 :]
+        if not torn:
+            return
+        if _parse_line(torn) is not None:
+            self._file.append(b"\n")
+        else:
+            self._file.truncate(self._file.size() - len(torn))
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one record."""
+        line = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False) + "\n"
+        try:
+            self._file.append(line.encode())
+        except OSError as error:
+            self.lost_lines += 1
+            if self.lost_lines == 1:
+                get_logger().warning(
+                    "cannot write %s: %s; the run goes on without these lines", self._file.path, error.strerror
+                )
+
+    def close(self) -> None:
+        """Close the file and say how many lines were lost, if any."""
+        self._file.close()
+        if self.lost_lines:
+            get_logger().warning("%d lines of %s were lost", self.lost_lines, self._file.path)
+
+
+def _parse_line(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl in the order of their iterations.
+
+    Of several lines for the same phase and iteration (a resumed run repeats some) the last one counts. A number that
+    was not finite is None. Lines that are no JSON object (a torn one at the end, a damaged disk) are left out.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    records: dict[tuple[Any, Any], dict[str, Any]] = {}
+    for line in path.read_bytes().split(b"\n"):
+        record = _parse_line(line) if line.strip() else None
+        if record is not None:
+            records[record.get("phase"), record.get("iteration")] = record
+    return sorted(records.values(), key=lambda record: record.get("iteration") or 0)
+
+
+def _read_wandb_key() -> str | None:
+    """The key from WANDB_API_KEY or the file at WANDB_API_KEY_PATH; None without either.
+
+    Raises:
+        UsageError: if the file cannot be read or does not hold one word. The message never shows what it holds.
+    """
+    if key := os.environ.get("WANDB_API_KEY", "").strip():
+        return key
+    path = os.environ.get("WANDB_API_KEY_PATH", "")
+    if not path:
+        return None
+    try:
+        words = Path(path).expanduser().read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
+        raise UsageError(f"WANDB_API_KEY_PATH={path} cannot be read: {reason}; give a text file with the key") from None
+    if len(words) != 1:
+        fact = "is empty" if not words else f"holds {len(words)} words"
+        raise UsageError(f"WANDB_API_KEY_PATH={path} {fact}; it must hold the key and nothing else")
+    return words[0]
+
+
+def _logged_in() -> bool:
+    """Whether `wandb login` has left a key in the user's netrc file (asking the library could prompt for one)."""
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError, RuntimeError):
+        return False
+
+
+def _open_wandb(config: Config, experiment_dir: Path | None, run: int) -> WandbTracker:
+    """Check that Weights & Biases can be used and start its thread.
+
+    Raises:
+        UsageError: if the package is not installed or the key file is no use.
+    """
+    # Else the library sends reports about itself, and waits for them when the process ends.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    try:
+        wandb = importlib.import_module("wandb")
+    except ImportError as error:
+        raise UsageError(
+            f"--wandb_entity_name={config.run.wandb_entity_name} needs the package wandb, which cannot be imported "
+            f"({error}); install it with: python -m pip install wandb"
+        ) from None
+    key = _read_wandb_key()
+    mode = os.environ.get("WANDB_MODE", "")
+    offline = None
+    if mode in ("offline", "dryrun"):
+        offline = f"WANDB_MODE={mode}"
+    elif mode in ("", "online") and key is None and not _logged_in():
+        offline = "no key in WANDB_API_KEY or in the file WANDB_API_KEY_PATH"
+    return WandbTracker(wandb, config, key, offline, experiment_dir, run)
+
+
+class Trackers:
+    """All places that metrics go to; on ranks that report nothing, and without any place, it does nothing."""
+
+    def __init__(self, metrics: MetricsFile | None = None, wandb: WandbTracker | None = None, run: int = 0) -> None:
+        self._metrics = metrics
+        self._wandb = wandb
+        self._run = run
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Record metrics: `phase`, `iteration` and what else is known of them; `run` and `time` are added.
+
+        `time` is in seconds since 1970. Values are plain numbers or text, never tensors.
+        """
+        record = {**record, "run": self._run, "time": round(time.time(), 3)}
+        if self._metrics is not None:
+            self._metrics.write(record)
+        if self._wandb is not None:
+            self._wandb.log(record)
+
+    def alert(self, title: str, text: str) -> None:
+        """Post an alert, where alerts are on."""
+        if self._wandb is not None:
+            self._wandb.alert(title, text)
+
+    def close(self, exit_code: int) -> None:
+        """Finish: files closed, Weights & Biases told how the run ended. A second call does nothing."""
+        metrics, self._metrics = self._metrics, None
+        wandb, self._wandb = self._wandb, None
+        if metrics is not None:
+            metrics.close()
+        if wandb is not None:
+            wandb.close(exit_code)
+
+
+def open_trackers(config: Config, experiment_dir: Path | None, run: int) -> Trackers:
+    """Open every place that metrics of this run go to. For the one rank that reports; the others use `Trackers()`.
+
+    Args:
+        config: resolved.
+        experiment_dir: None writes no file.
+        run: number of this start, as in runs/<run>.
+
+    Raises:
+        UsageError: if Weights & Biases is asked for and not installed, or its key file is no use.
+        StorageError: if metrics.jsonl cannot be opened.
+    """
+    metrics = MetricsFile(experiment_dir / METRICS_FILE) if experiment_dir is not None else None
+    wandb = _open_wandb(config, experiment_dir, run) if config.run.wandb_entity_name else None
+    return Trackers(metrics, wandb, run)

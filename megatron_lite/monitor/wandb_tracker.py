@@ -1,0 +1,206 @@
+"""Weights & Biases, in a thread of its own, so that nothing it does can hold training up."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import secrets
+import shlex
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.config import Config, flatten
+from megatron_lite.errors import EXIT_PREEMPTED
+from megatron_lite.monitor.logging import get_logger
+from megatron_lite.monitor.metrics import format_record
+
+INIT_TIMEOUT_S = 10
+FINISH_TIMEOUT_S = 20
+MAX_QUEUED_RECORDS = 1000
+ID_FILE = "wandb.json"
+_STEP = "iteration"  # our own step: the library's may only grow, and a resumed run goes back a little
+
+
+def _run_id(experiment_dir: Path | None) -> str:
+    """The id under which every start of an experiment continues the same Weights & Biases run."""
+    if experiment_dir is None:
+        return secrets.token_hex(4)
+    path = experiment_dir / ID_FILE
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))["id"]
+        if isinstance(known, str) and known.isalnum():
+            return known
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError):
+        get_logger().warning("%s is not readable; this start is a new Weights & Biases run", path)
+    new = secrets.token_hex(4)
+    try:
+        aside = path.with_suffix(".new")
+        aside.write_text(json.dumps({"id": new}) + "\n", encoding="utf-8")
+        aside.replace(path)
+    except OSError as error:
+        get_logger().warning("cannot write %s: %s; the next start is a new Weights & Biases run", path, error.strerror)
+    return new
+
+
+class WandbTracker:
+    """A Weights & Biases run fed through a bounded queue. No method blocks for long or raises.
+
+    Args:
+        wandb: the module.
+        key: handed to the library, and kept out of everything else; None lets it use the key of `wandb login`.
+        offline: why the run is recorded on disk only, or None to go online.
+    """
+
+    def __init__(
+        self, wandb: Any, config: Config, key: str | None, offline: str | None, experiment_dir: Path | None, run: int
+    ) -> None:
+        self._wandb = wandb
+        self._key = key
+        self._offline = offline
+        self._options = config.run
+        self._name = config.run.experiment_name or (experiment_dir.absolute().name if experiment_dir else None)
+        folder = experiment_dir / "runs" / str(run) if experiment_dir else Path(tempfile.mkdtemp(prefix="wandb-"))
+        self._directory = folder.absolute()
+        self._init_arguments: dict[str, Any] = {
+            "entity": config.run.wandb_entity_name,
+            "project": config.run.wandb_project_name,
+            "group": config.run.wandb_group_name,
+            "name": self._name,
+            "id": _run_id(experiment_dir),
+            "resume": "allow",
+            "dir": str(self._directory),
+            "config": flatten(config),
+        }
+        interval = config.run.wandb_status_interval
+        post_alerts = config.run.wandb_post_alerts
+        self._post_alerts = interval is not None if post_alerts is None else post_alerts
+        self._status_interval = interval
+        self._last_status: int | None = None
+        self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(MAX_QUEUED_RECORDS)
+        self._dropped = 0
+        self._failed = 0
+        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self._thread.start()
+        self.alert(f"{self._name} started", f"run {run}")
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Send a record: numbers as `<phase>/<key>` over `iteration`, and an alert with it at each status interval."""
+        phase, iteration = record["phase"], record[_STEP]
+        numbers = {
+            f"{phase}/{key}": value
+            for key, value in record.items()
+            if key not in (_STEP, "train_iters") and isinstance(value, (int, float))
+        }
+        self._put("log", ({**numbers, _STEP: iteration},))
+        if self._status_interval is None or phase != "training":
+            return
+        # Records come at log intervals, which need not hit the status interval.
+        status = iteration // self._status_interval
+        if self._last_status is not None and status > self._last_status or iteration % self._status_interval == 0:
+            self._put("alert", (f"{self._name} at iteration {iteration}", format_record(record)))
+        self._last_status = status
+
+    def alert(self, title: str, text: str) -> None:
+        """Post an alert if --wandb_post_alerts is on."""
+        if self._post_alerts:
+            self._put("alert", (title, text))
+
+    def close(self, exit_code: int) -> None:
+        """Send what is queued and finish the run; gives up within a minute."""
+        how = {0: "ended", EXIT_PREEMPTED: "stopped and saved"}.get(exit_code, f"failed with exit code {exit_code}")
+        self.alert(f"{self._name} {how}", f"exit code {exit_code}")
+        try:
+            self._queue.put(("finish", (exit_code,)), timeout=FINISH_TIMEOUT_S)
+            self._thread.join(INIT_TIMEOUT_S + FINISH_TIMEOUT_S)
+        except queue.Full:
+            pass
+        if self._thread.is_alive():
+            # Its exit hook would wait for the hung service without end; tearing down takes the hook away first.
+            threading.Thread(target=self._wandb.teardown, name="wandb teardown", daemon=True).start()
+            get_logger().warning("Weights & Biases does not answer; to send what is missing: %s", self._sync_command())
+        if lost := self._dropped + self._failed:
+            get_logger().warning("%d points did not reach Weights & Biases; metrics.jsonl has them all", lost)
+
+    def _put(self, action: str, arguments: tuple[Any, ...]) -> None:
+        try:
+            self._queue.put_nowait((action, arguments))
+        except queue.Full:
+            self._dropped += action == "log"
+            if self._dropped == 1:
+                get_logger().warning("Weights & Biases is too slow; points are dropped (metrics.jsonl keeps them)")
+
+    # Below: in the thread.
+
+    def _work(self) -> None:
+        run = self._start()
+        while True:
+            action, arguments = self._queue.get()
+            if run is None:
+                self._failed += action == "log"
+            else:
+                try:
+                    getattr(run, action)(*arguments)
+                except Exception as error:
+                    self._failed += action == "log"
+                    if self._failed <= 1 or action == "finish":
+                        get_logger().warning("Weights & Biases: %s", self._describe(error))
+            if action == "finish":
+                with contextlib.suppress(Exception):
+                    self._wandb.teardown()
+                return
+
+    def _start(self) -> Any | None:
+        """Open the run: online, else offline; None if neither works."""
+        run = None
+        if self._offline is None:
+            try:
+                run = self._init(None)
+            except Exception as error:
+                self._offline = self._describe(error)
+                with contextlib.suppress(Exception):
+                    self._wandb.teardown()  # its service still holds the run id
+        if self._offline is not None:
+            get_logger().warning(
+                "Weights & Biases is offline (%s); to send the run later: %s", self._offline, self._sync_command()
+            )
+            try:
+                run = self._init("offline")
+            except Exception as error:
+                get_logger().warning("no Weights & Biases: %s", self._describe(error))
+                return None
+        elif url := getattr(run, "url", None):
+            get_logger().info("Weights & Biases: %s", url)
+        return run
+
+    def _init(self, mode: str | None) -> Any:
+        settings: dict[str, Any] = {
+            "init_timeout": INIT_TIMEOUT_S,
+            "finish_timeout": FINISH_TIMEOUT_S,
+            "finish_timeout_raises": True,
+            "silent": True,  # we say what there is to say
+            "console": "off",  # capturing stdout would let a hanging service hold up every print
+        }
+        if self._key is not None and mode != "offline":
+            settings["api_key"] = self._key  # unlike wandb.login(key), this is not stored in the user's netrc
+        fields = getattr(self._wandb.Settings, "model_fields", settings)  # older versions know fewer
+        settings = {name: value for name, value in settings.items() if name in fields}
+        self._wandb.setup(self._wandb.Settings(silent=True))  # init's settings come too late for its login messages
+        self._directory.mkdir(parents=True, exist_ok=True)
+        run = self._wandb.init(mode=mode, settings=self._wandb.Settings(**settings), **self._init_arguments)
+        run.define_metric(_STEP)
+        run.define_metric("*", step_metric=_STEP)
+        return run
+
+    def _sync_command(self) -> str:
+        runs = "run-*" if self._offline is None else "offline-run-*"
+        return f"wandb sync {shlex.quote(str(self._directory))}/wandb/{runs}"
+
+    def _describe(self, error: Exception) -> str:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return (text.replace(self._key, "<key>") if self._key else text)[:200]

@@ -1,0 +1,347 @@
+"""Draw the loss curve of a run from its metrics.jsonl: a picture, and a sparkline in the terminal.
+
+    python scripts/plot_run.py EXPERIMENT_DIR [--output loss.png] [--baseline NAME=VALUE ...]
+
+With matplotlib (`pip install matplotlib`) the picture is of the kind that the name of the output says; without it, an
+SVG is drawn by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.errors import DataError, RunError, StorageError, UsageError
+from megatron_lite.monitor.trackers import METRICS_FILE, read_metrics
+
+Points = list[tuple[int, float]]  # (iteration, value)
+
+TRAINING_COLOR = "#2563eb"
+VALIDATION_COLOR = "#ea580c"
+RATE_COLOR = "#0d9488"
+MUTED_COLOR = "#64748b"
+GRID_COLOR = "#e2e8f0"
+FEW_POINTS = 3  # a line through so few is hard to see: they get dots
+MAX_RAW_POINTS = 150  # above this the curve is smoothed, with the raw values pale behind it
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What is drawn. Values that were not finite are left out."""
+
+    title: str
+    training: Points
+    validation: Points
+    test: Points
+    learning_rate: Points
+    tokens: int | None
+    baselines: list[tuple[str, float]]
+
+
+def read_curves(experiment_dir: Path, baselines: list[tuple[str, float]]) -> Curves:
+    """The curves of a run.
+
+    Raises:
+        DataError: if the run has no metrics, or none with a loss.
+    """
+    path = experiment_dir / METRICS_FILE
+    try:
+        records = read_metrics(path)
+    except OSError as error:
+        raise DataError(
+            f"cannot read {path}: {error.strerror}; give the --experiment_dir of a run that has started training"
+        ) from None
+
+    def series(phase: str, key: str) -> Points:
+        return [
+            (record["iteration"], float(record[key]))
+            for record in records
+            if record.get("phase") == phase
+            and isinstance(record.get("iteration"), int)
+            and isinstance(record.get(key), (int, float))
+        ]
+
+    curves = Curves(
+        title=experiment_dir.absolute().name[:60],
+        training=series("training", "loss"),
+        validation=series("validation", "loss"),
+        test=series("test", "loss"),
+        learning_rate=series("training", "learning_rate"),
+        tokens=max((record.get("consumed_tokens") or 0 for record in records), default=0) or None,
+        baselines=baselines,
+    )
+    if not curves.training and not curves.validation:
+        raise DataError(f"{path} has no loss yet; wait for the first log line of the run")
+    return curves
+
+
+def smooth(points: Points) -> Points:
+    """A centred moving average over about a fiftieth of the curve; narrower towards the ends, so that it never lags."""
+    sums = [0.0, *itertools.accumulate(value for _, value in points)]
+    last, widest = len(points) - 1, len(points) // 100
+    result = []
+    for index, (iteration, _) in enumerate(points):
+        radius = max(min(widest, index, last - index), widest // 3)
+        low, high = max(index - radius, 0), min(index + radius, last)
+        result.append((iteration, (sums[high + 1] - sums[low]) / (high + 1 - low)))
+    return result
+
+
+def sparkline(values: Sequence[float], width: int, unicode: bool) -> str:
+    """Values as a line of blocks, each column the mean of its share."""
+    blocks = "▁▂▃▄▅▆▇█" if unicode else "_.-=+*%#"
+    columns = min(width, len(values))
+    means = []
+    for column in range(columns):
+        share = values[column * len(values) // columns : (column + 1) * len(values) // columns]
+        means.append(sum(share) / len(share))
+    low, high = min(means), max(means)
+    scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
+    return "".join(blocks[round((mean - low) * scale)] for mean in means)
+
+
+def format_tokens(tokens: int) -> str:
+    """1234567 as 1.23M."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if tokens >= size:
+            return f"{tokens / size:.3g}{letter}"
+    return str(tokens)
+
+
+def describe(curves: Curves) -> str:
+    """The last losses, in words."""
+    named = (("training", curves.training), ("validation", curves.validation), ("test", curves.test))
+    parts = [f"{name} {points[-1][1]:.3f}" for name, points in named if points]
+    last = max(points[-1][0] for _, points in named if points)
+    tokens = f" ({format_tokens(curves.tokens)} tokens)" if curves.tokens else ""
+    return f"{' · '.join(parts)} at iteration {last:,}{tokens}"
+
+
+def draw_with_matplotlib(curves: Curves, output: Path) -> None:
+    """Loss above, learning rate in a small panel below."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained", facecolor="white")
+    if curves.learning_rate:
+        loss_axes, rate_axes = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [4, 1]})
+        marker = "o" if len(curves.learning_rate) <= FEW_POINTS else None
+        rate_axes.plot(
+            *zip(*curves.learning_rate, strict=True), color=RATE_COLOR, linewidth=1.5, marker=marker, markersize=4
+        )
+        rate_axes.fill_between(*zip(*curves.learning_rate, strict=True), color=RATE_COLOR, alpha=0.12, linewidth=0)
+        rate_axes.set_ylim(bottom=0)
+        rate_axes.set_ylabel("learning rate", color=MUTED_COLOR)
+        rate_axes.yaxis.set_major_locator(MaxNLocator(2))
+        figure.align_ylabels()
+        rate_axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}"))
+    else:
+        loss_axes = rate_axes = figure.subplots()
+    _draw_losses(loss_axes, curves)
+    rate_axes.set_xlabel("iteration", color=MUTED_COLOR)
+    rate_axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    rate_axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10], integer=True))
+    iterations = [iteration for points in (curves.training, curves.validation) for iteration, _ in points]
+    if min(iterations) == max(iterations):
+        rate_axes.set_xlim(iterations[0] - 1, iterations[0] + 1)
+    for axes in {loss_axes, rate_axes}:
+        axes.grid(color=GRID_COLOR, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(colors=MUTED_COLOR, length=0)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.spines["bottom"].set_color(GRID_COLOR)
+    figure.savefig(output)
+
+
+def _draw_losses(axes: Any, curves: Curves) -> None:
+    raw = curves.training
+    if len(raw) > MAX_RAW_POINTS:
+        axes.plot(*zip(*raw, strict=True), color=TRAINING_COLOR, alpha=0.25, linewidth=0.8)
+        axes.plot(*zip(*smooth(raw), strict=True), color=TRAINING_COLOR, linewidth=1.8, label="training (smoothed)")
+    elif raw:
+        marker = "o" if len(raw) <= FEW_POINTS else None
+        axes.plot(
+            *zip(*raw, strict=True), color=TRAINING_COLOR, linewidth=1.8, marker=marker, markersize=4, label="training"
+        )
+    if curves.validation:
+        axes.plot(
+            *zip(*curves.validation, strict=True), color=VALIDATION_COLOR, linewidth=1.4, marker="o",
+            markersize=5 if len(curves.validation) <= 50 else 2, markeredgecolor="white", label="validation",
+        )  # fmt: skip
+    if curves.test:
+        axes.plot(*zip(*curves.test, strict=True), "D", color="#7c3aed", markersize=7, label="test")
+    for name, value in curves.baselines:
+        axes.axhline(value, color=MUTED_COLOR, linewidth=1.2, linestyle=(0, (4, 3)))
+        axes.annotate(
+            f"{name}: {value:.3f}", (1, value), xycoords=("axes fraction", "data"), xytext=(-4, 4),
+            textcoords="offset points", ha="right", color=MUTED_COLOR, fontsize=9,
+        )  # fmt: skip
+    axes.set_ylabel("loss (nats per token)", color=MUTED_COLOR)
+    axes.set_title(curves.title, loc="left", fontsize=14, fontweight="bold", pad=24, parse_math=False)
+    axes.annotate(
+        describe(curves), (0, 1), xycoords="axes fraction", xytext=(0, 8), textcoords="offset points",
+        color=MUTED_COLOR, fontsize=10,
+    )  # fmt: skip
+    axes.legend(
+        frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0.1, labelcolor="#0f172a"
+    )
+
+
+class _Panel:
+    """A rectangle of an SVG with data coordinates and grid lines."""
+
+    def __init__(self, top: float, height: float, x_range: tuple[float, float], values: Sequence[float]) -> None:
+        self.left, self.right, self.top, self.bottom = 70.0, 870.0, top, top + height
+        self.x_low, self.x_high = x_range
+        low, high = min(values), max(values)
+        margin = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+        self.low, self.high = low - margin, high + margin
+
+    def place(self, iteration: float, value: float) -> tuple[float, float]:
+        across = (iteration - self.x_low) / ((self.x_high - self.x_low) or 1)
+        up = (value - self.low) / (self.high - self.low)
+        return self.left + across * (self.right - self.left), self.bottom - up * (self.bottom - self.top)
+
+    def line(self, points: Points, color: str, width: float, opacity: float = 1.0) -> str:
+        path = " ".join("{:.1f},{:.1f}".format(*self.place(*point)) for point in points)
+        return (
+            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width}" '
+            f'stroke-opacity="{opacity}" stroke-linejoin="round"/>'
+        )
+
+    def dots(self, points: Points, color: str) -> str:
+        places = (self.place(*point) for point in points)
+        return "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>' for x, y in places)
+
+    def grid(self, num_lines: int) -> str:
+        parts = []
+        for value in round_ticks(self.low, self.high, num_lines):
+            y = self.place(self.x_low, value)[1]
+            parts.append(f'<line x1="{self.left}" x2="{self.right}" y1="{y:.1f}" y2="{y:.1f}" stroke="{GRID_COLOR}"/>')
+            parts.append(svg_text(self.left - 8, y + 4, f"{value:g}", anchor="end"))
+        return "".join(parts)
+
+
+def round_ticks(low: float, high: float, count: int) -> list[float]:
+    """About `count` round numbers between low and high."""
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    return [index * step for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def svg_text(x: float, y: float, text: str, size: int = 12, color: str = MUTED_COLOR, anchor: str = "start") -> str:
+    """One line of text."""
+    weight = "bold" if size > 14 else "normal"
+    return (
+        f'<text x="{x}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" fill="{color}" '
+        f'text-anchor="{anchor}">{escape(text)}</text>'
+    )
+
+
+def draw_svg(curves: Curves) -> str:
+    """The same picture as an SVG, by hand."""
+    losses = [curves.training, curves.validation, curves.test]
+    iterations = [iteration for points in losses for iteration, _ in points]
+    x_range = (min(iterations), max(iterations))
+    values = [value for points in losses for _, value in points] + [value for _, value in curves.baselines]
+    panel = _Panel(70, 330, x_range, values)
+    parts = [svg_text(70, 30, curves.title, 18, "#0f172a"), svg_text(70, 52, describe(curves)), panel.grid(6)]
+    for name, value in curves.baselines:
+        y = panel.place(0, value)[1]
+        style = f'stroke="{MUTED_COLOR}" stroke-dasharray="6 4"'
+        parts.append(f'<line x1="{panel.left}" x2="{panel.right}" y1="{y:.1f}" y2="{y:.1f}" {style}/>')
+        parts.append(svg_text(866, y - 5, f"{name}: {value:.3f}", anchor="end"))
+    smoothed = len(curves.training) > MAX_RAW_POINTS
+    if smoothed:
+        parts.append(panel.line(curves.training, TRAINING_COLOR, 0.8, 0.3))
+    parts.append(panel.line(smooth(curves.training) if smoothed else curves.training, TRAINING_COLOR, 2))
+    if len(curves.training) <= FEW_POINTS:
+        parts.append(panel.dots(curves.training, TRAINING_COLOR))
+    parts.append(panel.line(curves.validation, VALIDATION_COLOR, 1.5) + panel.dots(curves.validation, VALIDATION_COLOR))
+    parts.append(panel.dots(curves.test, "#7c3aed"))
+    legend = [("training" + " (smoothed)" * smoothed, TRAINING_COLOR), ("validation", VALIDATION_COLOR)]
+    for row, (name, color) in enumerate(legend[: 2 if curves.validation else 1]):
+        parts.append(svg_text(870, 34 + 18 * row, f"— {name}", 13, color, "end"))
+    bottom = panel.bottom
+    if curves.learning_rate:
+        rate = _Panel(430, 80, x_range, [0.0, *(value for _, value in curves.learning_rate)])
+        parts += [rate.grid(2), rate.line(curves.learning_rate, RATE_COLOR, 1.5), svg_text(74, 426, "learning rate")]
+        bottom = rate.bottom
+    for iteration in round_ticks(*x_range, 8) if x_range[1] > x_range[0] else [x_range[0]]:
+        parts.append(svg_text(panel.place(iteration, 0)[0], bottom + 20, f"{iteration:,g}", anchor="middle"))
+    parts.append(svg_text(470, bottom + 40, "iteration", anchor="middle"))
+    height = bottom + 55
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {height:.0f}" width="900" height="{height:.0f}" '
+        f'font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>\n'
+    )
+
+
+def write_picture(curves: Curves, output: Path) -> Path:
+    """Draw into `output`, or into an .svg of that name where matplotlib is missing; returns the file written.
+
+    Raises:
+        UsageError: if the ending is no kind of picture.
+        StorageError: if the file cannot be written.
+    """
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        if importlib.util.find_spec("matplotlib") is None:
+            if output.suffix != ".svg":
+                print("matplotlib is not installed (pip install matplotlib); drawing a plain SVG instead")
+            output = output.with_suffix(".svg")
+            output.write_text(draw_svg(curves), encoding="utf-8")
+        else:
+            draw_with_matplotlib(curves, output)
+    except OSError as error:
+        raise StorageError(f"cannot write {output}: {error.strerror}; choose another --output") from None
+    except ValueError as error:  # matplotlib's, naming the formats it knows
+        raise UsageError(f"--output={output}: {error}") from None
+    return output
+
+
+def parse_baseline(text: str) -> tuple[str, float]:
+    """NAME=VALUE, a finite number."""
+    name, _, value = text.rpartition("=")
+    number = float(value)
+    if not name or not math.isfinite(number):
+        raise ValueError(text)
+    return name, number
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Draw the loss curve of a run.", allow_abbrev=False)
+    parser.add_argument("experiment_dir", type=Path, help="the --experiment_dir of the run")
+    parser.add_argument("--output", type=Path, help="the picture (default: loss.png in the experiment directory)")
+    parser.add_argument(
+        "--baseline", type=parse_baseline, action="append", default=[], metavar="NAME=VALUE",
+        help="a horizontal line, such as 'unigram entropy=5.1'; may be repeated",
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
+    try:
+        curves = read_curves(options.experiment_dir, options.baseline)
+        output = write_picture(curves, options.output or options.experiment_dir / "loss.png")
+    except RunError as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        return error.exit_code
+    unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    for name, points in (("training", curves.training), ("validation", curves.validation)):
+        if points:
+            values = [value for _, value in points]
+            print(f"{name:10} loss {values[0]:.3f} {sparkline(values, 60, unicode)} {values[-1]:.3f}")
+    print(f"loss curve: {output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

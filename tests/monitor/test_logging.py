@@ -1,0 +1,167 @@
+"""Console and log files: every line at once, no line twice, and no dead console or full disk ends a run."""
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.errors import StorageError
+from megatron_lite.monitor import logging as our_logging
+from megatron_lite.monitor.logging import AppendFile, start_logging, stop_logging
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def handlers_removed():
+    yield
+    stop_logging()
+
+
+def run_python(code, **options):
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], env=environment, text=True, encoding="utf-8", **options
+    )
+
+
+def test_lines_reach_console_and_file_once_even_when_set_up_twice(tmp_path, capsys):
+    file = tmp_path / "runs/0/logs/logs_rank_000.txt"
+    start_logging(file, 0, 1, to_console=True, timestamps=False)
+    logger = start_logging(file, 0, 1, to_console=True, timestamps=False)
+    logger.info("loss %.1f", 2.0)
+    logger.warning("careful")
+    assert capsys.readouterr().out == "loss 2.0\nWARNING: careful\n"
+    assert file.read_text() == "loss 2.0\nWARNING: careful\n"  # without closing: each line is written at once
+
+
+def test_a_later_start_appends_to_the_file(tmp_path):
+    file = tmp_path / "log.txt"
+    for text in ("first", "second"):
+        start_logging(file, 0, 1, to_console=False, timestamps=False).info(text)
+    assert file.read_text() == "first\nsecond\n"
+
+
+def test_quiet_ranks_write_only_their_file(tmp_path, capsys):
+    start_logging(tmp_path / "log.txt", 1, 2, to_console=False, timestamps=False).info("hello")
+    assert capsys.readouterr().out == ""
+    assert (tmp_path / "log.txt").read_text() == "hello\n"
+
+
+def test_every_console_line_names_its_rank_when_all_print(capsys):
+    start_logging(None, 3, 16, to_console=True, timestamps=False, all_ranks=True).info("one\ntwo")
+    assert capsys.readouterr().out == "[rank 03] one\n[rank 03] two\n"
+    start_logging(None, 0, 16, to_console=True, timestamps=False, all_ranks=True).info("zero")
+    start_logging(None, 0, 1, to_console=True, timestamps=False, all_ranks=True).info("alone")
+    start_logging(None, 0, 16, to_console=True, timestamps=False).info("rank 0 of a quiet run")
+    assert capsys.readouterr().out == "[rank 00] zero\nalone\nrank 0 of a quiet run\n"
+
+
+def test_timestamps_and_tracebacks(tmp_path):
+    logger = start_logging(tmp_path / "log.txt", 0, 1, to_console=False, timestamps=True)
+    try:
+        raise KeyError("x")
+    except KeyError:
+        logger.exception("failed")
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert lines[0][:4].isdigit() and lines[0].endswith("ERROR: failed") and lines[-1].endswith("KeyError: 'x'")
+
+
+def test_nothing_goes_to_the_root_logger(capsys):
+    """A library that configures the root logger must not print our lines again."""
+    root = logging.StreamHandler(sys.stdout)
+    logging.getLogger().addHandler(root)
+    try:
+        start_logging(None, 0, 1, to_console=True, timestamps=False).info("once")
+    finally:
+        logging.getLogger().removeHandler(root)
+    assert capsys.readouterr().out == "once\n"
+
+
+def test_a_log_file_that_cannot_be_opened_is_a_storage_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="log.txt"):
+        start_logging(tmp_path / "file/log.txt", 0, 1, to_console=False, timestamps=False)
+
+
+def test_a_full_disk_costs_lines_not_the_run_and_is_reported_once(tmp_path, capsys, monkeypatch):
+    logger = start_logging(tmp_path / "log.txt", 0, 1, to_console=True, timestamps=False)
+    logger.info("before")
+    write = os.write
+    with monkeypatch.context() as full:
+        full.setattr(our_logging.os, "write", lambda fd, data: write(fd, data[:3]))
+        for index in range(3):
+            logger.info("lost %d", index)
+    logger.info("after")
+    out = capsys.readouterr().out
+    assert out.count("WARNING: cannot write") == 1 and "log.txt" in out and os.strerror(errno.ENOSPC) in out
+    assert (tmp_path / "log.txt").read_text() == "before\nafter\n"  # no halves of lines, and room is used again
+
+
+def test_append_is_whole_or_nothing(tmp_path, monkeypatch):
+    file = AppendFile(tmp_path / "file")
+    file.append(b"one\n")
+    write = os.write
+    monkeypatch.setattr(our_logging.os, "write", lambda fd, data: write(fd, data[:1]))
+    with pytest.raises(OSError) as error:
+        file.append(b"two\n")
+    assert error.value.errno == errno.ENOSPC and file.path.read_bytes() == b"one\n"
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
+    """As with `| head -1`: later lines go to the file only, the exit code is the program's, stderr stays empty."""
+    process = run_python(
+        f"""
+        import sys, time
+        from pathlib import Path
+        from megatron_lite.monitor.logging import start_logging
+        logger = start_logging(Path({str(tmp_path)!r}) / "log.txt", 0, 1, to_console=True, timestamps=False)
+        logger.info("first")
+        sys.stdin.readline()
+        for index in range(1000):
+            logger.info("line %d", index)
+        sys.exit(0)
+        """,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout.readline() == "first\n"
+    process.stdout.close()
+    _, errors = process.stdin.write("go\n"), process.stdin.close()
+    errors = process.stderr.read()
+    assert process.wait(30) == 0 and errors == ""
+    assert len((tmp_path / "log.txt").read_text().splitlines()) == 1001
+
+
+def test_no_stdout_at_all(tmp_path):
+    """`>&-`: Python has no sys.stdout then."""
+    process = run_python(
+        f"""
+        import sys
+        sys.stdout = None
+        from pathlib import Path
+        from megatron_lite.monitor.logging import start_logging
+        start_logging(Path({str(tmp_path)!r}) / "log.txt", 0, 1, to_console=True, timestamps=False).info("kept")
+        """,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.communicate(timeout=30)[1] == "" and process.returncode == 0
+    assert (tmp_path / "log.txt").read_text() == "kept\n"
+
+
+def test_text_that_the_terminal_cannot_spell_is_escaped(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    process = run_python(
+        f"""
+        from pathlib import Path
+        from megatron_lite.monitor.logging import start_logging
+        start_logging(Path({str(tmp_path)!r}) / "log.txt", 0, 1, to_console=True, timestamps=False).info("\\u00e9")
+        """,
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.communicate(timeout=30)[0] == "\\xe9\n" and process.returncode == 0
+    assert (tmp_path / "log.txt").read_text(encoding="utf-8") == "\u00e9\n"
