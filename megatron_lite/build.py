@@ -168,18 +168,13 @@ def _resume(
     return loaded.iteration
 
 
-def derived_numbers(
-    config: Config, layers: list[Layer], distributed: Distributed, data: DataSource
-) -> dict[str, str]:
+def derived_numbers(config: Config, layers: list[Layer], distributed: Distributed, data: DataSource) -> dict[str, str]:
     """What follows from the options, for the banner."""
     batch = config.batch
     assert batch.batch_size is not None
     tokens = batch.batch_size * batch.sequence_length
     parameters = sum(
-        parameter.spec.numel
-        for layer in layers
-        for parameter in layer.parameters()
-        if isinstance(parameter, Parameter)
+        parameter.spec.numel for layer in layers for parameter in layer.parameters() if isinstance(parameter, Parameter)
     )
     return {
         "parameters": f"{parameters:,}",

@@ -51,7 +51,11 @@ class ModelConfig:
     hidden_size: int = option(1024, "width of the residual stream", minimum=1, basic=True)
     num_attention_heads: int = option(8, "query heads", minimum=1, basic=True)
     head_groups: int | None = option(
-        None, "key/value heads (1: multi-query)", minimum=1, unset="num_attention_heads", basic=True,
+        None,
+        "key/value heads (1: multi-query)",
+        minimum=1,
+        unset="num_attention_heads",
+        basic=True,
         aliases=("num_query_groups",),
     )
     kv_channels: int | None = option(None, "channels of one head", minimum=1, unset="hidden_size / num_attention_heads")
@@ -71,14 +75,20 @@ class ModelConfig:
     add_linear_biases: bool = option(True, "biases in the linear layers", basic=True)
     gated: bool = option(False, "gated MLP: activation(gate) * up", basic=True)
     activation_type: str | None = option(
-        None, "MLP activation; gelu is the tanh form", choices=ACTIVATIONS, value_aliases=ACTIVATION_ALIASES,
-        unset="silu if gated, else gelu", basic=True,
+        None,
+        "MLP activation; gelu is the tanh form",
+        choices=ACTIVATIONS,
+        value_aliases=ACTIVATION_ALIASES,
+        unset="silu if gated, else gelu",
+        basic=True,
     )
     normalization_type: str = option("layer_norm", "normalization", choices=("layer_norm", "rms_norm"), basic=True)
     layer_norm_eps: float = option(
         1e-5, "added to the variance", above=0.0, maximum=1.0, aliases=("norm_epsilon", "layernorm_epsilon")
     )
-    window_size: int | None = option(None, "sliding attention window in tokens", minimum=1, unset="full causal attention")
+    window_size: int | None = option(
+        None, "sliding attention window in tokens", minimum=1, unset="full causal attention"
+    )
     attention_dropout: float = option(0.0, "dropout on attention probabilities", minimum=0.0, below=1.0)
     hidden_dropout: float = option(0.0, "dropout on embeddings and on each residual branch", minimum=0.0, below=1.0)
     init_method_std: float | None = option(
@@ -102,7 +112,10 @@ class ModelConfig:
     )
     random_bias_init: bool = option(False, "biases start like their layer's weights instead of at zero")
     cross_entropy_splits: int | None = option(
-        None, "cut the loss of a micro-batch into this many chunks", minimum=1, unset="chunks of 128 tokens on CPU, 1024 on GPU"
+        None,
+        "cut the loss of a micro-batch into this many chunks",
+        minimum=1,
+        unset="chunks of 128 tokens (CPU), 1024 (GPU)",
     )
 
 
@@ -111,14 +124,20 @@ class BatchConfig:
     """Batch"""
 
     batch_size: int | None = option(
-        None, "samples per iteration, over all ranks", minimum=1, unset="derived", basic=True,
+        None,
+        "samples per iteration, over all ranks",
+        minimum=1,
+        unset="derived",
+        basic=True,
         aliases=("global_batch_size", "train_batch_size"),
     )
     micro_batch_size: int | None = option(
         None, "samples per rank and forward pass", minimum=1, unset="derived", basic=True
     )
     depth_first_micro_batches: int | None = option(
-        None, "gradient accumulation: forward and backward of one micro-batch after the other", minimum=1,
+        None,
+        "gradient accumulation: forward and backward of one micro-batch after the other",
+        minimum=1,
         unset="all of sequential_micro_batches",
     )
     breadth_first_micro_batches: int | None = option(
@@ -136,7 +155,9 @@ class OptimizerConfig:
 
     lr: float = option(1e-4, "peak learning rate", minimum=0.0, basic=True, aliases=("learning_rate",))
     min_lr: float = option(0.0, "learning rate at the end of the decay", minimum=0.0, basic=True)
-    lr_warmup_iters: int = option(0, "iterations of linear warmup; the first update uses lr / this", minimum=0, basic=True)
+    lr_warmup_iters: int = option(
+        0, "iterations of linear warmup; the first update uses lr / this", minimum=0, basic=True
+    )
     lr_decay_style: str = option(
         "constant", "shape of the decay", choices=("constant", "linear", "power", "cosine"), basic=True
     )
@@ -150,9 +171,7 @@ class OptimizerConfig:
     adam_eps: float = option(1e-8, "added to the root of the second moment", above=0.0)
     clip_grad: float = option(1.0, "largest global gradient norm; 0 turns clipping off", minimum=0.0, basic=True)
     default_lr_scale: float = option(1.0, "factor on every learning rate", minimum=0.0)
-    loss_scale: float | None = option(
-        None, "constant loss scale", above=0.0, unset="dynamic for fp16, 1 otherwise"
-    )
+    loss_scale: float | None = option(None, "constant loss scale", above=0.0, unset="dynamic for fp16, 1 otherwise")
     initial_loss_scale: float = option(2.0**16, "first dynamic loss scale (fp16)", above=0.0)
     min_loss_scale: float = option(1.0, "smallest dynamic loss scale (fp16)", above=0.0)
     loss_scale_window: int = option(1000, "good updates before the loss scale doubles (fp16)", minimum=1)
@@ -197,7 +216,9 @@ class DataConfig:
     dataset_source: str = option(
         "list", "list: the files of data_path; random: made-up tokens", choices=("list", "random"), basic=True
     )
-    data_path: tuple[str, ...] = option((), "prefixes of .bin/.idx pairs, or weight prefix weight prefix ...", basic=True)
+    data_path: tuple[str, ...] = option(
+        (), "prefixes of .bin/.idx pairs, or weight prefix weight prefix ...", basic=True
+    )
     split: tuple[float, ...] = option(
         (969.0, 30.0, 1.0), "documents for training, validation and test, as proportions", minimum=0.0, basic=True
     )
@@ -220,14 +241,19 @@ class TrainingConfig:
     )
     test_iters: int = option(0, "batches of the test after training", minimum=0)
     checkpoint_interval: int | None = option(
-        None, "iterations between checkpoints", minimum=1, unset="only the last iteration", basic=True,
+        None,
+        "iterations between checkpoints",
+        minimum=1,
+        unset="only the last iteration",
+        basic=True,
         aliases=("save_interval",),
     )
     checkpoint_offset: int = option(0, "shift of checkpoint_interval", minimum=0)
     max_checkpoints: int | None = option(None, "newest checkpoints kept", minimum=1, unset="all", basic=True)
     export_interval: int | None = option(None, "iterations between exports", minimum=1, unset="no exports", basic=True)
     export_format: str = option(
-        "huggingface", "what an export is: a model folder, or a resumable checkpoint",
+        "huggingface",
+        "what an export is: a model folder, or a resumable checkpoint",
         choices=("huggingface", "distributed"),
     )
     stop_interval: int | None = option(None, "save and stop at multiples of this iteration", minimum=1, unset="no stop")

@@ -57,7 +57,7 @@ class PairwiseSum:
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._group, self._tag, self._chunk_numel = distributed.group, tag, scratch.shape[-1]
         self._chunks = list(self._own.split(self._chunk_numel)) if self._peers else []
-        self._sends = [
+        self._sends: list[Any] = [
             dist.isend(chunk, group=self._group, group_dst=peer, tag=tag + index)
             for peer in self._peers
             for index, chunk in enumerate(slices[peer].split(self._chunk_numel))
@@ -72,6 +72,7 @@ class PairwiseSum:
         ]
 
     def wait(self) -> None:
+        """Add what arrives, chunk by chunk, until the own slice holds the sum over all ranks."""
         for index, own in enumerate(self._chunks):
             for work in self._receives[index]:
                 work.wait()

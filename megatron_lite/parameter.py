@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -54,6 +54,6 @@ class Parameter(torch.nn.Parameter):
 
 def declare(spec: ParameterSpec) -> Parameter:
     """A parameter without memory."""
-    parameter = cast(Parameter, Parameter(torch.empty(spec.shape, device="meta")))
+    parameter = Parameter(torch.empty(spec.shape, device="meta"))
     parameter.spec = spec
     return parameter

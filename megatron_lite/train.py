@@ -49,7 +49,9 @@ def pretrain(config: Config, notes: tuple[str, ...]) -> int:
         run.data.close()
         run.trackers.close(code)
         if rank == 0:
-            exits.write_exit(config.run.experiment_dir, code, "done" if code == EXIT_DONE else "stopped", message, run_number)
+            exits.write_exit(
+                config.run.experiment_dir, code, "done" if code == EXIT_DONE else "stopped", message, run_number
+            )
         group.barrier()
         group.close()
         return code
@@ -159,7 +161,6 @@ def evaluate(run: Run, phase: str, iterations: int) -> None:
 def log_training(run: Run, update: Update) -> None:
     """One line of the log and of metrics.jsonl: reads the device, so it waits for it."""
     streak = run.window.streak
-    timing, console = {}, {}
     record: dict[str, Any] = {
         "phase": "training",
         "iteration": run.iteration,

@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread per process (distributed cases start several on few cores), no surprises from CUDA."""
+"""Shared by all tests: helpers beside this file, and one thread per process (distributed cases start several)."""
 
 import sys
 from pathlib import Path

@@ -49,7 +49,12 @@ def run_distributed(world_size: int, function: Callable[..., Any], *args: Any) -
 
 
 def _run_rank(
-    rank: int, world_size: int, init_method: str, sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    init_method: str,
+    sender: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     try:

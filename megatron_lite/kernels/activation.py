@@ -38,7 +38,7 @@ class _Activation(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         (input_,) = ctx.saved_tensors
         return FUNCTIONS[ctx.name][1](grad_output, input_), None
 
@@ -53,7 +53,7 @@ class _GatedActivation(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         (input_,) = ctx.saved_tensors
         forward, backward = FUNCTIONS[ctx.name]
         gate, up = input_.chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""Causal attention: softmax(q k^T / sqrt(d)) v over the positions up to one's own, optionally only the last `window`."""
+"""Causal attention: softmax(q k^T / sqrt(d)) v over the positions up to one's own, or only the last `window`."""
 
 from __future__ import annotations
 

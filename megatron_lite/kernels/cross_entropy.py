@@ -31,7 +31,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = (chunk @ weight.t()).float()  # (t, v)
             log_sum = logits.logsumexp(dim=-1, keepdim=True)
             loss += (log_sum - logits.gather(-1, label)).sum()
-            if grad_hidden is not None:
+            if grad_hidden is not None and scale is not None:
                 grad = logits.sub_(log_sum).exp_()  # softmax, in place
                 grad.scatter_add_(-1, label, grad.new_full((), -1.0).expand(label.shape))
                 grad = grad.mul_(scale).to(hidden.dtype)
@@ -42,7 +42,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
         # grad_output is the one that backward starts from: `scale` holds every factor already.
         grad_hidden, ctx.grad_hidden = ctx.grad_hidden, None
         return grad_hidden, None, None, None, None

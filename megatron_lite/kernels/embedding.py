@@ -20,7 +20,7 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None]:
         (tokens,) = ctx.saved_tensors
         main_grad = ctx.weight.main_grad
         grads = grad_output.reshape(-1, grad_output.shape[-1]).to(main_grad.dtype)
@@ -36,7 +36,7 @@ class _Positions(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         ctx.weight.main_grad[: ctx.sequence_length].add_(grad_output.sum(dim=0))
         return grad_output, None
 

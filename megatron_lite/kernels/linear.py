@@ -1,6 +1,6 @@
 """Linear layer: y = x W^T + b.
 
-    dx = dy W        W.main_grad += dy^T x        b.main_grad += sum over tokens of dy
+dx = dy W        W.main_grad += dy^T x        b.main_grad += sum over tokens of dy
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         (input_,) = ctx.saved_tensors
         flat = grad_output.reshape(-1, grad_output.shape[-1])
         add_weight_gradient(ctx.weight.main_grad, flat, input_.reshape(-1, input_.shape[-1]))

@@ -26,7 +26,7 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
         input_, mean, rstd = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
         grad_input, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
@@ -48,7 +48,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         input_, rstd = ctx.saved_tensors
         hidden_size = input_.shape[-1]
         normalized = input_.float() * rstd

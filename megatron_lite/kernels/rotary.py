@@ -47,9 +47,7 @@ class _SplitHeads(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # type: ignore[override]
-        ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor
-    ) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, None, None, None]:
         b, n, s, d = grad_query.shape
         grad = grad_query.new_empty(b, s, sum(ctx.sizes), d)
         parts = zip(grad.split(ctx.sizes, dim=2), (grad_query, grad_key, grad_value), strict=True)

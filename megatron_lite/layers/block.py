@@ -45,15 +45,18 @@ class Attention(torch.nn.Module):
         super().__init__()
         assert config.head_groups and config.kv_channels
         assert config.init_method_std_qkv is not None and config.init_method_std_attn_proj is not None
-        self.num_heads, self.head_groups, self.window = config.num_attention_heads, config.head_groups, config.window_size
+        self.num_heads, self.head_groups = config.num_attention_heads, config.head_groups
+        self.window = config.window_size
         self.dropout, self.rotary, self.name = config.attention_dropout, rotary, name
         query_size, group_size = self.num_heads * config.kv_channels, self.head_groups * config.kv_channels
         self.query_key_value = Linear(
-            f"{name}.query_key_value", config.hidden_size, query_size + 2 * group_size, config.init_method_std_qkv, config
+            f"{name}.query_key_value",
+            config.hidden_size,
+            query_size + 2 * group_size,
+            config.init_method_std_qkv,
+            config,
         )
-        self.output = Linear(
-            f"{name}.output", query_size, config.hidden_size, config.init_method_std_attn_proj, config
-        )
+        self.output = Linear(f"{name}.output", query_size, config.hidden_size, config.init_method_std_attn_proj, config)
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         table = self.rotary.table(hidden) if self.rotary is not None else None

@@ -11,7 +11,7 @@ from megatron_lite.config import OptimizerConfig
 
 
 class LossScale:
-    """Constant, or dynamic for fp16: halves after `hysteresis` overflows, doubles after `loss_scale_window` good updates.
+    """Constant, or dynamic (fp16): halved after `hysteresis` overflows, doubled after `loss_scale_window` good updates.
 
     An overflow restarts the count of good updates; a doubling restores the hysteresis.
     """

@@ -183,7 +183,7 @@ class Stage:
             for attribute, declared in list(module.named_parameters(recurse=False)):
                 slot = slots[cast(Parameter, declared).spec.name]
                 bounds = slice(slot.offset, slot.end)
-                parameter = cast(Parameter, Parameter(self.weights.data[bounds].view(slot.spec.shape)))
+                parameter = Parameter(self.weights.data[bounds].view(slot.spec.shape))
                 parameter.spec = slot.spec
                 parameter.main_grad = self.gradients.data[bounds].view(slot.spec.shape)
                 setattr(module, attribute, parameter)

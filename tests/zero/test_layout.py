@@ -18,7 +18,7 @@ shapes = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple
 def test_every_element_lies_in_exactly_one_shard(
     shapes: list[tuple[int, ...]], decays: list[bool], world_size: int
 ) -> None:
-    """Slots do not overlap, start aligned, keep all elements; the shards' pieces cover each parameter once, in order."""
+    """Slots are aligned and do not overlap; the shards' pieces cover each parameter once, in order."""
     specs = [
         ParameterSpec(f"p{i}", shape, Initializer("constant", 0.0), weight_decay=decays[i])
         for i, shape in enumerate(shapes)

@@ -139,10 +139,8 @@ def reduce_in_chunks(distributed: Distributed) -> tuple[bytes, bytes]:
     """A reduction in many small chunks against the sum written out in rank order; two under way in a row."""
     distributed_module.REDUCTION_CHUNK_NUMEL = 7
     world_size, numel = distributed.world_size, 50
-    values = [
-        [torch.randn(world_size * numel, generator=torch.Generator().manual_seed(10 * rank + turn)) for rank in range(world_size)]
-        for turn in range(2)
-    ]
+    generator = torch.Generator().manual_seed(1)  # every rank draws all ranks' values
+    values = [[torch.randn(world_size * numel, generator=generator) for _ in range(world_size)] for _ in range(2)]
     buffers = [turn[distributed.rank].clone() for turn in values]
     handles = [distributed.reduce_scatter(buffer) for buffer in buffers]
     for handle in reversed(handles):
