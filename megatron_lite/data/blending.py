@@ -1,0 +1,85 @@
+"""Blends: which data set a sample comes from, as a pure function of its index.
+
+The data sets are the leaves of a binary tree whose nodes split their weight about evenly. At a node whose left side has
+the share p of the weight, the first i samples give round(p * i) to the left side and the rest to the right: sample i
+goes left where that count steps up, and its index on its side is the count so far. Walking down from the root costs
+O(depth), needs no table, and holds the proportions in every prefix of the run, not only at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+_BITS = 32  # of the fixed-point shares; sample indices have as many, so that their product fits into 64
+MAX_SAMPLES = 2**_BITS - 2
+
+
+class Blend:
+    """Data set and index within it of every sample.
+
+    Error bound: of the first i samples, a data set of normalised weight w gets w * i within
+    `max_error(i)` = 2.5 + 5 * i / 2**33 samples, however many data sets there are. Rounding at a node adds
+    c = 1/2 + i / 2**33 (the second term from the 32 bits of its share) to the node's own error times the child's share.
+    `_build` gives every child that is not a leaf a share of at most 3/4, so errors of inner nodes stay below
+    c / (1 - 3/4) = 4 c, and those of leaves, which may have any share, below 5 c.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        """weights: one non-negative finite number per data set, with a positive sum; they are normalised here."""
+        assert len(weights) and min(weights) >= 0 and 0 < sum(weights) < float("inf"), weights
+        self.num_datasets = len(weights)
+        self.weights = tuple(weight / sum(weights) for weight in weights)
+        self._shares: list[int] = []  # of each inner node: weight of its left side over its own, times 2**32
+        self._children: list[tuple[int, int]] = []  # of each inner node: (left, right); -1 - d stands for data set d
+        # Heaviest first: the error bound rests on it.
+        order = sorted(range(len(weights)), key=lambda dataset: (-weights[dataset], dataset))
+        self._root = self._build(order)
+        self._share_table = np.array(self._shares, dtype=np.uint64)
+        self._child_table = np.array(self._children, dtype=np.int64).reshape(-1, 2)
+
+    def _build(self, datasets: list[int]) -> int:
+        """Make the subtree of `datasets` (sorted by falling weight) and return its node."""
+        if len(datasets) == 1:
+            return -1 - datasets[0]
+        weights = [self.weights[dataset] for dataset in datasets]
+        total = sum(weights)
+        running, cut = weights[0], 1
+        while cut < len(datasets) - 1 and running + weights[cut] <= total / 2:
+            running, cut = running + weights[cut], cut + 1
+        share = running / total if total > 0 else 1.0
+        node = len(self._shares)
+        self._shares.append(round(share * 2**_BITS))
+        self._children.append((0, 0))
+        self._children[node] = (self._build(datasets[:cut]), self._build(datasets[cut:]))
+        return node
+
+    def max_error(self, num_samples: int) -> float:
+        """Largest distance of a data set's count from weight * num_samples, in samples."""
+        return 2.5 + 5 * num_samples / 2 ** (_BITS + 1)
+
+    def locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Data set of each sample and the sample's index within that data set.
+
+        indices: (k,) below MAX_SAMPLES; returns two arrays (k,). The indices in each data set run 0, 1, 2, ...
+        """
+        assert not indices.size or 0 <= indices.min() <= indices.max() < MAX_SAMPLES, indices
+        position = indices.astype(np.uint64)
+        node = np.full(indices.shape, self._root, dtype=np.int64)
+        inner = np.flatnonzero(node >= 0)
+        while inner.size:
+            here, at = node[inner], position[inner]
+            share = self._share_table[here]
+            before, after = _left_count(share, at), _left_count(share, at + np.uint64(1))
+            goes_left = after > before
+            position[inner] = np.where(goes_left, before, at - before)
+            node[inner] = self._child_table[here, np.where(goes_left, 0, 1)]
+            inner = inner[node[inner] >= 0]
+        return -1 - node, position.astype(np.int64)
+
+
+def _left_count(share: NDArray[np.uint64], count: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """round(share * count / 2**32): how many of the first `count` samples of a node go left."""
+    return (share * count + np.uint64(2 ** (_BITS - 1))) >> np.uint64(_BITS)

@@ -1,0 +1,165 @@
+"""Writing token files so that a pair appears complete or not at all; see indexed_dataset.py for the format."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_lite.data.indexed_dataset import CHUNK, HEADER, MAGIC, TOKEN_DTYPES, VERSION
+from megatron_lite.errors import DataError, StorageError
+
+try:
+    import fcntl
+except ImportError:  # not on Windows; then two writers of one prefix are not kept apart
+    fcntl = None  # type: ignore[assignment]
+
+
+class IndexedDatasetWriter:
+    """Writes a pair so that it appears complete or not at all. Use as a context manager; an exception discards it.
+
+    Tokens stream into `<prefix>.bin.tmp`; `commit`, called at a clean exit, syncs both files, then renames `.bin` first
+    and `.idx` last. A process that is killed leaves only `.tmp` files, which no reader opens and the next writer
+    replaces. An older pair of the same name stays until just before the renames, when its `.idx` is taken away.
+
+    Raises: StorageError from every method when the disk is full, not writable, or another writer is at work.
+    """
+
+    def __init__(self, prefix: str, dtype: str) -> None:
+        self.prefix = prefix
+        self.dtype = np.dtype(dtype)
+        codes = {np.dtype(name): code for code, name in TOKEN_DTYPES.items()}
+        assert self.dtype in codes, f"{dtype} is not a token dtype"
+        self._code = codes[self.dtype]
+        self._sizes = array("i")
+        self.num_tokens = 0
+        self._bin_tmp, self._index_tmp = Path(prefix + ".bin.tmp"), Path(prefix + ".idx.tmp")
+        try:
+            self._bin: IO[bytes] = open(self._bin_tmp, "ab")
+            self._lock()
+            self._bin.truncate(0)  # only once it is ours: another writer's file stays as it is
+        except OSError as error:
+            raise StorageError(f"{self._bin_tmp}: cannot be written: {error.strerror}") from error
+
+    def _lock(self) -> None:
+        taken = False
+        try:
+            if fcntl is not None:
+                fcntl.flock(self._bin.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The other writer may have published (renamed) the file between our opening and our locking it.
+            taken = not os.path.samestat(os.fstat(self._bin.fileno()), os.stat(self._bin_tmp))
+        except (BlockingIOError, FileNotFoundError):
+            taken = True
+        except OSError:
+            pass  # a file system without locks
+        if taken:
+            self._bin.close()
+            raise StorageError(f"{self._bin_tmp}: another process is writing it; wait for it or take another prefix")
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._sizes)
+
+    def add_document(self, tokens: NDArray[Any]) -> None:
+        """Append one document: (k,) integers that fit the dtype; k may be 0.
+
+        Raises: DataError if a token or the length does not fit.
+        """
+        limits = np.iinfo(self.dtype)
+        if tokens.size and (int(tokens.min()) < limits.min or int(tokens.max()) > limits.max):
+            raise DataError(f"{self.prefix}: a token id of document {len(self._sizes)} does not fit {self.dtype.name}")
+        if tokens.size > np.iinfo(np.int32).max:
+            raise DataError(f"{self.prefix}: document {len(self._sizes)} has {tokens.size:,} tokens, over 2**31 - 1")
+        try:
+            self._bin.write(tokens.astype(self.dtype, copy=False).tobytes())
+        except OSError as error:
+            raise StorageError(f"{self._bin_tmp}: cannot be written: {error.strerror}") from error
+        self._sizes.append(tokens.size)
+        self.num_tokens += tokens.size
+
+    def commit(self) -> None:
+        """Write the index and publish both files."""
+        try:
+            _sync(self._bin)
+            with open(self._index_tmp, "wb") as index:
+                index.writelines(self._index_parts())
+                _sync(index)
+            bin_path, index_path = Path(self.prefix + ".bin"), Path(self.prefix + ".idx")
+            index_path.unlink(missing_ok=True)  # never a new .bin beside an old .idx
+            os.replace(self._bin_tmp, bin_path)
+            os.replace(self._index_tmp, index_path)
+            self._bin.close()
+            _sync_folder(index_path.parent)
+        except OSError as error:
+            raise StorageError(f"{self.prefix}: cannot be written: {error.strerror}") from error
+
+    def _index_parts(self) -> Iterator[bytes]:
+        count = len(self._sizes)
+        yield HEADER.pack(MAGIC, VERSION, self._code, count, count + 1)
+        sizes = np.frombuffer(self._sizes, dtype=np.int32) if count else np.empty(0, np.int32)
+        yield sizes.astype("<i4").tobytes()
+        end = 0
+        for start in range(0, count, CHUNK):
+            lengths = sizes[start : start + CHUNK].astype(np.int64) * self.dtype.itemsize
+            ends = end + np.cumsum(lengths)
+            yield (ends - lengths).astype("<i8").tobytes()
+            end = int(ends[-1])
+        for start in range(0, count + 1, CHUNK):
+            yield np.arange(start, min(start + CHUNK, count + 1), dtype="<i8").tobytes()
+
+    def discard(self) -> None:
+        """Throw the unfinished files away."""
+        self._bin.close()
+        for path in (self._bin_tmp, self._index_tmp):
+            path.unlink(missing_ok=True)
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.discard()
+            return
+        try:
+            self.commit()
+        except StorageError:
+            self.discard()
+            raise
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the renames in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a small file beside the data so that it is never seen half written.
+
+    Raises: StorageError.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            _sync(file)
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error

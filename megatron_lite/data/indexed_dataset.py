@@ -1,0 +1,220 @@
+"""Token files in Megatron-LM's format: `<prefix>.bin` holds the tokens of all documents, `<prefix>.idx` where each is.
+
+The index, little-endian: magic (9 bytes), version 1 (u64), dtype code (u8), number of sequences (u64), length of the
+document index (u64); then sizes in tokens (i32 each), byte pointers into `.bin` (i64 each), and the document index (i64
+each: first sequence of each document, and the number of sequences at the end). Here, as in Megatron's GPT data set, a
+"document" of a split or of an error message is a sequence; writers (ours too) put one sequence into each document.
+
+Because documents lie back to back in `.bin`, any range of them is one stream of tokens that a single read can cut
+anywhere. Tokens are read with `pread`, not through a memory map: a file that is cut short during a run gives a short
+read and a clear error instead of a SIGBUS.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import struct
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_lite.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
+TOKEN_DTYPES: dict[int, str] = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+FLOAT_CODES = (6, 7)  # in the format, but not tokens
+CHUNK = 1 << 20  # index entries checked or written at a time, to bound the memory
+
+
+class TokenFile:
+    """A `.bin` file: an array of tokens on disk. Opened at the first read, so that it can be sent to a worker."""
+
+    def __init__(self, path: str, dtype: str, num_tokens: int) -> None:
+        self.path = path
+        self.dtype = np.dtype(dtype)
+        self.num_tokens = num_tokens
+        self._file: IO[bytes] | None = None
+
+    def read(self, start: int, count: int) -> NDArray[Any]:
+        """Tokens [start, start + count) as (count,) of the file's dtype.
+
+        Raises: DataError if the file cannot be read or is shorter than it was.
+        """
+        assert 0 <= start and 0 <= count and start + count <= self.num_tokens, (start, count, self.num_tokens)
+        itemsize = self.dtype.itemsize
+        try:
+            if self._file is None:
+                self._file = open(self.path, "rb", buffering=0)
+            data = _read_fully(self._file.fileno(), start * itemsize, count * itemsize)
+            size = os.fstat(self._file.fileno()).st_size if len(data) < count * itemsize else None
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read: {error.strerror}") from error
+        if size is not None:
+            raise DataError(
+                f"{self.path}: {size:,} bytes, but it had {self.num_tokens * itemsize:,} when the run began: "
+                "it was cut short or replaced"
+            )
+        return np.frombuffer(data, dtype=self.dtype)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_file": None}  # an open file stays with its process
+
+
+class IndexedDataset:
+    """A checked `.bin`/`.idx` pair, open for reading.
+
+    Attributes: `sizes` (n,) int32, `pointers` (n,) int64 in bytes, `document_index` (m,) int64, all memory-mapped;
+    `tokens`, the TokenFile; `num_documents` = n; `num_tokens`.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        """Open `<prefix>.idx` and `<prefix>.bin` and check everything that can be checked without reading the tokens.
+
+        Raises: DataError, one line naming the file and the fact.
+        """
+        self.prefix = prefix
+        self.index_path, bin_path = prefix + ".idx", prefix + ".bin"
+        index_bytes, bin_bytes = _size(self.index_path, prefix), _size(bin_path, prefix)
+        dtype, num_sequences, num_entries = self._read_header(index_bytes)
+        offset = HEADER.size
+        self.sizes = self._map("<i4", num_sequences, offset)
+        self.pointers = self._map("<i8", num_sequences, offset + 4 * num_sequences)
+        self.document_index = self._map("<i8", num_entries, offset + 12 * num_sequences)
+        itemsize = np.dtype(dtype).itemsize
+        end = self._check_sequences(itemsize)
+        self._check_document_index()
+        if bin_bytes != end:
+            raise DataError(f"{bin_path}: {bin_bytes:,} bytes, but {self.index_path} promises {end:,}")
+        self.tokens = TokenFile(bin_path, dtype, end // itemsize)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.num_tokens
+
+    def document(self, number: int) -> NDArray[Any]:
+        """All tokens of one document."""
+        first = self.first_token(number)
+        return self.tokens.read(first, self.first_token(number + 1) - first)
+
+    def first_token(self, document: int) -> int:
+        """Position in `.bin` of a document's first token; `num_documents` gives the end of the file."""
+        if document == self.num_documents:
+            return self.num_tokens
+        return int(self.pointers[document]) // self.tokens.dtype.itemsize
+
+    def locate(self, token: int) -> tuple[int, int]:
+        """(document, offset in it) of a token of `.bin`; empty documents are passed over."""
+        assert 0 <= token < self.num_tokens, (token, self.num_tokens)
+        document = bisect.bisect_right(self.pointers, token * self.tokens.dtype.itemsize) - 1
+        return document, token - self.first_token(document)
+
+    def _read_header(self, index_bytes: int) -> tuple[str, int, int]:
+        """(dtype, sequences, entries of the document index), after comparing what they promise with the file's size."""
+        path = self.index_path
+        try:
+            with open(path, "rb") as file:
+                header = file.read(HEADER.size)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        if not MAGIC.startswith(header[: len(MAGIC)]):
+            raise DataError(f"{path}: not a token index: begins with {header[: len(MAGIC)]!r} instead of {MAGIC!r}")
+        if len(header) < HEADER.size:
+            raise DataError(f"{path}: {index_bytes:,} bytes, but a header alone has {HEADER.size}")
+        _, version, code, num_sequences, num_entries = HEADER.unpack(header)
+        if version != VERSION:
+            raise DataError(f"{path}: format version {version}, but only version {VERSION} can be read")
+        if code in FLOAT_CODES:
+            raise DataError(f"{path}: holds floating point numbers (dtype code {code}), which are not tokens")
+        if code not in TOKEN_DTYPES:
+            raise DataError(f"{path}: unknown dtype code {code} (known: {', '.join(map(str, TOKEN_DTYPES))})")
+        promised = HEADER.size + 12 * num_sequences + 8 * num_entries  # Python integers: no overflow
+        if promised != index_bytes:
+            raise DataError(f"{path}: {index_bytes:,} bytes, but its header promises {promised:,}")
+        return TOKEN_DTYPES[code], num_sequences, num_entries
+
+    def _map(self, dtype: str, count: int, offset: int) -> NDArray[Any]:
+        if count == 0:
+            return np.empty(0, dtype)  # nothing cannot be mapped
+        try:
+            return np.memmap(self.index_path, dtype, mode="r", offset=offset, shape=(count,))
+        except (OSError, ValueError) as error:
+            raise DataError(f"{self.index_path}: cannot be mapped: {error}") from error
+
+    def _check_sequences(self, itemsize: int) -> int:
+        """Check sizes and pointers against each other; returns the number of bytes that `.bin` must have."""
+        end = 0
+        for start in range(0, len(self.sizes), CHUNK):
+            sizes = np.asarray(self.sizes[start : start + CHUNK]).astype(np.int64)
+            if sizes.min() < 0:
+                document = start + int(np.argmax(sizes < 0))
+                raise DataError(f"{self.index_path}: document {document} has a size of {self.sizes[document]} tokens")
+            ends = end + np.cumsum(sizes * itemsize)
+            expected = ends - sizes * itemsize
+            wrong = np.flatnonzero(self.pointers[start : start + CHUNK] != expected)
+            if wrong.size:
+                document = start + int(wrong[0])
+                raise DataError(
+                    f"{self.index_path}: document {document} begins at byte {self.pointers[document]} instead of "
+                    f"{expected[wrong[0]]}, where the one before it ends"
+                )
+            end = int(ends[-1])
+        return end
+
+    def _check_document_index(self) -> None:
+        entries, num_sequences = self.document_index, len(self.sizes)
+        if not len(entries):
+            raise DataError(f"{self.index_path}: its document index is empty; it must begin with 0")
+        if entries[0] != 0 or entries[-1] != num_sequences:
+            raise DataError(
+                f"{self.index_path}: its document index runs from {entries[0]} to {entries[-1]} instead of from 0 to "
+                f"{num_sequences}"
+            )
+        for start in range(0, len(entries), CHUNK):
+            if (np.diff(entries[start : start + CHUNK + 1]) < 0).any():
+                raise DataError(f"{self.index_path}: its document index is not in rising order")
+
+
+def _size(path: str, prefix: str) -> int:
+    try:
+        if os.path.isdir(path):
+            raise DataError(f"{path}: is a folder, not a file")
+        return os.stat(path).st_size
+    except FileNotFoundError as error:
+        hint = ""
+        if prefix.endswith((".bin", ".idx")):
+            hint = f"; give the prefix without its ending: {prefix[:-4]}"
+        raise DataError(f"{path}: no such file{hint}") from error
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _read_fully(descriptor: int, offset: int, count: int) -> bytes:
+    """pread until `count` bytes are there or the file ends (one call reads at most 2 GiB)."""
+    data = os.pread(descriptor, count, offset)
+    while len(data) < count:
+        more = os.pread(descriptor, count - len(data), offset + len(data))
+        if not more:
+            break
+        data += more
+    return data
+
+
+def smallest_dtype(vocab_size: int) -> str:
+    """The smallest dtype of the format that holds every token id below `vocab_size`."""
+    for dtype in ("|u1", "<u2", "<i4", "<i8"):
+        if vocab_size - 1 <= np.iinfo(dtype).max:
+            return dtype
+    raise DataError(f"no dtype holds a vocabulary of {vocab_size}")

@@ -1,0 +1,109 @@
+"""Reading samples: from sample indices to an array of checked token ids.
+
+This module and `workers.py` import no torch: loader workers run nothing else, so that they start in a fraction of a
+second and take a tenth of the memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_lite.data.blending import Blend
+from megatron_lite.data.indexed_dataset import IndexedDataset, TokenFile
+from megatron_lite.data.sampling import StreamSampler, random_tokens
+from megatron_lite.errors import DataError
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What a reader returns: tokens (k, s + 1) in an integer dtype, and warnings about slow reads."""
+
+    tokens: NDArray[Any]
+    slow: tuple[str, ...] = ()
+
+
+class Reader(Protocol):
+    def read(self, first: int, count: int) -> Samples:
+        """Samples first, first + 1, ..., first + count - 1."""
+
+
+@dataclass(frozen=True)
+class RandomReader:
+    """Made-up tokens; see `random_tokens`."""
+
+    key: int
+    sequence_length: int
+    vocab_size: int
+
+    def read(self, first: int, count: int) -> Samples:
+        indices = np.arange(first, first + count, dtype=np.int64)
+        return Samples(random_tokens(indices, self.sequence_length + 1, self.vocab_size, self.key))
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The documents of one split of one data set, as one stream of tokens."""
+
+    prefix: str
+    file: TokenFile
+    first_token: int  # of the split, in the file
+    sampler: StreamSampler
+
+
+class StreamReader:
+    """Reads samples of a blend of streams and checks their token ids."""
+
+    def __init__(self, streams: Sequence[Stream], blend: Blend, vocab_size: int, slow_ms: float) -> None:
+        assert len(streams) == blend.num_datasets, (len(streams), blend.num_datasets)
+        self.streams = tuple(streams)
+        self.blend = blend
+        self.vocab_size = vocab_size
+        self.slow_ms = slow_ms
+        self.sequence_length = streams[0].sampler.sequence_length
+        self.dtype = np.result_type(*(stream.file.dtype for stream in streams))
+
+    def read(self, first: int, count: int) -> Samples:
+        """See Reader.
+
+        Raises: DataError if a file cannot be read any more or holds a token id outside of the vocabulary.
+        """
+        datasets, starts = self._locate(np.arange(first, first + count, dtype=np.int64))
+        tokens = np.empty((count, self.sequence_length + 1), dtype=self.dtype)
+        slow = []
+        for row, (dataset, start) in enumerate(zip(datasets.tolist(), starts.tolist(), strict=True)):
+            begun = time.perf_counter()
+            tokens[row] = self.streams[dataset].file.read(start, self.sequence_length + 1)
+            taken_ms = (time.perf_counter() - begun) * 1000
+            if taken_ms > self.slow_ms:
+                slow.append(f"{self.streams[dataset].file.path}: reading one sample took {taken_ms:,.0f} ms")
+        if count and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size):
+            raise self._bad_token(tokens, datasets, starts)
+        return Samples(tokens, tuple(slow))
+
+    def _locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Data set of each sample and its first token in that data set's file."""
+        if len(self.streams) == 1:
+            datasets, own = np.zeros_like(indices), indices
+        else:
+            datasets, own = self.blend.locate(indices)
+        starts = np.empty_like(indices)
+        for dataset in np.unique(datasets).tolist():
+            stream, rows = self.streams[dataset], datasets == dataset
+            starts[rows] = stream.first_token + stream.sampler.starts(own[rows])
+        return datasets, starts
+
+    def _bad_token(self, tokens: NDArray[Any], datasets: NDArray[np.int64], starts: NDArray[np.int64]) -> DataError:
+        """The error that names the first token id outside of the vocabulary."""
+        row, column = np.argwhere((tokens < 0) | (tokens.astype(np.int64) >= self.vocab_size))[0].tolist()
+        stream = self.streams[int(datasets[row])]
+        document, offset = IndexedDataset(stream.prefix).locate(int(starts[row]) + column)
+        return DataError(
+            f"{stream.file.path}: document {document}, offset {offset}: token id {int(tokens[row, column])} is outside "
+            f"of the vocabulary of {self.vocab_size} (--vocab_size)"
+        )

@@ -1,0 +1,131 @@
+"""The order of samples: a pure function of (seed, phase, sample index), with nothing stored and nothing built.
+
+The documents of a split, in file order, are one stream of tokens. An epoch cuts the stream into samples of s + 1 tokens
+of which neighbours share one (the last label of a sample is the first input of the next), and visits these slots in a
+pseudo-random order that a small keyed cipher computes one index at a time. So any sample of any epoch is found in O(1)
+time and memory: a resume costs nothing, and the order cannot depend on the number of iterations, ranks or workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_lite.seeds import derive_seed
+
+PHASES = ("training", "validation", "test")  # in the order of --split
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: consecutive counters land far apart
+_ROUNDS = 8
+_SHIFT_SALT = np.uint64(0xD1B54A32D192ED03)  # any constant: an epoch's shift must not reuse the bits of its permutation
+
+
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A bijection of 64-bit words in which every input bit flips every output bit with probability near 1/2.
+
+    Source: the output function of SplitMix64 (Steele, Lea & Flood 2014, constants: Stafford's variant 13).
+    """
+    values = values ^ (values >> np.uint64(30))
+    values = values * np.uint64(0xBF58476D1CE4E5B9)  # arrays of uint64 wrap around silently, which is what we want
+    values = values ^ (values >> np.uint64(27))
+    values = values * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def permute(slots: NDArray[np.uint64], keys: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
+    """Element-wise pseudo-random permutation of range(size); each element has its own key.
+
+    slots: (k,) values below `size`; keys: (k,); returns (k,) values below `size`. For one key it is a bijection.
+    A Feistel network over pairs (left, right) with right * a + left < a * b, a * b >= size and a, b near sqrt(size);
+    results outside of range(size), about one in sqrt(size) at most, are encrypted again until they fall inside.
+    Source: Black & Rogaway 2002, "Ciphers with arbitrary finite domains": generalised Feistel cipher and cycle walking.
+    """
+    assert size >= 1 and slots.shape == keys.shape, (size, slots.shape, keys.shape)
+    result = _encrypt(slots, keys, size)
+    outside = np.flatnonzero(result >= size)
+    while outside.size:
+        result[outside] = _encrypt(result[outside], keys[outside], size)
+        outside = outside[result[outside] >= size]
+    return result
+
+
+def _encrypt(values: NDArray[np.uint64], keys: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
+    """One pass of the network of `permute`: a bijection of range(a * b)."""
+    a = math.isqrt(size - 1) + 1  # ceil(sqrt(size)) for size >= 1
+    b = -(-size // a)
+    widths = (np.uint64(a), np.uint64(b))
+    left, right = values % widths[0], values // widths[0]
+    for step in range(_ROUNDS):
+        keys = keys + _GOLDEN
+        width = widths[step % 2]
+        left, right = right, (left + mix(right ^ mix(keys)) % width) % width
+    return right * widths[0] + left  # an even number of rounds: left is below a again
+
+
+@dataclass(frozen=True)
+class StreamSampler:
+    """Where in a stream of tokens every sample begins.
+
+    The tokens that do not fill a last sample are not lost: every epoch starts its first sample a little later, by a
+    pseudo-random shift between zero and their number, so all tokens are read sooner or later.
+    """
+
+    num_tokens: int
+    sequence_length: int
+    key: int
+
+    def __post_init__(self) -> None:
+        assert self.num_tokens > self.sequence_length >= 1, (self.num_tokens, self.sequence_length)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return (self.num_tokens - 1) // self.sequence_length
+
+    def starts(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """First token of each sample in the stream; a sample is the s + 1 tokens from there.
+
+        indices: (k,) sample indices, from zero without bound (index // samples_per_epoch is the epoch); returns (k,).
+        """
+        size = self.samples_per_epoch
+        epochs, slots = np.divmod(indices.astype(np.uint64), np.uint64(size))
+        keys = mix(np.uint64(self.key) + epochs * _GOLDEN)
+        left_over = (self.num_tokens - 1) % self.sequence_length
+        shifts = mix(keys ^ _SHIFT_SALT) % np.uint64(left_over + 1)
+        return (permute(slots, keys, size) * np.uint64(self.sequence_length) + shifts).astype(np.int64)
+
+
+def sampler_key(seed: int, phase: str, position: int) -> int:
+    """Key of the order in which data set number `position` of a blend is read in `phase`."""
+    assert phase in PHASES, phase
+    return derive_seed("sample order", seed, phase, position)
+
+
+def split_documents(num_documents: int, split: Sequence[float]) -> list[tuple[int, int]]:
+    """First and last-plus-one document of training, validation and test: consecutive, in file order.
+
+    split: one to three proportions with a positive sum. The rounding is Megatron-LM's (each boundary is the running sum
+    of the normalised proportions times the number of documents, rounded half to even).
+    """
+    assert 1 <= len(split) <= len(PHASES) and sum(split) > 0 and min(split) >= 0, split
+    weights = np.array([*split, *[0.0] * (len(PHASES) - len(split))], dtype=np.float64)
+    weights /= weights.sum()
+    bounds, total = [0], 0.0
+    for weight in weights.tolist():
+        total += weight
+        bounds.append(min(int(round(total * num_documents)), num_documents))
+    return list(zip(bounds[:-1], bounds[1:], strict=True))
+
+
+def random_tokens(indices: NDArray[np.int64], length: int, vocab_size: int, key: int) -> NDArray[np.int64]:
+    """Made-up samples, uniform over the vocabulary: token j of a sample is a pure function of (key, index, j).
+
+    indices: (k,) -> (k, length).
+    """
+    rows = mix(np.uint64(key) + indices.astype(np.uint64) * _GOLDEN)
+    words = mix(rows[:, None] + np.arange(1, length + 1, dtype=np.uint64)[None, :] * _GOLDEN) >> np.uint64(32)
+    # Multiply and shift maps 32 bits onto range(vocab_size); its bias, below vocab_size / 2**32, does not matter here.
+    return ((words * np.uint64(vocab_size)) >> np.uint64(32)).astype(np.int64)

@@ -1,0 +1,217 @@
+"""Tokenizers: bytes, built in, and any `tokenizer.json` of the `tokenizers` library, which can also train one.
+
+The byte tokenizer has ids 0 to 255 for the bytes of UTF-8 and 256 for the end of a document. `save_byte_tokenizer`
+writes the same thing as a `tokenizer.json` (a byte-level BPE without merges), so that an export can carry it and other
+programs can load it. `tokenizers` is imported only where it is used: reading token files does not need it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_lite.data.dataset_writer import replace_file
+from megatron_lite.errors import DataError, UsageError
+
+END_OF_DOCUMENT = "<|endoftext|>"
+# Tokens that end a document in common tokenizers, in the order of preference.
+END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eot_id|>", "<EOT>")
+_SPECIAL_KEYS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back. `end_of_document` is an id below `vocab_size`."""
+
+    vocab_size: int
+    end_of_document: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """One array of ids for each text."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids, without the end-of-document token; bytes that are not UTF-8 become U+FFFD."""
+
+
+class ByteTokenizer:
+    """The bytes of UTF-8 as token ids, and 256 for the end of a document."""
+
+    vocab_size = 257
+    end_of_document = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(number for number in ids if number < 256).decode(errors="replace")
+
+
+class JsonTokenizer:
+    """A `tokenizer.json`. Special tokens spelled out in a text are plain text unless `special_tokens` is set."""
+
+    def __init__(self, path: str, end_of_document: str | None = None, special_tokens: bool = False) -> None:
+        """end_of_document: the token that ends documents; by default the `eos_token` of a tokenizer_config.json beside
+        the file, or else the first of END_OF_DOCUMENT_NAMES in the vocabulary.
+
+        Raises: DataError if the file cannot be read or has no such token; UsageError if `end_of_document` is unknown.
+        """
+        self.path = path
+        self._tokenizer = read_tokenizer_file(path)
+        self._tokenizer.no_truncation()  # settings of some files that would cut or pad documents silently
+        self._tokenizer.no_padding()
+        # Text must not be able to forge the end of a document, unless the user says that its special tokens are real.
+        self._tokenizer.encode_special_tokens = not special_tokens
+        # An id may lie beyond the count of tokens, if a tokenizer has holes.
+        self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        if end_of_document is not None and self._tokenizer.token_to_id(end_of_document) is None:
+            raise UsageError(f"{path}: has no token {end_of_document!r} to end documents with")
+        token = end_of_document or _find_end_of_document(self._tokenizer, path)
+        if token is None:
+            raise DataError(f"{path}: has no usual end-of-document token like {END_OF_DOCUMENT}; name the one to take")
+        self.end_of_document_token = token
+        self.end_of_document = int(self._tokenizer.token_to_id(token))
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        kept = [int(number) for number in ids if number != self.end_of_document]
+        return str(self._tokenizer.decode(kept, skip_special_tokens=False))
+
+
+def load_tokenizer(path: str, end_of_document: str | None = None, special_tokens: bool = False) -> Tokenizer:
+    """The tokenizer named `byte`, or that of a `tokenizer.json` or of the folder that holds one.
+
+    Raises: as JsonTokenizer.
+    """
+    if path == "byte":
+        return ByteTokenizer()
+    if Path(path).is_dir():
+        path = str(Path(path) / "tokenizer.json")
+    return JsonTokenizer(path, end_of_document, special_tokens)
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int, path: str) -> JsonTokenizer:
+    """Train a byte-level BPE with `vocab_size` tokens, the end of a document among them, and write it to `path`.
+
+    The same texts give the same file. Every text can be encoded and decoded exactly, whatever it was trained on.
+
+    Raises: UsageError if `vocab_size` is below 257; StorageError if `path` cannot be written.
+    """
+    from tokenizers import pre_tokenizers, trainers
+
+    if vocab_size < ByteTokenizer.vocab_size:
+        raise UsageError(f"a vocabulary of {vocab_size} is too small: bytes and the end of a document are 257 tokens")
+    tokenizer = _byte_level_bpe({}, use_regex=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    replace_file(Path(path), tokenizer.to_str(pretty=True).encode())
+    return JsonTokenizer(path, END_OF_DOCUMENT)
+
+
+def save_byte_tokenizer(path: str) -> None:
+    """Write the byte tokenizer as a `tokenizer.json`, with the same ids.
+
+    Raises: StorageError if `path` cannot be written.
+    """
+    tokenizer = _byte_level_bpe({symbol: byte for byte, symbol in enumerate(_byte_symbols())}, use_regex=False)
+    tokenizer.add_special_tokens([END_OF_DOCUMENT])
+    assert tokenizer.token_to_id(END_OF_DOCUMENT) == ByteTokenizer.end_of_document
+    replace_file(Path(path), tokenizer.to_str(pretty=True).encode())
+
+
+def copy_tokenizer(tokenizer_file: str | Path, directory: str | Path) -> dict[str, int | None]:
+    """Put `tokenizer.json` and a minimal `tokenizer_config.json` into an export, so that transformers loads them.
+
+    Only the special tokens are taken over from a tokenizer_config.json beside `tokenizer_file`: the rest of it may name
+    classes that need more files. A tokenizer without an end of document is copied without one.
+
+    Returns: bos_token_id and eos_token_id, None where unknown.
+    Raises: DataError if `tokenizer_file` is not a tokenizer; StorageError if `directory` cannot be written.
+    """
+    tokenizer = read_tokenizer_file(tokenizer_file)
+    special_tokens: dict[str, str | None] = dict(_special_tokens(Path(tokenizer_file)))
+    special_tokens["eos_token"] = _find_end_of_document(tokenizer, tokenizer_file)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **{key: token for key, token in special_tokens.items() if token is not None},
+    }
+    replace_file(Path(directory) / "tokenizer.json", Path(tokenizer_file).read_bytes())
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    replace_file(Path(directory) / "tokenizer_config.json", text.encode())
+    tokens = {f"{key}_id": special_tokens.get(key) for key in ("bos_token", "eos_token")}
+    return {key: None if token is None else tokenizer.token_to_id(token) for key, token in tokens.items()}
+
+
+def read_tokenizer_file(path: str | Path) -> Any:
+    """The `tokenizers.Tokenizer` of a file.
+
+    Raises: DataError if it cannot be read or is not a tokenizer.
+    """
+    from tokenizers import Tokenizer as LibraryTokenizer
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a zero byte in the name
+        raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        return LibraryTokenizer.from_str(text)
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(f"{path}: not a tokenizer.json: {error}") from error
+
+
+def _find_end_of_document(tokenizer: Any, path: str | Path) -> str | None:
+    names = [_special_tokens(Path(path)).get("eos_token"), *END_OF_DOCUMENT_NAMES]
+    return next((name for name in names if name is not None and tokenizer.token_to_id(name) is not None), None)
+
+
+def _special_tokens(tokenizer_file: Path) -> dict[str, str]:
+    """Special tokens of the tokenizer_config.json beside a tokenizer.json; empty if there is no readable one."""
+    try:
+        values = json.loads((tokenizer_file.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
+        found = {key: values.get(key) for key in _SPECIAL_KEYS}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}
+    tokens = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
+    return {key: value for key, value in tokens.items() if isinstance(value, str)}
+
+
+def _byte_level_bpe(vocabulary: dict[str, int], use_regex: bool) -> Any:
+    """A BPE over bytes without merges; `use_regex` keeps merges within words, as GPT-2 does."""
+    from tokenizers import Tokenizer as LibraryTokenizer
+    from tokenizers import decoders, models, pre_tokenizers
+
+    tokenizer = LibraryTokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _byte_symbols() -> list[str]:
+    """The printable character that stands for each byte in a byte-level BPE.
+
+    Source: Radford et al. 2019 (GPT-2): printable Latin-1 characters stand for themselves, the other bytes are numbered
+    from U+0100 on.
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]

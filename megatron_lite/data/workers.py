@@ -1,0 +1,180 @@
+"""Loader workers: processes that read micro-batches ahead of the training loop.
+
+Each worker has one pipe. The parent sends the first index and the number of samples of a micro-batch; the worker
+answers with a line of JSON and the raw bytes of the token array. Nothing is pickled, no shared memory is used and there
+are no helper threads, so a small /dev/shm or a killed worker cannot hang the run: the parent waits for the pipe and for
+the worker's death at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import signal
+import struct
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker, util
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+
+from megatron_lite.data.reading import Reader, Samples
+from megatron_lite.errors import DataError, RunError
+
+Request = Callable[[int], tuple[int, int]]  # from the number of a micro-batch to its first index and its samples
+
+_REQUEST = struct.Struct("<qq")  # first index, number of samples
+
+# Sent to a whole process group by terminals, torchrun and Slurm. The parent decides what they mean (usually: save, then
+# stop) and needs its workers until then; a worker ends when its parent closes the pipe, kills it, or dies.
+_IGNORED = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
+)
+
+
+class Workers:
+    """A pool of loader workers that reads `num_requests` micro-batches in order. `close` ends it at any moment."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        request: Request,
+        num_requests: int,
+        num_workers: int,
+        prefetch_factor: int,
+        context: str,
+    ) -> None:
+        """Start the workers. Together they have up to `num_workers * prefetch_factor` micro-batches read ahead."""
+        self._request = request
+        self._num_requests = num_requests
+        self._connections: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        self._ahead = min(num_workers, num_requests) * prefetch_factor
+        # Runs at interpreter exit before multiprocessing joins its children, which ignore its SIGTERM.
+        self._finalizer = util.Finalize(self, _end, args=(self._processes, self._connections), exitpriority=10)
+        with _signals_held():
+            for number in range(min(num_workers, num_requests)):
+                self._start(reader, number, context)
+
+    def _start(self, reader: Reader, number: int, context: str) -> None:
+        here, there = multiprocessing.Pipe()
+        # A forked child has a copy of the parent's end and must close it to see the parent die.
+        spare = here if context == "fork" else None
+        process = multiprocessing.get_context(context).Process(  # type: ignore[attr-defined]
+            target=_work, args=(there, spare, reader), name=f"data worker {number}", daemon=True
+        )
+        process.start()
+        there.close()
+        self._processes.append(process)
+        self._connections.append(here)
+
+    def __iter__(self) -> Iterator[Samples]:
+        """The micro-batches in order.
+
+        Raises: DataError as the reader does; RunError if a worker was killed or failed.
+        """
+        sent = 0
+        for received in range(self._num_requests):
+            if not self._finalizer.still_active():
+                raise RunError("the data workers were closed before all batches were read")
+            while sent < min(self._num_requests, received + 1 + self._ahead):
+                self._send(sent)
+                sent += 1
+            yield self._receive(received)
+
+    def _send(self, number: int) -> None:
+        worker = number % len(self._connections)
+        try:
+            self._connections[worker].send_bytes(_REQUEST.pack(*self._request(number)))
+        except OSError:
+            raise self._death(worker) from None
+
+    def _receive(self, number: int) -> Samples:
+        worker = number % len(self._connections)
+        connection, process = self._connections[worker], self._processes[worker]
+        if connection not in wait([connection, process.sentinel]):
+            raise self._death(worker)
+        try:
+            header = json.loads(connection.recv_bytes())
+            if "error" in header:
+                raise (DataError if header["data"] else RunError)(header["error"])
+            tokens = np.empty(header["shape"], dtype=header["dtype"])
+            connection.recv_bytes_into(tokens.reshape(-1).view(np.uint8).data)
+        except (EOFError, OSError):
+            raise self._death(worker) from None
+        return Samples(tokens, tuple(header["slow"]))
+
+    def _death(self, worker: int) -> RunError:
+        process = self._processes[worker]
+        process.join(timeout=5)
+        code = process.exitcode
+        if code is None or code >= 0:
+            return RunError(f"data worker {worker} ended unexpectedly with exit code {code}")
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        hint = " (often for lack of memory: fewer --num_workers need less)" if name == "SIGKILL" else ""
+        return RunError(f"data worker {worker} was killed by {name}{hint}")
+
+    def close(self) -> None:
+        """End the workers at once; they only read, so nothing can be lost."""
+        self._finalizer()
+
+
+def _end(processes: list[BaseProcess], connections: list[Connection]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+    for connection in connections:
+        connection.close()
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Block signals while workers start: a child inherits the mask and is safe until it ignores them itself."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # it unblocks signals when it starts, so it has to run before
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _work(connection: Connection, spare: Connection | None, reader: Reader) -> None:
+    """A worker's life: answer requests until the parent closes the pipe or dies."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+    if spare is not None:
+        spare.close()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    with contextlib.suppress(EOFError, OSError):
+        while connection in wait([connection, parent.sentinel]):
+            first, count = _REQUEST.unpack(connection.recv_bytes())
+            _answer(connection, reader, first, count)
+
+
+def _answer(connection: Connection, reader: Reader, first: int, count: int) -> None:
+    header: dict[str, Any]
+    try:
+        samples = reader.read(first, count)
+    except DataError as error:
+        header = {"error": str(error), "data": True}
+    except Exception as error:  # the parent has to hear of anything that goes wrong here
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{place.filename}, line {place.lineno}"
+        header = {"error": f"a data worker failed: {type(error).__name__}: {error} ({where})", "data": False}
+    else:
+        tokens = np.ascontiguousarray(samples.tokens)
+        header = {"shape": tokens.shape, "dtype": tokens.dtype.str, "slow": samples.slow}
+    connection.send_bytes(json.dumps(header).encode())
+    if "error" not in header:
+        connection.send_bytes(tokens.reshape(-1).view(np.uint8).data)

@@ -1,0 +1,315 @@
+"""Turn texts into token files: text files, folders of them, and .jsonl files become <output_prefix>.bin and .idx.
+
+    python scripts/prepare_data.py my_texts --output_prefix data/mine --tokenizer byte
+    python scripts/prepare_data.py corpus.jsonl --output_prefix data/mine --train_tokenizer 4096
+    python scripts/prepare_data.py ~/code --suffix .py,.md --output_prefix data/code --tokenizer some/tokenizer.json
+
+A text file is one document; so is every line of a .jsonl file, whose text stands under --json_key. Folders are read
+recursively in the order of their paths. Each document is followed by the end-of-document token. Beside the token files
+stand <output_prefix>.tokenizer.json (for --tokenizer_file of training) and <output_prefix>.summary.json. The .idx file
+appears last: without it, nothing was prepared.
+
+Exit codes: 0 done, 2 usage, 3 data, 8 storage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain checkout, not installed
+
+from megatron_lite.data.dataset_writer import IndexedDatasetWriter, replace_file  # noqa: E402
+from megatron_lite.data.indexed_dataset import smallest_dtype  # noqa: E402
+from megatron_lite.data.tokenizing import (  # noqa: E402
+    ByteTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    save_byte_tokenizer,
+    train_tokenizer,
+)
+from megatron_lite.errors import EXIT_DONE, DataError, RunError, StorageError, UsageError  # noqa: E402
+
+BATCH_CHARACTERS = 1 << 22  # texts go to the tokenizer in batches of about this size, for its threads
+SHOWN_FAULTS = 10
+
+
+@dataclass
+class Faults:
+    """Documents that are left out: named on standard error, the first few of them, and counted."""
+
+    strict: bool
+    quiet: bool = False
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, place: str, kind: str, detail: str = "") -> None:
+        """place: file, or file and line.
+
+        Raises: DataError with --strict.
+        """
+        message = f"{place}: {kind}" + (f": {detail}" if detail else "")
+        if self.strict:
+            raise DataError(message)
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        if self.quiet:
+            return
+        if self.total <= SHOWN_FAULTS:
+            print(f"skipped {message}", file=sys.stderr)
+        elif self.total == SHOWN_FAULTS + 1:
+            print("skipped more: only counted from here on", file=sys.stderr)
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+
+def input_files(inputs: Sequence[str], suffixes: tuple[str, ...]) -> list[Path]:
+    """The named files as they come, and the files of the named folders that end in one of `suffixes`, sorted by path.
+
+    Raises: DataError if something named does not exist, or a folder holds no such file.
+    """
+    files: list[Path] = []
+    for name in inputs:
+        path = Path(name)
+        if path.is_dir():
+            found = [Path(folder, file) for folder, _, names in os.walk(path, onerror=_refuse) for file in names]
+            kept = sorted(file for file in found if file.name.endswith(suffixes) and file.is_file())
+            if not kept:
+                raise DataError(f"{path}: no file in this folder ends in {' or '.join(suffixes)} (--suffix)")
+            files += kept
+        elif path.exists():
+            files.append(path)
+        else:
+            raise DataError(f"{path}: no such file or folder")
+    return files
+
+
+def _refuse(error: OSError) -> None:
+    raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+
+def documents(files: Sequence[Path], json_key: str, faults: Faults) -> Iterator[str]:
+    """The texts of all files, in order, without those that are blank or damaged."""
+    for path in files:
+        try:
+            if path.name.endswith(".jsonl"):
+                yield from _json_lines(path, json_key, faults)
+            else:
+                text = _decoded(path.read_bytes(), str(path), faults)
+                if text is not None:
+                    yield text
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _json_lines(path: Path, json_key: str, faults: Faults) -> Iterator[str]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            place = f"{path}: line {number}"
+            decoded = _decoded(line, place, faults)
+            if decoded is None:
+                continue
+            try:
+                value = json.loads(decoded)
+            except (ValueError, RecursionError) as error:
+                faults.add(place, "not JSON", str(error))
+                continue
+            text = value.get(json_key) if isinstance(value, dict) else None
+            if not isinstance(text, str):
+                faults.add(place, f"no text under the key {json_key!r} (--json_key)")
+            elif not text.strip():
+                faults.add(place, "blank")
+            elif not _is_unicode(text):
+                faults.add(place, "half of a surrogate pair, which is no character")
+            else:
+                yield text
+
+
+def _decoded(data: bytes, place: str, faults: Faults) -> str | None:
+    """UTF-8 as text, without a byte order mark; None, and a fault, if it is not UTF-8 or blank."""
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        faults.add(place, "not UTF-8", f"byte {error.start} is 0x{data[error.start]:02x}")
+        return None
+    if not text.strip():
+        faults.add(place, "blank")
+        return None
+    return text
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def batches(texts: Iterator[str]) -> Iterator[list[str]]:
+    """Group texts into lists of about BATCH_CHARACTERS."""
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def write_tokens(texts: Iterator[str], tokenizer: Tokenizer, writer: IndexedDatasetWriter) -> dict[str, Any]:
+    """Tokenize and write all texts; returns their statistics."""
+    counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+    end = np.array([tokenizer.end_of_document], dtype=np.int64)
+    text_bytes = 0
+    for batch in batches(texts):
+        text_bytes += sum(len(text.encode()) for text in batch)
+        for ids in tokenizer.encode_batch(batch):
+            document = np.concatenate([ids, end])
+            counts += np.bincount(document, minlength=len(counts))
+            writer.add_document(document)
+    frequencies = counts[counts > 0] / max(counts.sum(), 1)
+    return {
+        "documents": writer.num_documents,
+        "tokens": writer.num_tokens,
+        "text_bytes": text_bytes,
+        "bytes_per_token": text_bytes / max(writer.num_tokens, 1),
+        "unigram_entropy_nats": float(-(frequencies * np.log(frequencies)).sum()),
+        "vocab_size": tokenizer.vocab_size,
+        "end_of_document": tokenizer.end_of_document,
+        "dtype": writer.dtype.name,
+    }
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Everything that the command does."""
+    prefix: str = options.output_prefix
+    _check_output(prefix, options.overwrite)
+    suffixes = tuple(part if part.startswith(".") else "." + part for part in options.suffix.split(",") if part)
+    if not suffixes:
+        raise UsageError("--suffix: names no ending; write them as .txt,.md")
+    files = input_files(options.inputs, suffixes)
+    faults = Faults(strict=options.strict)
+    tokenizer_file = Path(prefix + ".tokenizer.json")
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder, "tokenizer.json")
+        tokenizer = _tokenizer(options, files, kept)
+        with IndexedDatasetWriter(prefix, smallest_dtype(tokenizer.vocab_size)) as writer:
+            summary = write_tokens(documents(files, options.json_key, faults), tokenizer, writer)
+            if writer.num_documents == 0:
+                raise DataError(f"{', '.join(options.inputs)}: no document is left to write ({faults.total} skipped)")
+            summary["skipped"] = dict(sorted(faults.counts.items()))
+            # Old tokens never stand beside a new tokenizer: without .idx they cannot be opened.
+            _remove(Path(prefix + ".idx"))
+            replace_file(tokenizer_file, kept.read_bytes())
+            replace_file(Path(prefix + ".summary.json"), (json.dumps(summary, indent=2) + "\n").encode())
+    _report(prefix, summary)
+
+
+def _tokenizer(options: argparse.Namespace, files: Sequence[Path], kept: Path) -> Tokenizer:
+    """The tokenizer to use, also written to `kept` as a tokenizer.json."""
+    if options.train_tokenizer is not None:
+        # A first pass over the texts; the second one reports the faults.
+        texts = documents(files, options.json_key, Faults(strict=options.strict, quiet=True))
+        trained = train_tokenizer(texts, options.train_tokenizer, str(kept))
+        if trained.vocab_size < options.train_tokenizer:
+            print(f"the texts are too small for a vocabulary of {options.train_tokenizer}", file=sys.stderr)
+        return trained
+    tokenizer = load_tokenizer(options.tokenizer, options.end_of_document, options.special_tokens)
+    if isinstance(tokenizer, ByteTokenizer):
+        save_byte_tokenizer(str(kept))
+    else:
+        source = Path(options.tokenizer)
+        kept.write_bytes((source / "tokenizer.json" if source.is_dir() else source).read_bytes())
+    return tokenizer
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be removed: {error.strerror}") from error
+
+
+def _check_output(prefix: str, overwrite: bool) -> None:
+    """Refuse to overwrite; make the folder."""
+    if Path(prefix).name in ("", ".", ".."):
+        raise UsageError(f"--output_prefix={prefix}: ends in a folder; add a name for the files in it")
+    for path in (prefix + ".idx", prefix + ".bin"):
+        if os.path.lexists(path) and not overwrite:
+            raise UsageError(f"{path}: exists; take another --output_prefix, or replace it with --overwrite")
+    try:
+        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{Path(prefix).parent}: cannot be made: {error.strerror}") from error
+
+
+def _report(prefix: str, summary: dict[str, Any]) -> None:
+    print(f"{prefix}.bin: {summary['documents']:,} documents, {summary['tokens']:,} tokens ({summary['dtype']})")
+    print(f"vocabulary        {summary['vocab_size']} (--vocab_size)")
+    print(f"bytes per token   {summary['bytes_per_token']:.3f}")
+    print(f"unigram entropy   {summary['unigram_entropy_nats']:.4f} nats per token")
+    for kind, count in summary["skipped"].items():
+        print(f"skipped           {count:,}: {kind}")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("inputs", nargs="+", help="text files, folders, .jsonl files")
+    parser.add_argument(
+        "--output_prefix", required=True, metavar="PREFIX", help="the files are called <PREFIX>.bin, ..."
+    )
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--tokenizer", default="byte", metavar="byte|PATH", help="the built-in bytes (default), or a tokenizer.json"
+    )
+    choice.add_argument(
+        "--train_tokenizer", type=int, metavar="VOCAB", help="train a byte-level BPE of this many tokens on the input"
+    )
+    parser.add_argument(
+        "--end_of_document", metavar="TOKEN", help="token that ends documents (found in most tokenizers)"
+    )
+    parser.add_argument(
+        "--special_tokens", action="store_true", help="special tokens spelled out in a text are meant as such"
+    )
+    parser.add_argument("--suffix", default=".txt,.md,.jsonl", help="endings read in folders (default: %(default)s)")
+    parser.add_argument("--json_key", default="text", metavar="KEY", help="where .jsonl lines have their text (text)")
+    parser.add_argument("--strict", action="store_true", help="stop at a bad document instead of skipping it")
+    parser.add_argument("--overwrite", action="store_true", help="replace token files that exist")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; returns the exit code."""
+    options = parse(argv)
+    try:
+        prepare(options)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return StorageError.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; no token file was written", file=sys.stderr)
+        return 130
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

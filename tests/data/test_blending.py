@@ -1,0 +1,62 @@
+"""Blends: the stated error bound in every prefix, and indices that count up within each data set."""
+
+import random
+
+import numpy as np
+import pytest
+
+from megatron_lite.data.blending import MAX_SAMPLES, Blend
+
+GENERATOR = random.Random(0)
+WEIGHTS = [
+    [1.0],
+    [0.3, 0.7],
+    [1, 1, 1],
+    [1e-9, 1.0],
+    [0.999, 0.001],
+    [2.0**-power for power in range(20)],  # a chain of halves
+    [1.0] * 256,
+    [1 / (rank + 1) for rank in range(300)],
+    [5.0, *[1e-3] * 100],
+    *[[GENERATOR.random() ** 4 for _ in range(GENERATOR.randint(2, 60))] for _ in range(20)],
+]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=range(len(WEIGHTS)))
+def test_counts_stay_within_the_stated_error(weights: list[float]) -> None:
+    """In every prefix of 5,000 samples each data set has its share within `max_error`, and its indices run 0, 1, 2."""
+    blend = Blend(weights)
+    count = 5000
+    datasets, indices = blend.locate(np.arange(count))
+    chosen = datasets[:, None] == np.arange(len(weights))[None, :]
+    counts = np.cumsum(chosen, axis=0)
+    share = np.array(weights) / sum(weights)
+    errors = np.abs(counts - share[None, :] * np.arange(1, count + 1)[:, None])
+    assert errors.max() <= blend.max_error(count) < 2.6
+    assert (counts[np.arange(count), datasets] - 1 == indices).all()
+
+
+@pytest.mark.parametrize("weights", WEIGHTS[1:10])
+def test_bound_holds_far_out(weights: list[float]) -> None:
+    """Near the largest index, where the 32-bit shares count, the index within a data set shows how many came before."""
+    blend = Blend(weights)
+    first = MAX_SAMPLES - 2000
+    datasets, indices = blend.locate(np.arange(first, MAX_SAMPLES))
+    expected = np.array(blend.weights)[datasets] * np.arange(first, MAX_SAMPLES)
+    assert np.abs(indices - expected).max() <= blend.max_error(MAX_SAMPLES) < 6
+    for dataset in np.unique(datasets):
+        assert (np.diff(indices[datasets == dataset]) == 1).all()
+
+
+def test_it_is_a_pure_function_of_the_index() -> None:
+    """One by one, in any order, the same answer; scaled weights are the same weights."""
+    blend, scaled = Blend([3, 1, 2]), Blend([300, 100, 200])
+    whole = np.stack(blend.locate(np.arange(500)))
+    assert (np.stack([np.concatenate(blend.locate(np.array([i]))) for i in range(500)], axis=1) == whole).all()
+    assert (np.stack(scaled.locate(np.arange(500)[::-1]))[:, ::-1] == whole).all()
+
+
+def test_indices_beyond_the_range_are_refused() -> None:
+    """Beyond MAX_SAMPLES the arithmetic would overflow: it stops instead."""
+    with pytest.raises(AssertionError):
+        Blend([1, 1]).locate(np.array([MAX_SAMPLES]))

@@ -1,0 +1,243 @@
+"""The .bin/.idx format: byte compatibility with Megatron-LM's layout, damage of every kind, killed writers."""
+
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.data.indexed_dataset import IndexedDataset, smallest_dtype
+from megatron_lite.errors import DataError, StorageError
+
+# Documents of odd lengths, some empty, at the start, in the middle and at the end.
+DOCUMENTS: list[list[int]] = [[], [5, 1, 2], [7], [], [], [9, 8, 7, 6, 5, 4], [3, 3], []]
+FIELD_SIZES = (9, 8, 1, 8, 8)  # of the header
+
+
+def megatron_bytes(documents: list[list[int]], code: int, letter: str) -> tuple[bytes, bytes]:
+    """(.idx, .bin) as megatron-core's _IndexWriter lays them out, written by hand, independently of our writer."""
+    itemsize = struct.calcsize("<" + letter)
+    index = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", code)
+    index += struct.pack("<Q", len(documents)) + struct.pack("<Q", len(documents) + 1)
+    for document in documents:
+        index += struct.pack("<i", len(document))
+    pointer = 0
+    for document in documents:
+        index += struct.pack("<q", pointer)
+        pointer += len(document) * itemsize
+    for number in range(len(documents) + 1):
+        index += struct.pack("<q", number)
+    return index, b"".join(struct.pack(f"<{len(document)}{letter}", *document) for document in documents)
+
+
+def write_pair(folder: Path, index: bytes, tokens: bytes) -> str:
+    (folder / "x.idx").write_bytes(index)
+    (folder / "x.bin").write_bytes(tokens)
+    return str(folder / "x")
+
+
+def open_error(prefix: str) -> str:
+    """The message of the DataError that opening must raise; one line."""
+    with pytest.raises(DataError) as caught:
+        IndexedDataset(prefix)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "letter", "dtype"),
+    [(1, "B", "|u1"), (2, "b", "|i1"), (3, "h", "<i2"), (4, "i", "<i4"), (5, "q", "<i8"), (8, "H", "<u2")],
+)
+def test_reads_and_writes_megatrons_bytes(tmp_path: Path, code: int, letter: str, dtype: str) -> None:
+    """Our reader reads Megatron's layout, and our writer writes the same bytes, for every integer dtype."""
+    index, tokens = megatron_bytes(DOCUMENTS, code, letter)
+    dataset = IndexedDataset(write_pair(tmp_path, index, tokens))
+    assert [dataset.document(number).tolist() for number in range(dataset.num_documents)] == DOCUMENTS
+    assert dataset.num_tokens == sum(map(len, DOCUMENTS)) and dataset.tokens.dtype == np.dtype(dtype)
+    with IndexedDatasetWriter(str(tmp_path / "ours"), dtype) as writer:
+        for document in DOCUMENTS:
+            writer.add_document(np.array(document, dtype=np.int64))
+    assert (tmp_path / "ours.idx").read_bytes() == index
+    assert (tmp_path / "ours.bin").read_bytes() == tokens
+    assert sorted(os.listdir(tmp_path)) == ["ours.bin", "ours.idx", "x.bin", "x.idx"]
+
+
+def test_documents_of_several_sequences_are_read(tmp_path: Path) -> None:
+    """Megatron allows several sequences in a document; each is read as a document of its own."""
+    index, tokens = megatron_bytes([[1, 2], [3], [4]], 8, "H")
+    index = index[:26] + struct.pack("<Q", 2) + index[34:-32] + struct.pack("<2q", 0, 3)
+    assert IndexedDataset(write_pair(tmp_path, index, tokens)).num_documents == 3
+
+
+def test_empty_data_set_opens(tmp_path: Path) -> None:
+    """No documents is a legal file; the loader, not the reader, refuses it."""
+    with IndexedDatasetWriter(str(tmp_path / "x"), "<u2"):
+        pass
+    assert (tmp_path / "x.idx").read_bytes() == megatron_bytes([], 8, "H")[0]
+    assert IndexedDataset(str(tmp_path / "x")).num_documents == 0
+
+
+def test_locate_names_document_and_offset(tmp_path: Path) -> None:
+    """Every token of the file is found in its document; empty documents are passed over."""
+    dataset = IndexedDataset(write_pair(tmp_path, *megatron_bytes(DOCUMENTS, 8, "H")))
+    expected = [(number, offset) for number, document in enumerate(DOCUMENTS) for offset in range(len(document))]
+    assert [dataset.locate(token) for token in range(dataset.num_tokens)] == expected
+
+
+def test_truncated_index_is_refused_at_every_length(tmp_path: Path) -> None:
+    """Cut anywhere, at field boundaries and inside of fields, and with bytes too many: always one clear line."""
+    index, tokens = megatron_bytes(DOCUMENTS, 8, "H")
+    boundaries = {sum(FIELD_SIZES[:count]) for count in range(6)}
+    assert boundaries <= set(range(len(index)))
+    for length in range(len(index)):
+        assert f"x.idx: {length:,} bytes, but " in open_error(write_pair(tmp_path, index[:length], tokens))
+    message = open_error(write_pair(tmp_path, index[:40], tokens))
+    assert message.endswith(f"x.idx: 40 bytes, but its header promises {len(index)}")
+    open_error(write_pair(tmp_path, index + b"\0", tokens))
+
+
+@pytest.mark.parametrize("change", [-1, -2, 1, 2, -12, 1000])
+def test_bin_of_another_size_is_refused(tmp_path: Path, change: int) -> None:
+    """A .bin that lost or gained a byte, a token or half of itself is found at open."""
+    index, tokens = megatron_bytes(DOCUMENTS, 8, "H")
+    tokens = tokens[:change] if change < 0 else tokens + bytes(change)
+    assert f"x.bin: {len(tokens):,} bytes, but " in open_error(write_pair(tmp_path, index, tokens))
+
+
+@pytest.mark.parametrize(
+    ("edit", "fact"),
+    [
+        (lambda raw: b"NOTANIDX!" + raw[9:], "not a token index"),
+        (lambda raw: raw[:9] + struct.pack("<Q", 2) + raw[17:], "format version 2"),
+        (lambda raw: raw[:17] + b"\x06" + raw[18:], "floating point"),
+        (lambda raw: raw[:17] + b"\x07" + raw[18:], "floating point"),
+        (lambda raw: raw[:17] + b"\x09" + raw[18:], "unknown dtype code 9"),
+        (lambda raw: raw[:17] + b"\x00" + raw[18:], "unknown dtype code 0"),
+        (lambda raw: raw[:18] + struct.pack("<Q", 2**63) + raw[26:], "its header promises"),
+        (lambda raw: raw[:18] + struct.pack("<Q", 2**64 - 1) + raw[26:], "its header promises"),
+        (lambda raw: raw[:26] + struct.pack("<Q", 2**61) + raw[34:], "its header promises"),
+        (lambda raw: raw[:38] + struct.pack("<i", -3) + raw[42:], "document 1 has a size of -3 tokens"),
+        (lambda raw: raw[:38] + struct.pack("<i", 4) + raw[42:], "document 2 begins at byte 6 instead of 8"),
+        (lambda raw: raw[:66] + struct.pack("<q", 2) + raw[74:], "document 0 begins at byte 2 instead of 0"),
+        (lambda raw: raw[:-8] + struct.pack("<q", 9), "document index runs from 0 to 9"),
+        (lambda raw: raw[:-16] + struct.pack("<q", 99) + raw[-8:], "not in rising order"),
+    ],
+)
+def test_damaged_index_is_named(tmp_path: Path, edit: Callable[[bytes], bytes], fact: str) -> None:
+    """Each field, damaged, is refused with the file and the fact."""
+    index, tokens = megatron_bytes(DOCUMENTS, 8, "H")
+    message = open_error(write_pair(tmp_path, edit(index), tokens))
+    assert fact in message and message.startswith(str(tmp_path / "x.idx"))
+
+
+def test_fuzzed_headers_never_do_anything_but_a_data_error(tmp_path: Path) -> None:
+    """Random damage to the header and the tables ends in a DataError or in a data set that reads as it says."""
+    index, tokens = megatron_bytes(DOCUMENTS, 8, "H")
+    generator = random.Random(0)
+    refused = 0
+    for _ in range(600):
+        damaged = bytearray(index)
+        for _ in range(generator.randint(1, 4)):
+            damaged[generator.randrange(34 if generator.random() < 0.7 else len(index))] = generator.randrange(256)
+        prefix = write_pair(tmp_path, bytes(damaged), tokens)
+        try:
+            dataset = IndexedDataset(prefix)
+        except DataError:
+            refused += 1
+        else:
+            for number in range(dataset.num_documents):
+                assert len(dataset.document(number)) == dataset.sizes[number]
+    assert refused > 540
+
+
+def test_missing_files_and_folders(tmp_path: Path) -> None:
+    """Missing halves, folders, and prefixes with an ending are told apart."""
+    assert "x.idx: no such file" in open_error(str(tmp_path / "x"))
+    write_pair(tmp_path, *megatron_bytes(DOCUMENTS, 8, "H"))
+    assert f"without its ending: {tmp_path / 'x'}" in open_error(str(tmp_path / "x.bin"))
+    (tmp_path / "x.bin").unlink()
+    assert "x.bin: no such file" in open_error(str(tmp_path / "x"))
+    (tmp_path / "y.idx").mkdir()
+    assert "y.idx: is a folder" in open_error(str(tmp_path / "y"))
+    open_error("zero\0byte")
+
+
+def test_bin_cut_short_while_open_is_a_data_error(tmp_path: Path) -> None:
+    """A file truncated during a run gives a clear line, not a SIGBUS."""
+    prefix = write_pair(tmp_path, *megatron_bytes(DOCUMENTS, 8, "H"))
+    dataset = IndexedDataset(prefix)
+    assert dataset.tokens.read(0, 12).tolist() == sum(DOCUMENTS, [])
+    os.truncate(prefix + ".bin", 9)
+    with pytest.raises(DataError, match="x.bin: 9 bytes, but it had 24 when the run began"):
+        dataset.tokens.read(0, 12)
+
+
+def test_writer_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    """Token ids beyond the dtype are an error, and an error leaves no file behind."""
+    for tokens in ([300], [-1]):
+        with pytest.raises(DataError, match="does not fit uint8"):
+            with IndexedDatasetWriter(str(tmp_path / "x"), "|u1") as writer:
+                writer.add_document(np.array(tokens))
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(StorageError, match="cannot be written"):
+        IndexedDatasetWriter(str(tmp_path / "missing" / "x"), "|u1")
+
+
+def test_second_writer_of_a_prefix_is_refused(tmp_path: Path) -> None:
+    """Two writers cannot mix their tokens; the first one is not disturbed."""
+    with IndexedDatasetWriter(str(tmp_path / "x"), "|u1") as writer:
+        writer.add_document(np.array([1, 2, 3]))
+        with pytest.raises(StorageError, match="another process is writing it"):
+            IndexedDatasetWriter(str(tmp_path / "x"), "|u1")
+    assert IndexedDataset(str(tmp_path / "x")).document(0).tolist() == [1, 2, 3]
+
+
+KILLED_WRITER = textwrap.dedent("""
+    import os, signal, sys
+    import numpy as np
+    from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+    prefix, deadly_call = sys.argv[1], int(sys.argv[2])
+    calls = 0
+    def deadly(function):
+        def wrapper(*args, **kwargs):
+            global calls
+            calls += 1
+            if calls > deadly_call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+        return wrapper
+    os.fsync, os.replace = deadly(os.fsync), deadly(os.replace)
+    with IndexedDatasetWriter(prefix, "<u2") as writer:
+        for _ in range(5):
+            writer.add_document(np.arange(1000))
+""")
+
+
+def test_killed_writer_leaves_nothing_that_opens(tmp_path: Path) -> None:
+    """Killed before each sync and rename in turn, the pair is either complete or cannot be opened; a rerun works."""
+    prefix = str(tmp_path / "x")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    for deadly_call in range(5):  # two syncs, two renames, the sync of the folder
+        command = [sys.executable, "-c", KILLED_WRITER, prefix, str(deadly_call)]
+        assert subprocess.run(command, env=environment).returncode == -signal.SIGKILL
+        if deadly_call == 4:
+            assert IndexedDataset(prefix).num_tokens == 5000
+        else:
+            open_error(prefix)
+    with IndexedDatasetWriter(prefix, "<u2") as writer:
+        writer.add_document(np.arange(7))
+    assert IndexedDataset(prefix).num_tokens == 7 and sorted(os.listdir(tmp_path)) == ["x.bin", "x.idx"]
+
+
+def test_smallest_dtype_holds_the_last_id() -> None:
+    """Boundaries of the dtypes."""
+    expected = {256: "|u1", 257: "<u2", 65536: "<u2", 65537: "<i4", 2**31: "<i4", 2**31 + 1: "<i8"}
+    assert {size: smallest_dtype(size) for size in expected} == expected

@@ -1,0 +1,304 @@
+"""DataSource: the arrangement of samples, workers and their deaths, errors that name their file."""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.config import Config, unflatten
+from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.data.loader import DataSource, open_data
+from megatron_lite.errors import DataError, RunError, UsageError
+
+ROOT = Path(__file__).parents[2]
+LENGTH = 16
+
+
+@pytest.fixture
+def prefixes(tmp_path: Path) -> tuple[str, str]:
+    """Two data sets of different dtypes whose tokens count up from 0 and from 100,000."""
+    for name, dtype, base in (("a", "<u2", 0), ("b", "<i4", 100_000)):
+        with IndexedDatasetWriter(str(tmp_path / name), dtype) as writer:
+            sizes = [int(size) for size in np.random.default_rng(1).integers(0, 60, 100)]
+            for size in sizes:
+                writer.add_document(np.arange(base + writer.num_tokens, base + writer.num_tokens + size))
+    return str(tmp_path / "a"), str(tmp_path / "b")
+
+
+def config(data_path: tuple[str, ...], **values: Any) -> Config:
+    """A resolved config, as far as the data part looks at it."""
+    defaults: dict[str, Any] = {
+        "data_path": data_path, "split": (80.0, 10.0, 10.0), "num_workers": 0, "batch_size": 12, "micro_batch_size": 3,
+        "sequence_length": LENGTH, "train_iters": 8, "validation_iters": 2, "test_iters": 1, "vocab_size": 200_000,
+        "seed": 11,
+    }  # fmt: skip
+    return unflatten({**defaults, **values})
+
+
+def micro_batches(source: DataSource, phase: str, first: int, count: int) -> list[list[Tensor]]:
+    with contextlib.closing(source.batches(phase, first, count)) as batches:  # type: ignore[type-var]
+        return list(batches)
+
+
+def equal(first: list[list[Tensor]], second: list[list[Tensor]]) -> bool:
+    return len(first) == len(second) and all(
+        len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def global_batch(values: Config, world_size: int, iteration: int) -> Tensor:
+    """All samples of an iteration in the order of their indices, put together from all ranks."""
+    sources = [open_data(values, rank, world_size) for rank in range(world_size)]
+    per_rank = [micro_batches(source, "training", iteration, 1)[0] for source in sources]
+    return torch.cat([rank[number] for number in range(len(per_rank[0])) for rank in per_rank])
+
+
+@pytest.mark.parametrize("source", ["list", "random"])
+def test_global_batch_is_independent_of_ranks_and_micro_batches(prefixes: tuple[str, str], source: str) -> None:
+    """Sample j of iteration t is the same for every world size, micro-batch size and length of the run."""
+    reference = None
+    for world_size, micro_batch_size in ((1, 12), (1, 1), (2, 3), (3, 2), (4, 3)):
+        for train_iters in (4, 400):
+            values = config(
+                ("0.3", prefixes[0], "0.7", prefixes[1]), dataset_source=source, micro_batch_size=micro_batch_size,
+                train_iters=train_iters,
+            )  # fmt: skip
+            batch = global_batch(values, world_size, 3)
+            assert batch.shape == (12, LENGTH + 1) and batch.dtype == torch.int64
+            reference = batch if reference is None else reference
+            assert torch.equal(batch, reference)
+
+
+def test_samples_are_runs_of_the_stream_and_an_epoch_covers_it(prefixes: tuple[str, str]) -> None:
+    """Tokens count up within a sample, across documents; one epoch visits every slot of the training split once."""
+    values = config(prefixes[:1], train_iters=1000)
+    source = open_data(values, 0, 1)
+    samples = torch.cat([torch.cat(batch) for batch in micro_batches(source, "training", 0, 40)])
+    assert (samples[:, 1:] - samples[:, :-1] == 1).all()
+    sizes = np.random.default_rng(1).integers(0, 60, 100)
+    per_epoch = (int(sizes[:80].sum()) - 1) // LENGTH
+    first_epoch = np.sort(samples[:per_epoch, 0].numpy())
+    assert (np.diff(first_epoch) == LENGTH).all()
+    validation = torch.cat(micro_batches(source, "validation", 0, 1)[0])
+    test = torch.cat(micro_batches(source, "test", 0, 1)[0])
+    assert samples.max() < sizes[:80].sum() <= validation.min()
+    assert validation.max() < sizes[:90].sum() <= test.min()
+
+
+def test_resume_continues_the_same_stream(prefixes: tuple[str, str]) -> None:
+    """Starting at iteration 3 gives what a run from the beginning has there; validation repeats its first batches."""
+    source = open_data(config(prefixes), 0, 2)
+    whole = micro_batches(source, "training", 0, 8)
+    assert equal(micro_batches(source, "training", 3, 5), whole[3:])
+    assert equal(micro_batches(source, "validation", 0, 2), micro_batches(source, "validation", 0, 2))
+
+
+@pytest.mark.parametrize("context", ["spawn", "fork", "forkserver"])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_workers_give_the_same_batches(prefixes: tuple[str, str], context: str) -> None:
+    """Two workers, of any start method, read what the process itself reads; they are gone when the batches end."""
+    data_path = ("0.3", prefixes[0], "0.7", prefixes[1])
+    expected = micro_batches(open_data(config(data_path), 1, 2), "training", 2, 6)
+    for prefetch_factor in (None, 1, 50):
+        values = config(data_path, num_workers=2, prefetch_factor=prefetch_factor, multiprocessing_context=context)
+        assert equal(micro_batches(open_data(values, 1, 2), "training", 2, 6), expected)
+        assert not multiprocessing.active_children()
+
+
+def test_closing_midway_leaves_no_processes(prefixes: tuple[str, str]) -> None:
+    """A generator that is closed, dropped or left to DataSource.close takes its workers with it, at once."""
+    values = config(prefixes, num_workers=2)
+    source = open_data(values, 0, 1)
+    batches = source.batches("training", 0, 8)
+    next(batches)
+    assert len(multiprocessing.active_children()) == 2
+    begun = time.monotonic()
+    batches.close()  # type: ignore[attr-defined]
+    assert not multiprocessing.active_children() and time.monotonic() - begun < 2
+    kept = source.batches("training", 0, 8)
+    next(kept)
+    source.close()
+    assert not multiprocessing.active_children()
+    with pytest.raises(RunError, match="were closed"):
+        next(kept)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("bad", "dtype"), [(500, "<u2"), (65535, "<u2"), (-1, "<i4"), (2**31 - 1, "<i4")])
+def test_bad_token_is_named(tmp_path: Path, num_workers: int, bad: int, dtype: str) -> None:
+    """A token id beyond the vocabulary or below zero: file, document, offset and id in one line, also from a worker."""
+    with IndexedDatasetWriter(str(tmp_path / "x"), dtype) as writer:
+        for number in range(40):
+            document = np.full(10, 499)
+            if number == 7:
+                document[4] = bad
+            writer.add_document(document[: 0 if number == 6 else 10])
+    values = config((str(tmp_path / "x"),), vocab_size=500, num_workers=num_workers, split=(1.0,), validation_iters=0,
+                    test_iters=0)  # fmt: skip
+    with pytest.raises(DataError) as caught:
+        micro_batches(open_data(values, 0, 1), "training", 0, 8)
+    expected = f"x.bin: document 7, offset 4: token id {bad} is outside of the vocabulary of 500 (--vocab_size)"
+    assert str(caught.value) == str(tmp_path / expected)
+    assert caught.value.__cause__ is None and not multiprocessing.active_children()
+
+
+def test_killed_worker_is_one_clear_line(prefixes: tuple[str, str]) -> None:
+    """SIGKILL of a worker ends the run with a line that says so, not with a hang."""
+    source = open_data(config(prefixes, num_workers=2, prefetch_factor=1), 0, 1)
+    batches = source.batches("training", 0, 1000)
+    next(batches)
+    victim = multiprocessing.active_children()[0]
+    os.kill(victim.pid or 0, signal.SIGKILL)
+    begun = time.monotonic()
+    with pytest.raises(RunError, match=r"^data worker \d was killed by SIGKILL \(often for lack of memory"):
+        for _ in batches:
+            pass
+    assert time.monotonic() - begun < 5 and not multiprocessing.active_children()
+
+
+def test_file_cut_short_during_the_run(prefixes: tuple[str, str]) -> None:
+    """A .bin truncated while workers read it is a DataError naming the file."""
+    source = open_data(config(prefixes[:1], num_workers=1, prefetch_factor=1), 0, 1)
+    batches = source.batches("training", 0, 1000)
+    next(batches)
+    os.truncate(prefixes[0] + ".bin", 10)
+    with pytest.raises(DataError, match="a.bin: 10 bytes, but it had"):
+        for _ in batches:
+            pass
+
+
+def test_workers_outlive_group_wide_signals(prefixes: tuple[str, str]) -> None:
+    """Signals that a terminal, torchrun or Slurm sends to every process do not take the workers from the parent."""
+    source = open_data(config(prefixes, num_workers=2, prefetch_factor=1), 0, 1)
+    batches = source.batches("training", 0, 20)
+    next(batches)
+    for child in multiprocessing.active_children():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(child.pid or 0, number)
+    assert len(list(batches)) == 19
+
+
+PARENT = textwrap.dedent("""
+    import multiprocessing, os, signal, sys, threading
+    from megatron_lite.data.reading import RandomReader
+    from megatron_lite.data.workers import Workers
+    if __name__ == "__main__":
+        ending = sys.argv[1]
+        if ending == "starting":  # signals to the whole group, like those of torchrun, while the workers start
+            signal.signal(signal.SIGTERM, lambda *_: None)
+            for delay in range(1, 60):
+                threading.Timer(delay / 100, os.killpg, (0, signal.SIGTERM)).start()
+        workers = Workers(RandomReader(1, 16, 50), lambda number: (number, 1), 100, 2, 2, "spawn")
+        batches = iter(workers)
+        next(batches)
+        print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+        if ending == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if ending == "error":
+            raise SystemExit(5)
+        if ending == "starting":
+            assert len(list(batches)) == 99
+""")
+
+
+@pytest.mark.parametrize(("ending", "code"), [("killed", -9), ("error", 5), ("forgotten", 0), ("starting", 0)])
+def test_workers_die_with_their_parent(tmp_path: Path, ending: str, code: int) -> None:
+    """However the parent ends, also by SIGKILL, no worker stays and nothing hangs; signals at the start do no harm."""
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    begun = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, str(script), ending], env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=60, start_new_session=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (code, "")
+    for pid in map(int, done.stdout.split()):
+        while _alive(pid):
+            assert time.monotonic() - begun < 30, f"worker {pid} lives on"
+            time.sleep(0.02)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def test_workers_do_not_import_torch() -> None:
+    """The modules that a worker needs load without torch: that is what makes workers start fast and small."""
+    code = "import sys, megatron_lite.data.workers; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0
+
+
+def test_slow_sample_is_reported(prefixes: tuple[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    """Reading a sample for longer than the limit gives a warning that names the file, from workers too."""
+    values = config(prefixes[:1], num_workers=1, data_sample_warn_time_ms=1e-9)
+    with caplog.at_level(logging.WARNING, logger="megatron_lite"):
+        micro_batches(open_data(values, 0, 1), "training", 0, 1)
+    assert "a.bin: reading one sample took" in caplog.text
+
+
+def faults() -> Iterator[tuple[str, dict[str, Any], type[Exception], str]]:
+    """(what is tokenized: sizes of the documents, options, error, message)."""
+    yield "", {}, DataError, r"x\.idx: an empty data set: it holds no documents"
+    yield "100", {}, DataError, r"--split=80,10,10 leaves none of its 1 documents for validation; .*--validation_iters="
+    yield "100", {"split": (0.0, 1.0), "test_iters": 0}, DataError, r"leaves none of its 1 documents for training"
+    yield "10 0 6", {"split": (1.0,)}, DataError, (
+        r"x\.bin: 16 tokens for training \(3 of 3 documents, --split=1\), but one sample needs 17 "
+        r"\(--sequence_length \+ 1\)"
+    )
+    yield "0 0 0", {"split": (1.0,)}, DataError, r"x\.bin: 0 tokens for training"
+    yield "100", {"data_path": ()}, UsageError, r"--data_path: names no data set"
+    yield "100", {"tokenizer_file": "/nonexistent.json"}, DataError, r"/nonexistent.json: cannot be read"
+
+
+@pytest.mark.parametrize(("sizes", "options", "kind", "message"), list(faults()))
+def test_faults_at_open(
+    tmp_path: Path, sizes: str, options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    """Empty data sets, splits and data sets below one sample are refused before any work, in one line."""
+    with IndexedDatasetWriter(str(tmp_path / "x"), "<u2") as writer:
+        for size in sizes.split():
+            writer.add_document(np.zeros(int(size), dtype=np.int64))
+    if options.get("split") == (1.0,):
+        options = {**options, "validation_iters": 0, "test_iters": 0}
+    with pytest.raises(kind, match=message) as caught:
+        open_data(config(options.pop("data_path", (str(tmp_path / "x"),)), **options), 0, 1)
+    assert "\n" not in str(caught.value)
+
+
+def test_only_needed_phases_are_checked(tmp_path: Path) -> None:
+    """One document of one sample is enough to train on; with no iterations at all not even a file is needed."""
+    with IndexedDatasetWriter(str(tmp_path / "x"), "<u2") as writer:
+        writer.add_document(np.arange(LENGTH + 1))
+    values = config((str(tmp_path / "x"),), split=(1.0,), validation_iters=0, test_iters=0)
+    source = open_data(values, 0, 1)
+    for batch in micro_batches(source, "training", 0, 2):
+        for micro_batch in batch:
+            assert micro_batch.tolist() == [list(range(LENGTH + 1))] * 3
+    assert source.describe()["training data"] == "96 samples out of 17 tokens: 96 epochs"
+    assert open_data(config((), train_iters=0, validation_iters=0, test_iters=0), 0, 1).describe() == {}
+
+
+def test_description_of_a_blend(prefixes: tuple[str, str]) -> None:
+    """The banner names files, sizes, shares and epochs."""
+    lines = open_data(config(("1", prefixes[0], "3", prefixes[1])), 0, 1).describe()
+    assert lines["data 1"].startswith(f"{prefixes[1]}: 100 documents, ")
+    assert lines["data 1"].endswith(" tokens, 75% of the samples")
+    assert set(lines) == {"data 0", "data 1", "training data", "validation data", "test data"}
