@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -20,7 +21,7 @@ from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, NumericsError
 from megatron_lite.experiment import Experiment
 from megatron_lite.layers.layer import MicroBatch
 from megatron_lite.monitor.metrics import format_record
-from megatron_lite.monitor.progress import progress_bar
+from megatron_lite.monitor.progress import ProgressBar, progress_bar
 from megatron_lite.optimizer.adamw import Update
 from megatron_lite.optimizer.schedules import learning_rate
 from megatron_lite.seeds import derive_seed
@@ -71,37 +72,48 @@ def train(run: Run) -> tuple[int, str]:
         message = f"the run is complete: iteration {run.iteration} of {training.train_iters}; nothing to do"
         run.logger.info(message)
         return EXIT_DONE, message
-    bar = progress_bar(training.train_iters, run.iteration) if run.distributed.rank == 0 else None
     batches = run.data.batches("training", run.iteration, training.train_iters - run.iteration)
-    for iteration in range(run.iteration + 1, training.train_iters + 1):
-        micro_batches, data_wait_s = next_batch(run, batches)
-        if run.distributed.agree_max(run.stop.received):
-            return preempted(run)
-        update = train_step(run, micro_batches, iteration)
-        run.window.add(update.loss, update.grad_norm, update.skipped, data_wait_s)
-        run.iteration = iteration
-        last = iteration == training.train_iters
-        if last or is_due(iteration, config.run.log_interval, config.run.log_offset):
-            log_training(run, update)
-        if bar is not None:
-            bar.update(iteration)
-        with run.timer.excluded():
-            if training.validation_iters and (last or iteration % training.validation_interval == 0):
-                evaluate(run, "validation", training.validation_iters)
-            if last and training.test_iters:
-                evaluate(run, "test", training.test_iters)
-            if training.export_interval is not None and (last or iteration % training.export_interval == 0):
-                export(run)
-            if last or is_due(iteration, training.checkpoint_interval, training.checkpoint_offset):
-                save(run)
+    loss: float | None = None
+    with contextlib.closing(open_bar(run)) as bar:
+        for iteration in range(run.iteration + 1, training.train_iters + 1):
+            micro_batches, data_wait_s = next_batch(run, batches)
+            if run.distributed.agree_max(run.stop.received):
+                return preempted(run)
+            update = train_step(run, micro_batches, iteration)
+            run.window.add(update.loss, update.grad_norm, update.skipped, data_wait_s)
+            run.iteration = iteration
+            last = iteration == training.train_iters
+            if last or is_due(iteration, config.run.log_interval, config.run.log_offset):
+                loss = log_training(run, update)
+            bar.update(iteration, loss)
+            with run.timer.excluded():
+                evaluate_and_save(run, last)
             if not last and is_due(iteration, training.stop_interval, training.stop_offset):
-                save(run)
                 return EXIT_DONE, f"stopped at iteration {iteration} as planned by --stop_interval"
-    if bar is not None:
-        bar.close()
     message = f"training complete: {run.iteration} iterations"
     run.logger.info(message)
     return EXIT_DONE, message
+
+
+def open_bar(run: Run) -> ProgressBar:
+    """A progress bar on the terminal of rank 0."""
+    if run.distributed.rank != 0:
+        return ProgressBar(None)
+    return progress_bar(run.config.training.train_iters, run.iteration)
+
+
+def evaluate_and_save(run: Run, last: bool) -> None:
+    """What is due after an iteration. The checkpoint comes last: a run that resumes from it repeats none of the rest."""
+    training, iteration = run.config.training, run.iteration
+    stopping = is_due(iteration, training.stop_interval, training.stop_offset)
+    if training.validation_iters and (last or iteration % training.validation_interval == 0):
+        evaluate(run, "validation", training.validation_iters)
+    if training.test_iters and last:
+        evaluate(run, "test", training.test_iters)
+    if training.export_interval is not None and (last or iteration % training.export_interval == 0):
+        export(run)
+    if last or stopping or is_due(iteration, training.checkpoint_interval, training.checkpoint_offset):
+        save(run)
 
 
 def train_step(run: Run, micro_batches: list[Tensor], iteration: int) -> Update:
@@ -158,8 +170,8 @@ def evaluate(run: Run, phase: str, iterations: int) -> None:
     run.logger.info(format_record(record))
 
 
-def log_training(run: Run, update: Update) -> None:
-    """One line of the log and of metrics.jsonl: reads the device, so it waits for it."""
+def log_training(run: Run, update: Update) -> float | None:
+    """One line of the log and of metrics.jsonl; returns its loss. Reads the device, so it waits for it."""
     streak = run.window.streak
     record: dict[str, Any] = {
         "phase": "training",
@@ -180,6 +192,8 @@ def log_training(run: Run, update: Update) -> None:
     if run.distributed.device.type == "cuda":
         record["max_allocated_mib"] = torch.cuda.max_memory_allocated() / MIB
         record["max_reserved_mib"] = torch.cuda.max_memory_reserved() / MIB
+        console["allocated_mib"] = torch.cuda.memory_allocated() / MIB
+        console["reserved_mib"] = torch.cuda.memory_reserved() / MIB
     run.trackers.log(record)
     run.logger.info(format_record(record, console))
     if streak >= HOPELESS_STREAK:
@@ -187,6 +201,8 @@ def log_training(run: Run, update: Update) -> None:
             f"the last {streak} updates were dropped because their gradients were not finite; the weights are those "
             "of the last good update. Resume from an older checkpoint with a lower --lr, or use --training_dtype=bf16"
         )
+    loss: float | None = record["loss"]
+    return loss
 
 
 def save(run: Run) -> None:
