@@ -118,6 +118,12 @@ class ModelConfig:
         unset="chunks of 128 tokens (CPU), 1024 (GPU)",
     )
 
+    @property
+    def rotary_base(self) -> float:
+        """exp(-rotary_embedding_scale), rounded to the nearest integer when within 1e-9 of it."""
+        base = math.exp(-self.rotary_embedding_scale)
+        return float(round(base)) if abs(base - round(base)) <= 1e-9 * base else base
+
 
 @dataclass(frozen=True)
 class BatchConfig:

@@ -74,9 +74,11 @@ def train(run: Run) -> tuple[int, str]:
         return EXIT_DONE, message
     batches = run.data.batches("training", run.iteration, training.train_iters - run.iteration)
     loss: float | None = None
+    first = run.iteration + 1
     with contextlib.closing(open_bar(run)) as bar:
-        for iteration in range(run.iteration + 1, training.train_iters + 1):
-            micro_batches, data_wait_s = next_batch(run, batches)
+        for iteration in range(first, training.train_iters + 1):
+            # The first wait holds the start of the workers: nothing to warn of.
+            micro_batches, data_wait_s = next_batch(run, batches, warn=iteration > first)
             if run.distributed.agree_max(run.stop.received):
                 return preempted(run)
             update = train_step(run, micro_batches, iteration)
@@ -137,12 +139,12 @@ def micro_batch(tokens: Tensor, device: torch.device, scale: Tensor | None, drop
     return MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), scale, dropout_seed)
 
 
-def next_batch(run: Run, batches: Iterator[list[Tensor]]) -> tuple[list[Tensor], float]:
+def next_batch(run: Run, batches: Iterator[list[Tensor]], warn: bool) -> tuple[list[Tensor], float]:
     """The micro-batches of the next iteration, and the seconds that they took."""
     start_s = time.perf_counter()
     micro_batches = next(batches)
     waited_s = time.perf_counter() - start_s
-    if waited_s * 1e3 > run.config.data.data_batch_warn_time_ms and run.window.iterations:
+    if warn and waited_s * 1e3 > run.config.data.data_batch_warn_time_ms:
         run.logger.warning("waited %.1f s for data; more --num_workers may help", waited_s)
     return micro_batches, waited_s
 

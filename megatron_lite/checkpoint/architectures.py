@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from megatron_lite.config import Config, ModelConfig
@@ -81,12 +80,6 @@ def _as_flag(value: Any) -> str:
     return str(int(value)) if isinstance(value, bool) else "none" if value is None else str(value)
 
 
-def rotary_theta(rotary_embedding_scale: float) -> float:
-    """The rotary base exp(-scale), rounded to the nearest integer when it is within 1e-9 of it, relatively."""
-    theta = math.exp(-rotary_embedding_scale)
-    return float(round(theta)) if math.isclose(theta, round(theta), rel_tol=1e-9) else theta
-
-
 def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -> dict[str, Any]:
     """config.json of a resolved config. `special_tokens` are bos_token_id and eos_token_id, None where unknown.
 
@@ -129,7 +122,7 @@ def _gpt2(model: ModelConfig) -> dict[str, Any]:
 
 def _rotary(architecture: str, config: Config) -> dict[str, Any]:
     """What Llama, Mistral and StarCoder2 share, and what each adds."""
-    model, theta = config.model, rotary_theta(config.model.rotary_embedding_scale)
+    model, theta = config.model, config.model.rotary_base
     shared = {
         "max_position_embeddings": max(model.max_position_embeddings or 0, config.batch.sequence_length),
         "hidden_size": model.hidden_size, "num_hidden_layers": model.num_layers,

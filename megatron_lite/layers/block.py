@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -27,15 +25,8 @@ class Rotary:
         """cos and sin, (length, d / 2) in fp32, on the device of `like`."""
         if self._table is None or self._table[0].device != like.device:
             assert self._config.kv_channels is not None
-            base = rotary_base(self._config.rotary_embedding_scale)
-            self._table = rotary_table(self._length, self._config.kv_channels, base, like.device)
+            self._table = rotary_table(self._length, self._config.kv_channels, self._config.rotary_base, like.device)
         return self._table
-
-
-def rotary_base(rotary_embedding_scale: float) -> float:
-    """exp(-scale), rounded to the nearest integer when within 1e-9 of it (-log(10000) means 10000)."""
-    base = math.exp(-rotary_embedding_scale)
-    return float(round(base)) if abs(base - round(base)) <= 1e-9 * base else base
 
 
 class Attention(torch.nn.Module):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import files, huggingface
-from megatron_lite.checkpoint.architectures import check_exportable, hugging_face_config, rotary_theta
+from megatron_lite.checkpoint.architectures import check_exportable, hugging_face_config
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.errors import StorageError, UsageError
 from tests.checkpoint.fakes import FakeDistributed, World, empty_model, make_specs
@@ -386,11 +386,10 @@ def test_the_config_states_both_spellings() -> None:
 @pytest.mark.parametrize("theta", [10000, 500000, 1000000, 12345.678])
 def test_the_rotary_base_is_the_models(theta: float) -> None:
     """The export states the base that the model computes with, whole where a whole number was meant."""
-    from megatron_lite.layers.block import rotary_base
-
     scale = -math.log(theta)
-    assert rotary_theta(scale) == rotary_base(scale) == pytest.approx(theta, rel=1e-12)
-    assert rotary_theta(scale) == theta or theta == 12345.678
+    base = ModelConfig(rotary_embedding_scale=scale).rotary_base
+    assert base == pytest.approx(theta, rel=1e-12)
+    assert base == theta or theta == 12345.678
 
 
 @pytest.mark.parametrize("case", CASES)

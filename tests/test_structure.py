@@ -1,0 +1,225 @@
+"""The rules of the house, read from the source: which way imports go, what is never used, what every module has."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "megatron_lite"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+PROGRAMS = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "scripts").rglob("*.py"))]
+MAXIMUM_LINES = 400
+MAXIMUM_LINES_WITHOUT_DOCSTRING = 8
+
+# Area (a module or folder of the package) -> areas that it may import; everything may import `errors`.
+ALLOWED_IMPORTS: dict[str, set[str]] = {
+    "errors": set(),
+    "config": set(),
+    "seeds": set(),
+    "exits": set(),
+    "stop_signal": set(),
+    "refused": {"config"},
+    "flags": {"config"},
+    "suggestions": {"config", "flags", "refused"},
+    "usage": {"config", "flags", "refused", "validation"},
+    "cautions": {"config", "flags"},
+    "validation": {"cautions", "config", "flags", "refused"},
+    "arguments": {"config", "flags", "refused", "suggestions", "usage", "validation"},
+    "distributed": {"config"},
+    "parameter": {"config", "seeds"},
+    "kernels": {"parameter", "seeds"},
+    "layers": {"config", "kernels", "parameter", "seeds"},
+    "gpt": {"config", "layers", "parameter"},
+    "zero": {"config", "distributed", "parameter", "seeds"},
+    "optimizer": {"config", "kernels", "distributed", "zero"},
+    "data": {"config", "seeds", "validation"},
+    "monitor": {"config"},
+    "checkpoint": {"config", "data", "distributed", "zero"},
+    "experiment": {"config", "distributed"},
+}
+# Modules at the top: they put the parts together.
+IMPORT_ALL = {"train", "build", "__init__"}
+
+# Where the process environment may be read; every other module gets values as arguments.
+READS_ENVIRONMENT = {"distributed.py", "arguments.py", "monitor/trackers.py"}
+
+FORBIDDEN_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+# Functions that load or send pickles, or run text as code or in a shell, by the end of their dotted name.
+FORBIDDEN_CALLS = {
+    ("eval",): "runs text as code",
+    ("exec",): "runs text as code",
+    ("os", "system"): "runs a shell",
+    ("os", "popen"): "runs a shell",
+    ("torch", "load"): "loads pickles",
+    ("torch", "save"): "writes pickles",
+    ("all_gather_object",): "sends pickles",
+    ("gather_object",): "sends pickles",
+    ("broadcast_object_list",): "sends pickles",
+    ("scatter_object_list",): "sends pickles",
+    ("send_object_list",): "sends pickles",
+    ("recv_object_list",): "sends pickles",
+}
+FORBIDDEN_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def identify(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture(params=MODULES, ids=identify)
+def module(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+@pytest.fixture(params=[*MODULES, *PROGRAMS], ids=identify)
+def source(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"), str(path))
+
+
+def area_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Dotted names of all imports of a file, inside functions too, relative ones resolved."""
+    package = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            origin = ".".join((*base, *([node.module] if node.module else [])))
+            yield from (f"{origin}.{name.name}" for name in node.names)
+
+
+def dotted_name(node: ast.expr) -> tuple[str, ...]:
+    """("torch", "load") for the expression torch.load; the parts before a call or index are left out."""
+    if isinstance(node, ast.Attribute):
+        return (*dotted_name(node.value), node.attr)
+    return (node.id,) if isinstance(node, ast.Name) else ("?",)
+
+
+def public_functions(tree: ast.Module) -> Iterator[tuple[str, Function]]:
+    """Functions and methods without a leading underscore, of modules and of public classes."""
+    for node in tree.body:
+        if isinstance(node, Function) and not node.name.startswith("_"):
+            yield node.name, node
+        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            for member in node.body:
+                if isinstance(member, Function) and not member.name.startswith("_"):
+                    yield f"{node.name}.{member.name}", member
+
+
+def is_kernel(function: Function) -> bool:
+    """Triton compiles these; its arguments are pointers and constants without Python types."""
+    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def test_imports_go_one_way(module: Path) -> None:
+    """No module imports a part of the package that stands above it, not even inside a function."""
+    area = area_of(module)
+    if area in IMPORT_ALL:
+        return
+    assert area in ALLOWED_IMPORTS, f"{area} is new: add to ALLOWED_IMPORTS what it may import"
+    parts = [name.split(".") for name in imported_modules(module) if name.split(".")[0] == "megatron_lite"]
+    imported = {part[1] for part in parts if len(part) > 1 and part[1] != "__version__"}
+    assert imported <= ALLOWED_IMPORTS[area] | {area, "errors"}, f"{identify(module)} reaches up"
+
+
+def test_import_rules_have_no_cycle() -> None:
+    """The rules above order the areas: each can be imported after those it may import."""
+    left, placed = dict(ALLOWED_IMPORTS), set[str]()
+    while left:
+        free = [area for area, below in left.items() if below <= placed]
+        assert free, f"a cycle among {sorted(left)}"
+        for area in free:
+            placed.add(area)
+            del left[area]
+
+
+def test_command_line_needs_no_torch() -> None:
+    """Options, arguments and their validation work without importing torch, so that --help answers at once."""
+    code = (
+        "import sys, megatron_lite.config, megatron_lite.arguments, megatron_lite.validation;"
+        "print([name for name in ('torch', 'numpy', 'transformers', 'wandb') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_nothing_dangerous(source: Path) -> None:
+    """No pickle is loaded, written or sent; no text is run as code or in a shell."""
+    assert not {name.split(".")[0] for name in imported_modules(source)} & FORBIDDEN_MODULES
+    for node in ast.walk(parse(source)):
+        if isinstance(node, ast.Call):
+            name = dotted_name(node.func)
+            for forbidden, reason in FORBIDDEN_CALLS.items():
+                builtin = len(forbidden) == 1 and forbidden[0] in ("eval", "exec")
+                match = name == forbidden if builtin else name[-len(forbidden) :] == forbidden
+                assert not match, f"{identify(source)}:{node.lineno}: {'.'.join(name)} {reason}"
+            for keyword in node.keywords:
+                off = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                assert keyword.arg not in FORBIDDEN_ARGUMENTS or off, f"{identify(source)}:{node.lineno}: {keyword.arg}"
+
+
+def test_environment_is_read_in_few_places(module: Path) -> None:
+    """Environment variables are read where the design says, so that a run is described by its command line."""
+    if module.relative_to(PACKAGE).as_posix() in READS_ENVIRONMENT:
+        return
+    for node in ast.walk(parse(module)):
+        used = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb", "putenv")
+        assert not used, f"{identify(module)}:{getattr(node, 'lineno', 0)} reads or writes the environment"
+
+
+def test_no_mutable_globals(source: Path) -> None:
+    """State is passed, not shared: no `global`, and names that hold lists, dicts or sets are constants."""
+    tree = parse(source)
+    assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Global)], "`global` is used"
+    for node in tree.body:
+        value = getattr(node, "value", None)
+        if isinstance(value, ast.List | ast.Dict | ast.Set) and isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            constants = [name for name in names if name.isupper() or name == "__all__"]
+            assert names == constants, f"{identify(source)}:{node.lineno}: {names} can be changed by anyone"
+
+
+def test_modules_are_short_and_explained(source: Path) -> None:
+    """Every module says what it is, and is short enough to be read in one go."""
+    tree = parse(source)
+    if source.name != "__init__.py" or tree.body:
+        assert ast.get_docstring(tree), f"{identify(source)} has no docstring"
+    lines = len(source.read_text("utf-8").splitlines())
+    assert lines <= MAXIMUM_LINES, f"{identify(source)} has {lines} lines"
+
+
+def test_public_functions_are_typed_and_explained(source: Path) -> None:
+    """Public functions carry types on every argument and result, and a docstring unless they are very short."""
+    for name, function in public_functions(parse(source)):
+        if is_kernel(function):
+            continue
+        where = f"{identify(source)}:{function.lineno}: {name}"
+        arguments = function.args
+        every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+        untyped = [a.arg for a in every if a is not None and a.annotation is None and a.arg not in ("self", "cls")]
+        assert not untyped, f"{where} has no types for {untyped}"
+        assert function.returns is not None, f"{where} has no result type"
+        lines = (function.end_lineno or 0) - function.lineno + 1
+        if lines > MAXIMUM_LINES_WITHOUT_DOCSTRING:
+            assert ast.get_docstring(function), f"{where} has {lines} lines and no docstring"
+
+
+def test_every_folder_is_a_package() -> None:
+    """Every folder with modules has an __init__.py, or an installation would leave it out."""
+    missing = {identify(path.parent) for path in MODULES if not (path.parent / "__init__.py").is_file()}
+    assert not missing
