@@ -18,7 +18,7 @@ def main(argv: list[str]) -> int:
         config = resolve(arguments.config, launch_world_size())
     except HelpRequested as request:
         if launch_rank() == 0:
-            print(request)
+            exits.print_page(str(request))
         return EXIT_DONE
     except UsageError as error:
         directory = getattr(error, "experiment_dir", None) or experiment_dir

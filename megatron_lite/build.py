@@ -5,20 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from megatron_lite import arguments, errors
+from megatron_lite import arguments
+from megatron_lite.agreement import together
 from megatron_lite.checkpoint import compatibility, sharded
 from megatron_lite.checkpoint.huggingface import check_exportable
 from megatron_lite.config import Config
 from megatron_lite.data.loader import DataSource, open_data
 from megatron_lite.distributed import Distributed
-from megatron_lite.errors import RunError
-from megatron_lite.exits import as_run_error
 from megatron_lite.experiment import Experiment
 from megatron_lite.gpt import build_gpt
 from megatron_lite.layers.ends import chunk_tokens
@@ -34,7 +32,6 @@ from megatron_lite.validation import warnings
 from megatron_lite.zero.multi_stage import MultiStage
 
 MIB = 2**20
-T = TypeVar("T")
 
 
 @dataclass
@@ -70,10 +67,9 @@ def build(
         RunError: of the kind that fits, before any training.
     """
     logger = _open_log(config, distributed, experiment)
-    together = Together(distributed)
     if config.training.export_interval is not None and config.training.export_format == "huggingface":
         check_exportable(config.model)
-    data = together(lambda: open_data(config, distributed.rank, distributed.world_size))
+    data = together(distributed, lambda: open_data(config, distributed.rank, distributed.world_size))
     layers = build_gpt(config.model, config.batch.sequence_length)
     for line in arguments.banner(config, derived_numbers(config, layers, distributed, data)).splitlines():
         logger.info(line)
@@ -82,14 +78,16 @@ def build(
     if experiment.checkpoints is not None:
         _check_architecture(config, experiment)
     model = together(
-        lambda: MultiStage(layers, config.multi_stage, config.batch, config.distributed.training_dtype, distributed)
+        distributed,
+        lambda: MultiStage(layers, config.multi_stage, config.batch, config.distributed.training_dtype, distributed),
     )
     logger.info(memory_line(model))
     optimizer = AdamW(config.optimizer, model.stages, config.distributed.training_dtype, distributed)
     window = LogWindow(distributed.device)
     iteration = _resume(config, distributed, experiment, logger, model, optimizer, window)
     trackers = together(
-        lambda: open_trackers(config, experiment.root, experiment.run) if distributed.rank == 0 else Trackers()
+        distributed,
+        lambda: open_trackers(config, experiment.root, experiment.run) if distributed.rank == 0 else Trackers(),
     )
     timer = StepTimer(
         config, distributed.world_size, iteration, flash_attention=distributed.device.type == "cuda",
@@ -98,35 +96,6 @@ def build(
     return Run(
         config, distributed, experiment, logger, data, model, optimizer, window, timer, trackers, stop, iteration
     )
-
-
-class Together:
-    """Runs an action on every rank; if it fails on any, all raise the error of the first that failed."""
-
-    def __init__(self, distributed: Distributed) -> None:
-        self._distributed = distributed
-
-    def __call__(self, action: Callable[[], T]) -> T:
-        error: Exception | None = None
-        result: list[T] = []
-        try:
-            result.append(action())
-        except Exception as caught:
-            error = caught
-        expected = None if error is None else as_run_error(error)
-        # A defect is raised here and now, with its traceback; the others then lose this peer.
-        if error is not None and expected is None:
-            raise error
-        status = None if expected is None else [type(expected).__name__, str(expected)]
-        statuses = self._distributed.gather_objects(status)
-        for rank, failed in enumerate(statuses):
-            if failed is not None:
-                kind, message = failed
-                who = "" if rank == 0 else f"rank {rank}: "
-                agreed_error: RunError = getattr(errors, kind)(who + message)
-                agreed_error.agreed = True
-                raise agreed_error
-        return result[0]
 
 
 def _open_log(config: Config, distributed: Distributed, experiment: Experiment) -> logging.Logger:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.config import DistributedConfig
-from megatron_lite.errors import PeerError, UsageError
+from megatron_lite.errors import PeerError, UsageError, is_lost_peer
 
 # Elements of one slice of a pairwise reduction: bounds its receive scratch to 2 * (world_size - 1) of these.
 REDUCTION_CHUNK_NUMEL = 4 * 2**20
@@ -104,10 +104,16 @@ class Distributed:
     """
 
     def __init__(
-        self, config: DistributedConfig, rank: int, world_size: int, local_rank: int, init_method: str | None = None
+        self,
+        config: DistributedConfig,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        local_world_size: int | None = None,
+        init_method: str | None = None,
     ) -> None:
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
-        self.device = choose_device(config.device, local_rank)
+        self.device = choose_device(config.device, local_rank, local_world_size or world_size)
         step_timeout = datetime.timedelta(seconds=config.distributed_timeout)
         startup_timeout = datetime.timedelta(seconds=config.startup_timeout)
         store = dist.HashStore() if init_method is None and world_size == 1 else None
@@ -212,17 +218,17 @@ def initialize(config: DistributedConfig) -> Distributed:
     """Join the process group that torchrun describes in the environment; alone, a group of one."""
     environment = os.environ
     world_size = int(environment.get("WORLD_SIZE", "1"))
-    # A lone torchrun worker needs no rendezvous of its own either.
     return Distributed(
         config,
         rank=int(environment.get("RANK", "0")),
         world_size=world_size,
         local_rank=int(environment.get("LOCAL_RANK", "0")),
+        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", str(world_size))),
     )
 
 
-def choose_device(name: str, local_rank: int) -> torch.device:
-    """The device of this rank.
+def choose_device(name: str, local_rank: int, local_world_size: int) -> torch.device:
+    """The device of this rank. Every rank of a machine comes to the same verdict.
 
     Raises:
         UsageError: if cuda is asked for and absent, or there are more local ranks than GPUs.
@@ -232,9 +238,9 @@ def choose_device(name: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not available:
         raise UsageError("--device=cuda: no CUDA device is available here; use --device=cpu or --device=auto")
-    if local_rank >= torch.cuda.device_count():
+    if local_world_size > torch.cuda.device_count():
         raise UsageError(
-            f"--device={name}: local rank {local_rank} has no GPU of its own ({torch.cuda.device_count()} found); "
+            f"--device={name}: {local_world_size} processes on this machine, but {torch.cuda.device_count()} GPUs; "
             "start at most one process per GPU (torchrun --nproc-per-node)"
         )
     torch.cuda.set_device(local_rank)
@@ -248,14 +254,14 @@ class peer_errors:  # noqa: N801 - reads as a statement
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, RuntimeError) and is_peer_failure(error):
+        if error is not None and "EADDRINUSE" in str(error):
+            port = os.environ.get("MASTER_PORT")
+            raise UsageError(
+                f"MASTER_PORT={port} is in use by another program on this machine; choose another one "
+                "(torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 finds a free one by itself)"
+            ) from error
+        if error is not None and is_lost_peer(error):
             raise PeerError(f"another rank died or stopped answering: {str(error).splitlines()[0]}") from error
-
-
-def is_peer_failure(error: BaseException) -> bool:
-    """Whether a backend's error means that a peer is gone rather than that this process did something wrong."""
-    signs = ("gloo", "Connection closed by peer", "NCCL", "Timed out waiting", "timed out", "Broken pipe", "recvValue")
-    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
 
 
 def _nccl(name: str, older_name: str) -> Callable[..., Handle]:

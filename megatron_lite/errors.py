@@ -9,6 +9,7 @@ class RunError(ValueError):
 
     exit_code = 1
     agreed = False  # whether every rank raises it together, so that rank 0 speaks for all
+    recorded = True  # whether it belongs in exit.json
 
 
 class UsageError(RunError):
@@ -35,6 +36,7 @@ class NumericsError(RunError):
     """Training has diverged: every recent update was dropped."""
 
     exit_code = 5
+    agreed = True
 
 
 class PeerError(RunError):
@@ -54,6 +56,13 @@ class StorageError(RunError):
 
     exit_code = 8
     agreed = True
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a backend's error means that another rank is gone, rather than that this one did something wrong."""
+    signs = ("gloo", "Connection closed by peer", "NCCL", "Timed out", "timed out", "Broken pipe", "Connection reset")
+    backend_error = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
+    return backend_error or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs))
 
 
 EXIT_DONE = 0

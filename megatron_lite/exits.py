@@ -10,7 +10,7 @@ import time
 import traceback
 from pathlib import Path
 
-from megatron_lite.errors import OutOfMemoryError, PeerError, RunError, StorageError
+from megatron_lite.errors import OutOfMemoryError, PeerError, RunError, StorageError, is_lost_peer
 
 EXIT_FILE = "exit.json"
 STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG)
@@ -32,8 +32,7 @@ def as_run_error(error: BaseException) -> RunError | None:
         storage_error = StorageError(f"{error.strerror}{where}; make room or choose another --experiment_dir")
         storage_error.agreed = False  # so far only this rank knows
         return storage_error
-    signs = ("gloo", "Connection closed by peer", "NCCL", "Timed out", "timed out", "Broken pipe", "Connection reset")
-    if kind == "DistBackendError" or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)):
+    if is_lost_peer(error):
         return PeerError(f"another rank died or stopped answering ({str(error).splitlines()[0]}); see its own message")
     return None
 
@@ -48,15 +47,34 @@ def report(error: BaseException, experiment_dir: str | None, rank: int, run: int
     code = expected.exit_code if expected is not None else 1
     message = str(expected) if expected is not None else f"{type(error).__name__}: {error}"
     agreed = expected is not None and expected.agreed
-    only_lost_peer = isinstance(expected, PeerError)
-    if rank == 0 or not (agreed or only_lost_peer):
-        who = "" if agreed or rank == 0 else f" on rank {rank}"
-        if expected is None:
-            traceback.print_exception(error)
-        print(f"ERROR{who}: {message}", file=sys.stderr, flush=True)
-        if not (only_lost_peer and _written_by(experiment_dir, run)):
-            write_exit(experiment_dir, code, "failed", message, run)
+    if rank > 0 and (agreed or (isinstance(expected, PeerError) and not _must_speak(experiment_dir, rank, run))):
+        return code
+    if expected is None:
+        traceback.print_exception(error)
+    print(f"ERROR{'' if rank == 0 else f' on rank {rank}'}: {message}", file=sys.stderr, flush=True)
+    heard = isinstance(expected, PeerError) and _written_by(experiment_dir, run)
+    if not heard and (expected is None or expected.recorded):
+        write_exit(experiment_dir, code, "failed", message, run)
     return code
+
+
+def print_page(text: str) -> None:
+    """Print to stdout, to the end or until its reader goes away (`--help | head`)."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its exit
+
+
+def _must_speak(experiment_dir: str | None, rank: int, run: int) -> bool:
+    """Whether this rank, which only lost a peer, has to say so because the peer died without a word, as may rank 0.
+
+    One after the other the survivors give the others time to write exit.json. Without one, rank 1 speaks.
+    """
+    if experiment_dir is None:
+        return rank == 1
+    time.sleep(1.0 + 0.1 * min(rank, 50))
+    return not _written_by(experiment_dir, run)
 
 
 def write_exit(experiment_dir: str | None, code: int | None, status: str, message: str, run: int = 0) -> None:

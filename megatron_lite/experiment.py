@@ -37,10 +37,12 @@ class Experiment:
             except OSError as error:
                 answer = {"error": f"--experiment_dir={directory}: {error.strerror or error}; choose a writable place"}
             except StorageError as error:
-                answer = {"error": str(error)}
+                answer = {"error": str(error), "recorded": False}  # exit.json is the other run's
         answer = distributed.broadcast_object(answer)
         if "error" in answer:
-            raise StorageError(answer["error"])
+            refusal = StorageError(answer["error"])
+            refusal.recorded = answer.get("recorded", True)
+            raise refusal
         self.run = answer["run"]
 
     @property

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from megatron_lite import distributed, exits
+from megatron_lite.agreement import raise_first
+from megatron_lite.arguments import launch_rank
 from megatron_lite.build import MIB, Run, build
 from megatron_lite.checkpoint import sharded
 from megatron_lite.checkpoint.huggingface import save_huggingface
 from megatron_lite.config import Config
-from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, NumericsError
+from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, NumericsError, RunError
 from megatron_lite.experiment import Experiment
 from megatron_lite.layers.layer import MicroBatch
 from megatron_lite.monitor.metrics import format_record
@@ -29,6 +31,8 @@ from megatron_lite.stop_signal import StopSignal
 
 # Dropped updates in a row after which a run is given up: fp16 needs at most 16 to find its first loss scale.
 HOPELESS_STREAK = 50
+# What a rank says instead of a signal number when it cannot go on.
+FAILED = 1 << 16
 
 
 def pretrain(config: Config, notes: tuple[str, ...]) -> int:
@@ -36,11 +40,10 @@ def pretrain(config: Config, notes: tuple[str, ...]) -> int:
 
     `notes` are warnings of the command line, printed under the banner.
     """
-    rank, run_number, run = 0, 0, None
+    rank, run_number, run = launch_rank(), 0, None
     stop = StopSignal()
     try:
         group = distributed.initialize(config.distributed)
-        rank = group.rank
         experiment = Experiment(config, group)
         run_number = experiment.run
         if rank == 0:
@@ -78,8 +81,8 @@ def train(run: Run) -> tuple[int, str]:
     with contextlib.closing(open_bar(run)) as bar:
         for iteration in range(first, training.train_iters + 1):
             # The first wait holds the start of the workers: nothing to warn of.
-            micro_batches, data_wait_s = next_batch(run, batches, warn=iteration > first)
-            if run.distributed.agree_max(run.stop.received):
+            micro_batches, data_wait_s, stop = next_batch(run, batches, warn=iteration > first)
+            if stop:
                 return preempted(run)
             update = train_step(run, micro_batches, iteration)
             run.window.add(update.loss, update.grad_norm, update.skipped, data_wait_s)
@@ -105,7 +108,7 @@ def open_bar(run: Run) -> ProgressBar:
 
 
 def evaluate_and_save(run: Run, last: bool) -> None:
-    """What is due after an iteration. The checkpoint comes last: a run that resumes from it repeats none of the rest."""
+    """What is due after an iteration. The checkpoint comes last: resuming from it repeats none of the rest."""
     training, iteration = run.config.training, run.iteration
     stopping = is_due(iteration, training.stop_interval, training.stop_offset)
     if training.validation_iters and (last or iteration % training.validation_interval == 0):
@@ -139,14 +142,28 @@ def micro_batch(tokens: Tensor, device: torch.device, scale: Tensor | None, drop
     return MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), scale, dropout_seed)
 
 
-def next_batch(run: Run, batches: Iterator[list[Tensor]], warn: bool) -> tuple[list[Tensor], float]:
-    """The micro-batches of the next iteration, and the seconds that they took."""
+def next_batch(run: Run, batches: Iterator[list[Tensor]], warn: bool = False) -> tuple[list[Tensor], float, bool]:
+    """The micro-batches of the next iteration, the seconds that they took, and whether any rank was told to stop.
+
+    Ranks agree here, over the CPU group with its long time-out: data may take long, a step's collectives may not.
+
+    Raises:
+        DataError: on every rank, if any cannot read its data.
+    """
+    failure: RunError | None = None
+    micro_batches: list[Tensor] = []
     start_s = time.perf_counter()
-    micro_batches = next(batches)
+    try:
+        micro_batches = next(batches)
+    except RunError as error:
+        failure = error
     waited_s = time.perf_counter() - start_s
     if warn and waited_s * 1e3 > run.config.data.data_batch_warn_time_ms:
         run.logger.warning("waited %.1f s for data; more --num_workers may help", waited_s)
-    return micro_batches, waited_s
+    signal = run.distributed.agree_max(run.stop.received if failure is None else FAILED)
+    if signal == FAILED:
+        raise_first(run.distributed, failure)
+    return micro_batches, waited_s, bool(signal)
 
 
 def is_due(iteration: int, interval: int | None, offset: int = 0) -> bool:
@@ -158,9 +175,11 @@ def evaluate(run: Run, phase: str, iterations: int) -> None:
     """Log the mean loss over the first `iterations` batches of a phase, the same ones every time."""
     batches = run.data.batches(phase, 0, iterations)
     loss = torch.zeros((), dtype=torch.float64, device=run.distributed.device)
-    for tokens in batches:
-        run.distributed.barrier()  # data may take long, a step's collectives may not
-        loss += run.model.evaluate([micro_batch(part, run.distributed.device, None, None) for part in tokens])
+    for _ in range(iterations):
+        micro_batches, _, _ = next_batch(run, batches)
+        loss += run.model.evaluate(
+            [micro_batch(tokens, run.distributed.device, None, None) for tokens in micro_batches]
+        )
     total = run.distributed.sum_in_rank_order(loss.view(1))
     record = {
         "phase": phase,

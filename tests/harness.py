@@ -59,7 +59,7 @@ def _run_rank(
     torch.set_num_threads(1)
     try:
         config = DistributedConfig(device="cpu", distributed_timeout=60.0, startup_timeout=60.0)
-        distributed = Distributed(config, rank, world_size, rank, init_method)
+        distributed = Distributed(config, rank, world_size, rank, init_method=init_method)
         result = function(distributed, *args)
         distributed.barrier()
         distributed.close()

@@ -40,6 +40,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "monitor": {"config"},
     "checkpoint": {"config", "data", "distributed", "zero"},
     "experiment": {"config", "distributed"},
+    "agreement": {"distributed", "exits"},
 }
 # Modules at the top: they put the parts together.
 IMPORT_ALL = {"train", "build", "__init__"}
