@@ -153,6 +153,11 @@ def derived_numbers(config: Config, layers: list[Layer], distributed: Distribute
         "ranks": str(distributed.world_size),
         "device": describe_device(distributed.device),
         "versions": f"torch {torch.__version__}, python {platform.python_version()}",
+        **(
+            {"deterministic": "on: GPU kernels that are slower but repeatable"}
+            if config.distributed.deterministic
+            else {}
+        ),
         **data.describe(),
     }
 

@@ -113,6 +113,8 @@ class Distributed:
         init_method: str | None = None,
     ) -> None:
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
+        if config.deterministic:
+            make_deterministic()
         self.device = choose_device(config.device, local_rank, local_world_size or world_size)
         step_timeout = datetime.timedelta(seconds=config.distributed_timeout)
         startup_timeout = datetime.timedelta(seconds=config.startup_timeout)
@@ -225,6 +227,15 @@ def initialize(config: DistributedConfig) -> Distributed:
         local_rank=int(environment.get("LOCAL_RANK", "0")),
         local_world_size=int(environment.get("LOCAL_WORLD_SIZE", str(world_size))),
     )
+
+
+def make_deterministic() -> None:
+    """Only deterministic GPU algorithms from here on; to be called before anything runs on a GPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for, read at its first use
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    # That switch also fills every new tensor with NaN, to catch reads of uninitialised memory: costly, and not needed.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def choose_device(name: str, local_rank: int, local_world_size: int) -> torch.device:

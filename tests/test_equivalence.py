@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from harness import Trajectory, run_distributed, same_weights, train_tiny
 
 from megatron_lite.distributed import Distributed
@@ -104,3 +105,15 @@ def test_loss_scaling_of_fp16_tracks_fp32() -> None:
     half, full = run_distributed(2, several, [{"training_dtype": "fp16"}, {}], 20)[0]
     assert relative_difference(half, full) < 2e-2
     np.testing.assert_allclose(half.grad_norms, full.grad_norms, rtol=0.05)
+
+
+def determinism(distributed: Distributed) -> tuple[bool, Trajectory]:
+    trajectory = train_tiny(distributed, {"deterministic": True, "hidden_dropout": 0.1}, 10)
+    return torch.are_deterministic_algorithms_enabled(), trajectory
+
+
+def test_deterministic_runs_with_torchs_own_check_switched_on() -> None:
+    """Every operation of a step has a deterministic form (torch raises otherwise); on CPU it changes no bit."""
+    enabled, strict = run_distributed(2, determinism)[0]
+    plain = run_distributed(2, train_tiny, {"hidden_dropout": 0.1}, 10)[0]
+    assert enabled and strict.losses == plain.losses and same_weights(strict.weights, plain.weights)
