@@ -25,13 +25,19 @@ _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "megatron_lite.ze
 TIMEOUT_S = 120.0
 
 
-def run_distributed(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def run_distributed(
+    world_size: int, function: Callable[..., Any], *args: Any, deterministic: bool = False
+) -> list[Any]:
     """Call function(distributed, *args) on `world_size` ranks; returns their results in rank order."""
+    config = DistributedConfig(
+        device="cpu", distributed_timeout=60.0, startup_timeout=60.0, deterministic=deterministic
+    )
     with tempfile.TemporaryDirectory() as directory:
         pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
             _CONTEXT.Process(
-                target=_run_rank, args=(rank, world_size, f"file://{directory}/store", pipes[rank][1], function, args)
+                target=_run_rank,
+                args=(rank, world_size, f"file://{directory}/store", config, pipes[rank][1], function, args),
             )
             for rank in range(world_size)
         ]
@@ -52,13 +58,13 @@ def _run_rank(
     rank: int,
     world_size: int,
     init_method: str,
+    config: DistributedConfig,
     sender: Connection,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     try:
-        config = DistributedConfig(device="cpu", distributed_timeout=60.0, startup_timeout=60.0)
         distributed = Distributed(config, rank, world_size, rank, init_method=init_method)
         result = function(distributed, *args)
         distributed.barrier()

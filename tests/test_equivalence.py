@@ -108,12 +108,12 @@ def test_loss_scaling_of_fp16_tracks_fp32() -> None:
 
 
 def determinism(distributed: Distributed) -> tuple[bool, Trajectory]:
-    trajectory = train_tiny(distributed, {"deterministic": True, "hidden_dropout": 0.1}, 10)
+    trajectory = train_tiny(distributed, {"hidden_dropout": 0.1}, 10)
     return torch.are_deterministic_algorithms_enabled(), trajectory
 
 
 def test_deterministic_runs_with_torchs_own_check_switched_on() -> None:
     """Every operation of a step has a deterministic form (torch raises otherwise); on CPU it changes no bit."""
-    enabled, strict = run_distributed(2, determinism)[0]
+    enabled, strict = run_distributed(2, determinism, deterministic=True)[0]
     plain = run_distributed(2, train_tiny, {"hidden_dropout": 0.1}, 10)[0]
     assert enabled and strict.losses == plain.losses and same_weights(strict.weights, plain.weights)
