@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Everything a change has to pass: linter, formatter, types, tests. Extra arguments go to pytest.
+#
+#     bash scripts/check.sh
+#
+# PYTHON chooses the interpreter of a new .venv; MEGATRON_LITE_NO_INSTALL=1 uses what the environment has.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+enter_environment
+install_project dev,plot,test
+cd "$ROOT"
+say "linter"
+run "ruff check" "$PYTHON" -m ruff check .
+say "types"
+run "mypy" "$PYTHON" -m mypy
+say "tests"
+run "the test run" "$PYTHON" -m pytest "$@"

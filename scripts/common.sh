@@ -1,0 +1,128 @@
+# shellcheck shell=bash
+# What quickstart.sh, run_tests.sh and check.sh share: find Python, enter a virtual environment, install the project.
+# Sourced, never run. It sets ROOT (the checkout) and PYTHON (the interpreter of the environment).
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+SCRIPT="$(basename "$0")"
+
+say() { printf '\n==> %s\n' "$*"; }
+
+die() {
+    printf '%s: %s\n' "$SCRIPT" "$*" >&2
+    exit 1
+}
+
+# Print a command as it could be typed, then run it; a failure is named in one line and keeps its exit code.
+run() {
+    local what="$1" code=0 word
+    shift
+    printf '+'
+    for word in "$@"; do
+        case "$word" in
+            *[!A-Za-z0-9_@%+=:,./-]* | "") printf ' %q' "$word" ;;
+            *) printf ' %s' "$word" ;; # as it stands where bash needs no quoting
+        esac
+    done
+    printf '\n'
+    "$@" || code=$?
+    if [ "$code" -ne 0 ]; then
+        printf '%s: %s failed with exit code %s\n' "$SCRIPT" "$what" "$code" >&2
+        exit "$code"
+    fi
+}
+
+# Name of the first Python >= 3.10 that can make virtual environments; $PYTHON, where set, is the only candidate.
+find_python() {
+    local candidate too_old="" no_venv=""
+    for candidate in ${PYTHON:-python3 python python3.13 python3.12 python3.11 python3.10 python3.14}; do
+        command -v "$candidate" >/dev/null 2>&1 || continue
+        if ! "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
+            too_old="$candidate"
+        elif ! "$candidate" -c 'import ensurepip, venv' >/dev/null 2>&1; then
+            no_venv="$candidate"
+        else
+            printf '%s\n' "$candidate"
+            return 0
+        fi
+    done
+    if [ -n "$no_venv" ]; then
+        die "$no_venv lacks the venv module; install it (Debian, Ubuntu: apt install python3-venv) or set PYTHON"
+    elif [ -n "$too_old" ]; then
+        die "Python >= 3.10 is needed, $too_old is older or broken; install a newer one or set PYTHON to its path"
+    fi
+    die "no Python found${PYTHON:+ at PYTHON=$PYTHON}; install Python >= 3.10 or set PYTHON to its path"
+}
+
+# require_space FOLDER MIB WHAT: stop early instead of half-way with a full disk.
+require_space() {
+    local free
+    free="$(df -Pk "$1" 2>/dev/null | awk 'NR == 2 { print int($4 / 1024) }')" || free=""
+    if [ -n "$free" ] && [ "$free" -lt "$2" ]; then
+        die "$3 needs about $2 MiB, but only $free MiB are free in $1; free some space or use another folder"
+    fi
+}
+
+# Use the active virtual environment, else <checkout>/.venv, which is made when it is not there.
+enter_environment() {
+    local base
+    if [ -n "${VIRTUAL_ENV:-}" ]; then
+        [ -x "$VIRTUAL_ENV/bin/python" ] || die "the active environment VIRTUAL_ENV=$VIRTUAL_ENV has no bin/python; deactivate it"
+        "$VIRTUAL_ENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 ||
+            die "the active environment VIRTUAL_ENV=$VIRTUAL_ENV has no working Python >= 3.10; deactivate it"
+        say "using the active environment $VIRTUAL_ENV"
+    else
+        VIRTUAL_ENV="$ROOT/.venv"
+        # A .venv without a working pip is a leftover of an interrupted start.
+        if ! "$VIRTUAL_ENV/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
+            base="$(find_python)"
+            [ -w "$ROOT" ] || die "$ROOT is read-only; activate a virtual environment first"
+            require_space "$ROOT" 500 "a virtual environment"
+            say "making $VIRTUAL_ENV with $("$base" --version)"
+            run "making the virtual environment" "$base" -m venv --clear "$VIRTUAL_ENV"
+        else
+            say "using $VIRTUAL_ENV"
+        fi
+    fi
+    export VIRTUAL_ENV PATH="$VIRTUAL_ENV/bin:$PATH"
+    PYTHON="$VIRTUAL_ENV/bin/python"
+    PIP_INSTALL=("$PYTHON" -m pip install --disable-pip-version-check)
+    [ -t 1 ] || PIP_INSTALL+=(--quiet) # a progress bar on a terminal, few lines in a log
+}
+
+has_nvidia_gpu() {
+    [ -e /dev/nvidiactl ] || { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }
+}
+
+# Without a GPU the CUDA build of torch is gigabytes for nothing. Whether pip can find a CPU build depends on its
+# configuration (index, find-links); where it cannot, the regular build is taken.
+prefer_cpu_torch() {
+    if [ "$(uname -s)" != Linux ] || has_nvidia_gpu || "$PYTHON" -c 'import torch' >/dev/null 2>&1; then
+        return 0
+    fi
+    say "no NVIDIA GPU here: looking for a CPU build of torch"
+    if ! "${PIP_INSTALL[@]}" --only-binary torch 'torch==2.13.0+cpu' 2>/dev/null; then
+        printf '%s\n' "pip finds no CPU build; taking the regular one (several GB). To avoid that, stop, point" \
+            "PIP_EXTRA_INDEX_URL at PyTorch's index of CPU builds, and start again."
+        require_space "$VIRTUAL_ENV" 10000 "the regular build of torch"
+    fi
+}
+
+# install_project EXTRAS: an editable install of this checkout with these extras, skipped when it is there and current.
+# MEGATRON_LITE_NO_INSTALL=1: use what the environment has (offline, or a read-only checkout).
+install_project() {
+    local extras="$1"
+    if [ -n "${MEGATRON_LITE_NO_INSTALL:-}" ]; then
+        "$PYTHON" -c 'import torch' >/dev/null 2>&1 ||
+            die "MEGATRON_LITE_NO_INSTALL is set, but $PYTHON has no torch; unset it, or install torch >= 2.11"
+        export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+        say "not installing (MEGATRON_LITE_NO_INSTALL is set)"
+        return 0
+    fi
+    if "$PYTHON" "$ROOT/scripts/check_installed.py" "$extras"; then
+        return 0
+    fi
+    say "installing megatron_lite[$extras] into $VIRTUAL_ENV (a few minutes the first time)"
+    require_space "$VIRTUAL_ENV" 4000 "the installation"
+    prefer_cpu_torch
+    run "the installation" "${PIP_INSTALL[@]}" --editable "$ROOT[$extras]"
+}

@@ -1,0 +1,120 @@
+#!/usr/bin/env bash
+# From a fresh clone to a trained model in one command: install, build a corpus out of Python's own standard library,
+# tokenize it, train a small GPT with torchrun, validate, checkpoint, export, and sample from the export.
+#
+#     bash scripts/quickstart.sh                      about three minutes of training on two cores, less on a GPU
+#     bash scripts/quickstart.sh                      again: says that the run is complete
+#     bash scripts/quickstart.sh --train_iters=1200   resumes; extra arguments go to pretrain_gpt.py and win
+#
+# QUICKSTART_DIR is the folder for all that it makes (default: quickstart/ in the checkout; delete it to start over).
+# PYTHON chooses the interpreter of a new .venv; MEGATRON_LITE_NO_INSTALL=1 uses what the environment has.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+case "${1:-}" in -h | --help)
+    awk 'NR > 1 && !/^#/ { exit } NR > 1 { sub(/^# ?/, ""); print }' "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
+esac
+
+FOLDER="${QUICKSTART_DIR:-$ROOT/quickstart}"
+FOLDER="${FOLDER%/}"
+RUN="$FOLDER/python_gpt"
+PREFIX="$FOLDER/data/stdlib"
+VOCABULARY=2048
+
+case "$FOLDER" in *[[:space:],]*)
+    die "--data_path separates files by spaces and commas, so they cannot be in $FOLDER; set QUICKSTART_DIR to another folder"
+    ;;
+esac
+DEVICE=auto
+previous=""
+for argument in "$@"; do
+    case "$argument" in
+        --experiment[_-]dir*) die "the folder is set by QUICKSTART_DIR, not by $argument" ;;
+        --device=*) DEVICE="${argument#*=}" ;;
+    esac
+    [ "$previous" != --device ] || DEVICE="$argument"
+    previous="$argument"
+done
+
+mkdir -p "$FOLDER" 2>/dev/null && [ -w "$FOLDER" ] || die "cannot write to $FOLDER; set QUICKSTART_DIR to another folder"
+require_space "$FOLDER" 500 "the run"
+enter_environment
+install_project plot
+
+if [ "$DEVICE" = auto ]; then
+    DEVICE="$("$PYTHON" -c 'import torch; print("cuda" if torch.cuda.is_available() else "cpu")')"
+fi
+if [ "$DEVICE" = cuda ]; then
+    PROCESSES=1
+    DEVICE_ARGS="--training_dtype=bf16"
+else
+    PROCESSES=2
+    DEVICE_ARGS="--zero_stage=2"
+    cores="$("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2)')"
+    threads=$((cores / PROCESSES))
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads < 1 ? 1 : threads > 4 ? 4 : threads))}"
+fi
+
+if [ -f "$PREFIX.summary.json" ]; then
+    say "the corpus is there: $PREFIX.bin"
+else
+    say "building a corpus out of the standard library's source files"
+    partial="$FOLDER/data.partial"
+    rm -rf "$partial"
+    mkdir -p "$partial"
+    run "building the corpus" "$PYTHON" "$ROOT/scripts/build_corpus.py" --output "$partial/stdlib.jsonl"
+    say "training a tokenizer of $VOCABULARY entries and tokenizing the corpus"
+    run "tokenizing" "$PYTHON" "$ROOT/scripts/prepare_data.py" "$partial/stdlib.jsonl" \
+        --output_prefix "$partial/stdlib" --train_tokenizer "$VOCABULARY"
+    rm -rf "$FOLDER/data"
+    mv "$partial" "$FOLDER/data" # complete or not there: an interrupted start begins again
+fi
+
+MODEL_ARGS="--num_layers=4 --hidden_size=128 --num_attention_heads=4 --ffn_hidden_size=384 --vocab_size=$VOCABULARY
+    --use_rotary_embeddings=1 --gated=1 --normalization_type=rms_norm --add_linear_biases=0 --tie_word_embeddings=1"
+TRAINING_ARGS="--batch_size=8 --sequence_length=256 --train_iters=800
+    --lr=4e-3 --min_lr=2e-4 --lr_warmup_iters=40 --lr_decay_style=cosine --weight_decay=0.1 --adam_beta2=0.95"
+MONITORING_ARGS="--log_interval=20 --validation_interval=200 --validation_iters=16
+    --checkpoint_interval=100 --max_checkpoints=2 --export_interval=200"
+
+say "training on $DEVICE with $PROCESSES process(es)"
+# The strings are split into flags on purpose; paths, which may hold spaces, stand apart.
+# shellcheck disable=SC2086
+run "training (see $RUN/exit.json)" "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node="$PROCESSES" "$ROOT/pretrain_gpt.py" \
+    $MODEL_ARGS $TRAINING_ARGS $MONITORING_ARGS $DEVICE_ARGS --num_workers=1 \
+    --data_path="$PREFIX" --split=95,5,0 --tokenizer_file="$PREFIX.tokenizer.json" --experiment_dir="$RUN" "$@"
+
+say "drawing the loss curve"
+read_entropy='import json, sys; print("%.3f" % json.load(open(sys.argv[1]))["unigram_entropy_nats"])'
+ENTROPY="$("$PYTHON" -c "$read_entropy" "$PREFIX.summary.json")"
+run "drawing the loss curve" "$PYTHON" "$ROOT/scripts/plot_run.py" "$RUN" --output "$FOLDER/loss.png" \
+    --baseline "unigram entropy=$ENTROPY"
+
+EXPORT="$(find "$RUN/export" -mindepth 1 -maxdepth 1 -type d -name '[0-9]*' 2>/dev/null | sort -V | tail -n 1 || true)"
+if [ -n "$EXPORT" ]; then
+    say "a sample from $EXPORT"
+    run "sampling" "$PYTHON" "$ROOT/scripts/generate.py" --model "$EXPORT" --prompt 'def read(self' \
+        --max_new_tokens 120 --temperature 0.7 --seed 1
+fi
+
+say "result"
+"$PYTHON" - "$RUN/metrics.jsonl" <<'PYTHON'
+import json
+import sys
+
+records = []
+with open(sys.argv[1]) as file:
+    for line in file:
+        try:
+            records.append(json.loads(line))
+        except ValueError:  # the last line of a run that was killed
+            pass
+validations = [record for record in records if record["phase"] == "validation"]
+if validations:
+    newest = max(validations, key=lambda record: record["iteration"])
+    print(f"validation loss   {newest['loss']:.3f} nats per token, at iteration {newest['iteration']}")
+PYTHON
+printf '%s\n' "unigram entropy   $ENTROPY nats per token: the best that token frequencies alone allow" \
+    "loss curve        $FOLDER/loss.png" "export            ${EXPORT:-none yet: see --export_interval}"

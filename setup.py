@@ -1,0 +1,36 @@
+"""How pip installs the project; settings of the tools stand in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+VERSION = re.search(r'^__version__ = "([^"]+)"', (ROOT / "megatron_lite" / "__init__.py").read_text("utf-8"), re.M)
+assert VERSION is not None, "megatron_lite/__init__.py states no __version__"
+
+setup(
+    name="megatron_lite",
+    version=VERSION.group(1),
+    description="A command-line pretrainer for language models: flat flags, ZeRO 1/2/3, a plain training loop.",
+    long_description=(ROOT / "README.md").read_text("utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["megatron_lite", "megatron_lite.*"]),
+    py_modules=["pretrain_gpt"],
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.11,<2.14",
+        "triton; platform_system == 'Linux'",
+        "numpy",
+        "safetensors",
+        "tokenizers",
+        "tqdm",
+        "wandb",
+    ],
+    extras_require={
+        "plot": ["matplotlib"],
+        "test": ["pytest", "transformers", "hypothesis"],
+        "dev": ["ruff", "mypy"],
+    },
+)
