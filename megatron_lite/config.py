@@ -115,7 +115,7 @@ class ModelConfig:
         None,
         "cut the loss of a micro-batch into this many chunks",
         minimum=1,
-        unset="chunks of 128 tokens (CPU), 1024 (GPU)",
+        unset="chunks of 256 tokens (CPU), 1024 (GPU)",
     )
 
     @property

@@ -79,4 +79,4 @@ def chunk_tokens(splits: int | None, tokens: int, device: torch.device) -> int:
     """Tokens whose logits exist at a time: bounds their memory; smaller costs matrix-product efficiency."""
     if splits is not None:
         return -(-tokens // splits)
-    return 128 if device.type == "cpu" else 1024
+    return 256 if device.type == "cpu" else 1024
