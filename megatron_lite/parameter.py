@@ -44,8 +44,9 @@ class ParameterSpec:
 class Parameter(torch.nn.Parameter):
     """A parameter that is a view of its stage's weight buffer, with `main_grad`, a view of the gradient buffer.
 
-    The backward functions in `kernels/` add weight gradients to `main_grad` themselves, in its dtype, instead of
-    returning them to autograd: no temporary, no second copy, and accumulation in fp32 whatever the training dtype.
+    The backward functions in `kernels/` add weight gradients to `main_grad` themselves instead of returning them to
+    autograd: they accumulate in the dtype of the buffer (fp32 by default) whatever the training dtype, and in fp32
+    training straight out of the matrix product, without a temporary.
     """
 
     spec: ParameterSpec

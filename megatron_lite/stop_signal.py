@@ -16,12 +16,14 @@ SAME_REQUEST_S = 1.0
 class StopSignal:
     """The first signal asks for a checkpoint and a clean end; another, over a second later, ends the process at once.
 
-    A rank that waits for its peers inside a collective runs no Python signal handler. The wake-up descriptor is
+    Before training nothing could be saved, so until `saves` is set the first signal ends the process too. A rank that
+    waits for its peers inside a collective runs no Python signal handler. The wake-up descriptor is
     written all the same, and a thread of its own sees the second signal there.
     """
 
     def __init__(self) -> None:
         self.received = 0
+        self.saves = False  # whether a request is answered by a checkpoint
         self._previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
@@ -44,6 +46,8 @@ class StopSignal:
         while numbers := os.read(reader, 1):
             if numbers[0] not in SIGNALS:
                 continue
+            if not self.saves:
+                os._exit(128 + numbers[0])
             if first_s is None:
                 first_s = time.monotonic()
             elif time.monotonic() - first_s > SAME_REQUEST_S:

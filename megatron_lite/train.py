@@ -49,6 +49,7 @@ def pretrain(config: Config, notes: tuple[str, ...]) -> int:
         if rank == 0:
             exits.write_exit(config.run.experiment_dir, None, "running", "", run_number)
         run = build(config, group, experiment, stop, notes)
+        stop.saves = True
         code, message = train(run)
         run.data.close()
         run.trackers.close(code)

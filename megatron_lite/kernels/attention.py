@@ -17,8 +17,13 @@ def attention(
     """query (b, n, s, d), key and value (b, g, s, d) -> (b, n, s, d); head i uses key/value head i // (n / g)."""
     if dropout_p > 0.0 and dropout_seed is not None:
         return _attention_with_dropout(query, key, value, window, dropout_p, dropout_seed)
+    windowed = window is not None and window < query.shape[2]
+    if query.is_cuda and (windowed or query.dtype == torch.float32):
+        # The memory-efficient GPU kernel, the only one that takes masks or fp32, takes no groups. Without it torch
+        # would write out all probabilities.
+        key, value = _repeat_groups(query, key, value)
     grouped = query.shape[1] != key.shape[1]
-    if window is None or window >= query.shape[2]:
+    if window is None or not windowed:
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
     return torch.cat(
         [
@@ -32,9 +37,15 @@ def attention(
     )  # fmt: skip
 
 
+def _repeat_groups(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """(b, g, s, d) -> (b, n, s, d): a key and value head for each query head."""
+    repeats = query.shape[1] // key.shape[1]
+    return key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+
+
 def _query_blocks(length: int, window: int) -> list[tuple[int, int, int]]:
     """Blocks of queries [start, end) with their first key: no mask is larger than (block, block + window)."""
-    block = max(window, 128)
+    block = max(min(window, 1024), 128)
     return [(start, min(start + block, length), max(0, start - window + 1)) for start in range(0, length, block)]
 
 
@@ -48,8 +59,8 @@ def _attention_with_dropout(
     query: Tensor, key: Tensor, value: Tensor, window: int | None, dropout_p: float, dropout_seed: int
 ) -> Tensor:
     """The formula itself: seeded dropout needs the probabilities. Costs (b, n, s, s) memory."""
-    repeats, length = query.shape[1] // key.shape[1], query.shape[2]
-    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    length = query.shape[2]
+    key, value = _repeat_groups(query, key, value)
     scores = (query @ key.transpose(-1, -2)).float() / math.sqrt(query.shape[-1])
     scores = scores.masked_fill(~_window_mask(0, length, 0, window, query.device), -math.inf)
     probabilities = scores.softmax(dim=-1).to(query.dtype)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lite.kernels.linear import add_weight_gradient
+from megatron_lite.kernels.linear import add_weight_gradient, product
 from megatron_lite.parameter import Parameter
 
 
@@ -28,14 +28,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if scale is not None else None
         for start in range(0, hidden.shape[0], chunk_tokens):
             chunk, label = hidden[start : start + chunk_tokens], labels[start : start + chunk_tokens, None]
-            logits = (chunk @ weight.t()).float()  # (t, v)
-            log_sum = logits.logsumexp(dim=-1, keepdim=True)
-            loss += (log_sum - logits.gather(-1, label)).sum()
+            logits = product(chunk, weight).float()  # (t, v)
+            logits.sub_(logits.amax(dim=-1, keepdim=True))
+            at_label = logits.gather(-1, label)
+            exponentials = logits.exp_()  # in place, once
+            total = exponentials.sum(dim=-1, keepdim=True)
+            loss += (total.log() - at_label).sum()
             if grad_hidden is not None and scale is not None:
-                grad = logits.sub_(log_sum).exp_()  # softmax, in place
-                grad.scatter_add_(-1, label, grad.new_full((), -1.0).expand(label.shape))
-                grad = grad.mul_(scale).to(hidden.dtype)
-                torch.mm(grad, weight, out=grad_hidden[start : start + chunk_tokens])
+                grad = exponentials.mul_(scale / total)
+                grad = grad.scatter_add_(-1, label, -scale.expand(label.shape)).to(hidden.dtype)
+                grad_hidden[start : start + chunk_tokens] = product(grad, weight.t())
                 add_weight_gradient(weight.main_grad, grad, chunk)
         ctx.grad_hidden = grad_hidden
         return loss

@@ -37,7 +37,7 @@ class _Positions(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        ctx.weight.main_grad[: ctx.sequence_length].add_(grad_output.sum(dim=0))
+        ctx.weight.main_grad[: ctx.sequence_length].add_(grad_output.sum(dim=0, dtype=ctx.weight.main_grad.dtype))
         return grad_output, None
 
 

@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 def rotary_table(length: int, kv_channels: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin of every angle, (length, d / 2) in fp32."""
     exponents = torch.arange(0, kv_channels, 2, dtype=torch.float32, device=device) / kv_channels
-    angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] / base**exponents
+    # Times the inverse, not divided by: the last bit of an angle counts at distant positions, and others have it so.
+    angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * (1.0 / base**exponents)
     return angles.cos(), angles.sin()
 
 

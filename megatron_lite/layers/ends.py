@@ -17,6 +17,8 @@ from megatron_lite.parameter import Initializer, Parameter, ParameterSpec, decla
 class Embedding(Layer):
     """Token and learned position embeddings: tokens (b, s) -> (b, s, h)."""
 
+    backward_needs_weights = False
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         assert config.init_method_std_embed is not None and config.max_position_embeddings is not None

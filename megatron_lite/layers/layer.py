@@ -34,6 +34,8 @@ class Layer(torch.nn.Module):
     borrows_from: tuple[torch.nn.Module, ...] = ()
     # Whether parameter gradients are written in the forward pass already (the loss does).
     gradients_in_forward = False
+    # Whether the backward pass reads parameters; if not, they are not gathered for it.
+    backward_needs_weights = True
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         raise NotImplementedError

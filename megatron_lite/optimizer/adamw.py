@@ -19,6 +19,8 @@ from megatron_lite.zero.stage import Stage
 
 # Elements cast to fp32 at a time when gradients are kept in the training dtype: bounds the temporary.
 CAST_CHUNK_NUMEL = 2**22
+# Elements whose squares are summed in fp32.
+NORM_CHUNK_NUMEL = 2**16
 
 
 @dataclass(frozen=True)
@@ -79,5 +81,10 @@ class AdamW:
 
 
 def _squared_norm(shard: Tensor) -> Tensor:
-    """Sum of squares, () in fp64: fp16 gradients under a loss scale would overflow fp32 squares first."""
-    return torch.linalg.vector_norm(shard, dtype=torch.float32).double().square()
+    """Sum of squares, () in fp64, of pieces in fp32.
+
+    One fp32 sum over a whole shard would lose small squares (on CPU 0.1 % of the norm at 16 million elements), and
+    gradients under a loss scale would overflow it.
+    """
+    norms = torch._foreach_norm(shard.split(NORM_CHUNK_NUMEL), 2, torch.float32)
+    return torch.stack(norms).double().square().sum()

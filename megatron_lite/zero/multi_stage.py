@@ -21,7 +21,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class MultiStage:
     """A chain of layers, partitioned over the data-parallel ranks.
 
-    Layers may carry `borrows_from` (layers whose parameters they also use) and `gradients_in_forward`.
+    Layers may carry `borrows_from` (layers whose parameters they also use), `gradients_in_forward` and
+    `backward_needs_weights`.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class MultiStage:
                 self.grad_plan.placement[stage.index],
                 self._borrows[stage.index],
                 any(getattr(layer, "gradients_in_forward", False) for layer in stage.layers),
+                stage.backward_needs_weights,
             )
             for stage in self.stages
         ]

@@ -21,6 +21,7 @@ class StagePlan:
     grad_buffer: int
     borrows_from: tuple[int, ...] = ()  # stages whose parameters it uses as well
     gradients_in_forward: bool = False
+    backward_needs_weights: bool = True
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,14 @@ def evaluation_schedule(stages: Sequence[StagePlan], micro_batches: int) -> list
 def _with_collectives(
     stages: Sequence[StagePlan], order: Sequence[tuple[Literal["forward", "backward"], int, int]]
 ) -> list[Step]:
-    needs = [(stage, *stages[stage].borrows_from) for _, stage, _ in order]
+    uses = [(stage, *stages[stage].borrows_from) for _, stage, _ in order]
+    needs = [
+        use if kind == "forward" or stages[stage].backward_needs_weights else ()
+        for (kind, stage, _), use in zip(order, uses, strict=True)
+    ]
     writes = [
-        need if kind == "backward" or stages[stage].gradients_in_forward else ()
-        for (kind, stage, _), need in zip(order, needs, strict=True)
+        use if kind == "backward" or stages[stage].gradients_in_forward else ()
+        for (kind, stage, _), use in zip(order, uses, strict=True)
     ]
     training = any(kind == "backward" for kind, _, _ in order)
     gathers = _place_gathers(stages, needs)

@@ -58,6 +58,8 @@ class Stage:
     def __init__(self, index: int, layers: Sequence[torch.nn.Module], distributed: Distributed) -> None:
         self.index, self.layers, self.distributed = index, layers, distributed
         self.layout: StageLayout = lay_out([p.spec for p in self._declared()], distributed.world_size)
+        # An embedding's gradient is made of tokens alone: its weights need not be gathered for it.
+        self.backward_needs_weights = any(getattr(layer, "backward_needs_weights", True) for layer in layers)
         self._tape: dict[int, tuple[Tensor | None, Tensor]] = {}  # micro-batch -> (input, output) of the forward pass
 
     def allocate(self, weights: Buffer, owns_weights: bool, gradients: Buffer, owns_gradients: bool) -> None:
@@ -118,7 +120,8 @@ class Stage:
 
     def backward(self, grad: Tensor | None, slot: int) -> Tensor | None:
         """From the gradient of the output to that of the input; parameter gradients add up in the gradient buffer."""
-        self.require_weights()
+        if self.backward_needs_weights:
+            self.require_weights()
         self.require_gradients()
         hidden, output = self._tape.pop(slot)
         torch.autograd.backward(output, grad)
