@@ -124,13 +124,19 @@ def launch_world_size() -> int:
     """The number of processes as torchrun tells it; 1 without torchrun.
 
     Raises:
-        UsageError: if the variables WORLD_SIZE and RANK make no sense.
+        UsageError: if the launcher's variables make no sense, or the peers cannot be found by them.
     """
-    sizes = {name: os.environ.get(name) or default for name, default in (("WORLD_SIZE", "1"), ("RANK", "0"))}
-    for name, text in sizes.items():
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
+        text = os.environ.get(name) or "0"
         if not re.fullmatch(r"[0-9]{1,9}", text):
             raise UsageError(f"the environment variable {name}={shown(text)} is no number; unset it, or use torchrun")
-    world_size = int(sizes["WORLD_SIZE"])
+    world_size = int(os.environ.get("WORLD_SIZE") or "1")
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if world_size > 1 and missing:
+        raise UsageError(
+            f"WORLD_SIZE={world_size}, but {' and '.join(missing)} not set in the environment: the ranks cannot find "
+            "each other; start with torchrun, or unset WORLD_SIZE and RANK"
+        )
     if launch_rank() >= world_size:
         raise UsageError(
             f"the environment variables RANK={launch_rank()} and WORLD_SIZE={world_size} contradict each other; "

@@ -76,7 +76,7 @@ def build(
     for note in (*notes, *warnings(config), *memory_warnings(config, distributed)):
         logger.warning(note)
     if experiment.checkpoints is not None:
-        _check_architecture(config, experiment)
+        together(distributed, lambda: _check_architecture(config, experiment))
     model = together(
         distributed,
         lambda: MultiStage(layers, config.multi_stage, config.batch, config.distributed.training_dtype, distributed),

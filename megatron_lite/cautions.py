@@ -59,10 +59,11 @@ def _idle_conditions(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
     dynamic = values["training_dtype"] == "fp16" and values["loss_scale"] is None
     for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
         yield name, not dynamic, "without dynamic loss scaling (--training_dtype=fp16 and no --loss_scale)"
-    yield "prefetch_factor", values["num_workers"] == 0, "with --num_workers=0"
-    yield "multiprocessing_context", values["num_workers"] == 0, "with --num_workers=0"
     random = values["dataset_source"] == "random"
-    for name in ("data_path", "split"):
+    for name in ("prefetch_factor", "multiprocessing_context"):
+        yield name, values["num_workers"] == 0 and not random, "with --num_workers=0"
+    needs_files = ("data_path", "split", "num_workers", "multiprocessing_context", "data_sample_warn_time_ms")
+    for name in needs_files:
         yield name, random, "with --dataset_source=random"
     yield "rotary_embedding_scale", not values["use_rotary_embeddings"], "without --use_rotary_embeddings=1"
     yield "random_bias_init", not values["add_linear_biases"], "with --add_linear_biases=0"

@@ -229,7 +229,7 @@ class DataConfig:
         (969.0, 30.0, 1.0), "documents for training, validation and test, as proportions", minimum=0.0, basic=True
     )
     tokenizer_file: str | None = option(None, "tokenizer.json, copied into exports", unset="none")
-    num_workers: int = option(2, "data loader processes per rank", minimum=0, maximum=1024, basic=True)
+    num_workers: int = option(2, "processes per rank that read training data", minimum=0, maximum=1024, basic=True)
     prefetch_factor: int | None = option(None, "batches each worker prepares ahead", minimum=1, unset="2")
     multiprocessing_context: str = option("spawn", "how workers start", choices=("spawn", "fork", "forkserver"))
     data_sample_warn_time_ms: float = option(1000.0, "warn when reading one sample takes longer", above=0.0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.config import DistributedConfig
-from megatron_lite.errors import PeerError, UsageError, is_lost_peer
+from megatron_lite.errors import PeerError, UsageError, is_lost_peer, lost_peer
 
 # Elements of one slice of a pairwise reduction: bounds its receive scratch to 2 * (world_size - 1) of these.
 REDUCTION_CHUNK_NUMEL = 4 * 2**20
@@ -121,13 +122,17 @@ class Distributed:
         store = dist.HashStore() if init_method is None and world_size == 1 else None
         if store is None and init_method is None:
             init_method = "env://"
+        on_gpu = self.device.type == "cuda"
         with peer_errors(), _quiet_loopback(world_size):
             dist.init_process_group(
                 "gloo", init_method=init_method, store=store, rank=rank, world_size=world_size, timeout=startup_timeout
             )
             self._cpu_group = dist.group.WORLD
-            backend = "nccl" if self.device.type == "cuda" else "gloo"
-            self.group = dist.new_group(backend=backend, timeout=step_timeout)
+            # NCCL's watchdog aborts the process without a word; `end_step` notices a lost peer before it does.
+            grace = datetime.timedelta(seconds=30 if on_gpu else 0)
+            self.group = dist.new_group(backend="nccl" if on_gpu else "gloo", timeout=step_timeout + grace)
+        self._step_timeout_s = config.distributed_timeout
+        self._step_end: torch.cuda.Event | None = None
         self._tag = 0
         self._scratch: Tensor | None = None
         self._reduction: Handle | None = None
@@ -171,6 +176,27 @@ class Distributed:
         gathered[self.rank] = values
         self.all_gather(gathered.view(-1)).wait()
         return gathered.sum(dim=0)
+
+    def end_step(self) -> None:
+        """Mark the end of a step on the GPU, and wait for the end of the step before.
+
+        The host runs one step ahead at most, and notices a peer that hangs: NCCL's own `wait` only orders streams.
+
+        Raises:
+            PeerError: if the step before has not ended within --distributed_timeout.
+        """
+        if self.device.type != "cuda":
+            return
+        previous, self._step_end = self._step_end, torch.cuda.Event()
+        self._step_end.record()
+        deadline_s = time.monotonic() + self._step_timeout_s
+        while previous is not None and not previous.query():
+            if time.monotonic() > deadline_s:
+                raise PeerError(
+                    f"a step did not end within --distributed_timeout={self._step_timeout_s:g} s: "
+                    "another rank hangs or died; see its own message"
+                )
+            time.sleep(0.0002)
 
     def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
         """What `reduce_scatter` allocates of its own for shards of this size."""
@@ -219,13 +245,13 @@ class Distributed:
 def initialize(config: DistributedConfig) -> Distributed:
     """Join the process group that torchrun describes in the environment; alone, a group of one."""
     environment = os.environ
-    world_size = int(environment.get("WORLD_SIZE", "1"))
+    world_size = int(environment.get("WORLD_SIZE") or 1)
     return Distributed(
         config,
-        rank=int(environment.get("RANK", "0")),
+        rank=int(environment.get("RANK") or 0),
         world_size=world_size,
-        local_rank=int(environment.get("LOCAL_RANK", "0")),
-        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", str(world_size))),
+        local_rank=int(environment.get("LOCAL_RANK") or 0),
+        local_world_size=int(environment.get("LOCAL_WORLD_SIZE") or world_size),
     )
 
 
@@ -272,7 +298,7 @@ class peer_errors:  # noqa: N801 - reads as a statement
                 "(torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 finds a free one by itself)"
             ) from error
         if error is not None and is_lost_peer(error):
-            raise PeerError(f"another rank died or stopped answering: {str(error).splitlines()[0]}") from error
+            raise lost_peer(error) from error
 
 
 def _nccl(name: str, older_name: str) -> Callable[..., Handle]:

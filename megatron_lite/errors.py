@@ -58,8 +58,17 @@ class StorageError(RunError):
     agreed = True
 
 
+def lost_peer(error: BaseException) -> PeerError:
+    """What the user is told of a backend's error about a peer."""
+    reason = " ".join(str(error).split())[:300]
+    return PeerError(f"another rank died or stopped answering ({reason}); see its own message")
+
+
 def is_lost_peer(error: BaseException) -> bool:
     """Whether a backend's error means that another rank is gone, rather than that this one did something wrong."""
+    own_fault = ("ncclInvalidUsage", "ncclUnhandledCudaError", "ncclSystemError", "out of memory")
+    if any(sign in str(error) for sign in own_fault):
+        return False
     signs = ("gloo", "Connection closed by peer", "NCCL", "Timed out", "timed out", "Broken pipe", "Connection reset")
     backend_error = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
     return backend_error or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs))

@@ -10,7 +10,7 @@ import time
 import traceback
 from pathlib import Path
 
-from megatron_lite.errors import OutOfMemoryError, PeerError, RunError, StorageError, is_lost_peer
+from megatron_lite.errors import OutOfMemoryError, PeerError, RunError, StorageError, is_lost_peer, lost_peer
 
 EXIT_FILE = "exit.json"
 STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG)
@@ -33,7 +33,7 @@ def as_run_error(error: BaseException) -> RunError | None:
         storage_error.agreed = False  # so far only this rank knows
         return storage_error
     if is_lost_peer(error):
-        return PeerError(f"another rank died or stopped answering ({str(error).splitlines()[0]}); see its own message")
+        return lost_peer(error)
     return None
 
 

@@ -33,7 +33,7 @@ class Experiment:
         answer: dict[str, Any] = {}
         if distributed.rank == 0:
             try:
-                answer = {"run": self._prepare(self.root, config)}
+                answer = {"run": self._prepare(self.root)}
             except OSError as error:
                 answer = {"error": f"--experiment_dir={directory}: {error.strerror or error}; choose a writable place"}
             except StorageError as error:
@@ -57,19 +57,24 @@ class Experiment:
         """This start's log of one rank."""
         return None if self.root is None else self.root / "runs" / str(self.run) / "logs" / f"logs_rank_{rank:03d}.txt"
 
-    def _prepare(self, root: Path, config: Config) -> int:
-        """Create the directories of a new start and record its configuration; returns its number, from 0."""
+    def record(self, config: Config) -> None:
+        """Write config.json; for rank 0, once the configuration is known to fit what is there."""
+        if self.root is None:
+            return
+        text = json.dumps(flatten(config), indent=2) + "\n"
+        for folder in (self.root / "runs" / str(self.run), self.root):
+            temporary = folder / ".config.json.tmp"
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, folder / "config.json")
+
+    def _prepare(self, root: Path) -> int:
+        """Create the directories of a new start; returns its number, from 0."""
         root.mkdir(parents=True, exist_ok=True)
         self._take_lock(root)
         runs = root / "runs"
         runs.mkdir(exist_ok=True)
         run = 1 + max((int(path.name) for path in runs.iterdir() if path.name.isdecimal()), default=-1)
         (runs / str(run) / "logs").mkdir(parents=True)
-        text = json.dumps(flatten(config), indent=2) + "\n"
-        for folder in (runs / str(run), root):
-            temporary = folder / ".config.json.tmp"
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, folder / "config.json")
         return run
 
     def _take_lock(self, root: Path) -> None:

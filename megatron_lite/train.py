@@ -46,10 +46,11 @@ def pretrain(config: Config, notes: tuple[str, ...]) -> int:
         group = distributed.initialize(config.distributed)
         experiment = Experiment(config, group)
         run_number = experiment.run
-        if rank == 0:
-            exits.write_exit(config.run.experiment_dir, None, "running", "", run_number)
         run = build(config, group, experiment, stop, notes)
         stop.saves = True
+        if rank == 0:
+            experiment.record(config)
+            exits.write_exit(config.run.experiment_dir, None, "running", "", run_number)
         code, message = train(run)
         run.data.close()
         run.trackers.close(code)
@@ -72,6 +73,9 @@ def pretrain(config: Config, notes: tuple[str, ...]) -> int:
 def train(run: Run) -> tuple[int, str]:
     """Run the remaining iterations; returns exit code and how it ended."""
     config, training = run.config, run.config.training
+    if training.train_iters == 0:
+        evaluate_and_export(run, last=True)
+        return EXIT_DONE, "nothing to train: --train_iters=0"
     if run.iteration >= training.train_iters:
         message = f"the run is complete: iteration {run.iteration} of {training.train_iters}; nothing to do"
         run.logger.info(message)
@@ -93,7 +97,9 @@ def train(run: Run) -> tuple[int, str]:
                 loss = log_training(run, update)
             bar.update(iteration, loss)
             with run.timer.excluded():
-                evaluate_and_save(run, last)
+                evaluate_and_export(run, last)
+                if is_save_due(run, last):
+                    save(run)
             if not last and is_due(iteration, training.stop_interval, training.stop_offset):
                 return EXIT_DONE, f"stopped at iteration {iteration} as planned by --stop_interval"
     message = f"training complete: {run.iteration} iterations"
@@ -108,18 +114,22 @@ def open_bar(run: Run) -> ProgressBar:
     return progress_bar(run.config.training.train_iters, run.iteration)
 
 
-def evaluate_and_save(run: Run, last: bool) -> None:
-    """What is due after an iteration. The checkpoint comes last: resuming from it repeats none of the rest."""
+def evaluate_and_export(run: Run, last: bool) -> None:
+    """What is due after an iteration, before its checkpoint: resuming from that repeats none of it."""
     training, iteration = run.config.training, run.iteration
-    stopping = is_due(iteration, training.stop_interval, training.stop_offset)
     if training.validation_iters and (last or iteration % training.validation_interval == 0):
         evaluate(run, "validation", training.validation_iters)
     if training.test_iters and last:
         evaluate(run, "test", training.test_iters)
     if training.export_interval is not None and (last or iteration % training.export_interval == 0):
         export(run)
-    if last or stopping or is_due(iteration, training.checkpoint_interval, training.checkpoint_offset):
-        save(run)
+
+
+def is_save_due(run: Run, last: bool) -> bool:
+    """The last iteration is always saved, and so is one at which the run stops as planned."""
+    training, iteration = run.config.training, run.iteration
+    stopping = is_due(iteration, training.stop_interval, training.stop_offset)
+    return last or stopping or is_due(iteration, training.checkpoint_interval, training.checkpoint_offset)
 
 
 def train_step(run: Run, micro_batches: list[Tensor], iteration: int) -> Update:
@@ -134,6 +144,7 @@ def train_step(run: Run, micro_batches: list[Tensor], iteration: int) -> Update:
     loss = run.model.forward_backward(inputs)  # gradients are in the shards now
     update = run.optimizer.step(learning_rate(config.optimizer, iteration), loss)
     run.model.invalidate()  # the gathered weights are old now
+    run.distributed.end_step()
     return update
 
 
@@ -181,6 +192,7 @@ def evaluate(run: Run, phase: str, iterations: int) -> None:
         loss += run.model.evaluate(
             [micro_batch(tokens, run.distributed.device, None, None) for tokens in micro_batches]
         )
+        run.distributed.end_step()
     total = run.distributed.sum_in_rank_order(loss.view(1))
     record = {
         "phase": phase,

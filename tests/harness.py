@@ -117,12 +117,14 @@ def train_tiny(distributed: Distributed, options: dict[str, Any], iterations: in
     from megatron_lite.train import train_step
 
     config = tiny_config(distributed.world_size, **{"train_iters": iterations, **options})
-    run = build(config, distributed, Experiment(config, distributed), StopSignal(), ())
+    stop = StopSignal()
+    run = build(config, distributed, Experiment(config, distributed), stop, ())
     initial = full_weights(run.model)
     updates = [
         train_step(run, micro_batches, iteration)
         for iteration, micro_batches in enumerate(run.data.batches("training", 0, iterations), start=1)
     ]
+    stop.restore()
     return Trajectory(
         losses=[float(update.loss) / run.tokens_per_iteration for update in updates],
         grad_norms=[float(update.grad_norm) for update in updates],

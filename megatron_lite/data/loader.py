@@ -24,8 +24,6 @@ from megatron_lite.data.workers import Request, Workers
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.validation import weighted_paths
 
-DEFAULT_PREFETCH_FACTOR = 2
-
 
 class DataSource:
     """The training, validation and test samples of one run. Made by `open_data`."""
@@ -77,7 +75,7 @@ class DataSource:
         if phase != "training" or num_workers == 0 or isinstance(reader, RandomReader):
             yield (reader.read(*request(number)) for number in range(num_requests))
             return
-        prefetch = self._data.prefetch_factor or DEFAULT_PREFETCH_FACTOR
+        prefetch = self._data.prefetch_factor or 1  # None only without workers
         workers = Workers(reader, request, num_requests, num_workers, prefetch, self._data.multiprocessing_context)
         self._open.add(workers)
         try:
@@ -116,7 +114,10 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
     seed, sequence_length = config.distributed.seed, config.batch.sequence_length
     readers: dict[str, Reader] = {}
     if config.data.tokenizer_file is not None:
-        read_tokenizer_file(config.data.tokenizer_file)  # now, and not at the first export
+        try:
+            read_tokenizer_file(config.data.tokenizer_file)  # now, and not at the first export
+        except DataError as error:
+            raise DataError(f"--tokenizer_file: {error}") from error
     if config.data.dataset_source == "random":
         for phase in needed:
             readers[phase] = RandomReader(sampler_key(seed, phase, 0), sequence_length, config.model.vocab_size)

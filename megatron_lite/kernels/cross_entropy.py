@@ -1,6 +1,6 @@
 """Output head and loss in one: the logits of a chunk of tokens at a time, forward and backward together.
 
-    loss = sum over tokens of log(sum exp(logits)) - logits[label],   logits = x W^T in fp32
+    loss = sum over tokens of log(sum exp(logits)) - logits[label],   logits = x W^T in the training dtype, then fp32
     dlogits = (softmax(logits) - onehot(label)) * scale,   dx = dlogits W,   W.main_grad += dlogits^T x
 
 The gradient is computed in the forward pass, where the logits are at hand, so that never more than one chunk of them
@@ -24,7 +24,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Parameter, labels: Tensor, scale: Tensor | None, chunk_tokens: int
     ) -> Tensor:
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        loss = torch.zeros((), dtype=torch.float64, device=hidden.device)  # many chunks add up
         grad_hidden = torch.empty_like(hidden) if scale is not None else None
         for start in range(0, hidden.shape[0], chunk_tokens):
             chunk, label = hidden[start : start + chunk_tokens], labels[start : start + chunk_tokens, None]
@@ -33,7 +33,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             at_label = logits.gather(-1, label)
             exponentials = logits.exp_()  # in place, once
             total = exponentials.sum(dim=-1, keepdim=True)
-            loss += (total.log() - at_label).sum()
+            loss += (total.log() - at_label).sum(dtype=torch.float64)
             if grad_hidden is not None and scale is not None:
                 grad = exponentials.mul_(scale / total)
                 grad = grad.scatter_add_(-1, label, -scale.expand(label.shape)).to(hidden.dtype)
@@ -53,7 +53,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def linear_cross_entropy(
     hidden: Tensor, weight: Parameter, labels: Tensor, scale: Tensor | None, chunk_tokens: int
 ) -> Tensor:
-    """Summed cross-entropy of hidden (t, h) against weight (v, h) and labels (t,): a scalar in fp32.
+    """Summed cross-entropy of hidden (t, h) against weight (v, h) and labels (t,): a scalar in fp64.
 
     With `scale` (), the gradient of scale * loss goes into `weight.main_grad` now and to `hidden` in backward.
     """

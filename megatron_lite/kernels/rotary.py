@@ -66,6 +66,6 @@ def split_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(b, s, (n + 2 g) d) -> query (b, n, s, d), key (b, g, s, d), value (b, g, s, d).
 
-    `table` (from `rotary_table`, in the training dtype or fp32) rotates queries and keys; None leaves them.
+    `table` (from `rotary_table`) rotates queries and keys; None leaves them.
     """
     return _SplitHeads.apply(projection, num_heads, head_groups, table)

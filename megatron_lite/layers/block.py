@@ -15,7 +15,7 @@ from megatron_lite.layers.norm import Norm
 
 
 class Rotary:
-    """The cos/sin table of a model, made once per device and dtype and shared by its blocks."""
+    """The cos/sin table of a model, made once and shared by its blocks."""
 
     def __init__(self, config: ModelConfig, length: int) -> None:
         self._config, self._length = config, length
