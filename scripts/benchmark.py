@@ -1,0 +1,305 @@
+"""Step time, traffic and state memory of ZeRO-1, 2 and 3 beside PyTorch's DistributedDataParallel and FSDP2.
+
+    torchrun --nproc-per-node=2 scripts/benchmark.py --device=cpu --output=results.json
+    torchrun --nproc-per-node=2 scripts/benchmark.py --device=cpu --micro_batches=4
+
+All configurations train the same model from the same weights on the same tokens in the same processes, in turn step by
+step, so that whatever else the machine does falls on all of them alike. At every step their losses have to agree to
+1e-5, or the program fails (exit code 1). On a machine that others use too, --max_others=0.05 counts only steps during
+which other processes took less than 5 % of the CPUs: it waits for such moments, and goes on until there are enough.
+Rank 0 prints a Markdown table and writes JSON to --output. docs/benchmarks.md explains the columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]  # runs from a plain checkout
+
+import benchmark_peers as peers  # noqa: E402
+import benchmark_report as report  # noqa: E402
+
+from megatron_lite import distributed as launch  # noqa: E402
+from megatron_lite.build import Run  # noqa: E402
+from megatron_lite.config import Config, unflatten  # noqa: E402
+from megatron_lite.distributed import Distributed  # noqa: E402
+from megatron_lite.gpt import build_gpt  # noqa: E402
+from megatron_lite.optimizer.adamw import AdamW  # noqa: E402
+from megatron_lite.seeds import derive_seed  # noqa: E402
+from megatron_lite.train import train_step  # noqa: E402
+from megatron_lite.validation import resolve  # noqa: E402
+from megatron_lite.zero.multi_stage import MultiStage  # noqa: E402
+
+# Losses are near log(vocab_size): about 1e-6 relative.
+LOSS_TOLERANCE = 1e-5
+# --max_others gives up after this many times --steps.
+MAX_REPEATS = 6
+# Adam turns rounding into a full step where a gradient is nearly zero: a high rate would make losses drift apart.
+LEARNING_RATE = 1e-4
+LLAMA: dict[str, Any] = dict(
+    use_rotary_embeddings=True, gated=True, normalization_type="rms_norm", add_linear_biases=False,
+    tie_word_embeddings=False, dataset_source="random", num_workers=0, weight_decay=0.1,
+)  # fmt: skip
+SHAPE = dict(
+    num_layers=8, hidden_size=512, num_attention_heads=8, head_groups=2, ffn_hidden_size=1408, vocab_size=16384,
+    sequence_length=256, micro_batch_size=2, micro_batches=1, steps=12, warmup_steps=2, threads=1, seed=1234,
+)  # fmt: skip
+
+
+class Contestant(Protocol):
+    """Anything that can be trained step by step."""
+
+    def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
+        """One update from this rank's micro-batches (b, s + 1); returns its share of the mean loss, ()."""
+        ...
+
+    def memory_bytes(self) -> dict[str, int]:
+        """State memory of this rank by kind."""
+        ...
+
+
+class Engine:
+    """megatron_lite, built from its own parts and driven by the training loop's own step."""
+
+    def __init__(self, config: Config, distributed: Distributed) -> None:
+        layers = build_gpt(config.model, config.batch.sequence_length)
+        dtype = config.distributed.training_dtype
+        self.model = MultiStage(layers, config.multi_stage, config.batch, dtype, distributed)
+        optimizer = AdamW(config.optimizer, self.model.stages, dtype, distributed)
+        self.model.initialize(config.distributed.seed)
+        assert config.batch.batch_size
+        self._tokens, self._world_size = config.batch.batch_size * config.batch.sequence_length, distributed.world_size
+        parts = dict(config=config, distributed=distributed, model=self.model, optimizer=optimizer)
+        self._run = cast(Run, SimpleNamespace(**parts, tokens_per_iteration=self._tokens))
+        self._iteration = 0
+
+    def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
+        """The loss comes back summed over all ranks; the mean over ranks of what is returned is the mean loss."""
+        self._iteration += 1
+        return train_step(self._run, list(micro_batches), self._iteration).loss / self._tokens
+
+    def memory_bytes(self) -> dict[str, int]:
+        """As printed at the start of a run."""
+        return self.model.memory_bytes()
+
+
+@dataclass
+class Record:
+    """What was measured of one configuration on this rank, a value a step, warm-up included."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    wire_bytes: list[int | None] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)  # share of the CPUs that other processes took meanwhile
+    counts: list[bool] = field(default_factory=list)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, print, write; returns the exit code."""
+    options = parse(argv)
+    torch.set_num_threads(options.threads)
+    distributed = launch.initialize(unflatten({"device": options.device}).distributed)
+    settings = {name: getattr(options, name) for name in SHAPE}
+    contestants = build(settings, options, distributed)
+    load_before = report.load_average()
+    records = measure(contestants, settings, options.max_others, distributed)
+    gathered = distributed.gather_objects({name: vars(record) for name, record in records.items()})
+    difference = largest_difference([records[name].losses for name in records])
+    result: dict[str, Any] = {
+        "command": f"torchrun --nproc-per-node={distributed.world_size} scripts/benchmark.py {' '.join(argv)}".strip(),
+        "date": datetime.date.today().isoformat(),
+        "versions": report.versions(),
+        "machine": report.machine(distributed.device, load_before),
+        "settings": {
+            **settings, "device": distributed.device.type, "loss": options.loss, "linear": options.linear,
+            "max_others": options.max_others,
+        },
+        "ranks": distributed.world_size,
+        "parameters": number_of_parameters(contestants),
+        "largest_loss_difference": difference,
+        "loss_tolerance": LOSS_TOLERANCE,
+        "configurations": report.summarize(gathered, settings, memory(contestants, distributed)),
+    }
+    result["targets"] = report.targets(result["configurations"])
+    if distributed.rank == 0:
+        print(report.to_markdown(result), flush=True)
+        if options.output is not None:
+            options.output.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    distributed.barrier()
+    distributed.close()
+    if difference <= LOSS_TOLERANCE:
+        return 0
+    if distributed.rank == 0:
+        print(f"benchmark: losses differ by {difference:.2e}, more than {LOSS_TOLERANCE:g}", file=sys.stderr)
+    return 1
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options of this program."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    for name, default in SHAPE.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--loss", choices=peers.LOSSES, default="chunked", help="of the peers; chunked is the engine's")
+    parser.add_argument("--linear", choices=peers.LINEARS, default="plain", help="of the peers; plain is nn.Linear")
+    parser.add_argument("--max_others", type=float, help="share of the CPUs that others may take in a step that counts")
+    parser.add_argument("--only", default="", help="comma-separated configurations, by the names of the table")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args(argv)
+    if options.steps < 2 or options.warmup_steps < 0 or options.micro_batches < 1:
+        parser.error("--steps must be at least 2, --micro_batches at least 1 and --warmup_steps not negative")
+    return options
+
+
+def engine_config(settings: dict[str, Any], distributed: Distributed, zero_stage: int, breadth_first: int) -> Config:
+    """The resolved configuration of one of our rows."""
+    own = ("micro_batches", "steps", "warmup_steps", "threads")
+    shape = {name: value for name, value in settings.items() if name not in own}
+    values = {
+        **LLAMA, **shape, "zero_stage": zero_stage, "device": distributed.device.type, "lr": LEARNING_RATE,
+        "depth_first_micro_batches": settings["micro_batches"] // breadth_first,
+        "breadth_first_micro_batches": breadth_first, "train_iters": settings["steps"] + settings["warmup_steps"],
+    }  # fmt: skip
+    return resolve(unflatten(values), distributed.world_size)
+
+
+def build(
+    settings: dict[str, Any], options: argparse.Namespace, distributed: Distributed
+) -> dict[str, Contestant]:
+    """The configurations in the order in which they take turns; the peers start from the first engine's weights."""
+    accumulates = settings["micro_batches"] > 1
+    configs = {"ZeRO-1": engine_config(settings, distributed, 1, 1)}
+    for stage in (2, 3):
+        configs[f"ZeRO-{stage}"] = engine_config(settings, distributed, stage, 1)
+        if accumulates:
+            breadth_first = engine_config(settings, distributed, stage, settings["micro_batches"])
+            configs[f"ZeRO-{stage} breadth-first"] = breadth_first
+    config = configs["ZeRO-1"]
+    initial = Engine(config, distributed)
+
+    def plain() -> peers.PlainGPT:
+        return peers.plain_model(config, options.loss, options.linear, distributed, initial.model.full_weights)
+
+    makers: dict[str, Callable[[], Contestant]] = {
+        "DDP": lambda: peers.ddp(config, distributed, plain()),
+        **{name: functools.partial(Engine, value, distributed) for name, value in configs.items()},
+        "FSDP2": lambda: peers.fsdp(config, distributed, plain()),
+        "FSDP2 no reshard": lambda: peers.fsdp(config, distributed, plain(), reshard=False),
+    }
+    if accumulates:
+        makers["FSDP2 no sync"] = lambda: peers.fsdp(config, distributed, plain(), reshard=False, keep_gradients=True)
+    wanted = [name.strip() for name in options.only.split(",") if name.strip()] or list(makers)
+    unknown = sorted(set(wanted) - set(makers))
+    if unknown:
+        raise SystemExit(f"benchmark: --only: no configuration is called {unknown}; there are {list(makers)}")
+    return {name: makers[name]() for name in makers if name in wanted}
+
+
+def measure(
+    contestants: dict[str, Contestant], settings: dict[str, Any], max_others: float | None, distributed: Distributed
+) -> dict[str, Record]:
+    """All configurations in turn, step by step, until enough steps count."""
+    records = {name: Record() for name in contestants}
+    names = list(contestants)
+    wanted, warmup = settings["steps"], settings["warmup_steps"]
+    for step in range(warmup + wanted * (1 if max_others is None else MAX_REPEATS)):
+        micro_batches = make_tokens(settings, step, distributed)
+        first = step % len(names)  # rotates, so that no configuration always follows the same one
+        for name in names[first:] + names[:first]:
+            record = records[name]
+            if max_others is not None and step >= warmup and distributed.rank == 0:
+                report.wait_until_quiet(max_others)
+            timed_step(contestants[name], record, micro_batches, distributed)
+            record.counts.append(step >= warmup and (max_others is None or record.others[-1] <= max_others))
+        counted = min(sum(record.counts) for record in records.values())
+        if distributed.rank == 0:
+            loss, load = records[names[0]].losses[-1], max(record.others[-1] for record in records.values())
+            line = f"benchmark: step {step + 1}: loss {loss:.6f}, others took up to {load:.0%}, {counted} steps count"
+            print(line, file=sys.stderr, flush=True)
+        if counted >= wanted:
+            break
+    return records
+
+
+def timed_step(
+    contestant: Contestant, record: Record, micro_batches: Sequence[Tensor], distributed: Distributed
+) -> None:
+    """One step between two barriers; time stops when this rank is done, traffic is counted when all are."""
+    distributed.barrier()
+    wire_before = report.loopback_bytes()
+    distributed.barrier()
+    cpu_before, busy_before, before = time.process_time(), report.busy_seconds(), time.perf_counter()
+    loss = contestant.step(micro_batches)
+    if distributed.device.type == "cuda":
+        torch.cuda.synchronize()
+    record.seconds.append(time.perf_counter() - before)
+    distributed.barrier()
+    cpu_s, elapsed_s = time.process_time() - cpu_before, time.perf_counter() - before
+    busy_s = report.busy_seconds() - busy_before if distributed.rank == 0 else 0.0
+    wire_after = report.loopback_bytes()
+    record.wire_bytes.append(None if wire_before is None or wire_after is None else wire_after - wire_before)
+    own = torch.tensor([loss.double(), cpu_s, busy_s], dtype=torch.float64, device=distributed.device)
+    total_loss, total_cpu_s, total_busy_s = distributed.sum_in_rank_order(own).tolist()
+    record.losses.append(total_loss / distributed.world_size)
+    record.cpu_seconds.append(total_cpu_s)
+    record.others.append(max(0.0, total_busy_s - total_cpu_s) / (elapsed_s * (os.cpu_count() or 1)))
+    # elapsed_s differs a little between ranks; all of them have to count the same steps.
+    record.others[-1] = float(distributed.broadcast_object(record.others[-1]))
+
+
+def make_tokens(settings: dict[str, Any], step: int, distributed: Distributed) -> list[Tensor]:
+    """This rank's micro-batches of one step, (b, s + 1) each."""
+    generator = torch.Generator().manual_seed(derive_seed(settings["seed"], "benchmark", step, distributed.rank))
+    shape = (settings["micro_batch_size"], settings["sequence_length"] + 1)
+    return [
+        torch.randint(0, settings["vocab_size"], shape, generator=generator) for _ in range(settings["micro_batches"])
+    ]
+
+
+def largest_difference(losses: Sequence[Sequence[float]]) -> float:
+    """The largest difference between any two configurations at any step."""
+    differences = [max(values) - min(values) for values in zip(*losses, strict=True)]
+    return max(differences) if all(map(math.isfinite, differences)) else math.inf
+
+
+def number_of_parameters(contestants: dict[str, Contestant]) -> int:
+    """Without padding; 0 if no configuration of ours takes part."""
+    engines = [contestant for contestant in contestants.values() if isinstance(contestant, Engine)]
+    return engines[0].model.num_parameters if engines else 0
+
+
+def memory(contestants: dict[str, Contestant], distributed: Distributed) -> dict[str, dict[str, Any]]:
+    """State memory of this rank by kind; for ours also what the design's formula says."""
+    result: dict[str, dict[str, Any]] = {}
+    for name, contestant in contestants.items():
+        kinds = contestant.memory_bytes()
+        result[name] = {"state_bytes_by_kind": kinds}
+        if isinstance(contestant, Engine):
+            stages = contestant.model.stages
+            sizes = [sum(slot.numel for slot in stage.layout.slots) for stage in stages]
+            zero_stage = int(name.removeprefix("ZeRO-")[0])
+            result[name]["formula_bytes"] = report.formula_bytes(sizes, zero_stage, distributed.world_size)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
