@@ -62,8 +62,8 @@ def _idle_conditions(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
     random = values["dataset_source"] == "random"
     for name in ("prefetch_factor", "multiprocessing_context"):
         yield name, values["num_workers"] == 0 and not random, "with --num_workers=0"
-    needs_files = ("data_path", "split", "num_workers", "multiprocessing_context", "data_sample_warn_time_ms")
-    for name in needs_files:
+    yield "num_workers", random and values["num_workers"] > 0, "with --dataset_source=random"
+    for name in ("data_path", "split", "multiprocessing_context", "data_sample_warn_time_ms"):
         yield name, random, "with --dataset_source=random"
     yield "rotary_embedding_scale", not values["use_rotary_embeddings"], "without --use_rotary_embeddings=1"
     yield "random_bias_init", not values["add_linear_biases"], "with --add_linear_biases=0"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite import distributed, exits
-from megatron_lite.agreement import raise_first
+from megatron_lite.agreement import raise_first, together
 from megatron_lite.arguments import launch_rank
 from megatron_lite.build import MIB, Run, build
 from megatron_lite.checkpoint import sharded
@@ -48,8 +48,8 @@ def pretrain(config: Config, notes: tuple[str, ...]) -> int:
         run_number = experiment.run
         run = build(config, group, experiment, stop, notes)
         stop.saves = True
+        together(group, lambda: experiment.record(config) if rank == 0 else None)
         if rank == 0:
-            experiment.record(config)
             exits.write_exit(config.run.experiment_dir, None, "running", "", run_number)
         code, message = train(run)
         run.data.close()

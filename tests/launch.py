@@ -246,6 +246,8 @@ def _run_forked(
 ) -> None:
     """Become what `python <command>` with this environment would be, then run it."""
     os.setsid()
+    # The fork server may have been started by a test that held signals back, and hands that on.
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     sys.stdin = open(os.devnull, encoding="utf-8")
     for path, descriptor in zip(outputs, (1, 2), strict=True):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

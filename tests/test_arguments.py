@@ -529,6 +529,8 @@ def test_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for variables, expected in (({}, (0, 1)), ({"RANK": "2", "WORLD_SIZE": "4"}, (2, 4)), ({"RANK": ""}, (0, 1))):
         for name in ("RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.setenv("MASTER_PORT", "29500")
         for name, text in variables.items():
             monkeypatch.setenv(name, text)
         assert (launch_rank(), launch_world_size()) == expected
@@ -538,3 +540,15 @@ def test_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         assert launch_rank() in (0, 3)
         with pytest.raises(UsageError, match="environment variable"):
             launch_world_size()
+    for missing in ("MASTER_ADDR", "MASTER_PORT"):
+        with monkeypatch.context() as context:
+            context.setenv("RANK", "0")
+            context.setenv("WORLD_SIZE", "2")
+            context.setenv(missing, "")
+            with pytest.raises(UsageError, match=f"{missing} not set"):
+                launch_world_size()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_RANK", "x")
+    with pytest.raises(UsageError, match="environment variable LOCAL_RANK"):
+        launch_world_size()

@@ -389,7 +389,7 @@ def test_two_runs_in_one_directory(tmp_path: Path) -> None:
     experiment = tmp_path / "run"
     command = train(experiment, "--train_iters=100000", "--checkpoint_interval=100000", "--log_interval=10")
     with Start(command, RANKS) as first:
-        first.wait_until((experiment / "metrics.jsonl").exists, "metrics.jsonl")
+        first.wait_until((experiment / "exit.json").exists, "exit.json")  # written once training begins
         before = read_exit(experiment), (experiment / "config.json").read_text()
         assert before[0]["status"] == "running"
         outcome = run([*command, "--lr=1"], RANKS)

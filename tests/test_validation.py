@@ -338,7 +338,11 @@ def test_bad_weighted_paths(words: str) -> None:
         (dict(use_position_embeddings=False), "neither rotary nor learned"),
         (dict(use_rotary_embeddings=True, max_position_embeddings=16), "shorter context"),
         (dict(window_size=2048), "--window_size has no effect"),
-        (dict(num_workers=0, prefetch_factor=3), "--prefetch_factor has no effect with --num_workers=0"),
+        (dict(num_workers=3), "--num_workers has no effect with --dataset_source=random"),
+        (
+            dict(dataset_source="list", data_path=("a",), num_workers=0, prefetch_factor=3),
+            "--prefetch_factor has no effect with --num_workers=0",
+        ),
         (dict(min_lr=1e-5), "--min_lr has no effect with --lr_decay_style=constant"),
         (dict(lr_decay_iters=5), "--lr_decay_iters has no effect"),
         (dict(hysteresis=3), "--hysteresis has no effect without dynamic loss scaling"),
@@ -367,6 +371,7 @@ def test_no_warnings_without_reason() -> None:
         training_dtype="bf16", lr_decay_style="cosine", min_lr=1e-5, lr_decay_iters=5, wandb_entity_name="me",
         wandb_project_name="x", validation_iters=2, validation_interval=5, checkpoint_interval=2, max_checkpoints=5,
         use_rotary_embeddings=True, rotary_embedding_scale=-9.0, window_size=64, num_workers=8, zero_stage=2,
+        dataset_source="list", data_path=("a",),
     ) == []  # fmt: skip
     assert warnings(resolved(train_iters=1)) == ["--experiment_dir is not set: nothing is saved"]
 
