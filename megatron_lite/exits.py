@@ -13,7 +13,17 @@ from pathlib import Path
 from megatron_lite.errors import OutOfMemoryError, PeerError, RunError, StorageError, is_lost_peer, lost_peer
 
 EXIT_FILE = "exit.json"
-STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG)
+STORAGE_ERRORS = (
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.EFBIG,
+)
 
 
 def as_run_error(error: BaseException) -> RunError | None:
@@ -59,10 +69,10 @@ def report(error: BaseException, experiment_dir: str | None, rank: int, run: int
 
 
 def print_page(text: str) -> None:
-    """Print to stdout, to the end or until its reader goes away (`--help | head`)."""
+    """Print to stdout, to the end or until it takes no more (`--help | head`)."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its exit
 
 

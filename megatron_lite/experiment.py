@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -25,7 +26,7 @@ class Experiment:
 
     def __init__(self, config: Config, distributed: Distributed) -> None:
         directory = config.run.experiment_dir
-        self.root = None if directory is None else Path(directory).expanduser().absolute()
+        self.root = None if directory is None else absolute_path(directory)
         self.run = 0
         self._lock: int | None = None
         if self.root is None:
@@ -71,6 +72,9 @@ class Experiment:
         """Create the directories of a new start; returns its number, from 0."""
         root.mkdir(parents=True, exist_ok=True)
         self._take_lock(root)
+        for name in ("checkpoints", "export"):  # noticed now, and not at the first save
+            if (root / name).exists() and not (root / name).is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, f"{root / name} is not a directory")
         runs = root / "runs"
         runs.mkdir(exist_ok=True)
         run = 1 + max((int(path.name) for path in runs.iterdir() if path.name.isdecimal()), default=-1)
@@ -91,3 +95,15 @@ class Experiment:
             with contextlib.suppress(OSError):
                 os.close(self._lock)
             self._lock = None
+
+
+def absolute_path(directory: str) -> Path:
+    """The directory as an absolute path, with ~ expanded.
+
+    Raises:
+        StorageError: if there is no such user, or the current directory is gone.
+    """
+    try:
+        return Path(directory).expanduser().absolute()
+    except (OSError, RuntimeError) as error:
+        raise StorageError(f"--experiment_dir={directory}: {error}; give an absolute path") from error

@@ -6,6 +6,7 @@ contradictions at once, each with the flags, their values, the rule and the fix.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -328,9 +329,16 @@ def _training(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
 
 def _run(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
     if values["experiment_dir"] is not None and values["experiment_name"] is None:
-        values["experiment_name"] = os.path.basename(os.path.abspath(values["experiment_dir"])) or None
+        values["experiment_name"] = _folder_name(values["experiment_dir"])
     _fill(values, "wandb_post_alerts", values["wandb_status_interval"] is not None)
     yield from ()
+
+
+def _folder_name(path: str) -> str | None:
+    """The last part of a path; where the current directory is gone, of the path as it was typed."""
+    with contextlib.suppress(OSError):
+        path = os.path.abspath(path)
+    return os.path.basename(path) or None
 
 
 def _fill_the_rest(values: dict[str, Any]) -> None:

@@ -509,3 +509,18 @@ def test_secrets_stay_secret(tmp_path: Path) -> None:
     files = [path for path in experiment.rglob("*") if path.is_file()]
     assert len(files) > 20
     assert not [path for path in files if CANARY.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "export"])
+def test_a_file_where_a_folder_belongs_is_noticed_at_the_start(name: str, tmp_path: Path) -> None:
+    """Exit 8 before any training, not at the first save."""
+    experiment = tmp_path / "run"
+    experiment.mkdir()
+    (experiment / name).touch()
+    outcome = run(train(experiment), RANKS)
+    assert_one_error(outcome, f"--experiment_dir={experiment}", f"{experiment / name} is not a directory", codes=[8])
+
+
+def test_an_unknown_home_is_one_line() -> None:
+    outcome = run(train(Path("~nobody_of_that_name") / "run"), RANKS)
+    assert_one_error(outcome, "--experiment_dir=~nobody_of_that_name/run", "give an absolute path", codes=[8])

@@ -41,11 +41,12 @@ class LossScale:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint (reads the device)."""
-        return {"scale": float(self.scale), "good": int(self._good), "patience": int(self._patience)}
+        counts = {"good": int(self._good), "patience": int(self._patience)}
+        return {"dynamic": self.dynamic, "scale": float(self.scale), **counts}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`; a constant scale is the command line's, not the checkpoint's."""
-        if self.dynamic:
+        """The inverse of `state`, where both are dynamic: a constant scale says nothing about a dynamic one."""
+        if self.dynamic and state["dynamic"]:
             self.scale.fill_(state["scale"])
             self._good.fill_(state["good"])
             self._patience.fill_(state["patience"])

@@ -59,8 +59,8 @@ def test_a_bad_gradient_on_one_rank_changes_nothing_on_any(poison: float, option
 
 def test_an_overflow_in_fp16_counts_against_the_hysteresis() -> None:
     for result in run_distributed(2, poisoned_update, float("inf"), {"training_dtype": "fp16"}):
-        assert result["before"]["loss_scale"] == {"scale": 65536.0, "good": 2, "patience": 2}
-        assert result["after"]["loss_scale"] == {"scale": 65536.0, "good": 0, "patience": 1}
+        assert result["before"]["loss_scale"] == {"dynamic": True, "scale": 65536.0, "good": 2, "patience": 2}
+        assert result["after"]["loss_scale"] == {"dynamic": True, "scale": 65536.0, "good": 0, "patience": 1}
 
 
 def scales(config: OptimizerConfig, overflows: list[bool]) -> list[float]:
@@ -86,8 +86,11 @@ def test_the_scale_survives_a_checkpoint_and_a_constant_one_is_the_command_lines
         scaler.update(torch.tensor(overflow))
     copy = LossScale(OptimizerConfig(), "fp16", torch.device("cpu"))
     copy.load_state(scaler.state())
-    assert copy.state() == scaler.state() == {"scale": 32768.0, "good": 1, "patience": 0}
+    assert copy.state() == scaler.state() == {"dynamic": True, "scale": 32768.0, "good": 1, "patience": 0}
     constant = LossScale(OptimizerConfig(loss_scale=128.0), "fp16", torch.device("cpu"))
     constant.load_state(scaler.state())
     constant.update(torch.tensor(True))
     assert float(constant.scale) == 128.0
+    fresh = LossScale(OptimizerConfig(), "fp16", torch.device("cpu"))
+    fresh.load_state(constant.state())
+    assert float(fresh.scale) == 65536.0, "a run that turns to fp16 begins with the initial scale"
