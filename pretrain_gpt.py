@@ -4,7 +4,7 @@
 import sys
 
 from megatron_lite import exits
-from megatron_lite.arguments import HelpRequested, launch_rank, launch_world_size, parse
+from megatron_lite.arguments import HelpRequested, launch_rank, launch_world_size, parse, speaks_for_its_machine
 from megatron_lite.errors import EXIT_DONE, UsageError
 from megatron_lite.validation import resolve
 
@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
         return EXIT_DONE
     except UsageError as error:
         directory = getattr(error, "experiment_dir", None) or experiment_dir
-        return exits.report(error, directory, launch_rank())
+        return exits.report(error, directory, rank=0 if speaks_for_its_machine() else 1)
 
     from megatron_lite.train import pretrain
 

@@ -120,6 +120,11 @@ def launch_rank() -> int:
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0
 
 
+def speaks_for_its_machine() -> bool:
+    """Whether this is the first rank of its machine: errors of a command line may differ between machines."""
+    return (os.environ.get("LOCAL_RANK") or str(launch_rank())) == "0"
+
+
 def launch_world_size() -> int:
     """The number of processes as torchrun tells it; 1 without torchrun.
 

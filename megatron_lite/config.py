@@ -177,9 +177,11 @@ class OptimizerConfig:
     adam_eps: float = option(1e-8, "added to the root of the second moment", above=0.0)
     clip_grad: float = option(1.0, "largest global gradient norm; 0 turns clipping off", minimum=0.0, basic=True)
     default_lr_scale: float = option(1.0, "factor on every learning rate", minimum=0.0)
-    loss_scale: float | None = option(None, "constant loss scale", above=0.0, unset="dynamic for fp16, 1 otherwise")
-    initial_loss_scale: float = option(2.0**16, "first dynamic loss scale (fp16)", above=0.0)
-    min_loss_scale: float = option(1.0, "smallest dynamic loss scale (fp16)", above=0.0)
+    loss_scale: float | None = option(
+        None, "constant loss scale", minimum=2.0**-100, maximum=2.0**100, unset="dynamic for fp16, 1 otherwise"
+    )
+    initial_loss_scale: float = option(2.0**16, "first dynamic loss scale (fp16)", minimum=2.0**-100, maximum=2.0**100)
+    min_loss_scale: float = option(1.0, "smallest dynamic loss scale (fp16)", minimum=2.0**-100, maximum=2.0**100)
     loss_scale_window: int = option(1000, "good updates before the loss scale doubles (fp16)", minimum=1)
     hysteresis: int = option(2, "overflows before the loss scale halves (fp16)", minimum=1)
 

@@ -106,4 +106,6 @@ def absolute_path(directory: str) -> Path:
     try:
         return Path(directory).expanduser().absolute()
     except (OSError, RuntimeError) as error:
-        raise StorageError(f"--experiment_dir={directory}: {error}; give an absolute path") from error
+        refusal = StorageError(f"--experiment_dir={directory}: {error}; give an absolute path")
+        refusal.recorded = False  # there is no such place
+        raise refusal from error

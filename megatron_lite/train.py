@@ -232,11 +232,24 @@ def log_training(run: Run, update: Update) -> float | None:
     run.logger.info(format_record(record, console))
     if streak >= HOPELESS_STREAK:
         raise NumericsError(
-            f"the last {streak} updates were dropped because their gradients were not finite; the weights are those "
-            "of the last good update. Resume from an older checkpoint with a lower --lr, or use --training_dtype=bf16"
+            f"the last {streak} updates were dropped because their gradients were not finite. Resume from an older "
+            "checkpoint with a lower --lr, or use --training_dtype=bf16"
         )
     loss: float | None = record["loss"]
     return loss
+
+
+def refuse_broken_weights(run: Run) -> None:
+    """Nothing that is not finite is ever saved, so that it cannot push a good checkpoint out.
+
+    Raises:
+        NumericsError: on every rank, if any weight is infinite or NaN.
+    """
+    if run.distributed.agree_max(int(not run.model.is_finite())):
+        raise NumericsError(
+            f"the weights are no longer finite at iteration {run.iteration}: an update was too large. They were not "
+            "saved; resume from the newest checkpoint with a lower --lr"
+        )
 
 
 def save(run: Run) -> None:
@@ -244,6 +257,7 @@ def save(run: Run) -> None:
     root = run.experiment.checkpoints
     if root is None:
         return
+    refuse_broken_weights(run)
     start_s = time.perf_counter()
     state = {"optimizer": run.optimizer.state(), "window": run.window.state()}
     sharded.save(root, run.iteration, run.model, state, run.config, run.distributed)
@@ -257,6 +271,7 @@ def export(run: Run) -> None:
     directory = run.experiment.export(run.iteration)
     if directory is None:
         return
+    refuse_broken_weights(run)
     if run.config.training.export_format == "distributed":
         state = {"optimizer": run.optimizer.state(), "window": run.window.state()}
         sharded.save(directory.parent, run.iteration, run.model, state, run.config, run.distributed)

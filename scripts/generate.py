@@ -178,7 +178,7 @@ def generate(
     head = layers[-1]
     assert isinstance(head, Head)
     device = head.weight.device
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed % 2**63)
     text = torch.tensor([list(tokens)], device=device)
     while True:
         text = text[:, -limit:]
@@ -191,7 +191,7 @@ def generate(
         if temperature == 0.0:
             token = logits.argmax()
         else:
-            scaled = logits / temperature
+            scaled = (logits - logits.max()).double() / temperature  # the largest is 0 however cold it gets
             if top_k is not None:
                 scaled[scaled < scaled.topk(min(top_k, len(scaled))).values[-1]] = -math.inf
             token = torch.multinomial(scaled.softmax(0), 1, generator=generator)[0]

@@ -524,3 +524,11 @@ def test_a_file_where_a_folder_belongs_is_noticed_at_the_start(name: str, tmp_pa
 def test_an_unknown_home_is_one_line() -> None:
     outcome = run(train(Path("~nobody_of_that_name") / "run"), RANKS)
     assert_one_error(outcome, "--experiment_dir=~nobody_of_that_name/run", "give an absolute path", codes=[8])
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+    """A finite gradient with an absurd learning rate: exit 5, and neither a checkpoint nor an export of the wreck."""
+    experiment = tmp_path / "run"
+    outcome = run(train(experiment, "--lr=1e38", "--export_interval=1"), RANKS)
+    assert_one_error(outcome, "the weights are no longer finite", "lower --lr", codes=[5])
+    assert not list(experiment.glob("checkpoints/*")) and not list(experiment.glob("export/*"))

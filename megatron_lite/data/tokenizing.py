@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from megatron_lite.data.dataset_writer import replace_file
 from megatron_lite.errors import DataError, UsageError
 
+LARGEST_VOCABULARY = 2**24  # of a tokenizer trained here: more than any text has pieces for
 END_OF_DOCUMENT = "<|endoftext|>"
 # Tokens that end a document in common tokenizers, in the order of preference.
 END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eot_id|>", "<EOT>")
@@ -109,10 +110,12 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, path: str) -> JsonTok
 
     The same texts give the same file. Every text can be encoded and decoded exactly, whatever it was trained on.
 
-    Raises: UsageError if `vocab_size` is below 257; StorageError if `path` cannot be written.
+    Raises: UsageError if `vocab_size` is below 257 or above 2**24; StorageError if `path` cannot be written.
     """
     from tokenizers import pre_tokenizers, trainers
 
+    if vocab_size > LARGEST_VOCABULARY:
+        raise UsageError(f"a vocabulary of {vocab_size} is too large: at most {LARGEST_VOCABULARY} tokens")
     if vocab_size < ByteTokenizer.vocab_size:
         raise UsageError(f"a vocabulary of {vocab_size} is too small: bytes and the end of a document are 257 tokens")
     tokenizer = _byte_level_bpe({}, use_regex=True)

@@ -85,6 +85,11 @@ class MultiStage:
             for name, parameter in stage.parameters():
                 yield name, parameter.detach()
 
+    def is_finite(self) -> bool:
+        """Whether all weights of this rank's shards are finite (reads the device)."""
+        extremes = [torch.stack(torch.aminmax(stage.weight_shard)) for stage in self.stages]
+        return bool(torch.isfinite(torch.stack(extremes)).all())
+
     @property
     def num_parameters(self) -> int:
         return sum(slot.numel for stage in self.stages for slot in stage.layout.slots)
