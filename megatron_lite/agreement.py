@@ -31,10 +31,10 @@ def together(distributed: Distributed, action: Callable[[], T]) -> T:
 
 def raise_first(distributed: Distributed, failure: errors.RunError | None) -> None:
     """Every rank brings its failure or None; all raise the first one, of which rank 0 will then speak."""
-    own = None if failure is None else [type(failure).__name__, str(failure)]
+    own = None if failure is None else [type(failure).__name__, str(failure), failure.recorded]
     for rank, failed in enumerate(distributed.gather_objects(own)):
         if failed is not None:
-            kind, message = failed
+            kind, message, recorded = failed
             shared: errors.RunError = getattr(errors, kind)(message if rank == 0 else f"rank {rank}: {message}")
-            shared.agreed = True
+            shared.agreed, shared.recorded = True, recorded
             raise shared

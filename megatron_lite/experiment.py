@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron_lite.agreement import together
 from megatron_lite.config import Config, flatten
 from megatron_lite.distributed import Distributed
 from megatron_lite.errors import StorageError
@@ -26,7 +27,7 @@ class Experiment:
 
     def __init__(self, config: Config, distributed: Distributed) -> None:
         directory = config.run.experiment_dir
-        self.root = None if directory is None else absolute_path(directory)
+        self.root = None if directory is None else together(distributed, lambda: absolute_path(directory))
         self.run = 0
         self._lock: int | None = None
         if self.root is None:

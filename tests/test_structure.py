@@ -39,7 +39,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "data": {"config", "seeds", "validation"},
     "monitor": {"config"},
     "checkpoint": {"config", "data", "distributed", "zero"},
-    "experiment": {"config", "distributed"},
+    "experiment": {"agreement", "config", "distributed"},
     "agreement": {"distributed", "exits"},
 }
 # Modules at the top: they put the parts together.
