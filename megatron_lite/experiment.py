@@ -8,7 +8,6 @@ import fcntl
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from megatron_lite.agreement import together
 from megatron_lite.config import Config, flatten
@@ -26,26 +25,14 @@ class Experiment:
     """
 
     def __init__(self, config: Config, distributed: Distributed) -> None:
-        directory = config.run.experiment_dir
+        directory = self._directory = config.run.experiment_dir
         self.root = None if directory is None else together(distributed, lambda: absolute_path(directory))
         self.run = 0
         self._lock: int | None = None
         if self.root is None:
             return
-        answer: dict[str, Any] = {}
-        if distributed.rank == 0:
-            try:
-                answer = {"run": self._prepare(self.root)}
-            except OSError as error:
-                answer = {"error": f"--experiment_dir={directory}: {error.strerror or error}; choose a writable place"}
-            except StorageError as error:
-                answer = {"error": str(error), "recorded": False}  # exit.json is the other run's
-        answer = distributed.broadcast_object(answer)
-        if "error" in answer:
-            refusal = StorageError(answer["error"])
-            refusal.recorded = answer.get("recorded", True)
-            raise refusal
-        self.run = answer["run"]
+        prepared = together(distributed, lambda: self._prepare() if distributed.rank == 0 else 0)
+        self.run = distributed.broadcast_object(prepared)
 
     @property
     def checkpoints(self) -> Path | None:
@@ -69,8 +56,16 @@ class Experiment:
             temporary.write_text(text, encoding="utf-8")
             os.replace(temporary, folder / "config.json")
 
-    def _prepare(self, root: Path) -> int:
+    def _prepare(self) -> int:
         """Create the directories of a new start; returns its number, from 0."""
+        assert self.root is not None
+        try:
+            return self._make_directories(self.root)
+        except OSError as error:
+            reason = error.strerror or error
+            raise StorageError(f"--experiment_dir={self._directory}: {reason}; choose a writable place") from error
+
+    def _make_directories(self, root: Path) -> int:
         root.mkdir(parents=True, exist_ok=True)
         self._take_lock(root)
         for name in ("checkpoints", "export"):  # noticed now, and not at the first save
@@ -88,9 +83,11 @@ class Experiment:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StorageError(
+            refusal = StorageError(
                 f"--experiment_dir={root}: another run is using it; wait for that or choose another directory"
-            ) from None
+            )
+            refusal.recorded = False  # exit.json is the other run's
+            raise refusal from None
         except OSError:
             # A file system without locks: two runs in one directory are then the user's to avoid.
             with contextlib.suppress(OSError):
