@@ -6,7 +6,7 @@ import sys
 from megatron_lite import exits
 from megatron_lite.arguments import HelpRequested, launch_rank, launch_world_size, parse, speaks_for_its_machine
 from megatron_lite.errors import EXIT_DONE, UsageError
-from megatron_lite.validation import resolve
+from megatron_lite.validation import planned_world_size, resolve
 
 
 def main(argv: list[str]) -> int:
@@ -15,7 +15,7 @@ def main(argv: list[str]) -> int:
     try:
         arguments = parse(argv)
         experiment_dir = arguments.config.run.experiment_dir
-        config = resolve(arguments.config, launch_world_size())
+        config = resolve(arguments.config, planned_world_size(arguments.config, launch_world_size()))
     except HelpRequested as request:
         if launch_rank() == 0:
             exits.print_page(str(request))

@@ -22,7 +22,7 @@ from megatron_lite.refused import INSTEAD, REFUSED_SPELLINGS, REFUSED_VALUES
 from megatron_lite.suggestions import LONG_DASHES, unknown_flag
 from megatron_lite.usage import banner as banner
 from megatron_lite.usage import help_text
-from megatron_lite.validation import examine
+from megatron_lite.validation import examine, planned_world_size
 
 LARGEST_FILE_BYTES = 2**20
 MOST_FILES = 100
@@ -108,7 +108,7 @@ def parse(argv: Sequence[str]) -> Arguments:
 def _contradictions(config: Config, wrong: set[str]) -> list[str]:
     """What `validation.resolve` would complain about, as far as it has nothing to do with the options in `wrong`."""
     try:
-        _, problems = examine(config, launch_world_size())
+        _, problems = examine(config, planned_world_size(config, launch_world_size()))
     except UsageError as error:  # the launcher's variables
         return [str(error)]
     return [problem.message for problem in problems if wrong.isdisjoint(problem.names)]

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from megatron_lite.config import Config, flatten
 from megatron_lite.flags import FLAGS
+from megatron_lite.option import Auto
 
 
 def warnings(config: Config) -> list[str]:
     """The cautions for a resolved configuration, one line each."""
     values = flatten(config)
     return [*_risks(values), *(f"--{name} has no effect {reason}" for name, reason in _without_effect(values))]
+
+
+def number_of_stages(num_layers: int, layers_per_stage: float | Auto) -> int | None:
+    """The embedding's stage, those of the blocks and the head's; None where the split is chosen later."""
+    return None if layers_per_stage == "auto" else 2 + math.ceil(num_layers / layers_per_stage)
 
 
 def _risks(values: dict[str, Any]) -> Iterator[str]:

@@ -14,33 +14,15 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_lite.option import Auto, debug_level, option
+
 DTYPES = ("fp32", "bf16", "fp16")
 DTYPE_ALIASES = {
     "float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16",
 }  # fmt: skip
 ACTIVATIONS = ("gelu", "gelu_exact", "silu", "relu", "squared_relu", "identity")
 ACTIVATION_ALIASES = {"gelu_tanh": "gelu", "swiglu": "silu"}
-
-
-@dataclass(frozen=True)
-class Option:
-    """What is known of one option besides its name, type and default, which the dataclass field carries."""
-
-    help: str
-    minimum: float | None = None  # inclusive
-    above: float | None = None  # exclusive lower bound
-    maximum: float | None = None  # inclusive
-    below: float | None = None  # exclusive upper bound
-    choices: tuple[str, ...] = ()
-    value_aliases: dict[str, str] = dataclasses.field(default_factory=dict)
-    aliases: tuple[str, ...] = ()  # other spellings of the flag
-    unset: str = ""  # what None resolves to, in words
-    basic: bool = False  # shown by --help; the others only by --help_all
-
-
-def option(default: Any, help: str, **details: Any) -> Any:
-    """Declare one option; see `Option` for the details."""
-    return dataclasses.field(default=default, metadata={"option": Option(help, **details)})
+RECOMPUTE_LEVELS = ("none", "activation", "full")
 
 
 @dataclass(frozen=True)
@@ -117,6 +99,9 @@ class ModelConfig:
         minimum=1,
         unset="chunks of 256 tokens (CPU), 1024 (GPU)",
     )
+    mlp_recompute_level: str = option(
+        "none", "what backward computes again in MLPs to save memory", choices=RECOMPUTE_LEVELS, basic=True
+    )
 
     @property
     def rotary_base(self) -> float:
@@ -177,6 +162,10 @@ class OptimizerConfig:
     adam_eps: float = option(1e-8, "added to the root of the second moment", above=0.0)
     clip_grad: float = option(1.0, "largest global gradient norm; 0 turns clipping off", minimum=0.0, basic=True)
     default_lr_scale: float = option(1.0, "factor on every learning rate", minimum=0.0)
+    lr_scales: tuple[str, ...] = option(
+        (), "pattern:factor of a learning rate, as in embedding:0.1 *.bias:2; the last that fits counts, 0 freezes"
+    )
+    freeze: tuple[str, ...] = option((), "weights that stay as they are: patterns (blocks.0, *.bias) on their names")
     loss_scale: float | None = option(
         None, "constant loss scale", minimum=2.0**-100, maximum=2.0**100, unset="dynamic for fp16, 1 otherwise"
     )
@@ -190,17 +179,44 @@ class OptimizerConfig:
 class MultiStageConfig:
     """ZeRO and stages"""
 
-    zero_stage: int | None = option(
-        None, "1: shard optimizer state; 2: and gradients; 3: and weights", minimum=1, maximum=3, unset="1", basic=True
+    zero_stage: int | Auto | None = option(
+        None,
+        "1: shard optimizer state; 2: and gradients; 3: and weights; auto: the lowest that fits the device",
+        minimum=1,
+        maximum=3,
+        unset="1",
+        basic=True,
     )
-    layers_per_stage: float = option(1.0, "transformer blocks per stage (unit of gather and reduce)", minimum=1.0)
+    layers_per_stage: float | Auto = option(
+        1.0,
+        "transformer blocks per stage, the unit of gather and reduce; auto: until a collective is worth its latency",
+        minimum=1.0,
+        why="a layer is not cut into stages; write 1, and --zero_stage or fewer buffers to save memory",
+    )
     num_weight_buffers: int | None = option(
-        None, "full weight buffers", minimum=1, unset="one per stage; 2 for zero_stage 3"
+        None, "full weight buffers: 1 saves memory, 2 overlap", minimum=1, unset="one per stage; 2 for zero_stage 3"
     )
     num_grad_buffers: int | None = option(
-        None, "full gradient buffers", minimum=1, unset="one per stage; 2 for zero_stage 2 and 3"
+        None, "full gradient buffers, likewise", minimum=1, unset="one per stage; 2 for zero_stage 2 and 3"
     )
     full_precision_gradients: bool = option(True, "accumulate and reduce gradients in fp32")
+    store_frozen_weights_in_optimization_precision: bool = option(
+        True, "shards of frozen weights are fp32, too; 0: they have the training dtype"
+    )
+    split_master_weights: bool = option(
+        False, "bf16 training: keep only what the bf16 weight lacks of the fp32 master (2 bytes per weight less)"
+    )
+    stages_per_pipeline_stage: int = option(
+        1,
+        "stages of one rank of a pipeline",
+        minimum=1,
+        maximum=1,
+        why="there is no pipeline parallelism; leave it out",
+    )
+    pipeline_delay: float = option(0.0, "steps that data need to go around the pipeline; unused: there is no pipeline")
+    throttle_cpu: bool = option(True, "GPU: the host does not run far ahead, which keeps the allocator's peak low")
+    throttle_cpu_rate: int = option(1, "schedule steps between two events that the host waits for", minimum=1)
+    throttle_cpu_delay: int = option(1, "the host waits for the event of this many recordings ago", minimum=0)
 
 
 @dataclass(frozen=True)
@@ -215,6 +231,10 @@ class DistributedConfig:
     deterministic: bool = option(False, "only deterministic GPU algorithms (slower)")
     distributed_timeout: float = option(60.0, "seconds before a step's collective is given up", above=0.0, maximum=1e6)
     startup_timeout: float = option(3600.0, "the same for start-up, data preparation and saves", above=0.0, maximum=1e6)
+    dry_run: bool = option(False, "print memory, traffic and batch arithmetic, run nothing", basic=True)
+    world_size: int | None = option(
+        None, "ranks of a dry run", minimum=1, maximum=2**24, unset="as many as torchrun starts"
+    )
 
 
 @dataclass(frozen=True)
@@ -278,6 +298,19 @@ class RunConfig:
     log_offset: int = option(1, "first logged iteration (0: multiples of log_interval only)", minimum=0)
     log_timestamps: bool = option(False, "begin log lines with the time")
     enable_all_loggers: bool = option(False, "every rank prints to the console")
+    log_communication: bool = option(False, "log what each step sends, by kind, and the time on the wire")
+    debug_layer_outputs: int = debug_level("the output of each layer")
+    debug_layer_gradients: int = debug_level("the gradient of each layer's input")
+    debug_param_init: int = debug_level("each parameter after initialization")
+    debug_param_gradients: int = debug_level("each gradient shard after reduction")
+    debug_all_param_gradients: int = debug_level("each parameter's gradient after reduction")
+    debug_param_update: int = debug_level("each parameter after the update")
+    debug_global_tensors: bool = option(True, "put the tensors of all ranks together before they are logged (slow)")
+    debug_activation_memory: bool = option(False, "log the memory in use after each layer")
+    debug_tensor_parallel: bool = option(False, "compare tensor-parallel copies; there are none to compare")
+    save_tensor_logs: bool = option(False, "save logged tensors in runs/<k>/artifacts of experiment_dir")
+    show_tensor_logs: bool = option(True, "print logged tensors")
+    tensor_logs_show_elements: int = option(8, "samples of a tensor that are printed", minimum=0)
     peak_tflops: float | None = option(
         None, "dense peak of one device for mfu, in TFLOP/s", above=0.0, unset="known for common GPUs"
     )

@@ -14,9 +14,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
-from megatron_lite.config import AREAS, Option
+from megatron_lite.config import AREAS
+from megatron_lite.option import Auto, Option
 
 LARGEST_INTEGER = 2**63 - 1
 LONGEST_NUMBER = 64  # characters
@@ -58,6 +59,7 @@ class Flag:
     default: Any
     area: str
     option: Option
+    words: tuple[str, ...] = ()  # that a number may be instead
 
     @property
     def is_list(self) -> bool:
@@ -76,14 +78,15 @@ class Flag:
 def _flags() -> dict[str, Flag]:
     kinds = {"int": "int", "float": "float", "bool": "bool", "str": "str",
              "tuple[str, ...]": "list of str", "tuple[float, ...]": "list of float"}  # fmt: skip
+    words = {"Auto": get_args(Auto)}
     flags = {}
     for area, owner in AREAS.items():
         for field in dataclasses.fields(owner):
-            annotation = str(field.type)  # config.py keeps its annotations as text
-            kind = kinds[annotation.removesuffix(" | None")]
+            kind, *others = str(field.type).split(" | ")  # config.py keeps its annotations as text
             flags[field.name] = Flag(
-                field.name, kind, annotation.endswith(" | None"), field.default, area, field.metadata["option"]
-            )
+                field.name, kinds[kind], "None" in others, field.default, area, field.metadata["option"],
+                tuple(word for other in others if other != "None" for word in words[other]),
+            )  # fmt: skip
     return flags
 
 
@@ -234,24 +237,35 @@ def parse_value(flag: Flag, text: str) -> Any:
     return _parse_number(flag, text)
 
 
-def _parse_number(flag: Flag, text: str) -> int | float:
+def _parse_number(flag: Flag, text: str) -> int | float | str:
+    if text.lower() in flag.words:
+        return text.lower()
     try:
         value = parse_int(text) if flag.kind == "int" else parse_float(text)
     except BadValueError as error:
-        allowed = bounds(flag.option)
-        raise BadValueError(f"{error} (must be {allowed})" if allowed else str(error)) from None
+        near = difflib.get_close_matches(text[:LONGEST_NUMBER].lower(), flag.words, n=1)
+        if near:
+            raise BadValueError(f"must be {limits(flag)}; did you mean {near[0]}?") from None
+        raise BadValueError(f"{error} (must be {limits(flag)})" if limits(flag) else str(error)) from None
     check_bounds(flag, value)
     return value
 
 
 def bounds(option: Option) -> str:
     """The range of a number in words: `>= 0 and < 1`; empty if every number is legal."""
+    if option.minimum is not None and option.minimum == option.maximum:
+        return number(option.minimum)
     limits = ((">=", option.minimum), (">", option.above), ("<=", option.maximum), ("<", option.below))
     return " and ".join(f"{sign} {number(limit)}" for sign, limit in limits if limit is not None)
 
 
+def limits(flag: Flag) -> str:
+    """What a number must be, in words: its bounds, or one of the words that may stand for it."""
+    return ", or ".join(text for text in (bounds(flag.option), *flag.words) if text)
+
+
 def check_bounds(flag: Flag, value: Any) -> None:
-    """Hold a value, or every item of a list, against the bounds or the choices of its option.
+    """Hold a value, or every item of a list, against the bounds, the words or the choices of its option.
 
     Raises:
         BadValueError: if it is outside.
@@ -260,16 +274,22 @@ def check_bounds(flag: Flag, value: Any) -> None:
     for item in value if isinstance(value, tuple) else (value,):
         if isinstance(item, str) and option.choices and item not in option.choices:
             raise BadValueError(f"takes {', '.join(option.choices)}")
-        if isinstance(item, (str, bool)) or item is None:
+        if isinstance(item, (str, bool)) and (flag.kind not in ("int", "float") or item in flag.words):
             continue
-        if (
-            not math.isfinite(item)
-            or (option.minimum is not None and item < option.minimum)
-            or (option.above is not None and item <= option.above)
-            or (option.maximum is not None and item > option.maximum)
-            or (option.below is not None and item >= option.below)
-        ):
-            raise BadValueError(f"must be {bounds(option) or 'finite'}")
+        if isinstance(item, str) or not _within(option, item):
+            raise BadValueError(
+                f"must be {limits(flag) or 'a finite number'}" + (f": {option.why}" if option.why else "")
+            )
+
+
+def _within(option: Option, value: float) -> bool:
+    return (
+        math.isfinite(value)
+        and (option.minimum is None or value >= option.minimum)
+        and (option.above is None or value > option.above)
+        and (option.maximum is None or value <= option.maximum)
+        and (option.below is None or value < option.below)
+    )
 
 
 def number(value: float) -> str:

@@ -43,8 +43,11 @@ def _value(name: str, default: str, accepted: str, reason: str, *aliases: str) -
 
 
 _CALLBACK = "nothing is run after an export; run it yourself, or watch the export folder"
-_DEBUG = "tensors are not logged yet"
+_OVERLAP = (
+    "gathers and reduces run beside the computation; for none of that write --num_weight_buffers=1 --num_grad_buffers=1"
+)
 _PARALLEL = "only data parallelism for now"
+_RECOMPUTE = "write --mlp_recompute_level=activation or =full, for the MLPs of all layers"
 _SEED = "every random number derives from the seed and its own place (weight, sample, layer), not from shifted seeds"
 _EXPERTS = "mixture of experts comes later"
 _FIM = "fill-in-the-middle is not built"
@@ -63,30 +66,16 @@ def _entries() -> Iterator[Refused]:
     # Optimizer
     yield _value("lr_schedule", "none", "none", "write lr_decay_style, lr_warmup_iters, lr_decay_iters and min_lr")
     # Multi-stage
-    yield _value("stages_per_pipeline_stage", "1", "1", _PARALLEL)
-    yield _value("pipeline_delay", "0", "0", _PARALLEL)
     yield _switch("compile_all", "0", "0", "torch.compile is not used")
-    yield _switch(
-        "store_frozen_weights_in_optimization_precision", "1", "1", "no weight can be frozen; all are kept in fp32"
-    )
-    for name in (
-        "layer_outputs", "layer_gradients", "param_init", "param_gradients", "all_param_gradients", "param_update",
-    ):  # fmt: skip
-        yield _value(f"debug_{name}", "0", "0", _DEBUG)
-    yield _switch("debug_global_tensors", "1", "1", _DEBUG)
-    yield _switch("debug_activation_memory", "0", "0", "memory is not logged layer by layer")
-    yield _switch("debug_tensor_parallel", "0", "0", _PARALLEL)
     # Distributed
     yield _value("tensor_parallel", "1", "1", _PARALLEL, "tensor_model_parallel_size")
     yield _value("pipeline_parallel", "1", "1", _PARALLEL, "pipeline_model_parallel_size")
     yield _switch("sequence_tensor_parallel", "0", "0", _PARALLEL, "sequence_parallel")
     yield _value("sequence_data_parallel", "1", "1", _PARALLEL, "context_parallel_size")
     yield _switch("pipeline_first", "0", "0", _PARALLEL)
-    for name in ("world_size", "rank", "local_world_size"):
+    for name in ("rank", "local_world_size"):
         yield _value(name, "from torchrun", "", _TORCHRUN)
-    yield _value(
-        "optimization_dtype", "float32", "float32 fp32 float", "master weights and Adam's moments are fp32"
-    )
+    yield _value("optimization_dtype", "float32", "float32 fp32 float", "master weights and Adam's moments are fp32")
     yield _switch("reproducible_init", "0", "1", "initial weights never depend on the number of ranks")
     for name in (
         "dp", "pp", "pp_gen_init", "pp_gen", "tp", "tp_gen_init", "tp_gen", "sample", "train", "valid", "test",
@@ -94,10 +83,7 @@ def _entries() -> Iterator[Refused]:
         yield _value(f"{name}_seed_shift", "a large prime", "", _SEED)
     # Schedule
     yield _switch("pipeline_overlap", "1", "1", _PARALLEL)
-    yield _switch("data_overlap", "1", "1", "gathers and reduces always run beside the computation")
-    yield _switch("throttle_cpu", "1", "0", "the CPU is never held back to wait for the GPU")
-    yield _value("throttle_cpu_rate", "1", "1", "the CPU is never held back to wait for the GPU")
-    yield _value("throttle_cpu_delay", "1", "1", "the CPU is never held back to wait for the GPU")
+    yield _switch("data_overlap", "1", "1", _OVERLAP)
     yield _switch("debug_schedule", "0", "0", "the schedule is not logged")
     yield _switch("debug_send_recv", "0", "0", _PARALLEL)
     yield _switch("profile_schedule", "0", "0", _PROFILE)
@@ -111,13 +97,16 @@ def _entries() -> Iterator[Refused]:
     yield _switch(
         "use_flash_attention", "1", "1", "torch picks the fastest attention it has for the device", "use_flash_attn"
     )
-    yield _value("mlp_recompute_level", "none", "none", "activations are kept; use a smaller micro_batch_size instead")
     yield _value("cross_entropy_impl", "auto", "auto", "the implementation is chosen by the program")
     yield _switch("parallel_embeddings", "1", "1", _PARALLEL)
     yield _value("sequence_first", "none", "none", "the batch dimension always comes first")
     yield _value("logit_z_loss", "0", "0", "the loss is the cross-entropy alone")
-    yield _switch("debug_transformer", "0", "0", _DEBUG)
-    yield _switch("debug_transformer_memory", "0", "0", "memory is not logged layer by layer")
+    yield _switch(
+        "debug_transformer", "0", "0", "tensors within a layer are not logged; write --debug_layer_outputs=<level>"
+    )
+    yield _switch(
+        "debug_transformer_memory", "0", "0", "memory within a layer is not logged; write --debug_activation_memory=1"
+    )
     # Mixture of experts
     yield _value("num_experts", "1", "1", _EXPERTS)
     yield _value("num_shared_experts", "0", "0", _EXPERTS)
@@ -128,16 +117,13 @@ def _entries() -> Iterator[Refused]:
     yield _value("expert_auxiliary_loss_coefficient", "0.01", "0.01 0", _EXPERTS)
     yield _value("expert_z_loss_coefficient", "0", "0", _EXPERTS)
     yield _value("moe_jitter_eps", "0", "0", _EXPERTS)
-    yield _value("mlp_lr_scale", "[]", "none 1", "all weights of a model share the learning rate")
+    yield _value("mlp_lr_scale", "[]", "none 1", "write --lr_scales=<pattern of the weights' names>:<scale>")
     yield _value("router_lr_scale", "none", "none 1", _EXPERTS)
     # Run
     yield _switch("structured_logs", "1", "1", "log lines have one format")
     yield _switch("torch_dynamo_enable", "1", "0", "torch.compile is not used")
     yield _switch("enable_triton_kernels", "1", "0", _TRITON)
     yield _switch("triton_linear_kernels", "0", "0", _TRITON)
-    yield _switch("save_tensor_logs", "0", "0", _DEBUG)
-    yield _switch("show_tensor_logs", "1", "1", _DEBUG)
-    yield _value("tensor_logs_show_elements", "8", "8", _DEBUG)
     # Data
     for name, default in (
         ("rate", "0"), ("max_middle_len", "none"), ("split_sample", "none"), ("fragment_rate", "0"),
@@ -217,6 +203,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType({
     "lr_warmup_samples": "write --lr_warmup_iters=<samples / batch_size>",
     "lr_decay_samples": "write --lr_decay_iters=<samples / batch_size>",
     "lr_wsd_decay_iters": "a stable phase before the decay is not built",
+    "decoupled_lr": "write --lr_scales=embedding:<ratio>,head:<ratio>",
     "warmup": "write --lr_warmup_iters=<iterations>",
     "min_lr_ratio": "write --min_lr=<ratio * lr>",
     "z_loss_weight": "the loss is the cross-entropy alone",
@@ -227,11 +214,11 @@ INSTEAD: Mapping[str, str] = MappingProxyType({
     "params_dtype": "write --training_dtype; master weights are always fp32",
     "mp": "write --training_dtype=bf16",
     "fp8_format": "fp8 is not built",
-    "recompute_granularity": "activations are kept; use a smaller --micro_batch_size instead",
-    "recompute_method": "activations are kept; use a smaller --micro_batch_size instead",
-    "recompute_num_layers": "activations are kept; use a smaller --micro_batch_size instead",
-    "recompute_activations": "activations are kept; use a smaller --micro_batch_size instead",
-    "gradient_checkpointing": "activations are kept; use a smaller --micro_batch_size instead",
+    "recompute_granularity": _RECOMPUTE,
+    "recompute_method": _RECOMPUTE,
+    "recompute_num_layers": _RECOMPUTE,
+    "recompute_activations": _RECOMPUTE,
+    "gradient_checkpointing": _RECOMPUTE,
     "attention_backend": "torch picks the fastest attention it has for the device",
     "attn_backend": "torch picks the fastest attention it has for the device",
     "transformer_impl": "there is one implementation",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_lite.config import AREAS, Config, flatten, unflatten
-from megatron_lite.flags import FLAGS, Flag, bounds, written
+from megatron_lite.flags import FLAGS, Flag, limits, written
 from megatron_lite.refused import INSTEAD, REFUSED, REFUSED_VALUES, Refused
 from megatron_lite.validation import BATCH, examine
 
@@ -57,7 +57,8 @@ def value_words(flag: Flag) -> str:
         return "0|1"
     if flag.option.choices:
         return "|".join(flag.option.choices)
-    return {"int": "N", "float": "X", "str": "TEXT", "list of str": "TEXT ...", "list of float": "X,X,..."}[flag.kind]
+    words = {"int": "N", "float": "X", "str": "TEXT", "list of str": "TEXT ...", "list of float": "X,X,..."}
+    return "|".join((words[flag.kind], *flag.words))
 
 
 def default_words(flag: Flag) -> str:
@@ -74,16 +75,14 @@ def _help_lines(flag: Flag, everything: bool) -> Iterator[str]:
     if len(left) > NAME_WIDTH - 4:  # too many choices for the column
         left, right = f"--{flag.name}=NAME", f"{flag.option.help}: {words.replace('|', ', ')} [{default_words(flag)}]"
     if everything:
-        right += f"; {bounds(flag.option)}" if bounds(flag.option) else ""
+        right += f"; {limits(flag)}" if limits(flag) else ""
         right += "; also --" + ", --".join(flag.aliases) if flag.aliases else ""
     yield from _two_columns(left, right)
 
 
 def _two_columns(left: str, right: str) -> list[str]:
     start = f"  {left} ".ljust(NAME_WIDTH)
-    return textwrap.wrap(
-        right, WIDTH, initial_indent=start, subsequent_indent=" " * NAME_WIDTH, break_on_hyphens=False
-    )
+    return textwrap.wrap(right, WIDTH, initial_indent=start, subsequent_indent=" " * NAME_WIDTH, break_on_hyphens=False)
 
 
 def banner(config: Config, derived: Mapping[str, str]) -> str:
@@ -120,7 +119,7 @@ def _defaults(config: Config) -> dict[str, Any]:
 
 
 def _dotted(name: str, text: str, mark: str) -> str:
-    return f"{mark} {name} {'.' * max(3, DOTS_WIDTH - len(name))} {text}"
+    return f"{mark} {name} {'.' * max(2, DOTS_WIDTH - len(name))} {text}"
 
 
 def option_table(area: str, elsewhere: Mapping[str, str]) -> str:
@@ -139,7 +138,7 @@ def option_table(area: str, elsewhere: Mapping[str, str]) -> str:
 def _limits(flag: Flag) -> str:
     words = {"int": "integer", "float": "number", "str": "text", "list of str": "texts", "list of float": "numbers"}
     text = ", ".join(flag.option.choices) or words.get(flag.kind, "0 or 1")
-    text += f" {bounds(flag.option)}" if bounds(flag.option) else ""
+    text += f" {limits(flag)}" if limits(flag) else ""
     also = ", ".join(f"{alias} = {value}" for alias, value in flag.option.value_aliases.items())
     return text + (f" ({also})" if also else "") + ("; none" if flag.optional else "")
 

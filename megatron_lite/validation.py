@@ -9,13 +9,16 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from megatron_lite.cautions import number_of_stages
 from megatron_lite.cautions import warnings as warnings
 from megatron_lite.config import Config, flatten, unflatten
 from megatron_lite.errors import UsageError
-from megatron_lite.flags import FLAGS, BadValueError, check_bounds, is_number, parse_float, written
+from megatron_lite.flags import FLAGS, BadValueError, check_bounds, written
+from megatron_lite.items import lr_scale_patterns as lr_scale_patterns
+from megatron_lite.items import weighted_paths as weighted_paths
 from megatron_lite.refused import REFUSED_VALUES
 
 PREFETCH_FACTOR = 2
@@ -42,13 +45,19 @@ def resolve(config: Config, world_size: int) -> Config:
     return resolved
 
 
+def planned_world_size(config: Config, launched: int) -> int:
+    """The number of ranks to resolve a configuration for: those that were launched, or those of the dry run."""
+    distributed = config.distributed
+    return distributed.world_size if distributed.dry_run and distributed.world_size else launched
+
+
 def examine(config: Config, world_size: int) -> tuple[Config, list[Problem]]:
     """As `resolve`, but returns the problems; with problems, the configuration is only partly resolved."""
     assert world_size >= 1, world_size
     values = flatten(config)
     problems = list(_check_each(values))
     if not problems:  # the rules below rely on each value being sound
-        for rule in (_model, _batch, _optimizer, _data, _training, _run):
+        for rule in (_model, _batch, _optimizer, _multi_stage, _distributed, _data, _training, _run):
             problems += rule(values, world_size)
         _fill_the_rest(values)
     return unflatten(values), problems
@@ -246,6 +255,46 @@ def _optimizer(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
         values["loss_scale"] = 1.0
 
 
+def _multi_stage(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
+    try:
+        lr_scale_patterns(values["freeze"], values["lr_scales"])
+    except UsageError as error:
+        yield Problem(("freeze", "lr_scales"), str(error))
+    if values["split_master_weights"]:
+        yield from _split_master(values)
+
+
+def _split_master(values: dict[str, Any]) -> Iterator[Problem]:
+    """The master's upper half is the bf16 weight itself: it must be bf16, and stay in its buffer."""
+    if values["training_dtype"] != "bf16":
+        yield Problem(
+            ("split_master_weights", "training_dtype"),
+            f"{_typed(values, 'split_master_weights', 'training_dtype')}: the master is split into the bf16 weight and "
+            f"the rest; write --training_dtype=bf16, or leave split_master_weights out",
+        )
+    buffers, stages = values["num_weight_buffers"], number_of_stages(values["num_layers"], values["layers_per_stage"])
+    if buffers is None and values["zero_stage"] == 3:
+        name, fix = "zero_stage", "write --zero_stage=1 or 2"
+    elif buffers is not None and (stages is None or buffers < stages - values["tie_word_embeddings"]):
+        name, fix = "num_weight_buffers", "leave num_weight_buffers out"
+    else:
+        return
+    yield Problem(
+        ("split_master_weights", name, "num_layers", "layers_per_stage", "tie_word_embeddings"),
+        f"{_typed(values, 'split_master_weights', name)}: the bf16 weights are half of the master, so every stage "
+        f"needs a weight buffer of its own; {fix}, or leave split_master_weights out",
+    )
+
+
+def _distributed(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
+    if values["world_size"] is not None and not values["dry_run"]:
+        yield Problem(
+            ("world_size", "dry_run"),
+            f"{_typed(values, 'world_size')}: torchrun sets it through the environment: torchrun --nproc-per-node=N "
+            f"--nnodes=M; only a dry run takes it from here: --dry_run=1",
+        )
+
+
 def _data(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
     split = values["split"]
     if not 1 <= len(split) <= 3 or not 0 < sum(split) < math.inf:
@@ -259,6 +308,8 @@ def _data(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
     if values["dataset_source"] != "list":
         return
     if not values["data_path"]:
+        if values["dry_run"]:
+            return  # and its documents are not asked for
         yield Problem(
             ("data_path", "dataset_source"),
             "--data_path is missing: write the prefix of a .bin/.idx pair (scripts/prepare_data.py makes them), "
@@ -281,46 +332,9 @@ def _data(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
 PHASE_ITERS = ("train_iters", "validation_iters", "test_iters")
 
 
-def weighted_paths(data_path: Sequence[str]) -> list[tuple[float, str]]:
-    """The data sets of `data_path` with their weights, which sum to 1: equal ones if none are given.
-
-    Either every prefix has its weight before it (`0.3 a 0.7 b`) or none has. A prefix that looks like a number is
-    written with its folder (`./7`).
-
-    Raises:
-        UsageError: if weights and prefixes do not alternate, or a weight is not a positive finite number.
-    """
-    words = tuple(data_path)
-    typed = f"--data_path={_shortened(words)}"
-    if not any(is_number(word) for word in words):
-        return [(1.0 / len(words), word) for word in words]
-    if len(words) % 2 or any(is_number(word) == bool(place % 2) for place, word in enumerate(words)):
-        raise UsageError(
-            f"{typed}: write a weight before every prefix (0.3 first 0.7 second) or before none; "
-            f"a prefix that looks like a number needs its folder (./7)"
-        )
-    weights = []
-    for word in words[::2]:
-        try:
-            weights.append(parse_float(word))
-        except BadValueError as error:
-            raise UsageError(f"{typed}: weight {word}: {error}") from None
-        if weights[-1] <= 0:
-            raise UsageError(f"{typed}: weight {word} must be > 0; leave a data set out that is not wanted")
-    total = sum(weights)
-    if not math.isfinite(total):
-        raise UsageError(f"{typed}: the sum of the weights overflows; write smaller ones")
-    return [(weight / total, prefix) for weight, prefix in zip(weights, words[1::2], strict=True)]
-
-
-def _shortened(words: Sequence[str]) -> str:
-    text = " ".join(words)
-    return text if len(text) <= 120 else text[:100] + f"... ({len(words)} words)"
-
-
 def _training(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
     for name in ("checkpoint_interval", "export_interval", "stop_interval"):
-        if values[name] is not None and values["experiment_dir"] is None:
+        if values[name] is not None and values["experiment_dir"] is None and not values["dry_run"]:
             yield Problem(
                 (name, "experiment_dir"),
                 f"{_typed(values, name)}: there is nowhere to save; set --experiment_dir or leave {name} out",
@@ -328,10 +342,14 @@ def _training(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
 
 
 def _run(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
+    if values["save_tensor_logs"] and values["experiment_dir"] is None and not values["dry_run"]:
+        yield Problem(
+            ("save_tensor_logs", "experiment_dir"),
+            "--save_tensor_logs=1: there is nowhere to save; set --experiment_dir or leave save_tensor_logs out",
+        )
     if values["experiment_dir"] is not None and values["experiment_name"] is None:
         values["experiment_name"] = _folder_name(values["experiment_dir"])
     _fill(values, "wandb_post_alerts", values["wandb_status_interval"] is not None)
-    yield from ()
 
 
 def _folder_name(path: str) -> str | None:

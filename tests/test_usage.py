@@ -13,7 +13,8 @@ def test_help_fits_on_two_screens() -> None:
     assert len(lines) <= 100 and max(map(len, lines)) <= 120
     for flag in FLAGS.values():
         assert sum(line.startswith(f"  --{flag.name}=") for line in lines) == flag.option.basic
-    assert any("--zero_stage=N" in line and line.endswith("[1]") for line in lines)
+    assert any("--num_layers=N" in line and line.endswith("[12]") for line in lines)
+    assert any("--zero_stage=N|auto" in line for line in lines)
     assert "--help_all" in "\n".join(lines)
 
 

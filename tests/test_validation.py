@@ -279,7 +279,7 @@ def test_pairs_of_options() -> None:
         "num_weight_buffers", "num_grad_buffers", "cross_entropy_splits", "peak_tflops", "window_size",
         "tokenizer_file", "checkpoint_interval", "max_checkpoints", "export_interval", "stop_interval",
         "experiment_dir", "experiment_name", "wandb_entity_name", "wandb_status_interval", "loss_scale",
-        "prefetch_factor",
+        "prefetch_factor", "world_size",
     }  # fmt: skip
     good = 0
     for row in rows:

@@ -1,0 +1,37 @@
+"""What is said of one option where it is declared: the vocabulary of `config.py`. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Auto = Literal["auto"]  # beside a number: the program chooses, once it knows the device
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is known of one option besides its name, type and default, which the dataclass field carries."""
+
+    help: str
+    minimum: float | None = None  # inclusive
+    above: float | None = None  # exclusive lower bound
+    maximum: float | None = None  # inclusive
+    below: float | None = None  # exclusive upper bound
+    why: str = ""  # the reason for the bounds and what to write instead, where they do not speak for themselves
+    choices: tuple[str, ...] = ()
+    value_aliases: dict[str, str] = dataclasses.field(default_factory=dict)
+    aliases: tuple[str, ...] = ()  # other spellings of the flag
+    unset: str = ""  # what None resolves to, in words
+    basic: bool = False  # shown by --help; the others only by --help_all
+
+
+def option(default: Any, help: str, **details: Any) -> Any:
+    """Declare one option; see `Option` for the details."""
+    return dataclasses.field(default=default, metadata={"option": Option(help, **details)})
+
+
+def debug_level(what: str) -> Any:
+    """Declare one of the options that log tensors; the largest level has 2**27 samples, 512 MiB of fp32."""
+    levels = "1: shape and dtype; 2: and mean and std; from 3 on: and 2**(level - 3) samples"
+    return option(0, f"log {what} ({levels})", minimum=0, maximum=30)
