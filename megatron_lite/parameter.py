@@ -51,6 +51,12 @@ class Parameter(torch.nn.Parameter):
 
     spec: ParameterSpec
     main_grad: Tensor
+    gradient_is_empty: bool = False  # main_grad holds garbage: the next gradient overwrites it
+
+    def begin_gradient(self) -> bool:
+        """Whether the gradient about to be stored is the first one, which overwrites `main_grad`."""
+        first, self.gradient_is_empty = self.gradient_is_empty, False
+        return first
 
 
 def declare(spec: ParameterSpec) -> Parameter:

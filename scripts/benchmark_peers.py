@@ -37,8 +37,9 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, chunk: int) -> Tensor:
-        plain = Parameter(weight.detach(), requires_grad=False)
-        ctx.grad_weight = plain.main_grad = torch.zeros_like(weight)
+        plain = Parameter(weight.detach())
+        ctx.grad_weight = plain.main_grad = torch.empty_like(weight)
+        plain.gradient_is_empty = True
         return scale * _LinearCrossEntropy.forward(ctx, hidden, plain, labels, scale, chunk)
 
     @staticmethod
@@ -54,11 +55,11 @@ class EngineLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, weight: Tensor) -> Tensor:
-        return _Linear.forward(ctx, input_, Parameter(weight.detach(), requires_grad=False), None)
+        return _Linear.forward(ctx, input_, Parameter(weight.detach()), None)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.weight.main_grad = torch.zeros_like(ctx.weight)
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor]:
+        ctx.weight.main_grad, ctx.weight.gradient_is_empty = torch.empty_like(ctx.weight), True
         return _Linear.backward(ctx, grad_output)[0], ctx.weight.main_grad
 
 

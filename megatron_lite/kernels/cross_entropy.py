@@ -4,7 +4,8 @@
     dlogits = (softmax(logits) - onehot(label)) * scale,   dx = dlogits W,   W.main_grad += dlogits^T x
 
 The gradient is computed in the forward pass, where the logits are at hand, so that never more than one chunk of them
-exists. `scale` therefore has to be known then: loss scale / tokens of the global batch.
+exists. `scale` therefore has to be known then: loss scale / tokens of the global batch. Where hidden states or weight
+need no gradient, their product is left out.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lite.kernels.linear import add_weight_gradient, product
+from megatron_lite.kernels.linear import accumulate_product, product
 from megatron_lite.parameter import Parameter
 
 
@@ -25,7 +26,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Parameter, labels: Tensor, scale: Tensor | None, chunk_tokens: int
     ) -> Tensor:
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)  # many chunks add up
-        grad_hidden = torch.empty_like(hidden) if scale is not None else None
+        grad_hidden = torch.empty_like(hidden) if scale is not None and ctx.needs_input_grad[0] else None
         for start in range(0, hidden.shape[0], chunk_tokens):
             chunk, label = hidden[start : start + chunk_tokens], labels[start : start + chunk_tokens, None]
             logits = product(chunk, weight).float()  # (t, v)
@@ -34,17 +35,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
             exponentials = logits.exp_()  # in place, once
             total = exponentials.sum(dim=-1, keepdim=True)
             loss += (total.log() - at_label).sum(dtype=torch.float64)
-            if grad_hidden is not None and scale is not None:
-                grad = exponentials.mul_(scale / total)
-                grad = grad.scatter_add_(-1, label, -scale.expand(label.shape)).to(hidden.dtype)
+            if scale is None or (grad_hidden is None and not weight.requires_grad):
+                continue
+            grad = exponentials.mul_(scale / total)
+            grad = grad.scatter_add_(-1, label, -scale.expand(label.shape)).to(hidden.dtype)
+            if grad_hidden is not None:
                 grad_hidden[start : start + chunk_tokens] = product(grad, weight.t())
-                add_weight_gradient(weight.main_grad, grad, chunk)
+            if weight.requires_grad:
+                accumulate_product(weight, grad, chunk)
         ctx.grad_hidden = grad_hidden
         return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         # grad_output is the one that backward starts from: `scale` holds every factor already.
         grad_hidden, ctx.grad_hidden = ctx.grad_hidden, None
         return grad_hidden, None, None, None, None
@@ -55,6 +59,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Summed cross-entropy of hidden (t, h) against weight (v, h) and labels (t,): a scalar in fp64.
 
-    With `scale` (), the gradient of scale * loss goes into `weight.main_grad` now and to `hidden` in backward.
+    With `scale` (), the gradient of scale * loss goes into `weight.main_grad` now and to `hidden` in backward, each
+    where it is required.
     """
     return _LinearCrossEntropy.apply(hidden, weight, labels, scale, chunk_tokens)

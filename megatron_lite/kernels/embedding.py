@@ -1,4 +1,7 @@
-"""Embedding look-up: y[t] = W[token[t]];   W.main_grad[token[t]] += dy[t], without a dense (v, h) temporary."""
+"""Embedding look-up: y[t] = W[token[t]];   W.main_grad[token[t]] += dy[t], without a dense (v, h) temporary.
+
+Rows that no token or position touched have a gradient of zero, so the first gradient of an accumulation zeroes them.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,8 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None]:
         (tokens,) = ctx.saved_tensors
         main_grad = ctx.weight.main_grad
+        if ctx.weight.begin_gradient():
+            main_grad.zero_()
         grads = grad_output.reshape(-1, grad_output.shape[-1]).to(main_grad.dtype)
         main_grad.index_add_(0, tokens.reshape(-1), grads)
         return None, None
@@ -37,7 +42,14 @@ class _Positions(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        ctx.weight.main_grad[: ctx.sequence_length].add_(grad_output.sum(dim=0, dtype=ctx.weight.main_grad.dtype))
+        weight, length = ctx.weight, ctx.sequence_length
+        if weight.requires_grad:
+            grad = grad_output.sum(dim=0, dtype=weight.main_grad.dtype)
+            if weight.begin_gradient():
+                weight.main_grad[:length].copy_(grad)
+                weight.main_grad[length:].zero_()
+            else:
+                weight.main_grad[:length].add_(grad)
         return grad_output, None
 
 

@@ -1,6 +1,8 @@
 """Linear layer: y = x W^T + b.
 
 dx = dy W        W.main_grad += dy^T x        b.main_grad += sum over tokens of dy
+
+The input is kept for the backward only where the weight is trained; nothing is computed for what is frozen.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_lite.kernels.gradients import accumulate
 from megatron_lite.parameter import Parameter
 
-# Rows from which a product and an addition through oneDNN are faster than one BLAS call that accumulates.
+# Rows from which a product through oneDNN and a copy or an addition are faster than one BLAS call that does both.
 ONEDNN_ACCUMULATION_ROWS = 256
 
 
@@ -40,12 +43,15 @@ def _onednn_is_faster() -> bool:
     return known and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
-def add_weight_gradient(main_grad: Tensor, grad_output: Tensor, input_: Tensor) -> None:
-    """main_grad (o, i) += grad_output (t, o)^T input (t, i); in place where the dtypes agree."""
+def accumulate_product(weight: Parameter, grad_output: Tensor, input_: Tensor) -> None:
+    """Add grad_output (t, o)^T input (t, i) to the weight's gradient; in place where the dtypes agree."""
+    main_grad = weight.main_grad
     if main_grad.dtype != grad_output.dtype:
-        main_grad.add_(grad_output.t() @ input_)
+        accumulate(weight, grad_output.t() @ input_)
     elif uses_onednn(grad_output) and grad_output.shape[0] >= ONEDNN_ACCUMULATION_ROWS:
-        main_grad.add_(product(grad_output.t(), input_.t()))
+        accumulate(weight, product(grad_output.t(), input_.t()))
+    elif weight.begin_gradient():
+        torch.mm(grad_output.t(), input_, out=main_grad)
     else:
         main_grad.addmm_(grad_output.t(), input_)
 
@@ -53,7 +59,8 @@ def add_weight_gradient(main_grad: Tensor, grad_output: Tensor, input_: Tensor) 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, weight: Parameter, bias: Parameter | None) -> Tensor:
-        ctx.save_for_backward(input_)
+        if weight.requires_grad:
+            ctx.save_for_backward(input_)
         ctx.weight, ctx.bias = weight, bias
         if not uses_onednn(input_):
             return torch.nn.functional.linear(input_, weight, bias)  # adds the bias in the same kernel
@@ -62,13 +69,17 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        (input_,) = ctx.saved_tensors
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None]:
+        weight, bias = ctx.weight, ctx.bias
         flat = grad_output.reshape(-1, grad_output.shape[-1])
-        add_weight_gradient(ctx.weight.main_grad, flat, input_.reshape(-1, input_.shape[-1]))
-        if ctx.bias is not None:
-            ctx.bias.main_grad.add_(flat.sum(dim=0, dtype=ctx.bias.main_grad.dtype))
-        return product(flat, ctx.weight.t()).view(input_.shape), None, None
+        if weight.requires_grad:
+            (input_,) = ctx.saved_tensors
+            accumulate_product(weight, flat, input_.reshape(-1, input_.shape[-1]))
+        if bias is not None and bias.requires_grad:
+            accumulate(bias, flat.sum(dim=0, dtype=bias.main_grad.dtype))
+        if not ctx.needs_input_grad[0]:
+            return None, None, None
+        return product(flat, weight.t()).view(*grad_output.shape[:-1], -1), None, None
 
 
 def linear(input_: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_lite.kernels.gradients import accumulate
 from megatron_lite.parameter import Parameter
 
 
@@ -26,14 +27,17 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None, None]:
         input_, mean, rstd = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
+        wanted = [ctx.needs_input_grad[0], weight.requires_grad, bias.requires_grad]
         grad_input, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
-            grad_output.contiguous(), input_, weight.shape, mean, rstd, weight, bias, [True, True, True]
+            grad_output.contiguous(), input_, weight.shape, mean, rstd, weight, bias, wanted
         )
-        weight.main_grad.add_(grad_weight)
-        bias.main_grad.add_(grad_bias)
+        if weight.requires_grad:
+            accumulate(weight, grad_weight)
+        if bias.requires_grad:
+            accumulate(bias, grad_bias)
         return grad_input, None, None, None
 
 
@@ -48,12 +52,15 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None]:
         input_, rstd = ctx.saved_tensors
         hidden_size = input_.shape[-1]
         normalized = input_.float() * rstd
         grad = grad_output.float() * normalized
-        ctx.weight.main_grad.add_(grad.view(-1, hidden_size).sum(dim=0))
+        if ctx.weight.requires_grad:
+            accumulate(ctx.weight, grad.view(-1, hidden_size).sum(dim=0))
+        if not ctx.needs_input_grad[0]:
+            return None, None, None
         projection = (grad @ ctx.weight.float() / hidden_size).unsqueeze(-1)  # mean(g * n), (..., 1)
         grad_input = torch.addcmul(grad_output.float() * ctx.weight, normalized, projection, value=-1).mul_(rstd)
         return grad_input.to(input_.dtype), None, None

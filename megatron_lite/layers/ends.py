@@ -17,6 +17,7 @@ from megatron_lite.parameter import Initializer, Parameter, ParameterSpec, decla
 class Embedding(Layer):
     """Token and learned position embeddings: tokens (b, s) -> (b, s, h)."""
 
+    name = "embedding"
     backward_needs_weights = False
 
     def __init__(self, config: ModelConfig) -> None:
@@ -41,6 +42,7 @@ class Embedding(Layer):
 class Head(Layer):
     """Final norm, output projection and summed cross-entropy: (b, s, h) -> ()."""
 
+    name = "head"
     gradients_in_forward = True
 
     def __init__(self, config: ModelConfig, embedding: Embedding) -> None:

@@ -30,6 +30,8 @@ class MicroBatch:
 class Layer(torch.nn.Module):
     """One link of the chain: hidden (b, s, h) -> hidden (b, s, h)."""
 
+    # Unique in the model, and the beginning of its parameters' names: "embedding", "blocks.3", "head".
+    name: str
     # Layers whose parameters this one also uses (a tied head uses the embedding's).
     borrows_from: tuple[torch.nn.Module, ...] = ()
     # Whether parameter gradients are written in the forward pass already (the loss does).
