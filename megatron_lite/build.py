@@ -6,7 +6,7 @@ import logging
 import os
 import platform
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -19,6 +19,7 @@ from megatron_lite.data.loader import DataSource, open_data
 from megatron_lite.distributed import Distributed
 from megatron_lite.experiment import Experiment
 from megatron_lite.gpt import build_gpt
+from megatron_lite.items import lr_scale_patterns
 from megatron_lite.layers.ends import chunk_tokens
 from megatron_lite.layers.layer import Layer
 from megatron_lite.monitor.logging import start_logging
@@ -26,10 +27,10 @@ from megatron_lite.monitor.metrics import StepTimer, known_peak_tflops
 from megatron_lite.monitor.trackers import Trackers, open_trackers
 from megatron_lite.monitor.window import LogWindow
 from megatron_lite.optimizer.adamw import AdamW
-from megatron_lite.parameter import Parameter
+from megatron_lite.parameter import Parameter, set_lr_scales
 from megatron_lite.stop_signal import StopSignal
 from megatron_lite.validation import warnings
-from megatron_lite.zero.multi_stage import MultiStage
+from megatron_lite.zero.multi_stage import MemoryRow, MultiStage
 
 MIB = 2**20
 
@@ -70,7 +71,7 @@ def build(
     if config.training.export_interval is not None and config.training.export_format == "huggingface":
         check_exportable(config.model)
     data = together(distributed, lambda: open_data(config, distributed.rank, distributed.world_size))
-    layers = build_gpt(config.model, config.batch.sequence_length)
+    layers = together(distributed, lambda: model_layers(config))
     for line in arguments.banner(config, derived_numbers(config, layers, distributed, data)).splitlines():
         logger.info(line)
     for note in (*notes, *warnings(config), *memory_warnings(config, distributed)):
@@ -79,9 +80,12 @@ def build(
         together(distributed, lambda: _check_architecture(config, experiment))
     model = together(
         distributed,
-        lambda: MultiStage(layers, config.multi_stage, config.batch, config.distributed.training_dtype, distributed),
+        lambda: MultiStage(
+            layers, config.multi_stage, config.batch, config.distributed.training_dtype, distributed, trains(config)
+        ),
     )
-    logger.info(memory_line(model))
+    for line in (*split_lines(model), *memory_lines(model)):
+        logger.info(line)
     optimizer = AdamW(config.optimizer, model.stages, config.distributed.training_dtype, distributed)
     window = LogWindow(distributed.device)
     iteration = _resume(config, distributed, experiment, logger, model, optimizer, window)
@@ -162,15 +166,47 @@ def derived_numbers(config: Config, layers: list[Layer], distributed: Distribute
     }
 
 
-def memory_line(model: MultiStage) -> str:
-    """State memory of this rank by kind."""
-    sizes = {kind: size for kind, size in model.memory_bytes().items() if size}
-    parts = ", ".join(f"{kind} {size / MIB:,.1f} MiB" for kind, size in sizes.items())
+def model_layers(config: Config) -> list[Layer]:
+    """The layers on the meta device, their parameters with the learning-rate scales that were asked for.
+
+    Raises:
+        UsageError: if a pattern of --freeze or --lr_scales matches nothing, or everything would be frozen.
+    """
+    layers = build_gpt(config.model, config.batch.sequence_length)
+    scales = lr_scale_patterns(config.optimizer.freeze, config.optimizer.lr_scales)
+    set_lr_scales((cast(Parameter, parameter) for layer in layers for parameter in layer.parameters()), scales)
+    return layers
+
+
+def trains(config: Config) -> bool:
+    """Whether gradients and moments are needed. A run of no iterations evaluates and exports: it needs the moments
+    only where its export is a checkpoint.
+    """
+    training = config.training
+    exports_checkpoints = training.export_interval is not None and training.export_format == "distributed"
+    return training.train_iters > 0 or exports_checkpoints
+
+
+def split_lines(model: MultiStage) -> list[str]:
+    """How the layers are grouped, and what is frozen."""
+    blocks = [len(stage) for stage in model.split[1:-1]]
+    shown = ", ".join(map(str, blocks)) if len(set(blocks)) > 1 else f"{blocks[0]} each"
     weights, gradients = model.buffer_counts()
-    return (
-        f"{len(model.stages)} stages, {weights} weight and {gradients} gradient buffers; "
-        f"state memory per rank {sum(sizes.values()) / MIB:,.1f} MiB: {parts}"
-    )
+    frozen = sum(slot.numel for _, part in model.parts() if part.frozen for slot in part.layout.slots)
+    lines = [
+        f"{len(model.stages)} stages: embedding, {sum(blocks)} blocks in {len(blocks)} stages ({shown}), head; "
+        f"{weights} weight and {gradients} gradient buffers"
+    ]
+    if frozen:
+        lines.append(f"{frozen:,} of {model.num_parameters:,} parameters are frozen")
+    return lines
+
+
+def memory_lines(model: MultiStage) -> list[str]:
+    """State memory of this rank: kind, count, MiB, and the total."""
+    rows = [row for row in model.memory_table() if row.bytes]
+    total = MemoryRow("state memory per rank", sum(row.count for row in rows), sum(row.bytes for row in rows))
+    return [f"  {row.kind:.<24} {row.count:4d} {row.bytes / MIB:14,.2f} MiB" for row in (*rows, total)]
 
 
 def memory_warnings(config: Config, distributed: Distributed) -> list[str]:

@@ -12,7 +12,7 @@ import datetime
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -21,80 +21,25 @@ from torch import Tensor
 
 from megatron_lite.config import DistributedConfig
 from megatron_lite.errors import PeerError, UsageError, is_lost_peer, lost_peer
+from megatron_lite.pairwise import PairwiseSum, Works
+from megatron_lite.traffic import Handle, Traffic
 
 # Elements of one slice of a pairwise reduction: bounds its receive scratch to 2 * (world_size - 1) of these.
 REDUCTION_CHUNK_NUMEL = 4 * 2**20
 
 
-class Handle(Protocol):
-    """A collective under way. `wait` may be called again; afterwards its buffers may be read and written."""
+class Group(Protocol):
+    """What a stage needs of the ranks that it is partitioned over; without processes in a dry run."""
 
-    def wait(self) -> None: ...
+    rank: int
+    world_size: int
+    device: torch.device
 
+    def all_gather(self, buffer: Tensor) -> Handle: ...
 
-class Works:
-    """Several transfers that count as one collective."""
+    def reduce_scatter(self, buffer: Tensor) -> Handle: ...
 
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works: Sequence[Any] = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works = ()
-
-
-class PairwiseSum:
-    """A reduce-scatter by pairwise exchange: receives slices chunk by chunk and adds them in rank order.
-
-    buffer (world_size * n,) -> its slice `rank` becomes the sum of that slice over all ranks. Sends are posted at
-    once, the first two chunks' receives too, so they run while the caller computes; sums are taken in `wait`.
-    """
-
-    def __init__(self, buffer: Tensor, scratch: Tensor, distributed: Distributed, tag: int) -> None:
-        rank, world_size = distributed.rank, distributed.world_size
-        slices = buffer.view(world_size, -1)
-        self._own, self._rank, self._scratch = slices[rank], rank, scratch
-        self._peers = [peer for peer in range(world_size) if peer != rank]
-        self._group, self._tag, self._chunk_numel = distributed.group, tag, scratch.shape[-1]
-        self._chunks = list(self._own.split(self._chunk_numel)) if self._peers else []
-        self._sends: list[Any] = [
-            dist.isend(chunk, group=self._group, group_dst=peer, tag=tag + index)
-            for peer in self._peers
-            for index, chunk in enumerate(slices[peer].split(self._chunk_numel))
-        ]
-        self._receives = [self._receive(index) for index in range(min(2, len(self._chunks)))]
-
-    def _receive(self, index: int) -> list[Any]:
-        numel, slot = self._chunks[index].numel(), self._scratch[index % 2]
-        return [
-            dist.irecv(slot[row, :numel], group=self._group, group_src=peer, tag=self._tag + index)
-            for row, peer in enumerate(self._peers)
-        ]
-
-    def wait(self) -> None:
-        """Add what arrives, chunk by chunk, until the own slice holds the sum over all ranks."""
-        for index, own in enumerate(self._chunks):
-            for work in self._receives[index]:
-                work.wait()
-            add_in_rank_order(own, self._rank, list(self._scratch[index % 2][:, : own.numel()]))
-            if index + 2 < len(self._chunks):
-                self._receives.append(self._receive(index + 2))
-        self._chunks = []
-        for work in self._sends:
-            work.wait()
-        self._sends = []
-
-
-def add_in_rank_order(own: Tensor, rank: int, others: list[Tensor]) -> None:
-    """own = others[0] + ... + own + ... + others[-1], own at position `rank`. `others` is used up as scratch."""
-    if rank > 0:
-        total = others[0]
-        for other in others[1:rank]:
-            total.add_(other)
-        own.add_(total)
-    for other in others[rank:]:
-        own.add_(other)
+    def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int: ...
 
 
 class Distributed:
@@ -133,6 +78,7 @@ class Distributed:
             self.group = dist.new_group(backend="nccl" if on_gpu else "gloo", timeout=step_timeout + grace)
         self._step_timeout_s = config.distributed_timeout
         self._step_end: torch.cuda.Event | None = None
+        self.traffic = Traffic(world_size)
         self._tag = 0
         self._scratch: Tensor | None = None
         self._reduction: Handle | None = None
@@ -143,17 +89,18 @@ class Distributed:
 
     # -- the three collectives of a training step ---------------------------------------------------------------
 
-    def all_gather(self, buffer: Tensor) -> Handle:
+    def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
         """Complete a flat buffer of which every rank holds slice `rank`: (world_size * n,), in place."""
         slices = buffer.view(self.world_size, -1)
         if self.device.type == "cuda":
-            return _nccl("all_gather_single", "all_gather_into_tensor")(
+            work = _nccl("all_gather_single", "all_gather_into_tensor")(
                 buffer, slices[self.rank], group=self.group, async_op=True
             )
+            return self.traffic.started(kind, buffer, work)
         tag, peers = self._next_tag(1), [peer for peer in range(self.world_size) if peer != self.rank]
-        sends = [dist.isend(slices[self.rank], group=self.group, group_dst=peer, tag=tag) for peer in peers]
-        receives = [dist.irecv(slices[peer], group=self.group, group_src=peer, tag=tag) for peer in peers]
-        return Works([*receives, *sends])
+        sends: list[Any] = [dist.isend(slices[self.rank], group=self.group, group_dst=peer, tag=tag) for peer in peers]
+        receives: list[Any] = [dist.irecv(slices[peer], group=self.group, group_src=peer, tag=tag) for peer in peers]
+        return self.traffic.started(kind, buffer, Works([*receives, *sends]))
 
     def reduce_scatter(self, buffer: Tensor) -> Handle:
         """Sum a flat buffer over ranks into its slice `rank`: (world_size * n,), in place; other slices are garbage.
@@ -162,20 +109,31 @@ class Distributed:
         """
         if self.device.type == "cuda":
             own = buffer.view(self.world_size, -1)[self.rank]
-            return _nccl("reduce_scatter_single", "reduce_scatter_tensor")(own, buffer, group=self.group, async_op=True)
+            work = _nccl("reduce_scatter_single", "reduce_scatter_tensor")(
+                own, buffer, group=self.group, async_op=True
+            )
+            return self.traffic.started("reduce", buffer, work)
         if self._reduction is not None:
             self._reduction.wait()
         scratch = self._reduction_scratch(buffer)
         tag = self._next_tag(-(-buffer.numel() // (self.world_size * scratch.shape[-1])))
-        self._reduction = PairwiseSum(buffer, scratch, self, tag)
+        work = PairwiseSum(buffer, scratch, self.rank, self.group, tag)
+        self._reduction = self.traffic.started("reduce", buffer, work)
         return self._reduction
 
     def sum_in_rank_order(self, values: Tensor) -> Tensor:
         """The sum of a small vector over ranks, bit-identical on all of them."""
         gathered = values.new_zeros(self.world_size, *values.shape)
         gathered[self.rank] = values
-        self.all_gather(gathered.view(-1)).wait()
+        self.all_gather(gathered.view(-1), "sum").wait()
         return gathered.sum(dim=0)
+
+    def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
+        """A tensor of the same shape and dtype from every rank, in rank order, on every rank: for debugging."""
+        gathered = tensor.new_empty(self.world_size, tensor.numel())
+        gathered[self.rank] = tensor.detach().flatten()
+        self.all_gather(gathered.view(-1), "debug").wait()
+        return [row.view(tensor.shape) for row in gathered]
 
     def end_step(self) -> None:
         """Mark the end of a step on the GPU, and wait for the end of the step before.

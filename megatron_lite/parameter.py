@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import fnmatch
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from megatron_lite.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -35,10 +41,16 @@ class ParameterSpec:
     shape: tuple[int, ...]
     initializer: Initializer
     weight_decay: bool = True
+    lr_scale: float = 1.0  # factor on the learning rate; 0: frozen
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def trainable(self) -> bool:
+        """Frozen parameters have no gradient, no optimizer state and no reduction."""
+        return self.lr_scale != 0.0
 
 
 class Parameter(torch.nn.Parameter):
@@ -47,14 +59,16 @@ class Parameter(torch.nn.Parameter):
     The backward functions in `kernels/` add weight gradients to `main_grad` themselves instead of returning them to
     autograd: they accumulate in the dtype of the buffer (fp32 by default) whatever the training dtype, and in fp32
     training straight out of the matrix product, without a temporary.
+    A frozen parameter has `requires_grad` False and no `main_grad`.
     """
 
     spec: ParameterSpec
     main_grad: Tensor
-    gradient_is_empty: bool = False  # main_grad holds garbage: the next gradient overwrites it
+    # main_grad holds garbage: the next contribution overwrites it, so that nobody has to zero it first.
+    gradient_is_empty: bool = False
 
     def begin_gradient(self) -> bool:
-        """Whether the gradient about to be stored is the first one, which overwrites `main_grad`."""
+        """Whether the contribution that is about to be written is the first; later ones add to it."""
         first, self.gradient_is_empty = self.gradient_is_empty, False
         return first
 
@@ -64,3 +78,32 @@ def declare(spec: ParameterSpec) -> Parameter:
     parameter = Parameter(torch.empty(spec.shape, device="meta"))
     parameter.spec = spec
     return parameter
+
+
+def set_lr_scales(parameters: Iterable[Parameter], scales: Sequence[tuple[str, float]]) -> None:
+    """Give every parameter that a pattern matches its learning-rate scale; the last pattern that matches counts.
+
+    A pattern is a name, a prefix of whole parts of names (`blocks.0`), or has wildcards (`*.norm.*`).
+
+    Raises:
+        UsageError: for a pattern that matches nothing, or if nothing is left to train.
+    """
+    parameters = list(parameters)
+    names = [parameter.spec.name for parameter in parameters]
+    for pattern, _ in scales:
+        if not any(_matches(pattern, name) for name in names):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+            raise UsageError(
+                f"--freeze or --lr_scales: no parameter is called {pattern!r}; names are such as {', '.join(near)}, "
+                "a prefix takes all below it (blocks.0), wildcards are * and ?"
+            )
+    for parameter in parameters:
+        for pattern, scale in scales:
+            if _matches(pattern, parameter.spec.name):
+                parameter.spec = dataclasses.replace(parameter.spec, lr_scale=scale)
+    if not any(parameter.spec.trainable for parameter in parameters):
+        raise UsageError("--freeze, --lr_scales: every parameter is frozen, nothing is left to train; freeze fewer")
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)

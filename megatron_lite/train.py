@@ -142,8 +142,7 @@ def train_step(run: Run, micro_batches: list[Tensor], iteration: int) -> Update:
         for index, tokens in enumerate(micro_batches)
     ]
     loss = run.model.forward_backward(inputs)  # gradients are in the shards now
-    update = run.optimizer.step(learning_rate(config.optimizer, iteration), loss)
-    run.model.invalidate()  # the gathered weights are old now
+    update = run.optimizer.step(learning_rate(config.optimizer, iteration), loss, run.model.updated)
     run.distributed.end_step()
     return update
 

@@ -295,7 +295,7 @@ def memory(contestants: dict[str, Contestant], distributed: Distributed) -> dict
         result[name] = {"state_bytes_by_kind": kinds}
         if isinstance(contestant, Engine):
             stages = contestant.model.stages
-            sizes = [sum(slot.numel for slot in stage.layout.slots) for stage in stages]
+            sizes = [sum(slot.numel for part in stage.parts for slot in part.layout.slots) for stage in stages]
             zero_stage = int(name.removeprefix("ZeRO-")[0])
             result[name]["formula_bytes"] = report.formula_bytes(sizes, zero_stage, distributed.world_size)
     return result

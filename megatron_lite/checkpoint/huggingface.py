@@ -105,7 +105,7 @@ def save_huggingface(
 
     try:
         together(distributed, what, directory.parent, 0, prepare)
-        expected = {slot.spec.name for stage in model.stages for slot in stage.layout.slots}
+        expected = {slot.spec.name for _, part in model.parts() for slot in part.layout.slots}
         parts: list[list[str]] = []
         total_bytes = 0
         for part, num_bytes in _parts(weights, architecture, config.model, is_writer, expected):

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_lite.checkpoint.files import CHUNK_BYTES, WrittenFile, open_regular
 
 if TYPE_CHECKING:
-    from megatron_lite.zero.layout import StageLayout
+    from megatron_lite.zero.layout import FlatLayout
 
 FORMAT = "megatron_lite_checkpoint"
 VERSION = 1
@@ -94,7 +94,7 @@ def tensor_name(stage: int, kind: str) -> str:
     return f"stage_{stage:03d}.{kind}"
 
 
-def locate_parameters(layouts: Sequence[StageLayout], files: Sequence[WrittenFile]) -> dict[str, SavedParameter]:
+def locate_parameters(layouts: Sequence[FlatLayout], files: Sequence[WrittenFile]) -> dict[str, SavedParameter]:
     """Where everything lies, for rank files that hold each stage's weights, exp_avg and exp_avg_sq in this order."""
     parameters: dict[str, SavedParameter] = {}
     stage_start = 0  # bytes from data_start, the same in every rank's file

@@ -18,7 +18,7 @@ from megatron_lite.errors import CheckpointError
 if TYPE_CHECKING:
     from megatron_lite.distributed import Distributed
     from megatron_lite.zero.multi_stage import MultiStage
-    from megatron_lite.zero.stage import Stage
+    from megatron_lite.zero.part import Part
 
 _ITERATION = re.compile(r"0|[1-9][0-9]{0,17}")
 _NUM_NAMED = 5  # parameters that an error message names at most
@@ -70,7 +70,7 @@ def verify(folder: Path, iteration: int, distributed: Distributed) -> tuple[Mani
 
 def check_parameters(folder: Path, content: Manifest, model: MultiStage) -> None:
     """Compare names and shapes."""
-    wanted = {slot.spec.name: tuple(slot.spec.shape) for stage in model.stages for slot in stage.layout.slots}
+    wanted = {slot.spec.name: tuple(slot.spec.shape) for _, part in model.parts() for slot in part.layout.slots}
     saved = {name: parameter.shape for name, parameter in content.parameters.items()}
     differences = [f"{name} is not in the checkpoint" for name in wanted if name not in saved]
     differences += [f"{name} is not in the model" for name in saved if name not in wanted]
@@ -87,13 +87,13 @@ def check_parameters(folder: Path, content: Manifest, model: MultiStage) -> None
         )
 
 
-def checked_shards(stage: Stage) -> dict[str, Tensor]:
-    """The three fp32 shards of a stage, each (shard_numel,), in the order in which they are stored."""
-    shards = stage.shards()
+def checked_shards(part: Part) -> dict[str, Tensor]:
+    """The three fp32 shards of a part, each (shard_numel,), in the order in which they are stored."""
+    shards = {kind: part.read(kind) for kind in part.kinds()}
     for kind in KINDS:
-        shard, numel = shards[kind], stage.layout.shard_numel
-        assert shard.shape == (numel,) and shard.is_contiguous(), (stage.index, kind, tuple(shard.shape), numel)
-        assert shard.dtype == torch.float32, (stage.index, kind, shard.dtype)
+        shard, numel = shards[kind], part.layout.shard_numel
+        assert shard.shape == (numel,) and shard.is_contiguous(), (kind, tuple(shard.shape), numel)
+        assert shard.dtype == torch.float32, (kind, shard.dtype)
     return {kind: shards[kind].detach() for kind in KINDS}
 
 
@@ -109,11 +109,11 @@ class _Read(NamedTuple):
 
 def _reads(content: Manifest, model: MultiStage, rank: int) -> Iterator[_Read]:
     """All that a rank has to read: for each piece of its shards the overlaps with the saved slices."""
-    for stage in model.stages:
-        for kind, shard in checked_shards(stage).items():
+    for _, part in model.parts():
+        for kind, shard in checked_shards(part).items():
             shard_bytes = shard.view(torch.uint8)
-            for slot, start, end in stage.layout.pieces(rank):
-                in_shard = slot.offset - rank * stage.layout.shard_numel  # of the parameter's element 0
+            for slot, start, end in part.layout.pieces(rank):
+                in_shard = slot.offset - rank * part.layout.shard_numel  # of the parameter's element 0
                 numel_found = 0
                 for piece in content.parameters[slot.spec.name].slices[kind]:
                     first, last = max(start, piece.first), min(end, piece.end)

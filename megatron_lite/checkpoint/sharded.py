@@ -63,9 +63,9 @@ def save(
     save_id = distributed.broadcast_object(files.new_nonce())
     temporary = files.work_path(folder, "tmp", save_id)
     shards = {
-        manifest.tensor_name(stage.index, kind): shard
-        for stage in model.stages
-        for kind, shard in checked_shards(stage).items()
+        manifest.tensor_name(index, kind): shard
+        for index, part in model.parts()
+        for kind, shard in checked_shards(part).items()
     }
     own_name = manifest.rank_file(distributed.rank)
     num_bytes = sum(shard.numel() * ELEMENT_BYTES for shard in shards.values())
@@ -86,7 +86,7 @@ def save(
     def finish(written: list[files.WrittenFile]) -> None:
         if distributed.rank == 0:
             saved_files = {manifest.rank_file(rank): SavedFile(*file[:2]) for rank, file in enumerate(written)}
-            parameters = manifest.locate_parameters([stage.layout for stage in model.stages], written)
+            parameters = manifest.locate_parameters([part.layout for _, part in model.parts()], written)
             content = Manifest(
                 save_id, iteration, distributed.world_size, flatten(config), state, saved_files, parameters
             )

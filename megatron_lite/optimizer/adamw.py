@@ -6,6 +6,7 @@ norm is not finite is dropped on the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,12 @@ from torch import Tensor
 from megatron_lite.config import OptimizerConfig
 from megatron_lite.distributed import Distributed
 from megatron_lite.optimizer.loss_scale import LossScale
+from megatron_lite.zero.master import WeightShard
+from megatron_lite.zero.part import Part
 from megatron_lite.zero.stage import Stage
 
-# Elements cast to fp32 at a time when gradients are kept in the training dtype: bounds the temporary.
-CAST_CHUNK_NUMEL = 2**22
+# Elements updated at a time where gradients are cast or weights rebuilt in fp32: bounds the temporary.
+CHUNK_NUMEL = 2**22
 # Elements whose squares are summed in fp32.
 NORM_CHUNK_NUMEL = 2**16
 
@@ -42,9 +45,13 @@ class AdamW:
         self.loss_scale = LossScale(config, training_dtype, distributed.device)
         self._updates = torch.zeros((), dtype=torch.float32, device=distributed.device)  # Adam's t: good updates
 
-    def step(self, learning_rate: float, loss: Tensor) -> Update:
-        """One update from the stages' gradient shards. `loss`: this rank's, summed; it shares the norm's collective."""
-        total = torch.stack([*(_squared_norm(stage.grad_shard) for stage in self._stages)]).sum()
+    def step(self, learning_rate: float, loss: Tensor, updated: Callable[[Stage], None]) -> Update:
+        """One update from the stages' gradient shards. `loss`: this rank's, summed; it shares the norm's collective.
+
+        `updated` is called after each stage, in stage order: its new weights may be gathered while others are updated.
+        """
+        trained = [(stage, stage.trainable) for stage in self._stages if stage.trainable is not None]
+        total = torch.stack([*(_squared_norm(part.grad_shard) for _, part in trained)]).sum()
         norm_squared, loss = self._distributed.sum_in_rank_order(torch.stack([total, loss.double()]))
         scale = self.loss_scale.scale
         grad_norm = (norm_squared.sqrt() / scale).float()
@@ -53,8 +60,10 @@ class AdamW:
         clip = self._config.clip_grad
         coefficient = (clip / (grad_norm + 1e-6)).clamp(max=1.0) if clip > 0 else torch.ones_like(grad_norm)
         divisor = scale / coefficient
-        for stage in self._stages:
-            self._update(stage, learning_rate, divisor, skipped.float())
+        for stage, part in trained:
+            stage.weights.wait()  # its slice of the buffer may be the shard: nobody may be sending it
+            self._update(part, learning_rate, divisor, skipped.float())
+            updated(stage)
         self.loss_scale.update(skipped)
         return Update(loss, grad_norm, skipped)
 
@@ -67,17 +76,21 @@ class AdamW:
         self._updates.fill_(state["updates"])
         self.loss_scale.load_state(state["loss_scale"])
 
-    def _update(self, stage: Stage, learning_rate: float, divisor: Tensor, skipped: Tensor) -> None:
-        for part in stage.layout.decay_ranges(self._distributed.rank):
-            step_numel = part.end - part.start if stage.grad_shard.dtype == torch.float32 else CAST_CHUNK_NUMEL
-            for start in range(part.start, part.end, step_numel):
-                bounds = slice(start, min(start + step_numel, part.end))
+    def _update(self, part: Part, learning_rate: float, divisor: Tensor, skipped: Tensor) -> None:
+        in_place = part.grad_shard.dtype == torch.float32 and isinstance(part.weights, WeightShard)
+        for group in part.layout.update_ranges(self._distributed.rank):
+            step_numel = group.end - group.start if in_place else CHUNK_NUMEL
+            weight_decay = self._config.weight_decay if group.weight_decay else 0.0
+            for start in range(group.start, group.end, step_numel):
+                bounds = slice(start, min(start + step_numel, group.end))
+                weights = part.weights.read(bounds.start, bounds.stop)
                 torch._fused_adamw_(
-                    [stage.weight_shard[bounds]], [stage.grad_shard[bounds].float()], [stage.exp_avg[bounds]],
-                    [stage.exp_avg_sq[bounds]], [], [self._updates], lr=learning_rate, beta1=self._config.adam_beta1,
-                    beta2=self._config.adam_beta2, weight_decay=self._config.weight_decay if part.weight_decay else 0.0,
-                    eps=self._config.adam_eps, amsgrad=False, maximize=False, grad_scale=divisor, found_inf=skipped,
+                    [weights], [part.grad_shard[bounds].float()], [part.exp_avg[bounds]], [part.exp_avg_sq[bounds]],
+                    [], [self._updates], lr=learning_rate * group.lr_scale, beta1=self._config.adam_beta1,
+                    beta2=self._config.adam_beta2, weight_decay=weight_decay, eps=self._config.adam_eps,
+                    amsgrad=False, maximize=False, grad_scale=divisor, found_inf=skipped,
                 )  # fmt: skip
+                part.weights.write(weights, bounds.start)
 
 
 def _squared_norm(shard: Tensor) -> Tensor:

@@ -33,17 +33,18 @@ class ParameterSlot:
 
 
 @dataclass(frozen=True)
-class DecayRange:
-    """A run of shard elements that share one weight-decay setting; bounds are relative to the shard."""
+class UpdateRange:
+    """A run of shard elements that are updated alike; bounds are relative to the shard."""
 
     start: int
     end: int
     weight_decay: bool
+    lr_scale: float
 
 
 @dataclass(frozen=True)
-class StageLayout:
-    """The flat range of one stage: world_size equal shards of shard_numel elements each."""
+class FlatLayout:
+    """A flat range of parameters: world_size equal shards of shard_numel elements each."""
 
     slots: tuple[ParameterSlot, ...]
     world_size: int
@@ -53,15 +54,28 @@ class StageLayout:
     def numel(self) -> int:
         return self.world_size * self.shard_numel
 
-    def decay_ranges(self, rank: int) -> list[DecayRange]:
-        """This rank's shard cut at the border between exempt and decayed parameters (exempt ones come first).
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """The padding, as (start, end) in elements of the range."""
+        starts = [slot.offset for slot in self.slots[1:]] + [self.numel]
+        return [(slot.end, start) for slot, start in zip(self.slots, starts, strict=True) if slot.end < start]
 
-        Padding belongs to either side: its weight, gradient and moments are zero, and Adam leaves zeros at zero.
+    def update_ranges(self, rank: int) -> list[UpdateRange]:
+        """This rank's shard cut where weight decay or learning-rate scale change.
+
+        Padding goes with the parameter before it: its weight, gradient and moments are zero, and Adam leaves zeros at
+        zero.
         """
-        first_decayed = next((slot.offset for slot in self.slots if slot.spec.weight_decay), self.numel)
-        border = min(max(first_decayed - rank * self.shard_numel, 0), self.shard_numel)
-        ranges = (DecayRange(0, border, False), DecayRange(border, self.shard_numel, True))
-        return [part for part in ranges if part.end > part.start]
+        firsts: list[ParameterSlot] = []  # of each run of parameters that are updated alike
+        for slot in self.slots:
+            if not firsts or _update_kind(firsts[-1].spec) != _update_kind(slot.spec):
+                firsts.append(slot)
+        low, ends = rank * self.shard_numel, [slot.offset for slot in firsts[1:]] + [self.numel]
+        ranges = [
+            UpdateRange(max(slot.offset - low, 0), min(end - low, self.shard_numel), *_update_kind(slot.spec))
+            for slot, end in zip(firsts, ends, strict=True)
+        ]
+        return [part for part in ranges if part.start < part.end]
 
     def pieces(self, rank: int) -> Iterator[tuple[ParameterSlot, int, int]]:
         """What a rank's shard holds: (slot, start, end), bounds in elements of the parameter."""
@@ -72,13 +86,20 @@ class StageLayout:
                 yield slot, start - slot.offset, end - slot.offset
 
 
-def lay_out(specs: Sequence[ParameterSpec], world_size: int) -> StageLayout:
-    """Place parameters in a flat range: those exempt from weight decay first, each at an aligned offset."""
+def _update_kind(spec: ParameterSpec) -> tuple[bool, float]:
+    return spec.weight_decay, spec.lr_scale
+
+
+def lay_out(specs: Sequence[ParameterSpec], world_size: int) -> FlatLayout:
+    """Place parameters in a flat range, each at an aligned offset: those that are updated alike lie together.
+
+    Parameters exempt from weight decay come first.
+    """
     slots, offset = [], 0
-    for spec in sorted(specs, key=lambda spec: spec.weight_decay):  # stable: declaration order within each half
+    for spec in sorted(specs, key=_update_kind):  # stable: else as declared
         slots.append(ParameterSlot(spec, offset))
         offset = round_up(offset + spec.numel, ALIGNMENT)
-    return StageLayout(tuple(slots), world_size, round_up(offset, world_size * ALIGNMENT) // world_size)
+    return FlatLayout(tuple(slots), world_size, round_up(offset, world_size * ALIGNMENT) // world_size)
 
 
 def split_into_stages(num_layers: int, layers_per_stage: float) -> list[range]:
@@ -97,23 +118,26 @@ def split_into_stages(num_layers: int, layers_per_stage: float) -> list[range]:
 class BufferPlan:
     """Which buffer each stage uses, and how large each buffer is."""
 
-    placement: tuple[int, ...]  # stage -> buffer
+    placement: tuple[int | None, ...]  # stage -> buffer; None: it needs none
     sizes: tuple[int, ...]  # elements
     own: tuple[bool, ...]  # stage -> nobody else uses its buffer
 
 
 def plan_buffers(stage_sizes: Sequence[int], num_buffers: int, keep_apart: frozenset[int]) -> BufferPlan:
-    """Stage i uses buffer i mod `num_buffers`, as large as the largest stage in it.
+    """The i-th stage uses buffer i mod `num_buffers`, as large as the largest stage in it.
 
-    Stages in `keep_apart` (a tied embedding: needed first and last) get a buffer of their own and are not counted.
+    Stages of size 0 need none (gradients of frozen stages) and are not counted. Stages in `keep_apart` (a tied
+    embedding: needed first and last) get a buffer of their own and are not counted either.
     """
-    shared = [stage for stage in range(len(stage_sizes)) if stage not in keep_apart]
+    needy = [stage for stage, size in enumerate(stage_sizes) if size]
+    apart = [stage for stage in needy if stage in keep_apart]
+    shared = [stage for stage in needy if stage not in keep_apart]
     count = min(num_buffers, len(shared))
     placement = {stage: position % count for position, stage in enumerate(shared)}
-    placement |= {stage: count + position for position, stage in enumerate(sorted(keep_apart))}
-    users = [[stage for stage in placement if placement[stage] == buffer] for buffer in range(count + len(keep_apart))]
+    placement |= {stage: count + position for position, stage in enumerate(apart)}
+    users = [[stage for stage in needy if placement[stage] == buffer] for buffer in range(count + len(apart))]
     return BufferPlan(
-        placement=tuple(placement[stage] for stage in range(len(stage_sizes))),
+        placement=tuple(placement.get(stage) for stage in range(len(stage_sizes))),
         sizes=tuple(max(stage_sizes[stage] for stage in stages) for stages in users),
-        own=tuple(len(users[placement[stage]]) == 1 for stage in range(len(stage_sizes))),
+        own=tuple(stage in placement and len(users[placement[stage]]) == 1 for stage in range(len(stage_sizes))),
     )

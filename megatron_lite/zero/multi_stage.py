@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_lite.config import BatchConfig, MultiStageConfig
-from megatron_lite.distributed import Distributed
+from megatron_lite.distributed import Group
+from megatron_lite.parameter import Parameter
 from megatron_lite.zero import runner
 from megatron_lite.zero.layout import BufferPlan, plan_buffers, split_into_stages
-from megatron_lite.zero.schedule import StagePlan, Step, evaluation_schedule, training_schedule
+from megatron_lite.zero.observer import Observer
+from megatron_lite.zero.part import Part, Precision
+from megatron_lite.zero.schedule import StagePlan, Step, evaluation_schedule, first_trained, training_schedule
 from megatron_lite.zero.stage import Buffer, Stage
+from megatron_lite.zero.throttle import Throttle
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """One kind of memory of this rank."""
+
+    kind: str
+    count: int
+    bytes: int
 
 
 class MultiStage:
     """A chain of layers, partitioned over the data-parallel ranks.
 
     Layers may carry `borrows_from` (layers whose parameters they also use), `gradients_in_forward` and
-    `backward_needs_weights`.
+    `backward_needs_weights`. Without `training` (inference) there are no gradients and no moments.
     """
 
     def __init__(
@@ -31,29 +46,32 @@ class MultiStage:
         config: MultiStageConfig,
         batch: BatchConfig,
         training_dtype: str,
-        distributed: Distributed,
+        group: Group,
+        training: bool = True,
     ) -> None:
-        self.distributed = distributed
-        self.training_dtype = DTYPES[training_dtype]
-        self.grad_dtype = torch.float32 if config.full_precision_gradients else self.training_dtype
-        groups = split_into_stages(len(layers) - 2, config.layers_per_stage)
-        self.stages = [Stage(i, [layers[j] for j in group], distributed) for i, group in enumerate(groups)]
+        self.group, self.training = group, training
+        dtype = DTYPES[training_dtype]
+        self.precision = Precision(
+            training=dtype,
+            gradients=torch.float32 if config.full_precision_gradients else dtype,
+            frozen_weights=torch.float32 if config.store_frozen_weights_in_optimization_precision else dtype,
+            split_master=config.split_master_weights,
+        )
+        assert config.layers_per_stage != "auto", "resolved before"
+        self.split = split_into_stages(len(layers) - 2, config.layers_per_stage)
+        self.stages = [Stage(i, [layers[j] for j in some], group, training) for i, some in enumerate(self.split)]
         self._borrows = [self._lenders(stage) for stage in self.stages]
         self._allocate(config)
-        plans = [
-            StagePlan(
-                self.weight_plan.placement[stage.index],
-                self.grad_plan.placement[stage.index],
-                self._borrows[stage.index],
-                any(getattr(layer, "gradients_in_forward", False) for layer in stage.layers),
-                stage.backward_needs_weights,
-            )
-            for stage in self.stages
-        ]
+        plans = [self._plan(stage) for stage in self.stages]
+        for stage in self.stages:
+            stage.runs_backward = training and stage.index >= first_trained(plans)
+            stage.wants_input_gradient = stage.index > first_trained(plans)
         assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches
         depth_first, breadth_first = batch.depth_first_micro_batches, batch.breadth_first_micro_batches
         self.training_schedule: list[Step] = training_schedule(plans, depth_first, breadth_first)
         self.evaluation_schedule: list[Step] = evaluation_schedule(plans, depth_first * breadth_first)
+        throttled = config.throttle_cpu and group.device.type == "cuda"
+        self._throttle = Throttle(config.throttle_cpu_rate, config.throttle_cpu_delay) if throttled else None
 
     def initialize(self, seed: int) -> None:
         """Fill the weight shards with their initial values."""
@@ -61,16 +79,33 @@ class MultiStage:
             stage.initialize(seed)
         self.invalidate()
 
+    def observe(self, observer: Observer) -> None:
+        """Let somebody look on while layers compute."""
+        for stage in self.stages:
+            stage.observer = observer
+
+    # -- computing --------------------------------------------------------------------------------------------------
+
     def forward_backward(self, micro_batches: Sequence[Any]) -> Tensor:
         """One iteration's gradients, into the shards; returns the summed loss of this rank."""
-        return runner.forward_backward(self.stages, self.training_schedule, micro_batches)
+        assert self.training, "a model in inference mode has no gradients"
+        return runner.forward_backward(self.stages, self.training_schedule, micro_batches, self._throttle)
 
     def evaluate(self, micro_batches: Sequence[Any]) -> Tensor:
         """The summed loss of this rank, without gradients."""
         return runner.evaluate(self.stages, self.evaluation_schedule, micro_batches)
 
+    def updated(self, stage: Stage) -> None:
+        """The optimizer has finished this stage's shard: its buffer is old, and if the next step begins with its
+        gather, that starts now, beside the update of the stages behind it.
+        """
+        if stage.weights.holder == stage.index:
+            stage.weights.holder = None
+        if stage.index in self.training_schedule[0].gather:
+            stage.gather()
+
     def invalidate(self) -> None:
-        """The shards have changed: no buffer holds current weights any more."""
+        """All shards have changed: no buffer holds current weights any more."""
         for stage in self.stages:
             stage.weights.holder = None
 
@@ -87,58 +122,120 @@ class MultiStage:
 
     def is_finite(self) -> bool:
         """Whether all weights of this rank's shards are finite (reads the device)."""
-        extremes = [torch.stack(torch.aminmax(stage.weight_shard)) for stage in self.stages]
+        extremes = [torch.stack(torch.aminmax(part.read("weights"))).float() for _, part in self.parts()]
         return bool(torch.isfinite(torch.stack(extremes)).all())
+
+    def time_collectives(self, barrier: Callable[[], None], repeats: int = 3) -> dict[str, float]:
+        """Seconds that one gather and one reduction of every stage take with nothing beside them, by kind.
+
+        The fastest of a few repetitions; to be called before training: gradient buffers hold garbage afterwards.
+        """
+        best = {}
+        for kind in ("gather", "reduce"):
+            runs = []
+            for _ in range(repeats):
+                barrier()
+                start_s = time.perf_counter()
+                for stage in self.stages:
+                    if kind == "gather":
+                        stage.weights.holder = None
+                        stage.gather()
+                        stage.weights.wait()
+                    elif stage.trainable is not None and self.group.world_size > 1:
+                        self.group.reduce_scatter(stage.trainable.full_gradients).wait()
+                if self.group.device.type == "cuda":
+                    torch.cuda.synchronize(self.group.device)
+                runs.append(time.perf_counter() - start_s)
+            best[kind] = min(runs)
+        return best
+
+    # -- what it consists of ------------------------------------------------------------------------------------------
+
+    def parts(self) -> Iterator[tuple[int, Part]]:
+        """(stage index, part) of all flat ranges, in order."""
+        for stage in self.stages:
+            for part in stage.parts:
+                yield stage.index, part
+
+    def parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """(global name, full parameter) of all stages."""
+        for stage in self.stages:
+            yield from stage.parameters()
 
     @property
     def num_parameters(self) -> int:
-        return sum(slot.numel for stage in self.stages for slot in stage.layout.slots)
+        return sum(slot.numel for _, part in self.parts() for slot in part.layout.slots)
+
+    def memory_table(self) -> list[MemoryRow]:
+        """What this rank holds, by kind, counting memory that serves two kinds once (as the buffer)."""
+        parts = [part for _, part in self.parts()]
+        trained, frozen = [p for p in parts if not p.frozen], [p for p in parts if p.frozen]
+        stateful = [part for part in parts if part.has_state]
+        largest = max((part.layout.shard_numel for part in stateful), default=0)
+        scratch = self.group.reduction_scratch_bytes(largest, self.precision.gradients)
+        split = self.precision.split_master
+        sizes = {
+            "weight remainders" if split else "weight shards": [part.weights.nbytes for part in trained],
+            "frozen weight shards": [part.weights.nbytes for part in frozen],
+            "gradient shards": [0 if part.shares_gradients else part.grad_shard.nbytes for part in stateful],
+            "Adam moments": [moment.nbytes for part in stateful for moment in (part.exp_avg, part.exp_avg_sq)],
+            "weight buffers": [buffer.data.nbytes for buffer in self._weight_buffers],
+            "gradient buffers": [buffer.data.nbytes for buffer in self._grad_buffers],
+            "communication scratch": [scratch],
+        }
+        return [MemoryRow(kind, sum(size > 0 for size in every), sum(every)) for kind, every in sizes.items()]
 
     def memory_bytes(self) -> dict[str, int]:
-        """What this rank holds, by kind, counting memory that serves two kinds once (as the buffer)."""
-        shards: dict[str, int] = {"weight shards": 0, "gradient shards": 0, "Adam moments": 0}
-        for stage in self.stages:
-            shards["weight shards"] += 0 if stage.shares_weights else stage.weight_shard.nbytes
-            shards["gradient shards"] += 0 if self._owns_gradients(stage) else stage.grad_shard.nbytes
-            shards["Adam moments"] += stage.exp_avg.nbytes + stage.exp_avg_sq.nbytes
-        largest = max(stage.layout.shard_numel for stage in self.stages)
-        return {
-            **shards,
-            "weight buffers": sum(buffer.data.nbytes for buffer in self._weight_buffers),
-            "gradient buffers": sum(buffer.data.nbytes for buffer in self._grad_buffers),
-            "communication scratch": self.distributed.reduction_scratch_bytes(largest, self.grad_dtype),
-        }
+        """`memory_table` without the counts."""
+        return {row.kind: row.bytes for row in self.memory_table()}
 
     def buffer_counts(self) -> tuple[int, int]:
         """Weight buffers, gradient buffers."""
         return len(self._weight_buffers), len(self._grad_buffers)
 
+    # -- building -----------------------------------------------------------------------------------------------------
+
     def _allocate(self, config: MultiStageConfig) -> None:
-        sizes = [stage.layout.numel for stage in self.stages]
-        zero_stage = config.zero_stage or 1
-        weight_count = config.num_weight_buffers or (2 if zero_stage == 3 else len(sizes))
-        grad_count = config.num_grad_buffers or (2 if zero_stage >= 2 else len(sizes))
-        alone = self.distributed.world_size == 1
-        if alone and self.training_dtype == torch.float32:
-            weight_count = len(sizes)  # the shard is the whole: a buffer of its own costs nothing
-        if alone:
-            grad_count = len(sizes)
+        weight_count, grad_count = self._buffer_counts(config)
         tied = frozenset(lender for lenders in self._borrows for lender in lenders)
-        self.weight_plan, self.grad_plan = (plan_buffers(sizes, count, tied) for count in (weight_count, grad_count))
-        self._weight_buffers = self._buffers(self.weight_plan, self.training_dtype)
-        self._grad_buffers = self._buffers(self.grad_plan, self.grad_dtype)
+        self.weight_plan = plan_buffers([stage.numel for stage in self.stages], weight_count, tied)
+        self.grad_plan = plan_buffers([stage.grad_numel for stage in self.stages], grad_count, tied)
+        self._weight_buffers = self._buffers(self.weight_plan, self.precision.training)
+        self._grad_buffers = self._buffers(self.grad_plan, self.precision.gradients)
         for stage in self.stages:
-            i = stage.index
+            weights, gradients = (plan.placement[stage.index] for plan in (self.weight_plan, self.grad_plan))
+            assert weights is not None
             stage.allocate(
-                self._weight_buffers[self.weight_plan.placement[i]], self.weight_plan.own[i],
-                self._grad_buffers[self.grad_plan.placement[i]], self.grad_plan.own[i],
+                self._weight_buffers[weights], self.weight_plan.own[stage.index],
+                None if gradients is None else self._grad_buffers[gradients], self.grad_plan.own[stage.index],
+                self.precision,
             )  # fmt: skip
 
-    def _buffers(self, plan: BufferPlan, dtype: torch.dtype) -> list[Buffer]:
-        return [Buffer(size, dtype, self.distributed.device) for size in plan.sizes]
+    def _buffer_counts(self, config: MultiStageConfig) -> tuple[int, int]:
+        """Buffers for weights and gradients: explicit counts win over the ZeRO stage."""
+        every, alone = len(self.stages), self.group.world_size == 1
+        zero_stage = config.zero_stage or 1
+        assert zero_stage != "auto", "resolved before"
+        weights = config.num_weight_buffers or (2 if zero_stage == 3 else every)
+        gradients = config.num_grad_buffers or (2 if zero_stage >= 2 else every)
+        # Alone the shard is the whole: where it has the dtype of the buffers, a buffer for each stage costs nothing.
+        if alone and self.precision.training == torch.float32:
+            weights = every
+        return weights, every if alone else gradients
 
-    def _owns_gradients(self, stage: Stage) -> bool:
-        return self.grad_plan.own[stage.index]
+    def _buffers(self, plan: BufferPlan, dtype: torch.dtype) -> list[Buffer]:
+        return [Buffer(size, dtype, self.group.device) for size in plan.sizes]
+
+    def _plan(self, stage: Stage) -> StagePlan:
+        weight_buffer, grad_buffer = self.weight_plan.placement[stage.index], self.grad_plan.placement[stage.index]
+        assert weight_buffer is not None
+        return StagePlan(
+            weight_buffer,
+            grad_buffer,
+            self._borrows[stage.index],
+            any(getattr(layer, "gradients_in_forward", False) for layer in stage.layers),
+            stage.backward_needs_weights,
+        )
 
     def _lenders(self, stage: Stage) -> tuple[int, ...]:
         """The other stages whose parameters this one uses."""

@@ -10,12 +10,15 @@ from torch import Tensor
 
 from megatron_lite.zero.schedule import Step
 from megatron_lite.zero.stage import Stage
+from megatron_lite.zero.throttle import Throttle
 
 
-def forward_backward(stages: Sequence[Stage], schedule: Sequence[Step], micro_batches: Sequence[Any]) -> Tensor:
+def forward_backward(
+    stages: Sequence[Stage], schedule: Sequence[Step], micro_batches: Sequence[Any], throttle: Throttle | None
+) -> Tensor:
     """Run one iteration's micro-batches; returns their summed loss, () on this rank.
 
-    Afterwards every stage's `grad_shard` holds this rank's slice of the gradient summed over micro-batches and ranks.
+    Afterwards every `grad_shard` holds this rank's slice of the gradient summed over micro-batches and ranks.
     """
     hidden: dict[int, Tensor] = {}  # (b, s, h) between stages; after the last one the loss, ()
     grad: dict[int, Tensor | None] = {}  # d loss / d hidden, (b, s, h)
@@ -33,8 +36,11 @@ def forward_backward(stages: Sequence[Stage], schedule: Sequence[Step], micro_ba
             grad[micro] = stage.backward(grad.get(micro), micro)
         for index, again in step.reduce:
             stages[index].reduce(again)  # reduce_scatter: full gradients -> shard
+        if throttle is not None:
+            throttle.step()
     for stage in stages:
-        stage.gradients.wait()
+        if stage.gradients is not None:
+            stage.gradients.wait()
     return torch.stack([hidden[micro] for micro in range(len(micro_batches))]).sum()
 
 

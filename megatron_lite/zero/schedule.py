@@ -18,7 +18,7 @@ class StagePlan:
     """What the schedule needs to know of one stage."""
 
     weight_buffer: int
-    grad_buffer: int
+    grad_buffer: int | None  # None: it has no parameters to train
     borrows_from: tuple[int, ...] = ()  # stages whose parameters it uses as well
     gradients_in_forward: bool = False
     backward_needs_weights: bool = True
@@ -28,7 +28,7 @@ class StagePlan:
 class Step:
     """One pass of one micro-batch through one stage, and the collectives around it.
 
-    Order: start `gather`, wait for the weights in `needs`, zero the buffers in `accumulate` that changed hands,
+    Order: start `gather`, wait for the weights in `needs`, take over the buffers in `accumulate` that changed hands,
     compute, start `reduce`.
     """
 
@@ -41,13 +41,19 @@ class Step:
     reduce: tuple[tuple[int, bool], ...]  # (stage, add to the shard?) whose reduction starts after it
 
 
+def first_trained(stages: Sequence[StagePlan]) -> int:
+    """The first stage with a backward pass: those before it have nothing to train, nor anything that leads there."""
+    return next((i for i, stage in enumerate(stages) if stage.grad_buffer is not None), len(stages))
+
+
 def training_schedule(stages: Sequence[StagePlan], depth_first: int, breadth_first: int) -> list[Step]:
     """The steps of one iteration of depth_first * breadth_first micro-batches (numbered breadth-first within)."""
     order: list[tuple[Literal["forward", "backward"], int, int]] = []
+    backward_stages = range(len(stages) - 1, first_trained(stages) - 1, -1)
     for depth in range(depth_first):
         micro_batches = range(depth * breadth_first, (depth + 1) * breadth_first)
         order += [("forward", stage, micro) for stage in range(len(stages)) for micro in micro_batches]
-        order += [("backward", stage, micro) for stage in reversed(range(len(stages))) for micro in micro_batches]
+        order += [("backward", stage, micro) for stage in backward_stages for micro in micro_batches]
     return _with_collectives(stages, order)
 
 
@@ -67,15 +73,17 @@ def _with_collectives(
         use if kind == "forward" or stages[stage].backward_needs_weights else ()
         for (kind, stage, _), use in zip(order, uses, strict=True)
     ]
+    training = any(kind == "backward" for kind, _, _ in order)
     writes = [
-        use if kind == "backward" or stages[stage].gradients_in_forward else ()
+        tuple(used for used in use if stages[used].grad_buffer is not None)
+        if training and (kind == "backward" or stages[stage].gradients_in_forward)
+        else ()
         for (kind, stage, _), use in zip(order, uses, strict=True)
     ]
-    training = any(kind == "backward" for kind, _, _ in order)
     gathers = _place_gathers(stages, needs)
-    reduces = _place_reduces(stages, writes) if training else [()] * len(order)
+    reduces = _place_reduces(stages, writes)
     return [
-        Step(kind, stage, micro, needs[i], gathers[i], writes[i] if training else (), reduces[i])
+        Step(kind, stage, micro, needs[i], gathers[i], writes[i], reduces[i])
         for i, (kind, stage, micro) in enumerate(order)
     ]
 
@@ -114,6 +122,7 @@ def _place_reduces(
     for i, stages_written in enumerate(writes):
         for stage in stages_written:
             buffer = stages[stage].grad_buffer
+            assert buffer is not None
             if buffer in last_write and last_write[buffer][0] != stage:
                 reduce_holder(buffer)
             last_write[buffer] = (stage, i)

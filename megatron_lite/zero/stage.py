@@ -6,16 +6,17 @@ full weights and the full gradients, while it computes). ZeRO 1, 2 and 3 differ 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from megatron_lite.distributed import Distributed, Handle
+from megatron_lite.distributed import Group, Handle, Works
 from megatron_lite.parameter import Parameter
-from megatron_lite.seeds import derive_seed
-from megatron_lite.zero.layout import StageLayout, lay_out
+from megatron_lite.zero.observer import Observer
+from megatron_lite.zero.part import Part, Precision
 
 
 class Buffer:
@@ -55,42 +56,52 @@ class ShardUpdate:
 class Stage:
     """Layers, shards and the verbs of a training step: gather, forward, backward, reduce."""
 
-    def __init__(self, index: int, layers: Sequence[torch.nn.Module], distributed: Distributed) -> None:
-        self.index, self.layers, self.distributed = index, layers, distributed
-        self.layout: StageLayout = lay_out([p.spec for p in self._declared()], distributed.world_size)
+    observer: Observer | None = None
+    # Set where an earlier stage, or this one, has something to train; see `MultiStage`.
+    runs_backward = True
+    wants_input_gradient = True
+
+    def __init__(
+        self, index: int, layers: Sequence[torch.nn.Module], group: Group, training: bool = True
+    ) -> None:
+        self.index, self.layers, self.group = index, layers, group
+        specs = [parameter.spec for parameter in self._declared()]
+        trained, frozen = [s for s in specs if s.trainable], [s for s in specs if not s.trainable]
+        kinds = [(some, is_frozen) for some, is_frozen in ((trained, False), (frozen, True)) if some]
+        self.parts = tuple(Part(some, is_frozen, training, group) for some, is_frozen in kinds)
+        self.trainable = next((part for part in self.parts if part.has_state), None)
         # An embedding's gradient is made of tokens alone: its weights need not be gathered for it.
         self.backward_needs_weights = any(getattr(layer, "backward_needs_weights", True) for layer in layers)
         self._tape: dict[int, tuple[Tensor | None, Tensor]] = {}  # micro-batch -> (input, output) of the forward pass
 
-    def allocate(self, weights: Buffer, owns_weights: bool, gradients: Buffer, owns_gradients: bool) -> None:
-        """Take memory: shards of its own (views of a buffer that nobody else uses), parameters as views of buffers."""
-        rank, device, numel = self.distributed.rank, self.distributed.device, self.layout.shard_numel
-        self.weights, self.gradients = weights, gradients
-        self._own_weights = self._full(weights).view(self.distributed.world_size, numel)[rank]
-        self._own_gradients = self._full(gradients).view(self.distributed.world_size, numel)[rank]
-        # Where buffer and shard would hold the same bytes they are one memory.
-        self.shares_weights = owns_weights and weights.data.dtype == torch.float32
-        self.weight_shard = self._own_weights if self.shares_weights else _zeros(numel, torch.float32, device)
-        self.grad_shard = self._own_gradients if owns_gradients else _zeros(numel, gradients.data.dtype, device)
-        self.exp_avg, self.exp_avg_sq = _zeros(numel, torch.float32, device), _zeros(numel, torch.float32, device)
-        self._materialize()
+    @property
+    def numel(self) -> int:
+        """Elements of its full weights, padding included."""
+        return sum(part.layout.numel for part in self.parts)
 
-    def shards(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of this stage: flat fp32 (shard_numel,)."""
-        return {"weights": self.weight_shard, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+    @property
+    def grad_numel(self) -> int:
+        """Elements of its full gradients, padding included."""
+        return self.trainable.layout.numel if self.trainable else 0
+
+    def allocate(
+        self, weights: Buffer, owns_weights: bool, gradients: Buffer | None, owns_gradients: bool, precision: Precision
+    ) -> None:
+        """Take memory: shards of its own (views of a buffer that nobody else uses), parameters as views of buffers."""
+        self.weights, self.gradients = weights, gradients
+        ranges = weights.data[: self.numel].split([part.layout.numel for part in self.parts])
+        for part, full_weights in zip(self.parts, ranges, strict=True):
+            full_gradients = gradients.data[: part.layout.numel] if gradients and part.has_state else None
+            part.allocate(full_weights, owns_weights, full_gradients, owns_gradients, precision)
+        self._placed = self._materialize()
+        trainable = self.trainable
+        self._gradient_gaps = [trainable.full_gradients[a:b] for a, b in trainable.layout.gaps] if trainable else []
+        self._trained = [parameter for _, parameter in self._placed if parameter.requires_grad]
 
     def initialize(self, seed: int) -> None:
-        """Fill the weight shard. Values depend on seed, parameter name and device type only, not on the layout.
-
-        Each rank draws every parameter that its shard touches in full, one at a time, and keeps its slice.
-        """
-        generator = torch.Generator(device=self.distributed.device)
-        low = self.distributed.rank * self.layout.shard_numel
-        self.weight_shard.zero_()
-        for slot, start, end in self.layout.pieces(self.distributed.rank):
-            value = torch.empty(slot.spec.shape, dtype=torch.float32, device=self.distributed.device)
-            slot.spec.initializer.fill(value, generator.manual_seed(derive_seed(seed, slot.spec.name)))
-            self.weight_shard[slot.offset + start - low : slot.offset + end - low] = value.view(-1)[start:end]
+        """Fill the weight shards with their initial values."""
+        for part in self.parts:
+            part.initialize(seed)
 
     # -- the verbs ----------------------------------------------------------------------------------------------
 
@@ -100,49 +111,66 @@ class Stage:
             return
         self.weights.wait()
         self.weights.holder = self.index
-        if not self.shares_weights:
-            self._own_weights.copy_(self.weight_shard)  # rounds to the training dtype
-        if self.distributed.world_size > 1:
-            self.weights.start(self.distributed.all_gather(self._full(self.weights)))
+        for part in self.parts:
+            part.place_weights()
+        if self.group.world_size > 1:
+            self.weights.start(Works([self.group.all_gather(part.full_weights) for part in self.parts]))
 
     def forward(self, hidden: Tensor | None, micro_batch: Any, slot: int) -> Tensor:
-        """Run the layers on a detached input and remember both ends for `backward`."""
+        """Run the layers on a detached input and remember both ends for `backward`, if there will be one."""
+        if not self.runs_backward:
+            with torch.no_grad():
+                return self._run(hidden, micro_batch, slot)
         if hidden is not None:
-            hidden = hidden.detach().requires_grad_()
-        output = self._run(hidden, micro_batch)
+            hidden = hidden.detach().requires_grad_(self.wants_input_gradient)
+        output = self._run(hidden, micro_batch, slot)
         self._tape[slot] = (hidden, output)
         return output.detach()
 
     def evaluate(self, hidden: Tensor | None, micro_batch: Any) -> Tensor:
         """Run the layers without remembering anything."""
         with torch.no_grad():
-            return self._run(hidden, micro_batch)
+            return self._run(hidden, micro_batch, None)
 
     def backward(self, grad: Tensor | None, slot: int) -> Tensor | None:
         """From the gradient of the output to that of the input; parameter gradients add up in the gradient buffer."""
         if self.backward_needs_weights:
             self.require_weights()
-        self.require_gradients()
+        if self.gradients is not None:
+            self.require_gradients()
         hidden, output = self._tape.pop(slot)
         torch.autograd.backward(output, grad)
         return None if hidden is None else hidden.grad
 
     def accumulate(self) -> None:
-        """Make the gradient buffer this stage's, zeroed, once the reduction that still uses it has finished."""
+        """Make the gradient buffer this stage's, once the reduction that still uses it has finished.
+
+        It holds garbage then: the first contribution to each parameter overwrites it, only the padding is zeroed.
+        """
+        assert self.gradients is not None
         if self.gradients.holder == self.index:
             return
         self.gradients.wait()
-        self._full(self.gradients).zero_()
         self.gradients.holder = self.index
+        for parameter in self._trained:
+            parameter.gradient_is_empty = True
+        if self._gradient_gaps:
+            torch._foreach_zero_(self._gradient_gaps)
 
     def reduce(self, again: bool) -> None:
         """Start summing the full gradients of all ranks into the shards; `again`: add to what is there already."""
         self.require_gradients()
+        assert self.gradients is not None and self.trainable is not None
+        for parameter in self._trained:
+            if parameter.begin_gradient():  # nobody has used it
+                parameter.main_grad.zero_()
         self.gradients.holder = None
-        if self.distributed.world_size == 1 and self.grad_shard is self._own_gradients:
+        part = self.trainable
+        if self.group.world_size == 1 and part.shares_gradients:
+            assert not again, f"stage {self.index} has the only copy of its gradients, and reduces it twice"
             return
-        reduction = self.distributed.reduce_scatter(self._full(self.gradients))
-        self.gradients.start(ShardUpdate(reduction, self._own_gradients, self.grad_shard, again))
+        reduction = self.group.reduce_scatter(part.full_gradients)
+        self.gradients.start(ShardUpdate(reduction, part.own_gradients, part.grad_shard, again))
 
     # -- guards: autograd cannot see a wrong buffer behind a parameter --------------------------------------------
 
@@ -154,6 +182,7 @@ class Stage:
 
     def require_gradients(self) -> None:
         """Insist that the gradient buffer is this stage's."""
+        assert self.gradients is not None, f"stage {self.index} has no gradients"
         holder = self.gradients.holder
         assert holder == self.index, f"stage {self.index} would add its gradients to those of stage {holder}"
 
@@ -161,38 +190,40 @@ class Stage:
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
         """(global name, full parameter): meaningful while the weights are gathered."""
-        for slot, parameter in zip(self.layout.slots, self._placed, strict=True):
-            yield slot.spec.name, parameter
+        yield from self._placed
 
-    def _run(self, hidden: Tensor | None, micro_batch: Any) -> Tensor:
+    def _run(self, hidden: Tensor | None, micro_batch: Any, slot: int | None) -> Tensor:
+        """`slot`: the micro-batch's index in a training step, where an observer may look on."""
         self.require_weights()
         for layer in self.layers:
-            hidden = layer(hidden, micro_batch)
+            if self.observer is not None and slot is not None and hidden is not None and hidden.requires_grad:
+                hidden.register_hook(functools.partial(_observe_gradient, self.observer, str(layer.name), slot))
+            hidden = cast(Tensor, layer(hidden, micro_batch))
+            if self.observer is not None and slot is not None:
+                self.observer.layer_output(str(layer.name), hidden.detach(), slot)
         assert hidden is not None
         return hidden
-
-    def _full(self, buffer: Buffer) -> Tensor:
-        return buffer.data[: self.layout.numel]
 
     def _declared(self) -> Iterator[Parameter]:
         for layer in self.layers:
             yield from cast(Iterator[Parameter], layer.parameters())
 
-    def _materialize(self) -> None:
+    def _materialize(self) -> list[tuple[str, Parameter]]:
         """Replace each declared parameter by one whose memory is its slot of the two buffers."""
-        slots = {slot.spec.name: slot for slot in self.layout.slots}
+        places = {slot.spec.name: (part, slot) for part in self.parts for slot in part.layout.slots}
         placed: dict[str, Parameter] = {}
         for module in (module for layer in self.layers for module in layer.modules()):
             for attribute, declared in list(module.named_parameters(recurse=False)):
-                slot = slots[cast(Parameter, declared).spec.name]
+                part, slot = places[cast(Parameter, declared).spec.name]
                 bounds = slice(slot.offset, slot.end)
-                parameter = Parameter(self.weights.data[bounds].view(slot.spec.shape))
+                parameter = Parameter(part.full_weights[bounds].view(slot.spec.shape), requires_grad=part.has_state)
                 parameter.spec = slot.spec
-                parameter.main_grad = self.gradients.data[bounds].view(slot.spec.shape)
+                if part.has_state:
+                    parameter.main_grad = part.full_gradients[bounds].view(slot.spec.shape)
                 setattr(module, attribute, parameter)
                 placed[slot.spec.name] = parameter
-        self._placed = [placed[slot.spec.name] for slot in self.layout.slots]
+        return [(name, placed[name]) for name in places]
 
 
-def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(numel, dtype=dtype, device=device)
+def _observe_gradient(observer: Observer, name: str, slot: int, gradient: Tensor) -> None:
+    observer.layer_gradient(name, gradient, slot)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint.manifest import KINDS
 from megatron_lite.parameter import Initializer, ParameterSpec
-from megatron_lite.zero.layout import StageLayout, lay_out
+from megatron_lite.zero.layout import FlatLayout, lay_out
 
 # name, shape, weight decay; sizes that fit no alignment
 PARAMETERS = (
@@ -76,16 +76,23 @@ class FakeDistributed:
 @dataclasses.dataclass
 class FakeStage:
     index: int
-    layout: StageLayout
+    layout: FlatLayout
     tensors: dict[str, Tensor]
 
-    def shards(self) -> dict[str, Tensor]:
-        return self.tensors
+    def kinds(self) -> dict[str, torch.dtype]:
+        return {kind: tensor.dtype for kind, tensor in self.tensors.items()}
+
+    def read(self, kind: str) -> Tensor:
+        return self.tensors[kind]
 
 
 @dataclasses.dataclass
 class FakeModel:
     stages: list[FakeStage]
+
+    def parts(self) -> Iterator[tuple[int, FakeStage]]:
+        for stage in self.stages:
+            yield stage.index, stage
 
 
 def make_specs(parameters: Sequence[tuple[str, tuple[int, ...], bool]] = PARAMETERS) -> list[ParameterSpec]:

@@ -406,9 +406,9 @@ def test_the_model_that_trains_is_the_model_that_is_exported(case: str, tmp_path
     layers = build_gpt(config.model, SEQUENCE_LENGTH)
     model = MultiStage(layers, MultiStageConfig(zero_stage=3), batch, "fp32", distributed)
     weights = random_weights(config.model)
-    for stage in model.stages:
-        for slot in stage.layout.slots:
-            stage.shards()["weights"][slot.offset : slot.end] = weights[slot.spec.name].flatten()
+    for _, part in model.parts():
+        for slot in part.layout.slots:
+            part.read("weights")[slot.offset : slot.end] = weights[slot.spec.name].flatten()
     model.invalidate()
     huggingface.save_huggingface(tmp_path / "1", model, config, distributed, model.full_weights())
     generator = torch.Generator().manual_seed(1)

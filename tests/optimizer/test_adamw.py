@@ -26,15 +26,15 @@ def poisoned_update(distributed: Distributed, poison: float, options: dict[str, 
 
     def update(bad: bool) -> tuple[bool, float]:
         for stage in model.stages:
-            stage.grad_shard.fill_(0.01)
+            stage.trainable.grad_shard.fill_(0.01)
         if bad and distributed.rank == distributed.world_size - 1:
-            model.stages[1].grad_shard[5] = poison
-        result = optimizer.step(1e-3, torch.tensor(2.0))
+            model.stages[1].trainable.grad_shard[5] = poison
+        result = optimizer.step(1e-3, torch.tensor(2.0), model.updated)
         assert float(result.loss) == 2.0 * distributed.world_size
         return bool(result.skipped), float(result.grad_norm)
 
     def state() -> list[bytes]:
-        return [shard.numpy().tobytes() for stage in model.stages for shard in stage.shards().values()]
+        return [part.read(kind).numpy().tobytes() for _, part in model.parts() for kind in part.kinds()]
 
     good = [update(False), update(False)]
     before, counters = state(), optimizer.state()

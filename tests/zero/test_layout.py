@@ -39,7 +39,7 @@ def test_every_element_lies_in_exactly_one_shard(
 
 
 @given(shapes=shapes, border=st.integers(0, 12), world_size=st.integers(1, 5))
-def test_decay_ranges_cover_the_shard_and_agree_with_the_parameters(
+def test_update_ranges_cover_the_shard_and_agree_with_the_parameters(
     shapes: list[tuple[int, ...]], border: int, world_size: int
 ) -> None:
     """Each shard is cut into at most two ranges, and every parameter element lies in one of its own kind."""
@@ -49,7 +49,7 @@ def test_decay_ranges_cover_the_shard_and_agree_with_the_parameters(
     ]
     layout = lay_out(specs, world_size)
     for rank in range(world_size):
-        ranges = layout.decay_ranges(rank)
+        ranges = layout.update_ranges(rank)
         assert [part.end for part in ranges][-1:] == [layout.shard_numel] and ranges[0].start == 0
         assert len(ranges) <= 2 and all(a.end == b.start for a, b in zip(ranges, ranges[1:], strict=False))
         for slot, start, stop in layout.pieces(rank):

@@ -80,15 +80,21 @@ def test_slow_collectives_change_no_bit(ranks: int) -> None:
 
 def train_with_a_wait_removed(distributed: Distributed, removed: str) -> str | list[float]:
     make_late(distributed)
-    if removed == "before zeroing a gradient buffer":
+    if removed == "before writing into a gradient buffer":
+        original_accumulate, original_start = Stage.accumulate, Buffer.start
 
         def accumulate(stage: Stage) -> None:
-            if stage.gradients.holder != stage.index:
-                stage._full(stage.gradients).zero_()
-                stage.gradients.wait()
-                stage.gradients.holder = stage.index
+            assert stage.gradients is not None
+            pending, stage.gradients._pending = stage.gradients._pending, None
+            original_accumulate(stage)
+            stage.gradients._pending = pending
+
+        def start_after_the_last(buffer: Buffer, collective: Handle) -> None:
+            buffer.wait()
+            original_start(buffer, collective)
 
         Stage.accumulate = accumulate  # type: ignore[method-assign]
+        Buffer.start = start_after_the_last  # type: ignore[method-assign]
     elif removed == "before computing with gathered weights":
         Stage.require_weights = lambda stage: None  # type: ignore[method-assign]
         original = Buffer.start
@@ -104,12 +110,12 @@ def train_with_a_wait_removed(distributed: Distributed, removed: str) -> str | l
         return str(error)
 
 
-@pytest.mark.parametrize("removed", ["before zeroing a gradient buffer", "before computing with gathered weights"])
+@pytest.mark.parametrize("removed", ["before writing into a gradient buffer", "before computing with gathered weights"])
 def test_a_missing_wait_is_noticed(removed: str) -> None:
     """The test above can fail: without either wait it would."""
     right = run_distributed(2, train_normally, [{"zero_stage": 3, "num_layers": 3}])[0][0].losses
     wrong = run_distributed(2, train_with_a_wait_removed, removed)[0]
-    if removed == "before zeroing a gradient buffer":
+    if removed == "before writing into a gradient buffer":
         assert wrong == "written while a collective still reads it"
     else:
         assert wrong != right

@@ -13,7 +13,10 @@ from megatron_lite import distributed as distributed_module
 from megatron_lite.distributed import Distributed
 from megatron_lite.gpt import build_gpt
 from megatron_lite.layers.layer import MicroBatch
+from megatron_lite.zero.layout import ParameterSlot
 from megatron_lite.zero.multi_stage import MultiStage
+from megatron_lite.zero.part import Part
+from megatron_lite.zero.stage import Stage
 
 
 def build(distributed: Distributed, **options: Any) -> MultiStage:
@@ -61,10 +64,11 @@ def padding_after_reduction(distributed: Distributed) -> list[float]:
     model = build(distributed, zero_stage=2, vocab_size=61, hidden_size=36, num_attention_heads=3, num_layers=3,
                   batch_size=6)  # fmt: skip
     for stage in model.stages:
+        assert stage.gradients is not None and stage.trainable is not None
         stage.gradients.data.fill_(float("nan"))
-        stage.grad_shard.fill_(float("nan"))
+        stage.trainable.grad_shard.fill_(float("nan"))
     model.forward_backward([a_batch()])
-    return [float(stage.grad_shard.square().sum()) for stage in model.stages]
+    return [float(part.grad_shard.square().sum()) for _, part in model.parts()]
 
 
 def test_padding_is_zero_before_each_reduction() -> None:
@@ -91,12 +95,19 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
     assert abs(word.std() / 32**-0.5 - 1) < 0.05 and abs(word.mean()) < 0.01
 
 
+def slots(stage: Stage) -> list[tuple[Part, ParameterSlot]]:
+    return [(part, slot) for part in stage.parts for slot in part.layout.slots]
+
+
 def memory(distributed: Distributed, options: dict[str, Any]) -> tuple[dict[str, int], list[tuple[int, int]], int]:
     model = build(distributed, **options)
-    stages = [(sum(slot.numel for slot in stage.layout.slots), stage.layout.numel) for stage in model.stages]
+    stages = [(sum(slot.numel for _, slot in slots(stage)), stage.numel) for stage in model.stages]
     storages = {}
     for stage in model.stages:
-        for tensor in (*stage.shards().values(), stage.grad_shard, stage.weights.data, stage.gradients.data):
+        tensors = [stage.weights.data, *([stage.gradients.data] if stage.gradients else [])]
+        for part in stage.parts:
+            tensors += [part.read(kind) for kind in part.kinds()] + ([part.grad_shard] if part.has_state else [])
+        for tensor in tensors:
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return model.memory_bytes(), stages, sum(storages.values())
 

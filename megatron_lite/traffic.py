@@ -1,0 +1,81 @@
+"""What the collectives of a run move: counts, elements, bytes, and the time that the computation waits for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Handle(Protocol):
+    """A collective under way. `wait` may be called again; afterwards its buffers may be read and written."""
+
+    def wait(self) -> None: ...
+
+
+@dataclass
+class Total:
+    """Of one kind of collective, on one rank, since the last `Traffic.take`."""
+
+    collectives: int = 0
+    elements: int = 0  # of the full buffers
+    bytes: int = 0  # of the full buffers
+    wire_bytes: int = 0  # sent by this rank: (N - 1) / N of the bytes
+    waited_s: float = 0.0  # the computation stood still; 0 unless timed
+
+
+class Traffic:
+    """Counts every gather ("gather"), reduction ("reduce") and small sum ("sum") of one rank."""
+
+    def __init__(self, world_size: int, timed: bool = False, device_type: str = "cpu") -> None:
+        self._world_size, self._timed, self._on_gpu = world_size, timed, device_type == "cuda"
+        self._totals: dict[str, Total] = {}
+        self._stalls: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # on a GPU: before and after a wait
+
+    def started(self, kind: str, buffer: Tensor, work: Handle) -> Handle:
+        """Count a collective over a full buffer, (world_size * n,); returns what to wait for."""
+        total = self._totals.setdefault(kind, Total())
+        total.collectives += 1
+        total.elements += buffer.numel()
+        total.bytes += buffer.nbytes
+        total.wire_bytes += buffer.nbytes * (self._world_size - 1) // self._world_size
+        return _Timed(work, self._wait, kind) if self._timed else work
+
+    def take(self) -> dict[str, Total]:
+        """The totals by kind since the last call, which start again from zero. Timed on a GPU, it waits for the GPU."""
+        for kind, before, after in self._stalls:
+            after.synchronize()
+            self._totals.setdefault(kind, Total()).waited_s += before.elapsed_time(after) / 1e3
+        totals, self._totals, self._stalls = self._totals, {}, []
+        return totals
+
+    def _wait(self, kind: str, work: Handle) -> None:
+        if self._on_gpu:  # the host does not wait: the stream does
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            work.wait()
+            after.record()
+            self._stalls.append((kind, before, after))
+            return
+        start_s = time.perf_counter()
+        work.wait()
+        self._totals.setdefault(kind, Total()).waited_s += time.perf_counter() - start_s
+
+
+class _Timed:
+    """A collective of which the first `wait` is timed."""
+
+    def __init__(self, work: Handle, wait: Callable[[str, Handle], None], kind: str) -> None:
+        self._work, self._wait, self._kind = work, wait, kind
+        self._waited = False
+
+    def wait(self) -> None:
+        if self._waited:
+            self._work.wait()
+        else:
+            self._waited = True
+            self._wait(self._kind, self._work)

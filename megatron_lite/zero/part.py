@@ -1,0 +1,111 @@
+"""The trainable or the frozen parameters of one stage: a flat range, and this rank's shard of it.
+
+A stage's weight buffer holds its trainable range and behind it the frozen one; its gradient buffer the former alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_lite.distributed import Group
+from megatron_lite.parameter import ParameterSpec
+from megatron_lite.seeds import derive_seed
+from megatron_lite.zero.layout import lay_out
+from megatron_lite.zero.master import SplitWeightShard, WeightShard
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of what a stage holds."""
+
+    training: torch.dtype  # weight buffers and activations
+    gradients: torch.dtype
+    frozen_weights: torch.dtype  # of the shards of frozen parameters
+    split_master: bool = False  # keep the trainable fp32 weights as bf16 weights and remainders
+
+
+class Part:
+    """See the module. `has_state`: whether there are a gradient shard and Adam's moments."""
+
+    weights: WeightShard | SplitWeightShard
+    grad_shard: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+    def __init__(self, specs: Sequence[ParameterSpec], frozen: bool, training: bool, group: Group) -> None:
+        self.layout = lay_out(specs, group.world_size)
+        self.frozen, self.has_state = frozen, training and not frozen
+        self._group = group
+
+    def allocate(
+        self, full_weights: Tensor, owns_weights: bool, full_gradients: Tensor | None, owns_gradients: bool,
+        precision: Precision,
+    ) -> None:  # fmt: skip
+        """Take memory. Where a shard would hold the same bytes as its slice of a buffer that nobody else uses, it is
+        that slice: nothing is kept twice.
+
+        full_weights, full_gradients: this range's place in the buffers, (numel,).
+        """
+        self.full_weights = full_weights
+        self._own_weights = self._own(full_weights)
+        dtype = precision.frozen_weights if self.frozen else torch.float32
+        if precision.split_master and self.has_state:
+            assert owns_weights, "split master weights need a weight buffer for each stage"
+            self.weights = SplitWeightShard(self._own_weights)
+        elif owns_weights and full_weights.dtype == dtype:
+            self.weights = WeightShard(self._own_weights, counted=False)
+        else:
+            self.weights = WeightShard(self._zeros(dtype), counted=True)
+        if self.has_state:
+            assert full_gradients is not None
+            self.full_gradients = full_gradients
+            self.own_gradients = self._own(full_gradients)
+            self.shares_gradients = owns_gradients
+            self.grad_shard = self.own_gradients if owns_gradients else self._zeros(precision.gradients)
+            self.exp_avg, self.exp_avg_sq = self._zeros(torch.float32), self._zeros(torch.float32)
+
+    def initialize(self, seed: int) -> None:
+        """Fill the weight shard. Values depend on seed, parameter name and device type only, not on the layout.
+
+        Each rank draws every parameter that its shard touches in full, one at a time, and keeps its slice.
+        """
+        generator = torch.Generator(device=self._group.device)
+        low = self._group.rank * self.layout.shard_numel
+        shard = self.read("weights").zero_()
+        for slot, start, end in self.layout.pieces(self._group.rank):
+            value = torch.empty(slot.spec.shape, dtype=torch.float32, device=self._group.device)
+            slot.spec.initializer.fill(value, generator.manual_seed(derive_seed(seed, slot.spec.name)))
+            shard[slot.offset + start - low : slot.offset + end - low] = value.view(-1)[start:end]
+        self.write("weights", shard)
+
+    def place_weights(self) -> None:
+        """Round the shard to the training dtype, into this rank's slice of the weight buffer."""
+        self.weights.round_into(self._own_weights)
+
+    # -- what a checkpoint holds -----------------------------------------------------------------------------------
+
+    def kinds(self) -> dict[str, torch.dtype]:
+        """The tensors to save, (shard_numel,) each, and their dtypes."""
+        moments = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32} if self.has_state else {}
+        return {"weights": self.weights.dtype, **moments}
+
+    def read(self, kind: str) -> Tensor:
+        """One of them: the live shard or, of split weights, an fp32 copy made on the spot."""
+        if kind == "weights":
+            return self.weights.read()
+        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}[kind]
+
+    def write(self, kind: str, values: Tensor) -> None:
+        """Store what `read` has returned and somebody has changed; free where that was the live shard."""
+        if kind == "weights":
+            self.weights.write(values)
+
+    def _own(self, full: Tensor) -> Tensor:
+        return full.view(self._group.world_size, -1)[self._group.rank]
+
+    def _zeros(self, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(self.layout.shard_numel, dtype=dtype, device=self._group.device)
