@@ -7,25 +7,44 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_lite.config import Config, flatten
-from megatron_lite.flags import FLAGS
+from megatron_lite.flags import FLAGS, written
+from megatron_lite.items import lr_scale_patterns
 from megatron_lite.option import Auto
 
 
 def warnings(config: Config) -> list[str]:
     """The cautions for a resolved configuration, one line each."""
     values = flatten(config)
-    return [*_risks(values), *(f"--{name} has no effect {reason}" for name, reason in _without_effect(values))]
+    without_effect = (f"--{name} has no effect {reason}" for name, reason in _without_effect(values))
+    return [*_nothing_to_train(config), *_risks(values), *_multi_stage(values), *without_effect]
+
+
+def _nothing_to_train(config: Config) -> Iterator[str]:
+    if config.training.train_iters > 0 or config.distributed.dry_run:
+        return
+    if config.training.inference:
+        yield "--train_iters=0: nothing is trained, so neither gradients nor optimizer state are allocated"
+    else:
+        yield "--train_iters=0: nothing is trained; --export_format=distributed alone needs the optimizer state"
 
 
 def number_of_stages(num_layers: int, layers_per_stage: float | Auto) -> int | None:
-    """The embedding's stage, those of the blocks and the head's; None where the split is chosen later."""
-    return None if layers_per_stage == "auto" else 2 + math.ceil(num_layers / layers_per_stage)
+    """The embedding's stage, those of the blocks and the head's; None where the split is chosen later.
+
+    As `zero.layout.split_into_stages` cuts: the n-th of those of the blocks ends at block int(n * layers_per_stage).
+    """
+    if layers_per_stage == "auto":
+        return None
+    groups = math.ceil(num_layers / layers_per_stage)  # may be one off, as products round differently
+    while int(groups * layers_per_stage) < num_layers:
+        groups += 1
+    while int((groups - 1) * layers_per_stage) >= num_layers:
+        groups -= 1
+    return groups + 2
 
 
 def _risks(values: dict[str, Any]) -> Iterator[str]:
-    if values["train_iters"] == 0:
-        yield "--train_iters=0: nothing is trained, and Adam's state is only allocated"
-    elif values["lr"] == 0.0 or values["default_lr_scale"] == 0.0:
+    if values["train_iters"] > 0 and (values["lr"] == 0.0 or values["default_lr_scale"] == 0.0):
         yield "the learning rate is 0: the weights never change"
     if not values["full_precision_gradients"] and values["training_dtype"] != "fp32":
         yield (
@@ -41,8 +60,35 @@ def _risks(values: dict[str, Any]) -> Iterator[str]:
             f"--max_position_embeddings={values['max_position_embeddings']}: exports state a shorter context than "
             f"sequence_length {values['sequence_length']}"
         )
-    if values["experiment_dir"] is None and values["train_iters"] > 0:
+    if values["experiment_dir"] is None and values["train_iters"] > 0 and not values["dry_run"]:
         yield "--experiment_dir is not set: nothing is saved"
+
+
+def _multi_stage(values: dict[str, Any]) -> Iterator[str]:
+    """Counts of buffers that the ZeRO stage does not set, and what only a parallelism would use that is not built."""
+    stages = number_of_stages(values["num_layers"], values["layers_per_stage"])
+    for name, shared_from in (("num_weight_buffers", 3), ("num_grad_buffers", 2)):
+        count, zero_stage = values[name], values["zero_stage"]
+        if count is None:
+            continue
+        every = None if stages is None else stages - values["tie_word_embeddings"]  # a tied one is not counted
+        used = f"--{name}={count} is used"
+        if stages is not None and count > stages:
+            used = f"--{name}={count}: only {stages} are allocated, one for each stage"
+        if zero_stage == "auto":
+            yield f"{used}, whatever --zero_stage=auto chooses"
+        elif zero_stage >= shared_from and count != 2:
+            yield f"{used}; --zero_stage={zero_stage} alone would set 2"
+        elif zero_stage < shared_from and (every is None or count < every):
+            yield f"{used}; --zero_stage={zero_stage} alone would set one per stage" + (
+                f" ({stages})" if stages else ""
+            )
+        elif not used.endswith("is used"):
+            yield used
+    if values["pipeline_delay"] != 0.0:
+        yield f"--pipeline_delay={written(values['pipeline_delay'])} is unused: no pipeline"
+    if values["debug_tensor_parallel"]:
+        yield "--debug_tensor_parallel=1: nothing to check: no tensor parallelism"
 
 
 def _without_effect(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -74,6 +120,15 @@ def _idle_conditions(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
         yield name, random, "with --dataset_source=random"
     yield "rotary_embedding_scale", not values["use_rotary_embeddings"], "without --use_rotary_embeddings=1"
     yield "random_bias_init", not values["add_linear_biases"], "with --add_linear_biases=0"
+    yield from _idle_debugging(values)
+    nothing_frozen = all(scale != 0.0 for _, scale in lr_scale_patterns(values["freeze"], values["lr_scales"]))
+    reason = "without --freeze or a scale of 0 in --lr_scales" if nothing_frozen else "in fp32 training"
+    idle = nothing_frozen or values["training_dtype"] == "fp32"
+    yield "store_frozen_weights_in_optimization_precision", idle, reason
+    on_cpu, free = values["device"] == "cpu", not values["throttle_cpu"]
+    yield "throttle_cpu", on_cpu, "with --device=cpu"
+    for name in ("throttle_cpu_rate", "throttle_cpu_delay"):
+        yield name, on_cpu or free, "with --throttle_cpu=0" if free else "with --device=cpu"
     yield "full_precision_gradients", values["training_dtype"] == "fp32", "in fp32 training"
     yield "validation_interval", values["validation_iters"] == 0, "with --validation_iters=0"
     yield "checkpoint_offset", values["checkpoint_interval"] is None, "without --checkpoint_interval"
@@ -85,3 +140,22 @@ def _idle_conditions(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
     no_tracker = values["wandb_entity_name"] is None
     for name in ("wandb_project_name", "wandb_group_name", "wandb_status_interval", "wandb_post_alerts"):
         yield name, no_tracker and values[name] is not False, "without --wandb_entity_name"
+
+
+DEBUG_LEVELS = (
+    "debug_layer_outputs", "debug_param_init",
+    "debug_layer_gradients", "debug_param_gradients", "debug_all_param_gradients", "debug_param_update",
+)  # fmt: skip
+
+
+def _idle_debugging(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
+    unseen = not values["show_tensor_logs"] and not values["save_tensor_logs"]
+    for name in DEBUG_LEVELS:
+        yield name, unseen, "with --show_tensor_logs=0 and without --save_tensor_logs=1"
+    for name in DEBUG_LEVELS[2:]:
+        yield name, values["train_iters"] == 0 and not unseen, "with --train_iters=0"
+    highest = max(values[name] for name in DEBUG_LEVELS)
+    for name in ("save_tensor_logs", "show_tensor_logs", "debug_global_tensors"):
+        yield name, highest == 0, "while all debug levels are 0"
+    reason = "with --show_tensor_logs=0" if highest >= 3 else "while no debug level is 3 or more"
+    yield "tensor_logs_show_elements", highest < 3 or not values["show_tensor_logs"], reason

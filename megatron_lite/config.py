@@ -163,7 +163,7 @@ class OptimizerConfig:
     clip_grad: float = option(1.0, "largest global gradient norm; 0 turns clipping off", minimum=0.0, basic=True)
     default_lr_scale: float = option(1.0, "factor on every learning rate", minimum=0.0)
     lr_scales: tuple[str, ...] = option(
-        (), "pattern:factor of a learning rate, as in embedding:0.1 *.bias:2; the last that fits counts, 0 freezes"
+        (), "pattern:scale of a learning rate, as in embedding:0.1 *.bias:2; the last that fits counts, 0 freezes"
     )
     freeze: tuple[str, ...] = option((), "weights that stay as they are: patterns (blocks.0, *.bias) on their names")
     loss_scale: float | None = option(
@@ -191,7 +191,7 @@ class MultiStageConfig:
         1.0,
         "transformer blocks per stage, the unit of gather and reduce; auto: until a collective is worth its latency",
         minimum=1.0,
-        why="a layer is not cut into stages; write 1, and --zero_stage or fewer buffers to save memory",
+        why="a stage is the unit of gather and reduce, and no layer is cut; write 1, and set the number of buffers",
     )
     num_weight_buffers: int | None = option(
         None, "full weight buffers: 1 saves memory, 2 overlap", minimum=1, unset="one per stage; 2 for zero_stage 3"
@@ -214,9 +214,11 @@ class MultiStageConfig:
         why="there is no pipeline parallelism; leave it out",
     )
     pipeline_delay: float = option(0.0, "steps that data need to go around the pipeline; unused: there is no pipeline")
-    throttle_cpu: bool = option(True, "GPU: the host does not run far ahead, which keeps the allocator's peak low")
-    throttle_cpu_rate: int = option(1, "schedule steps between two events that the host waits for", minimum=1)
-    throttle_cpu_delay: int = option(1, "the host waits for the event of this many recordings ago", minimum=0)
+    throttle_cpu: bool = option(
+        True, "GPU: the host waits for earlier steps of the schedule instead of running far ahead"
+    )
+    throttle_cpu_rate: int = option(1, "record an event, and wait, every this many steps of the schedule", minimum=1)
+    throttle_cpu_delay: int = option(1, "wait for the event of this many recordings ago", minimum=0)
 
 
 @dataclass(frozen=True)
@@ -286,6 +288,12 @@ class TrainingConfig:
     )
     stop_interval: int | None = option(None, "save and stop at multiples of this iteration", minimum=1, unset="no stop")
     stop_offset: int = option(0, "shift of stop_interval", minimum=0)
+
+    @property
+    def inference(self) -> bool:
+        """Whether nobody needs gradients or optimizer state: nothing is trained, and no export would hold them."""
+        resumable_exports = self.export_interval is not None and self.export_format == "distributed"
+        return self.train_iters == 0 and not resumable_exports
 
 
 @dataclass(frozen=True)

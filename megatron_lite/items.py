@@ -1,4 +1,4 @@
-"""Lists in which words belong together: weights with data sets, factors with name patterns. Imports no torch."""
+"""Lists in which words belong together: weights with data sets, scales with name patterns. Imports no torch."""
 
 from __future__ import annotations
 
@@ -59,14 +59,15 @@ def lr_scale_patterns(freeze: Sequence[str], lr_scales: Sequence[str]) -> list[t
         pattern, _, text = item.rpartition(":")
         typed = f"--lr_scales={_shortened([item])}"
         if not pattern or not text:
-            raise UsageError(f"{typed}: write <pattern of the names>:<factor>, as in embedding:0.1 or *.bias:2")
+            raise UsageError(f"{typed}: write <pattern of the names>:<scale>, as in embedding:0.1 or *.bias:2")
         try:
             scales.append((pattern, parse_float(text)))
         except BadValueError as error:
-            raise UsageError(f"{typed}: factor {shown(text)}: {error}; write it behind the last colon") from None
+            raise UsageError(f"{typed}: scale {shown(text)}: {error}") from None
         if scales[-1][1] < 0:
-            raise UsageError(f"{typed}: factor {shown(text)} must be >= 0; 0 freezes")
+            raise UsageError(f"{typed}: scale {shown(text)} must be >= 0; 0 freezes")
     for item in freeze:
         if ":" in item or not item:
-            raise UsageError(f"--freeze={_shortened([item])}: no name has a colon; write factors as --lr_scales={item}")
+            typed = _shortened([item])
+            raise UsageError(f"--freeze={typed}: no name has a colon; write scales as --lr_scales={typed}")
     return scales + [(pattern, 0.0) for pattern in freeze]

@@ -142,6 +142,7 @@ BATCH = (
     "batch_size", "micro_batch_size", "depth_first_micro_batches", "breadth_first_micro_batches",
     "sequential_micro_batches",
 )  # fmt: skip
+_BATCH_RULE = (*BATCH, "dry_run", "world_size")  # all that decide about the batch arithmetic
 
 
 def _batch(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
@@ -151,7 +152,7 @@ def _batch(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
     if batch is not None and micro is not None:
         if batch % (micro * world_size):
             yield Problem(
-                BATCH,
+                _BATCH_RULE,
                 f"{_typed(values, 'batch_size', 'micro_batch_size')} on {ranks}: batch_size must be a multiple of "
                 f"{micro} * {world_size} = {micro * world_size}; "
                 f"nearest: {_nearest_multiples(batch, micro * world_size)}",
@@ -160,7 +161,7 @@ def _batch(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
         total = batch // (micro * world_size)
         if sequential is not None and sequential != total:
             yield Problem(
-                BATCH,
+                _BATCH_RULE,
                 f"{_typed(values, *_given(values))} on {ranks}: batch_size / (micro_batch_size * ranks) is {total}, "
                 f"not {sequential}; leave sequential_micro_batches out or write "
                 f"--batch_size={micro * sequential * world_size}",
@@ -179,7 +180,7 @@ def _batch(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
         batch = (micro or 1) * sequential * world_size
     elif micro is None and batch % (sequential * world_size):
         yield Problem(
-            BATCH,
+            _BATCH_RULE,
             f"{_typed(values, 'batch_size')} on {ranks} with {sequential} sequential micro-batch"
             f"{'es' if sequential > 1 else ''}: must be a multiple of {sequential * world_size}; "
             f"nearest: {_nearest_multiples(batch, sequential * world_size)}",
@@ -190,7 +191,7 @@ def _batch(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
     tokens, splits = micro * values["sequence_length"], values["cross_entropy_splits"]
     if splits is not None and splits > tokens:
         yield Problem(
-            ("cross_entropy_splits", "sequence_length", *BATCH),
+            ("cross_entropy_splits", "sequence_length", *_BATCH_RULE),
             f"--cross_entropy_splits={splits}: a micro-batch has only {tokens} tokens; write at most that",
         )
 
@@ -215,10 +216,10 @@ def _unsplit(values: dict[str, Any], sequential: int, ranks: str, world_size: in
     message += f"are {unit}, not {sequential}" if both else f"are a multiple of {unit}, and {sequential} is not"
     batch, micro = values["batch_size"], values["micro_batch_size"]
     if batch is None or micro is None:
-        return Problem(BATCH, f"{message}; leave sequential_micro_batches out")
+        return Problem(_BATCH_RULE, f"{message}; leave sequential_micro_batches out")
     per_unit = micro * unit * world_size
     fix = str(per_unit) if both else _nearest_multiples(batch, per_unit)
-    return Problem(BATCH, f"{message}; leave one of them out, or batch_size must be {fix}")
+    return Problem(_BATCH_RULE, f"{message}; leave one of them out, or batch_size must be {fix}")
 
 
 def _optimizer(values: dict[str, Any], world_size: int) -> Iterator[Problem]:

@@ -27,7 +27,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "flags": {"config", "option"},
     "suggestions": {"config", "flags", "refused"},
     "usage": {"config", "flags", "refused", "validation"},
-    "cautions": {"config", "flags", "option"},
+    "cautions": {"config", "flags", "items", "option"},
     "items": {"flags"},
     "validation": {"cautions", "config", "flags", "items", "refused"},
     "arguments": {"config", "flags", "refused", "suggestions", "usage", "validation"},
