@@ -4,7 +4,14 @@
 import sys
 
 from megatron_lite import exits
-from megatron_lite.arguments import HelpRequested, launch_rank, launch_world_size, parse, speaks_for_its_machine
+from megatron_lite.arguments import (
+    HelpRequested,
+    folder_of,
+    launch_rank,
+    launch_world_size,
+    parse,
+    speaks_for_its_machine,
+)
 from megatron_lite.errors import EXIT_DONE, UsageError
 from megatron_lite.validation import planned_world_size, resolve
 
@@ -14,7 +21,7 @@ def main(argv: list[str]) -> int:
     experiment_dir = None
     try:
         arguments = parse(argv)
-        experiment_dir = arguments.config.run.experiment_dir
+        experiment_dir = folder_of(arguments.config)
         config = resolve(arguments.config, planned_world_size(arguments.config, launch_world_size()))
     except HelpRequested as request:
         if launch_rank() == 0:

@@ -101,7 +101,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     if parser.problems:
         if not parser.guesswork:  # else the value that is missing may be the reason of any contradiction
             parser.problems += _contradictions(config, parser.wrong)
-        raise ParseError("\n".join(parser.problems), parser.given.get("experiment_dir"))
+        raise ParseError("\n".join(parser.problems), folder_of(config))
     return Arguments(config, parser.given, tuple(parser.warnings))
 
 
@@ -112,6 +112,11 @@ def _contradictions(config: Config, wrong: set[str]) -> list[str]:
     except UsageError as error:  # the launcher's variables
         return [str(error)]
     return [problem.message for problem in problems if wrong.isdisjoint(problem.names)]
+
+
+def folder_of(config: Config) -> str | None:
+    """Where the run may leave something: nowhere if it is a dry run."""
+    return None if config.distributed.dry_run else config.run.experiment_dir
 
 
 def launch_rank() -> int:

@@ -204,7 +204,7 @@ class MultiStageConfig:
         True, "shards of frozen weights are fp32, too; 0: they have the training dtype"
     )
     split_master_weights: bool = option(
-        False, "bf16 training: keep only what the bf16 weight lacks of the fp32 master (2 bytes per weight less)"
+        False, "bf16 training: keep only what the bf16 weight lacks of the master (2 bytes less per weight of a shard)"
     )
     stages_per_pipeline_stage: int = option(
         1,

@@ -72,7 +72,7 @@ def _help_lines(flag: Flag, everything: bool) -> Iterator[str]:
     words = value_words(flag)
     left = f"--{flag.name}={words}"
     right = f"{flag.option.help} [{default_words(flag)}]"
-    if len(left) > NAME_WIDTH - 4:  # too many choices for the column
+    if len(left) > NAME_WIDTH - 4 and flag.option.choices:  # too many for the column
         left, right = f"--{flag.name}=NAME", f"{flag.option.help}: {words.replace('|', ', ')} [{default_words(flag)}]"
     if everything:
         right += f"; {limits(flag)}" if limits(flag) else ""
@@ -81,8 +81,11 @@ def _help_lines(flag: Flag, everything: bool) -> Iterator[str]:
 
 
 def _two_columns(left: str, right: str) -> list[str]:
-    start = f"  {left} ".ljust(NAME_WIDTH)
-    return textwrap.wrap(right, WIDTH, initial_indent=start, subsequent_indent=" " * NAME_WIDTH, break_on_hyphens=False)
+    """What is too long for the left column gets a line of its own."""
+    start, indent = f"  {left} ".ljust(NAME_WIDTH), " " * NAME_WIDTH
+    alone = [start.rstrip()] if len(start) > NAME_WIDTH else []
+    first = indent if alone else start
+    return alone + textwrap.wrap(right, WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def banner(config: Config, derived: Mapping[str, str]) -> str:

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatron_lite.arguments import parse
+from megatron_lite.arguments import ParseError, folder_of, parse
 from megatron_lite.cautions import DEBUG_LEVELS, number_of_stages
 from megatron_lite.config import Config, flatten, unflatten
 from megatron_lite.errors import UsageError
@@ -259,6 +259,15 @@ def test_dry_run_needs_neither_data_nor_a_folder() -> None:
     ]  # fmt: skip
     with pytest.raises(UsageError, match="--data_path=0.5: write a weight before every prefix"):
         resolved("--dry_run=1", "--data_path=0.5")
+
+
+def test_errors_of_a_dry_run_leave_no_file() -> None:
+    """A wrong command line ends in the exit.json of its folder, but not that of a dry run."""
+    for flags, folder in (((), "/run"), (("--dry_run=1",), None), (("--dry_run=0",), "/run")):
+        with pytest.raises(ParseError) as caught:
+            parse(["--lr=x", *COMPLETE, *flags])
+        assert caught.value.experiment_dir == folder
+        assert folder_of(resolved(*COMPLETE, *flags)) == folder
 
 
 def test_tensor_logs_need_a_folder() -> None:
