@@ -65,30 +65,35 @@ def _risks(values: dict[str, Any]) -> Iterator[str]:
 
 
 def _multi_stage(values: dict[str, Any]) -> Iterator[str]:
-    """Counts of buffers that the ZeRO stage does not set, and what only a parallelism would use that is not built."""
-    stages = number_of_stages(values["num_layers"], values["layers_per_stage"])
     for name, shared_from in (("num_weight_buffers", 3), ("num_grad_buffers", 2)):
-        count, zero_stage = values[name], values["zero_stage"]
-        if count is None:
-            continue
-        every = None if stages is None else stages - values["tie_word_embeddings"]  # a tied one is not counted
-        used = f"--{name}={count} is used"
-        if stages is not None and count > stages:
-            used = f"--{name}={count}: only {stages} are allocated, one for each stage"
-        if zero_stage == "auto":
-            yield f"{used}, whatever --zero_stage=auto chooses"
-        elif zero_stage >= shared_from and count != 2:
-            yield f"{used}; --zero_stage={zero_stage} alone would set 2"
-        elif zero_stage < shared_from and (every is None or count < every):
-            yield f"{used}; --zero_stage={zero_stage} alone would set one per stage" + (
-                f" ({stages})" if stages else ""
-            )
-        elif not used.endswith("is used"):
-            yield used
+        if values[name] is not None:
+            yield from _buffer_count(values, name, shared_from)
     if values["pipeline_delay"] != 0.0:
         yield f"--pipeline_delay={written(values['pipeline_delay'])} is unused: no pipeline"
     if values["debug_tensor_parallel"]:
         yield "--debug_tensor_parallel=1: nothing to check: no tensor parallelism"
+
+
+def _buffer_count(values: dict[str, Any], name: str, shared_from: int) -> Iterator[str]:
+    """A count of buffers that differs from what the ZeRO stage sets, or of which not all are needed.
+
+    shared_from: the lowest ZeRO stage in which two buffers are shared by all stages.
+    """
+    count, zero_stage = values[name], values["zero_stage"]
+    stages = number_of_stages(values["num_layers"], values["layers_per_stage"])
+    used, instead = f"--{name}={count} is used", ""
+    if stages is not None and count > stages:
+        used = f"--{name}={count}: only {stages} are allocated, one for each stage"
+    if zero_stage == "auto":
+        instead = ", whatever --zero_stage=auto chooses"
+    elif zero_stage >= shared_from and count != 2:
+        instead = f"; --zero_stage={zero_stage} alone would set 2"
+    elif zero_stage < shared_from and stages is None:
+        instead = f"; --zero_stage={zero_stage} alone would set one per stage"
+    elif zero_stage < shared_from and count < stages - values["tie_word_embeddings"]:  # a tied one has its own
+        instead = f"; --zero_stage={zero_stage} alone would set one per stage ({stages})"
+    if instead or not used.endswith("is used"):
+        yield used + instead
 
 
 def _without_effect(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
