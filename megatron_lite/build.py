@@ -29,6 +29,7 @@ from megatron_lite.monitor.window import LogWindow
 from megatron_lite.optimizer.adamw import AdamW
 from megatron_lite.parameter import Parameter, set_lr_scales
 from megatron_lite.stop_signal import StopSignal
+from megatron_lite.traffic import Traffic
 from megatron_lite.validation import warnings
 from megatron_lite.zero.multi_stage import MemoryRow, MultiStage
 
@@ -51,6 +52,7 @@ class Run:
     trackers: Trackers
     stop: StopSignal
     iteration: int  # iterations done
+    collectives_alone_s: dict[str, float]  # see `MultiStage.time_collectives`; empty without --log_communication
 
     @property
     def tokens_per_iteration(self) -> int:
@@ -86,9 +88,16 @@ def build(
     )
     for line in (*split_lines(model), *memory_lines(model)):
         logger.info(line)
+    collectives_alone_s = {}
+    if config.run.log_communication:
+        distributed.traffic = Traffic(distributed.world_size, timed=True, device_type=distributed.device.type)
+        with distributed.traffic.paused():
+            collectives_alone_s = model.time_collectives(distributed.barrier)
     optimizer = AdamW(config.optimizer, model.stages, config.distributed.training_dtype, distributed)
     window = LogWindow(distributed.device)
     iteration = _resume(config, distributed, experiment, logger, model, optimizer, window)
+    with distributed.traffic.paused():
+        model.gather_ahead()  # as every iteration leaves it for the next one
     trackers = together(
         distributed,
         lambda: open_trackers(config, experiment.root, experiment.run) if distributed.rank == 0 else Trackers(),
@@ -98,8 +107,9 @@ def build(
         peak_tflops=config.run.peak_tflops or _device_peak_tflops(distributed),
     )  # fmt: skip
     return Run(
-        config, distributed, experiment, logger, data, model, optimizer, window, timer, trackers, stop, iteration
-    )
+        config, distributed, experiment, logger, data, model, optimizer, window, timer, trackers, stop, iteration,
+        collectives_alone_s,
+    )  # fmt: skip
 
 
 def _open_log(config: Config, distributed: Distributed, experiment: Experiment) -> logging.Logger:

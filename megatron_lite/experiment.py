@@ -46,6 +46,11 @@ class Experiment:
         """This start's log of one rank."""
         return None if self.root is None else self.root / "runs" / str(self.run) / "logs" / f"logs_rank_{rank:03d}.txt"
 
+    @property
+    def artifacts(self) -> Path | None:
+        """Where this start leaves what is neither log nor checkpoint: tensor logs."""
+        return None if self.root is None else self.root / "runs" / str(self.run) / "artifacts"
+
     def record(self, config: Config) -> None:
         """Write config.json; for rank 0, once the configuration is known to fit what is there."""
         if self.root is None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,16 +35,28 @@ class Traffic:
     def __init__(self, world_size: int, timed: bool = False, device_type: str = "cpu") -> None:
         self._world_size, self._timed, self._on_gpu = world_size, timed, device_type == "cuda"
         self._totals: dict[str, Total] = {}
+        self._paused = False
         self._stalls: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # on a GPU: before and after a wait
 
     def started(self, kind: str, buffer: Tensor, work: Handle) -> Handle:
         """Count a collective over a full buffer, (world_size * n,); returns what to wait for."""
+        if self._paused:
+            return work
         total = self._totals.setdefault(kind, Total())
         total.collectives += 1
         total.elements += buffer.numel()
         total.bytes += buffer.nbytes
         total.wire_bytes += buffer.nbytes * (self._world_size - 1) // self._world_size
         return _Timed(work, self._wait, kind) if self._timed else work
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What starts inside is not counted: validation, checkpoints, exports."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def take(self) -> dict[str, Total]:
         """The totals by kind since the last call, which start again from zero. Timed on a GPU, it waits for the GPU."""

@@ -22,6 +22,7 @@ from megatron_lite.config import Config
 from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, NumericsError, RunError
 from megatron_lite.experiment import Experiment
 from megatron_lite.layers.layer import MicroBatch
+from megatron_lite.monitor.communication import communication_lines
 from megatron_lite.monitor.metrics import format_record
 from megatron_lite.monitor.progress import ProgressBar, progress_bar
 from megatron_lite.optimizer.adamw import Update
@@ -96,7 +97,7 @@ def train(run: Run) -> tuple[int, str]:
             if last or is_due(iteration, config.run.log_interval, config.run.log_offset):
                 loss = log_training(run, update)
             bar.update(iteration, loss)
-            with run.timer.excluded():
+            with run.timer.excluded(), run.distributed.traffic.paused():
                 evaluate_and_export(run, last)
                 if is_save_due(run, last):
                     save(run)
@@ -143,6 +144,7 @@ def train_step(run: Run, micro_batches: list[Tensor], iteration: int) -> Update:
     ]
     loss = run.model.forward_backward(inputs)  # gradients are in the shards now
     update = run.optimizer.step(learning_rate(config.optimizer, iteration), loss, run.model.updated)
+    run.model.gather_ahead()  # of frozen stages, which nobody updates
     run.distributed.end_step()
     return update
 
@@ -205,17 +207,17 @@ def evaluate(run: Run, phase: str, iterations: int) -> None:
 
 def log_training(run: Run, update: Update) -> float | None:
     """One line of the log and of metrics.jsonl; returns its loss. Reads the device, so it waits for it."""
-    streak = run.window.streak
+    streak, iterations, config = run.window.streak, run.window.iterations, run.config
     record: dict[str, Any] = {
         "phase": "training",
         "iteration": run.iteration,
-        "train_iters": run.config.training.train_iters,
+        "train_iters": config.training.train_iters,
         **run.window.close(run.tokens_per_iteration),
-        "learning_rate": learning_rate(run.config.optimizer, run.iteration),
+        "learning_rate": learning_rate(config.optimizer, run.iteration),
         "grad_norm": float(update.grad_norm),
         "loss_scale": float(run.optimizer.loss_scale.scale),
-        "batch_size": run.config.batch.batch_size,
-        "consumed_samples": run.iteration * (run.config.batch.batch_size or 0),
+        "batch_size": config.batch.batch_size,
+        "consumed_samples": run.iteration * (config.batch.batch_size or 0),
         "consumed_tokens": run.iteration * run.tokens_per_iteration,
     }
     timing, console = run.timer.lap(run.iteration)
@@ -229,6 +231,9 @@ def log_training(run: Run, update: Update) -> float | None:
         console["reserved_mib"] = torch.cuda.memory_reserved() / MIB
     run.trackers.log(record)
     run.logger.info(format_record(record, console))
+    if config.run.log_communication:
+        for line in communication_lines(run.distributed.traffic.take(), iterations, run.collectives_alone_s):
+            run.logger.info(line)
     if streak >= HOPELESS_STREAK:
         raise NumericsError(
             f"the last {streak} updates were dropped because their gradients were not finite. Resume from an older "

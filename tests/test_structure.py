@@ -41,7 +41,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "zero": {"config", "distributed", "parameter", "seeds"},
     "optimizer": {"config", "kernels", "distributed", "zero"},
     "data": {"config", "seeds", "validation"},
-    "monitor": {"config"},
+    "monitor": {"config", "traffic"},
     "checkpoint": {"config", "data", "distributed", "zero"},
     "experiment": {"agreement", "config", "distributed"},
     "agreement": {"distributed", "exits"},

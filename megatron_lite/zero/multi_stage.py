@@ -104,6 +104,11 @@ class MultiStage:
         if stage.index in self.training_schedule[0].gather:
             stage.gather()
 
+    def gather_ahead(self) -> None:
+        """Start the gathers that the next step begins with."""
+        for index in self.training_schedule[0].gather:
+            self.stages[index].gather()
+
     def invalidate(self) -> None:
         """All shards have changed: no buffer holds current weights any more."""
         for stage in self.stages:
