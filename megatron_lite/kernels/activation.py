@@ -1,21 +1,21 @@
-"""MLP activations, plain a(x) or gated a(gate) * up with gate and up side by side in one tensor.
+"""MLP activations, plain y = a(x) or gated y = a(gate) * up with gate and up side by side in one tensor.
 
-Only the input is kept for the backward pass: the derivative is computed from it.
+    plain: dx = dy a'(x)        gated: dgate = dy up a'(gate),   dup = dy a(gate)
+
+Without autograd: the MLP calls both directions itself (see `mlp.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 aten = torch.ops.aten
 
-# name -> (a(x), dy * a'(x) from (dy, x))
+# name -> (a(x) in new memory, dy * a'(x) from (dy, x))
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "gelu": (
         lambda x: functional.gelu(x, approximate="tanh"),
@@ -25,45 +25,26 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor]
     "silu": (functional.silu, aten.silu_backward),
     "relu": (functional.relu, lambda grad, x: grad * (x > 0)),
     "squared_relu": (lambda x: functional.relu(x).square(), lambda grad, x: grad * functional.relu(x) * 2),
-    "identity": (lambda x: x, lambda grad, x: grad),
+    "identity": (torch.clone, lambda grad, x: grad),
 }
 
 
-class _Activation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input_: Tensor, name: str) -> Tensor:
-        ctx.save_for_backward(input_)
-        ctx.name = name
-        return FUNCTIONS[name][0](input_).clone() if name == "identity" else FUNCTIONS[name][0](input_)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        (input_,) = ctx.saved_tensors
-        return FUNCTIONS[ctx.name][1](grad_output, input_), None
+def activate(input_: Tensor, name: str, gated: bool) -> Tensor:
+    """(..., f) -> (..., f), or (..., 2 f) -> (..., f) when gated; in new memory."""
+    forward = FUNCTIONS[name][0]
+    if not gated:
+        return forward(input_)
+    gate, up = input_.chunk(2, dim=-1)
+    return forward(gate).mul_(up)
 
 
-class _GatedActivation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input_: Tensor, name: str) -> Tensor:
-        ctx.save_for_backward(input_)
-        ctx.name = name
-        gate, up = input_.chunk(2, dim=-1)
-        return FUNCTIONS[name][0](gate) * up
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        (input_,) = ctx.saved_tensors
-        forward, backward = FUNCTIONS[ctx.name]
-        gate, up = input_.chunk(2, dim=-1)
-        grad_input = torch.empty_like(input_)
-        grad_gate, grad_up = grad_input.chunk(2, dim=-1)
-        torch.mul(grad_output, forward(gate), out=grad_up)
-        grad_gate.copy_(backward(grad_output * up, gate))
-        return grad_input, None
-
-
-def activation(input_: Tensor, name: str, gated: bool) -> Tensor:
-    """(..., f) -> (..., f), or (..., 2 f) -> (..., f) when gated."""
-    return (_GatedActivation if gated else _Activation).apply(input_, name)
+def activate_backward(grad_output: Tensor, input_: Tensor, name: str, gated: bool) -> Tensor:
+    """The gradient of the input of `activate`; when gated it takes the input's memory."""
+    forward, backward = FUNCTIONS[name]
+    if not gated:
+        return backward(grad_output, input_)
+    gate, up = input_.chunk(2, dim=-1)
+    grad_activation = grad_output * up
+    torch.mul(grad_output, forward(gate), out=up)
+    gate.copy_(backward(grad_activation, gate))
+    return input_

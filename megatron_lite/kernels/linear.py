@@ -56,27 +56,36 @@ def accumulate_product(weight: Parameter, grad_output: Tensor, input_: Tensor) -
         main_grad.addmm_(grad_output.t(), input_)
 
 
+def affine(input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(..., i), weight (o, i), bias (o,) -> (..., o), without autograd."""
+    if not uses_onednn(input_):
+        return torch.nn.functional.linear(input_, weight, bias)  # adds the bias in the same kernel
+    output = product(input_.reshape(-1, input_.shape[-1]), weight).view(*input_.shape[:-1], -1)
+    return output if bias is None else output.add_(bias)
+
+
+def accumulate_bias(bias: Parameter | None, grad_output: Tensor) -> None:
+    """Add the sum over tokens of grad_output (t, o) to the gradient of a bias that is trained."""
+    if bias is not None and bias.requires_grad:
+        accumulate(bias, grad_output.sum(dim=0, dtype=bias.main_grad.dtype))
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, weight: Parameter, bias: Parameter | None) -> Tensor:
         if weight.requires_grad:
             ctx.save_for_backward(input_)
         ctx.weight, ctx.bias = weight, bias
-        if not uses_onednn(input_):
-            return torch.nn.functional.linear(input_, weight, bias)  # adds the bias in the same kernel
-        output = product(input_.reshape(-1, input_.shape[-1]), weight).view(*input_.shape[:-1], -1)
-        return output if bias is None else output.add_(bias)
+        return affine(input_, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None]:
-        weight, bias = ctx.weight, ctx.bias
-        flat = grad_output.reshape(-1, grad_output.shape[-1])
+        weight, flat = ctx.weight, grad_output.reshape(-1, grad_output.shape[-1])
         if weight.requires_grad:
             (input_,) = ctx.saved_tensors
             accumulate_product(weight, flat, input_.reshape(-1, input_.shape[-1]))
-        if bias is not None and bias.requires_grad:
-            accumulate(bias, flat.sum(dim=0, dtype=bias.main_grad.dtype))
+        accumulate_bias(ctx.bias, flat)
         if not ctx.needs_input_grad[0]:
             return None, None, None
         return product(flat, weight.t()).view(*grad_output.shape[:-1], -1), None, None

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import ModelConfig
-from megatron_lite.kernels.activation import activation
 from megatron_lite.kernels.attention import attention
 from megatron_lite.kernels.dropout import dropout
+from megatron_lite.kernels.mlp import mlp
 from megatron_lite.kernels.rotary import rotary_table, split_heads
 from megatron_lite.layers.layer import Layer, Linear, MicroBatch
 from megatron_lite.layers.norm import Norm
@@ -65,6 +65,7 @@ class MLP(torch.nn.Module):
         assert config.ffn_hidden_size and config.activation_type
         assert config.init_method_std_mlp_1 is not None and config.init_method_std_mlp_2 is not None
         self.activation_type, self.gated = config.activation_type, config.gated
+        self.recompute_level = config.mlp_recompute_level
         up_size = config.ffn_hidden_size * (2 if config.gated else 1)  # gate rows first
         self.up = Linear(f"{name}.up", config.hidden_size, up_size, config.init_method_std_mlp_1, config)
         self.down = Linear(
@@ -72,7 +73,10 @@ class MLP(torch.nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down(activation(self.up(hidden), self.activation_type, self.gated))
+        up, down = self.up, self.down
+        return mlp(
+            hidden, up.weight, up.bias, down.weight, down.bias, self.activation_type, self.gated, self.recompute_level
+        )
 
 
 class Block(Layer):

@@ -1,0 +1,117 @@
+"""The MLP against its formula, and what each recomputation level keeps and changes (memory; never a bit)."""
+
+from __future__ import annotations
+
+import itertools
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+
+from megatron_lite.kernels.mlp import mlp
+from megatron_lite.parameter import Parameter
+
+B, S, H, F = 2, 150, 8, 12  # 300 tokens: also the products for many rows
+LEVELS = ("none", "activation", "full")
+GRAD = torch.randn((B, S, H), generator=torch.Generator().manual_seed(1))
+NAMES = ("input", "up", "up_bias", "down", "down_bias")
+levels = pytest.mark.parametrize("level", LEVELS)
+shapes = pytest.mark.parametrize(("gated", "biases"), list(itertools.product((False, True), repeat=2)))
+
+
+def make(gated: bool, biases: bool, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Values of the input and of the parameters."""
+    width = 2 * F if gated else F
+    shapes = {"input": (B, S, H), "up": (width, H), "up_bias": (width,), "down": (H, F), "down_bias": (H,)}
+    generator = torch.Generator().manual_seed(0)
+    values = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    return {name: value for name, value in values.items() if biases or "bias" not in name}
+
+
+def run(
+    values: dict[str, Tensor], trained: tuple[str, ...], gated: bool, level: str, activation: str = "silu"
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Output and gradients (of what is trained, from buffers full of NaN), and the tensors kept for the backward."""
+    tensors: dict[str, Tensor | None] = dict.fromkeys(NAMES)
+    for name, value in values.items():
+        if name == "input":
+            tensors[name] = value.clone().requires_grad_(name in trained)
+            continue
+        made = tensors[name] = cast(Parameter, Parameter(value.clone(), requires_grad=name in trained))
+        if name in trained:
+            made.main_grad, made.gradient_is_empty = torch.full(value.shape, torch.nan), True
+    kept: list[Tensor] = []
+    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        output = mlp(*tensors.values(), activation, gated, level)  # type: ignore[arg-type]
+    results = {"output": output.detach().clone()}
+    output.backward(GRAD.to(output.dtype))
+    for name in trained:
+        tensor = tensors[name]
+        gradient = tensor.main_grad if isinstance(tensor, Parameter) else cast(Tensor, tensor).grad
+        results[name] = cast(Tensor, gradient)
+    return results, kept
+
+
+def exact(values: dict[str, Tensor], gated: bool) -> dict[str, Tensor]:
+    """The same with torch.nn.functional and autograd in fp64."""
+    leaves = {name: value.double().requires_grad_() for name, value in values.items()}
+    hidden = functional.linear(leaves["input"], leaves["up"], leaves.get("up_bias"))
+    gate = functional.silu(hidden[..., :F])
+    hidden = gate * hidden[..., F:] if gated else gate
+    output = functional.linear(hidden, leaves["down"], leaves.get("down_bias"))
+    output.backward(GRAD.to(values["input"].dtype).double())
+    return {"output": output.detach()} | {name: cast(Tensor, leaf.grad) for name, leaf in leaves.items()}
+
+
+@levels
+@shapes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_mlp_equals_its_formula(gated: bool, biases: bool, level: str, dtype: torch.dtype) -> None:
+    values = make(gated, biases, dtype)
+    reference = exact(values, gated)
+    for name, ours in run(values, tuple(values), gated, level)[0].items():
+        error = (ours.double() - reference[name]).abs().max() / reference[name].abs().max()
+        assert error < (2e-6 if dtype == torch.float32 else 2e-2), name
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "squared_relu", "identity"])
+@shapes
+def test_no_level_and_no_freezing_changes_a_bit(gated: bool, biases: bool, activation: str) -> None:
+    """Each level, with every choice of what needs a gradient, gives the bits that level "none" gives for everything."""
+    values = make(gated, biases)
+    reference = run(values, tuple(values), gated, "none", activation)[0]
+    for count in range(1, len(values) + 1):
+        for trained, level in itertools.product(itertools.combinations(values, count), LEVELS):
+            results = run(values, trained, gated, level, activation)[0]
+            assert results.keys() == {"output", *trained}
+            for name, ours in results.items():
+                assert torch.equal(ours, reference[name]), (name, trained, level)
+
+
+@shapes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_each_level_keeps_exactly_the_bytes_it_says(gated: bool, biases: bool, dtype: torch.dtype) -> None:
+    """Level "activation" keeps tokens x f elements less than "none"; "full" two times that, three when gated."""
+    values = make(gated, biases, dtype)
+    kept = {level: sum(tensor.nbytes for tensor in run(values, tuple(values), gated, level)[1]) for level in LEVELS}
+    activation_bytes = B * S * F * dtype.itemsize
+    assert kept["none"] - kept["activation"] == activation_bytes
+    assert kept["none"] - kept["full"] == (3 if gated else 2) * activation_bytes
+    assert kept["full"] == B * S * H * dtype.itemsize
+
+
+def test_frozen_weights_keep_only_what_leads_back() -> None:
+    """Kept tensors as widths per token: input, before and after the activation."""
+    widths = {H: "input", 2 * F: "before", F: "after"}
+
+    def kept(trained: tuple[str, ...], level: str) -> set[str]:
+        return {widths[tensor.shape[-1]] for tensor in run(make(True, True), trained, True, level)[1]}
+
+    assert kept(("input",), "none") == kept(("input", "up_bias", "down_bias"), "none") == {"before"}
+    assert kept(("input", "down"), "none") == {"before", "after"}
+    assert kept(("input", "up"), "none") == {"input", "before"}
+    assert kept(("down",), "none") == {"after"} and kept(("down_bias",), "none") == set()
+    assert kept(("input",), "full") == kept(("down",), "full") == {"input"} and kept(("down_bias",), "full") == set()
