@@ -22,12 +22,13 @@ def rotary_table(length: int, kv_channels: int, base: float, device: torch.devic
 
 
 def _rotate(source: Tensor, target: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """target (b, s, n, d) = source rotated; cos and sin (s, d / 2)."""
+    """target (b, s, n, d), which may be the source itself, = source rotated; cos and sin (s, d / 2)."""
     cos, sin = cos[:, None], sin[:, None]  # (s, 1, d / 2)
     a, b = source.chunk(2, dim=-1)
-    half = a.shape[-1]
-    target[..., :half] = a * cos - b * sin
-    target[..., half:] = b * cos + a * sin
+    target_a, target_b = target.chunk(2, dim=-1)
+    turned = (a * cos).sub_(b * sin)
+    torch.add(b * cos, a * sin, out=target_b)
+    target_a.copy_(turned)
 
 
 class _SplitHeads(torch.autograd.Function):
@@ -37,13 +38,10 @@ class _SplitHeads(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.sizes, ctx.table = [num_heads, head_groups, head_groups], table
         heads = projection.unflatten(-1, (num_heads + 2 * head_groups, -1))  # (b, s, n + 2 g, d)
-        query, key, value = heads.split(ctx.sizes, dim=2)
         if table is not None:
-            length = projection.shape[1]
-            cos, sin = table[0][:length], table[1][:length]
-            rotated = torch.empty_like(heads[:, :, : num_heads + head_groups])
-            _rotate(heads[:, :, : num_heads + head_groups], rotated, cos, sin)
-            query, key = rotated.split(ctx.sizes[:2], dim=2)
+            length, rotated = projection.shape[1], heads[:, :, : num_heads + head_groups]
+            _rotate(rotated, rotated, table[0][:length], table[1][:length])
+        query, key, value = heads.split(ctx.sizes, dim=2)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     @staticmethod
@@ -66,6 +64,7 @@ def split_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(b, s, (n + 2 g) d) -> query (b, n, s, d), key (b, g, s, d), value (b, g, s, d).
 
-    `table` (from `rotary_table`) rotates queries and keys; None leaves them.
+    `table` (from `rotary_table`) rotates queries and keys; None leaves them. All three are views of the projection,
+    which nothing else may read any more: a rotated copy would be kept for the backward beside it.
     """
     return _SplitHeads.apply(projection, num_heads, head_groups, table)

@@ -8,6 +8,7 @@ from typing import cast
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from megatron_lite.kernels.activation import FUNCTIONS, activate, activate_backward
@@ -144,13 +145,31 @@ def test_split_heads_rotates_queries_and_keys(n: int, g: int, d: int, dtype: tor
         return torch.cat([torch.cat([turned.real, turned.imag], -1), heads[:, :, n + g :]], 2).flatten(2)
 
     def ours(x: Tensor) -> Tensor:
-        parts = split_heads(x, n, g, rotary_table(9, d, 100.0, x.device))
+        parts = split_heads(x * 1, n, g, rotary_table(9, d, 100.0, x.device))
         assert [part.shape[1] for part in parts] == [n, g, g]
         return torch.cat(parts, dim=1).transpose(1, 2).flatten(2)
 
     compare(ours, formula, [randn(b, s, (n + 2 * g) * d)], [], dtype)
     unrotated = split_heads(randn(b, s, (n + 2 * g) * d), n, g, None)
     assert torch.equal(torch.cat(unrotated, 1).transpose(1, 2).flatten(2), randn(b, s, (n + 2 * g) * d))
+
+
+@pytest.mark.parametrize("rotary", [True, False])
+def test_attention_keeps_one_copy_of_query_key_and_value(rotary: bool) -> None:
+    """What the backward keeps of (n + 2 g) d values per token is one memory: no projection beside rotated heads."""
+    b, s, n, d = 2, 7, 4, 8
+    kept: list[Tensor] = []
+    weight = parameter(randn(3 * n * d, 5), torch.float32)
+    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        table = rotary_table(s, d, 100.0, torch.device("cpu")) if rotary else None
+        query, key, value = split_heads(linear(randn(b, s, 5), weight), n, n, table)
+        output = attention(query, key, value, None, 0.0, None)
+    memories = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+    projection, context, rows = b * s * 3 * n * d, b * s * n * d, b * s * n
+    assert query.untyped_storage().data_ptr() in memories
+    assert sum(memories.values()) == 4 * (b * s * 5 + projection + context + rows)
+    output.sum().backward()
+    assert torch.isfinite(weight.main_grad).all()
 
 
 @dtypes
