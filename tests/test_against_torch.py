@@ -102,3 +102,18 @@ def test_clipping_is_active_in_these_runs() -> None:
     assert min(ours.grad_norms) > 0.3
     losses, _ = plain_loop(options, ours.initial)
     np.testing.assert_allclose(ours.losses, losses, rtol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_recomputation_changes_no_bit_of_a_run(architecture: str) -> None:
+    """Losses, gradient norms and weights of 2 ranks with ZeRO 3, dropout and accumulation are equal at every level."""
+    options = {
+        **ARCHITECTURES[architecture], "zero_stage": 3, "hidden_dropout": 0.1, "micro_batch_size": 1,
+        "lr_warmup_iters": 2,
+    }  # fmt: skip
+    plain = run_distributed(2, train_tiny, options, 4)[0]
+    for level in ("activation", "full"):
+        recomputed = run_distributed(2, train_tiny, {**options, "mlp_recompute_level": level}, 4)[0]
+        assert recomputed.losses == plain.losses and recomputed.grad_norms == plain.grad_norms
+        for name, weight in plain.weights.items():
+            np.testing.assert_array_equal(recomputed.weights[name], weight, err_msg=name)

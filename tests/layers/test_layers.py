@@ -1,0 +1,139 @@
+"""The chain of layers as the engine sees it: names, and gradients of a model that is trained in part."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from fnmatch import fnmatch
+from typing import Any, cast
+
+import pytest
+import torch
+from harness import tiny_config
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_lite.gpt import build_gpt
+from megatron_lite.layers.layer import Layer, MicroBatch
+from megatron_lite.parameter import Parameter
+
+LENGTH = 16
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": {
+        "use_rotary_embeddings": True, "gated": True, "add_linear_biases": False, "normalization_type": "rms_norm",
+        "head_groups": 2, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
+
+
+def build(
+    architecture: str, is_frozen: Callable[[str], bool], **options: Any
+) -> tuple[list[Layer], dict[str, Parameter]]:
+    """Layers with memory, the same values every time; gradients of what is trained start as NaN."""
+    layers = build_gpt(tiny_config(**ARCHITECTURES[architecture], **options).model, LENGTH)
+    parameters = {}
+    for module in (module for layer in layers for module in layer.modules()):
+        for attribute, declared in list(module.named_parameters(recurse=False)):
+            spec = cast(Parameter, declared).spec
+            values = torch.randn(spec.shape, generator=torch.Generator().manual_seed(len(parameters)))
+            made = cast(Parameter, Parameter(0.1 * values, requires_grad=not is_frozen(spec.name)))
+            if made.requires_grad:
+                made.main_grad, made.gradient_is_empty = torch.full(spec.shape, torch.nan), True
+            setattr(module, attribute, made)
+            parameters[spec.name] = made
+    return layers, parameters
+
+
+def run(layers: list[Layer], scale: float | None = 0.5) -> Tensor:
+    """The loss of one micro-batch, (), with its graph."""
+    tokens = torch.arange(3 * (LENGTH + 1)).view(3, -1) * 11 % 64
+    micro_batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], None if scale is None else torch.tensor(scale))
+    hidden = None
+    for layer in layers:
+        hidden = layer(hidden, micro_batch)
+    assert hidden is not None
+    return hidden
+
+
+def gradients(architecture: str, is_frozen: Callable[[str], bool], **options: Any) -> dict[str, Tensor]:
+    """Name -> gradient of every parameter that is trained."""
+    layers, parameters = build(architecture, is_frozen, **options)
+    run(layers).backward()
+    trained = {name: parameter for name, parameter in parameters.items() if not is_frozen(name)}
+    assert all(hasattr(parameter, "main_grad") == (name in trained) for name, parameter in parameters.items())
+    return {name: parameter.main_grad for name, parameter in trained.items()}
+
+
+@architectures
+def test_layer_names_begin_their_parameters_names(architecture: str) -> None:
+    layers, parameters = build(architecture, lambda name: False)
+    assert [layer.name for layer in layers] == ["embedding", "blocks.0", "blocks.1", "head"]
+    placed = {id(parameter): name for name, parameter in parameters.items()}
+    for layer in layers:
+        names = [placed[id(parameter)] for parameter in layer.parameters()]
+        assert names and all(name.startswith(f"{layer.name}.") for name in names)
+
+
+PATTERNS = (
+    ["embedding.*"], ["embedding.word.*"], ["embedding.*", "blocks.0.*"], ["blocks.*"], ["head.*"], ["*norm*"],
+    ["*.bias"], ["blocks.*.weight"], ["*.up.*"], ["*.down.*"], ["*.query_key_value.*", "blocks.1.attention.output.*"],
+    ["embedding.*", "head.output.*"], ["embedding.*", "blocks.*"], ["[!b]*"],
+)  # fmt: skip
+
+
+@architectures
+@pytest.mark.parametrize("patterns", PATTERNS, ids=" ".join)
+def test_freezing_a_part_changes_no_gradient_of_the_rest(architecture: str, patterns: list[str]) -> None:
+    """The gradients of what is trained are bit for bit those of the model trained whole; the rest has none."""
+    whole = gradients(architecture, lambda name: False)
+    part = gradients(architecture, lambda name: any(fnmatch(name, pattern) for pattern in patterns))
+    assert 0 < len(part) < len(whole) or (architecture == "llama" and patterns == ["*.bias"])  # it has no biases
+    for name, gradient in part.items():
+        assert torch.equal(gradient, whole[name]), name
+
+
+@architectures
+def test_any_choice_of_frozen_parameters_changes_no_gradient_of_the_rest(architecture: str) -> None:
+    """Forty choices drawn at random, each with a random level of recomputation."""
+    whole = gradients(architecture, lambda name: False)
+    generator = random.Random(1)
+    for _ in range(40):
+        frozen = set(generator.sample(sorted(whole), generator.randrange(1, len(whole))))
+        level = generator.choice(["none", "activation", "full"])
+        part = gradients(architecture, frozen.__contains__, mlp_recompute_level=level)
+        assert part.keys() == whole.keys() - frozen
+        for name, gradient in part.items():
+            assert torch.equal(gradient, whole[name]), (name, frozen, level)
+
+
+@architectures
+def test_a_model_in_inference_keeps_nothing_and_computes_no_gradient(architecture: str) -> None:
+    layers, _ = build(architecture, lambda name: True)
+    kept: list[Tensor] = []
+    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        loss = run(layers, scale=None)
+    assert not kept and not loss.requires_grad
+
+
+@architectures
+def test_each_recomputation_level_keeps_less_by_the_stated_bytes(architecture: str) -> None:
+    """Over the whole model: per block and level, tokens x ffn_hidden_size values (three times that when gated)."""
+    kept: dict[str, int] = {}
+    for level in ("none", "activation", "full"):
+        layers, _ = build(architecture, lambda name: False, mlp_recompute_level=level)
+        memories: dict[int, int] = {}
+
+        def keep(tensor: Tensor, memories: dict[int, int] = memories) -> Tensor:
+            memories[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = run(layers)
+        kept[level] = sum(memories.values())
+        del loss
+    gated = ARCHITECTURES[architecture].get("gated", False)
+    per_level = 2 * 4 * 3 * LENGTH * (4 * 32)  # blocks x bytes x tokens x width
+    assert kept["none"] - kept["activation"] == per_level
+    assert kept["none"] - kept["full"] == per_level * (3 if gated else 2)
