@@ -1,0 +1,194 @@
+"""What is kept of a tensor that is logged for debugging, and the files that hold it.
+
+A level says how much: 1 its shape, dtype and device; 2 also statistics; from 3 on also 2**(level - 3) samples, spread
+evenly over the flattened tensor. A file is an ordinary safetensors file: the samples by name, everything else as JSON
+in its metadata. `scripts/compare_tensor_logs.py` compares two of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from megatron_lite.errors import UsageError
+
+# Elements that are converted to fp64 at a time: bounds the temporaries to some 100 MiB.
+CHUNK_NUMEL = 2**22
+# Integers of the same width, to read the bits of a floating-point number.
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+FORMAT = "megatron_lite tensor log 1"
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of all elements, computed in fp64 whatever their dtype."""
+
+    mean: float
+    std: float  # around the mean, divided by the number of elements: mean**2 + std**2 is the mean square
+    minimum: float
+    maximum: float
+    not_finite: int  # elements that are infinite or NaN
+    checksum: int  # 64 bits that differ if any element does, for tensors of one dtype and shape
+
+    @property
+    def rms(self) -> float:
+        """The root of the mean square."""
+        return math.hypot(self.mean, self.std)
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One logged tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    level: int
+    statistics: Statistics | None = None  # level 2; None also for a tensor without elements
+    samples: Tensor | None = None  # level 3: fp32 (n,), on the CPU
+
+    def line(self, show_elements: int) -> str:
+        """For the log, with at most `show_elements` samples."""
+        parts = [self.name, f"{self.shape} {self.dtype} {self.device}"]
+        if self.statistics is not None:
+            parts.append(f"mean {self.statistics.mean:.4e}, std {self.statistics.std:.4e}")
+            if self.statistics.not_finite:
+                parts.append(f"{self.statistics.not_finite:,} NOT FINITE")
+        if self.samples is not None and show_elements:
+            shown = " ".join(f"{value:.4e}" for value in self.samples[:show_elements].tolist())
+            count = self.samples.numel()
+            parts.append(f"samples {shown}" + (f" ... ({count:,} in all)" if count > show_elements else ""))
+        return " | ".join(parts)
+
+
+def summarize(name: str, tensor: Tensor, level: int) -> TensorEntry:
+    """What a level keeps of a floating-point tensor of any shape (reads the device from level 2 on)."""
+    flat = tensor.detach().reshape(-1)
+    return TensorEntry(
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        device=str(tensor.device),
+        level=level,
+        statistics=compute_statistics(flat) if level >= 2 and flat.numel() else None,
+        samples=take_samples(flat, 2 ** (level - 3)) if level >= 3 else None,
+    )
+
+
+def take_samples(flat: Tensor, count: int) -> Tensor:
+    """`count` elements (all, if there are fewer) of a tensor (n,) at even distances from the first on: fp32 on CPU."""
+    count = min(count, flat.numel())
+    positions = torch.arange(count, device=flat.device) * flat.numel() // max(count, 1)
+    return flat[positions].float().cpu()
+
+
+def compute_statistics(flat: Tensor) -> Statistics:
+    """Statistics of a tensor (n,), n > 0; two passes, because a sum of squares loses what mean and std differ by."""
+    sums, extremes, finite, checksum = [], [], 0, 0
+    for start in range(0, flat.numel(), CHUNK_NUMEL):
+        chunk = flat[start : start + CHUNK_NUMEL]
+        sums.append(chunk.double().sum())
+        extremes.append(torch.stack(torch.aminmax(chunk)))
+        finite += int(torch.isfinite(chunk).sum())
+        checksum += _checksum(chunk, start)
+    mean = torch.stack(sums).sum() / flat.numel()
+    squares = [(chunk.double() - mean).square().sum() for chunk in flat.split(CHUNK_NUMEL)]
+    lows, highs = torch.stack(extremes).unbind(1)
+    return Statistics(
+        mean=float(mean),
+        std=float((torch.stack(squares).sum() / flat.numel()).sqrt()),
+        minimum=float(lows.amin()),
+        maximum=float(highs.amax()),
+        not_finite=flat.numel() - finite,
+        checksum=checksum % 2**64,
+    )
+
+
+def _checksum(chunk: Tensor, start: int) -> int:
+    """Sum of each element's bits times an odd number of its position, modulo 2**64.
+
+    Integers: no order of summation changes it. Both zeros count as one, and so do all NaNs, because they compare as
+    equal (for a log) whatever their bits.
+    """
+    plain = torch.where(chunk.isnan(), torch.nan, chunk) + 0.0  # -0.0 + 0.0 is 0.0
+    bits = plain.view(BITS[plain.element_size()]).to(torch.int64)
+    weights = 2 * torch.arange(start, start + chunk.numel(), device=chunk.device) + 1
+    return int((bits * weights).sum())
+
+
+def write_tensor_log(path: Path, entries: Sequence[TensorEntry], about: Mapping[str, str]) -> None:
+    """Write a file aside and give it its name; `about` is added to its metadata. Names have to differ.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    assert len({entry.name for entry in entries}) == len(entries), "two entries of one name"
+    samples = {entry.name: entry.samples for entry in entries if entry.samples is not None}
+    metadata = {**about, "format": FORMAT, "entries": json.dumps([_to_json(entry) for entry in entries])}
+    temporary = path.with_name(f".{path.name}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary.write_bytes(save(samples, metadata))  # and not `save_file`: that hides the file from the user's group
+    os.replace(temporary, path)
+
+
+def read_tensor_log(path: Path) -> list[TensorEntry]:
+    """The entries of a file, in the order in which they were logged.
+
+    Raises:
+        UsageError: if it cannot be read or is no tensor log.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise UsageError(f"{path} is no tensor log of this program; --save_tensor_logs=1 writes them")
+            samples = {name: file.get_tensor(name) for name in file.keys()}
+        return [_from_json(fields, samples) for fields in json.loads(metadata["entries"])]
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{path} is damaged ({type(error).__name__}: {error}); run again to write it anew") from None
+
+
+def _to_json(entry: TensorEntry) -> dict[str, Any]:
+    """Everything but the samples; JSON has no infinities, so they are texts."""
+    fields = {name: getattr(entry, name) for name in ("name", "shape", "dtype", "device", "level")}
+    statistics = {} if entry.statistics is None else dataclasses.asdict(entry.statistics)
+    return {**fields, **{name: _spell(value) for name, value in statistics.items()}}
+
+
+def _spell(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _from_json(fields: dict[str, Any], samples: dict[str, Tensor]) -> TensorEntry:
+    statistics = None
+    if "mean" in fields:
+        floats = {name: float(fields[name]) for name in ("mean", "std", "minimum", "maximum")}
+        statistics = Statistics(**floats, not_finite=fields["not_finite"], checksum=fields["checksum"])
+    return TensorEntry(
+        fields["name"], tuple(fields["shape"]), fields["dtype"], fields["device"], fields["level"], statistics,
+        samples[fields["name"]] if fields["level"] >= 3 else None,
+    )  # fmt: skip
+
+
+def unique_names(entries: Sequence[TensorEntry]) -> Iterator[TensorEntry]:
+    """The entries, with a number behind a name that was there before."""
+    seen: dict[str, int] = {}
+    for entry in entries:
+        count = seen[entry.name] = seen.get(entry.name, 0) + 1
+        yield entry if count == 1 else dataclasses.replace(entry, name=f"{entry.name} #{count}")

@@ -1,0 +1,210 @@
+"""Compare the tensors that two runs have logged, and name the first one that differs.
+
+    python scripts/compare_tensor_logs.py RUN_A RUN_B [--rtol 1e-3] [--atol 1e-6] [--limit 20]
+
+Each run is an --experiment_dir (its newest start with tensor logs is taken), a folder with tensor logs
+(<experiment_dir>/runs/<k>/artifacts), or one file; --save_tensor_logs=1 writes them. Without tolerances two tensors are
+the same only if every element is, also those that are not among the samples: a checksum of all is kept. With
+tolerances, samples, mean, standard deviation and extremes may differ by atol + rtol * RMS, the root mean square of the
+tensor of RUN_A.
+
+Tensors are matched by name, whatever order they were logged in, so that runs with different schedules compare. Exit
+code: 0 the same, 1 different, 2 nothing to compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))  # runs from a plain checkout
+
+from torch import Tensor  # noqa: E402
+
+from megatron_lite.errors import RunError, UsageError  # noqa: E402
+from megatron_lite.monitor.tensor_log import Statistics, TensorEntry, read_tensor_log  # noqa: E402
+
+PATTERN = "tensor_logs_*.safetensors"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that is not the same in both runs."""
+
+    file: str
+    name: str
+    what: str  # in words
+    max_abs: float | None = None  # largest difference of a sample, else of a statistic; None: there is none to tell
+    max_rel: float | None = None  # the same over the root mean square of the first run's tensor
+
+    def __str__(self) -> str:
+        parts = [self.file, self.name, self.what]
+        if self.max_abs is not None:
+            parts.insert(2, f"max abs {self.max_abs:.3e}, {self.max_rel:.3e} of RMS")
+        return " | ".join(parts)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two files to compare, with what they hold."""
+
+    file: str
+    first: list[TensorEntry]
+    second: list[TensorEntry]
+
+
+def compare(a: Path, b: Path, rtol: float = 0.0, atol: float = 0.0) -> list[Difference]:
+    """The tensors that differ, in the order in which the first run logged them.
+
+    Raises:
+        UsageError: if a file is missing in either run or cannot be read, or nothing was logged.
+    """
+    return [difference for pair in read_pairs(a, b) for difference in compare_files(pair, rtol, atol)]
+
+
+def read_pairs(a: Path, b: Path) -> Iterator[Pair]:
+    """The files of two runs side by side: first the initial weights, then iteration by iteration.
+
+    Raises:
+        UsageError: as `compare`.
+    """
+    first, second = find_files(a), find_files(b)
+    if a.is_file() and b.is_file():
+        second = dict(zip(first, second.values(), strict=True))  # whatever their names
+    elif a.is_file():
+        second = {name: path for name, path in second.items() if name in first}
+    elif b.is_file():
+        first = {name: path for name, path in first.items() if name in second}
+    for name in sorted(first.keys() ^ second.keys(), key=natural_order):
+        has, lacks = (a, b) if name in first else (b, a)
+        raise UsageError(f"{name} is in {has} but not in {lacks}; run both with the same debug flags and train_iters")
+    for name in sorted(first, key=natural_order):
+        yield Pair(name, read_tensor_log(first[name]), read_tensor_log(second[name]))
+
+
+def find_files(path: Path) -> dict[str, Path]:
+    """Name -> path of the tensor logs of one run.
+
+    Raises:
+        UsageError: if there are none.
+    """
+    if path.is_file():
+        return {path.name: path}
+    runs = sorted((path / "runs").glob("*/artifacts"), key=lambda folder: natural_order(folder.parent.name))
+    for folder in (path, path / "artifacts", *reversed(runs)):
+        if files := {file.name: file for file in folder.glob(PATTERN)}:
+            return files
+    state = "has no tensor logs" if path.is_dir() else "does not exist"
+    raise UsageError(f"{path} {state}; give a run's --experiment_dir or runs/<k>/artifacts, from --save_tensor_logs=1")
+
+
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """A sort key in which numbers count as numbers."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def compare_files(pair: Pair, rtol: float, atol: float) -> Iterator[Difference]:
+    """The tensors of two files that differ; those that only the second file has come last."""
+    second = {entry.name: entry for entry in pair.second}
+    for entry in pair.first:
+        other = second.pop(entry.name, None)
+        if other is None:
+            yield Difference(pair.file, entry.name, "only in the first run")
+        elif difference := compare_entries(pair.file, entry, other, rtol, atol):
+            yield difference
+    for name in second:
+        yield Difference(pair.file, name, "only in the second run")
+
+
+def compare_entries(file: str, a: TensorEntry, b: TensorEntry, rtol: float, atol: float) -> Difference | None:
+    """How two tensors of one name differ, by what both logs hold of them: None if they do not."""
+    if a.shape != b.shape:
+        return Difference(file, a.name, f"shapes {a.shape} and {b.shape}")
+    exact = rtol == 0 and atol == 0
+    what = f"dtypes {a.dtype} and {b.dtype}" if exact and a.dtype != b.dtype else ""
+    if a.statistics is None or b.statistics is None:
+        return Difference(file, a.name, what) if what else None
+    if exact and not what and a.statistics.checksum == b.statistics.checksum:
+        return None
+    max_abs, rms = statistics_difference(a.statistics, b.statistics), a.statistics.rms
+    if a.samples is not None and b.samples is not None and a.samples.shape == b.samples.shape:
+        differences = sample_differences(a.samples, b.samples)
+        largest, count = float(differences.max()), int((differences > 0).sum())
+        where = f"{count:,} of {a.samples.numel():,} samples differ" if count else "differs outside the samples"
+        max_abs = largest if count and exact else max(max_abs, largest)
+    else:
+        where = "by the statistics"
+    if what and max_abs == 0:
+        where = "no difference of values seen"
+    # A tensor that is not finite has no scale: nothing but itself is within its tolerance.
+    if not exact and max_abs <= atol + (rtol * rms if math.isfinite(rms) else 0.0):
+        return None
+    max_rel = max_abs / rms if rms > 0 and math.isfinite(max_abs) else math.inf if max_abs else 0.0
+    return Difference(file, a.name, f"{what}, {where}" if what else where, max_abs, max_rel)
+
+
+def statistics_difference(a: Statistics, b: Statistics) -> float:
+    """The largest difference of a statistic; infinite if different numbers of elements are not finite."""
+    if a.not_finite != b.not_finite:
+        return math.inf
+    pairs = ((getattr(a, name), getattr(b, name)) for name in ("mean", "std", "minimum", "maximum"))
+    return max(0.0 if x == y or (math.isnan(x) and math.isnan(y)) else _or_infinite(abs(x - y)) for x, y in pairs)
+
+
+def sample_differences(a: Tensor, b: Tensor) -> Tensor:
+    """Absolute differences (n,) in fp64: 0 between two NaNs, infinite between NaN and a number."""
+    differences = (a.double() - b.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    return differences.masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
+
+
+def _or_infinite(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def non_negative(text: str) -> float:
+    """A tolerance."""
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise ValueError(text)
+    return number
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare and print; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Compare the tensor logs of two runs.", allow_abbrev=False)
+    parser.add_argument("run_a", type=Path, help="an --experiment_dir, a folder with tensor logs, or one file")
+    parser.add_argument("run_b", type=Path, help="the other one")
+    parser.add_argument("--rtol", type=non_negative, default=0.0, help="tolerance as a fraction of the tensor's RMS")
+    parser.add_argument("--atol", type=non_negative, default=0.0, help="absolute tolerance")
+    parser.add_argument("--limit", type=int, default=20, help="differences that are printed (default: 20)")
+    options = parser.parse_args(arguments)
+    count, files = 0, 0
+    differences: list[Difference] = []
+    try:
+        for pair in read_pairs(options.run_a, options.run_b):
+            files += 1
+            count += len({entry.name for entry in (*pair.first, *pair.second)})
+            differences += compare_files(pair, options.rtol, options.atol)
+    except RunError as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        return error.exit_code
+    if not differences:
+        print(f"the same: {count:,} tensors in {files:,} files")
+        return 0
+    for difference in differences[: options.limit]:
+        print(difference)
+    if len(differences) > options.limit:
+        print(f"... and {len(differences) - options.limit:,} more")
+    print(f"different: {len(differences):,} of {count:,} tensors in {files:,} files")
+    print(f"first: {differences[0]}")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

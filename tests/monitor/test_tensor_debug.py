@@ -1,0 +1,524 @@
+"""Tensors in the log: what each option and level logs, on one rank and put together from several."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_lite.config import Config, RunConfig
+from megatron_lite.errors import UsageError
+from megatron_lite.monitor import tensor_debug, tensor_log
+from megatron_lite.monitor.tensor_debug import LEVELS, TensorDebugger, join_ranks, memory_in_use, open_debugger
+from megatron_lite.monitor.tensor_log import (
+    TensorEntry,
+    compute_statistics,
+    read_tensor_log,
+    summarize,
+    take_samples,
+    write_tensor_log,
+)
+from megatron_lite.parameter import Initializer, ParameterSpec
+from megatron_lite.zero.layout import lay_out
+
+SHAPES = {"embedding.word.weight": (10, 8), "blocks.0.norm.weight": (8,), "blocks.0.up.weight": (24, 8)}
+STAGES = [("embedding.word.weight",), ("blocks.0.norm.weight", "blocks.0.up.weight")]
+
+
+def values(name: str, salt: float = 0.0) -> Tensor:
+    """The full value of a parameter (or, with a salt, of its gradient)."""
+    count = int(np.prod(SHAPES[name]))
+    return (torch.arange(count, dtype=torch.float32) * (1 + len(name)) + salt).view(SHAPES[name])
+
+
+class FakePart:
+    """A stage's shard on one rank."""
+
+    def __init__(self, names: tuple[str, ...], rank: int, world_size: int, frozen: bool = False) -> None:
+        specs = [ParameterSpec(name, SHAPES[name], Initializer("constant", 0.0), "norm" not in name) for name in names]
+        self.layout, self.frozen, self.has_state = lay_out(specs, world_size), frozen, not frozen
+        self._weights, self.grad_shard = self._shard(rank, 0.0), self._shard(rank, 0.5)
+
+    def _shard(self, rank: int, salt: float) -> Tensor:
+        full = torch.full((self.layout.numel,), torch.nan)  # padding must never show
+        for slot in self.layout.slots:
+            full[slot.offset : slot.end] = values(slot.spec.name, salt).view(-1)
+        return full.view(self.layout.world_size, -1)[rank].clone()
+
+    def read(self, kind: str) -> Tensor:
+        assert kind == "weights"
+        return self._weights
+
+
+class FakeModel:
+    def __init__(self, rank: int = 0, world_size: int = 1, frozen: frozenset[int] = frozenset()) -> None:
+        self.stages = [SimpleNamespace(observer=None) for _ in STAGES]
+        self._parts = [(i, FakePart(names, rank, world_size, i in frozen)) for i, names in enumerate(STAGES)]
+
+    def parts(self) -> list[tuple[int, FakePart]]:
+        return self._parts
+
+
+def alone(tensor: Tensor) -> list[Tensor]:
+    return [tensor]
+
+
+def make_config(micro_batches: int = 1, **options: Any) -> Config:
+    config = Config(run=RunConfig(**options))
+    return dataclasses.replace(config, batch=dataclasses.replace(config.batch, sequential_micro_batches=micro_batches))
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.getMessage()}" if record.levelno > 20 else record.getMessage())
+
+
+def make_logger(rank: int = 0) -> tuple[logging.Logger, list[str]]:
+    logger, handler = logging.Logger(f"rank {rank}", logging.INFO), Lines()
+    logger.addHandler(handler)
+    return logger, handler.lines
+
+
+def open_alone(artifacts: Path | None = None, **options: Any) -> tuple[TensorDebugger | None, list[str]]:
+    logger, lines = make_logger()
+    return open_debugger(make_config(**options), logger, 0, 1, alone, artifacts), lines
+
+
+def run_phases(debugger: TensorDebugger, model: FakeModel, rank: int = 0, micro_batches: int = 1) -> None:
+    """What a run does: initialize, then one iteration of a two-layer model, hidden (2, 3, 4) on each rank."""
+    debugger.attach(model)
+    debugger.begin("init")
+    debugger.parameters_initialized(model)
+    debugger.end()
+    observer = model.stages[0].observer
+    debugger.begin("train_00001")
+    for micro in range(micro_batches if observer else 0):
+        hidden = torch.arange(24.0).view(2, 3, 4) + 100 * rank + 1000 * micro
+        observer.layer_output("embedding", hidden, micro)
+        observer.layer_output("head", hidden[0, 0, 1], micro)
+        observer.layer_gradient("head", hidden / 2, micro)
+    debugger.gradients_reduced(model)
+    debugger.parameters_updated(model)
+    debugger.end()
+    if observer:
+        observer.layer_output("embedding", torch.ones(2, 3, 4), 0)  # an evaluation between iterations
+
+
+def run_ranks(world_size: int, function: Callable[[int, Callable[[Tensor], list[Tensor]]], Any]) -> list[Any]:
+    """Call function(rank, gather) in one thread per rank; a rank that leaves a collective out breaks the barrier."""
+    barrier, slots = threading.Barrier(world_size), [torch.empty(0)] * world_size
+
+    def call(rank: int) -> Any:
+        def gather(tensor: Tensor) -> list[Tensor]:
+            assert tensor.is_contiguous() and not tensor.requires_grad
+            slots[rank] = tensor
+            barrier.wait(10)
+            gathered = [slot.clone() for slot in slots]
+            barrier.wait(10)
+            return gathered
+
+        return function(rank, gather)
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(call, range(world_size)))
+
+
+def logged(artifacts: Path, phase: str, rank: int = 0) -> dict[str, TensorEntry]:
+    entries = read_tensor_log(artifacts / f"tensor_logs_{phase}_rank_{rank:03d}.safetensors")
+    return {entry.name: entry for entry in entries}
+
+
+# --- Statistics and samples
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1,), (7, 13), (3, 5, 7)])
+def test_statistics_are_those_of_float64(
+    dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mean, standard deviation and extremes agree with numpy in float64 to 1e-12, in one chunk and in many."""
+    tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3 + 50).to(dtype)
+    expected = tensor.double().numpy()
+    whole = compute_statistics(tensor.view(-1))
+    monkeypatch.setattr(tensor_log, "CHUNK_NUMEL", 4)
+    for statistics in (whole, compute_statistics(tensor.view(-1))):
+        assert statistics.mean == pytest.approx(expected.mean(), rel=1e-12)
+        assert statistics.std == pytest.approx(expected.std(), rel=1e-9, abs=1e-12)
+        assert statistics.rms == pytest.approx(np.sqrt((expected**2).mean()), rel=1e-12)
+        assert (statistics.minimum, statistics.maximum) == (expected.min(), expected.max())
+        assert statistics.not_finite == 0 and statistics.checksum == whole.checksum
+
+
+def test_checksum_sees_every_element_and_only_values() -> None:
+    """One bit, or two elements exchanged, anywhere, change it; the sign of a zero and the bits of a NaN do not."""
+    tensor = torch.randn(300, generator=torch.Generator().manual_seed(1))
+    reference = compute_statistics(tensor).checksum
+    checksums = {reference}
+    for position in range(300):
+        changed = tensor.clone()
+        changed[position] = torch.nextafter(changed[position], torch.tensor(10.0))
+        checksums.add(compute_statistics(changed).checksum)
+    changed = tensor.clone()
+    changed[[3, 200]] = tensor[[200, 3]]
+    checksums.add(compute_statistics(changed).checksum)
+    assert len(checksums) == 302
+    zeros = torch.zeros(5)
+    assert compute_statistics(zeros).checksum == compute_statistics(-zeros).checksum
+    nans = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert compute_statistics(nans[:1]).checksum == compute_statistics(nans[1:]).checksum
+
+
+def test_what_is_not_finite_is_counted_and_shown() -> None:
+    tensor = torch.tensor([1.0, torch.nan, torch.inf, -torch.inf])
+    entry = summarize("x", tensor, 2)
+    assert entry.statistics is not None and entry.statistics.not_finite == 3
+    assert "3 NOT FINITE" in entry.line(8)
+    assert "NOT FINITE" not in summarize("x", torch.ones(4), 2).line(8)
+
+
+@pytest.mark.parametrize(("count", "positions"), [(1, [0]), (2, [0, 5]), (4, [0, 2, 5, 7]), (16, list(range(10)))])
+def test_samples_are_spread_evenly(count: int, positions: list[int]) -> None:
+    """`count` of ten elements from the first on, all where there are fewer, exact in fp32."""
+    flat = torch.arange(10, dtype=torch.bfloat16)
+    samples = take_samples(flat, count)
+    assert samples.tolist() == positions and samples.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("level", "samples"), [(1, None), (2, None), (3, 1), (4, 2), (7, 16), (9, 60), (30, 60)])
+def test_levels(level: int, samples: int | None) -> None:
+    """1: shape, dtype, device; 2: and mean and std; from 3 on: and 2**(level - 3) samples, at most all."""
+    entry = summarize("x", torch.randn(3, 4, 5).transpose(0, 1), level)
+    assert (entry.shape, entry.dtype, entry.device) == ((4, 3, 5), "float32", "cpu")
+    assert (entry.statistics is not None) == (level >= 2)
+    assert (None if entry.samples is None else entry.samples.numel()) == samples
+    line = entry.line(8)
+    assert line.startswith("x | (4, 3, 5) float32 cpu")
+    assert ("mean" in line, "samples" in line) == (level >= 2, level >= 3)
+
+
+def test_line_shows_so_many_samples() -> None:
+    entry = summarize("x", torch.arange(64.0), 9)
+    assert re.findall(r"samples (.*)", entry.line(3)) == ["0.0000e+00 1.0000e+00 2.0000e+00 ... (64 in all)"]
+    assert "samples" not in entry.line(0)
+    assert "in all" not in entry.line(64)
+
+
+def test_tensor_without_elements() -> None:
+    """A rank's shard may be all padding."""
+    entry = summarize("x", torch.empty(0), 5)
+    assert entry.statistics is None and entry.samples is not None and entry.samples.numel() == 0
+    assert entry.line(8).startswith("x | (0,) float32 cpu")
+
+
+# --- Files
+
+
+def test_file_round_trip(tmp_path: Path) -> None:
+    """Everything comes back as it was, in order, whatever its values; nothing else is left in the folder."""
+    tensors = {"b fw, mb=1/2": torch.randn(4, 3), "a": torch.tensor([torch.nan, -torch.inf, 1e-40]), "c": torch.ones(2)}
+    entries = [summarize(name, tensor, level) for level, (name, tensor) in zip((5, 4, 1), tensors.items(), strict=True)]
+    path = tmp_path / "artifacts" / "log.safetensors"
+    mask = os.umask(0o022)
+    write_tensor_log(path, entries, {"phase": "init"})
+    os.umask(mask)
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert os.listdir(path.parent) == ["log.safetensors"]
+    for before, after in zip(entries, read_tensor_log(path), strict=True):
+        for field in dataclasses.fields(TensorEntry):
+            a, b = getattr(before, field.name), getattr(after, field.name)
+            if field.name == "samples" and a is not None:
+                assert torch.equal(a.nan_to_num(nan=7), b.nan_to_num(nan=7))
+            else:
+                assert repr(a) == repr(b)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "noise", "foreign", "no entries"])
+def test_files_that_cannot_be_read(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "log.safetensors"
+    write_tensor_log(path, [summarize("x", torch.ones(5), 6)], {})
+    if damage == "missing":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif damage == "noise":
+        path.write_bytes(b"noise" * 20)
+    else:
+        metadata = {"format": tensor_log.FORMAT} if damage == "no entries" else {}
+        save_file({"x": torch.ones(5)}, path, metadata)
+    with pytest.raises(UsageError, match=re.escape(str(path))) as refusal:
+        read_tensor_log(path)
+    assert "\n" not in str(refusal.value)
+
+
+# --- Which option logs what
+
+EXPECTED = {
+    "debug_layer_outputs": ["embedding fw, mb=1/1", "head fw, mb=1/1"],
+    "debug_layer_gradients": ["head bw, mb=1/1"],
+    "debug_param_init": [f"{name} init" for name in SHAPES],
+    "debug_param_gradients": ["stage 0 gradient shards", "stage 1 gradient shards"],
+    "debug_all_param_gradients": [f"{name} gradient" for name in SHAPES],
+    "debug_param_update": [f"{name} update" for name in SHAPES],
+}
+
+
+def test_every_level_option_is_tested() -> None:
+    names = {field.name for field in dataclasses.fields(RunConfig) if field.name.startswith("debug_")}
+    assert names == {*LEVELS, "debug_global_tensors", "debug_activation_memory", "debug_tensor_parallel"}
+    assert set(LEVELS) == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize("level", [1, 2, 6])
+def test_each_option_logs_its_tensors_and_no_others(name: str, level: int) -> None:
+    debugger, lines = open_alone(**{name: level})
+    assert debugger is not None
+    run_phases(debugger, FakeModel())
+    phase = "init" if name == "debug_param_init" else "train_00001"
+    assert [line.split(" | ")[:2] for line in lines] == [[phase, tensor] for tensor in EXPECTED[name]]
+    for line in lines:
+        assert len(line.split(" | ")) == 3 + (level >= 2) + (level >= 3), line
+        assert re.search(r"\| \([\d, ]*\) float32 cpu", line), line
+
+
+def test_parameters_and_gradients_are_the_right_ones(tmp_path: Path) -> None:
+    """Values come from the shards without padding; a frozen stage has parameters but no gradient."""
+    options = {name: 20 for name in LEVELS}
+    debugger, _ = open_alone(tmp_path, save_tensor_logs=True, show_tensor_logs=False, **options)
+    assert debugger is not None
+    run_phases(debugger, FakeModel(frozen=frozenset({1})))
+    initial, trained = logged(tmp_path, "init"), logged(tmp_path, "train_00001")
+    for name in SHAPES:
+        for entry in (initial[f"{name} init"], trained[f"{name} update"]):
+            assert entry.samples is not None and entry.shape == SHAPES[name]
+            assert torch.equal(entry.samples, values(name).view(-1))
+    word = trained["embedding.word.weight gradient"].samples
+    assert word is not None and torch.equal(word, values("embedding.word.weight", 0.5).view(-1))
+    shard = trained["stage 0 gradient shards"].samples
+    assert shard is not None and torch.equal(shard, word)
+    assert not [name for name in trained if name.startswith(("stage 1", "blocks.0")) and "gradient" in name]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_global_tensors_are_put_together(tmp_path: Path, world_size: int) -> None:
+    """Rank 0 alone logs: whole parameters and gradients, and hidden tensors joined along the batch in rank order, one
+    entry for each micro-batch; scalars, being sums, are added up."""
+    options = {name: 20 for name in LEVELS}
+
+    def run(rank: int, gather: Callable[[Tensor], list[Tensor]]) -> list[str]:
+        logger, lines = make_logger(rank)
+        config = make_config(2, save_tensor_logs=True, **options)
+        debugger = open_debugger(config, logger, rank, world_size, gather, tmp_path)
+        assert debugger is not None
+        run_phases(debugger, FakeModel(rank, world_size), rank, micro_batches=2)
+        return lines
+
+    first, *others = run_ranks(world_size, run)
+    assert first and not any(others)
+    assert sorted(os.listdir(tmp_path)) == [
+        f"tensor_logs_{phase}_rank_000.safetensors" for phase in ("init", "train_00001")
+    ]
+    entries = {**logged(tmp_path, "init"), **logged(tmp_path, "train_00001")}
+    assert len(entries) == len(first) == 2 * 3 + 2 + 3 * len(SHAPES)
+    for name in SHAPES:
+        for what, salt in (("init", 0.0), ("update", 0.0), ("gradient", 0.5)):
+            entry = entries[f"{name} {what}"]
+            assert entry.samples is not None and entry.shape == SHAPES[name]
+            assert torch.equal(entry.samples, values(name, salt).view(-1))
+    for micro in range(2):
+        ranks = [torch.arange(24.0).view(2, 3, 4) + 100 * rank + 1000 * micro for rank in range(world_size)]
+        hidden = entries[f"embedding fw, mb={micro + 1}/2"]
+        assert hidden.shape == (2 * world_size, 3, 4) and hidden.samples is not None
+        assert torch.equal(hidden.samples, torch.cat(ranks).view(-1))
+        loss = entries[f"head fw, mb={micro + 1}/2"]
+        assert loss.shape == () and loss.samples is not None
+        assert loss.samples.tolist() == [sum(float(hidden[0, 0, 1]) for hidden in ranks)]
+    stage = entries["stage 1 gradient shards"].samples
+    assert stage is not None and torch.equal(stage, torch.cat([values(name, 0.5).view(-1) for name in STAGES[1]]))
+
+
+def test_local_tensors_are_each_ranks_own(tmp_path: Path) -> None:
+    """Without --debug_global_tensors there is no collective: every rank logs its own outputs and its own pieces."""
+    options = {name: 20 for name in LEVELS}
+
+    def run(rank: int) -> dict[str, TensorEntry]:
+        def gather(tensor: Tensor) -> list[Tensor]:
+            raise AssertionError("a collective")
+
+        logger, lines = make_logger(rank)
+        config = make_config(save_tensor_logs=True, debug_global_tensors=False, **options)
+        debugger = open_debugger(config, logger, rank, 2, gather, tmp_path)
+        assert debugger is not None
+        run_phases(debugger, FakeModel(rank, 2), rank)
+        assert lines
+        return logged(tmp_path, "train_00001", rank)
+
+    ranks = [run(rank) for rank in range(2)]
+    for rank, entries in enumerate(ranks):
+        hidden = entries["embedding fw, mb=1/1"].samples
+        assert hidden is not None and torch.equal(hidden, torch.arange(24.0) + 100 * rank)
+    for name in SHAPES:
+        for what, salt in (("update", 0.0), ("gradient", 0.5)):
+            pieces = [
+                entry.samples
+                for entries in ranks
+                for label, entry in entries.items()
+                if re.fullmatch(rf"{re.escape(name)}(\[\d+:\d+\])? {what}", label) and entry.samples is not None
+            ]
+            assert torch.equal(torch.cat(pieces), values(name, salt).view(-1)), name
+    assert "embedding.word.weight[0:64] update" in ranks[0] and "embedding.word.weight[64:80] update" in ranks[1]
+    assert ranks[0]["stage 0 gradient shard"].shape == (64,) and ranks[1]["stage 0 gradient shard"].shape == (16,)
+
+
+def test_join_ranks_keeps_the_dtype_of_a_loss() -> None:
+    tensors = [torch.tensor(1.5, dtype=torch.bfloat16), torch.tensor(2.0, dtype=torch.bfloat16)]
+    joined = join_ranks(tensors)
+    assert joined.shape == () and joined.dtype == torch.bfloat16 and float(joined) == 3.5
+
+
+# --- Nothing asked for, nothing done
+
+
+def test_no_option_no_debugger() -> None:
+    """The defaults give no debugger and not a line."""
+    assert open_alone() == (None, [])
+
+
+def test_observer_only_where_layers_are_wanted() -> None:
+    """Options about parameters leave the stages without an observer."""
+    for options, wanted in (
+        ({"debug_param_init": 9, "debug_param_gradients": 9, "debug_param_update": 9}, False),
+        ({"debug_layer_outputs": 1}, True),
+        ({"debug_layer_gradients": 1}, True),
+        ({"debug_activation_memory": True}, True),
+    ):
+        debugger, model = open_alone(**options)[0], FakeModel()
+        assert debugger is not None
+        debugger.attach(model)
+        assert [stage.observer for stage in model.stages] == [debugger if wanted else None] * 2
+
+
+def test_tensor_parallel_check_says_that_there_is_nothing() -> None:
+    debugger, lines = open_alone(debug_tensor_parallel=True)
+    assert debugger is None
+    assert len(lines) == 1 and "--debug_tensor_parallel" in lines[0] and lines[0].endswith("nothing to check")
+
+
+@pytest.mark.parametrize(
+    ("options", "artifacts", "opened", "warning"),
+    [
+        ({"save_tensor_logs": True}, True, False, "saves nothing: set a level"),
+        ({"save_tensor_logs": True, "debug_layer_outputs": 2}, False, True, "nothing without --experiment_dir"),
+        ({"show_tensor_logs": False, "debug_layer_outputs": 2}, True, False, "not logged at all"),
+        ({"show_tensor_logs": False, "debug_layer_outputs": 2, "save_tensor_logs": True}, True, True, None),
+    ],
+)
+def test_options_that_cancel_each_other(
+    tmp_path: Path, options: dict[str, Any], artifacts: bool, opened: bool, warning: str | None
+) -> None:
+    """An option without effect is warned about, once."""
+    debugger, lines = open_alone(tmp_path if artifacts else None, **options)
+    assert (debugger is not None) == opened
+    assert len(lines) == (warning is not None)
+    if warning:
+        assert lines[0].startswith("WARNING") and warning in lines[0]
+
+
+def test_saved_but_not_shown(tmp_path: Path) -> None:
+    """--show_tensor_logs=0 only saves; --tensor_logs_show_elements cuts lines, not files."""
+    for show in (False, True):
+        debugger, lines = open_alone(
+            tmp_path / str(show), save_tensor_logs=True, show_tensor_logs=show, debug_param_init=20,
+            tensor_logs_show_elements=2,
+        )  # fmt: skip
+        assert debugger is not None
+        run_phases(debugger, FakeModel())
+        assert len(lines) == (len(SHAPES) if show else 0)
+        assert all(len(re.findall(r"e[+-]\d\d", line)) == 4 for line in lines), lines
+        entry = logged(tmp_path / str(show), "init")["embedding.word.weight init"]
+        assert entry.samples is not None and entry.samples.numel() == 80
+        assert not (tmp_path / str(show) / "tensor_logs_train_00001_rank_000.safetensors").exists()
+
+
+def test_names_that_repeat_are_numbered(tmp_path: Path) -> None:
+    """A layer that runs twice (recomputation) does not lose its first output."""
+    debugger, _ = open_alone(tmp_path, save_tensor_logs=True, debug_layer_outputs=3)
+    assert debugger is not None
+    debugger.begin("train_00001")
+    for value in (1.0, 2.0):
+        debugger.layer_output("blocks.0", torch.full((1,), value), 0)
+    debugger.end()
+    assert list(logged(tmp_path, "train_00001")) == ["blocks.0 fw, mb=1/1", "blocks.0 fw, mb=1/1 #2"]
+
+
+def test_disk_that_cannot_be_written_costs_the_file_only(tmp_path: Path) -> None:
+    blocked = tmp_path / "artifacts"
+    blocked.write_text("in the way")
+    debugger, lines = open_alone(blocked, save_tensor_logs=True, debug_param_init=1)
+    assert debugger is not None
+    run_phases(debugger, FakeModel())
+    warnings = [line for line in lines if line.startswith("WARNING")]
+    assert len(warnings) == 1 and str(blocked) in warnings[0] and "goes on" in warnings[0]
+
+
+# --- Memory
+
+
+def test_memory_after_each_layer() -> None:
+    """One line per layer and direction, without tensors; on CPU it says that it is the process's resident set."""
+    debugger, lines = open_alone(debug_activation_memory=True)
+    assert debugger is not None
+    run_phases(debugger, FakeModel())
+    debugger.begin("train_00002")
+    debugger.layer_gradient("embedding", None, 0)
+    assert [line.split(" | ")[1] for line in lines] == [
+        "embedding fw, mb=1/1", "head fw, mb=1/1", "head bw, mb=1/1", "embedding bw, mb=1/1",
+    ]  # fmt: skip
+    assert all(re.search(r"\| memory: resident set of the process [\d,]+\.\d MiB$", line) for line in lines), lines
+
+
+def test_memory_in_use_is_measured() -> None:
+    """On CPU it grows by what is allocated: 64 MiB more, give or take 8."""
+
+    def resident() -> float:
+        found = re.search(r"([\d,]+\.\d) MiB", memory_in_use(torch.device("cpu")))
+        assert found
+        return float(found[1].replace(",", ""))
+
+    before = resident()
+    held = torch.ones(2**24)
+    assert abs(resident() - before - 64) < 8
+    del held
+
+
+def test_memory_on_a_gpu_is_that_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * 2**20)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2048 * 2**20)
+    assert memory_in_use(torch.device("cuda", 0)) == "allocated 3.0 MiB, reserved 2,048.0 MiB"
+
+
+def test_memory_where_there_is_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere than on Linux only the peak is known, and it says so."""
+
+    def missing(*_: Any, **__: Any) -> Any:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(tensor_debug, "open", missing, raising=False)
+    assert re.fullmatch(r"largest resident set of the process so far [\d,.]+ MiB", memory_in_use(torch.device("cpu")))
