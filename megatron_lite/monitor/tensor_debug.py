@@ -51,8 +51,6 @@ def open_debugger(
     saves = run.save_tensor_logs and artifacts is not None
     if run.save_tensor_logs and not tensors:
         logger.warning("--save_tensor_logs=1 saves nothing: set a level, such as --debug_layer_outputs=8")
-    elif run.save_tensor_logs and not saves:
-        logger.warning("--save_tensor_logs=1 saves nothing without --experiment_dir")
     if tensors and not saves and not run.show_tensor_logs:
         logger.warning("--show_tensor_logs=0 without --save_tensor_logs=1: the tensors to debug are not logged at all")
         tensors = False

@@ -422,19 +422,18 @@ def test_tensor_parallel_check_says_that_there_is_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "artifacts", "opened", "warning"),
+    ("options", "opened", "warning"),
     [
-        ({"save_tensor_logs": True}, True, False, "saves nothing: set a level"),
-        ({"save_tensor_logs": True, "debug_layer_outputs": 2}, False, True, "nothing without --experiment_dir"),
-        ({"show_tensor_logs": False, "debug_layer_outputs": 2}, True, False, "not logged at all"),
-        ({"show_tensor_logs": False, "debug_layer_outputs": 2, "save_tensor_logs": True}, True, True, None),
+        ({"save_tensor_logs": True}, False, "saves nothing: set a level"),
+        ({"show_tensor_logs": False, "debug_layer_outputs": 2}, False, "not logged at all"),
+        ({"show_tensor_logs": False, "debug_layer_outputs": 2, "save_tensor_logs": True}, True, None),
     ],
 )
 def test_options_that_cancel_each_other(
-    tmp_path: Path, options: dict[str, Any], artifacts: bool, opened: bool, warning: str | None
+    tmp_path: Path, options: dict[str, Any], opened: bool, warning: str | None
 ) -> None:
     """An option without effect is warned about, once."""
-    debugger, lines = open_alone(tmp_path if artifacts else None, **options)
+    debugger, lines = open_alone(tmp_path, **options)
     assert (debugger is not None) == opened
     assert len(lines) == (warning is not None)
     if warning:
