@@ -27,7 +27,10 @@ EVERYTHING = {
 }  # fmt: skip
 ITERATIONS = 2
 # Two micro-batches a step, so that they can be mixed up.
-COMMON = {"num_layers": 3, "batch_size": 8, "depth_first_micro_batches": 1, "breadth_first_micro_batches": 2}
+COMMON = {
+    "num_layers": 3, "batch_size": 8, "depth_first_micro_batches": 1, "breadth_first_micro_batches": 2,
+    "lr_warmup_iters": 1,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +150,9 @@ def test_zero_stages_have_the_same_tensors(tmp_path: Path, compare: Any, trainin
 def test_ranks_have_the_same_tensors_to_rounding(tmp_path: Path, compare: Any) -> None:
     """Global tensors of two ranks, each with half of the batch, are those of one rank: exact before any sum over
     samples, to rounding after it."""
-    (alone,), (both,) = log_runs(tmp_path, 1, {"run": {}}), log_runs(tmp_path, 2, {"run": {}})
+    # A key's bias has no effect, so its gradient is all rounding, which Adam blows up to whole steps.
+    options = {"run": {"add_linear_biases": False}}
+    (alone,), (both,) = log_runs(tmp_path, 1, options), log_runs(tmp_path, 2, options)
     assert compare(alone, both, rtol=1e-4) == []
     first = compare(alone, both)[0]
     assert "init" not in first.file
