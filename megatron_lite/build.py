@@ -24,6 +24,7 @@ from megatron_lite.layers.ends import chunk_tokens
 from megatron_lite.layers.layer import Layer
 from megatron_lite.monitor.logging import start_logging
 from megatron_lite.monitor.metrics import StepTimer, known_peak_tflops
+from megatron_lite.monitor.tensor_debug import TensorDebugger, open_debugger
 from megatron_lite.monitor.trackers import Trackers, open_trackers
 from megatron_lite.monitor.window import LogWindow
 from megatron_lite.optimizer.adamw import AdamW
@@ -53,6 +54,7 @@ class Run:
     stop: StopSignal
     iteration: int  # iterations done
     collectives_alone_s: dict[str, float]  # see `MultiStage.time_collectives`; empty without --log_communication
+    debugger: TensorDebugger
 
     @property
     def tokens_per_iteration(self) -> int:
@@ -96,6 +98,7 @@ def build(
     optimizer = AdamW(config.optimizer, model.stages, config.distributed.training_dtype, distributed)
     window = LogWindow(distributed.device)
     iteration = _resume(config, distributed, experiment, logger, model, optimizer, window)
+    debugger = _debug(config, distributed, experiment, logger, model)
     with distributed.traffic.paused():
         model.gather_ahead()  # as every iteration leaves it for the next one
     trackers = together(
@@ -108,7 +111,7 @@ def build(
     )  # fmt: skip
     return Run(
         config, distributed, experiment, logger, data, model, optimizer, window, timer, trackers, stop, iteration,
-        collectives_alone_s,
+        collectives_alone_s, debugger,
     )  # fmt: skip
 
 
@@ -149,6 +152,19 @@ def _resume(
     for difference in compatibility.differences(loaded.config, config):
         logger.info("  changed since that checkpoint (the command line wins): %s", difference)
     return loaded.iteration
+
+
+def _debug(
+    config: Config, distributed: Distributed, experiment: Experiment, logger: logging.Logger, model: MultiStage
+) -> TensorDebugger:
+    """Log the initial (or loaded) weights, and look on from here, as far as the debug options ask for it."""
+    debugger = open_debugger(
+        config, logger, distributed.rank, distributed.world_size, distributed.gather_tensors, experiment.artifacts
+    )
+    debugger.attach(model)
+    with debugger.phase("init"):
+        debugger.parameters_initialized(model)
+    return debugger
 
 
 def derived_numbers(config: Config, layers: list[Layer], distributed: Distributed, data: DataSource) -> dict[str, str]:

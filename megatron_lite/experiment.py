@@ -18,7 +18,7 @@ from megatron_lite.errors import StorageError
 class Experiment:
     """Paths of one start of a run; without a directory everything is None and nothing is written.
 
-    <root>/config.json, metrics.jsonl, checkpoints/<iteration>/, export/<iteration>/, runs/<run>/logs/
+    <root>/config.json, metrics.jsonl, checkpoints/<iteration>/, export/<iteration>/, runs/<run>/{logs,artifacts}/
 
     Raises:
         StorageError: on every rank, if rank 0 cannot write there or another run is using it.

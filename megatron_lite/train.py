@@ -142,8 +142,11 @@ def train_step(run: Run, micro_batches: list[Tensor], iteration: int) -> Update:
         micro_batch(tokens, device, scale, derive_seed(seed, "dropout", iteration, index, rank))
         for index, tokens in enumerate(micro_batches)
     ]
-    loss = run.model.forward_backward(inputs)  # gradients are in the shards now
-    update = run.optimizer.step(learning_rate(config.optimizer, iteration), loss, run.model.updated)
+    with run.debugger.phase(f"train_{iteration:05d}"):
+        loss = run.model.forward_backward(inputs)  # gradients are in the shards now
+        run.debugger.gradients_reduced(run.model)
+        update = run.optimizer.step(learning_rate(config.optimizer, iteration), loss, run.model.updated)
+        run.debugger.parameters_updated(run.model)
     run.model.gather_ahead()  # of frozen stages, which nobody updates
     run.distributed.end_step()
     return update

@@ -1,12 +1,12 @@
 """Tensors in the log, for finding out where a run goes wrong: --debug_layer_outputs and its siblings.
 
 Every rank takes part, in the same order, because global tensors are put together by collectives; only rank 0 logs them.
-Everything here reads the device and is slow. Without these options there is no `TensorDebugger`, and nothing costs
-anything.
+Everything here reads the device and is slow. At level 0 nothing looks on, and nothing costs anything.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -34,36 +34,22 @@ def open_debugger(
     world_size: int,
     gather: Callable[[Tensor], list[Tensor]],
     artifacts: Path | None,
-) -> TensorDebugger | None:
-    """What the debug options ask for, or None.
+) -> TensorDebugger:
+    """What the debug options ask for, which may be nothing.
 
     Args:
         gather: a tensor that has the same shape and dtype on all ranks -> those of all ranks, in rank order.
         artifacts: the folder for --save_tensor_logs, or None: nothing is written.
     """
-    run = config.run
-    if run.debug_tensor_parallel:
-        logger.info(
-            "--debug_tensor_parallel: there is no tensor parallelism, no rank holds a copy of another one's "
-            "computation: nothing to check"
-        )
-    tensors = any(getattr(run, name) for name in LEVELS)
-    saves = run.save_tensor_logs and artifacts is not None
-    if run.save_tensor_logs and not tensors:
-        logger.warning("--save_tensor_logs=1 saves nothing: set a level, such as --debug_layer_outputs=8")
-    if tensors and not saves and not run.show_tensor_logs:
-        logger.warning("--show_tensor_logs=0 without --save_tensor_logs=1: the tensors to debug are not logged at all")
-        tensors = False
-    if not tensors and not run.debug_activation_memory:
-        return None
-    micro_batches = config.batch.sequential_micro_batches or 1
-    return TensorDebugger(run, logger, rank, world_size, gather, artifacts if saves else None, micro_batches)
+    run, micro_batches = config.run, config.batch.sequential_micro_batches or 1
+    artifacts = artifacts if run.save_tensor_logs else None
+    return TensorDebugger(run, logger, rank, world_size, gather, artifacts, micro_batches)
 
 
 class TensorDebugger:
-    """Logs tensors between `begin` and `end`; an observer of stages, see `attach`.
+    """Logs tensors inside of `phase`; an observer of stages, see `attach`.
 
-    The model is anything with `stages` (that have an `observer`) and `parts()`, as `zero.MultiStage`.
+    The model is anything with the `observe` and `parts` of `zero.MultiStage`.
     """
 
     def __init__(
@@ -90,21 +76,24 @@ class TensorDebugger:
         """Have the stages report their layers, if anything of them is wanted."""
         layers = self._levels["debug_layer_outputs"] or self._levels["debug_layer_gradients"]
         if layers or self._config.debug_activation_memory:
-            for stage in model.stages:
-                stage.observer = self
+            model.observe(self)
 
-    def begin(self, phase: str) -> None:
-        """Log from here on, under this name: "init", "train_00003"."""
-        self._phase, self._entries = phase, []
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Log what happens inside, under this name ("init", "train_00003"), and write its file at the end."""
+        self._phase, self._entries = name, []
+        try:
+            yield
+        finally:
+            self._phase = None
+        if self._artifacts is not None and self._entries:
+            self._save(self._artifacts, name)
 
-    def end(self) -> None:
-        """Log nothing until the next `begin`; write the file of the phase. A full disk costs the file, not the run."""
-        phase, self._phase = self._phase, None
-        if self._artifacts is None or not self._entries:
-            return
-        path = self._artifacts / f"tensor_logs_{phase}_rank_{self._rank:03d}.safetensors"
+    def _save(self, artifacts: Path, phase: str) -> None:
+        """A full disk costs the file, not the run."""
+        path = artifacts / f"tensor_logs_{phase}_rank_{self._rank:03d}.safetensors"
         about = {
-            "phase": str(phase), "rank": str(self._rank), "world_size": str(self._world_size),
+            "phase": phase, "rank": str(self._rank), "world_size": str(self._world_size),
             "global": str(int(self._global)),
         }  # fmt: skip
         try:
