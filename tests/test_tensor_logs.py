@@ -243,3 +243,39 @@ def test_damaged_reduction_is_located(tmp_path: Path, compare: Any) -> None:
     assert (difference.file, difference.name) == (
         "tensor_logs_train_00001_rank_000.safetensors", "stage 3 gradient shards",
     )  # fmt: skip
+
+
+def test_resumed_run_begins_with_the_weights_that_were_saved(tmp_path: Path) -> None:
+    """--debug_param_init of a second start logs what was loaded: the last update of the first one."""
+    flags = ["--debug_param_init=9", "--debug_param_update=9", "--save_tensor_logs=1"]
+    start(tmp_path, 2, *flags)
+    start(tmp_path, 1, *flags, "--train_iters=3")
+    first, second = (tmp_path / "runs" / run / "artifacts" for run in "01")
+    updated = {entry.name: entry for entry in read_tensor_log(first / "tensor_logs_train_00002_rank_000.safetensors")}
+    loaded = read_tensor_log(second / "tensor_logs_init_rank_000.safetensors")
+    assert len(loaded) == len(updated) > 20
+    for entry in loaded:
+        assert entry.statistics == updated[entry.name.replace(" init", " update")].statistics, entry.name
+
+
+def test_frozen_parameters_have_no_gradients(tmp_path: Path) -> None:
+    """Behind frozen layers there is no gradient of an input; their parameters are logged all the same, unchanged."""
+    options = {"freeze": ("embedding", "blocks.0"), "tie_word_embeddings": False, "zero_stage": 3}
+    (place,) = log_runs(tmp_path, 2, {"run": options})
+    logged = {entry.name: entry for entry in entries(place)}
+    gradients = {name for name in logged if name.endswith(" gradient") or " bw," in name}
+    assert {name.split(",")[0] for name in gradients if " bw," in name} == {"blocks.2 bw", "head bw"}
+    assert not any(name.startswith(("embedding", "blocks.0")) for name in gradients)
+    assert "blocks.1.mlp.up.weight gradient" in gradients
+    for name, moves in (("blocks.0.mlp.up.weight", False), ("blocks.1.mlp.up.weight", True)):
+        assert (logged[f"{name} init"].statistics != logged[f"{name} update"].statistics) == moves
+
+
+def test_validation_is_not_logged(tmp_path: Path) -> None:
+    """Layers are logged in training steps alone."""
+    counts = [
+        start(tmp_path / str(iterations), 1, "--debug_layer_outputs=1", f"--validation_iters={iterations}")
+        .output.count(" fw, mb=")
+        for iterations in (0, 2)
+    ]  # fmt: skip
+    assert counts[0] == counts[1] == 2 * 2 * 4
