@@ -85,7 +85,8 @@ def build(
     model = together(
         distributed,
         lambda: MultiStage(
-            layers, config.multi_stage, config.batch, config.distributed.training_dtype, distributed, trains(config)
+            layers, config.multi_stage, config.batch, config.distributed.training_dtype, distributed,
+            training=not config.training.inference,
         ),
     )
     for line in (*split_lines(model), *memory_lines(model)):
@@ -202,15 +203,6 @@ def model_layers(config: Config) -> list[Layer]:
     scales = lr_scale_patterns(config.optimizer.freeze, config.optimizer.lr_scales)
     set_lr_scales((cast(Parameter, parameter) for layer in layers for parameter in layer.parameters()), scales)
     return layers
-
-
-def trains(config: Config) -> bool:
-    """Whether gradients and moments are needed. A run of no iterations evaluates and exports: it needs the moments
-    only where its export is a checkpoint.
-    """
-    training = config.training
-    exports_checkpoints = training.export_interval is not None and training.export_format == "distributed"
-    return training.train_iters > 0 or exports_checkpoints
 
 
 def split_lines(model: MultiStage) -> list[str]:

@@ -100,7 +100,7 @@ def make_logger(rank: int = 0) -> tuple[logging.Logger, list[str]]:
     return logger, handler.lines
 
 
-def open_alone(artifacts: Path | None = None, **options: Any) -> tuple[TensorDebugger | None, list[str]]:
+def open_alone(artifacts: Path | None = None, **options: Any) -> tuple[TensorDebugger, list[str]]:
     logger, lines = make_logger()
     return open_debugger(make_config(**options), logger, 0, 1, alone, artifacts), lines
 
@@ -108,19 +108,17 @@ def open_alone(artifacts: Path | None = None, **options: Any) -> tuple[TensorDeb
 def run_phases(debugger: TensorDebugger, model: FakeModel, rank: int = 0, micro_batches: int = 1) -> None:
     """What a run does: initialize, then one iteration of a two-layer model, hidden (2, 3, 4) on each rank."""
     debugger.attach(model)
-    debugger.begin("init")
-    debugger.parameters_initialized(model)
-    debugger.end()
+    with debugger.phase("init"):
+        debugger.parameters_initialized(model)
     observer = model.stages[0].observer
-    debugger.begin("train_00001")
-    for micro in range(micro_batches if observer else 0):
-        hidden = torch.arange(24.0).view(2, 3, 4) + 100 * rank + 1000 * micro
-        observer.layer_output("embedding", hidden, micro)
-        observer.layer_output("head", hidden[0, 0, 1], micro)
-        observer.layer_gradient("head", hidden / 2, micro)
-    debugger.gradients_reduced(model)
-    debugger.parameters_updated(model)
-    debugger.end()
+    with debugger.phase("train_00001"):
+        for micro in range(micro_batches if observer else 0):
+            hidden = torch.arange(24.0).view(2, 3, 4) + 100 * rank + 1000 * micro
+            observer.layer_output("embedding", hidden, micro)
+            observer.layer_output("head", hidden[0, 0, 1], micro)
+            observer.layer_gradient("head", hidden / 2, micro)
+        debugger.gradients_reduced(model)
+        debugger.parameters_updated(model)
     if observer:
         observer.layer_output("embedding", torch.ones(2, 3, 4), 0)  # an evaluation between iterations
 
@@ -293,7 +291,6 @@ def test_every_level_option_is_tested() -> None:
 @pytest.mark.parametrize("level", [1, 2, 6])
 def test_each_option_logs_its_tensors_and_no_others(name: str, level: int) -> None:
     debugger, lines = open_alone(**{name: level})
-    assert debugger is not None
     run_phases(debugger, FakeModel())
     phase = "init" if name == "debug_param_init" else "train_00001"
     assert [line.split(" | ")[:2] for line in lines] == [[phase, tensor] for tensor in EXPECTED[name]]
@@ -306,7 +303,6 @@ def test_parameters_and_gradients_are_the_right_ones(tmp_path: Path) -> None:
     """Values come from the shards without padding; a frozen stage has parameters but no gradient."""
     options = {name: 20 for name in LEVELS}
     debugger, _ = open_alone(tmp_path, save_tensor_logs=True, show_tensor_logs=False, **options)
-    assert debugger is not None
     run_phases(debugger, FakeModel(frozen=frozenset({1})))
     initial, trained = logged(tmp_path, "init"), logged(tmp_path, "train_00001")
     for name in SHAPES:
@@ -330,7 +326,6 @@ def test_global_tensors_are_put_together(tmp_path: Path, world_size: int) -> Non
         logger, lines = make_logger(rank)
         config = make_config(2, save_tensor_logs=True, **options)
         debugger = open_debugger(config, logger, rank, world_size, gather, tmp_path)
-        assert debugger is not None
         run_phases(debugger, FakeModel(rank, world_size), rank, micro_batches=2)
         return lines
 
@@ -369,7 +364,6 @@ def test_local_tensors_are_each_ranks_own(tmp_path: Path) -> None:
         logger, lines = make_logger(rank)
         config = make_config(save_tensor_logs=True, debug_global_tensors=False, **options)
         debugger = open_debugger(config, logger, rank, 2, gather, tmp_path)
-        assert debugger is not None
         run_phases(debugger, FakeModel(rank, 2), rank)
         assert lines
         return logged(tmp_path, "train_00001", rank)
@@ -400,9 +394,12 @@ def test_join_ranks_keeps_the_dtype_of_a_loss() -> None:
 # --- Nothing asked for, nothing done
 
 
-def test_no_option_no_debugger() -> None:
-    """The defaults give no debugger and not a line."""
-    assert open_alone() == (None, [])
+def test_no_option_no_line() -> None:
+    """With the defaults nobody looks on, and not a line is logged."""
+    debugger, lines = open_alone()
+    model = FakeModel()
+    run_phases(debugger, model)
+    assert lines == [] and all(stage.observer is None for stage in model.stages)
 
 
 def test_observer_only_where_layers_are_wanted() -> None:
@@ -414,29 +411,26 @@ def test_observer_only_where_layers_are_wanted() -> None:
         ({"debug_activation_memory": True}, True),
     ):
         debugger, model = open_alone(**options)[0], FakeModel()
-        assert debugger is not None
         debugger.attach(model)
         assert [stage.observer for stage in model.stages] == [debugger if wanted else None] * 2
 
 
 @pytest.mark.parametrize(
-    ("options", "opened"),
+    ("options", "saves"),
     [
         ({"debug_tensor_parallel": True}, False),
         ({"save_tensor_logs": True}, False),
         ({"show_tensor_logs": False, "debug_layer_outputs": 2}, False),
-        ({"show_tensor_logs": False, "debug_layer_outputs": 2, "debug_activation_memory": True}, True),
+        ({"show_tensor_logs": False, "debug_layer_outputs": 2, "debug_activation_memory": True}, False),
         ({"show_tensor_logs": False, "debug_layer_outputs": 2, "save_tensor_logs": True}, True),
     ],
 )
-def test_options_without_effect_cost_nothing(tmp_path: Path, options: dict[str, Any], opened: bool) -> None:
-    """Where nothing would be shown or saved there is no debugger, or at least nothing of a tensor is computed."""
+def test_options_without_effect_cost_nothing(tmp_path: Path, options: dict[str, Any], saves: bool) -> None:
+    """Where nothing would be shown or saved, nothing of a tensor is computed."""
     debugger, lines = open_alone(tmp_path, **options)
-    assert (debugger is not None) == opened and not lines
-    if debugger is not None:
-        run_phases(debugger, FakeModel())
-        assert any(tmp_path.iterdir()) == ("save_tensor_logs" in options)
-        assert all("memory" in line for line in lines)
+    run_phases(debugger, FakeModel())
+    assert any(tmp_path.iterdir()) == saves
+    assert all("memory" in line for line in lines)
 
 
 def test_saved_but_not_shown(tmp_path: Path) -> None:
@@ -446,7 +440,6 @@ def test_saved_but_not_shown(tmp_path: Path) -> None:
             tmp_path / str(show), save_tensor_logs=True, show_tensor_logs=show, debug_param_init=20,
             tensor_logs_show_elements=2,
         )  # fmt: skip
-        assert debugger is not None
         run_phases(debugger, FakeModel())
         assert len(lines) == (len(SHAPES) if show else 0)
         assert all(len(re.findall(r"e[+-]\d\d", line)) == 4 for line in lines), lines
@@ -458,11 +451,9 @@ def test_saved_but_not_shown(tmp_path: Path) -> None:
 def test_names_that_repeat_are_numbered(tmp_path: Path) -> None:
     """A layer that runs twice (recomputation) does not lose its first output."""
     debugger, _ = open_alone(tmp_path, save_tensor_logs=True, debug_layer_outputs=3)
-    assert debugger is not None
-    debugger.begin("train_00001")
-    for value in (1.0, 2.0):
-        debugger.layer_output("blocks.0", torch.full((1,), value), 0)
-    debugger.end()
+    with debugger.phase("train_00001"):
+        for value in (1.0, 2.0):
+            debugger.layer_output("blocks.0", torch.full((1,), value), 0)
     assert list(logged(tmp_path, "train_00001")) == ["blocks.0 fw, mb=1/1", "blocks.0 fw, mb=1/1 #2"]
 
 
@@ -470,7 +461,6 @@ def test_disk_that_cannot_be_written_costs_the_file_only(tmp_path: Path) -> None
     blocked = tmp_path / "artifacts"
     blocked.write_text("in the way")
     debugger, lines = open_alone(blocked, save_tensor_logs=True, debug_param_init=1)
-    assert debugger is not None
     run_phases(debugger, FakeModel())
     warnings = [line for line in lines if line.startswith("WARNING")]
     assert len(warnings) == 1 and str(blocked) in warnings[0] and "goes on" in warnings[0]
@@ -482,10 +472,9 @@ def test_disk_that_cannot_be_written_costs_the_file_only(tmp_path: Path) -> None
 def test_memory_after_each_layer() -> None:
     """One line per layer and direction, without tensors; on CPU it says that it is the process's resident set."""
     debugger, lines = open_alone(debug_activation_memory=True)
-    assert debugger is not None
     run_phases(debugger, FakeModel())
-    debugger.begin("train_00002")
-    debugger.layer_gradient("embedding", None, 0)
+    with debugger.phase("train_00002"):
+        debugger.layer_gradient("embedding", None, 0)
     assert [line.split(" | ")[1] for line in lines] == [
         "embedding fw, mb=1/1", "head fw, mb=1/1", "head bw, mb=1/1", "embedding bw, mb=1/1",
     ]  # fmt: skip
