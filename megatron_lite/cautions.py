@@ -65,8 +65,13 @@ def _risks(values: dict[str, Any]) -> Iterator[str]:
 
 
 def _multi_stage(values: dict[str, Any]) -> Iterator[str]:
-    for name, shared_from in (("num_weight_buffers", 3), ("num_grad_buffers", 2)):
-        if values[name] is not None:
+    alone = values["batch_size"] == values["micro_batch_size"] * values["sequential_micro_batches"]
+    fp32 = values["training_dtype"] == "fp32"
+    for name, shared_from, is_shard in (("num_weight_buffers", 3, alone and fp32), ("num_grad_buffers", 2, alone)):
+        if values[name] is not None and is_shard:
+            where = "on one rank" + (" in fp32 training" if name == "num_weight_buffers" else "")
+            yield f"--{name} has no effect {where}: the shards are whole and serve as buffers"
+        elif values[name] is not None:
             yield from _buffer_count(values, name, shared_from)
     if values["pipeline_delay"] != 0.0:
         yield f"--pipeline_delay={written(values['pipeline_delay'])} is unused: no pipeline"
@@ -83,7 +88,7 @@ def _buffer_count(values: dict[str, Any], name: str, shared_from: int) -> Iterat
     stages = number_of_stages(values["num_layers"], values["layers_per_stage"])
     used, instead = f"--{name}={count} is used", ""
     if stages is not None and count > stages:
-        used = f"--{name}={count}: only {stages} are allocated, one for each stage"
+        used = f"--{name}={count}: no more than {stages} are allocated, one for each stage"
     if zero_stage == "auto":
         instead = ", whatever --zero_stage=auto chooses"
     elif zero_stage >= shared_from and count != 2:

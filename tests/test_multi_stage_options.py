@@ -56,7 +56,8 @@ def problem(*argv: str) -> str:
     return line
 
 
-def cautions(*argv: str, launched: int = 1) -> list[str]:
+def cautions(*argv: str, launched: int = 2) -> list[str]:
+    """What is said of a run that is otherwise complete."""
     return warnings(resolved(*COMPLETE, *argv, launched=launched))
 
 
@@ -300,9 +301,9 @@ def test_patterns_of_learning_rates() -> None:
         ("--num_grad_buffers=2 --layers_per_stage=auto",
          "--num_grad_buffers=2 is used; --zero_stage=1 alone would set one per stage"),
         ("--num_grad_buffers=4 --zero_stage=auto", "--num_grad_buffers=4 is used, whatever --zero_stage=auto chooses"),
-        ("--num_weight_buffers=15", "--num_weight_buffers=15: only 14 are allocated, one for each stage"),
+        ("--num_weight_buffers=15", "--num_weight_buffers=15: no more than 14 are allocated, one for each stage"),
         ("--num_grad_buffers=7 --layers_per_stage=4 --zero_stage=3",
-         "--num_grad_buffers=7: only 5 are allocated, one for each stage; --zero_stage=3 alone would set 2"),
+         "--num_grad_buffers=7: no more than 5 are allocated, one for each stage; --zero_stage=3 alone would set 2"),
         ("--pipeline_delay=2", "--pipeline_delay=2 is unused: no pipeline"),
         ("--pipeline_delay=-0.5", "--pipeline_delay=-0.5 is unused: no pipeline"),
         ("--debug_tensor_parallel=1", "--debug_tensor_parallel=1: nothing to check: no tensor parallelism"),
@@ -338,6 +339,19 @@ def test_patterns_of_learning_rates() -> None:
 def test_cautions(argv: str, expected: str) -> None:
     """What is legal but does not do what one may expect is said in one line, and nothing else is."""
     assert cautions(*argv.split()) == [expected]
+
+
+def test_buffers_on_one_rank() -> None:
+    """One rank's shards are whole: where they have the dtype of the buffers, there is nothing to share."""
+    idle = "has no effect on one rank{}: the shards are whole and serve as buffers"
+    argv = ("--zero_stage=3", "--num_weight_buffers=1", "--num_grad_buffers=1")
+    gradients = "--num_grad_buffers " + idle.format("")
+    assert cautions(*argv, launched=1) == ["--num_weight_buffers " + idle.format(" in fp32 training"), gradients]
+    weights = "--num_weight_buffers=1 is used; --zero_stage=3 alone would set 2"
+    assert cautions(*argv, "--training_dtype=bf16", launched=1) == [weights, gradients]
+    assert cautions(*argv, "--batch_size=12", launched=3) == [
+        weights, "--num_grad_buffers=1 is used; --zero_stage=3 alone would set 2"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DEBUG_LEVELS[2:])
