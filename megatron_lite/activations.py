@@ -1,0 +1,161 @@
+"""What layers keep of one micro-batch from its forward to its backward pass. Exact bytes, no tensors.
+
+That is what the functions of `kernels/` save, counted once where several of them save views of one tensor; the tests
+compare it with what autograd holds. What is needed besides for a moment is in `transients.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from megatron_lite.config import ModelConfig
+from megatron_lite.kernels.attention import query_blocks
+
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One micro-batch on its way through a model, and the level of recomputation."""
+
+    batch: int  # samples
+    length: int  # tokens of a sample
+    itemsize: int  # bytes of an element in the training dtype
+    grad_itemsize: int  # and in the gradient buffers
+    on_gpu: bool  # where attention takes other ways
+    chunk_tokens: int  # whose logits exist at a time
+    trained: Collection[str]  # names of the parameters that are not frozen
+    level: str  # mlp_recompute_level
+    onednn: bool = False  # fp32 products on a CPU go through oneDNN, which does not add to what is there
+
+    @property
+    def cast_itemsize(self) -> int:
+        """Bytes of an element of a copy in the training dtype of something in fp32: none if that is fp32, too."""
+        return 0 if self.itemsize == FP32_BYTES else self.itemsize
+
+    @property
+    def makes_weight_gradients(self) -> bool:
+        """Whether a weight's gradient is made apart before it gets into its buffer."""
+        return self.itemsize != self.grad_itemsize or self.onednn
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length
+
+    def size(self, *channels: int) -> int:
+        """Bytes of tensors with so many channels for each token, in the training dtype."""
+        return self.tokens * sum(channels) * self.itemsize
+
+    def trains(self, name: str) -> bool:
+        """Whether a parameter, or any whose name begins so, is trained."""
+        return any(trained.startswith(name) for trained in self.trained)
+
+
+class Kept(dict[str, int]):
+    """Bytes by what they are."""
+
+    def add(self, what: str, size: int, condition: bool = True) -> None:
+        """Count something, if there is any of it."""
+        if condition and size:
+            self[what] = self.get(what, 0) + size
+
+    @property
+    def total(self) -> int:
+        return sum(self.values())
+
+
+def kept_by_layer(model: ModelConfig, one: Pass) -> list[Kept]:
+    """Of the embedding, each block and the head. Nothing is kept before the first layer that is trained."""
+    assert model.use_position_embeddings is not None
+    embedding, reached = Kept(), one.trains("embedding.")
+    embedding.add("dropout masks", one.size(model.hidden_size), reached and model.hidden_dropout > 0)
+    layers = [embedding]
+    for index in range(model.num_layers):
+        block, reached = _block(model, one, f"blocks.{index}.", reached)
+        layers.append(block)
+    return [*layers, _head(model, one, reached)]
+
+
+def _block(model: ModelConfig, one: Pass, name: str, reached: bool) -> tuple[Kept, bool]:
+    """`reached`: whether the backward pass goes on to its input. Each part returns the same of its output."""
+    kept = Kept()
+    branch = _norm(kept, model, one, f"{name}attention_norm.", reached)
+    branch = _attention(kept, model, one, f"{name}attention.", branch)
+    reached = reached or branch
+    branch = _norm(kept, model, one, f"{name}mlp_norm.", reached)
+    branch = _mlp(kept, model, one, f"{name}mlp.", branch)
+    return kept, reached or branch
+
+
+def _norm(kept: Kept, model: ModelConfig, one: Pass, name: str, reached: bool) -> bool:
+    """Its input and its statistics: 1 / rms, or mean and 1 / deviation."""
+    reached = reached or one.trains(name)
+    # torch's layer norm has them in fp32 on a GPU only.
+    layer_norm = one.tokens * 2 * (FP32_BYTES if one.on_gpu else one.itemsize)
+    kept.add("norm inputs", one.size(model.hidden_size), reached)
+    kept.add("norm statistics", one.tokens * FP32_BYTES if model.normalization_type == "rms_norm" else layer_norm, reached)
+    return reached
+
+
+def _attention(kept: Kept, model: ModelConfig, one: Pass, name: str, reached: bool) -> bool:
+    """Its input, query, key and value, the context, and what stands between these."""
+    assert model.head_groups and model.kv_channels
+    query, group = model.num_attention_heads * model.kv_channels, model.head_groups * model.kv_channels
+    kept.add("linear inputs", one.size(model.hidden_size), one.trains(f"{name}query_key_value.weight"))
+    reached = reached or one.trains(f"{name}query_key_value.")
+    output = one.trains(f"{name}output.weight")
+    windowed = model.window_size is not None and model.window_size < one.length
+    if not reached:
+        kept.add("attention outputs", one.size(query), output)
+    elif model.attention_dropout > 0:
+        _attention_with_dropout(kept, model, one, query)
+        kept.add("attention outputs", one.size(query), output)
+    else:
+        kept.add("query, key, value", one.size(query, group, group))
+        if one.on_gpu and (windowed or one.itemsize == FP32_BYTES):
+            kept.add("repeated key, value", one.size(query, query))
+        kept.add("attention outputs", one.size(query))
+        kept.add("attention statistics", one.tokens * model.num_attention_heads * FP32_BYTES)
+        if windowed:
+            kept.add("attention masks", _mask_bytes(model, one))
+            kept.add("attention outputs", one.size(query), output)  # blocks of queries, put together
+    kept.add("dropout masks", one.size(model.hidden_size), model.hidden_dropout > 0 and (reached or one.trains(f"{name}output.")))
+    return reached or one.trains(f"{name}output.")
+
+
+def _attention_with_dropout(kept: Kept, model: ModelConfig, one: Pass, query: int) -> None:
+    """The formula written out: three squares of probabilities for each head, and a mask."""
+    square = one.batch * model.num_attention_heads * one.length**2
+    kept.add("query, key, value", one.size(query, query, query))
+    kept.add("attention masks", one.length**2)
+    kept.add("attention probabilities", square * (FP32_BYTES + 2 * one.itemsize))
+
+
+def _mask_bytes(model: ModelConfig, one: Pass) -> int:
+    """One mask for each block of queries, (queries, keys) in the training dtype."""
+    assert model.window_size is not None
+    blocks = query_blocks(one.length, model.window_size)
+    return sum((end - start) * (end - low) * one.itemsize for start, end, low in blocks)
+
+
+def _mlp(kept: Kept, model: ModelConfig, one: Pass, name: str, reached: bool) -> bool:
+    """See `kernels/mlp.py`: what is kept of input, up output and activation, level by level."""
+    assert model.ffn_hidden_size is not None
+    up, down = (one.trains(f"{name}{weight}.weight") for weight in ("up", "down"))
+    passes_through = reached or one.trains(f"{name}up.")
+    reads_hidden = passes_through or (down and one.level != "none")
+    kept.add("linear inputs", one.size(model.hidden_size), up or (reads_hidden and one.level == "full"))
+    kept.add("MLP up outputs", one.size(model.ffn_hidden_size * (2 if model.gated else 1)), reads_hidden and one.level != "full")
+    kept.add("MLP activations", one.size(model.ffn_hidden_size), down and one.level == "none")
+    reached = passes_through or one.trains(f"{name}down.")
+    kept.add("dropout masks", one.size(model.hidden_size), reached and model.hidden_dropout > 0)
+    return reached
+
+
+def _head(model: ModelConfig, one: Pass, reached: bool) -> Kept:
+    """Its norm, and the gradient of the hidden states, which the loss makes in the forward pass."""
+    kept = Kept()
+    normed = _norm(kept, model, one, "head.norm.", reached)
+    kept.add("gradient made by the loss", one.size(model.hidden_size), normed)
+    return kept

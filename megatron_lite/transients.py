@@ -1,0 +1,150 @@
+"""What layers need for a moment, beyond what they keep: the peaks of their forward and backward passes. Bytes.
+
+Each pass is walked through in the order in which the functions of `kernels/` make and drop their large tensors. Small
+ones, and workspaces inside of a library's kernels, are left out, so that this is close, not exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_lite.activations import FP32_BYTES, Kept, Pass
+from megatron_lite.config import ModelConfig
+
+
+class Walk:
+    """What lives while a pass goes on, beyond what was there at its beginning: `peak` is the most at any time."""
+
+    def __init__(self) -> None:
+        self.live = self.peak = 0
+
+    def make(self, size: int, moment: int = 0) -> None:
+        """Something new of `size`; `moment` bytes live only while it is made."""
+        self.peak = max(self.peak, self.live + size + moment)
+        self.live += size
+
+    def drop(self, *sizes: int) -> None:
+        """Something is no longer needed."""
+        self.live -= sum(sizes)
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Of one layer and one micro-batch: beyond what all layers keep."""
+
+    forward: int
+    backward: int  # beyond the gradient that it begins with, too
+
+
+def peaks_by_layer(model: ModelConfig, one: Pass, kept: Sequence[Kept]) -> list[Peaks]:
+    """Of the embedding, each block and the head, as if everything in them were trained."""
+    blocks = [Peaks(_block_forward(model, one), _block_backward(model, one, block)) for block in kept[1:-1]]
+    return [_embedding(model, one), *blocks, _head(model, one)]
+
+
+def _embedding(model: ModelConfig, one: Pass) -> Peaks:
+    """The rows looked up, perhaps with positions or dropped from; backward, their gradient in the buffer's dtype."""
+    hidden = one.size(model.hidden_size)
+    again = bool(model.use_position_embeddings) or model.hidden_dropout > 0
+    casts = one.grad_itemsize != one.itemsize
+    return Peaks(hidden * (2 if again else 1), one.tokens * model.hidden_size * one.grad_itemsize if casts else 0)
+
+
+def _head(model: ModelConfig, one: Pass) -> Peaks:
+    """The norm, then logits and their gradient chunk by chunk; see `kernels/cross_entropy.py`."""
+    walk, hidden = Walk(), one.size(model.hidden_size)
+    walk.make(hidden, moment=_norm_forward(model, one))
+    chunk = min(one.chunk_tokens, one.tokens) * model.vocab_size
+    logits, cast = chunk * FP32_BYTES, chunk * one.cast_itemsize
+    before = logits + cast if one.chunk_tokens < one.tokens else 0  # of the chunk before, until replaced
+    walk.make(logits, moment=before + cast)
+    walk.make(cast, moment=_weight_gradient(one, model.vocab_size, model.hidden_size))
+    backward = Walk()
+    _norm_backward(backward, model, one)
+    return Peaks(walk.peak, backward.peak)
+
+
+def _block_forward(model: ModelConfig, one: Pass) -> int:
+    """What the level of recomputation does not keep, the branch and the output."""
+    assert model.ffn_hidden_size is not None
+    width = model.ffn_hidden_size
+    walk, hidden = Walk(), one.size(model.hidden_size)
+    if one.level == "full":
+        walk.make(one.size(2 * width if model.gated else width))
+    if one.level != "none":
+        walk.make(one.size(width))
+    walk.make(hidden)
+    walk.drop(walk.live - hidden)
+    walk.make(hidden)
+    return walk.peak
+
+
+def _block_backward(model: ModelConfig, one: Pass, kept: Kept) -> int:
+    assert model.ffn_hidden_size and model.head_groups and model.kv_channels
+    walk, hidden = Walk(), one.size(model.hidden_size)
+    dropped = hidden if model.hidden_dropout > 0 else 0
+    walk.make(dropped)
+    walk.drop(dropped)  # the mask
+    _mlp_backward(walk, model, one, model.ffn_hidden_size)
+    walk.drop(dropped, kept.get("MLP up outputs", 0), kept.get("MLP activations", 0), kept.get("linear inputs", 0) // 2)
+    _norm_backward(walk, model, one)
+    walk.make(hidden)  # the sum of both branches' gradients
+    walk.drop(hidden, kept.get("norm inputs", 0) // 2)
+    walk.make(dropped)
+    query, group = model.num_attention_heads * model.kv_channels, model.head_groups * model.kv_channels
+    walk.make(one.size(query), moment=_weight_gradient(one, model.hidden_size, query))
+    heads = one.size(query, group, group)
+    walk.make(heads)
+    walk.drop(one.size(query), *(size for kind, size in kept.items() if kind.startswith(("attention", "query"))))
+    walk.make(heads)
+    walk.drop(heads)
+    walk.make(hidden, moment=_weight_gradient(one, query + 2 * group, model.hidden_size))
+    walk.drop(heads, dropped)
+    _norm_backward(walk, model, one)
+    return walk.peak
+
+
+def _mlp_backward(walk: Walk, model: ModelConfig, one: Pass, width: int) -> None:
+    """See `kernels/mlp.py`. Its input's gradient remains."""
+    activated, up_width = one.size(width), 2 * width if model.gated else width
+    up_output = one.size(up_width)
+    if one.level == "full":
+        walk.make(up_output)
+    if one.level != "none":
+        walk.make(activated, moment=activated if model.gated else 0)
+    walk.make(0, moment=_weight_gradient(one, model.hidden_size, width))
+    if one.level != "none":
+        walk.drop(activated)
+    walk.make(activated)  # its gradient
+    if model.gated:
+        walk.make(activated, moment=activated)  # that of up goes where the up output was
+        walk.drop(2 * activated)
+        result = 0
+    else:
+        walk.make(activated)
+        walk.drop(activated)
+        result = activated
+    hidden = one.size(model.hidden_size)
+    walk.make(0, moment=_weight_gradient(one, up_width, model.hidden_size))
+    walk.make(hidden)
+    walk.drop(result, up_output if one.level == "full" else 0)
+
+
+def _norm_forward(model: ModelConfig, one: Pass) -> int:
+    """Momentary bytes beside the output: RMS norm computes in fp32 tensors of its own."""
+    single = one.tokens * model.hidden_size * FP32_BYTES
+    return 2 * single if model.normalization_type == "rms_norm" and one.cast_itemsize else single
+
+
+def _norm_backward(walk: Walk, model: ModelConfig, one: Pass) -> None:
+    """Its input's gradient takes the place of its output's."""
+    hidden, single = one.size(model.hidden_size), one.tokens * model.hidden_size * FP32_BYTES
+    rms = model.normalization_type == "rms_norm"
+    walk.make(hidden, moment=4 * single - hidden if rms else 0)
+    walk.drop(hidden)
+
+
+def _weight_gradient(one: Pass, rows: int, columns: int) -> int:
+    """Momentary bytes: a gradient in another dtype than its buffer's is made first and added then."""
+    return rows * columns * one.itemsize if one.makes_weight_gradients else 0
