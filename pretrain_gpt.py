@@ -22,7 +22,12 @@ def main(argv: list[str]) -> int:
     try:
         arguments = parse(argv)
         experiment_dir = folder_of(arguments.config)
-        config = resolve(arguments.config, planned_world_size(arguments.config, launch_world_size()))
+        world_size = planned_world_size(arguments.config, launch_world_size())
+        config = resolve(arguments.config, world_size)
+        if config.distributed.dry_run:
+            from megatron_lite.dry_run import dry_run
+
+            return dry_run(config, world_size, arguments.warnings, prints=launch_rank() == 0)
     except HelpRequested as request:
         if launch_rank() == 0:
             exits.print_page(str(request))

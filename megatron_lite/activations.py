@@ -67,7 +67,6 @@ class Kept(dict[str, int]):
 
 def kept_by_layer(model: ModelConfig, one: Pass) -> list[Kept]:
     """Of the embedding, each block and the head. Nothing is kept before the first layer that is trained."""
-    assert model.use_position_embeddings is not None
     embedding, reached = Kept(), one.trains("embedding.")
     embedding.add("dropout masks", one.size(model.hidden_size), reached and model.hidden_dropout > 0)
     layers = [embedding]
@@ -91,10 +90,12 @@ def _block(model: ModelConfig, one: Pass, name: str, reached: bool) -> tuple[Kep
 def _norm(kept: Kept, model: ModelConfig, one: Pass, name: str, reached: bool) -> bool:
     """Its input and its statistics: 1 / rms, or mean and 1 / deviation."""
     reached = reached or one.trains(name)
-    # torch's layer norm has them in fp32 on a GPU only.
-    layer_norm = one.tokens * 2 * (FP32_BYTES if one.on_gpu else one.itemsize)
+    if model.normalization_type == "rms_norm":
+        statistics = FP32_BYTES
+    else:
+        statistics = 2 * (FP32_BYTES if one.on_gpu else one.itemsize)  # torch has them in fp32 on a GPU only
     kept.add("norm inputs", one.size(model.hidden_size), reached)
-    kept.add("norm statistics", one.tokens * FP32_BYTES if model.normalization_type == "rms_norm" else layer_norm, reached)
+    kept.add("norm statistics", one.tokens * statistics, reached)
     return reached
 
 
@@ -120,8 +121,9 @@ def _attention(kept: Kept, model: ModelConfig, one: Pass, name: str, reached: bo
         if windowed:
             kept.add("attention masks", _mask_bytes(model, one))
             kept.add("attention outputs", one.size(query), output)  # blocks of queries, put together
-    kept.add("dropout masks", one.size(model.hidden_size), model.hidden_dropout > 0 and (reached or one.trains(f"{name}output.")))
-    return reached or one.trains(f"{name}output.")
+    reached = reached or one.trains(f"{name}output.")
+    kept.add("dropout masks", one.size(model.hidden_size), reached and model.hidden_dropout > 0)
+    return reached
 
 
 def _attention_with_dropout(kept: Kept, model: ModelConfig, one: Pass, query: int) -> None:
@@ -142,11 +144,12 @@ def _mask_bytes(model: ModelConfig, one: Pass) -> int:
 def _mlp(kept: Kept, model: ModelConfig, one: Pass, name: str, reached: bool) -> bool:
     """See `kernels/mlp.py`: what is kept of input, up output and activation, level by level."""
     assert model.ffn_hidden_size is not None
+    up_size = model.ffn_hidden_size * (2 if model.gated else 1)
     up, down = (one.trains(f"{name}{weight}.weight") for weight in ("up", "down"))
     passes_through = reached or one.trains(f"{name}up.")
     reads_hidden = passes_through or (down and one.level != "none")
     kept.add("linear inputs", one.size(model.hidden_size), up or (reads_hidden and one.level == "full"))
-    kept.add("MLP up outputs", one.size(model.ffn_hidden_size * (2 if model.gated else 1)), reads_hidden and one.level != "full")
+    kept.add("MLP up outputs", one.size(up_size), reads_hidden and one.level != "full")
     kept.add("MLP activations", one.size(model.ffn_hidden_size), down and one.level == "none")
     reached = passes_through or one.trains(f"{name}down.")
     kept.add("dropout masks", one.size(model.hidden_size), reached and model.hidden_dropout > 0)

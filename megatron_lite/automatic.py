@@ -73,9 +73,9 @@ def _lowest_zero_stage(
                 f"limit {limit}"
             )
     return zero_stage, Note(
-        f"--zero_stage=auto is {zero_stage}, but its predicted peak exceeds the limit by {(peak - usable) / GIB:.1f} GiB: "
-        f"{', '.join(predicted)}, limit {limit}; use a smaller --micro_batch_size, --mlp_recompute_level=full, or more "
-        "ranks",
+        f"--zero_stage=auto is {zero_stage}, but its predicted peak is {(peak - usable) / GIB:.1f} GiB too high: "
+        f"{', '.join(predicted)}, limit {limit}; use a smaller --micro_batch_size, --mlp_recompute_level=full, or "
+        "more ranks",
         is_warning=True,
     )
 
@@ -102,10 +102,10 @@ def blocks_per_stage(config: Config, world_size: int, device_type: str) -> tuple
 def worthwhile_bytes(world_size: int, device_type: str) -> int:
     """The size of a stage's weights, in the training dtype, from which on latency is at most a tenth of a gather.
 
-    A gather of n bytes takes latency + n / bandwidth. On NCCL a launch costs about 20 us and each of the N - 1 hops of a
-    ring about 2 us; 50 GB/s is one adapter of 400 Gbit/s for each GPU. That is 62 MiB with 64 GPUs, 117 MiB with 128. Inside
-    of a machine there are few hops, but NVLink has several times the bandwidth: therefore never less than 32 MiB. On
-    gloo, pairs of messages of about 50 us share about 1 GB/s: 1.3 MiB with 2 processes.
+    A gather of n bytes takes latency + n / bandwidth. On NCCL a launch costs about 20 us and each of the N - 1 hops of
+    a ring about 2 us; 50 GB/s is one adapter of 400 Gbit/s for each GPU. That is 63 MiB with 64 GPUs, 118 MiB with 128.
+    Inside of a machine there are few hops, but NVLink has several times the bandwidth: therefore never less than
+    32 MiB. On gloo, pairs of messages of about 50 us share about 1 GB/s: 1.3 MiB with 2 processes.
     """
     start_s, per_rank_s, bytes_per_s = NCCL_COST if device_type == "cuda" else GLOO_COST
     latency_s = start_s + per_rank_s * (world_size - 1)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import platform
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from megatron_lite import arguments
 from megatron_lite.agreement import together
+from megatron_lite.automatic import Note, device_memory_bytes, resolve_auto
 from megatron_lite.checkpoint import compatibility, sharded
 from megatron_lite.checkpoint.huggingface import check_exportable
 from megatron_lite.config import Config
 from megatron_lite.data.loader import DataSource, open_data
 from megatron_lite.distributed import Distributed
 from megatron_lite.experiment import Experiment
-from megatron_lite.gpt import build_gpt
-from megatron_lite.items import lr_scale_patterns
+from megatron_lite.gpt import model_layers
 from megatron_lite.layers.ends import chunk_tokens
 from megatron_lite.layers.layer import Layer
 from megatron_lite.monitor.logging import start_logging
@@ -28,7 +29,7 @@ from megatron_lite.monitor.tensor_debug import TensorDebugger, open_debugger
 from megatron_lite.monitor.trackers import Trackers, open_trackers
 from megatron_lite.monitor.window import LogWindow
 from megatron_lite.optimizer.adamw import AdamW
-from megatron_lite.parameter import Parameter, set_lr_scales
+from megatron_lite.parameter import Parameter
 from megatron_lite.stop_signal import StopSignal
 from megatron_lite.traffic import Traffic
 from megatron_lite.validation import warnings
@@ -74,28 +75,21 @@ def build(
     logger = _open_log(config, distributed, experiment)
     if config.training.export_interval is not None and config.training.export_format == "huggingface":
         check_exportable(config.model)
+    config, choices = _choose(config, distributed)
     data = together(distributed, lambda: open_data(config, distributed.rank, distributed.world_size))
     layers = together(distributed, lambda: model_layers(config))
     for line in arguments.banner(config, derived_numbers(config, layers, distributed, data)).splitlines():
         logger.info(line)
+    for choice in choices:
+        logger.log(logging.WARNING if choice.is_warning else logging.INFO, choice.text)
     for note in (*notes, *warnings(config), *memory_warnings(config, distributed)):
         logger.warning(note)
     if experiment.checkpoints is not None:
         together(distributed, lambda: _check_architecture(config, experiment))
-    model = together(
-        distributed,
-        lambda: MultiStage(
-            layers, config.multi_stage, config.batch, config.distributed.training_dtype, distributed,
-            training=not config.training.inference,
-        ),
-    )
+    model = together(distributed, lambda: _allocate(config, distributed, layers))
     for line in (*split_lines(model), *memory_lines(model)):
         logger.info(line)
-    collectives_alone_s = {}
-    if config.run.log_communication:
-        distributed.traffic = Traffic(distributed.world_size, timed=True, device_type=distributed.device.type)
-        with distributed.traffic.paused():
-            collectives_alone_s = model.time_collectives(distributed.barrier)
+    collectives_alone_s = _time_collectives(config, distributed, model)
     optimizer = AdamW(config.optimizer, model.stages, config.distributed.training_dtype, distributed)
     window = LogWindow(distributed.device)
     iteration = _resume(config, distributed, experiment, logger, model, optimizer, window)
@@ -116,12 +110,36 @@ def build(
     )  # fmt: skip
 
 
+def _choose(config: Config, distributed: Distributed) -> tuple[Config, tuple[Note, ...]]:
+    """Numbers in place of `auto`, the same on all ranks: those that fit the smallest device."""
+    memory = device_memory_bytes(distributed.device, distributed.local_world_size)
+    memory = -distributed.agree_max(-memory)
+    multi_stage, choices = together(
+        distributed, lambda: resolve_auto(config, distributed.world_size, distributed.device.type, memory)
+    )
+    return dataclasses.replace(config, multi_stage=multi_stage), choices
+
+
 def _open_log(config: Config, distributed: Distributed, experiment: Experiment) -> logging.Logger:
     all_ranks = config.run.enable_all_loggers
     return start_logging(
         experiment.log_file(distributed.rank), distributed.rank, distributed.world_size,
         to_console=distributed.rank == 0 or all_ranks, timestamps=config.run.log_timestamps, all_ranks=all_ranks,
     )  # fmt: skip
+
+
+def _allocate(config: Config, distributed: Distributed, layers: list[Layer]) -> MultiStage:
+    dtype, training = config.distributed.training_dtype, not config.training.inference
+    return MultiStage(layers, config.multi_stage, config.batch, dtype, distributed, training)
+
+
+def _time_collectives(config: Config, distributed: Distributed, model: MultiStage) -> dict[str, float]:
+    """For --log_communication: from here on waits are timed, and each collective has run alone."""
+    if not config.run.log_communication:
+        return {}
+    distributed.traffic = Traffic(distributed.world_size, timed=True, device_type=distributed.device.type)
+    with distributed.traffic.paused():
+        return model.time_collectives(distributed.barrier)
 
 
 def _check_architecture(config: Config, experiment: Experiment) -> None:
@@ -191,18 +209,6 @@ def derived_numbers(config: Config, layers: list[Layer], distributed: Distribute
         ),
         **data.describe(),
     }
-
-
-def model_layers(config: Config) -> list[Layer]:
-    """The layers on the meta device, their parameters with the learning-rate scales that were asked for.
-
-    Raises:
-        UsageError: if a pattern of --freeze or --lr_scales matches nothing, or everything would be frozen.
-    """
-    layers = build_gpt(config.model, config.batch.sequence_length)
-    scales = lr_scale_patterns(config.optimizer.freeze, config.optimizer.lr_scales)
-    set_lr_scales((cast(Parameter, parameter) for layer in layers for parameter in layer.parameters()), scales)
-    return layers
 
 
 def split_lines(model: MultiStage) -> list[str]:

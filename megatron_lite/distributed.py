@@ -59,9 +59,10 @@ class Distributed:
         init_method: str | None = None,
     ) -> None:
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
+        self.local_world_size = local_world_size or world_size
         if config.deterministic:
             make_deterministic()
-        self.device = choose_device(config.device, local_rank, local_world_size or world_size)
+        self.device = choose_device(config.device, local_rank, self.local_world_size)
         step_timeout = datetime.timedelta(seconds=config.distributed_timeout)
         startup_timeout = datetime.timedelta(seconds=config.startup_timeout)
         store = dist.HashStore() if init_method is None and world_size == 1 else None
@@ -158,9 +159,7 @@ class Distributed:
 
     def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
         """What `reduce_scatter` allocates of its own for shards of this size."""
-        if self.device.type == "cuda":
-            return 0
-        return 2 * (self.world_size - 1) * min(shard_numel, REDUCTION_CHUNK_NUMEL) * dtype.itemsize
+        return reduction_scratch_bytes(self.device.type, self.world_size, shard_numel, dtype)
 
     def _reduction_scratch(self, buffer: Tensor) -> Tensor:
         numel = min(buffer.numel() // self.world_size, REDUCTION_CHUNK_NUMEL)
@@ -198,6 +197,13 @@ class Distributed:
     def broadcast_object(self, value: Any) -> Any:
         """The JSON-able value of rank 0, on every rank."""
         return self.gather_objects(value if self.rank == 0 else None)[0]
+
+
+def reduction_scratch_bytes(device_type: str, world_size: int, shard_numel: int, dtype: torch.dtype) -> int:
+    """What reductions of shards of this size allocate of their own: receive scratch on CPU, nothing on a GPU."""
+    if device_type == "cuda":
+        return 0
+    return 2 * (world_size - 1) * min(shard_numel, REDUCTION_CHUNK_NUMEL) * dtype.itemsize
 
 
 def initialize(config: DistributedConfig) -> Distributed:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -13,13 +15,14 @@ from megatron_lite.cautions import warnings
 from megatron_lite.config import Config
 from megatron_lite.errors import EXIT_DONE
 from megatron_lite.planning import Plan, make_plan
+from megatron_lite.zero.stage import Stage
 
 # What A100 and H100 cards of 80 GB report, rounded down. A dry run looks at no device.
 PLANNED_GPU_BYTES = 79 * GIB
 
 
-def dry_run(config: Config, world_size: int, notes: Sequence[str]) -> int:
-    """Print the plan of a resolved configuration for `world_size` ranks; returns the exit code.
+def dry_run(config: Config, world_size: int, notes: Sequence[str], prints: bool) -> int:
+    """Print the plan of a resolved configuration for `world_size` ranks, if this process `prints`; the exit code.
 
     `notes` are warnings of the command line. `--device=auto` plans for GPUs.
 
@@ -32,18 +35,21 @@ def dry_run(config: Config, world_size: int, notes: Sequence[str]) -> int:
     multi_stage, choices = resolve_auto(config, world_size, device_type, memory)
     plan = make_plan(dataclasses.replace(config, multi_stage=multi_stage), world_size, device_type)
     cautions = [f"WARNING {text}" for text in (*notes, *warnings(config))]
-    exits.print_page("\n".join([*describe(plan, memory, choices), *cautions]))
+    if prints:
+        exits.print_page("\n".join([*describe(plan, memory, choices), *cautions]))
     return EXIT_DONE
 
 
 def describe(plan: Plan, device_bytes: int, choices: Sequence[Note]) -> list[str]:
     """The page that a dry run prints."""
-    kind = "80 GB GPUs" if plan.device_type == "cuda" else "CPU"
-    ranks = f"{plan.world_size:,} rank{'s' if plan.world_size > 1 else ''}"
+    device = "GPU of 80 GB" if plan.device_type == "cuda" else f"rank on CPU, {device_bytes / GIB:.1f} GiB each"
+    distributed = plan.config.distributed
+    ranks = f"{plan.world_size:,} {device if plan.world_size == 1 else device.replace('GPU', 'GPUs', 1)}"
+    ranks = ranks if plan.world_size == 1 else ranks.replace("rank", "ranks", 1)
     return [
-        f"dry run: {ranks} on {kind}, {plan.config.distributed.training_dtype}; numbers are those of each rank",
+        f"dry run for {ranks} (--device={distributed.device}), {distributed.training_dtype}: numbers of each rank",
+        *(f"{'WARNING ' if choice.is_warning else ''}{choice.text}" for choice in choices),
         *_model(plan),
-        *(f"  {'WARNING ' if choice.is_warning else ''}{choice.text}" for choice in choices),
         *_batch(plan),
         *_state(plan),
         *_activations(plan, device_bytes),
@@ -52,61 +58,53 @@ def describe(plan: Plan, device_bytes: int, choices: Sequence[Note]) -> list[str
 
 
 def _title(name: str, *columns: str) -> str:
-    return f"{name:<26}" + "".join(f"{column:>18}" for column in columns)
+    return f"{name:<28}" + "".join(f"{column:>21}" for column in columns)
 
 
 def _row(name: str, *cells: str) -> str:
-    return f"{'  ' + name:<26}" + "".join(f"{cell:>18}" for cell in cells)
+    return _title("  " + name, *cells)
 
 
 def _mib(size: float) -> str:
     return f"{size / MIB:,.2f}"
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
+
+
 def _model(plan: Plan) -> Iterator[str]:
     """Parameters, and stages in runs of equal ones."""
-    model = plan.model
+    model, options = plan.model, plan.config.multi_stage
     frozen = sum(slot.numel for _, part in model.parts() if part.frozen for slot in part.layout.slots)
     total = model.num_parameters
     yield f"parameters: {total:,} ({total - frozen:,} trainable, {frozen:,} frozen)"
     weights, gradients = model.buffer_counts()
-    yield _title("stages", "elements", "padded", "weights, MiB")
-    run: list[int] = []
-    for stage in [*model.stages, None]:
-        if run and (stage is None or _shape(plan, stage.index) != _shape(plan, run[0])):
-            yield _stage_row(plan, run)
-            run = []
-        if stage is not None:
-            run.append(stage.index)
     yield (
-        f"  {len(model.stages)} stages, {weights} weight buffer{_s(weights)}, {gradients} gradient buffer{_s(gradients)} "
-        f"(zero_stage {plan.config.multi_stage.zero_stage}, layers_per_stage {plan.config.multi_stage.layers_per_stage:g})"
+        f"{_count(len(model.stages), 'stage')}, {_count(weights, 'weight buffer')}, "
+        f"{_count(gradients, 'gradient buffer')} (zero_stage {options.zero_stage}, "
+        f"layers_per_stage {options.layers_per_stage:g})"
     )
+    yield _title("stages", "layers in each", "elements of each", "with padding", "weights of each, MiB")
+    for _, run in itertools.groupby(model.stages, key=functools.partial(_shape, plan)):
+        yield _stage_row(plan, list(run))
 
 
-def _s(count: int) -> str:
-    return "" if count == 1 else "s"
+def _shape(plan: Plan, stage: Stage) -> tuple[int, ...]:
+    """What makes neighbours alike: being an end or not, the number of layers, sizes."""
+    in_the_middle = 0 < stage.index < len(plan.model.stages) - 1
+    return in_the_middle, len(stage.layers), _elements(stage), stage.numel, stage.grad_numel
 
 
-def _shape(plan: Plan, index: int) -> tuple[int, ...]:
-    """What makes stages alike: kind and number of layers, sizes."""
-    stage = plan.model.stages[index]
-    ends = 0 < index < len(plan.model.stages) - 1
-    return ends, len(stage.layers), _elements(plan, index), stage.numel, stage.grad_numel
+def _elements(stage: Stage) -> int:
+    return sum(slot.numel for part in stage.parts for slot in part.layout.slots)
 
 
-def _elements(plan: Plan, index: int) -> int:
-    return sum(slot.numel for part in plan.model.stages[index].parts for slot in part.layout.slots)
-
-
-def _stage_row(plan: Plan, run: Sequence[int]) -> str:
-    stages = [plan.model.stages[index] for index in run]
-    layers = [str(layer.name) for stage in stages for layer in stage.layers]
-    name = layers[0] if len(layers) == 1 else f"{layers[0]}-{layers[-1].rpartition('.')[2]}"
-    each = f" ({len(run)} x {len(stages[0].layers)})" if len(layers) > 1 else ""
-    padded = stages[0].numel
-    itemsize = plan.model.precision.training.itemsize
-    return _row(name + each, f"{_elements(plan, run[0]):,}", f"{padded:,}", _mib(padded * itemsize))
+def _stage_row(plan: Plan, run: Sequence[Stage]) -> str:
+    names = [str(layer.name) for stage in run for layer in stage.layers]
+    name = names[0] if len(names) == 1 else f"{names[0]} to {names[-1].rpartition('.')[2]}"
+    size = run[0].numel * plan.model.precision.training.itemsize
+    return _row(name, str(len(run[0].layers)), f"{_elements(run[0]):,}", f"{run[0].numel:,}", _mib(size))
 
 
 def _batch(plan: Plan) -> Iterator[str]:
@@ -114,15 +112,15 @@ def _batch(plan: Plan) -> Iterator[str]:
     assert batch.batch_size is not None
     tokens = batch.batch_size * batch.sequence_length
     yield (
-        f"batch: {batch.batch_size:,} samples = micro_batch_size {batch.micro_batch_size:,} x depth-first "
-        f"{batch.depth_first_micro_batches:,} x breadth-first {batch.breadth_first_micro_batches:,} x ranks "
-        f"{plan.world_size:,}"
+        f"batch: {batch.batch_size:,} samples = {batch.micro_batch_size:,} in a micro-batch x "
+        f"{batch.depth_first_micro_batches:,} depth-first x {batch.breadth_first_micro_batches:,} breadth-first x "
+        f"{_count(plan.world_size, 'rank')}"
     )
-    yield f"  {tokens:,} tokens an iteration of {batch.sequence_length:,} a sample"
-    if iterations:
-        yield f"  {tokens * iterations:,} tokens in {iterations:,} iterations"
-    else:
-        yield "  --train_iters=0: such a run would only evaluate; these are the numbers of training"
+    yield f"  {tokens:,} tokens an iteration, {batch.sequence_length:,} a sample; " + (
+        f"{tokens * iterations:,} tokens in {_count(iterations, 'iteration')}"
+        if iterations
+        else "with --train_iters=0 nothing is trained: what follows is for a run that trains"
+    )
 
 
 def _state(plan: Plan) -> Iterator[str]:
@@ -134,28 +132,31 @@ def _state(plan: Plan) -> Iterator[str]:
 
 
 def _activations(plan: Plan, device_bytes: int) -> Iterator[str]:
-    """One column for each level of recomputation, in MiB."""
+    """One column for each level of recomputation, in MiB; what a block keeps kind by kind."""
     chosen = plan.config.model.mlp_recompute_level
     levels = list(plan.activations.values())
-    breadth = plan.config.batch.breadth_first_micro_batches or 1
+    blocks = [max(level.kept[1:-1], key=lambda kept: kept.total) for level in levels]
+    held = _count(plan.config.batch.breadth_first_micro_batches or 1, "micro-batch")
     usable = int(device_bytes * (1 - RESERVE))
-    yield _title(
-        "activations, MiB", *(f"{level.level}{' (chosen)' if level.level == chosen else ''}" for level in levels)
-    )
-    yield _row("a block, a micro-batch", *(_mib(max(kept.total for kept in level.kept[1:-1])) for level in levels))
-    yield _row(f"held, {breadth} micro-batch{'es' if breadth > 1 else ''}", *(_mib(level.held) for level in levels))
-    yield _row("and for a moment", *(_mib(level.peak - level.held) for level in levels))
-    yield _row("in", *(level.peak_at for level in levels))
     peaks = [plan.peak_bytes(level.level) for level in levels]
-    yield _row("with the state: peak", *(_mib(peak) for peak in peaks))
-    yield _row(
-        f"of {_mib(usable)} usable", *("fits" if peak <= usable else f"over by {_mib(peak - usable)}" for peak in peaks)
-    )
+    yield _title("activations, MiB, with", *(level.level + " *" * (level.level == chosen) for level in levels))
+    for kind in blocks[0]:
+        yield _row(kind, *(_mib(block.get(kind, 0)) for block in blocks))
+    yield _row("a block, a micro-batch", *(_mib(block.total) for block in blocks))
+    yield _row(f"all layers, {held}", *(_mib(level.held) for level in levels))
+    yield _row("most at any time", *(_mib(level.peak) for level in levels))
+    yield _row("  namely in the", *(level.peak_at for level in levels))
+    yield _row("with the state", *(_mib(peak) for peak in peaks))
+    fits = ("fits" if peak <= usable else f"{_mib(peak - usable)} too much" for peak in peaks)
+    yield _row(f"in {_mib(usable)}", *fits)
+    yield f"  * --mlp_recompute_level={chosen}; {RESERVE:.0%} of {device_bytes / GIB:.1f} GiB left to the runtime"
 
 
 def _traffic(plan: Plan) -> Iterator[str]:
-    yield _title("traffic of a step", "collectives", "elements", "MiB", "MiB sent by a rank")
-    for kind, total in sorted(plan.traffic.items()):
-        yield _row(f"{kind}s", f"{total.collectives:,}", f"{total.elements:,}", _mib(total.bytes), _mib(total.wire_bytes))
     if not plan.traffic:
-        yield "  none: one rank"
+        yield "traffic: none with one rank"
+        return
+    yield _title("traffic of a step", "collectives", "elements", "MiB", "sent by a rank, MiB")
+    for kind, total in sorted(plan.traffic.items()):
+        sizes = (_mib(total.bytes), _mib(total.wire_bytes))
+        yield _row(f"{kind}s", f"{total.collectives:,}", f"{total.elements:,}", *sizes)

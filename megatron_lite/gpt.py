@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from megatron_lite.config import ModelConfig
+from typing import cast
+
+from megatron_lite.config import Config, ModelConfig
+from megatron_lite.items import lr_scale_patterns
 from megatron_lite.layers.block import Block, Rotary
 from megatron_lite.layers.ends import Embedding, Head
 from megatron_lite.layers.layer import Layer
+from megatron_lite.parameter import Parameter, set_lr_scales
 
 
 def build_gpt(config: ModelConfig, sequence_length: int) -> list[Layer]:
@@ -17,3 +21,15 @@ def build_gpt(config: ModelConfig, sequence_length: int) -> list[Layer]:
     embedding = Embedding(config)
     blocks = [Block(index, config, rotary) for index in range(config.num_layers)]
     return [embedding, *blocks, Head(config, embedding)]
+
+
+def model_layers(config: Config) -> list[Layer]:
+    """The layers on the meta device, their parameters with the learning-rate scales that were asked for.
+
+    Raises:
+        UsageError: if a pattern of --freeze or --lr_scales matches nothing, or everything would be frozen.
+    """
+    layers = build_gpt(config.model, config.batch.sequence_length)
+    scales = lr_scale_patterns(config.optimizer.freeze, config.optimizer.lr_scales)
+    set_lr_scales((cast(Parameter, parameter) for layer in layers for parameter in layer.parameters()), scales)
+    return layers

@@ -114,6 +114,7 @@ def count_traffic(model: MultiStage, group: SimulatedGroup) -> dict[str, Total]:
                 stage.gradients.wait()
         for stage in model.stages:
             model.updated(stage)
+        model.gather_ahead()
     return group.traffic.take()
 
 
@@ -162,4 +163,3 @@ def one_pass(config: Config, model: MultiStage, device_type: str, level: str) ->
         level=level,
         onednn=device_type == "cpu" and uses_onednn(torch.empty(0, dtype=precision.training)),
     )
-

@@ -31,7 +31,7 @@ def attention(
                 query[:, :, start:end], key[:, :, low:end], value[:, :, low:end],
                 attn_mask=_window_mask(start, end, low, window, query.device), enable_gqa=grouped,
             )
-            for start, end, low in _query_blocks(query.shape[2], window)
+            for start, end, low in query_blocks(query.shape[2], window)
         ],
         dim=2,
     )  # fmt: skip
@@ -43,7 +43,7 @@ def _repeat_groups(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
     return key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
 
 
-def _query_blocks(length: int, window: int) -> list[tuple[int, int, int]]:
+def query_blocks(length: int, window: int) -> list[tuple[int, int, int]]:
     """Blocks of queries [start, end) with their first key: no mask is larger than (block, block + window)."""
     block = max(min(window, 1024), 128)
     return [(start, min(start + block, length), max(0, start - window + 1)) for start in range(0, length, block)]
