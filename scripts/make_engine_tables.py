@@ -1,0 +1,159 @@
+"""Write the tables of docs/multi_stage.md: memory, traffic and choices, counted by the engine itself.
+
+python scripts/make_engine_tables.py            writes them
+python scripts/make_engine_tables.py --check    only compares them; exit code 1 if they are out of date
+
+Each plan is a `MultiStage` on the meta device whose memory and collectives are counted, as in `--dry_run=1`. The
+formulas beside them are those of the guide, from nothing but sizes.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))  # runs from a plain checkout
+
+from megatron_lite.arguments import parse as parse_flags  # noqa: E402
+from megatron_lite.arguments import read_words  # noqa: E402
+from megatron_lite.automatic import RESERVE  # noqa: E402
+from megatron_lite.dry_run import PLANNED_GPU_BYTES  # noqa: E402
+from megatron_lite.planning import Plan, make_plan  # noqa: E402
+from megatron_lite.validation import resolve  # noqa: E402
+
+TARGET = REPOSITORY / "docs" / "multi_stage.md"
+MODEL = read_words(str(REPOSITORY / "scripts" / "examples" / "mistral_7b.flags"))
+MIB, GIB = 2**20, 2**30
+
+# Bytes per parameter: (whole, divided by N, in each shared buffer), as in the guide.
+FORMULAS = {
+    ("bf16", 1): (6, 12, 0), ("bf16", 2): (2, 16, 4), ("bf16", 3): (0, 16, 6),
+    ("fp32", 1): (8, 8, 0), ("fp32", 2): (4, 12, 4), ("fp32", 3): (0, 16, 8),
+}  # fmt: skip
+ALONE = {("bf16", 1): (18, 0), ("bf16", 2): (18, 0), ("bf16", 3): (16, 2)}  # bytes, bytes in each shared buffer
+
+
+def plan(ranks: int, **flags: Any) -> Plan:
+    """The plan of the example with more flags, for GPUs."""
+    words = [*MODEL, "--dry_run=1", f"--world_size={ranks}", *(f"--{name}={value}" for name, value in flags.items())]
+    return make_plan(resolve(parse_flags(words).config, ranks), ranks, "cuda")
+
+
+def stage_sizes(model: Any) -> list[int]:
+    """Elements of each stage without padding."""
+    return [sum(slot.numel for part in stage.parts for slot in part.layout.slots) for stage in model.stages]
+
+
+def formula_bytes(sizes: Sequence[int], dtype: str, zero_stage: int, ranks: int) -> int:
+    """State memory of a rank without padding. Two shared buffers, each as large as its largest stage."""
+    shared = sum(max(sizes[first::2]) for first in range(2))
+    if ranks == 1:
+        whole, buffers = ALONE.get((dtype, zero_stage), (16, 0))
+        return whole * sum(sizes) + buffers * shared
+    whole, sharded, buffers = FORMULAS[dtype, zero_stage]
+    return whole * sum(sizes) + sharded * sum(sizes) // ranks + buffers * shared
+
+
+def memory_table() -> Iterator[tuple[str, ...]]:
+    """State memory against the formula."""
+    yield "training dtype", "ZeRO", "ranks", "formula, bytes", "padding, bytes", "allocated, bytes", "MiB"
+    for dtype, zero_stage in FORMULAS:
+        for ranks in (1, 2, 8, 64):
+            made = plan(ranks, training_dtype=dtype, zero_stage=zero_stage)
+            formula = formula_bytes(stage_sizes(made.model), dtype, zero_stage, ranks)
+            allocated = made.state_bytes
+            numbers = (f"{number:,}" for number in (formula, allocated - formula, allocated))
+            yield dtype, str(zero_stage), str(ranks), *numbers, f"{allocated / MIB:,.1f}"
+
+
+def traffic_table() -> Iterator[tuple[str, ...]]:
+    """Collectives of a step against the formulas."""
+    yield (
+        "ZeRO", "micro-batches", "gathers", "formula", "reductions", "formula", "gathered, MiB", "reduced, MiB",
+        "sent by a rank, MiB",
+    )  # fmt: skip
+    for zero_stage in (1, 2, 3):
+        for depth, breadth in ((1, 1), (4, 1), (1, 4), (2, 2)):
+            made = plan(4, zero_stage=zero_stage, batch_size=4 * depth * breadth, micro_batch_size=1,
+                        breadth_first_micro_batches=breadth)  # fmt: skip
+            stages, (buffers, _) = len(made.model.stages), made.model.buffer_counts()
+            # The embedding's weights are not gathered for its backward, which needs none.
+            gathers = stages + (2 * depth - 1) * (stages - buffers) - (1 if buffers < stages else 0)
+            reductions = stages * (1 if zero_stage == 1 else depth)
+            gathered, reduced = made.traffic["gather"], made.traffic["reduce"]
+            yield (
+                str(zero_stage), f"{depth} x {breadth}",
+                str(gathered.collectives), str(gathers), str(reduced.collectives), str(reductions),
+                f"{gathered.bytes / MIB:,.1f}", f"{reduced.bytes / MIB:,.1f}",
+                f"{(gathered.wire_bytes + reduced.wire_bytes) / MIB:,.1f}",
+            )  # fmt: skip
+
+
+def buffers_table() -> Iterator[tuple[str, ...]]:
+    """Buffer counts between ZeRO-3 and plain data parallelism."""
+    yield "weight buffers", "gradient buffers", "state, GiB", "gathers", "reductions", "sent by a rank, GiB"
+    for weights, gradients in ((1, 1), (2, 2), (4, 4), (8, 8), (17, 17), (34, 2), (34, 34)):
+        made = plan(8, num_weight_buffers=weights, num_grad_buffers=gradients, batch_size=32, micro_batch_size=1)
+        gathered, reduced = made.traffic["gather"], made.traffic["reduce"]
+        sent = (gathered.wire_bytes + reduced.wire_bytes) / GIB
+        yield (
+            str(weights), str(gradients), f"{made.state_bytes / GIB:,.1f}", str(gathered.collectives),
+            str(reduced.collectives), f"{sent:,.1f}",
+        )  # fmt: skip
+
+
+def choices_table() -> Iterator[tuple[str, ...]]:
+    """What fits where."""
+    yield (
+        "GPUs", "ZeRO", "micro-batches", "state, GiB", "with activations: none", "activation", "full",
+        "sent by a rank, GiB an iteration",
+    )  # fmt: skip
+    limit = PLANNED_GPU_BYTES * (1 - RESERVE)
+    for ranks in (4, 8, 64, 128):
+        for zero_stage in (1, 2, 3):
+            for order in ("depth", "breadth") if ranks == 64 else ("depth",):
+                sequential = 128 // ranks
+                made = plan(ranks, zero_stage=zero_stage, micro_batch_size=1,
+                            **{f"{order}_first_micro_batches": sequential})  # fmt: skip
+                peaks = (made.peak_bytes(level) for level in ("none", "activation", "full"))
+                sent = sum(made.traffic[kind].wire_bytes for kind in ("gather", "reduce")) / GIB
+                yield (
+                    str(ranks), str(zero_stage), f"{sequential} {order}-first" if sequential > 1 else "1",
+                    f"{made.state_bytes / GIB:,.1f}",
+                    *(f"{peak / GIB:,.1f}{'' if peak <= limit else ' (too much)'}" for peak in peaks), f"{sent:,.1f}",
+                )  # fmt: skip
+
+
+TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {
+    "memory": memory_table, "traffic": traffic_table, "buffers": buffers_table, "choices": choices_table,
+}  # fmt: skip
+
+
+def render(name: str) -> str:
+    """One table in Markdown."""
+    head, *rows = TABLES[name]()
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, tuple("---" for _ in head), *rows))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write or compare the tables between `<!-- table: name -->` and `<!-- end -->`."""
+    text = TARGET.read_text("utf-8")
+    current = re.sub(
+        r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", lambda found: f"{found[1]}{render(found[2])}\n{found[3]}", text,
+        flags=re.DOTALL,
+    )  # fmt: skip
+    if "--check" in argv:
+        if text == current:
+            return 0
+        print(f"{TARGET} is out of date: run python scripts/make_engine_tables.py", file=sys.stderr)
+        return 1
+    TARGET.write_text(current, "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,74 @@
+"""docs/multi_stage.md: its tables are the engine's own books, its commands run, and print what it shows."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+GUIDE = (ROOT / "docs" / "multi_stage.md").read_text("utf-8")
+# Each command with the output that it is shown with.
+SHOWN = re.findall(r"^```bash\n(.*?)\n```\n\n(?:[^\n`]+\n)*?\n?```text\n(.*?)\n```$", GUIDE, re.M | re.S)
+# Numbers, dates and device words differ from machine to machine; everything else may not.
+NUMBER = re.compile(r"[+-]?\d[\d,.]*(e[+-]\d+)?")
+
+
+def normalized(text: str) -> list[str]:
+    """The lines of an output without its numbers and spacing."""
+    return [" ".join(NUMBER.sub("#", line).split()) for line in text.splitlines()]
+
+
+def run(command: str, folder: Path) -> str:
+    """As typed into bash in a checkout; returns everything that it prints."""
+    for name in ("pretrain_gpt.py", "scripts", "megatron_lite"):
+        (folder / name).symlink_to(ROOT / name)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    own = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=os.environ | own, capture_output=True, text=True, timeout=180
+    )
+    return result.stdout + result.stderr
+
+
+def test_tables_are_what_the_engine_counts() -> None:
+    """Memory against the byte formulas, collectives against theirs, buffers, choices: rewritten, nothing changes."""
+    command = [sys.executable, str(ROOT / "scripts" / "make_engine_tables.py"), "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+
+
+def test_formulas_in_the_tables_are_equal_to_the_counts() -> None:
+    """Allocated less padding is the formula; gathers and reductions are theirs, in every row."""
+    memory, traffic = (
+        [row.strip("| ").split(" | ") for row in table.strip().splitlines()[2:]]
+        for table in re.findall(r"<!-- table: (?:memory|traffic) -->\n(.*?)<!-- end -->", GUIDE, re.S)
+    )
+    assert len(memory) == 24 and len(traffic) == 12
+    for row in memory:
+        formula, padding, allocated = (int(cell.replace(",", "")) for cell in row[3:6])
+        assert formula + padding == allocated and padding < allocated / 1000
+    assert all(row[2] == row[3] and row[4] == row[5] for row in traffic)
+
+
+def test_every_command_of_the_guide_is_run_here() -> None:
+    """Each bash block but the first half of a pair has its output below it."""
+    assert len(SHOWN) == GUIDE.count("```bash\n") == GUIDE.count("```text\n") == 4
+
+
+@pytest.mark.parametrize(("command", "shown"), SHOWN, ids=[f"command {index}" for index in range(len(SHOWN))])
+def test_commands_print_what_is_shown(command: str, shown: str, tmp_path: Path) -> None:
+    """Every line that the guide shows is printed, in this order; `...` stands for lines left out."""
+    printed = iter(normalized(run(command, tmp_path)))
+    for line in normalized(shown):
+        if line == "...":
+            continue
+        assert any(line == candidate for candidate in printed), f"not printed, or not in this order: {line}"
+
+
+def test_dry_run_is_shown_with_its_numbers(tmp_path: Path) -> None:
+    """Nothing in a dry run depends on the machine: the page is the one shown, digit by digit."""
+    (command, shown) = next(pair for pair in SHOWN if "--dry_run=1" in pair[0])
+    assert run(command, tmp_path).rstrip("\n") == shown
