@@ -16,6 +16,10 @@ ARCHITECTURE = (
 )  # fmt: skip
 
 
+# Options that later versions added, and what a run without them did: a change of these is always worth a line.
+_BEFORE: dict[str, Any] = {"freeze": [], "lr_scales": []}
+
+
 class Difference(NamedTuple):
     """One option of which the checkpoint and the command line have different values."""
 
@@ -59,6 +63,7 @@ def differences(saved: dict[str, Any], config: Config) -> list[Difference]:
 
 def _all_differences(saved: dict[str, Any], config: Config) -> list[Difference]:
     """Options that both know (another version of the program may know more or fewer) and that differ."""
+    saved = {**_BEFORE, **saved}
     return [
         Difference(name, saved[name], value)
         for name, value in _as_json(flatten(config)).items()

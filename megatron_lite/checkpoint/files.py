@@ -12,12 +12,13 @@ import errno
 import io
 import json
 import logging
+import math
 import os
 import re
 import secrets
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +45,24 @@ class WrittenFile(NamedTuple):
     size: int
     crc32: int
     data_start: int
+
+
+class TensorToWrite(NamedTuple):
+    """A tensor that need not exist before `read` is called, once, to write it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> TensorToWrite:
+        """One that exists already."""
+        return cls(name, tensor.dtype, tuple(tensor.shape), lambda: tensor)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def new_nonce() -> str:
@@ -87,17 +106,17 @@ def chunks(tensor: Tensor) -> Iterator[memoryview]:
         yield flat[start : start + step].cpu().view(torch.uint8).numpy().data
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> WrittenFile:
-    """Write a new safetensors file and sync it.
+def write_tensors(path: Path, tensors: Sequence[TensorToWrite], metadata: dict[str, str]) -> WrittenFile:
+    """Write a new safetensors file and sync it; each tensor is read once and let go before the next one is.
 
     Raises:
         OSError: if the file exists or cannot be written.
     """
     header: dict[str, object] = {"__metadata__": metadata}
     offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {
+    for tensor in tensors:
+        end = offset + tensor.num_bytes
+        header[tensor.name] = {
             "dtype": SAFETENSORS_DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end],
         }  # fmt: skip
         offset = end
@@ -108,11 +127,20 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
         for piece in (len(text).to_bytes(8, "little"), text):
             write(memoryview(piece))
             crc = zlib.crc32(piece, crc)
-        for tensor in tensors.values():
-            for chunk in chunks(tensor):
-                write(chunk)
-                crc = zlib.crc32(chunk, crc)
+        for tensor in tensors:
+            crc = _write_tensor(tensor, write, crc)
     return WrittenFile(size=8 + len(text) + offset, crc32=crc, data_start=8 + len(text))
+
+
+def _write_tensor(tensor: TensorToWrite, write: Callable[[memoryview], None], crc: int) -> int:
+    """Write the bytes and return the CRC-32 with them. A function of its own: its locals end with the tensor."""
+    values = tensor.read()
+    found, wanted = (tuple(values.shape), values.dtype), (tensor.shape, tensor.dtype)
+    assert found == wanted, (tensor.name, found, wanted)
+    for chunk in chunks(values):
+        write(chunk)
+        crc = zlib.crc32(chunk, crc)
+    return crc
 
 
 def write_text(path: Path, text: str) -> None:

@@ -112,7 +112,8 @@ def save_huggingface(
 
             def write(part: dict[str, Tensor] = part) -> None:
                 if is_writer:
-                    files.write_tensors(_part_path(temporary, len(parts)), part, {"format": "pt"})
+                    tensors = [files.TensorToWrite.of(name, value) for name, value in part.items()]
+                    files.write_tensors(_part_path(temporary, len(parts)), tensors, {"format": "pt"})
 
             together(distributed, what, _part_path(temporary, len(parts)), num_bytes, write)
             parts.append(list(part))

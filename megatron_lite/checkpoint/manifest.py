@@ -1,7 +1,7 @@
 """manifest.json: what a checkpoint holds, and where each element of each parameter lies in its files.
 
 ```
-{"format": "megatron_lite_checkpoint", "version": 1, "save_id": "...", "iteration": 100, "world_size": 2,
+{"format": "megatron_lite_checkpoint", "version": 2, "save_id": "...", "iteration": 100, "world_size": 2,
  "config": {every option}, "state": {...},
  "files": {"rank_000.safetensors": {"size": 4096, "crc32": 123}, ...},
  "parameters": {"embedding.word.weight": {"dtype": "float32", "shape": [256, 64],
@@ -11,8 +11,11 @@
 ```
 
 A slice is [file, byte offset in the file, bytes, first element of the flattened parameter]. Any layout reads any other
-from this alone. `crc32` covers every byte before its own line. A manifest is untrusted input: `read` accepts exactly
-what `dump` writes and raises `DamagedError` for everything else.
+from this alone. `dtype` is that of the weights, moments are always float32. A parameter that was frozen has no moments
+(empty lists), and only its weights may be of another dtype: bfloat16 or float16. Version 1 knew neither.
+
+`crc32` covers every byte before its own line. A manifest is untrusted input: `read` accepts exactly what `dump` writes,
+or wrote in version 1, and raises `DamagedError` for everything else.
 """
 
 from __future__ import annotations
@@ -27,17 +30,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from megatron_lite.checkpoint.files import CHUNK_BYTES, WrittenFile, open_regular
 
 if TYPE_CHECKING:
-    from megatron_lite.zero.layout import FlatLayout
+    from megatron_lite.zero.part import Part
 
 FORMAT = "megatron_lite_checkpoint"
-VERSION = 1
+VERSION = 2
+READABLE_VERSIONS = (1, 2)
 MANIFEST_NAME = "manifest.json"
 KINDS = ("weights", "exp_avg", "exp_avg_sq")
-DTYPE = "float32"
-ELEMENT_BYTES = 4
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RANK_FILE = re.compile(r"rank_[0-9]{3,7}\.safetensors")
 
 _MAX_MANIFEST_BYTES = 2**29
@@ -58,10 +63,9 @@ class Slice(NamedTuple):
     num_bytes: int
     first: int
 
-    @property
-    def end(self) -> int:
-        """One past the last element."""
-        return self.first + self.num_bytes // ELEMENT_BYTES
+    def end(self, dtype: torch.dtype) -> int:
+        """One past the last element, of elements of this dtype."""
+        return self.first + self.num_bytes // dtype.itemsize
 
 
 class SavedFile(NamedTuple):
@@ -71,8 +75,17 @@ class SavedFile(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedParameter:
+    dtype: torch.dtype  # of the weights
     shape: tuple[int, ...]
-    slices: dict[str, list[Slice]]  # for each of KINDS, in element order, without gaps
+    slices: dict[str, list[Slice]]  # for each of KINDS, in element order, without gaps; no moments: it was frozen
+
+    def dtype_of(self, kind: str) -> torch.dtype:
+        """Of the elements of one of KINDS."""
+        return self.dtype if kind == "weights" else torch.float32
+
+    @property
+    def has_moments(self) -> bool:
+        return bool(self.slices["exp_avg"])
 
 
 @dataclass(frozen=True)
@@ -90,26 +103,34 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:03d}.safetensors"
 
 
-def tensor_name(stage: int, kind: str) -> str:
-    return f"stage_{stage:03d}.{kind}"
+def dtype_name(dtype: torch.dtype) -> str:
+    """One of the names of DTYPES."""
+    return str(dtype).removeprefix("torch.")
 
 
-def locate_parameters(layouts: Sequence[FlatLayout], files: Sequence[WrittenFile]) -> dict[str, SavedParameter]:
-    """Where everything lies, for rank files that hold each stage's weights, exp_avg and exp_avg_sq in this order."""
+def tensor_name(stage: int, frozen: bool, kind: str) -> str:
+    """What a shard is called in a rank's file: stage_003.exp_avg, stage_003.frozen.weights."""
+    return f"stage_{stage:03d}.{'frozen.' if frozen else ''}{kind}"
+
+
+def locate_parameters(parts: Sequence[Part], files: Sequence[WrittenFile]) -> dict[str, SavedParameter]:
+    """Where everything lies, for rank files that hold the shards of each part one after the other, as `kinds` says."""
     parameters: dict[str, SavedParameter] = {}
-    stage_start = 0  # bytes from data_start, the same in every rank's file
-    for layout in layouts:
+    shard_start = 0  # bytes from data_start, the same in every rank's file
+    for part in parts:
+        layout, kinds = part.layout, part.kinds()
         for slot in layout.slots:
-            parameters[slot.spec.name] = SavedParameter(tuple(slot.spec.shape), {kind: [] for kind in KINDS})
-        shard_bytes = layout.shard_numel * ELEMENT_BYTES
-        for rank, file in enumerate(files):
-            for slot, start, end in layout.pieces(rank):
-                in_shard = (slot.offset + start - rank * layout.shard_numel) * ELEMENT_BYTES
-                for position, kind in enumerate(KINDS):
-                    offset = file.data_start + stage_start + position * shard_bytes + in_shard
-                    piece = Slice(rank_file(rank), offset, (end - start) * ELEMENT_BYTES, start)
+            slices: dict[str, list[Slice]] = {kind: [] for kind in KINDS}
+            parameters[slot.spec.name] = SavedParameter(kinds["weights"], tuple(slot.spec.shape), slices)
+        for kind, dtype in kinds.items():
+            size = dtype.itemsize
+            for rank, file in enumerate(files):
+                for slot, start, end in layout.pieces(rank):
+                    in_shard = slot.offset + start - rank * layout.shard_numel
+                    offset = file.data_start + shard_start + in_shard * size
+                    piece = Slice(rank_file(rank), offset, (end - start) * size, start)
                     parameters[slot.spec.name].slices[kind].append(piece)
-        stage_start += len(KINDS) * shard_bytes
+            shard_start += layout.shard_numel * size
     return parameters
 
 
@@ -125,7 +146,7 @@ def dump(manifest: Manifest) -> str:
     }  # fmt: skip
     files = {name: file._asdict() for name, file in manifest.files.items()}
     parameters = {
-        name: {"dtype": DTYPE, "shape": parameter.shape, **parameter.slices}
+        name: {"dtype": dtype_name(parameter.dtype), "shape": parameter.shape, **parameter.slices}
         for name, parameter in manifest.parameters.items()
     }
     lines = [f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items()]
@@ -153,7 +174,8 @@ def read(folder: Path) -> Manifest:
         _require(isinstance(values, dict) and values.get("format") == FORMAT, f"not of the format {FORMAT}")
         version = values.get("version")
         _require(_is_count(version), "no version")
-        _require(version == VERSION, f"written by format {version}, this program reads {VERSION}")
+        readable = " and ".join(map(str, READABLE_VERSIONS))
+        _require(version in READABLE_VERSIONS, f"written by format {version}, this program reads {readable}")
         line = _CRC_LINE.search(text, max(0, len(text) - 32))
         found = line is not None and line.end() == len(text) and int(line[1]) == zlib.crc32(text[: line.start()])
         _require(found, "its checksum does not match: it was damaged or edited")
@@ -207,36 +229,46 @@ def _manifest(values: dict[str, Any]) -> Manifest:
     parameters = {}
     for name, entry in values["parameters"].items():
         try:
-            parameters[name] = _parameter(entry, files)
+            parameters[name] = _parameter(entry, files, values["version"])
         except DamagedError as error:
             raise DamagedError(f"parameter {name[:200]!r}: {error}") from None
     return Manifest(save_id, iteration, world_size, values["config"], values["state"], files, parameters)
 
 
-def _parameter(entry: Any, files: dict[str, SavedFile]) -> SavedParameter:
+def _parameter(entry: Any, files: dict[str, SavedFile], version: int) -> SavedParameter:
     _require(isinstance(entry, dict) and tuple(entry) == ("dtype", "shape", *KINDS), "its keys are wrong")
-    _require(entry["dtype"] == DTYPE, f"its dtype is not {DTYPE}")
+    dtypes = tuple(DTYPES) if version > 1 else ("float32",)
+    _require(entry["dtype"] in dtypes, f"its dtype is not {' or '.join(dtypes)}")
     shape = entry["shape"]
     _require(isinstance(shape, list) and len(shape) <= 8 and all(_is_count(n, 1) for n in shape), "its shape is wrong")
-    numel = math.prod(shape)
-    slices = {}
+    parameter = SavedParameter(DTYPES[entry["dtype"]], tuple(shape), {})
     for kind in KINDS:
         _require(isinstance(entry[kind], list), f"{kind} is not a list")
-        slices[kind] = [_slice(item, files) for item in entry[kind]]
-        covered = 0
-        for piece in slices[kind]:
-            _require(piece.first == covered, f"the slices of {kind} leave a gap or overlap at element {covered}")
-            covered = piece.end
-        _require(covered == numel, f"the slices of {kind} hold {covered} of {numel} elements")
-    return SavedParameter(tuple(shape), slices)
+        pieces = [_slice(item, files, parameter.dtype_of(kind)) for item in entry[kind]]
+        parameter.slices[kind] = pieces
+        if version == 1 or kind == "weights" or pieces:
+            _check_coverage(kind, pieces, math.prod(shape), parameter.dtype_of(kind))
+    has_moments = {kind: bool(parameter.slices[kind]) for kind in KINDS[1:]}
+    _require(len(set(has_moments.values())) == 1, "one of its moments is missing")
+    _require(parameter.dtype == torch.float32 or not parameter.has_moments, f"moments beside {entry['dtype']} weights")
+    return parameter
 
 
-def _slice(item: Any, files: dict[str, SavedFile]) -> Slice:
+def _check_coverage(kind: str, pieces: list[Slice], numel: int, dtype: torch.dtype) -> None:
+    """Each element once, in order."""
+    covered = 0
+    for piece in pieces:
+        _require(piece.first == covered, f"the slices of {kind} leave a gap or overlap at element {covered}")
+        covered = piece.end(dtype)
+    _require(covered == numel, f"the slices of {kind} hold {covered} of {numel} elements")
+
+
+def _slice(item: Any, files: dict[str, SavedFile], dtype: torch.dtype) -> Slice:
     _require(isinstance(item, list) and len(item) == len(Slice._fields), "a slice is malformed")
     piece = Slice(*item)
     _require(isinstance(piece.file, str) and piece.file in files, "a slice names a file that is not listed")
     _require(_is_count(piece.offset) and _is_count(piece.first), "a slice is malformed")
-    _require(_is_count(piece.num_bytes, 1) and piece.num_bytes % ELEMENT_BYTES == 0, "a slice is malformed")
+    _require(_is_count(piece.num_bytes, 1) and piece.num_bytes % dtype.itemsize == 0, "a slice is malformed")
     _require(piece.offset + piece.num_bytes <= files[piece.file].size, f"a slice lies beyond the end of {piece.file}")
     return piece
 

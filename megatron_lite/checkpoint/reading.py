@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import files, manifest
 from megatron_lite.checkpoint.agreement import first_problem
-from megatron_lite.checkpoint.manifest import ELEMENT_BYTES, KINDS, DamagedError, Manifest
+from megatron_lite.checkpoint.manifest import DamagedError, Manifest, dtype_name
 from megatron_lite.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -31,12 +32,8 @@ def find_checkpoints(root: Path) -> list[tuple[int, Path]]:
     """
     if not root.is_dir():
         return []
-    found = [
-        (int(path.name), 1, path) for path in root.iterdir() if _ITERATION.fullmatch(path.name) and path.is_dir()
-    ]
-    found += [
-        (int(name), 0, path) for path, name in files.work_folders(root, "ready") if _ITERATION.fullmatch(name)
-    ]
+    found = [(int(path.name), 1, path) for path in root.iterdir() if _ITERATION.fullmatch(path.name) and path.is_dir()]
+    found += [(int(name), 0, path) for path, name in files.work_folders(root, "ready") if _ITERATION.fullmatch(name)]
     return [(iteration, path) for iteration, _, path in sorted(found, reverse=True)]
 
 
@@ -87,57 +84,95 @@ def check_parameters(folder: Path, content: Manifest, model: MultiStage) -> None
         )
 
 
-def checked_shards(part: Part) -> dict[str, Tensor]:
-    """The three fp32 shards of a part, each (shard_numel,), in the order in which they are stored."""
-    shards = {kind: part.read(kind) for kind in part.kinds()}
-    for kind in KINDS:
-        shard, numel = shards[kind], part.layout.shard_numel
-        assert shard.shape == (numel,) and shard.is_contiguous(), (kind, tuple(shard.shape), numel)
-        assert shard.dtype == torch.float32, (kind, shard.dtype)
-    return {kind: shards[kind].detach() for kind in KINDS}
-
-
-class _Read(NamedTuple):
-    """Bytes to copy from a file into a shard, given as bytes (shard_numel * 4,) uint8."""
-
-    file: str
-    offset: int
-    shard: Tensor
-    start: int
-    end: int
-
-
-def _reads(content: Manifest, model: MultiStage, rank: int) -> Iterator[_Read]:
-    """All that a rank has to read: for each piece of its shards the overlaps with the saved slices."""
+def changes(content: Manifest, model: MultiStage) -> list[str]:
+    """What cannot come from the checkpoint as the model holds it, one line each: moments and precision."""
+    num_started, num_rounded, dtypes = 0, 0, set()
+    total = len(content.parameters)
     for _, part in model.parts():
-        for kind, shard in checked_shards(part).items():
-            shard_bytes = shard.view(torch.uint8)
-            for slot, start, end in part.layout.pieces(rank):
-                in_shard = slot.offset - rank * part.layout.shard_numel  # of the parameter's element 0
-                numel_found = 0
-                for piece in content.parameters[slot.spec.name].slices[kind]:
-                    first, last = max(start, piece.first), min(end, piece.end)
-                    if first < last:
-                        offset = piece.offset + (first - piece.first) * ELEMENT_BYTES
-                        begin, stop = (in_shard + first) * ELEMENT_BYTES, (in_shard + last) * ELEMENT_BYTES
-                        yield _Read(piece.file, offset, shard_bytes, begin, stop)
-                        numel_found += last - first
-                assert numel_found == end - start, (slot.spec.name, kind, start, end, numel_found)
+        dtype = part.kinds()["weights"]
+        for slot in part.layout.slots:
+            saved = content.parameters[slot.spec.name]
+            num_started += part.has_state and not saved.has_moments
+            if dtype not in (saved.dtype, torch.float32):
+                num_rounded += 1
+                dtypes.add(f"{dtype_name(saved.dtype)} to {dtype_name(dtype)}")
+    lines = []
+    if num_started:
+        lines.append(
+            f"{num_started} of {total} parameter tensors were frozen and are trained now: "
+            "their Adam moments start at zero"
+        )
+    if num_rounded:
+        lines.append(
+            f"{num_rounded} of {total} parameter tensors are frozen and were rounded: {', '.join(sorted(dtypes))}"
+        )
+    return lines
 
 
 def fill(folder: Path, content: Manifest, model: MultiStage, rank: int) -> None:
-    """Read this rank's shards, opening one file at a time.
+    """Read this rank's shards, one after the other, opening one file at a time.
+
+    Moments that the checkpoint lacks become zero; those that the model lacks are not read. Padding is not touched.
 
     Raises:
         DamagedError, OSError: if a file cannot be read any more.
     """
-    by_file: dict[str, list[_Read]] = {}
-    for item in _reads(content, model, rank):
-        by_file.setdefault(item.file, []).append(item)
-    for name, items in by_file.items():
-        with files.open_regular(folder / name) as file:
-            try:
-                for item in items:
-                    files.read_into(file, item.offset, item.shard[item.start : item.end])
-            except EOFError:
-                raise DamagedError(f"{name}: it became shorter while it was read") from None
+    with contextlib.closing(_Files(folder)) as opened:
+        for _, part in model.parts():
+            for kind in part.kinds():
+                _fill_shard(opened, content, part, kind, rank)
+
+
+def _fill_shard(opened: _Files, content: Manifest, part: Part, kind: str, rank: int) -> None:
+    """One tensor of a part, (shard_numel,): for each piece of a parameter its overlaps with the saved slices."""
+    shard = part.read(kind).detach()
+    for slot, start, end in part.layout.pieces(rank):
+        saved = content.parameters[slot.spec.name]
+        dtype = saved.dtype_of(kind)
+        in_shard = slot.offset - rank * part.layout.shard_numel  # of the parameter's element 0
+        if kind != "weights" and not saved.has_moments:
+            shard[in_shard + start : in_shard + end] = 0.0
+            continue
+        numel_found = 0
+        for piece in saved.slices[kind]:
+            first, last = max(start, piece.first), min(end, piece.end(dtype))
+            if first < last:
+                offset = piece.offset + (first - piece.first) * dtype.itemsize
+                opened.read(piece.file, offset, dtype, shard[in_shard + first : in_shard + last])
+                numel_found += last - first
+        assert numel_found == end - start, (slot.spec.name, kind, start, end, numel_found)
+    part.write(kind, shard)
+
+
+class _Files:
+    """The files of a checkpoint, of which the one read last is open."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._name = folder, ""
+        self._file: io.FileIO | None = None
+
+    def read(self, name: str, offset: int, dtype: torch.dtype, target: Tensor) -> None:
+        """Read elements of this dtype into a tensor (n,) of perhaps another one, rounding to nearest.
+
+        Raises:
+            DamagedError, OSError: if the file is shorter or cannot be opened.
+        """
+        if self._file is None or name != self._name:
+            self.close()
+            self._name, self._file = name, files.open_regular(self._folder / name)
+        try:
+            if dtype == target.dtype:
+                files.read_into(self._file, offset, target.view(torch.uint8))
+                return
+            for part in target.split(files.CHUNK_BYTES // dtype.itemsize):
+                values = torch.empty(part.numel(), dtype=dtype)
+                files.read_into(self._file, offset, values.view(torch.uint8))
+                part.copy_(values)
+                offset += values.nbytes
+        except EOFError:
+            raise DamagedError(f"{name}: it became shorter while it was read") from None
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

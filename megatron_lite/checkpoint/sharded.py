@@ -2,8 +2,9 @@
 
 Every rank writes only its own shards, in a folder `.tmp-<iteration>-<save id>`. When all have succeeded, rank 0 adds
 the manifest, syncs, and renames the folder to its final name, so that a checkpoint either is complete or does not
-exist. The manifest says where each element of each parameter lies, so that any world size, ZeRO stage or number of
-layers per stage reads any other: a rank reads just the bytes of its own shards, wherever they are.
+exist. The manifest says where each element of each parameter lies, so that any world size, ZeRO stage, number of
+layers per stage or choice of frozen parameters reads any other: a rank reads just the bytes of its own shards,
+wherever they are.
 
 A checkpoint is verified (manifest, sizes, checksums) before it is used. A damaged one is reported, skipped and left
 as it is.
@@ -21,14 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_lite.checkpoint import files, manifest
 from megatron_lite.checkpoint.agreement import first_problem, together
-from megatron_lite.checkpoint.manifest import ELEMENT_BYTES, DamagedError, Manifest, SavedFile
-from megatron_lite.checkpoint.reading import (
-    check_parameters,
-    checked_shards,
-    fill,
-    find_checkpoints,
-    verify,
-)
+from megatron_lite.checkpoint.manifest import DamagedError, Manifest, SavedFile
+from megatron_lite.checkpoint.reading import changes, check_parameters, fill, find_checkpoints, verify
 from megatron_lite.checkpoint.retention import checkpoints_to_delete
 from megatron_lite.config import Config, flatten
 from megatron_lite.errors import CheckpointError
@@ -62,13 +57,8 @@ def save(
     folder = root / str(iteration)
     save_id = distributed.broadcast_object(files.new_nonce())
     temporary = files.work_path(folder, "tmp", save_id)
-    shards = {
-        manifest.tensor_name(index, kind): shard
-        for index, part in model.parts()
-        for kind, shard in checked_shards(part).items()
-    }
+    tensors = _tensors(model)
     own_name = manifest.rank_file(distributed.rank)
-    num_bytes = sum(shard.numel() * ELEMENT_BYTES for shard in shards.values())
 
     def prepare() -> None:
         if distributed.rank == 0:
@@ -81,12 +71,12 @@ def save(
             raise OSError(errno.ENOENT, "the folder is not visible here, all ranks need the same file system")
         metadata = {"format": manifest.FORMAT, "save_id": save_id, "iteration": str(iteration)}
         metadata["rank"] = str(distributed.rank)
-        return files.write_tensors(temporary / own_name, shards, metadata)
+        return files.write_tensors(temporary / own_name, tensors, metadata)
 
     def finish(written: list[files.WrittenFile]) -> None:
         if distributed.rank == 0:
             saved_files = {manifest.rank_file(rank): SavedFile(*file[:2]) for rank, file in enumerate(written)}
-            parameters = manifest.locate_parameters([part.layout for _, part in model.parts()], written)
+            parameters = manifest.locate_parameters([part for _, part in model.parts()], written)
             content = Manifest(
                 save_id, iteration, distributed.world_size, flatten(config), state, saved_files, parameters
             )
@@ -97,12 +87,26 @@ def save(
     what = f"the checkpoint of iteration {iteration}"
     try:
         together(distributed, what, root, 0, prepare)
-        written = together(distributed, what, temporary / own_name, num_bytes, write)
+        written = together(distributed, what, temporary / own_name, sum(tensor.num_bytes for tensor in tensors), write)
         together(distributed, what, folder, 0, lambda: finish([files.WrittenFile(*file) for file in written]))
     except Exception:
         if distributed.rank == 0:
             files.remove_folder(temporary)
         raise
+
+
+def _tensors(model: MultiStage) -> list[files.TensorToWrite]:
+    """All shards of this rank, in the order of `manifest.locate_parameters`; none is made before it is written."""
+    for index, part in model.parts():
+        assert part.frozen or part.has_state, f"stage {index}: a checkpoint needs moments, this model is for inference"
+    return [
+        files.TensorToWrite(
+            manifest.tensor_name(index, part.frozen, kind), dtype, (part.layout.shard_numel,),
+            functools.partial(part.read, kind),
+        )
+        for index, part in model.parts()
+        for kind, dtype in part.kinds().items()
+    ]  # fmt: skip
 
 
 def _is_checkpoint(folder: Path) -> bool:
@@ -140,8 +144,8 @@ def load_newest(
 ) -> LoadedCheckpoint | None:
     """Fill the shards of the model from the newest good checkpoint; all ranks call this together.
 
-    `report` gets one line, on every rank, for each newer checkpoint that is damaged. Padding is not touched. None if
-    there is no checkpoint at all.
+    `report` gets one line, on every rank, for each newer checkpoint that is damaged, and for what had to change:
+    moments that start at zero, weights that were rounded. Padding is not touched. None if there is no checkpoint.
 
     Raises:
         CheckpointError: on every rank, if there are checkpoints but none is usable, or if the newest good one has
@@ -158,6 +162,8 @@ def load_newest(
             check_parameters(folder, content, model)
             problem = first_problem(distributed, functools.partial(fill, folder, content, model, distributed.rank))
             if problem is None:
+                for line in changes(content, model):
+                    report(f"checkpoint {folder}: {line}")
                 return LoadedCheckpoint(iteration, content.state, content.config, folder, content.world_size)
         problems.append(f"{folder}: {problem}")
         report(f"checkpoint {problems[-1]}; skipped, looking for an older one")

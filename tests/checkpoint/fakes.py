@@ -26,6 +26,7 @@ PARAMETERS = (
     ("head.norm.weight", (1,), False),
     ("head.output.weight", (37, 16), True),
 )
+Values = dict[str, dict[str, Tensor]]  # {kind: {parameter: values}}
 
 
 class World:
@@ -74,66 +75,110 @@ class FakeDistributed:
 
 
 @dataclasses.dataclass
-class FakeStage:
-    index: int
+class FakePart:
+    """The parts of `Part` that checkpoints use. `copies`: as split master weights, `read` makes a copy of weights."""
+
     layout: FlatLayout
+    frozen: bool
+    has_state: bool
     tensors: dict[str, Tensor]
+    copies: bool = False
 
     def kinds(self) -> dict[str, torch.dtype]:
         return {kind: tensor.dtype for kind, tensor in self.tensors.items()}
 
     def read(self, kind: str) -> Tensor:
-        return self.tensors[kind]
+        return self.tensors[kind].clone() if self.copies and kind == "weights" else self.tensors[kind]
+
+    def write(self, kind: str, values: Tensor) -> None:
+        if values.data_ptr() != self.tensors[kind].data_ptr():
+            assert self.copies and values.dtype == self.tensors[kind].dtype
+            self.tensors[kind].copy_(values)
 
 
 @dataclasses.dataclass
 class FakeModel:
-    stages: list[FakeStage]
+    stages: list[list[FakePart]]
 
-    def parts(self) -> Iterator[tuple[int, FakeStage]]:
-        for stage in self.stages:
-            yield stage.index, stage
+    def parts(self) -> Iterator[tuple[int, FakePart]]:
+        for index, stage in enumerate(self.stages):
+            for part in stage:
+                yield index, part
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a model is spread: ranks, parameters per stage, which are frozen (names) and how those are stored."""
+
+    world_size: int = 1
+    num_per_stage: int = 3
+    frozen: tuple[str, ...] = ()
+    frozen_dtype: torch.dtype = torch.float32
+    copies: bool = False
+    training: bool = True
 
 
 def make_specs(parameters: Sequence[tuple[str, tuple[int, ...], bool]] = PARAMETERS) -> list[ParameterSpec]:
     return [ParameterSpec(name, shape, Initializer("constant", 0.0), decay) for name, shape, decay in parameters]
 
 
-def empty_model(specs: Sequence[ParameterSpec], num_per_stage: int, rank: int, world_size: int) -> FakeModel:
-    """`num_per_stage` parameters in each stage; all shards are zero."""
+def empty_model(specs: Sequence[ParameterSpec], layout: Layout, rank: int) -> FakeModel:
+    """All shards of this rank are zero. In each stage come trainable parameters, then frozen ones."""
     stages = []
-    for index, start in enumerate(range(0, len(specs), num_per_stage)):
-        layout = lay_out(specs[start : start + num_per_stage], world_size)
-        stages.append(FakeStage(index, layout, {kind: torch.zeros(layout.shard_numel) for kind in KINDS}))
+    for start in range(0, len(specs), layout.num_per_stage):
+        some = specs[start : start + layout.num_per_stage]
+        groups = [[spec for spec in some if (spec.name in layout.frozen) == frozen] for frozen in (False, True)]
+        stages.append(
+            [_part(group, frozen, layout) for group, frozen in zip(groups, (False, True), strict=True) if group]
+        )
     return FakeModel(stages)
 
 
-def random_values(specs: Sequence[ParameterSpec], seed: int) -> dict[str, dict[str, Tensor]]:
-    """{kind: {parameter: values}}."""
+def _part(specs: Sequence[ParameterSpec], frozen: bool, layout: Layout) -> FakePart:
+    flat, has_state = lay_out(specs, layout.world_size), layout.training and not frozen
+    dtypes = {"weights": layout.frozen_dtype if frozen else torch.float32}
+    dtypes |= dict.fromkeys(KINDS[1:], torch.float32) if has_state else {}
+    tensors = {kind: torch.zeros(flat.shard_numel, dtype=dtype) for kind, dtype in dtypes.items()}
+    return FakePart(flat, frozen, has_state, tensors, copies=layout.copies and has_state)
+
+
+def random_values(specs: Sequence[ParameterSpec], seed: int) -> Values:
     generator = torch.Generator().manual_seed(seed)
     return {kind: {spec.name: torch.randn(spec.shape, generator=generator) for spec in specs} for kind in KINDS}
 
 
-def put(model: FakeModel, values: dict[str, dict[str, Tensor]], rank: int) -> FakeModel:
+def held(values: Values, layout: Layout) -> Values:
+    """What a model of this layout holds of fp32 values: frozen weights in their dtype, no moments of frozen ones."""
+    return {
+        kind: {
+            name: value.to(layout.frozen_dtype) if name in layout.frozen else value
+            for name, value in values[kind].items()
+            if kind == "weights" or (layout.training and name not in layout.frozen)
+        }
+        for kind in KINDS
+    }
+
+
+def put(model: FakeModel, values: Values, rank: int) -> FakeModel:
     """Write a rank's pieces of the values, through full flat ranges (not through the code under test)."""
-    for stage in model.stages:
-        for kind in KINDS:
-            flat = torch.zeros(stage.layout.numel)
-            for slot in stage.layout.slots:
+    for _, part in model.parts():
+        for kind, tensor in part.tensors.items():
+            flat = torch.zeros(part.layout.numel, dtype=tensor.dtype)
+            for slot in part.layout.slots:
                 flat[slot.offset : slot.offset + slot.numel] = values[kind][slot.spec.name].flatten()
-            start = rank * stage.layout.shard_numel
-            stage.tensors[kind].copy_(flat[start : start + stage.layout.shard_numel])
+            start = rank * part.layout.shard_numel
+            tensor.copy_(flat[start : start + part.layout.shard_numel])
     return model
 
 
-def take(models: Sequence[FakeModel]) -> tuple[dict[str, dict[str, Tensor]], bool]:
+def take(models: Sequence[FakeModel]) -> tuple[Values, bool]:
     """The values of all ranks' shards together, and whether everything between the parameters is zero."""
-    values: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
+    values: Values = {kind: {} for kind in KINDS}
     clean = True
-    for position, stage in enumerate(models[0].stages):
-        for kind in KINDS:
-            flat = torch.cat([model.stages[position].tensors[kind] for model in models])
-            for slot in stage.layout.slots:
+    for parts in zip(*(model.parts() for model in models), strict=True):
+        for kind in parts[0][1].tensors:
+            flat = torch.cat([part.tensors[kind] for _, part in parts])
+            for slot in parts[0][1].layout.slots:
                 own = flat[slot.offset : slot.offset + slot.numel]
                 values[kind][slot.spec.name] = own.clone().view(slot.spec.shape)
                 own.zero_()
@@ -141,10 +186,10 @@ def take(models: Sequence[FakeModel]) -> tuple[dict[str, dict[str, Tensor]], boo
     return values, clean
 
 
-def same(left: dict[str, dict[str, Tensor]], right: dict[str, dict[str, Tensor]]) -> bool:
-    """Bit for bit."""
+def same(left: Values, right: Values) -> bool:
+    """Bit for bit, dtypes and absences included."""
 
-    def bits(values: dict[str, Tensor]) -> dict[str, list[int]]:
-        return {name: value.view(torch.int32).flatten().tolist() for name, value in values.items()}
+    def bits(values: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, list[int]]]:
+        return {name: (value.dtype, value.view(torch.uint8).flatten().tolist()) for name, value in values.items()}
 
     return all(bits(left[kind]) == bits(right[kind]) for kind in KINDS)

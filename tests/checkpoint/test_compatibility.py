@@ -34,8 +34,10 @@ def test_every_architecture_option_is_an_option_of_the_model() -> None:
     """The list names real options; all others of the model do not change its function."""
     names = {field.name for field in dataclasses.fields(Config().model)}
     assert set(ARCHITECTURE) <= names
-    others = ("attention_dropout", "hidden_dropout", "init_", "layer_norm_init", "random_bias")
-    others += ("cross_entropy", "mlp_recompute")
+    others = (
+        "attention_dropout", "hidden_dropout", "init_", "layer_norm_init", "random_bias", "cross_entropy",
+        "mlp_recompute",
+    )  # fmt: skip
     assert all(name.startswith(others) for name in names - set(ARCHITECTURE))
 
 
@@ -59,6 +61,23 @@ def test_other_differences_are_listed() -> None:
         "lr: 1.0 in the checkpoint, 0.0001 now",
         "data_path: ['a'] in the checkpoint, [] now",
     ]
+
+
+def test_freezing_and_learning_rate_scales_may_change() -> None:
+    """Both are listed, none is refused; a checkpoint of before the options counts as trained without them."""
+    optimizer = dataclasses.replace(Config().optimizer, freeze=("embedding",), lr_scales=("head:0.1",))
+    config = dataclasses.replace(Config(), optimizer=optimizer)
+    old = saved_config()
+    del old["freeze"], old["lr_scales"]
+    for saved in (saved_config(), old):
+        check_architecture(saved, config, "here")
+        assert {str(difference) for difference in differences(saved, config)} == {
+            "freeze: [] in the checkpoint, ['embedding'] now",
+            "lr_scales: [] in the checkpoint, ['head:0.1'] now",
+        }
+    (found,) = differences(saved_config(freeze=["blocks.0"]), Config())
+    assert str(found) == "freeze: ['blocks.0'] in the checkpoint, [] now"
+    assert differences(old, Config()) == []
 
 
 def test_a_longer_context_is_allowed_without_learned_positions() -> None:

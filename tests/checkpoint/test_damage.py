@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_lite.checkpoint import manifest
 from megatron_lite.checkpoint.manifest import DamagedError
 from megatron_lite.errors import CheckpointError
-from tests.checkpoint.fakes import random_values, same
+from tests.checkpoint.fakes import Layout, held, random_values, same
 from tests.checkpoint.test_sharded import SPECS, load, names, save
 
 
@@ -26,6 +27,18 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("checkpoints")
     save(root, 10, 1, world_size=2)
     save(root, 20, 2, world_size=2)
+    return root
+
+
+FROZEN: dict[str, Any] = dict(frozen=("embedding.word.weight", "blocks.0.mlp.up.bias"), frozen_dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def frozen_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of a model of which two parameters are frozen and stored in bf16."""
+    root = tmp_path_factory.mktemp("frozen")
+    save(root, 10, 1, world_size=2, **FROZEN)
+    save(root, 20, 2, world_size=2, **FROZEN)
     return root
 
 
@@ -135,8 +148,8 @@ def test_a_newer_format_is_named(pair: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     shutil.copytree(pair, root)
     text = (root / "20" / "manifest.json").read_text()
-    (root / "20" / "manifest.json").write_text(text.replace('"version": 1,', '"version": 3,'))
-    expect_fallback(root, "written by format 3, this program reads 1")
+    (root / "20" / "manifest.json").write_text(text.replace('"version": 2,', '"version": 3,'))
+    expect_fallback(root, "written by format 3, this program reads 1 and 2")
 
 
 @pytest.mark.parametrize("name", ["payload.pt", "model.bin", ".metadata", "rank_002.safetensors"])
@@ -185,6 +198,24 @@ def seal(values: Any) -> bytes:
     return covered + f'"crc32": {zlib.crc32(covered)}\n}}\n'.encode()
 
 
+def test_flips_in_frozen_weights_are_found(frozen_pair: Path) -> None:
+    """A bit at the beginning, in the middle and at the end of each frozen tensor of each rank's file."""
+    for rank in range(2):
+        path = frozen_pair / "20" / f"rank_00{rank}.safetensors"
+        length = int.from_bytes(path.read_bytes()[:8], "little")
+        header = json.loads(path.read_bytes()[8 : 8 + length])
+        tensors = [entry["data_offsets"] for name, entry in header.items() if ".frozen." in name]
+        assert len(tensors) == 2
+        for start, end in tensors:
+            for offset in (start, (start + end) // 2, end - 1):
+                flip(path, 8 + length + offset, 3)
+                loaded, values, lines = load(frozen_pair, 3, **FROZEN)
+                assert loaded is not None and loaded.iteration == 10 and path.name in lines[0]
+                assert same(values, held(random_values(SPECS, 1), Layout(**FROZEN)))
+                flip(path, 8 + length + offset, 3)
+    assert load(frozen_pair, **FROZEN)[2] == [], "restored: good again"
+
+
 def read_changed(pair: Path, folder: Path, change: Callable[[dict[str, Any]], Any]) -> manifest.Manifest:
     values = json.loads((pair / "20" / "manifest.json").read_bytes())
     change(values)
@@ -225,7 +256,7 @@ def rename_file(new: str) -> Callable[[dict[str, Any]], Any]:
         (lambda v: v["files"]["rank_000.safetensors"].update(size=10**30), "is malformed"),
         (lambda v: v["files"]["rank_000.safetensors"].update(crc32=-1), "is malformed"),
         (lambda v: v["parameters"].update(x=None), "parameter 'x': its keys are wrong"),
-        (lambda v: v["parameters"][NAME].update(dtype="float64"), "its dtype is not float32"),
+        (lambda v: v["parameters"][NAME].update(dtype="float64"), "its dtype is not float32 or bfloat16 or float16"),
         (lambda v: v["parameters"][NAME].update(shape=[37, 0]), "its shape is wrong"),
         (lambda v: v["parameters"][NAME].update(shape=[2**62] * 8), "elements"),
         (lambda v: v["parameters"][NAME].update(shape=[38, 16]), "the slices of weights hold 592 of 608 elements"),
@@ -246,6 +277,50 @@ def test_a_forged_manifest_is_refused(pair: Path, change: Any, message: str, tmp
     with pytest.raises(DamagedError) as caught:
         read_changed(pair, tmp_path, change)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+BIAS = "blocks.0.mlp.up.bias"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v["parameters"][BIAS].update(dtype="float8_e5m2"), "its dtype is not float32 or bfloat16 or float1"),
+        (lambda v: v["parameters"][BIAS].update(dtype="torch.bfloat16"), "its dtype is not"),
+        (lambda v: v["parameters"][BIAS].update(dtype="BFLOAT16"), "its dtype is not"),
+        (lambda v: v["parameters"][BIAS].update(dtype=["bfloat16"]), "its dtype is not"),
+        (lambda v: v["parameters"][BIAS].update(dtype=None), "its dtype is not"),
+        (lambda v: v["parameters"][BIAS].update(dtype="float32"), "malformed"),  # 65 elements of 2 bytes
+        (lambda v: v["parameters"][NAME].update(dtype="float32"), "the slices of weights"),
+        (lambda v: v["parameters"]["head.output.weight"].update(dtype="float16"), "the slices of weights"),
+        (lambda v: v["parameters"][BIAS]["weights"].clear(), "the slices of weights hold 0 of 65 elements"),
+        (lambda v: v["parameters"][BIAS]["weights"][0].__setitem__(2, 129), "malformed"),
+        (lambda v: v["parameters"][BIAS].update(exp_avg=None), "exp_avg is not a list"),
+        (lambda v: v["parameters"][BIAS].update(exp_avg={}), "exp_avg is not a list"),
+        (lambda v: v["parameters"][BIAS].pop("exp_avg_sq"), "its keys are wrong"),
+        (lambda v: v["parameters"]["head.output.weight"]["exp_avg"].clear(), "one of its moments is missing"),
+        (lambda v: v["parameters"]["head.output.weight"].update(exp_avg_sq=[]), "one of its moments is missing"),
+        (lambda v: lend(v, "exp_avg"), "one of its moments is missing"),
+        (lambda v: lend(v, "exp_avg", "exp_avg_sq"), "moments beside bfloat16 weights"),
+        (lambda v: lend(v, "exp_avg", "exp_avg_sq", num_bytes=130), "malformed"),
+        (lambda v: lend(v, "exp_avg", "exp_avg_sq", num_bytes=128), "the slices of exp_avg hold 32 of 65 elements"),
+    ],
+)
+def test_a_forged_manifest_of_frozen_parameters_is_refused(
+    frozen_pair: Path, change: Any, message: str, tmp_path: Path
+) -> None:
+    """A dtype must be one of three and fit the bytes; moments are both there, whole and fp32, or both absent."""
+    content = read_changed(frozen_pair, tmp_path, lambda values: None)
+    assert content.parameters[BIAS].dtype == torch.bfloat16 and not content.parameters[BIAS].has_moments
+    with pytest.raises(DamagedError) as caught:
+        read_changed(frozen_pair, tmp_path, change)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def lend(values: dict[str, Any], *kinds: str, num_bytes: int = 260) -> None:
+    """Give the frozen bias moments: bytes of another parameter."""
+    for kind in kinds:
+        values["parameters"][BIAS][kind] = [["rank_000.safetensors", 4096, num_bytes, 0]]
 
 
 @pytest.mark.parametrize(
@@ -271,13 +346,16 @@ def test_an_enormous_manifest_is_not_read(tmp_path: Path) -> None:
         manifest.read(tmp_path)
 
 
-def test_random_changes_never_give_another_error(pair: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("which", "layout"), [("pair", {}), ("frozen_pair", FROZEN)], ids=["trained", "frozen"])
+def test_random_changes_never_give_another_error(
+    which: str, layout: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     """Structure-aware fuzzing: a changed manifest is either refused, or loads without reading outside its files."""
     junk: tuple[Any, ...] = (
         None, True, -1, 0, 1, 2**63, 10**400, 1.5, float("nan"), "", "x", "../x", [], [[]], {}, {"a": 1}, [1, 2, 3, 4],
     )  # fmt: skip
     generator = random.Random(11)
-    root = tmp_path / "root"
+    root, pair = tmp_path / "root", request.getfixturevalue(which)
     shutil.copytree(pair, root)
     accepted = 0
     for _ in range(400):
@@ -294,7 +372,7 @@ def test_random_changes_never_give_another_error(pair: Path, tmp_path: Path) -> 
             node[key] = generator.choice(junk)
         (root / "20" / "manifest.json").write_bytes(seal(values))
         try:
-            loaded, _, lines = load(root)
+            loaded, _, lines = load(root, **layout)
         except CheckpointError:  # accepted, but of another model
             accepted += 1
             continue

@@ -18,7 +18,7 @@ from megatron_lite.checkpoint import files, huggingface
 from megatron_lite.checkpoint.architectures import check_exportable, hugging_face_config
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.errors import StorageError, UsageError
-from tests.checkpoint.fakes import FakeDistributed, World, empty_model, make_specs
+from tests.checkpoint.fakes import FakeDistributed, Layout, World, empty_model, make_specs
 
 SEQUENCE_LENGTH = 24
 BASE = ModelConfig(
@@ -174,7 +174,7 @@ def export(directory: Path, config: Config, weights: dict[str, Tensor], world_si
     """Export, and raise what any rank raised."""
 
     def rank_main(distributed: FakeDistributed) -> None:
-        model = empty_model(make_specs(parameters(config.model)), 3, distributed.rank, world_size)
+        model = empty_model(make_specs(parameters(config.model)), Layout(world_size), distributed.rank)
         huggingface.save_huggingface(directory, model, config, distributed, reused_memory(weights))  # type: ignore[arg-type]
 
     results = World(world_size).run(rank_main)
@@ -407,8 +407,10 @@ def test_the_model_that_trains_is_the_model_that_is_exported(case: str, tmp_path
     model = MultiStage(layers, MultiStageConfig(zero_stage=3), batch, "fp32", distributed)
     weights = random_weights(config.model)
     for _, part in model.parts():
+        shard = part.read("weights")
         for slot in part.layout.slots:
-            part.read("weights")[slot.offset : slot.end] = weights[slot.spec.name].flatten()
+            shard[slot.offset : slot.end] = weights[slot.spec.name].flatten()
+        part.write("weights", shard)
     model.invalidate()
     huggingface.save_huggingface(tmp_path / "1", model, config, distributed, model.full_weights())
     generator = torch.Generator().manual_seed(1)

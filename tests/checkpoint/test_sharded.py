@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_lite.checkpoint import files, sharded
 from megatron_lite.config import Config, flatten
@@ -19,8 +18,11 @@ from megatron_lite.errors import CheckpointError, StorageError
 from tests.checkpoint.fakes import (
     FakeDistributed,
     FakeModel,
+    Layout,
+    Values,
     World,
     empty_model,
+    held,
     make_specs,
     put,
     random_values,
@@ -29,17 +31,17 @@ from tests.checkpoint.fakes import (
 )
 
 SPECS = make_specs()
-Values = dict[str, dict[str, Tensor]]
 
 
 def save(
-    root: Path, iteration: int, seed: int, world_size: int = 1, num_per_stage: int = 3, state: Any = None
+    root: Path, iteration: int, seed: int, world_size: int = 1, num_per_stage: int = 3, state: Any = None, **more: Any
 ) -> Values:
-    """Save random values; returns them, or raises what rank 0 raised."""
-    values = random_values(SPECS, seed)
+    """Save random values from a model of this `Layout`; returns what it held, or raises what rank 0 raised."""
+    layout = Layout(world_size, num_per_stage, **more)
+    values = held(random_values(SPECS, seed), layout)
 
     def rank_main(distributed: FakeDistributed) -> None:
-        model = put(empty_model(SPECS, num_per_stage, distributed.rank, world_size), values, distributed.rank)
+        model = put(empty_model(SPECS, layout, distributed.rank), values, distributed.rank)
         state_or_default = {"iteration": iteration} if state is None else state
         sharded.save(root, iteration, model, state_or_default, Config(), distributed)  # type: ignore[arg-type]
 
@@ -53,10 +55,11 @@ def save(
 
 
 def load(
-    root: Path, world_size: int = 1, num_per_stage: int = 3, specs: Any = SPECS
+    root: Path, world_size: int = 1, num_per_stage: int = 3, specs: Any = SPECS, **more: Any
 ) -> tuple[sharded.LoadedCheckpoint | None, Values, list[str]]:
-    """(what load_newest returned, the values found in the shards, the lines reported)."""
-    models: list[FakeModel] = [empty_model(specs, num_per_stage, rank, world_size) for rank in range(world_size)]
+    """(what load_newest returned, the values found in the shards of this `Layout`, the lines reported)."""
+    layout = Layout(world_size, num_per_stage, **more)
+    models: list[FakeModel] = [empty_model(specs, layout, rank) for rank in range(world_size)]
     lines: list[list[str]] = [[] for _ in range(world_size)]
     results = World(world_size).run(
         lambda distributed: sharded.load_newest(
@@ -101,7 +104,7 @@ def test_special_values_keep_their_bits(tmp_path: Path) -> None:
     bits = torch.tensor([0x7FC12345, 0xFF800000 - 2**32, 0x80000000 - 2**32, 1, 0x7F800000], dtype=torch.int32)
     values["exp_avg"]["embedding.word.weight"].view(-1)[:5] = bits.view(torch.float32)
     distributed: Any = FakeDistributed(World(1), 0)
-    model: Any = put(empty_model(SPECS, 3, 0, 1), values, 0)
+    model: Any = put(empty_model(SPECS, Layout(), 0), values, 0)
     sharded.save(tmp_path, 1, model, {}, Config(), distributed)
     assert same(values, load(tmp_path)[1])
 
@@ -115,13 +118,13 @@ def test_rank_files_are_ordinary_safetensors_files(tmp_path: Path) -> None:
     finally:
         os.umask(previous)
     folder = tmp_path / "new" / "root" / "10"
-    model = put(empty_model(SPECS, 3, 1, 2), random_values(SPECS, 1), 1)
+    model = put(empty_model(SPECS, Layout(2), 1), random_values(SPECS, 1), 1)
     with safetensors.safe_open(folder / "rank_001.safetensors", "pt") as file:
         assert file.metadata()["iteration"] == "10" and file.metadata()["rank"] == "1"
         assert len(list(file.keys())) == 3 * len(model.stages)
-        for stage in model.stages:
-            for kind, shard in stage.tensors.items():
-                assert torch.equal(file.get_tensor(f"stage_{stage.index:03d}.{kind}"), shard)
+        for index, part in model.parts():
+            for kind, shard in part.tensors.items():
+                assert torch.equal(file.get_tensor(f"stage_{index:03d}.{kind}"), shard)
     assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
         name: 0o640 for name in ("manifest.json", "rank_000.safetensors", "rank_001.safetensors")
     }
@@ -310,11 +313,11 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all(rank: int, tmp_path: Path, m
     values = random_values(SPECS, 2)
 
     def rank_main(distributed: FakeDistributed) -> None:
-        model: Any = put(empty_model(SPECS, 3, distributed.rank, 3), values, distributed.rank)
+        model: Any = put(empty_model(SPECS, Layout(3), distributed.rank), values, distributed.rank)
         sharded.save(tmp_path, 20, model, {}, Config(), distributed)  # type: ignore[arg-type]
 
     results = World(3).run(rank_main)
-    num_bytes = sum(12 * stage.layout.shard_numel for stage in empty_model(SPECS, 3, 0, 3).stages)
+    num_bytes = sum(12 * part.layout.shard_numel for _, part in empty_model(SPECS, Layout(3), 0).parts())
     for result in results:
         assert isinstance(result, StorageError) and result.exit_code == 8
         for part in (
@@ -337,7 +340,7 @@ def test_a_state_that_is_not_json_leaves_no_rank_waiting(tmp_path: Path) -> None
     """A mistake of the caller is raised as it is on rank 0, the others are told, nothing appears."""
 
     def rank_main(distributed: FakeDistributed) -> None:
-        model: Any = empty_model(SPECS, 3, distributed.rank, 2)
+        model: Any = empty_model(SPECS, Layout(2), distributed.rank)
         sharded.save(tmp_path, 20, model, {"x": object()}, Config(), distributed)  # type: ignore[arg-type]
 
     results = World(2).run(rank_main)
@@ -349,7 +352,7 @@ def test_a_rank_that_sees_another_file_system_is_named(tmp_path: Path) -> None:
     """Two nodes without a common directory: an error that says so, not a hang."""
 
     def rank_main(distributed: FakeDistributed) -> None:
-        model: Any = empty_model(SPECS, 3, distributed.rank, 2)
+        model: Any = empty_model(SPECS, Layout(2), distributed.rank)
         root = tmp_path / f"node_{distributed.rank}"
         sharded.save(root, 20, model, {}, Config(), distributed)  # type: ignore[arg-type]
 

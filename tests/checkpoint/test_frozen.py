@@ -1,0 +1,269 @@
+"""Checkpoints of models with frozen parameters: what is stored of them, and any choice of them reads any other."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import struct
+import weakref
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.checkpoint import files, manifest, sharded
+from megatron_lite.config import Config
+from tests.checkpoint.fakes import (
+    FakeDistributed,
+    FakePart,
+    Layout,
+    Values,
+    World,
+    empty_model,
+    make_specs,
+    put,
+    random_values,
+    same,
+)
+from tests.checkpoint.test_damage import seal
+from tests.checkpoint.test_sharded import SPECS, load, save
+
+NAMES = tuple(spec.name for spec in SPECS)
+EMBEDDING, BLOCK = NAMES[:1], NAMES[1:5]
+MIXED = (NAMES[0], NAMES[2], NAMES[3], NAMES[7])  # some stages have both kinds of parameters, whatever their number
+
+
+def expected(saved: Values, frozen: tuple[str, ...], dtype: torch.dtype) -> Values:
+    """What a training model holds after loading: weights in its dtype, moments of zero where none were saved."""
+    trained = [name for name in NAMES if name not in frozen]
+    weights = {name: value.to(dtype if name in frozen else torch.float32) for name, value in saved["weights"].items()}
+    moments = {
+        kind: {name: saved[kind].get(name, torch.zeros(weights[name].shape)) for name in trained}
+        for kind in ("exp_avg", "exp_avg_sq")
+    }
+    return {"weights": weights, **moments}
+
+
+LAYOUTS = [
+    ((), torch.float32), (EMBEDDING, torch.float32), (BLOCK, torch.bfloat16), (MIXED, torch.bfloat16),
+    (MIXED, torch.float16), (NAMES[1:], torch.float32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loading", LAYOUTS, ids=lambda value: f"to{len(value[0])}{str(value[1])[6:]}")
+@pytest.mark.parametrize("saving", LAYOUTS, ids=lambda value: f"{len(value[0])}{str(value[1])[6:]}")
+def test_any_choice_of_frozen_parameters_reads_any_other(saving: Any, loading: Any, tmp_path: Path) -> None:
+    """Trained to frozen and back, between dtypes and layouts: nothing is invented, little is rounded, all is said."""
+    saved = save(tmp_path, 10, 1, 3, 3, frozen=saving[0], frozen_dtype=saving[1])
+    loaded, values, lines = load(tmp_path, 2, 8, frozen=loading[0], frozen_dtype=loading[1])
+    assert loaded is not None and loaded.iteration == 10
+    assert same(values, expected(saved, *loading))
+    num_started = len(set(saving[0]) - set(loading[0]))
+    rounded = [name for name in loading[0] if saved["weights"][name].dtype != loading[1]]
+    num_rounded = 0 if loading[1] == torch.float32 else len(rounded)
+    said = "\n".join(lines)
+    assert len(lines) == bool(num_started) + bool(num_rounded), lines
+    assert (f"{num_started} of 8 parameter tensors were frozen and are trained now" in said) == bool(num_started)
+    assert (f"{num_rounded} of 8 parameter tensors are frozen and were rounded" in said) == bool(num_rounded)
+    if num_rounded:
+        dtypes = {str(saved["weights"][name].dtype)[6:] for name in rounded}
+        assert all(f"{dtype} to {str(loading[1])[6:]}" in said for dtype in dtypes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("saving", [(1, 8), (2, 3), (3, 1)])
+def test_an_unchanged_choice_is_bit_exact_in_any_layout(
+    saving: tuple[int, int], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """With temporary copies of the trainable weights, as split master weights have, and without."""
+    for number, (copies, loading) in enumerate(itertools.product([False, True], [(1, 3), (2, 8), (3, 3)])):
+        more: dict[str, Any] = dict(frozen=MIXED, frozen_dtype=dtype)
+        saved = save(tmp_path / str(number), 10, 1, *saving, **more, copies=copies)
+        _, values, lines = load(tmp_path / str(number), *loading, **more, copies=copies)
+        assert same(saved, values) and lines == []
+
+
+@pytest.mark.parametrize("split", [(False, True), (True, False)], ids=["split later", "joined later"])
+def test_temporary_copies_and_live_shards_read_each_other(split: tuple[bool, bool], tmp_path: Path) -> None:
+    """The file does not tell how the master weights were kept."""
+    saved = save(tmp_path, 10, 1, 2, copies=split[0])
+    assert same(load(tmp_path, 3, copies=split[1])[1], saved)
+
+
+def test_rounding_is_to_nearest_and_back_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch rounds, in pieces smaller than a parameter; the way back to fp32 changes nothing."""
+    monkeypatch.setattr(files, "CHUNK_BYTES", 100)
+    saved = save(tmp_path / "full", 10, 1, 2)
+    rounded = load(tmp_path / "full", frozen=NAMES[:7], frozen_dtype=torch.bfloat16)[1]
+    for name in NAMES[:7]:
+        assert torch.equal(rounded["weights"][name], saved["weights"][name].bfloat16())
+    kept = save(tmp_path / "half", 10, 1, 2, frozen=NAMES[:7], frozen_dtype=torch.bfloat16)
+    restored = load(tmp_path / "half", 3)[1]
+    for name in NAMES:
+        assert torch.equal(restored["weights"][name], kept["weights"][name].float())
+        assert name == NAMES[7] or not restored["exp_avg"][name].any()
+
+
+def test_inference_reads_weights_alone(tmp_path: Path) -> None:
+    """A model without moments takes the weights of any checkpoint and has nothing to report; it cannot save."""
+    for number, more in enumerate(({}, dict(frozen=MIXED, frozen_dtype=torch.bfloat16))):
+        root = tmp_path / str(number)
+        saved = save(root, 10, 1, 3, **more)
+        _, values, lines = load(root, 2, 2, training=False)
+        wanted = {name: value.float() for name, value in saved["weights"].items()}
+        assert same(values, {"weights": wanted, "exp_avg": {}, "exp_avg_sq": {}}) and lines == []
+    with pytest.raises(AssertionError, match="this model is for inference"):
+        save(tmp_path, 11, 1, training=False)
+
+
+def test_moments_left_by_a_failed_attempt_are_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest checkpoint breaks while it is read; the older one, in which all was frozen, has no moments."""
+    old = save(tmp_path, 9, 1, frozen=NAMES[1:])
+    save(tmp_path, 10, 2)
+    real_read = files.read_into
+    calls = itertools.count()
+
+    def read(file: Any, offset: int, target: Tensor) -> None:
+        if next(calls) == 15:
+            raise OSError(5, "Input/output error")
+        real_read(file, offset, target)
+
+    monkeypatch.setattr(files, "read_into", read)
+    loaded, values, lines = load(tmp_path)
+    assert loaded is not None and loaded.iteration == 9 and len(lines) == 2 and "Input/output error" in lines[0]
+    assert same(values, expected(old, (), torch.float32))
+
+
+# -- the file -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_stored_of_frozen_parameters(tmp_path: Path) -> None:
+    """Exactly their bytes, under names of their own, behind the trainable ones; no moments; their dtype is named."""
+    safetensors = pytest.importorskip("safetensors")
+    layout = Layout(2, 3, MIXED, torch.bfloat16)
+    saved = save(tmp_path, 10, 1, 2, 3, frozen=MIXED, frozen_dtype=torch.bfloat16)
+    folder, model = tmp_path / "10", put(empty_model(SPECS, layout, 1), saved, 1)
+    wanted = {
+        f"stage_{index:03d}.{'frozen.' if part.frozen else ''}{kind}": tensor
+        for index, part in model.parts()
+        for kind, tensor in part.tensors.items()
+    }
+    with safetensors.safe_open(folder / "rank_001.safetensors", "pt") as file:
+        assert list(file.offset_keys()) == list(wanted)
+        for name, tensor in wanted.items():
+            assert torch.equal(file.get_tensor(name), tensor) and file.get_tensor(name).dtype == tensor.dtype
+    assert "stage_000.frozen.weights" in wanted and "stage_000.frozen.exp_avg" not in wanted
+    size, header = (folder / "rank_001.safetensors").stat().st_size, (folder / "rank_001.safetensors").read_bytes()[:8]
+    assert size == 8 + struct.unpack("<Q", header)[0] + sum(tensor.nbytes for tensor in wanted.values())
+    values = json.loads((folder / "manifest.json").read_bytes())
+    assert values["version"] == 2
+    for name, entry in values["parameters"].items():
+        assert entry["dtype"] == ("bfloat16" if name in MIXED else "float32")
+        assert (entry["exp_avg"] == [] and entry["exp_avg_sq"] == []) == (name in MIXED)
+        assert sum(piece[2] for piece in entry["weights"]) == saved["weights"][name].nbytes
+
+
+def test_one_temporary_copy_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of weights that `read` makes on the spot, saving and loading hold one; moments are never copied."""
+    copies: list[weakref.ref[np.ndarray[Any, Any]]] = []
+    alive: list[int] = []
+
+    def read(part: FakePart, kind: str) -> Tensor:
+        if kind != "weights":
+            return part.tensors[kind]
+        memory = part.tensors[kind].numpy().copy()
+        copies.append(weakref.ref(memory))
+        alive.append(sum(copy() is not None for copy in copies))
+        return torch.from_numpy(memory)  # keeps it alive as long as any view lives
+
+    monkeypatch.setattr(FakePart, "read", read)
+    saved = save(tmp_path, 10, 1, num_per_stage=2, copies=True)
+    assert alive == [1] * 4, "one for each stage"
+    assert same(load(tmp_path, num_per_stage=1, copies=True)[1], saved)
+    assert alive == [1] * 12
+
+
+def test_each_shard_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes and checksum come from one pass."""
+    calls: list[str] = []
+    real_read = FakePart.read
+
+    def read(part: FakePart, kind: str) -> Tensor:
+        calls.append(f"{part.layout.slots[0].spec.name} {kind}")
+        return real_read(part, kind)
+
+    monkeypatch.setattr(FakePart, "read", read)
+    save(tmp_path, 10, 1, frozen=MIXED)
+    assert len(calls) == len(set(calls)) == sum(len(part.tensors) for _, part in mixed_model().parts())
+    content = manifest.read(tmp_path / "10")
+    manifest.check_file(tmp_path / "10", "rank_000.safetensors", content)
+
+
+def mixed_model() -> Any:
+    return empty_model(SPECS, Layout(frozen=MIXED), 0)
+
+
+# -- version 1 ------------------------------------------------------------------------------------------------------
+
+OLD_SPECS = make_specs([("embedding.word.weight", (5, 3), True), ("head.norm.weight", (70,), False)])
+
+
+def old_checkpoint(root: Path, change: Any = lambda parameters: None) -> Values:
+    """Write by hand what version 1 wrote for one stage and one rank; returns the values."""
+    values = random_values(OLD_SPECS, 4)
+    order = ("head.norm.weight", 0), ("embedding.word.weight", 128)  # offsets in a shard of 192 elements
+    header = struct.pack("<Q", 8) + b"{}      "  # of no tensors: only the manifest says where what lies
+    data, slices = header, {}
+    for kind in ("weights", "exp_avg", "exp_avg_sq"):
+        shard = torch.zeros(192)
+        for name, offset in order:
+            value = values[kind][name].flatten()
+            shard[offset : offset + value.numel()] = value
+            slices[name, kind] = [["rank_000.safetensors", len(data) + offset * 4, value.numel() * 4, 0]]
+        data += shard.numpy().tobytes()
+    parameters = {
+        name: {"dtype": "float32", "shape": shape, **{kind: slices[name, kind] for kind in values}}
+        for name, shape in (("head.norm.weight", [70]), ("embedding.word.weight", [5, 3]))
+    }
+    change(parameters)
+    file = {"size": len(data), "crc32": zlib.crc32(data)}
+    head = {"format": "megatron_lite_checkpoint", "version": 1, "save_id": "0123456789abcdef", "iteration": 7}
+    more = {"world_size": 1, "config": {"lr": 1.0}, "state": {"sum": 0.5}, "files": {"rank_000.safetensors": file}}
+    (root / "7").mkdir(parents=True)
+    (root / "7" / "rank_000.safetensors").write_bytes(data)
+    (root / "7" / "manifest.json").write_bytes(seal({**head, **more, "parameters": parameters}))
+    return values
+
+
+@pytest.mark.parametrize("frozen", [(), ("embedding.word.weight",)])
+def test_a_checkpoint_of_version_1_loads(frozen: tuple[str, ...], tmp_path: Path) -> None:
+    """Into any layout, moments included; the next save is of version 2."""
+    saved = old_checkpoint(tmp_path)
+    for world_size, num_per_stage in ((1, 2), (3, 1)):
+        loaded, values, lines = load(tmp_path, world_size, num_per_stage, OLD_SPECS, frozen=frozen)
+        assert loaded is not None and lines == []
+        assert (loaded.iteration, loaded.state, loaded.config) == (7, {"sum": 0.5}, {"lr": 1.0})
+        kept = {name: value for name, value in saved["exp_avg_sq"].items() if name not in frozen}
+        assert same({"weights": {}, "exp_avg": {}, "exp_avg_sq": kept}, {**values, "weights": {}, "exp_avg": {}})
+        assert same({**saved, "exp_avg": {}, "exp_avg_sq": {}}, {**values, "exp_avg": {}, "exp_avg_sq": {}})
+    distributed: Any = FakeDistributed(World(1), 0)
+    sharded.save(tmp_path, 7, put(empty_model(OLD_SPECS, Layout(), 0), saved, 0), {}, Config(), distributed)  # type: ignore[arg-type]
+    assert json.loads((tmp_path / "7" / "manifest.json").read_bytes())["version"] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda entry: entry.update(dtype="bfloat16"), "its dtype is not float32"),
+        (lambda entry: entry.update(exp_avg=[], exp_avg_sq=[]), "the slices of exp_avg hold 0 of 15 elements"),
+    ],
+)
+def test_version_1_does_not_know_what_came_later(change: Any, message: str, tmp_path: Path) -> None:
+    """A manifest that says version 1 is held to it."""
+    old_checkpoint(tmp_path, lambda parameters: change(parameters["embedding.word.weight"]))
+    with pytest.raises(manifest.DamagedError, match=message):
+        manifest.read(tmp_path / "7")
