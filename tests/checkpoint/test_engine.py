@@ -1,0 +1,240 @@
+"""The real engine with frozen and split weights: what it saves, loads and goes on with, bit for bit.
+
+Checkpoints are compared by what their manifests say of each parameter, whatever layout wrote them; the bytes are read
+here without the code that loads checkpoints.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.checkpoint import manifest, sharded
+from megatron_lite.distributed import Distributed
+from tests.harness import run_distributed, tiny_config
+
+Contents = dict[tuple[str, str], Tensor]  # (parameter, kind) -> values
+
+EMBEDDING = {"freeze": ("embedding",)}
+BLOCKS = {"freeze": ("blocks",)}
+# Trainable and frozen parameters in each of the block's stages, several learning rates among the former.
+MIXED = {"freeze": ("embedding.position", "*.bias", "blocks.0.mlp"), "lr_scales": ("blocks.1.attention:0.5",)}
+BF16 = {"training_dtype": "bf16"}
+LOW = {**BF16, "store_frozen_weights_in_optimization_precision": False}
+SPLIT = {**BF16, "split_master_weights": True}
+
+
+def open_run(distributed: Distributed, options: dict[str, Any]) -> Any:
+    """Build as the program does, from the newest checkpoint of --experiment_dir if there is one."""
+    from megatron_lite.build import build
+    from megatron_lite.experiment import Experiment
+    from megatron_lite.stop_signal import StopSignal
+
+    schedule = {"train_iters": 8, "lr_warmup_iters": 2, "lr": 1e-2, "checkpoint_interval": 4}
+    if options.get("train_iters") == 0:
+        schedule = {"lr_warmup_iters": 0}
+    config = tiny_config(distributed.world_size, **{**schedule, **options})
+    stop = StopSignal()
+    run = build(config, distributed, Experiment(config, distributed), stop, ())
+    stop.restore()
+    return run
+
+
+def train_on(distributed: Distributed, options: dict[str, Any]) -> list[float]:
+    """Train to the end through the program's own loop; the losses that were logged are in metrics.jsonl."""
+    from megatron_lite.monitor.trackers import read_metrics
+    from megatron_lite.train import train
+
+    run = open_run(distributed, options)
+    train(run)
+    run.trackers.close(0)
+    distributed.barrier()
+    return [record["loss"] for record in read_metrics(Path(options["experiment_dir"]) / "metrics.jsonl")]
+
+
+def save_again(distributed: Distributed, options: dict[str, Any], target: str) -> dict[str, list[str]]:
+    """Load and save into another directory; the dtypes of the live weights by kind of part."""
+    run = open_run(distributed, options)
+    state = {"optimizer": run.optimizer.state(), "window": run.window.state()}
+    sharded.save(Path(target), run.iteration, run.model, state, run.config, distributed)
+    dtypes: dict[str, list[str]] = {"trained": [], "frozen": []}
+    for _, part in run.model.parts():
+        known, dtype = dtypes["frozen" if part.frozen else "trained"], str(part.kinds()["weights"])
+        if dtype not in known:
+            known.append(dtype)
+    return dtypes
+
+
+def read_all(folder: Path) -> Contents:
+    """Every parameter and moment of a checkpoint."""
+    contents: Contents = {}
+    for name, parameter in manifest.read(folder).parameters.items():
+        for kind, pieces in parameter.slices.items():
+            data = b"".join((folder / piece.file).read_bytes()[piece.offset :][: piece.num_bytes] for piece in pieces)
+            if data:
+                values = torch.frombuffer(bytearray(data), dtype=parameter.dtype_of(kind))
+                contents[name, kind] = values.view(parameter.shape)
+    return contents
+
+
+def assert_same(left: Contents, right: Contents) -> None:
+    """The same parameters and moments in the same dtypes, bit for bit."""
+    assert left.keys() == right.keys()
+    different = [
+        key for key, values in left.items()
+        if values.dtype != right[key].dtype or not torch.equal(values.view(torch.uint8), right[key].view(torch.uint8))
+    ]  # fmt: skip
+    assert not different
+
+
+def frozen_names(contents: Contents) -> set[str]:
+    return {name for name, _ in contents if (name, "exp_avg") not in contents}
+
+
+def copy_checkpoint(source: Path, iteration: int, experiment: Path) -> None:
+    shutil.copytree(source / "checkpoints" / str(iteration), experiment / "checkpoints" / str(iteration))
+
+
+def log_of(experiment: Path) -> str:
+    return (experiment / "runs" / "0" / "logs" / "logs_rank_000.txt").read_text("utf-8")
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "frozen embedding, fp32, zero 1": {**EMBEDDING, "zero_stage": 1},
+    "frozen embedding, low precision, zero 2": {**EMBEDDING, **LOW, "zero_stage": 2},
+    "frozen blocks, bf16, zero 3": {**BLOCKS, **BF16, "zero_stage": 3},
+    "mixed, low precision, zero 3": {**MIXED, **LOW, "zero_stage": 3, "layers_per_stage": 2.0},
+    "split, zero 1": {**SPLIT, "zero_stage": 1},
+    "split, mixed, low precision, zero 2": {**MIXED, **SPLIT, **LOW, "zero_stage": 2},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_continued_training_is_bit_identical(case: str, tmp_path: Path) -> None:
+    """From the checkpoint of iteration 4, iteration 8 is that of the run that was not interrupted, and so are the
+    losses; frozen weights never change and are stored in the dtype that was asked for, without moments."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    losses = run_distributed(2, train_on, {**CASES[case], "experiment_dir": str(whole)})[0]
+    copy_checkpoint(whole, 4, resumed)
+    again = run_distributed(2, train_on, {**CASES[case], "experiment_dir": str(resumed)})[0]
+    assert "resumed from" in log_of(resumed) and again == losses[4:]
+    contents = [read_all(whole / "checkpoints" / iteration) for iteration in ("4", "8")]
+    assert_same(read_all(resumed / "checkpoints" / "8"), contents[1])
+    frozen = frozen_names(contents[1])
+    assert bool(frozen) == ("freeze" in CASES[case]) and len(frozen) < len(manifest_names(whole))
+    low = "low precision" in case
+    for name in manifest_names(whole):
+        before, after = (content[name, "weights"] for content in contents)
+        assert torch.equal(before, after) == (name in frozen), name
+        assert after.dtype == (torch.bfloat16 if low and name in frozen else torch.float32)
+
+
+def manifest_names(experiment: Path) -> list[str]:
+    return list(manifest.read(experiment / "checkpoints" / "8").parameters)
+
+
+OTHERS: tuple[tuple[int, dict[str, Any]], ...] = (
+    (1, {"zero_stage": 1}), (2, {"zero_stage": 3, "layers_per_stage": 2.0}), (3, {"zero_stage": 2}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["mixed, low precision, zero 3", "frozen embedding, fp32, zero 1"])
+def test_any_layout_reads_the_engines_checkpoints(case: str, tmp_path: Path) -> None:
+    """Other world sizes, ZeRO stages and layers per stage: loaded and saved again, not a bit has changed."""
+    options = {**CASES[case], "experiment_dir": str(tmp_path / "run"), "batch_size": 6}
+    run_distributed(2, train_on, options)
+    expected = read_all(tmp_path / "run" / "checkpoints" / "8")
+    for number, (world_size, layout) in enumerate(OTHERS):
+        run_distributed(world_size, save_again, {**options, **layout}, str(tmp_path / str(number)))
+        assert_same(read_all(tmp_path / str(number) / "8"), expected)
+
+
+@pytest.mark.parametrize("split_first", [True, False], ids=["joined later", "split later"])
+def test_masters_are_the_same_bits_split_or_not(split_first: bool, tmp_path: Path) -> None:
+    """--split_master_weights changes how fp32 masters are held, not what they are: either run reads the other's."""
+    options = {**EMBEDDING, **BF16, "experiment_dir": str(tmp_path / "run"), "zero_stage": 2}
+    run_distributed(2, train_on, {**options, "split_master_weights": split_first})
+    expected = read_all(tmp_path / "run" / "checkpoints" / "8")
+    for number, (world_size, split) in enumerate([(2, not split_first), (3, not split_first), (2, split_first)]):
+        changed = {**options, "split_master_weights": split, "batch_size": 12}
+        run_distributed(world_size, save_again, changed, str(tmp_path / str(number)))
+        assert_same(read_all(tmp_path / str(number) / "8"), expected)
+    low_halves = [values.view(torch.int32) & 0xFFFF for (_, kind), values in expected.items() if kind == "weights"]
+    assert sum(int(half.count_nonzero()) for half in low_halves) > 1000, "masters that are bf16 prove nothing"
+
+
+def test_frozen_then_trained(tmp_path: Path) -> None:
+    """Moments start at zero and one line says of how many parameters; the others go on with theirs."""
+    options = {**MIXED, **LOW, "experiment_dir": str(tmp_path / "run"), "zero_stage": 3}
+    run_distributed(2, train_on, options)
+    before = read_all(tmp_path / "run" / "checkpoints" / "8")
+    frozen = frozen_names(before)
+    thawed = {**options, "freeze": (), "zero_stage": 1}
+    dtypes = run_distributed(2, save_again, thawed, str(tmp_path / "again"))
+    assert dtypes[0] == {"trained": ["torch.float32"], "frozen": []}
+    after = read_all(tmp_path / "again" / "8")
+    assert frozen and frozen_names(after) == set()
+    for (name, kind), values in after.items():
+        if (name, kind) in before:
+            assert torch.equal(values, before[name, kind].float())
+        else:
+            assert kind != "weights" and name in frozen and not values.any()
+    line = f"{len(frozen)} of {len({name for name, _ in after})} parameter tensors were frozen and are trained now"
+    log = next((tmp_path / "run" / "runs" / "1" / "logs").iterdir()).read_text("utf-8")
+    assert len(re.findall(line, log)) == 1 and "freeze: [" in log, log
+    copy_checkpoint(tmp_path / "run", 8, tmp_path / "on")
+    losses = run_distributed(2, train_on, {**thawed, "experiment_dir": str(tmp_path / "on"), "train_iters": 12})[0]
+    assert len(losses) == 4 and np.isfinite(losses).all()
+    trained = read_all(tmp_path / "on" / "checkpoints" / "12")
+    assert all(trained[name, "exp_avg_sq"].any() for name in frozen)
+    assert not any(torch.equal(trained[name, "weights"], after[name, "weights"]) for name in frozen)
+
+
+def test_trained_then_frozen(tmp_path: Path) -> None:
+    """Weights come from the fp32 master, rounded only where low precision was asked for; their moments are gone."""
+    options = {**BF16, "experiment_dir": str(tmp_path / "run"), "zero_stage": 1}
+    run_distributed(2, train_on, options)
+    before = read_all(tmp_path / "run" / "checkpoints" / "8")
+    for number, (low, more) in enumerate(((False, {}), (True, {}), (True, {"split_master_weights": True}))):
+        changed = {**options, **MIXED, **(LOW if low else {}), **more}
+        dtypes = run_distributed(3, save_again, {**changed, "batch_size": 6}, str(tmp_path / str(number)))
+        assert dtypes[0] == {"trained": ["torch.float32"], "frozen": ["torch.bfloat16" if low else "torch.float32"]}
+        after = read_all(tmp_path / str(number) / "8")
+        frozen = frozen_names(after)
+        expected = {
+            (name, kind): values.bfloat16() if low and name in frozen else values
+            for (name, kind), values in before.items()
+            if kind == "weights" or name not in frozen
+        }
+        assert frozen
+        assert_same(after, expected)
+        log = (tmp_path / "run" / "runs" / str(number + 1) / "logs" / "logs_rank_000.txt").read_text("utf-8")
+        assert log.count("parameter tensors are frozen and were rounded: float32 to bfloat16") == low
+
+
+def weights_for_inference(distributed: Distributed, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Full weights and memory of a model that only evaluates."""
+    from tests.harness import full_weights
+
+    run = open_run(distributed, {**options, "train_iters": 0})
+    assert not run.model.training
+    return full_weights(run.model), run.model.memory_bytes()
+
+
+@pytest.mark.parametrize("case", ["split, mixed, low precision, zero 2", "frozen blocks, bf16, zero 3"])
+def test_inference_reads_the_weights_alone(case: str, tmp_path: Path) -> None:
+    """A model without moments computes with the weights of the checkpoint, in the training dtype."""
+    options = {**CASES[case], "experiment_dir": str(tmp_path / "run")}
+    run_distributed(2, train_on, options)
+    saved = read_all(tmp_path / "run" / "checkpoints" / "8")
+    for weights, memory in run_distributed(3, weights_for_inference, {**options, "batch_size": 6}):
+        assert memory["Adam moments"] == memory["gradient shards"] == 0
+        for name, values in weights.items():
+            assert np.array_equal(values, saved[name, "weights"].bfloat16().float().numpy()), name
