@@ -110,7 +110,7 @@ def _attention(kept: Kept, model: ModelConfig, one: Pass, name: str, reached: bo
     if not reached:
         kept.add("attention outputs", one.size(query), output)
     elif model.attention_dropout > 0:
-        _attention_with_dropout(kept, model, one, query)
+        _attention_with_dropout(kept, model, one, query, group)
         kept.add("attention outputs", one.size(query), output)
     else:
         kept.add("query, key, value", one.size(query, group, group))
@@ -126,10 +126,13 @@ def _attention(kept: Kept, model: ModelConfig, one: Pass, name: str, reached: bo
     return reached
 
 
-def _attention_with_dropout(kept: Kept, model: ModelConfig, one: Pass, query: int) -> None:
+def _attention_with_dropout(kept: Kept, model: ModelConfig, one: Pass, query: int, group: int) -> None:
     """The formula written out: three squares of probabilities for each head, and a mask."""
+    # The product copies the queries, unless samples and heads are one dimension already.
+    copied = one.batch > 1 and model.num_attention_heads > 1
+    kept.add("query, key, value", one.size(query if copied else query + 2 * group))
+    kept.add("repeated key, value", one.size(query, query))
     square = one.batch * model.num_attention_heads * one.length**2
-    kept.add("query, key, value", one.size(query, query, query))
     kept.add("attention masks", one.length**2)
     kept.add("attention probabilities", square * (FP32_BYTES + 2 * one.itemsize))
 

@@ -113,7 +113,8 @@ def count_traffic(model: MultiStage, group: SimulatedGroup) -> dict[str, Total]:
             if stage.gradients is not None:
                 stage.gradients.wait()
         for stage in model.stages:
-            model.updated(stage)
+            if stage.trainable is not None:
+                model.updated(stage)
         model.gather_ahead()
     return group.traffic.take()
 
@@ -138,7 +139,7 @@ def activation_memory(config: Config, model: MultiStage, device_type: str, level
             live += totals[index] if forward else 0
             between = 2 * hidden * len(on_way)
             if live + between + moment > peak:
-                peak, peak_at = live + between + moment, f"{step.kind} of {names[index]}"
+                peak, peak_at = live + between + moment, f"{names[index]} {step.kind}"
             live -= 0 if forward else totals[index]
         held = max(held, live)
         if not forward:

@@ -1,0 +1,232 @@
+"""The plan against real runs: state and traffic to the byte, what autograd keeps to the byte, peaks within a percent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import run_distributed, tiny_config
+from memory_meters import PeakMeter, a_model, measure_kept, micro_batches
+
+from megatron_lite.config import Config
+from megatron_lite.distributed import Distributed
+from megatron_lite.gpt import model_layers
+from megatron_lite.planning import SimulatedGroup, make_plan
+from megatron_lite.zero.multi_stage import MultiStage
+
+Books = tuple[dict[str, int], dict[str, tuple[int, int, int, int]]]
+
+FROZEN = dict(freeze=("embedding", "blocks.1", "*.norm.*", "blocks.0.mlp"), tie_word_embeddings=False)
+STATE_CASES: list[dict[str, Any]] = [
+    *(dict(zero_stage=stage, training_dtype=dtype) for stage in (1, 2, 3) for dtype in ("fp32", "bf16")),
+    *(dict(zero_stage=stage, depth_first_micro_batches=2) for stage in (1, 2, 3)),
+    *(dict(zero_stage=stage, breadth_first_micro_batches=2) for stage in (2, 3)),
+    dict(zero_stage=3, depth_first_micro_batches=2, breadth_first_micro_batches=2),
+    dict(zero_stage=3, num_weight_buffers=1, num_grad_buffers=3, depth_first_micro_batches=4),
+    dict(zero_stage=3, layers_per_stage=1.5, training_dtype="bf16", depth_first_micro_batches=2),
+    dict(zero_stage=2, tie_word_embeddings=False, full_precision_gradients=False, training_dtype="bf16"),
+    dict(zero_stage=3, tie_word_embeddings=False, depth_first_micro_batches=2, num_layers=5),
+    *(dict(zero_stage=stage, split_master_weights=True, training_dtype="bf16") for stage in (1, 2)),
+    *(dict(zero_stage=stage, depth_first_micro_batches=2, **FROZEN) for stage in (1, 2, 3)),
+    dict(store_frozen_weights_in_optimization_precision=False, training_dtype="bf16", zero_stage=3, **FROZEN),
+    dict(freeze=("embedding",), zero_stage=3),
+    dict(freeze=("blocks.0", "blocks.1", "blocks.2", "embedding"), tie_word_embeddings=False, zero_stage=2),
+]
+
+
+def configured(ranks: int, options: dict[str, Any]) -> Config:
+    """Three blocks, and a batch for every number of ranks and micro-batches here."""
+    return tiny_config(ranks, **{"num_layers": 3, "batch_size": 24, **options})
+
+
+def run_steps(distributed: Distributed, cases: list[dict[str, Any]]) -> list[Books]:
+    """Memory and, of the third of three real training steps, traffic."""
+    from megatron_lite.build import build
+    from megatron_lite.experiment import Experiment
+    from megatron_lite.stop_signal import StopSignal
+    from megatron_lite.train import train_step
+
+    books = []
+    for options in cases:
+        config, stop = configured(distributed.world_size, options), StopSignal()
+        run = build(config, distributed, Experiment(config, distributed), stop, ())
+        stop.restore()
+        for iteration, batch in enumerate(run.data.batches("training", 0, 3), start=1):
+            distributed.traffic.take()
+            train_step(run, batch, iteration)
+        totals = distributed.traffic.take()
+        traffic = {
+            kind: (total.collectives, total.elements, total.bytes, total.wire_bytes)
+            for kind, total in totals.items()
+            if kind in ("gather", "reduce")
+        }
+        books.append((run.model.memory_bytes(), traffic))
+        run.data.close()
+    return books
+
+
+def planned(ranks: int, options: dict[str, Any]) -> Books:
+    plan = make_plan(configured(ranks, options), ranks, "cpu")
+    traffic = {
+        kind: (total.collectives, total.elements, total.bytes, total.wire_bytes) for kind, total in plan.traffic.items()
+    }
+    return plan.model.memory_bytes(), traffic
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_state_and_traffic_are_those_of_real_runs(ranks: int) -> None:
+    """Every kind of memory to the byte, and the collectives, elements, bytes and bytes on the wire of a step."""
+    real = run_distributed(ranks, run_steps, STATE_CASES)
+    for rank in range(ranks):
+        for options, books in zip(STATE_CASES, real[rank], strict=True):
+            assert planned(ranks, options) == books, (rank, options)
+    assert bool(real[0][0][1]) == (ranks > 1), "one rank sends nothing, more do"
+
+
+def allocated_bytes(model: MultiStage) -> int:
+    """The storages of everything that the engine has allocated, each once."""
+    storages = {}
+    for stage in model.stages:
+        tensors = [stage.weights.data, *([stage.gradients.data] if stage.gradients is not None else [])]
+        for part in stage.parts:
+            tensors += [part.read("weights")] if not model.precision.split_master or part.frozen else []
+            tensors += [part.grad_shard, part.exp_avg, part.exp_avg_sq] if part.has_state else []
+        for tensor in tensors:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("world_size", [4, 7, 64, 1000, 1024])
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_state_of_many_ranks(world_size: int, zero_stage: int) -> None:
+    """What a rank of a large group really allocates, here without the others, is what is planned for it."""
+    options = dict(zero_stage=zero_stage, training_dtype="bf16", batch_size=world_size, tie_word_embeddings=False)
+    config = tiny_config(world_size, **options)
+    plan = make_plan(config, world_size, "cuda")
+    for rank in (0, world_size // 2, world_size - 1):
+        group = SimulatedGroup(rank, world_size, "cuda", device="cpu")
+        model = MultiStage(model_layers(config), config.multi_stage, config.batch, "bf16", group)
+        assert allocated_bytes(model) == plan.state_bytes, rank
+        assert model.memory_table() == plan.model.memory_table() == make_plan(config, world_size, "cuda", rank).model.memory_table()
+
+
+KEPT_CASES: list[dict[str, Any]] = [
+    *(
+        dict(training_dtype=dtype, gated=gated, normalization_type=norm, mlp_recompute_level=level)
+        for dtype in ("fp32", "bf16")
+        for gated, norm in ((False, "layer_norm"), (True, "rms_norm"))
+        for level in ("none", "activation", "full")
+    ),
+    dict(training_dtype="fp16", use_rotary_embeddings=True, add_linear_biases=False),
+    dict(use_rotary_embeddings=True, head_groups=2, kv_channels=12, ffn_hidden_size=40, tie_word_embeddings=False),
+    dict(window_size=5, sequence_length=300),
+    dict(window_size=140, sequence_length=450, head_groups=1, training_dtype="bf16", use_rotary_embeddings=True),
+    dict(window_size=16),
+    dict(hidden_dropout=0.1),
+    dict(attention_dropout=0.1, head_groups=2),
+    dict(attention_dropout=0.1, num_attention_heads=1),
+    dict(attention_dropout=0.1, hidden_dropout=0.2, training_dtype="bf16", use_rotary_embeddings=True, window_size=4),
+    dict(activation_type="squared_relu", num_layers=3, layers_per_stage=2.0),
+    dict(freeze=("embedding",), tie_word_embeddings=False),
+    dict(freeze=("embedding", "blocks.0"), tie_word_embeddings=False, num_layers=3),
+    dict(freeze=("embedding", "blocks.0"), tie_word_embeddings=False, num_layers=4, layers_per_stage=2.0),
+    dict(freeze=("*.mlp.*", "*.query_key_value.*")),
+    dict(freeze=("*.mlp.up.*", "*.mlp_norm.*", "*.output.weight"), mlp_recompute_level="full", gated=True),
+    dict(freeze=("embedding", "blocks.0.attention*", "blocks.0.mlp_norm", "blocks.0.mlp.up"), tie_word_embeddings=False),
+    dict(
+        freeze=("embedding", "blocks.0.attention*", "blocks.0.mlp_norm", "blocks.0.mlp.up"), tie_word_embeddings=False,
+        mlp_recompute_level="activation", hidden_dropout=0.1,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", KEPT_CASES, ids=str)
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_activations_are_what_autograd_keeps(options: dict[str, Any], micro_batch_size: int) -> None:
+    """Layer by layer and to the byte."""
+    config = tiny_config(1, **{"batch_size": micro_batch_size, **options})
+    plan = make_plan(config, 1, "cpu")
+    kept = plan.activations[config.model.mlp_recompute_level].kept
+    kept[-1].pop("gradient made by the loss", None)  # not autograd's
+    measured = measure_kept(a_model(config, model_layers(config)), micro_batches(config)[0])
+    assert dict(zip(measured, (layer.total for layer in kept), strict=True)) == measured
+
+
+def mistral(**options: Any) -> Config:
+    """The README's model and batch."""
+    return tiny_config(
+        options.pop("ranks", 1),
+        **{
+            **dict(
+                num_layers=32, hidden_size=4096, vocab_size=32000, num_attention_heads=32, head_groups=8,
+                add_linear_biases=False, ffn_hidden_size=14336, kv_channels=128, use_rotary_embeddings=True, gated=True,
+                normalization_type="rms_norm", tie_word_embeddings=False, window_size=4096, batch_size=128,
+                sequence_length=8192, training_dtype="bf16", micro_batch_size=1, device="cuda",
+            ),
+            **options,
+        },
+    )  # fmt: skip
+
+
+def test_recomputation_saves_what_theory_says() -> None:
+    """Mistral-7B, 8,192 tokens: tokens x layers x width x 2 bytes, and three times that."""
+    plan = make_plan(mistral(), 1, "cuda")
+    held = {level: memory.held for level, memory in plan.activations.items()}
+    assert held["none"] - held["activation"] == 7168 * 2**20
+    assert held["none"] - held["full"] == 21504 * 2**20
+
+
+PEAK_CASES: list[dict[str, Any]] = [
+    dict(),
+    dict(training_dtype="bf16"),
+    dict(training_dtype="bf16", full_precision_gradients=False, vocab_size=100),
+    dict(gated=True, normalization_type="rms_norm", head_groups=2, use_rotary_embeddings=True),
+    dict(gated=True, normalization_type="rms_norm", training_dtype="bf16", vocab_size=100),
+    dict(training_dtype="bf16", normalization_type="rms_norm", ffn_hidden_size=64, vocab_size=100, num_layers=1),
+    dict(hidden_dropout=0.1),
+    dict(attention_dropout=0.1),
+    dict(window_size=100),
+    dict(num_attention_heads=32, head_groups=1, kv_channels=32, vocab_size=100),
+    dict(breadth_first_micro_batches=3, batch_size=6),
+    dict(breadth_first_micro_batches=2, depth_first_micro_batches=2, batch_size=8, layers_per_stage=2.0),
+    dict(vocab_size=8192),
+    dict(cross_entropy_splits=1, training_dtype="bf16"),
+]
+
+
+@pytest.mark.parametrize("options", PEAK_CASES, ids=str)
+@pytest.mark.parametrize("level", ["none", "activation", "full"])
+def test_peaks_are_those_of_a_step(options: dict[str, Any], level: str) -> None:
+    """The most that lives at any time of forward and backward passes beside the state, within half a percent."""
+    sizes = dict(num_layers=4, batch_size=2, hidden_size=128, sequence_length=256, vocab_size=512)
+    config = tiny_config(1, **{**sizes, "mlp_recompute_level": level, **options})
+    predicted = make_plan(config, 1, "cpu").activations[level].peak
+    model, batches = a_model(config), micro_batches(config)
+    model.forward_backward(batches)  # rotary tables and the like are made once
+    with PeakMeter() as meter:
+        model.forward_backward(batches)
+    assert predicted == pytest.approx(meter.peak, rel=0.005)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("options", [{}, {"window_size": 512}, {"mlp_recompute_level": "full"}], ids=str)
+def test_peak_on_a_gpu(options: dict[str, Any]) -> None:
+    """State and activations against what the allocator says, within 3 percent."""
+    sizes = dict(
+        num_layers=12, hidden_size=1024, num_attention_heads=16, head_groups=4, vocab_size=32000, sequence_length=2048,
+        batch_size=8, training_dtype="bf16", gated=True, normalization_type="rms_norm", use_rotary_embeddings=True,
+        device="cuda",
+    )  # fmt: skip
+    config = tiny_config(1, **{**sizes, **options})
+    group = SimulatedGroup(0, 1, "cuda", device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model = MultiStage(model_layers(config), config.multi_stage, config.batch, "bf16", group)
+    model.initialize(1)
+    batches = [type(one)(*(t.cuda() for t in (one.tokens, one.labels, one.gradient_scale)), 7) for one in micro_batches(config)]
+    for _ in range(2):
+        model.forward_backward(batches)
+    measured = torch.cuda.max_memory_allocated() - before
+    assert make_plan(config, 1, "cuda").peak_bytes() == pytest.approx(measured, rel=0.03)
