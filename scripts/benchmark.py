@@ -1,13 +1,16 @@
 """Step time, traffic and state memory of ZeRO-1, 2 and 3 beside PyTorch's DistributedDataParallel and FSDP2.
 
     torchrun --nproc-per-node=2 scripts/benchmark.py --device=cpu --output=results.json
-    torchrun --nproc-per-node=2 scripts/benchmark.py --device=cpu --micro_batches=4
+    torchrun --nproc-per-node=2 scripts/benchmark.py --device=cpu --layers=plain
+    torchrun --nproc-per-node=2 scripts/benchmark.py --device=cpu --layers=plain --micro_batches=4
 
 All configurations train the same model from the same weights on the same tokens in the same processes, in turn step by
 step, so that whatever else the machine does falls on all of them alike. At every step their losses have to agree to
-1e-5, or the program fails (exit code 1). On a machine that others use too, --max_others=0.05 counts only steps during
+1e-5, or the program fails (exit code 1). With --layers=plain our rows train the very torch.nn modules that the peers
+train, so that only the engine differs. On a machine that others use too, --max_others=0.05 counts only steps during
 which other processes took less than 5 % of the CPUs: it waits for such moments, and goes on until there are enough.
-Rank 0 prints a Markdown table and writes JSON to --output. docs/benchmarks.md explains the columns.
+Rank 0 prints a Markdown table and writes JSON to --output. docs/benchmarks.md explains the columns. Memory while
+training is measured by scripts/benchmark_memory.py, one configuration at a time.
 """
 
 from __future__ import annotations
@@ -20,11 +23,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,19 +34,16 @@ from torch import Tensor
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]  # runs from a plain checkout
 
+import benchmark_model as plain  # noqa: E402
 import benchmark_peers as peers  # noqa: E402
 import benchmark_report as report  # noqa: E402
+from benchmark_engine import Engine, PlainEngine  # noqa: E402
 
 from megatron_lite import distributed as launch  # noqa: E402
-from megatron_lite.build import Run  # noqa: E402
 from megatron_lite.config import Config, unflatten  # noqa: E402
 from megatron_lite.distributed import Distributed  # noqa: E402
-from megatron_lite.gpt import build_gpt  # noqa: E402
-from megatron_lite.optimizer.adamw import AdamW  # noqa: E402
 from megatron_lite.seeds import derive_seed  # noqa: E402
-from megatron_lite.train import train_step  # noqa: E402
 from megatron_lite.validation import resolve  # noqa: E402
-from megatron_lite.zero.multi_stage import MultiStage  # noqa: E402
 
 # Losses are near log(vocab_size): about 1e-6 relative.
 LOSS_TOLERANCE = 1e-5
@@ -52,10 +51,13 @@ LOSS_TOLERANCE = 1e-5
 MAX_REPEATS = 6
 # Adam turns rounding into a full step where a gradient is nearly zero: a high rate would make losses drift apart.
 LEARNING_RATE = 1e-4
+# Far above any norm: it is computed, and gradients are multiplied by 1, so that weights can be compared to the bit.
+CLIP_GRAD = 1e6
 LLAMA: dict[str, Any] = dict(
     use_rotary_embeddings=True, gated=True, normalization_type="rms_norm", add_linear_biases=False,
     tie_word_embeddings=False, dataset_source="random", num_workers=0, weight_decay=0.1,
 )  # fmt: skip
+LAYERS = ("engine", "plain", "both")
 SHAPE = dict(
     num_layers=8, hidden_size=512, num_attention_heads=8, head_groups=2, ffn_hidden_size=1408, vocab_size=16384,
     sequence_length=256, micro_batch_size=2, micro_batches=1, steps=12, warmup_steps=2, threads=1, seed=1234,
@@ -69,34 +71,26 @@ class Contestant(Protocol):
         """One update from this rank's micro-batches (b, s + 1); returns its share of the mean loss, ()."""
         ...
 
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(global name, full weight), valid until the next one is asked for. All ranks iterate to the end."""
+        ...
+
     def memory_bytes(self) -> dict[str, int]:
         """State memory of this rank by kind."""
         ...
 
 
-class Engine:
-    """megatron_lite, built from its own parts and driven by the training loop's own step."""
-
-    def __init__(self, config: Config, distributed: Distributed) -> None:
-        layers = build_gpt(config.model, config.batch.sequence_length)
-        dtype = config.distributed.training_dtype
-        self.model = MultiStage(layers, config.multi_stage, config.batch, dtype, distributed)
-        optimizer = AdamW(config.optimizer, self.model.stages, dtype, distributed)
-        self.model.initialize(config.distributed.seed)
-        assert config.batch.batch_size
-        self._tokens, self._world_size = config.batch.batch_size * config.batch.sequence_length, distributed.world_size
-        parts = dict(config=config, distributed=distributed, model=self.model, optimizer=optimizer)
-        self._run = cast(Run, SimpleNamespace(**parts, tokens_per_iteration=self._tokens))
-        self._iteration = 0
+class Bare:
+    """Nothing at all: what a process with all this imported and its process group open takes by itself."""
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        """The loss comes back summed over all ranks; the mean over ranks of what is returned is the mean loss."""
-        self._iteration += 1
-        return train_step(self._run, list(micro_batches), self._iteration).loss / self._tokens
+        return torch.zeros(())
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
 
     def memory_bytes(self) -> dict[str, int]:
-        """As printed at the start of a run."""
-        return self.model.memory_bytes()
+        return {}
 
 
 @dataclass
@@ -121,6 +115,7 @@ def main(argv: Sequence[str]) -> int:
     load_before = report.load_average()
     records = measure(contestants, settings, options.max_others, distributed)
     gathered = distributed.gather_objects({name: vars(record) for name, record in records.items()})
+    peak_rss_bytes = distributed.gather_objects(report.peak_rss_bytes())
     difference = largest_difference([records[name].losses for name in records])
     result: dict[str, Any] = {
         "command": f"torchrun --nproc-per-node={distributed.world_size} scripts/benchmark.py {' '.join(argv)}".strip(),
@@ -128,16 +123,19 @@ def main(argv: Sequence[str]) -> int:
         "versions": report.versions(),
         "machine": report.machine(distributed.device, load_before),
         "settings": {
-            **settings, "device": distributed.device.type, "loss": options.loss, "linear": options.linear,
-            "max_others": options.max_others,
+            **settings, "device": distributed.device.type, "layers": options.layers, "loss": options.loss,
+            "linear": options.linear, "max_others": options.max_others,
         },
         "ranks": distributed.world_size,
         "parameters": number_of_parameters(contestants),
         "largest_loss_difference": difference,
         "loss_tolerance": LOSS_TOLERANCE,
-        "configurations": report.summarize(gathered, settings, memory(contestants, distributed)),
+        "peak_rss_bytes": peak_rss_bytes,
+        "configurations": report.summarize(gathered, settings, books(contestants, distributed)),
     }
-    result["targets"] = report.targets(result["configurations"])
+    for name, comparison in compare_weights(contestants).items():
+        result["configurations"][name] |= comparison
+    result["targets"] = report.targets(result["configurations"], settings["micro_batches"])
     if distributed.rank == 0:
         print(report.to_markdown(result), flush=True)
         if options.output is not None:
@@ -159,8 +157,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     for name, default in SHAPE.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--loss", choices=peers.LOSSES, default="chunked", help="of the peers; chunked is the engine's")
-    parser.add_argument("--linear", choices=peers.LINEARS, default="plain", help="of the peers; plain is nn.Linear")
+    layers_help = "of our rows: the engine's own, the peers' plain torch.nn modules, or a row of each"
+    parser.add_argument("--layers", choices=LAYERS, default="engine", help=layers_help)
+    loss_help, linear_help = "of the plain model; chunked is the engine's", "of the plain model; plain is nn.Linear"
+    parser.add_argument("--loss", choices=plain.LOSSES, default="chunked", help=loss_help)
+    parser.add_argument("--linear", choices=plain.LINEARS, default="plain", help=linear_help)
     parser.add_argument("--max_others", type=float, help="share of the CPUs that others may take in a step that counts")
     parser.add_argument("--only", default="", help="comma-separated configurations, by the names of the table")
     parser.add_argument("--output", type=Path, help="JSON file to write")
@@ -176,6 +177,7 @@ def engine_config(settings: dict[str, Any], distributed: Distributed, zero_stage
     shape = {name: value for name, value in settings.items() if name not in own}
     values = {
         **LLAMA, **shape, "zero_stage": zero_stage, "device": distributed.device.type, "lr": LEARNING_RATE,
+        "clip_grad": CLIP_GRAD,
         "depth_first_micro_batches": settings["micro_batches"] // breadth_first,
         "breadth_first_micro_batches": breadth_first, "train_iters": settings["steps"] + settings["warmup_steps"],
     }  # fmt: skip
@@ -185,7 +187,7 @@ def engine_config(settings: dict[str, Any], distributed: Distributed, zero_stage
 def build(
     settings: dict[str, Any], options: argparse.Namespace, distributed: Distributed
 ) -> dict[str, Contestant]:
-    """The configurations in the order in which they take turns; the peers start from the first engine's weights."""
+    """The configurations in the order in which they take turns."""
     accumulates = settings["micro_batches"] > 1
     configs = {"ZeRO-1": engine_config(settings, distributed, 1, 1)}
     for stage in (2, 3):
@@ -194,20 +196,28 @@ def build(
             breadth_first = engine_config(settings, distributed, stage, settings["micro_batches"])
             configs[f"ZeRO-{stage} breadth-first"] = breadth_first
     config = configs["ZeRO-1"]
-    initial = Engine(config, distributed)
 
-    def plain() -> peers.PlainGPT:
-        return peers.plain_model(config, options.loss, options.linear, distributed, initial.model.full_weights)
+    def model() -> plain.PlainGPT:
+        return plain.PlainGPT(config, options.loss, options.linear, distributed.device)
 
-    makers: dict[str, Callable[[], Contestant]] = {
-        "DDP": lambda: peers.ddp(config, distributed, plain()),
-        **{name: functools.partial(Engine, value, distributed) for name, value in configs.items()},
-        "FSDP2": lambda: peers.fsdp(config, distributed, plain()),
-        "FSDP2 no reshard": lambda: peers.fsdp(config, distributed, plain(), reshard=False),
+    def plain_engine(config: Config) -> PlainEngine:
+        return PlainEngine(config, distributed, model())
+
+    makers: dict[str, Callable[[], Contestant]] = {"DDP": lambda: peers.ddp(config, distributed, model())}
+    if options.layers != "plain":
+        makers |= {name: functools.partial(Engine, value, distributed) for name, value in configs.items()}
+    if options.layers != "engine":
+        makers |= {f"plain {name}": functools.partial(plain_engine, value) for name, value in configs.items()}
+    fsdp = functools.partial(peers.fsdp, config, distributed)
+    makers |= {
+        "FSDP2": lambda: fsdp(model()),
+        "FSDP2 all resharded": lambda: fsdp(model(), whole=True),
+        "FSDP2 no reshard": lambda: fsdp(model(), reshard=False),
     }
     if accumulates:
-        makers["FSDP2 no sync"] = lambda: peers.fsdp(config, distributed, plain(), reshard=False, keep_gradients=True)
+        makers["FSDP2 no sync"] = lambda: fsdp(model(), reshard=False, keep_gradients=True)
     wanted = [name.strip() for name in options.only.split(",") if name.strip()] or list(makers)
+    makers["bare"] = Bare  # only when asked for
     unknown = sorted(set(wanted) - set(makers))
     if unknown:
         raise SystemExit(f"benchmark: --only: no configuration is called {unknown}; there are {list(makers)}")
@@ -287,17 +297,30 @@ def number_of_parameters(contestants: dict[str, Contestant]) -> int:
     return engines[0].model.num_parameters if engines else 0
 
 
-def memory(contestants: dict[str, Contestant], distributed: Distributed) -> dict[str, dict[str, Any]]:
-    """State memory of this rank by kind; for ours also what the design's formula says."""
+def books(contestants: dict[str, Contestant], distributed: Distributed) -> dict[str, dict[str, Any]]:
+    """State memory of this rank by kind; for ours also what memory and traffic have to be by the books."""
     result: dict[str, dict[str, Any]] = {}
     for name, contestant in contestants.items():
-        kinds = contestant.memory_bytes()
-        result[name] = {"state_bytes_by_kind": kinds}
+        result[name] = {"state_bytes_by_kind": contestant.memory_bytes()}
         if isinstance(contestant, Engine):
-            stages = contestant.model.stages
-            sizes = [sum(slot.numel for part in stage.parts for slot in part.layout.slots) for stage in stages]
-            zero_stage = int(name.removeprefix("ZeRO-")[0])
-            result[name]["formula_bytes"] = report.formula_bytes(sizes, zero_stage, distributed.world_size)
+            sizes = contestant.stage_sizes()
+            formula = report.formula_bytes(sizes, contestant.zero_stage, distributed.world_size)
+            result[name] |= {"formula_bytes": formula, "wire_theory_bytes": contestant.wire_bytes()}
+    return result
+
+
+def compare_weights(contestants: dict[str, Contestant]) -> dict[str, dict[str, Any]]:
+    """How far the final weights of each configuration are from DDP's; nothing where DDP does not take part."""
+    if len(contestants) < 2 or "DDP" not in contestants:
+        return {}
+    expected = dict(contestants["DDP"].full_weights())
+    result = {}
+    for name, contestant in contestants.items():
+        differences, identical = [], True
+        for key, value in contestant.full_weights():
+            differences.append(float((value - expected[key]).abs().max()))
+            identical &= torch.equal(value.view(torch.int32), expected[key].view(torch.int32))
+        result[name] = {"weights_to_ddp": max(differences), "weights_as_ddp": identical}
     return result
 
 

@@ -14,9 +14,20 @@ import torch
 import megatron_lite
 
 MIB = 2**20
-REFERENCES = {"ratio_to_ddp": "DDP", "ratio_to_fsdp2": "FSDP2"}
-# name -> (configuration, which ratio, at most)
-TARGETS = {"zero_1_to_ddp": ("ZeRO-1", "ratio_to_ddp", 1.0), "zero_3_to_fsdp2": ("ZeRO-3", "ratio_to_fsdp2", 0.7)}
+REFERENCES = {
+    "ratio_to_ddp": "DDP", "ratio_to_fsdp2": "FSDP2", "ratio_to_fsdp2_all_resharded": "FSDP2 all resharded",
+}  # fmt: skip
+# name -> (configuration, which ratio, at most with one micro-batch, with several; None: no aim)
+TARGETS: dict[str, tuple[str, str, float | None, float | None]] = {
+    "zero_1_to_ddp": ("ZeRO-1", "ratio_to_ddp", 1.0, 1.0),
+    "zero_3_to_fsdp2": ("ZeRO-3", "ratio_to_fsdp2", 0.7, 0.7),
+    "plain_zero_1_to_ddp": ("plain ZeRO-1", "ratio_to_ddp", 1.0, 1.0),
+    "plain_zero_2_to_ddp": ("plain ZeRO-2", "ratio_to_ddp", 1.0, 1.03),
+    "plain_zero_3_to_fsdp2": ("plain ZeRO-3", "ratio_to_fsdp2_all_resharded", 0.60, 0.66),
+    "plain_zero_3_breadth_first_to_fsdp2": (
+        "plain ZeRO-3 breadth-first", "ratio_to_fsdp2_all_resharded", None, 0.58
+    ),
+}
 
 
 def summarize(
@@ -91,17 +102,20 @@ def formula_bytes(stage_sizes: Sequence[int], zero_stage: int, world_size: int) 
     return whole * parameters + sharded * parameters // world_size + shared * buffers
 
 
-def targets(configurations: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def targets(configurations: dict[str, dict[str, Any]], micro_batches: int) -> dict[str, dict[str, Any]]:
     """The ratios that we aim at, with what was measured (paired: the median of the ratios of each round)."""
     result = {}
-    for name, (own, label, limit) in TARGETS.items():
-        ratio = configurations.get(own, {}).get(label)
-        if ratio is not None:
+    for name, (own, label, single, several) in TARGETS.items():
+        ratio, limit = configurations.get(own, {}).get(label), single if micro_batches == 1 else several
+        if ratio is not None and limit is not None:
             result[name] = {"ratio": ratio["median"], "at_most": limit, "met": ratio["median"] <= limit}
     return result
 
 
-TIME_HEADER = ("", "step, s", "quartiles", "CPU, s", "tokens/s", "/ DDP", "quartiles", "/ FSDP2", "quartiles", "wire")
+TIME_HEADER = (
+    "", "step, s", "quartiles", "CPU, s", "tokens/s", "/ DDP", "quartiles", "/ FSDP2", "quartiles", "/ FSDP2 all",
+    "wire", "by the books", "weights",
+)  # fmt: skip
 MEMORY_HEADER = ("", "state, MiB", "formula, MiB", "padding, MiB", "scratch, MiB")
 
 
@@ -120,7 +134,7 @@ def to_markdown(result: dict[str, Any]) -> str:
         f"largest difference between losses at any step: {result['largest_loss_difference']:.1e}",
     ]
     for name, target in result["targets"].items():
-        own, label, _ = TARGETS[name]
+        own, label, *_ = TARGETS[name]
         verdict = "met" if target["met"] else "missed"
         ratio = f"{own} / {REFERENCES[label]}: {target['ratio']:.3f}"
         lines.append(f"{ratio}, aim: at most {target['at_most']:g}: {verdict}")
@@ -138,10 +152,17 @@ def _times(row: dict[str, Any], parameters: int) -> list[str]:
         low, high = row[key]["quartiles"]
         return [f"{row[key]['median']:.{digits}f}", f"{low:.{digits}f}-{high:.{digits}f}"]
 
+    def wire(key: str, digits: int) -> str:
+        value = row.get(key)
+        return "" if value is None or not parameters else f"{value / (4 * parameters):.{digits}f}"
+
     speed = "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f}"
-    wire = "" if row["wire_bytes"] is None or not parameters else f"{row['wire_bytes'] / (4 * parameters):.1f}"
-    ratios = [*cells("ratio_to_ddp", 2), *cells("ratio_to_fsdp2", 2)]
-    return [*cells("step_s", 3), cells("cpu_s", 2)[0], speed, *ratios, wire]
+    weights = "equal" if row.get("weights_as_ddp") else f"{row['weights_to_ddp']:.0e}" if "weights_to_ddp" in row else ""
+    ratios = [
+        *cells("ratio_to_ddp", 2), *cells("ratio_to_fsdp2", 2), cells("ratio_to_fsdp2_all_resharded", 2)[0],
+    ]  # fmt: skip
+    traffic = [wire("wire_bytes", 3), wire("wire_theory_bytes", 3)]
+    return [*cells("step_s", 3), cells("cpu_s", 2)[0], speed, *ratios, *traffic, weights]
 
 
 def _memory(row: dict[str, Any]) -> list[str]:
@@ -158,6 +179,16 @@ def loopback_bytes() -> int | None:
             fields = {name.strip(): values.split() for name, _, values in (line.partition(":") for line in file)}
         return int(fields["lo"][8])
     except (OSError, KeyError, IndexError, ValueError):
+        return None
+
+
+def peak_rss_bytes() -> int | None:
+    """The most memory that this process has had resident; None where that cannot be read."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            (line,) = [line for line in file if line.startswith("VmHWM:")]
+        return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
         return None
 
 

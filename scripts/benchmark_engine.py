@@ -1,0 +1,161 @@
+"""Our rows of scripts/benchmark.py: the engine with its own layers, or with the very modules that the peers train.
+
+A plain module becomes a layer by having its parameters replaced by declared ones of the same names. What autograd
+computes for them goes into the stage's gradient buffer as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import cast
+
+from benchmark_model import PlainGPT, parameter_specs
+from torch import Tensor, nn
+
+from megatron_lite.build import Run
+from megatron_lite.config import Config
+from megatron_lite.distributed import Distributed
+from megatron_lite.gpt import build_gpt
+from megatron_lite.kernels.gradients import accumulate
+from megatron_lite.layers.layer import Layer, MicroBatch
+from megatron_lite.monitor.tensor_debug import open_debugger
+from megatron_lite.optimizer.adamw import AdamW
+from megatron_lite.parameter import Parameter, declare
+from megatron_lite.train import train_step
+from megatron_lite.zero.multi_stage import MultiStage
+
+
+class Engine:
+    """megatron_lite, built from its own parts and driven by the training loop's own step."""
+
+    def __init__(self, config: Config, distributed: Distributed, layers: Sequence[Layer] | None = None) -> None:
+        layers = layers or build_gpt(config.model, config.batch.sequence_length)
+        dtype = config.distributed.training_dtype
+        self.model = MultiStage(layers, config.multi_stage, config.batch, dtype, distributed)
+        optimizer = AdamW(config.optimizer, self.model.stages, dtype, distributed)
+        self.model.initialize(config.distributed.seed)
+        assert config.batch.batch_size
+        self._tokens, self._world_size = config.batch.batch_size * config.batch.sequence_length, distributed.world_size
+        logger, gather = logging.getLogger("benchmark"), distributed.gather_tensors
+        debugger = open_debugger(config, logger, distributed.rank, distributed.world_size, gather, None)
+        parts = dict(
+            config=config, distributed=distributed, model=self.model, optimizer=optimizer, debugger=debugger
+        )
+        self._run = cast(Run, SimpleNamespace(**parts, tokens_per_iteration=self._tokens))
+        self.zero_stage, self._iteration = config.multi_stage.zero_stage or 1, 0
+
+    def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
+        """The loss comes back summed over all ranks; the mean over ranks of what is returned is the mean loss.
+
+        Gathers for the next step, which in a run of its own go on beside that step's first layers, end here: they are
+        not to take time from whoever is next.
+        """
+        self._iteration += 1
+        loss = train_step(self._run, list(micro_batches), self._iteration).loss / self._tokens
+        for stage in self.model.stages:
+            stage.weights.wait()
+        return loss
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(global name, full weight), valid until the next one is asked for. Every rank has to iterate to the end."""
+        return self.model.full_weights()
+
+    def memory_bytes(self) -> dict[str, int]:
+        """As printed at the start of a run."""
+        return self.model.memory_bytes()
+
+    def wire_bytes(self) -> int:
+        """What all ranks together have to send in a step by the books: the schedule's collectives times their sizes.
+
+        Each collective moves (N - 1) / N of a stage's weights or gradients out of every one of N ranks. The gradient
+        norm and the loss, a few bytes, are left out.
+        """
+        model, total = self.model, 0
+        for step in model.training_schedule:
+            gathered = sum(model.stages[index].numel for index in step.gather)
+            reduced = sum(model.stages[index].grad_numel for index, _ in step.reduce)
+            total += gathered * model.precision.training.itemsize + reduced * model.precision.gradients.itemsize
+        return total * (self._world_size - 1)
+
+    def stage_sizes(self) -> list[int]:
+        """Parameters of each stage, without padding."""
+        return [sum(slot.numel for part in stage.parts for slot in part.layout.slots) for stage in self.model.stages]
+
+
+class PlainEngine(Engine):
+    """The engine with the plain torch.nn model: nothing but the engine differs from the peers."""
+
+    def __init__(self, config: Config, distributed: Distributed, model: PlainGPT) -> None:
+        super().__init__(config, distributed, plain_layers(config, model))
+        for module in (module for stage in self.model.stages for layer in stage.layers for module in layer.modules()):
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, plain_parameter(cast(Parameter, parameter)))
+
+    def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
+        """The plain head returns its loss with the scale, which here is one over the tokens of the global batch."""
+        return super().step(micro_batches) * self._tokens
+
+
+def plain_parameter(placed: Parameter) -> nn.Parameter:
+    """An ordinary parameter in the memory of one that has its place in the engine's buffers.
+
+    Autograd, which keeps weights of plain modules from forward to backward, must not see that the buffer is written in
+    between (ZeRO-3 gathers them again): that is what `.data` is for.
+    """
+
+    def move_gradient(parameter: Tensor) -> None:
+        """From where autograd put a fresh gradient into the gradient buffer."""
+        assert parameter.grad is not None
+        accumulate(placed, parameter.grad)
+        parameter.grad = None
+
+    parameter = nn.Parameter(placed.data)
+    parameter.register_post_accumulate_grad_hook(move_gradient)
+    return parameter
+
+
+def plain_layers(config: Config, model: PlainGPT) -> list[Layer]:
+    """The modules of a plain model as layers for the engine."""
+    specs = parameter_specs(config)
+    for prefix, module in list(model.named_modules()):
+        for name, _ in list(module.named_parameters(recurse=False)):
+            setattr(module, name, declare(specs.pop(f"{prefix}.{name}")))
+    assert not specs, f"the plain model lacks {sorted(specs)}"
+    return [PlainEmbedding(model.embedding["word"]), *map(PlainBlock, model.blocks), PlainHead(model.head)]
+
+
+class PlainEmbedding(Layer):
+    """nn.Embedding as the first layer."""
+
+    backward_needs_weights = False
+
+    def __init__(self, word: nn.Module) -> None:
+        super().__init__()
+        self.word = word
+
+    def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
+        return self.word(micro_batch.tokens)
+
+
+class PlainBlock(Layer):
+    """A plain block as a layer."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
+        return self.block(hidden)
+
+
+class PlainHead(Layer):
+    """The plain head as the last layer: its loss is already scaled."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
+        return self.head(hidden, micro_batch.labels, micro_batch.gradient_scale)
