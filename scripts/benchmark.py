@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import functools
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -184,44 +183,47 @@ def engine_config(settings: dict[str, Any], distributed: Distributed, zero_stage
     return resolve(unflatten(values), distributed.world_size)
 
 
+def row_names(layers: str, accumulates: bool) -> list[str]:
+    """The configurations in the order in which they take turns."""
+    own = ["ZeRO-1", "ZeRO-2", "ZeRO-3"]
+    if accumulates:
+        own = ["ZeRO-1", "ZeRO-2", "ZeRO-2 breadth-first", "ZeRO-3", "ZeRO-3 breadth-first"]
+    engine, plain_rows = own if layers != "plain" else [], own if layers != "engine" else []
+    fsdp = ["FSDP2", "FSDP2 all resharded", "FSDP2 no reshard", *(["FSDP2 no sync"] if accumulates else [])]
+    return ["DDP", *engine, *(f"plain {name}" for name in plain_rows), *fsdp]
+
+
 def build(
     settings: dict[str, Any], options: argparse.Namespace, distributed: Distributed
 ) -> dict[str, Contestant]:
-    """The configurations in the order in which they take turns."""
-    accumulates = settings["micro_batches"] > 1
-    configs = {"ZeRO-1": engine_config(settings, distributed, 1, 1)}
-    for stage in (2, 3):
-        configs[f"ZeRO-{stage}"] = engine_config(settings, distributed, stage, 1)
-        if accumulates:
-            breadth_first = engine_config(settings, distributed, stage, settings["micro_batches"])
-            configs[f"ZeRO-{stage} breadth-first"] = breadth_first
-    config = configs["ZeRO-1"]
-
-    def model() -> plain.PlainGPT:
-        return plain.PlainGPT(config, options.loss, options.linear, distributed.device)
-
-    def plain_engine(config: Config) -> PlainEngine:
-        return PlainEngine(config, distributed, model())
-
-    makers: dict[str, Callable[[], Contestant]] = {"DDP": lambda: peers.ddp(config, distributed, model())}
-    if options.layers != "plain":
-        makers |= {name: functools.partial(Engine, value, distributed) for name, value in configs.items()}
-    if options.layers != "engine":
-        makers |= {f"plain {name}": functools.partial(plain_engine, value) for name, value in configs.items()}
-    fsdp = functools.partial(peers.fsdp, config, distributed)
-    makers |= {
-        "FSDP2": lambda: fsdp(model()),
-        "FSDP2 all resharded": lambda: fsdp(model(), whole=True),
-        "FSDP2 no reshard": lambda: fsdp(model(), reshard=False),
-    }
-    if accumulates:
-        makers["FSDP2 no sync"] = lambda: fsdp(model(), reshard=False, keep_gradients=True)
-    wanted = [name.strip() for name in options.only.split(",") if name.strip()] or list(makers)
-    makers["bare"] = Bare  # only when asked for
-    unknown = sorted(set(wanted) - set(makers))
+    """The configurations that take part."""
+    names = row_names(options.layers, settings["micro_batches"] > 1)
+    wanted = [name.strip() for name in options.only.split(",") if name.strip()] or names
+    unknown = sorted(set(wanted) - {*names, "bare"})
     if unknown:
-        raise SystemExit(f"benchmark: --only: no configuration is called {unknown}; there are {list(makers)}")
-    return {name: makers[name]() for name in makers if name in wanted}
+        raise SystemExit(f"benchmark: --only: no configuration is called {unknown}; there are {[*names, 'bare']}")
+    order = [name for name in (*names, "bare") if name in wanted]
+    return {name: make(name, settings, options, distributed) for name in order}
+
+
+def make(name: str, settings: dict[str, Any], options: argparse.Namespace, distributed: Distributed) -> Contestant:
+    """One configuration, ready to train."""
+    zero_stage = next((stage for stage in (1, 2, 3) if f"ZeRO-{stage}" in name), 1)
+    config = engine_config(
+        settings, distributed, zero_stage, settings["micro_batches"] if "breadth-first" in name else 1
+    )
+    if name == "bare":
+        return Bare()
+    if name.startswith("ZeRO"):
+        return Engine(config, distributed)
+    model = plain.PlainGPT(config, options.loss, options.linear, distributed.device)
+    if name.startswith("plain"):
+        return PlainEngine(config, distributed, model)
+    if name == "DDP":
+        return peers.ddp(config, distributed, model)
+    keeps_gradients = name == "FSDP2 no sync"
+    reshard = not keeps_gradients and name != "FSDP2 no reshard"
+    return peers.fsdp(config, distributed, model, reshard, name == "FSDP2 all resharded", keeps_gradients)
 
 
 def measure(

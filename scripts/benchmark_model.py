@@ -144,7 +144,7 @@ class Head(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """Tokens and labels (b, s) -> summed cross-entropy times `scale`, (). Parameters are on the meta device at first."""
+    """Tokens and labels (b, s) -> summed cross-entropy times `scale`, (). Parameters have no memory at first."""
 
     def __init__(self, config: Config, loss: str, linear: str, device: torch.device) -> None:
         super().__init__()

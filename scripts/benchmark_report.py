@@ -127,9 +127,9 @@ def to_markdown(result: dict[str, Any]) -> str:
         f"{settings['micro_batches']} x {settings['micro_batch_size']} x {settings['sequence_length']} tokens per rank "
         f"and step, fp32, medians of {settings['steps']} steps or more; torch {versions['torch']}, {result['date']}",
         "",
-        *_table(TIME_HEADER, [[name, *_times(row, result["parameters"])] for name, row in rows.items()]),
+        *table(TIME_HEADER, [[name, *_times(row, result["parameters"])] for name, row in rows.items()]),
         "",
-        *_table(MEMORY_HEADER, [[name, *_memory(row)] for name, row in rows.items()]),
+        *table(MEMORY_HEADER, [[name, *_memory(row)] for name, row in rows.items()]),
         "",
         f"largest difference between losses at any step: {result['largest_loss_difference']:.1e}",
     ]
@@ -141,7 +141,8 @@ def to_markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table."""
     return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
 
 
@@ -157,7 +158,8 @@ def _times(row: dict[str, Any], parameters: int) -> list[str]:
         return "" if value is None or not parameters else f"{value / (4 * parameters):.{digits}f}"
 
     speed = "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f}"
-    weights = "equal" if row.get("weights_as_ddp") else f"{row['weights_to_ddp']:.0e}" if "weights_to_ddp" in row else ""
+    weights = f"{row['weights_to_ddp']:.0e}" if "weights_to_ddp" in row else ""
+    weights = "equal" if row.get("weights_as_ddp") else weights
     ratios = [
         *cells("ratio_to_ddp", 2), *cells("ratio_to_fsdp2", 2), cells("ratio_to_fsdp2_all_resharded", 2)[0],
     ]  # fmt: skip

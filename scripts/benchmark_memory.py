@@ -1,0 +1,116 @@
+"""Peak resident memory of a rank while training: ZeRO-1, 2 and 3 beside DistributedDataParallel and FSDP2.
+
+    python scripts/benchmark_memory.py --output=memory.json
+    python scripts/benchmark_memory.py --layers=plain --micro_batches=4
+
+Starts scripts/benchmark.py on two CPU ranks once for each configuration, with that configuration alone, for a few
+steps, and once bare: everything imported, the process group open, no model. What is reported is the kernel's peak of
+resident memory (VmHWM) of the largest rank, from the start of the process to its end, less that of the bare process.
+Options that are not listed below go to scripts/benchmark.py. Prints a Markdown table; docs/benchmarks.md explains it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]  # runs from a plain checkout
+
+import benchmark  # noqa: E402
+import benchmark_report as report  # noqa: E402
+
+BARE = "bare"
+REFERENCES = {"ratio_to_ddp": "DDP", "ratio_to_fsdp2": "FSDP2", "ratio_to_fsdp2_all_resharded": "FSDP2 all resharded"}
+# (configuration, which ratio, at most)
+TARGETS = (("plain ZeRO-3", "ratio_to_fsdp2", 0.7), ("plain ZeRO-3", "ratio_to_fsdp2_all_resharded", 0.7))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure one configuration after the other, print, write; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="default 2")
+    parser.add_argument("--only", default="", help="comma-separated configurations; default: all of the layers chosen")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options, passed_on = parser.parse_known_args(argv)
+    settings = benchmark.parse(passed_on)
+    names = [name.strip() for name in options.only.split(",") if name.strip()]
+    names = names or benchmark.row_names(settings.layers, settings.micro_batches > 1)
+    measured = {name: measure(name, options.ranks, passed_on) for name in (BARE, *names)}
+    result = {
+        "command": f"python scripts/benchmark_memory.py {' '.join(argv)}".strip(),
+        "settings": measured[BARE]["settings"],
+        "versions": measured[BARE]["versions"],
+        "ranks": options.ranks,
+        "bare_bytes": max(measured[BARE]["peak_rss_bytes"]),
+        "configurations": compare({name: value for name, value in measured.items() if name != BARE}, measured[BARE]),
+    }
+    print(to_markdown(result), flush=True)
+    if options.output is not None:
+        options.output.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    return 0
+
+
+def measure(name: str, ranks: int, passed_on: Sequence[str]) -> dict[str, Any]:
+    """What scripts/benchmark.py writes when it runs one configuration alone.
+
+    Raises:
+        SystemExit: if it fails; what it said has been shown.
+    """
+    print(f"benchmark_memory: {name}", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "results.json"
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0",
+            f"--nproc-per-node={ranks}", str(HERE / "benchmark.py"), "--device=cpu", "--steps=3", "--warmup_steps=0",
+            *passed_on, f"--only={name}", f"--output={output}",
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise SystemExit(f"{done.stdout}{done.stderr}benchmark_memory: {name}: exit code {done.returncode}")
+        result: dict[str, Any] = json.loads(output.read_text("utf-8"))
+    return result
+
+
+def compare(measured: dict[str, dict[str, Any]], bare: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Peak above a bare process, per configuration, and its ratios to the peers'."""
+    above = {name: max(one["peak_rss_bytes"]) - max(bare["peak_rss_bytes"]) for name, one in measured.items()}
+    return {
+        name: {
+            "peak_bytes": value,
+            "state_bytes": measured[name]["configurations"][name]["state_bytes"],
+            **{label: value / above[peer] for label, peer in REFERENCES.items() if peer in above},
+        }
+        for name, value in above.items()
+    }
+
+
+def to_markdown(result: dict[str, Any]) -> str:
+    """The table of docs/benchmarks.md."""
+    header = ("", "peak above bare, MiB", "state, MiB", *(f"/ {name}" for name in REFERENCES.values()))
+    rows = [
+        [
+            name, f"{row['peak_bytes'] / report.MIB:.0f}", f"{row['state_bytes'] / report.MIB:.0f}",
+            *(f"{row[label]:.2f}" if label in row else "" for label in REFERENCES),
+        ]
+        for name, row in result["configurations"].items()
+    ]  # fmt: skip
+    lines = [*report.table(header, rows), "", f"a bare process: {result['bare_bytes'] / report.MIB:.0f} MiB"]
+    for name, label, limit in TARGETS:
+        ratio = result["configurations"].get(name, {}).get(label)
+        if ratio is not None:
+            verdict = "met" if ratio <= limit else "missed"
+            lines.append(f"{name} / {REFERENCES[label]}: {ratio:.3f}, aim: at most {limit:g}: {verdict}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
