@@ -80,7 +80,9 @@ class Contestant(Protocol):
 
 
 class Bare:
-    """Nothing at all: what a process with all this imported and its process group open takes by itself."""
+    """Nothing: what a process takes by itself that has imported all this, has its process group open, and has built the
+    model without memory (which makes torch load more of itself).
+    """
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
         return torch.zeros(())
@@ -212,11 +214,11 @@ def make(name: str, settings: dict[str, Any], options: argparse.Namespace, distr
     config = engine_config(
         settings, distributed, zero_stage, settings["micro_batches"] if "breadth-first" in name else 1
     )
-    if name == "bare":
-        return Bare()
     if name.startswith("ZeRO"):
         return Engine(config, distributed)
     model = plain.PlainGPT(config, options.loss, options.linear, distributed.device)
+    if name == "bare":
+        return Bare()
     if name.startswith("plain"):
         return PlainEngine(config, distributed, model)
     if name == "DDP":
