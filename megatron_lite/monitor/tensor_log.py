@@ -88,9 +88,15 @@ def summarize(name: str, tensor: Tensor, level: int) -> TensorEntry:
 
 
 def take_samples(flat: Tensor, count: int) -> Tensor:
-    """`count` elements (all, if there are fewer) of a tensor (n,) at even distances from the first on: fp32 on CPU."""
+    """`count` elements (all, if there are fewer) of a tensor (n,), one of each of `count` equal pieces: fp32 on CPU.
+
+    The place within the piece wanders (multiples of the golden ratio, in integers). At equal distances all samples of
+    a matrix would come out of one column or two, because its width divides most distances.
+    """
     count = min(count, flat.numel())
-    positions = torch.arange(count, device=flat.device) * flat.numel() // max(count, 1)
+    index = torch.arange(count, device=flat.device)
+    piece_numel = flat.numel() // max(count, 1)
+    positions = index * flat.numel() // max(count, 1) + (index * 40503 % 65536) * piece_numel // 65536
     return flat[positions].float().cpu()
 
 

@@ -187,6 +187,21 @@ def test_checksum_sees_every_element_and_only_values() -> None:
     assert compute_statistics(nans[:1]).checksum == compute_statistics(nans[1:]).checksum
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_comes_to_the_same_summary(dtype: torch.dtype) -> None:
+    """Checksum, extremes and samples of a tensor are those of its copy on the CPU, mean and deviation to 1e-12."""
+    tensor = torch.randn(3, 1000, 777, generator=torch.Generator().manual_seed(1)).to(dtype)
+    there, here = summarize("x", tensor.cuda(), 12), summarize("x", tensor, 12)
+    assert there.statistics is not None and here.statistics is not None
+    for name in ("checksum", "minimum", "maximum", "not_finite"):
+        assert getattr(there.statistics, name) == getattr(here.statistics, name)
+    for name in ("mean", "std"):
+        assert getattr(there.statistics, name) == pytest.approx(getattr(here.statistics, name), rel=1e-12, abs=1e-15)
+    assert there.samples is not None and here.samples is not None and torch.equal(there.samples, here.samples)
+
+
 def test_what_is_not_finite_is_counted_and_shown() -> None:
     tensor = torch.tensor([1.0, torch.nan, torch.inf, -torch.inf])
     entry = summarize("x", tensor, 2)
@@ -195,12 +210,22 @@ def test_what_is_not_finite_is_counted_and_shown() -> None:
     assert "NOT FINITE" not in summarize("x", torch.ones(4), 2).line(8)
 
 
-@pytest.mark.parametrize(("count", "positions"), [(1, [0]), (2, [0, 5]), (4, [0, 2, 5, 7]), (16, list(range(10)))])
+@pytest.mark.parametrize(("count", "positions"), [(1, [0]), (2, [0, 8]), (4, [0, 3, 5, 8]), (16, list(range(10)))])
 def test_samples_are_spread_evenly(count: int, positions: list[int]) -> None:
-    """`count` of ten elements from the first on, all where there are fewer, exact in fp32."""
+    """`count` of ten elements, one of each tenth, quarter, ...; all where there are fewer; exact in fp32."""
     flat = torch.arange(10, dtype=torch.bfloat16)
     samples = take_samples(flat, count)
     assert samples.tolist() == positions and samples.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("shape", "count"), [((64, 32), 64), ((64, 32), 128), ((4, 16, 128), 256), ((3, 7), 16)])
+def test_samples_see_every_column(shape: tuple[int, ...], count: int) -> None:
+    """And every row, and no element twice, although the width divides the distance between samples."""
+    samples = take_samples(torch.arange(float(np.prod(shape))), count)
+    assert len(set(samples.tolist())) == count
+    assert len(set((samples % shape[-1]).tolist())) == shape[-1]
+    borders = torch.arange(count + 1) * int(np.prod(shape)) // count
+    assert bool((samples >= borders[:-1]).all()) and bool((samples < borders[1:]).all())
 
 
 @pytest.mark.parametrize(("level", "samples"), [(1, None), (2, None), (3, 1), (4, 2), (7, 16), (9, 60), (30, 60)])
