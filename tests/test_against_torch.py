@@ -35,17 +35,26 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-def plain_loop(options: dict[str, Any], initial: dict[str, np.ndarray]) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Losses and final weights of the oracle, starting from the given weights."""
+def plain_loop(
+    options: dict[str, Any], initial: dict[str, np.ndarray], scales: dict[str, float] | None = None
+) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Losses and final weights of the oracle, starting from the given weights.
+
+    `scales`: beginning of a name -> factor of the learning rate; 0 takes the gradient away altogether.
+    """
     config = tiny_config(**options)
     model = PlainGPT(config.model)
     model.load(initial)
-    # As in Fast-LLM: norms and biases are exempt from weight decay, embeddings are not.
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    exempt = [p for p in model.parameters() if p.dim() == 1]
+    groups = []
+    for name, parameter in model.named_parameters():
+        scale = next((scale for start, scale in (scales or {}).items() if name.startswith(start)), 1.0)
+        # As in Fast-LLM: norms and biases are exempt from weight decay, embeddings are not.
+        decay = config.optimizer.weight_decay if parameter.dim() > 1 else 0.0
+        if scale:
+            groups.append({"params": [parameter], "weight_decay": decay, "scale": scale})
+        parameter.requires_grad_(scale != 0)
     optimizer = torch.optim.AdamW(
-        [{"params": decayed}, {"params": exempt, "weight_decay": 0.0}],
-        weight_decay=config.optimizer.weight_decay,
+        groups,
         betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2),
         eps=config.optimizer.adam_eps,
     )
@@ -57,7 +66,7 @@ def plain_loop(options: dict[str, Any], initial: dict[str, np.ndarray]) -> tuple
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
         for group in optimizer.param_groups:
-            group["lr"] = plain_learning_rate(options, iteration)
+            group["lr"] = plain_learning_rate(options, iteration) * group["scale"]
         optimizer.step()
         losses.append(loss.item())
     return losses, {name: weight.numpy() for name, weight in model.state_dict().items()}
@@ -117,3 +126,40 @@ def test_recomputation_changes_no_bit_of_a_run(architecture: str) -> None:
         assert recomputed.losses == plain.losses and recomputed.grad_norms == plain.grad_norms
         for name, weight in plain.weights.items():
             np.testing.assert_array_equal(recomputed.weights[name], weight, err_msg=name)
+
+
+PARTS: dict[str, tuple[str, dict[str, Any], dict[str, float]]] = {
+    "embedding and first block frozen": (
+        "llama", {"freeze": ("embedding", "blocks.0")}, {"embedding": 0.0, "blocks.0": 0.0},
+    ),
+    "tied embedding frozen, head norm slower": (
+        "gpt2", {"freeze": ("embedding.word",), "lr_scales": ("head:0.25",)}, {"embedding.word": 0.0, "head": 0.25},
+    ),
+    "only the last block trained, its MLP faster": (
+        "llama", {"freeze": ("embedding", "blocks.0", "head"), "lr_scales": ("blocks.1.mlp:3",)},
+        {"embedding": 0.0, "blocks.0": 0.0, "head": 0.0, "blocks.1.mlp.": 3.0},
+    ),
+    "only the first norm trained": (
+        "gpt2", {"lr_scales": ("*:0", "blocks.0.attention_norm:1")}, {"blocks.0.attention_norm": 1.0, "": 0.0},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("layout", [(1, 1), (2, 3)], ids=["one rank", "two ranks, ZeRO 3"])
+def test_training_a_part_equals_plain_torch(part: str, layout: tuple[int, int]) -> None:
+    """Frozen weights do not move, the others go where torch takes them, each at its own learning rate."""
+    architecture, flags, scales = PARTS[part]
+    options = {**ARCHITECTURES[architecture], **flags, "zero_stage": layout[1]}
+    ours = run_distributed(layout[0], train_tiny, options, ITERATIONS)[0]
+    losses, weights = plain_loop(options, ours.initial, scales)
+    np.testing.assert_allclose(ours.losses, losses, rtol=1e-6)
+    moved = 0
+    for name, weight in weights.items():
+        if next((scale for start, scale in scales.items() if name.startswith(start)), 1.0) == 0:
+            np.testing.assert_array_equal(ours.weights[name], ours.initial[name], err_msg=name)
+        elif not name.endswith("query_key_value.bias"):  # key biases: their exact gradient is zero
+            moved += 1
+            assert not np.array_equal(ours.weights[name], ours.initial[name]), name
+            np.testing.assert_allclose(ours.weights[name], weight, rtol=0, atol=1e-5, err_msg=name)
+    assert 0 < moved < len(weights)
