@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import textwrap
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -13,12 +14,13 @@ from megatron_lite import exits
 from megatron_lite.automatic import GIB, MIB, RESERVE, Note, device_memory_bytes, resolve_auto
 from megatron_lite.cautions import warnings
 from megatron_lite.config import Config
-from megatron_lite.errors import EXIT_DONE
+from megatron_lite.errors import EXIT_DONE, UsageError
 from megatron_lite.planning import Plan, make_plan
 from megatron_lite.zero.stage import Stage
 
 # What A100 and H100 cards of 80 GB report, rounded down. A dry run looks at no device.
 PLANNED_GPU_BYTES = 79 * GIB
+WIDTH = 118
 
 
 def dry_run(config: Config, world_size: int, notes: Sequence[str], prints: bool) -> int:
@@ -27,16 +29,19 @@ def dry_run(config: Config, world_size: int, notes: Sequence[str], prints: bool)
     `notes` are warnings of the command line. `--device=auto` plans for GPUs.
 
     Raises:
-        UsageError: if a pattern of --freeze or --lr_scales matches nothing.
+        UsageError: if a pattern of --freeze or --lr_scales matches nothing, or no address reaches to a tensor's end.
     """
     device_type = "cpu" if config.distributed.device == "cpu" else "cuda"
     on_gpu = device_type == "cuda"
     memory = PLANNED_GPU_BYTES if on_gpu else device_memory_bytes(torch.device("cpu"), world_size)
-    multi_stage, choices = resolve_auto(config, world_size, device_type, memory)
-    plan = make_plan(dataclasses.replace(config, multi_stage=multi_stage), world_size, device_type)
-    cautions = [f"WARNING {text}" for text in (*notes, *warnings(config))]
+    try:
+        multi_stage, choices = resolve_auto(config, world_size, device_type, memory)
+        plan = make_plan(dataclasses.replace(config, multi_stage=multi_stage), world_size, device_type)
+    except (RuntimeError, OverflowError) as error:  # of a tensor of more than 2**63 bytes, be it on the meta device
+        raise UsageError(f"--dry_run=1: {error}; write smaller sizes (--hidden_size, --vocab_size ...)") from error
+    cautions = [Note(text, is_warning=True) for text in (*notes, *warnings(config))]
     if prints:
-        exits.print_page("\n".join([*describe(plan, memory, choices), *cautions]))
+        exits.print_page("\n".join([*describe(plan, memory, choices), *_notes(cautions)]))
     return EXIT_DONE
 
 
@@ -48,7 +53,7 @@ def describe(plan: Plan, device_bytes: int, choices: Sequence[Note]) -> list[str
     ranks = ranks if plan.world_size == 1 else ranks.replace("rank", "ranks", 1)
     return [
         f"dry run for {ranks} (--device={distributed.device}), {distributed.training_dtype}: numbers of each rank",
-        *(f"{'WARNING ' if choice.is_warning else ''}{choice.text}" for choice in choices),
+        *_notes(choices),
         *_model(plan),
         *_batch(plan),
         *_state(plan),
@@ -57,8 +62,14 @@ def describe(plan: Plan, device_bytes: int, choices: Sequence[Note]) -> list[str
     ]
 
 
+def _notes(notes: Sequence[Note]) -> Iterator[str]:
+    for note in notes:
+        text = f"WARNING: {note.text}" if note.is_warning else note.text
+        yield from textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
 def _title(name: str, *columns: str) -> str:
-    return f"{name:<28}" + "".join(f"{column:>21}" for column in columns)
+    return f"{name:<28}" + "".join(f" {column:>20}" for column in columns)
 
 
 def _row(name: str, *cells: str) -> str:
@@ -147,7 +158,7 @@ def _activations(plan: Plan, device_bytes: int) -> Iterator[str]:
     yield _row("most at any time", *(_mib(level.peak) for level in levels))
     yield _row("  namely in the", *(level.peak_at for level in levels))
     yield _row("with the state", *(_mib(peak) for peak in peaks))
-    fits = ("fits" if peak <= usable else f"{_mib(peak - usable)} too much" for peak in peaks)
+    fits = ("fits" if peak <= usable else f"{(peak - usable) / GIB:,.1f} GiB too much" for peak in peaks)
     yield _row(f"in {_mib(usable)}", *fits)
     yield f"  * --mlp_recompute_level={chosen}; {RESERVE:.0%} of {device_bytes / GIB:.1f} GiB left to the runtime"
 

@@ -49,7 +49,7 @@ def pretrain(config: Config, notes: tuple[str, ...]) -> int:
         run_number = experiment.run
         run = build(config, group, experiment, stop, notes)
         stop.saves = True
-        together(group, lambda: experiment.record(config) if rank == 0 else None)
+        together(group, lambda: experiment.record(run.config) if rank == 0 else None)
         if rank == 0:
             exits.write_exit(config.run.experiment_dir, None, "running", "", run_number)
         code, message = train(run)

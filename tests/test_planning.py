@@ -1,4 +1,4 @@
-"""The plan against real runs: state and traffic to the byte, what autograd keeps to the byte, peaks within a percent."""
+"""The plan against real runs: state, traffic and what autograd keeps to the byte, peaks within half a percent."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from memory_meters import PeakMeter, a_model, measure_kept, micro_batches
 from megatron_lite.config import Config
 from megatron_lite.distributed import Distributed
 from megatron_lite.gpt import model_layers
+from megatron_lite.layers.layer import MicroBatch
 from megatron_lite.planning import SimulatedGroup, make_plan
 from megatron_lite.zero.multi_stage import MultiStage
 
@@ -108,9 +109,11 @@ def test_state_of_many_ranks(world_size: int, zero_stage: int) -> None:
         group = SimulatedGroup(rank, world_size, "cuda", device="cpu")
         model = MultiStage(model_layers(config), config.multi_stage, config.batch, "bf16", group)
         assert allocated_bytes(model) == plan.state_bytes, rank
-        assert model.memory_table() == plan.model.memory_table() == make_plan(config, world_size, "cuda", rank).model.memory_table()
+        assert model.memory_table() == plan.model.memory_table(), rank
 
 
+# Of the embedding and the first block; the second is trained.
+ALL_BUT_DOWN = ("embedding", "blocks.0.attention*", "blocks.0.mlp_norm", "blocks.0.mlp.up")
 KEPT_CASES: list[dict[str, Any]] = [
     *(
         dict(training_dtype=dtype, gated=gated, normalization_type=norm, mlp_recompute_level=level)
@@ -133,11 +136,8 @@ KEPT_CASES: list[dict[str, Any]] = [
     dict(freeze=("embedding", "blocks.0"), tie_word_embeddings=False, num_layers=4, layers_per_stage=2.0),
     dict(freeze=("*.mlp.*", "*.query_key_value.*")),
     dict(freeze=("*.mlp.up.*", "*.mlp_norm.*", "*.output.weight"), mlp_recompute_level="full", gated=True),
-    dict(freeze=("embedding", "blocks.0.attention*", "blocks.0.mlp_norm", "blocks.0.mlp.up"), tie_word_embeddings=False),
-    dict(
-        freeze=("embedding", "blocks.0.attention*", "blocks.0.mlp_norm", "blocks.0.mlp.up"), tie_word_embeddings=False,
-        mlp_recompute_level="activation", hidden_dropout=0.1,
-    ),
+    dict(freeze=ALL_BUT_DOWN, tie_word_embeddings=False),
+    dict(freeze=ALL_BUT_DOWN, tie_word_embeddings=False, mlp_recompute_level="activation", hidden_dropout=0.1),
 ]  # fmt: skip
 
 
@@ -225,7 +225,10 @@ def test_peak_on_a_gpu(options: dict[str, Any]) -> None:
     before = torch.cuda.memory_allocated()
     model = MultiStage(model_layers(config), config.multi_stage, config.batch, "bf16", group)
     model.initialize(1)
-    batches = [type(one)(*(t.cuda() for t in (one.tokens, one.labels, one.gradient_scale)), 7) for one in micro_batches(config)]
+    batches = [
+        MicroBatch(one.tokens.cuda(), one.labels.cuda(), torch.tensor(1.0, device="cuda"), 7)
+        for one in micro_batches(config)
+    ]
     for _ in range(2):
         model.forward_backward(batches)
     measured = torch.cuda.max_memory_allocated() - before
