@@ -69,7 +69,7 @@ def train_and_export(distributed: Distributed, options: dict[str, Any]) -> dict[
     with torch.no_grad():
         logits = head.logits(hidden)
     run.trackers.close(0)
-    return {"tokens": tokens.numpy(), "logits": logits.numpy()}
+    return {"tokens": tokens.numpy(), "logits": logits.float().numpy()}
 
 
 def options_for(folder: Path, architecture: str) -> dict[str, Any]:
@@ -123,6 +123,47 @@ def test_exports_are_the_same_bits_for_every_zero_stage(tmp_path: Path) -> None:
         run_distributed(2, train_and_export, {**options, "attention_dropout": 0.0})
         weights.append(load_file(folder / "run" / "export" / "30" / "model.safetensors"))
     assert same_weights(weights[0], weights[1]) and same_weights(weights[0], weights[2])
+
+
+FREEZING: dict[str, dict[str, Any]] = {
+    "bf16": {"training_dtype": "bf16"},
+    "frozen in low precision": {"training_dtype": "bf16", "store_frozen_weights_in_optimization_precision": False},
+    "frozen, split": {"training_dtype": "bf16", "split_master_weights": True},
+}
+
+
+@pytest.mark.parametrize("how", FREEZING)
+def test_exports_of_frozen_models_are_whole(tmp_path: Path, how: str) -> None:
+    """Two ranks, embedding and one block frozen: an export has every parameter, the frozen ones at the values of an
+    export before training, the others at new ones, all in the training dtype."""
+    from safetensors.torch import load_file
+
+    options = {**options_for(tmp_path, "llama"), **FREEZING[how], "zero_stage": 2, "freeze": ("embedding", "blocks.1")}
+    start = {**options, "experiment_dir": str(tmp_path / "start"), "train_iters": 0, "lr_warmup_iters": 0}
+    run_distributed(2, train_and_export, start)
+    run_distributed(2, train_and_export, options)
+    before = load_file(tmp_path / "start" / "export" / "0" / "model.safetensors")
+    after = load_file(tmp_path / "run" / "export" / "30" / "model.safetensors")
+    assert before.keys() == after.keys() and {value.dtype for value in after.values()} == {torch.bfloat16}
+    frozen = {name for name in after if name.startswith(("model.embed_tokens.", "model.layers.1."))}
+    assert len(frozen) == 10
+    unchanged = {name for name in after if torch.equal(before[name], after[name])}
+    assert unchanged == frozen
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export" / "30", dtype="bfloat16")
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in after.items())
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_a_frozen_model_computes_what_its_export_computes(tmp_path: Path, zero_stage: int) -> None:
+    """Logits to 1e-5, fp32, with a frozen embedding that is tied to the head and frozen norms in every stage."""
+    options = {**options_for(tmp_path, "mistral"), "zero_stage": zero_stage, "freeze": ("embedding", "*_norm.weight")}
+    results = run_distributed(2, train_and_export, options)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export" / "30").eval()
+    for result in results:
+        with torch.no_grad():
+            logits = model(torch.from_numpy(result["tokens"])[:, :-1]).logits
+        np.testing.assert_allclose(logits.numpy(), result["logits"], atol=1e-5, rtol=1e-5)
 
 
 def test_a_distributed_export_resumes(tmp_path: Path) -> None:
