@@ -184,6 +184,33 @@ def test_killed_run_is_the_run_that_was_not(reference: Path, corpus: str, tmp_pa
         raise AssertionError(f"{story}\n{error}") from error
 
 
+FREEZING: dict[str, tuple[str, ...]] = {
+    "low precision": (
+        "--zero_stage=3", "--training_dtype=bf16", "--store_frozen_weights_in_optimization_precision=0",
+        "--freeze=embedding,*.bias,blocks.0.mlp", "--lr_scales=head:0.5",
+    ),
+    "split masters": (
+        "--zero_stage=2", "--training_dtype=bf16", "--split_master_weights=1", "--freeze=embedding.position,blocks.1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", FREEZING)
+def test_killed_run_with_frozen_parameters(corpus: str, tmp_path: Path, how: str) -> None:
+    """The same with frozen parameters, which lie in no moments, and with masters that no buffer holds whole."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    outcome = run(flags(corpus, whole, *FREEZING[how]), RANKS)
+    assert outcome.codes == [0, 0], outcome.output
+    story = run_with_kills(flags(corpus, killed, *FREEZING[how]), killed, 1, kills=2)
+    try:
+        assert_same_run(killed, whole)
+    except AssertionError as error:
+        raise AssertionError(f"{story}\n{error}") from error
+    content = manifest.read(whole / "checkpoints" / str(ITERATIONS))
+    frozen = [name for name, parameter in content.parameters.items() if not parameter.has_moments]
+    assert 0 < len(frozen) < len(content.parameters)
+
+
 @pytest.mark.parametrize("reference", [3], indirect=True, ids=["zero3"])
 def test_signal_to_one_rank_or_to_all(reference: Path, corpus: str, tmp_path: Path) -> None:
     """SIGTERM to one rank, then to everything: each time all ranks save and exit with 75; the third start finishes."""
