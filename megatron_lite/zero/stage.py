@@ -140,6 +140,8 @@ class Stage:
             self.require_gradients()
         hidden, output = self._tape.pop(slot)
         torch.autograd.backward(output, grad)
+        if self.observer is not None and (hidden is None or not hidden.requires_grad):
+            self.observer.layer_gradient(str(self.layers[0].name), None, slot)
         return None if hidden is None else hidden.grad
 
     def accumulate(self) -> None:
