@@ -126,6 +126,8 @@ def fill(folder: Path, content: Manifest, model: MultiStage, rank: int) -> None:
 def _fill_shard(opened: _Files, content: Manifest, part: Part, kind: str, rank: int) -> None:
     """One tensor of a part, (shard_numel,): for each piece of a parameter its overlaps with the saved slices."""
     shard = part.read(kind).detach()
+    assert shard.shape == (part.layout.shard_numel,) and shard.is_contiguous(), (kind, tuple(shard.shape))
+    assert shard.dtype == part.kinds()[kind], (kind, shard.dtype)
     for slot, start, end in part.layout.pieces(rank):
         saved = content.parameters[slot.spec.name]
         dtype = saved.dtype_of(kind)
