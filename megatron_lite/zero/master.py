@@ -11,6 +11,10 @@ import torch
 from torch import Tensor
 
 
+# Elements split at a time: bounds the temporaries.
+SPLIT_CHUNK_NUMEL = 2**22
+
+
 class WeightShard:
     """(shard_numel,) in any floating dtype."""
 
@@ -50,10 +54,12 @@ class SplitWeightShard:
 
     def write(self, values: Tensor, start: int = 0) -> None:
         """Split fp32 values into weights and remainders, from element `start` on. `values` is left alone."""
-        bits, bounds = values.view(torch.int32), slice(start, start + values.numel())
-        high = bits.add(0x8000).bitwise_right_shift_(16)  # arithmetic: the remainder lies in [-0x8000, 0x7fff]
-        self._high[bounds] = high
-        self._remainder[bounds] = bits.sub(high.bitwise_left_shift_(16))
+        for bits in values.view(torch.int32).split(SPLIT_CHUNK_NUMEL):
+            bounds = slice(start, start + bits.numel())
+            high = bits.add(0x8000).bitwise_right_shift_(16)  # arithmetic: the remainder lies in [-0x8000, 0x7fff]
+            self._high[bounds] = high
+            self._remainder[bounds] = bits.sub(high.bitwise_left_shift_(16))
+            start = bounds.stop
 
     def round_into(self, weights: Tensor) -> None:
         """Nothing to do: the slice of the weight buffer is where they lie."""

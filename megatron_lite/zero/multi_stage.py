@@ -178,7 +178,7 @@ class MultiStage:
         stateful = [part for part in parts if part.has_state]
         largest = max((part.layout.shard_numel for part in stateful), default=0)
         scratch = self.group.reduction_scratch_bytes(largest, self.precision.gradients)
-        split = self.precision.split_master
+        split = self.precision.split_master and self.training
         sizes = {
             "weight remainders" if split else "weight shards": [part.weights.nbytes for part in trained],
             "frozen weight shards": [part.weights.nbytes for part in frozen],
