@@ -206,7 +206,7 @@ def test_peaks_are_those_of_a_step(options: dict[str, Any], level: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window_size": 20, "head_groups": 2}, {"sequence_length": 600, "window_size": 130}, {"attention_dropout": 0.1}],
+    [{}, dict(window_size=20, head_groups=2), dict(sequence_length=600, window_size=130), dict(attention_dropout=0.1)],
     ids=str,
 )
 @pytest.mark.parametrize("training_dtype", ["fp32", "bf16"])

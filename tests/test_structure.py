@@ -40,7 +40,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "gpt": {"config", "items", "layers", "parameter"},
     "zero": {"config", "distributed", "parameter", "seeds"},
     "activations": {"config", "kernels"},
-    "transients": {"activations", "config"},
+    "transients": {"activations", "config", "kernels"},
     "planning": {"activations", "config", "distributed", "gpt", "kernels", "layers", "traffic", "transients", "zero"},
     "automatic": {"config", "gpt", "parameter", "planning", "zero"},
     "dry_run": {"automatic", "cautions", "config", "exits", "planning", "zero"},
