@@ -18,14 +18,10 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import math
-import os
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,17 +33,15 @@ import benchmark_model as plain  # noqa: E402
 import benchmark_peers as peers  # noqa: E402
 import benchmark_report as report  # noqa: E402
 from benchmark_engine import Engine, PlainEngine  # noqa: E402
+from benchmark_measure import Contestant, largest_difference, measure  # noqa: E402
 
 from megatron_lite import distributed as launch  # noqa: E402
 from megatron_lite.config import Config, unflatten  # noqa: E402
 from megatron_lite.distributed import Distributed  # noqa: E402
-from megatron_lite.seeds import derive_seed  # noqa: E402
 from megatron_lite.validation import resolve  # noqa: E402
 
 # Losses are near log(vocab_size): about 1e-6 relative.
 LOSS_TOLERANCE = 1e-5
-# --max_others gives up after this many times --steps.
-MAX_REPEATS = 6
 # Adam turns rounding into a full step where a gradient is nearly zero: a high rate would make losses drift apart.
 LEARNING_RATE = 1e-4
 # Far above any norm: it is computed, and gradients are multiplied by 1, so that weights can be compared to the bit.
@@ -61,22 +55,6 @@ SHAPE = dict(
     num_layers=8, hidden_size=512, num_attention_heads=8, head_groups=2, ffn_hidden_size=1408, vocab_size=16384,
     sequence_length=256, micro_batch_size=2, micro_batches=1, steps=12, warmup_steps=2, threads=1, seed=1234,
 )  # fmt: skip
-
-
-class Contestant(Protocol):
-    """Anything that can be trained step by step."""
-
-    def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        """One update from this rank's micro-batches (b, s + 1); returns its share of the mean loss, ()."""
-        ...
-
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(global name, full weight), valid until the next one is asked for. All ranks iterate to the end."""
-        ...
-
-    def memory_bytes(self) -> dict[str, int]:
-        """State memory of this rank by kind."""
-        ...
 
 
 class Bare:
@@ -94,18 +72,6 @@ class Bare:
         return {}
 
 
-@dataclass
-class Record:
-    """What was measured of one configuration on this rank, a value a step, warm-up included."""
-
-    seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)
-    wire_bytes: list[int | None] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    others: list[float] = field(default_factory=list)  # share of the CPUs that other processes took meanwhile
-    counts: list[bool] = field(default_factory=list)
-
-
 def main(argv: Sequence[str]) -> int:
     """Measure, print, write; returns the exit code."""
     options = parse(argv)
@@ -113,6 +79,7 @@ def main(argv: Sequence[str]) -> int:
     distributed = launch.initialize(unflatten({"device": options.device}).distributed)
     settings = {name: getattr(options, name) for name in SHAPE}
     contestants = build(settings, options, distributed)
+    specs = plain.parameter_specs(engine_config(settings, distributed, 1, 1))
     load_before = report.load_average()
     records = measure(contestants, settings, options.max_others, distributed)
     gathered = distributed.gather_objects({name: vars(record) for name, record in records.items()})
@@ -128,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
             "linear": options.linear, "max_others": options.max_others,
         },
         "ranks": distributed.world_size,
-        "parameters": number_of_parameters(contestants),
+        "parameters": sum(spec.numel for spec in specs.values()),
         "largest_loss_difference": difference,
         "loss_tolerance": LOSS_TOLERANCE,
         "peak_rss_bytes": peak_rss_bytes,
@@ -228,79 +195,6 @@ def make(name: str, settings: dict[str, Any], options: argparse.Namespace, distr
     return peers.fsdp(config, distributed, model, reshard, name == "FSDP2 all resharded", keeps_gradients)
 
 
-def measure(
-    contestants: dict[str, Contestant], settings: dict[str, Any], max_others: float | None, distributed: Distributed
-) -> dict[str, Record]:
-    """All configurations in turn, step by step, until enough steps count."""
-    records = {name: Record() for name in contestants}
-    names = list(contestants)
-    wanted, warmup = settings["steps"], settings["warmup_steps"]
-    for step in range(warmup + wanted * (1 if max_others is None else MAX_REPEATS)):
-        micro_batches = make_tokens(settings, step, distributed)
-        first = step % len(names)  # rotates, so that no configuration always follows the same one
-        for name in names[first:] + names[:first]:
-            record = records[name]
-            if max_others is not None and step >= warmup and distributed.rank == 0:
-                report.wait_until_quiet(max_others)
-            timed_step(contestants[name], record, micro_batches, distributed)
-            record.counts.append(step >= warmup and (max_others is None or record.others[-1] <= max_others))
-        counted = min(sum(record.counts) for record in records.values())
-        if distributed.rank == 0:
-            loss, load = records[names[0]].losses[-1], max(record.others[-1] for record in records.values())
-            line = f"benchmark: step {step + 1}: loss {loss:.6f}, others took up to {load:.0%}, {counted} steps count"
-            print(line, file=sys.stderr, flush=True)
-        if counted >= wanted:
-            break
-    return records
-
-
-def timed_step(
-    contestant: Contestant, record: Record, micro_batches: Sequence[Tensor], distributed: Distributed
-) -> None:
-    """One step between two barriers; time stops when this rank is done, traffic is counted when all are."""
-    distributed.barrier()
-    wire_before = report.loopback_bytes()
-    distributed.barrier()
-    cpu_before, busy_before, before = time.process_time(), report.busy_seconds(), time.perf_counter()
-    loss = contestant.step(micro_batches)
-    if distributed.device.type == "cuda":
-        torch.cuda.synchronize()
-    record.seconds.append(time.perf_counter() - before)
-    distributed.barrier()
-    cpu_s, elapsed_s = time.process_time() - cpu_before, time.perf_counter() - before
-    busy_s = report.busy_seconds() - busy_before if distributed.rank == 0 else 0.0
-    wire_after = report.loopback_bytes()
-    record.wire_bytes.append(None if wire_before is None or wire_after is None else wire_after - wire_before)
-    own = torch.tensor([loss.double(), cpu_s, busy_s], dtype=torch.float64, device=distributed.device)
-    total_loss, total_cpu_s, total_busy_s = distributed.sum_in_rank_order(own).tolist()
-    record.losses.append(total_loss / distributed.world_size)
-    record.cpu_seconds.append(total_cpu_s)
-    record.others.append(max(0.0, total_busy_s - total_cpu_s) / (elapsed_s * (os.cpu_count() or 1)))
-    # elapsed_s differs a little between ranks; all of them have to count the same steps.
-    record.others[-1] = float(distributed.broadcast_object(record.others[-1]))
-
-
-def make_tokens(settings: dict[str, Any], step: int, distributed: Distributed) -> list[Tensor]:
-    """This rank's micro-batches of one step, (b, s + 1) each."""
-    generator = torch.Generator().manual_seed(derive_seed(settings["seed"], "benchmark", step, distributed.rank))
-    shape = (settings["micro_batch_size"], settings["sequence_length"] + 1)
-    return [
-        torch.randint(0, settings["vocab_size"], shape, generator=generator) for _ in range(settings["micro_batches"])
-    ]
-
-
-def largest_difference(losses: Sequence[Sequence[float]]) -> float:
-    """The largest difference between any two configurations at any step."""
-    differences = [max(values) - min(values) for values in zip(*losses, strict=True)]
-    return max(differences) if all(map(math.isfinite, differences)) else math.inf
-
-
-def number_of_parameters(contestants: dict[str, Contestant]) -> int:
-    """Without padding; 0 if no configuration of ours takes part."""
-    engines = [contestant for contestant in contestants.values() if isinstance(contestant, Engine)]
-    return engines[0].model.num_parameters if engines else 0
-
-
 def books(contestants: dict[str, Contestant], distributed: Distributed) -> dict[str, dict[str, Any]]:
     """State memory of this rank by kind; for ours also what memory and traffic have to be by the books."""
     result: dict[str, dict[str, Any]] = {}
@@ -309,7 +203,10 @@ def books(contestants: dict[str, Contestant], distributed: Distributed) -> dict[
         if isinstance(contestant, Engine):
             sizes = contestant.stage_sizes()
             formula = report.formula_bytes(sizes, contestant.zero_stage, distributed.world_size)
-            result[name] |= {"formula_bytes": formula, "wire_theory_bytes": contestant.wire_bytes()}
+            result[name] |= {
+                "formula_bytes": formula, "wire_theory_bytes": contestant.wire_bytes(),
+                "wire_counted_bytes": contestant.counted_bytes,
+            }  # fmt: skip
     return result
 
 

@@ -44,7 +44,9 @@ class Engine:
             config=config, distributed=distributed, model=self.model, optimizer=optimizer, debugger=debugger
         )
         self._run = cast(Run, SimpleNamespace(**parts, tokens_per_iteration=self._tokens))
+        assert config.multi_stage.zero_stage != "auto"
         self.zero_stage, self._iteration = config.multi_stage.zero_stage or 1, 0
+        self.counted_bytes = 0  # sent by all ranks in the latest step, as the engine's own books have it
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
         """The loss comes back summed over all ranks; the mean over ranks of what is returned is the mean loss.
@@ -52,10 +54,14 @@ class Engine:
         Gathers for the next step, which in a run of its own go on beside that step's first layers, end here: they are
         not to take time from whoever is next.
         """
+        traffic = self._run.distributed.traffic
+        traffic.take()
         self._iteration += 1
         loss = train_step(self._run, list(micro_batches), self._iteration).loss / self._tokens
         for stage in self.model.stages:
             stage.weights.wait()
+        counted = traffic.take()
+        self.counted_bytes = self._world_size * sum(counted[kind].wire_bytes for kind in ("gather", "reduce"))
         return loss
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -12,28 +12,45 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nproc-per-node=2")
+SCRIPTS = ROOT / "scripts"
 TINY = (
-    "--device=cpu", "--num_layers=2", "--hidden_size=64", "--num_attention_heads=4", "--head_groups=2",
+    "--num_layers=2", "--hidden_size=64", "--num_attention_heads=4", "--head_groups=2",
     "--ffn_hidden_size=96", "--vocab_size=128", "--sequence_length=32", "--steps=3", "--warmup_steps=1",
-    "--micro_batches=2",
 )  # fmt: skip
-NAMES = {
-    "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-2 breadth-first", "ZeRO-3", "ZeRO-3 breadth-first", "FSDP2", "FSDP2 no reshard",
-    "FSDP2 no sync",
-}  # fmt: skip
+OWN = {"ZeRO-1", "ZeRO-2", "ZeRO-2 breadth-first", "ZeRO-3", "ZeRO-3 breadth-first"}
+PLAIN = {f"plain {name}" for name in OWN}
+NAMES = {"DDP", *OWN, *PLAIN, "FSDP2", "FSDP2 all resharded", "FSDP2 no reshard", "FSDP2 no sync"}
+# Keys of our rows alone.
+OURS_ONLY = {"formula_bytes", "padding_bytes", "wire_theory_bytes", "wire_counted_bytes"}
+
+
+def run(program: list[str], output: Path) -> tuple[str, dict[str, Any]]:
+    """What a benchmark prints, and the JSON that it writes."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *program, f"--output={output}"]
+    done = subprocess.run(command, cwd=output.parent, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout, json.loads(output.read_text("utf-8"))
+
+
+def run_on_two_ranks(output: Path, *options: str) -> dict[str, Any]:
+    """The JSON of scripts/benchmark.py, whose table names every configuration in it."""
+    text, result = run([*TORCHRUN, str(SCRIPTS / "benchmark.py"), "--device=cpu", *TINY, *options], output)
+    assert all(f"| {name} |" in text for name in result["configurations"])
+    return result
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The JSON of one run on two ranks."""
+    """All configurations, two micro-batches."""
     output = tmp_path_factory.mktemp("benchmark") / "results.json"
-    command = [sys.executable, *TORCHRUN, str(ROOT / "scripts" / "benchmark.py"), *TINY, f"--output={output}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=output.parent, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    for name in NAMES:
-        assert f"| {name} |" in done.stdout
-    return json.loads(output.read_text("utf-8"))
+    return run_on_two_ranks(output, "--layers=both", "--micro_batches=2")
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Everything that trains the plain layers, one micro-batch."""
+    return run_on_two_ranks(tmp_path_factory.mktemp("benchmark") / "results.json", "--layers=plain")
 
 
 def test_peers_compute_the_same_losses(result: dict[str, Any]) -> None:
@@ -53,9 +70,8 @@ def test_json_has_what_the_docs_promise(result: dict[str, Any]) -> None:
     top, row = (set(re.findall(r"^- `(\w+)`", part, re.M)) for part in document.split("Keys of")[1:3])
     assert top and top == set(result)
     for name, values in result["configurations"].items():
-        optional = set() if name.startswith("ZeRO") else {"formula_bytes", "padding_bytes"}
-        assert row - optional == set(values), name
-        for key in ("step_s", "cpu_s", "ratio_to_ddp", "ratio_to_fsdp2"):
+        assert row - (set() if "ZeRO" in name else OURS_ONLY) == set(values), name
+        for key in ("step_s", "cpu_s", "ratio_to_ddp", "ratio_to_fsdp2", "ratio_to_fsdp2_all_resharded"):
             low, high = values[key]["quartiles"]
             assert 0 < low <= values[key]["median"] <= high
             assert len(values[key]["values"]) == 3
@@ -64,7 +80,46 @@ def test_json_has_what_the_docs_promise(result: dict[str, Any]) -> None:
 
 def test_state_memory_is_the_formula_plus_padding(result: dict[str, Any]) -> None:
     """What the engine allocates is what the design's formula says, up to the padding of parameters and shards."""
-    for name, row in result["configurations"].items():
-        if name.startswith("ZeRO"):
-            assert 0 <= row["padding_bytes"] <= 0.01 * row["formula_bytes"], name
-            assert row["state_bytes"] == row["formula_bytes"] + row["padding_bytes"]
+    for name in OWN | PLAIN:
+        row = result["configurations"][name]
+        assert 0 <= row["padding_bytes"] <= 0.01 * row["formula_bytes"], name
+        assert row["state_bytes"] == row["formula_bytes"] + row["padding_bytes"]
+
+
+def test_traffic_is_what_the_schedule_says(result: dict[str, Any], single: dict[str, Any]) -> None:
+    """The books of the schedule equal what the engine counts; ZeRO-1 moves every parameter out of every rank twice."""
+    rows = [*single["configurations"].items(), *result["configurations"].items()]
+    ours = {name: row for name, row in rows if "ZeRO" in name}
+    for name, row in ours.items():
+        assert row["wire_counted_bytes"] == row["wire_theory_bytes"], name
+    # Two ranks: half of the gradients and half of the weights each, in fp32, padding of at most 1 % included.
+    assert 1 <= ours["ZeRO-1"]["wire_theory_bytes"] / (2 * 4 * result["parameters"]) < 1.01
+    assert ours["plain ZeRO-3"]["wire_theory_bytes"] > ours["plain ZeRO-3 breadth-first"]["wire_theory_bytes"]
+
+
+def test_plain_layers_train_to_the_weights_of_ddp(result: dict[str, Any], single: dict[str, Any]) -> None:
+    """With the same layers the engine ends with DDP's very weights, at every ZeRO stage.
+
+    Depth-first accumulation reduces every micro-batch: equal to rounding only. So do our own layers, with their own
+    order of sums; that tells that the comparison is one of trained weights.
+    """
+    rows = single["configurations"]
+    assert {name: rows[name]["weights_as_ddp"] for name in rows if "ZeRO" in name} == {
+        "plain ZeRO-1": True, "plain ZeRO-2": True, "plain ZeRO-3": True,
+    }  # fmt: skip
+    rows = result["configurations"]
+    for name in ("plain ZeRO-1", "plain ZeRO-2 breadth-first", "plain ZeRO-3 breadth-first"):
+        assert rows[name]["weights_as_ddp"], name
+    assert not rows["ZeRO-1"]["weights_as_ddp"]
+    assert max(row["weights_to_ddp"] for row in rows.values()) < 1e-6
+
+
+def test_memory_is_measured_one_configuration_at_a_time(tmp_path: Path) -> None:
+    """Peaks are above a bare process, and at least what the state takes where that is more than a little."""
+    program = [str(SCRIPTS / "benchmark_memory.py"), *TINY, "--layers=plain", "--only=DDP,plain ZeRO-3"]
+    text, memory = run([*program, "--vocab_size=65536", "--steps=2"], tmp_path / "memory.json")
+    assert set(memory["configurations"]) == {"DDP", "plain ZeRO-3"}
+    assert memory["configurations"]["DDP"]["ratio_to_ddp"] == 1.0
+    for name, row in memory["configurations"].items():
+        assert f"| {name} |" in text
+        assert row["peak_bytes"] > row["state_bytes"] > 50 * 2**20
