@@ -144,7 +144,7 @@ def activation_memory(config: Config, model: MultiStage, device_type: str, level
         held = max(held, live)
         if not forward:
             # Between stages: a gradient, and the output of the stage that it goes to.
-            on_way = on_way | {step.micro_batch} if step.stage > first else on_way - {step.micro_batch}
+            (on_way.add if step.stage > first else on_way.discard)(step.micro_batch)
     return ActivationMemory(level, kept, held, peak, peak_at)
 
 
