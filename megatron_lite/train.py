@@ -54,6 +54,7 @@ def pretrain(config: Config, notes: tuple[str, ...]) -> int:
             exits.write_exit(config.run.experiment_dir, None, "running", "", run_number)
         code, message = train(run)
         run.data.close()
+        run.model.finish()
         run.trackers.close(code)
         if rank == 0:
             exits.write_exit(

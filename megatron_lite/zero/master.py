@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
 # Elements split at a time: bounds the temporaries.
 SPLIT_CHUNK_NUMEL = 2**22
 

@@ -109,6 +109,11 @@ class MultiStage:
         for index in self.training_schedule[0].gather:
             self.stages[index].gather()
 
+    def finish(self) -> None:
+        """Wait for what is still under way: to be called before the ranks part."""
+        for stage in self.stages:
+            stage.weights.wait()
+
     def invalidate(self) -> None:
         """All shards have changed: no buffer holds current weights any more."""
         for stage in self.stages:
