@@ -12,6 +12,7 @@ from torch import Tensor
 
 # Elements split at a time: bounds the temporaries.
 SPLIT_CHUNK_NUMEL = 2**22
+_NAN_BITS = 0x7FC00000
 
 
 class WeightShard:
@@ -53,8 +54,10 @@ class SplitWeightShard:
 
     def write(self, values: Tensor, start: int = 0) -> None:
         """Split fp32 values into weights and remainders, from element `start` on. `values` is left alone."""
-        for bits in values.view(torch.int32).split(SPLIT_CHUNK_NUMEL):
-            bounds = slice(start, start + bits.numel())
+        for chunk in values.split(SPLIT_CHUNK_NUMEL):
+            bounds = slice(start, start + chunk.numel())
+            # A NaN with all payload bits set (a GPU's own) would be rounded over the edge, to zero: let it be another.
+            bits = chunk.view(torch.int32).masked_fill(chunk.isnan(), _NAN_BITS)
             high = bits.add(0x8000).bitwise_right_shift_(16)  # arithmetic: the remainder lies in [-0x8000, 0x7fff]
             self._high[bounds] = high
             self._remainder[bounds] = bits.sub(high.bitwise_left_shift_(16))
