@@ -87,3 +87,43 @@ def test_windowed_attention_keeps_no_probabilities() -> None:
     before = torch.cuda.memory_allocated()
     attention(query, key, value, 4096, 0.0, None).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 2**31
+
+
+# -- two simulated ranks on one GPU; tests/zero/test_slow_collectives.py runs the same code on CPU -------------------
+
+# Of nothing, on the stream of the collectives: about 5 ms, far more than a stage of the tiny model takes.
+DELAY_CYCLES = 10_000_000
+
+
+def gpu_layouts() -> list[dict[str, Any]]:
+    sys.path.insert(0, str(Path(__file__).parent / "zero"))
+    from test_slow_collectives import SOME
+
+    return [options | {"device": "cuda"} for options in SOME]
+
+
+def simulated(options: dict[str, Any], delay_cycles: int) -> Any:
+    from engine_runs import Engine, SimulatedRanks
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        return Engine(SimulatedRanks("cuda", delay_cycles), options).run(3, evaluate_every=2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_slow_collectives_change_no_bit_on_a_stream() -> None:
+    """Every collective on a stream of its own, late behind the computation: the numbers are the same."""
+    for options in gpu_layouts():
+        assert simulated(options, DELAY_CYCLES) == simulated(options, 0), options
+
+
+@pytest.mark.parametrize("site", ["accumulate", "require_weights", "forward_backward"])
+def test_a_missing_wait_is_noticed_on_a_stream(site: str) -> None:
+    """The test above can fail: without any one of the waits the numbers are others."""
+    options = next(options for options in gpu_layouts() if options.get("zero_stage") == 3)
+    right = simulated(options, DELAY_CYCLES)
+    from test_slow_collectives import removed_wait
+
+    with removed_wait(site):
+        assert simulated(options, DELAY_CYCLES) != right

@@ -1,9 +1,9 @@
 """A shared buffer is never written, nor zeroed, nor computed with before the collective that uses it has finished.
 
-Collectives are made slow in two ways. Late: nothing is sent before somebody waits, and then the input must still be what
-it was. Delayed: a thread sends and receives while the main thread computes, chosen collectives 0.2 s after they were
-started. Whoever forgets to wait writes into a buffer that is still to be read, which is caught at once, or computes with
-what was there before, which changes numbers.
+Collectives are made slow in two ways. Late: nothing is sent before somebody waits, and then the input must still be
+what it was. Delayed: a thread sends and receives while the main thread computes, chosen collectives 0.2 s after they
+were started. Whoever forgets to wait writes into a buffer that is still to be read, which is caught at once, or
+computes with what was there before, which changes numbers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 from engine_runs import DelayedGroup, Engine, LateGroup, Outcome, SimulatedRanks
 from harness import run_distributed
+from torch import Tensor
 
 from megatron_lite.distributed import Distributed, Handle, Works
 from megatron_lite.zero.stage import Buffer
@@ -126,7 +127,7 @@ WAITS = {
     "accumulate": "writing into a gradient buffer that a reduction still sends",
     "require_weights": "computing with weights that are still being gathered",
     "gather": "overwriting a weight buffer that a gather still fills or sends",
-    "step": "updating a slice that is being sent",
+    "begin_update": "updating a slice that is being sent",
     "forward_backward": "updating from gradients that are still being reduced",
 }
 
@@ -182,7 +183,7 @@ MUTATIONS: list[tuple[str, Callable[[Engine], Any], Options, str, bool]] = [
     ("require_weights", train, ZERO_3, "numbers", True),
     ("require_weights", train, ZERO_1, "numbers", True),
     ("gather", gather_twice, ZERO_3 | {"hidden_size": 64}, READ, True),
-    ("step", update_twice, ZERO_1, READ, False),  # the next gather sends the right numbers after all
+    ("begin_update", update_twice, ZERO_1, READ, False),  # the next gather sends the right numbers after all
     ("forward_backward", train, ZERO_1, "numbers", True),
     ("forward_backward", train, ZERO_3, "numbers", True),
 ]
@@ -228,6 +229,41 @@ def test_these_are_all_the_waits() -> None:
         for options in SOME:
             Engine(SimulatedRanks(), options).run(2, evaluate_every=1)
     assert seen == WAITS.keys()
+
+
+class _Recorded:
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def wait(self) -> None:
+        self._log.append("wait")
+
+
+class Recorder(SimulatedRanks):
+    """Writes down when gathers start and are waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+
+    def all_gather(self, buffer: Tensor) -> Handle:
+        super().all_gather(buffer)
+        self.log.append("gather")
+        return _Recorded(self.log)
+
+
+@pytest.mark.parametrize(("options", "prefetched"), [(ZERO_1, 5), (ZERO_3, 2)])
+def test_gathers_of_the_next_step_overlap_the_rest_of_the_update(options: Options, prefetched: int) -> None:
+    """They start stage by stage within the update, and nobody waits for them before the next step does.
+
+    In ZeRO 3 stages 2 and 4 are updated while their buffer is filled with stage 0: no reason to wait.
+    """
+    ranks = Recorder()
+    engine = Engine(ranks, options)
+    loss = engine.gradients(1)
+    ranks.log.clear()
+    engine.optimizer.step(1e-2, loss, engine.model.updated)
+    assert ranks.log == ["gather"] * prefetched
 
 
 # -- ranks that are simulated, as tests/test_gpu.py does on a CUDA stream ---------------------------------------------

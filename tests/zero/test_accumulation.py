@@ -1,0 +1,171 @@
+"""Every micro-batch's gradient counts, evaluations leave no trace, and the host waits for the right events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engine_runs import Engine, Outcome, SimulatedRanks
+from harness import run_distributed
+from torch import Tensor
+
+from megatron_lite.distributed import Distributed
+from megatron_lite.layers.layer import MicroBatch
+from megatron_lite.zero.throttle import Throttle
+
+Options = dict[str, Any]
+LAYOUTS: list[Options] = [
+    {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}, {"num_weight_buffers": 1, "num_grad_buffers": 1},
+    {"num_weight_buffers": 2, "num_grad_buffers": 2}, {"zero_stage": 3, "num_grad_buffers": 1},
+    {"num_weight_buffers": 3, "num_grad_buffers": 3},
+]  # fmt: skip
+ORDERS = [(4, 1), (1, 4), (2, 2)]
+
+
+def gradients(distributed: Distributed, layout: Options, order: tuple[int, int], dtype: str) -> list[float]:
+    """Of the same eight samples: the relative error of accumulated gradients, stage by stage."""
+    shards: list[list[Tensor]] = []
+    for depth, breadth in (order, (1, 1)):
+        options = {"num_layers": 3, "batch_size": 8 * distributed.world_size, "depth_first_micro_batches": depth,
+                   "breadth_first_micro_batches": breadth, "tie_word_embeddings": False, "training_dtype": dtype,
+                   "max_position_embeddings": 16, **layout}  # fmt: skip
+        engine = Engine(distributed, options)
+        generator = torch.Generator().manual_seed(distributed.rank)
+        tokens = torch.randint(64, (8, 17), generator=generator).chunk(depth * breadth)
+        scale = torch.tensor(1 / 128)
+        batches = [MicroBatch(t[:, :-1].contiguous(), t[:, 1:].contiguous(), scale) for t in tokens]
+        for _ in range(2):  # the second time nothing of the first must be left
+            engine.model.forward_backward(batches)
+        shards.append([part.grad_shard.double() for _, part in engine.model.parts()])
+        engine.finish()
+    return [float((a - b).norm() / b.norm()) for a, b in zip(*shards, strict=True)]
+
+
+def all_gradients(distributed: Distributed) -> list[tuple[Options, tuple[int, int], str, list[float]]]:
+    return [
+        (layout, order, dtype, gradients(distributed, layout, order, dtype))
+        for layout in LAYOUTS
+        for order in ORDERS
+        for dtype in ("fp32", "bf16")
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_accumulated_gradients_are_those_of_the_whole_batch(ranks: int) -> None:
+    """Four micro-batches in any order, at every buffer count, on one rank too, where nothing is sent: none is lost.
+
+    One lost micro-batch would be a relative error of about 0.5.
+    """
+    for results in run_distributed(ranks, all_gradients):
+        for layout, order, dtype, errors in results:
+            assert len(errors) == 5 and max(errors) < (1e-6 if dtype == "fp32" else 2e-2), (layout, order, dtype)
+
+
+def evaluated_runs(distributed: Distributed, options: Options) -> list[Outcome]:
+    return [
+        Engine(distributed, options | {"zero_stage": stage}).run(6, evaluate_every)
+        for stage in (1, 2, 3)
+        for evaluate_every in (2, 0)
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tie_word_embeddings": False, "training_dtype": "bf16"}, {"freeze": ("embedding",), "training_dtype": "bf16"},
+     {"depth_first_micro_batches": 1, "breadth_first_micro_batches": 2}],
+    ids=str,
+)  # fmt: skip
+def test_evaluations_in_between_change_no_bit(options: Options) -> None:
+    """ZeRO 1, 2 and 3, with an evaluation after every second step and without."""
+    first, *others = run_distributed(2, evaluated_runs, {"num_layers": 3, **options})[0]
+    assert len(first.evaluated) == 3 and len(set(first.evaluated)) == 3
+    for other in others:
+        assert (other.losses, other.grad_norms, other.weights) == (first.losses, first.grad_norms, first.weights)
+        assert other.evaluated in ([], first.evaluated)
+
+
+def inference(distributed: Distributed, options: Options) -> list[tuple[float, float, dict[str, int]]]:
+    """Of each layout: the loss of a model that can train, that of one that cannot, and what the latter holds."""
+    results = []
+    for layout in LAYOUTS:
+        losses = []
+        for training in (True, False):
+            engine = Engine(distributed, options | layout, training=training)
+            losses.append(float(engine.model.evaluate(engine.batches(1))))
+        results.append((*losses, engine.model.memory_bytes()))
+        assert not any(part.has_state or hasattr(part, "grad_shard") for _, part in engine.model.parts())
+        assert not any(parameter.requires_grad for _, parameter in engine.model.parameters())
+        try:
+            engine.model.forward_backward(engine.batches(1))
+        except AssertionError as error:
+            assert "inference mode" in str(error)
+        else:
+            raise AssertionError("trained without gradients")
+    return results
+
+
+@pytest.mark.parametrize("training_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_evaluation_without_gradient_buffers(ranks: int, training_dtype: str) -> None:
+    """The same loss to the bit as a training model's, at every buffer count; no gradients, no moments."""
+    options = {"num_layers": 3, "training_dtype": training_dtype, "tie_word_embeddings": False}
+    for results in run_distributed(ranks, inference, options):
+        for training, without, kinds in results:
+            assert training == without == results[0][0] > 0
+            assert kinds["gradient buffers"] == kinds["gradient shards"] == kinds["Adam moments"] == 0
+            assert kinds["communication scratch"] == 0 and kinds["weight buffers"] > 0
+
+
+class FakeEvents:
+    """Events of a GPU that write down what is done with them."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self._count = 0
+
+    def __call__(self) -> Any:
+        self._count += 1
+        return _FakeEvent(self.log, self._count)
+
+
+class _FakeEvent:
+    def __init__(self, log: list[str], number: int) -> None:
+        self._log, self._number = log, number
+
+    def record(self) -> None:
+        self._log.append(f"record {self._number}")
+
+    def synchronize(self) -> None:
+        self._log.append(f"wait {self._number}")
+
+
+@pytest.mark.parametrize(
+    ("rate", "delay", "log"),
+    [
+        (1, 0, "record 1, wait 1, record 2, wait 2, record 3, wait 3, record 4, wait 4, record 5, wait 5"),
+        (1, 1, "record 1, record 2, wait 1, record 3, wait 2, record 4, wait 3, record 5, wait 4"),
+        (2, 1, "record 1, record 2, wait 1"),
+        (1, 3, "record 1, record 2, record 3, record 4, wait 1, record 5, wait 2"),
+        (5, 0, "record 1, wait 1"), (6, 1, ""),
+    ],
+)  # fmt: skip
+def test_the_throttle_waits_for_earlier_events(rate: int, delay: int, log: str) -> None:
+    """Five steps: every `rate`-th records an event, and waits for that of `delay` recordings before."""
+    events = FakeEvents()
+    throttle = Throttle(rate, delay, events)
+    for _ in range(5):
+        throttle.step()
+    assert ", ".join(events.log) == log
+
+
+def test_the_throttle_is_stepped_after_every_step_of_the_schedule() -> None:
+    """Across iterations, too: the first step of one waits for the last of another."""
+    events = FakeEvents()
+    engine = Engine(SimulatedRanks(), {"num_layers": 2, "depth_first_micro_batches": 2, "zero_stage": 3})
+    assert engine.model._throttle is None, "there is nothing to throttle on CPU"
+    engine.model._throttle = Throttle(3, 1, events)
+    engine.run(2)
+    recorded = [line for line in events.log if line.startswith("record")]
+    assert len(recorded) == 2 * len(engine.model.training_schedule) // 3 == 2 * 2 * 2 * 4 // 3
+    assert events.log[:5] == ["record 1", "record 2", "wait 1", "record 3", "wait 2"]
