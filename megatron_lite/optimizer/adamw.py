@@ -61,7 +61,7 @@ class AdamW:
         coefficient = (clip / (grad_norm + 1e-6)).clamp(max=1.0) if clip > 0 else torch.ones_like(grad_norm)
         divisor = scale / coefficient
         for stage, part in trained:
-            stage.weights.wait()  # its slice of the buffer may be the shard: nobody may be sending it
+            stage.begin_update()
             self._update(part, learning_rate, divisor, skipped.float())
             updated(stage)
         self.loss_scale.update(skipped)

@@ -174,6 +174,14 @@ class Stage:
         reduction = self.group.reduce_scatter(part.full_gradients)
         self.gradients.start(ShardUpdate(reduction, part.own_gradients, part.grad_shard, again))
 
+    def begin_update(self) -> None:
+        """Wait until nobody sends this rank's shard, which may be a slice of the stage's own buffer.
+
+        A shared buffer, which may be filled with the next step's weights of another stage, does not matter.
+        """
+        if self.weights.holder in (None, self.index):
+            self.weights.wait()
+
     # -- guards: autograd cannot see a wrong buffer behind a parameter --------------------------------------------
 
     def require_weights(self) -> None:
