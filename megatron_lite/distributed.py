@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -24,8 +25,10 @@ from megatron_lite.errors import PeerError, UsageError, is_lost_peer, lost_peer
 from megatron_lite.pairwise import PairwiseSum, Works
 from megatron_lite.traffic import Handle, Traffic
 
-# Elements of one slice of a pairwise reduction: bounds its receive scratch to 2 * (world_size - 1) of these.
-REDUCTION_CHUNK_NUMEL = 4 * 2**20
+# A pairwise reduction receives into a ring of this many chunks per peer, of this many elements each: small enough to be
+# added while they are in the cache, and enough of them that the exchange goes on for a while beside the computation.
+REDUCTION_CHUNK_NUMEL = 2**18
+REDUCTION_SLOTS = 8
 
 
 class Group(Protocol):
@@ -162,10 +165,11 @@ class Distributed:
         return reduction_scratch_bytes(self.device.type, self.world_size, shard_numel, dtype)
 
     def _reduction_scratch(self, buffer: Tensor) -> Tensor:
-        numel = min(buffer.numel() // self.world_size, REDUCTION_CHUNK_NUMEL)
-        if self._scratch is None or self._scratch.shape[-1] < numel or self._scratch.dtype != buffer.dtype:
-            self._scratch = buffer.new_empty(2, self.world_size - 1, numel)
-        return self._scratch[..., :numel]
+        shape = reduction_scratch_shape(self.world_size, buffer.numel() // self.world_size)
+        numel = math.prod(shape)
+        if self._scratch is None or self._scratch.numel() < numel or self._scratch.dtype != buffer.dtype:
+            self._scratch = buffer.new_empty(numel)
+        return self._scratch[:numel].view(shape)
 
     def _next_tag(self, count: int) -> int:
         tag, self._tag = self._tag, (self._tag + count) % 2**30
@@ -203,7 +207,14 @@ def reduction_scratch_bytes(device_type: str, world_size: int, shard_numel: int,
     """What reductions of shards of this size allocate of their own: receive scratch on CPU, nothing on a GPU."""
     if device_type == "cuda":
         return 0
-    return 2 * (world_size - 1) * min(shard_numel, REDUCTION_CHUNK_NUMEL) * dtype.itemsize
+    return math.prod(reduction_scratch_shape(world_size, shard_numel)) * dtype.itemsize
+
+
+def reduction_scratch_shape(world_size: int, shard_numel: int) -> tuple[int, int, int]:
+    """(slots, peers, elements of a chunk) for shards of this size."""
+    chunk_numel = min(shard_numel, REDUCTION_CHUNK_NUMEL)
+    chunks = -(-shard_numel // chunk_numel) if shard_numel else 0
+    return min(REDUCTION_SLOTS, chunks), world_size - 1, chunk_numel
 
 
 def initialize(config: DistributedConfig) -> Distributed:

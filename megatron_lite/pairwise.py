@@ -27,8 +27,8 @@ class PairwiseSum:
     """A reduce-scatter by pairwise exchange: receives slices chunk by chunk and adds them in rank order.
 
     buffer (world_size * n,) -> its slice `rank` becomes the sum of that slice over all ranks. Sends are posted at
-    once, the first two chunks' receives too, so they run while the caller computes; sums are taken in `wait`.
-    scratch: (2, world_size - 1, chunk_numel).
+    once, the first chunks' receives too, as many as there are slots, so they run while the caller computes; sums are
+    taken in `wait`. scratch: (slots, world_size - 1, chunk_numel).
     """
 
     def __init__(self, buffer: Tensor, scratch: Tensor, rank: int, group: Any, tag: int) -> None:
@@ -43,10 +43,10 @@ class PairwiseSum:
             for peer in self._peers
             for index, chunk in enumerate(slices[peer].split(self._chunk_numel))
         ]
-        self._receives = [self._receive(index) for index in range(min(2, len(self._chunks)))]
+        self._receives = [self._receive(index) for index in range(min(len(scratch), len(self._chunks)))]
 
     def _receive(self, index: int) -> list[Any]:
-        numel, slot = self._chunks[index].numel(), self._scratch[index % 2]
+        numel, slot = self._chunks[index].numel(), self._scratch[index % len(self._scratch)]
         return [
             dist.irecv(slot[row, :numel], group=self._group, group_src=peer, tag=self._tag + index)
             for row, peer in enumerate(self._peers)
@@ -57,9 +57,9 @@ class PairwiseSum:
         for index, own in enumerate(self._chunks):
             for work in self._receives[index]:
                 work.wait()
-            add_in_rank_order(own, self._rank, list(self._scratch[index % 2][:, : own.numel()]))
-            if index + 2 < len(self._chunks):
-                self._receives.append(self._receive(index + 2))
+            add_in_rank_order(own, self._rank, list(self._scratch[index % len(self._scratch)][:, : own.numel()]))
+            if index + len(self._scratch) < len(self._chunks):
+                self._receives.append(self._receive(index + len(self._scratch)))
         self._chunks = []
         for work in self._sends:
             work.wait()
