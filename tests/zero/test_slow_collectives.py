@@ -45,7 +45,8 @@ KINDS: list[Options] = [
 
 
 def layout(buffers: Options, order: tuple[int, int], **more: Any) -> Options:
-    return {"num_layers": 3, "sequence_length": 8, "depth_first_micro_batches": order[0],
+    return {"num_layers": 3, "sequence_length": 8, "max_position_embeddings": 8,
+            "depth_first_micro_batches": order[0],
             "breadth_first_micro_batches": order[1], "micro_batch_size": 1, "batch_size": None,
             "tie_word_embeddings": False} | buffers | more  # fmt: skip
 
