@@ -46,9 +46,8 @@ KINDS: list[Options] = [
 
 def layout(buffers: Options, order: tuple[int, int], **more: Any) -> Options:
     return {"num_layers": 3, "sequence_length": 8, "max_position_embeddings": 8,
-            "depth_first_micro_batches": order[0],
-            "breadth_first_micro_batches": order[1], "micro_batch_size": 1, "batch_size": None,
-            "tie_word_embeddings": False} | buffers | more  # fmt: skip
+            "depth_first_micro_batches": order[0], "breadth_first_micro_batches": order[1], "micro_batch_size": 1,
+            "batch_size": None, "tie_word_embeddings": False} | buffers | more  # fmt: skip
 
 
 def is_legal(options: Options) -> bool:
@@ -110,7 +109,7 @@ def compare(ranks: int, layouts: list[Options]) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_slow_collectives_change_no_bit(ranks: int) -> None:
     """Every buffer count, order and kind of parameter, with an evaluation in between: the numbers are the same."""
-    compare(ranks, SOME)
+    compare(ranks, SOME if ranks == 2 else SOME[::2])
 
 
 @pytest.mark.slow
