@@ -4,10 +4,10 @@
     torchrun --nproc-per-node=2 scripts/benchmark.py --device=cpu --layers=plain
     torchrun --nproc-per-node=2 scripts/benchmark.py --device=cpu --layers=plain --micro_batches=4
 
-All configurations train the same model from the same weights on the same tokens in the same processes, in turn step by
-step, so that whatever else the machine does falls on all of them alike. At every step their losses have to agree to
-1e-5, or the program fails (exit code 1). With --layers=plain our rows train the very torch.nn modules that the peers
-train, so that only the engine differs. On a machine that others use too, --max_others=0.05 counts only steps during
+All configurations train the same model from the same weights on the same tokens in the same processes and take turns of
+a few steps, so that whatever else the machine does falls on all of them alike. At every step their losses have to agree
+to 1e-5, or the program fails (exit code 1). With --layers=plain our rows train the very torch.nn modules that the peers
+train, so that only the engine differs. On a machine that others use too, --max_others=0.05 counts only turns during
 which other processes took less than 5 % of the CPUs: it waits for such moments, and goes on until there are enough.
 Rank 0 prints a Markdown table and writes JSON to --output. docs/benchmarks.md explains the columns. Memory while
 training is measured by scripts/benchmark_memory.py, one configuration at a time.
@@ -53,7 +53,8 @@ LLAMA: dict[str, Any] = dict(
 LAYERS = ("engine", "plain", "both")
 SHAPE = dict(
     num_layers=8, hidden_size=512, num_attention_heads=8, head_groups=2, ffn_hidden_size=1408, vocab_size=16384,
-    sequence_length=256, micro_batch_size=2, micro_batches=1, steps=12, warmup_steps=2, threads=1, seed=1234,
+    sequence_length=256, micro_batch_size=2, micro_batches=1, turns=8, warmup_turns=1, steps_per_turn=3,
+    threads=1, seed=1234,
 )  # fmt: skip
 
 
@@ -64,6 +65,9 @@ class Bare:
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
         return torch.zeros(())
+
+    def finish(self) -> None:
+        return None
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())
@@ -130,24 +134,26 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     loss_help, linear_help = "of the plain model; chunked is the engine's", "of the plain model; plain is nn.Linear"
     parser.add_argument("--loss", choices=plain.LOSSES, default="chunked", help=loss_help)
     parser.add_argument("--linear", choices=plain.LINEARS, default="plain", help=linear_help)
-    parser.add_argument("--max_others", type=float, help="share of the CPUs that others may take in a step that counts")
+    parser.add_argument("--max_others", type=float, help="share of the CPUs that others may take in a turn that counts")
     parser.add_argument("--only", default="", help="comma-separated configurations, by the names of the table")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)
-    if options.steps < 2 or options.warmup_steps < 0 or options.micro_batches < 1:
-        parser.error("--steps must be at least 2, --micro_batches at least 1 and --warmup_steps not negative")
+    if options.turns < 2 or options.warmup_turns < 0 or min(options.micro_batches, options.steps_per_turn) < 1:
+        parser.error(
+            "--turns must be at least 2, --micro_batches and --steps_per_turn at least 1, --warmup_turns not negative"
+        )
     return options
 
 
 def engine_config(settings: dict[str, Any], distributed: Distributed, zero_stage: int, breadth_first: int) -> Config:
     """The resolved configuration of one of our rows."""
-    own = ("micro_batches", "steps", "warmup_steps", "threads")
+    own = ("micro_batches", "turns", "warmup_turns", "steps_per_turn", "threads")
     shape = {name: value for name, value in settings.items() if name not in own}
     values = {
         **LLAMA, **shape, "zero_stage": zero_stage, "device": distributed.device.type, "lr": LEARNING_RATE,
-        "clip_grad": CLIP_GRAD,
+        "clip_grad": CLIP_GRAD, "breadth_first_micro_batches": breadth_first,
         "depth_first_micro_batches": settings["micro_batches"] // breadth_first,
-        "breadth_first_micro_batches": breadth_first, "train_iters": settings["steps"] + settings["warmup_steps"],
+        "train_iters": (settings["turns"] + settings["warmup_turns"]) * settings["steps_per_turn"],
     }  # fmt: skip
     return resolve(unflatten(values), distributed.world_size)
 

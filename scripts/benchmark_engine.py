@@ -49,20 +49,19 @@ class Engine:
         self.counted_bytes = 0  # sent by all ranks in the latest step, as the engine's own books have it
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        """The loss comes back summed over all ranks; the mean over ranks of what is returned is the mean loss.
-
-        Gathers for the next step, which in a run of its own go on beside that step's first layers, end here: they are
-        not to take time from whoever is next.
-        """
+        """The loss comes back summed over all ranks; the mean over ranks of what is returned is the mean loss."""
         traffic = self._run.distributed.traffic
         traffic.take()
         self._iteration += 1
         loss = train_step(self._run, list(micro_batches), self._iteration).loss / self._tokens
-        for stage in self.model.stages:
-            stage.weights.wait()
         counted = traffic.take()
         self.counted_bytes = self._world_size * sum(counted[kind].wire_bytes for kind in ("gather", "reduce"))
         return loss
+
+    def finish(self) -> None:
+        """Gathers for the next step begin beside the optimizer."""
+        for stage in self.model.stages:
+            stage.weights.wait()
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(global name, full weight), valid until the next one is asked for. Every rank has to iterate to the end."""

@@ -70,7 +70,8 @@ def measure(name: str, ranks: int, passed_on: Sequence[str]) -> dict[str, Any]:
         output = Path(directory) / "results.json"
         command = [
             sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0",
-            f"--nproc-per-node={ranks}", str(HERE / "benchmark.py"), "--device=cpu", "--steps=3", "--warmup_steps=0",
+            f"--nproc-per-node={ranks}", str(HERE / "benchmark.py"), "--device=cpu", "--turns=3", "--steps_per_turn=2",
+            "--warmup_turns=0",
             *passed_on, f"--only={name}", f"--output={output}",
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)

@@ -50,6 +50,9 @@ class Peer:
         self.optimizer.step()
         return loss
 
+    def finish(self) -> None:
+        """Nothing is left under way."""
+
     @contextlib.contextmanager
     def _synchronized(self, last: bool) -> Iterator[None]:
         """Gradients are exchanged after the last micro-batch only, where the peer can do that."""

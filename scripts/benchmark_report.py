@@ -33,10 +33,10 @@ TARGETS: dict[str, tuple[str, str, float | None, float | None]] = {
 def summarize(
     gathered: Sequence[dict[str, Any]], settings: dict[str, Any], memory: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Per configuration: spreads over the steps that count. A step takes as long as its slowest rank."""
+    """Per configuration: spreads over the turns that count. A step takes as long as its slowest rank."""
     tokens = len(gathered) * settings["micro_batches"] * settings["micro_batch_size"] * settings["sequence_length"]
     first_rank = gathered[0]
-    # Per step: seconds, or None where the step does not count.
+    # Per turn: seconds a step, or None where the turn does not count.
     seconds: dict[str, list[float | None]] = {
         name: _counted([max(step) for step in zip(*(rank[name]["seconds"] for rank in gathered), strict=True)], counts)
         for name, counts in ((name, record["counts"]) for name, record in first_rank.items())
@@ -52,7 +52,7 @@ def summarize(
             "cpu_s": spread(_counted(record["cpu_seconds"], record["counts"])),
             "others": spread(_counted(record["others"], record["counts"])),
             "tokens_per_s": tokens / step_s["median"] if step_s else None,
-            "wire_bytes": _median(record["wire_bytes"][settings["warmup_steps"] :]),
+            "wire_bytes": _median(record["wire_bytes"][settings["warmup_turns"] :]),
             "losses": record["losses"],
             "state_bytes": sum(kinds.values()) - scratch,
             "scratch_bytes": scratch,
@@ -125,7 +125,8 @@ def to_markdown(result: dict[str, Any]) -> str:
     lines = [
         f"{result['parameters']:,} parameters, {result['ranks']} ranks with {settings['threads']} thread each, "
         f"{settings['micro_batches']} x {settings['micro_batch_size']} x {settings['sequence_length']} tokens per rank "
-        f"and step, fp32, medians of {settings['steps']} steps or more; torch {versions['torch']}, {result['date']}",
+        f"and step, fp32, medians of {settings['turns']} turns or more of {settings['steps_per_turn']} steps; "
+        f"torch {versions['torch']}, {result['date']}",
         "",
         *table(TIME_HEADER, [[name, *_times(row, result["parameters"])] for name, row in rows.items()]),
         "",

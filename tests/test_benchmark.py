@@ -15,7 +15,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoi
 SCRIPTS = ROOT / "scripts"
 TINY = (
     "--num_layers=2", "--hidden_size=64", "--num_attention_heads=4", "--head_groups=2",
-    "--ffn_hidden_size=96", "--vocab_size=128", "--sequence_length=32", "--steps=3", "--warmup_steps=1",
+    "--ffn_hidden_size=96", "--vocab_size=128", "--sequence_length=32", "--turns=3", "--warmup_turns=1",
+    "--steps_per_turn=2",
 )  # fmt: skip
 OWN = {"ZeRO-1", "ZeRO-2", "ZeRO-2 breadth-first", "ZeRO-3", "ZeRO-3 breadth-first"}
 PLAIN = {f"plain {name}" for name in OWN}
@@ -58,9 +59,9 @@ def test_peers_compute_the_same_losses(result: dict[str, Any]) -> None:
     rows = result["configurations"]
     assert set(rows) == NAMES
     for row in rows.values():
-        assert len(row["losses"]) == 4
+        assert len(row["losses"]) == 8
         assert row["losses"] == pytest.approx(rows["ZeRO-1"]["losses"], rel=0, abs=1e-5)
-    assert len(set(rows["ZeRO-1"]["losses"])) == 4
+    assert len(set(rows["ZeRO-1"]["losses"])) == 8
     assert result["largest_loss_difference"] <= result["loss_tolerance"] == 1e-5
 
 
@@ -117,7 +118,7 @@ def test_plain_layers_train_to_the_weights_of_ddp(result: dict[str, Any], single
 def test_memory_is_measured_one_configuration_at_a_time(tmp_path: Path) -> None:
     """Peaks are above a bare process, and at least what the state takes where that is more than a little."""
     program = [str(SCRIPTS / "benchmark_memory.py"), *TINY, "--layers=plain", "--only=DDP,plain ZeRO-3"]
-    text, memory = run([*program, "--vocab_size=65536", "--steps=2"], tmp_path / "memory.json")
+    text, memory = run([*program, "--vocab_size=65536", "--turns=2"], tmp_path / "memory.json")
     assert set(memory["configurations"]) == {"DDP", "plain ZeRO-3"}
     assert memory["configurations"]["DDP"]["ratio_to_ddp"] == 1.0
     for name, row in memory["configurations"].items():
