@@ -14,7 +14,10 @@ from megatron_lite import arguments, validation
 from megatron_lite.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
-SHELL_SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("scripts/examples/*"), ROOT / ".ci" / "run"])
+EXAMPLES = ROOT / "scripts" / "examples"
+SHELL_SCRIPTS = sorted(
+    [*ROOT.glob("scripts/*.sh"), *EXAMPLES.glob("*.sh"), *EXAMPLES.glob("*.sbatch"), ROOT / ".ci" / "run"]
+)
 QUICKSTART = "bash scripts/quickstart.sh"
 RUN_TESTS = "bash scripts/run_tests.sh"
 # Writes its arguments as JSON to the file $CAPTURED, in the place of torchrun.
@@ -166,6 +169,15 @@ def test_mistral_script_is_the_readme_in_a_file(captured: dict[str, str]) -> Non
     assert launcher == ["--standalone", "--nproc-per-node=gpu"]
     assert configuration(flags, 128) == expected
     assert expected.run.wandb_entity_name is None
+
+
+def test_mistral_flags_are_the_model_and_batch_of_the_script(captured: dict[str, str]) -> None:
+    """The file of flags that the guide's dry runs read describes the same model, batch and dtype."""
+    succeeds(shell("bash scripts/examples/train_mistral.sh", **captured))
+    expected = configuration(split_command(captured)[1], 128)
+    config = configuration([f"@{EXAMPLES / 'mistral_7b.flags'}", "--dataset_source=random"], 128)
+    assert (config.model, config.batch) == (expected.model, expected.batch)
+    assert config.distributed.training_dtype == expected.distributed.training_dtype
 
 
 def test_mistral_script_names_what_is_missing() -> None:
