@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.attention import query_blocks
+from megatron_lite.kernels.choice import REFERENCES, Kernels
 
 FP32_BYTES = 4
 
@@ -27,6 +28,7 @@ class Pass:
     chunk_tokens: int  # whose logits exist at a time
     trained: Collection[str]  # names of the parameters that are not frozen
     level: str  # mlp_recompute_level
+    kernels: Kernels = REFERENCES
     onednn: bool = False  # fp32 products on a CPU go through oneDNN, which does not add to what is there
 
     @property

@@ -11,6 +11,7 @@ import torch
 
 from megatron_lite.config import Config, MultiStageConfig
 from megatron_lite.gpt import model_layers
+from megatron_lite.kernels.choice import REFERENCES
 from megatron_lite.parameter import Parameter
 from megatron_lite.planning import make_plan
 from megatron_lite.zero.multi_stage import DTYPES
@@ -86,9 +87,8 @@ def blocks_per_stage(config: Config, world_size: int, device_type: str) -> tuple
     """
     if world_size == 1:
         return 1, Note("--layers_per_stage=auto is 1: one rank gathers nothing")
-    numel = sum(
-        parameter.spec.numel for parameter in model_layers(config)[1].parameters() if isinstance(parameter, Parameter)
-    )
+    block = model_layers(config, REFERENCES)[1]
+    numel = sum(parameter.spec.numel for parameter in block.parameters() if isinstance(parameter, Parameter))
     block_bytes = numel * DTYPES[config.distributed.training_dtype].itemsize
     wanted, most = worthwhile_bytes(world_size, device_type), max(1, config.model.num_layers // 4)
     blocks = min(most, math.ceil(wanted / block_bytes))

@@ -21,6 +21,7 @@ from megatron_lite.data.loader import DataSource, open_data
 from megatron_lite.distributed import Distributed
 from megatron_lite.experiment import Experiment
 from megatron_lite.gpt import model_layers
+from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.layers.ends import chunk_tokens
 from megatron_lite.layers.layer import Layer
 from megatron_lite.monitor.logging import start_logging
@@ -77,9 +78,11 @@ def build(
         check_exportable(config.model)
     config, choices = _choose(config, distributed)
     data = together(distributed, lambda: open_data(config, distributed.rank, distributed.world_size))
-    layers = together(distributed, lambda: model_layers(config))
+    kernels = together(distributed, lambda: choose_kernels(config, distributed.device))
+    layers = together(distributed, lambda: model_layers(config, kernels))
     for line in arguments.banner(config, derived_numbers(config, layers, distributed, data)).splitlines():
         logger.info(line)
+    logger.info(kernels.describe())
     for choice in choices:
         logger.log(logging.WARNING if choice.is_warning else logging.INFO, choice.text)
     for note in (*notes, *warnings(config), *memory_warnings(config, distributed)):
@@ -90,7 +93,7 @@ def build(
     for line in (*split_lines(model), *memory_lines(model)):
         logger.info(line)
     collectives_alone_s = _time_collectives(config, distributed, model)
-    optimizer = AdamW(config.optimizer, model.stages, config.distributed.training_dtype, distributed)
+    optimizer = AdamW(config.optimizer, model.stages, config.distributed.training_dtype, distributed, kernels)
     window = LogWindow(distributed.device)
     iteration = _resume(config, distributed, experiment, logger, model, optimizer, window)
     debugger = _debug(config, distributed, experiment, logger, model)
@@ -238,7 +241,7 @@ def memory_warnings(config: Config, distributed: Distributed) -> list[str]:
     batch = config.batch
     assert batch.micro_batch_size is not None
     tokens = batch.micro_batch_size * batch.sequence_length
-    held = min(tokens, chunk_tokens(config.model.cross_entropy_splits, tokens, distributed.device))
+    held = min(tokens, chunk_tokens(config.performance.cross_entropy_splits, tokens, distributed.device))
     logits_bytes, held_bytes = (4 * count * config.model.vocab_size for count in (tokens, held))
     free = free_bytes(distributed.device)
     if free is None or logits_bytes <= free:

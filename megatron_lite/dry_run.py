@@ -144,7 +144,7 @@ def _state(plan: Plan) -> Iterator[str]:
 
 def _activations(plan: Plan, device_bytes: int) -> Iterator[str]:
     """One column for each level of recomputation, in MiB; what a block keeps kind by kind."""
-    chosen = plan.config.model.mlp_recompute_level
+    chosen = plan.config.performance.mlp_recompute_level
     levels = list(plan.activations.values())
     blocks = [max(level.kept[1:-1], key=lambda kept: kept.total) for level in levels]
     held = _count(plan.config.batch.breadth_first_micro_batches or 1, "micro-batch")

@@ -1,4 +1,4 @@
-"""The flags: one for every option of `config.py`, and what the text behind a flag means as a value.
+"""The flags: one for every option of `config/`, and what the text behind a flag means as a value.
 
 A flag is never guessed at: its value is legal, or `BadValueError` says which rule it breaks and what to write instead.
 Numbers are plain ASCII numerals, because Python's own `int` and `float` also take `nan`, `1_000` and full-width
@@ -82,7 +82,7 @@ def _flags() -> dict[str, Flag]:
     flags = {}
     for area, owner in AREAS.items():
         for field in dataclasses.fields(owner):
-            kind, *others = str(field.type).split(" | ")  # config.py keeps its annotations as text
+            kind, *others = str(field.type).split(" | ")  # config/ keeps its annotations as text
             flags[field.name] = Flag(
                 field.name, kinds[kind], "None" in others, field.default, area, field.metadata["option"],
                 tuple(word for other in others if other != "None" for word in words[other]),

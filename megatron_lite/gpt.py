@@ -6,30 +6,32 @@ from typing import cast
 
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.items import lr_scale_patterns
+from megatron_lite.kernels.choice import REFERENCES, Kernels
 from megatron_lite.layers.block import Block, Rotary
 from megatron_lite.layers.ends import Embedding, Head
 from megatron_lite.layers.layer import Layer
 from megatron_lite.parameter import Parameter, set_lr_scales
 
 
-def build_gpt(config: ModelConfig, sequence_length: int) -> list[Layer]:
+def build_gpt(config: ModelConfig, sequence_length: int, kernels: Kernels = REFERENCES) -> list[Layer]:
     """The layers of a model in order, on the meta device: embedding, blocks, head with loss.
 
     `config` has every derived value filled in; positions are tabled up to `sequence_length`.
+    `kernels` are the implementations that compute; as it stands, the torch references.
     """
     rotary = Rotary(config, sequence_length) if config.use_rotary_embeddings else None
     embedding = Embedding(config)
-    blocks = [Block(index, config, rotary) for index in range(config.num_layers)]
-    return [embedding, *blocks, Head(config, embedding)]
+    blocks = [Block(index, config, rotary, kernels) for index in range(config.num_layers)]
+    return [embedding, *blocks, Head(config, embedding, kernels)]
 
 
-def model_layers(config: Config) -> list[Layer]:
+def model_layers(config: Config, kernels: Kernels) -> list[Layer]:
     """The layers on the meta device, their parameters with the learning-rate scales that were asked for.
 
     Raises:
         UsageError: if a pattern of --freeze or --lr_scales matches nothing, or everything would be frozen.
     """
-    layers = build_gpt(config.model, config.batch.sequence_length)
+    layers = build_gpt(config.model, config.batch.sequence_length, kernels)
     scales = lr_scale_patterns(config.optimizer.freeze, config.optimizer.lr_scales)
     set_lr_scales((cast(Parameter, parameter) for layer in layers for parameter in layer.parameters()), scales)
     return layers

@@ -1,4 +1,4 @@
-"""What is said of one option where it is declared: the vocabulary of `config.py`. Imports no torch."""
+"""What is said of one option where it is declared: the vocabulary of `config/`. Imports no torch."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from megatron_lite.activations import Kept, Pass, kept_by_layer
 from megatron_lite.config import RECOMPUTE_LEVELS, Config
 from megatron_lite.distributed import reduction_scratch_bytes
 from megatron_lite.gpt import model_layers
+from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.kernels.linear import uses_onednn
 from megatron_lite.layers.ends import chunk_tokens
 from megatron_lite.traffic import Total, Traffic
@@ -80,13 +81,13 @@ class Plan:
 
     def peak_bytes(self, level: str | None = None) -> int:
         """State and activations at their peak; without the reserve."""
-        return self.state_bytes + self.activations[level or self.config.model.mlp_recompute_level].peak
+        return self.state_bytes + self.activations[level or self.config.performance.mlp_recompute_level].peak
 
 
 def make_plan(config: Config, world_size: int, device_type: str, rank: int = 0) -> Plan:
     """The plan of a resolved configuration without `auto`, for one rank of `world_size` on `device_type`."""
     group = SimulatedGroup(rank, world_size, device_type)
-    layers = model_layers(config)
+    layers = model_layers(config, choose_kernels(config, torch.device(device_type)))
     dtype = config.distributed.training_dtype
     model = MultiStage(layers, config.multi_stage, config.batch, dtype, group)
     activations = {level: activation_memory(config, model, device_type, level) for level in RECOMPUTE_LEVELS}
@@ -159,8 +160,9 @@ def one_pass(config: Config, model: MultiStage, device_type: str, level: str) ->
         itemsize=precision.training.itemsize,
         grad_itemsize=precision.gradients.itemsize,
         on_gpu=device_type == "cuda",
-        chunk_tokens=chunk_tokens(config.model.cross_entropy_splits, tokens, torch.device(device_type)),
+        chunk_tokens=chunk_tokens(config.performance.cross_entropy_splits, tokens, torch.device(device_type)),
         trained={name for name, parameter in model.parameters() if parameter.requires_grad},
         level=level,
+        kernels=choose_kernels(config, torch.device(device_type)),
         onednn=device_type == "cpu" and uses_onednn(torch.empty(0, dtype=precision.training)),
     )

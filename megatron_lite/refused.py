@@ -47,13 +47,16 @@ _OVERLAP = (
     "gathers and reduces run beside the computation; for none of that write --num_weight_buffers=1 --num_grad_buffers=1"
 )
 _PARALLEL = "only data parallelism for now"
-_RECOMPUTE = "write --mlp_recompute_level=activation or =full, for the MLPs of all layers"
+_RECOMPUTE = (
+    "write --mlp_recompute_level=activation or =full for the MLPs of all layers, --recompute_layers=<N> for everything "
+    "in the first N blocks"
+)
 _SEED = "every random number derives from the seed and its own place (weight, sample, layer), not from shifted seeds"
 _EXPERTS = "mixture of experts comes later"
 _FIM = "fill-in-the-middle is not built"
 _PRETRAINED = "starting from other weights is not built yet; the same experiment_dir resumes by itself"
 _PROFILE = "the profiler is not built yet"
-_TRITON = "there are no Triton kernels yet"
+_TRITON = "matrix products are the vendor's own; write --enable_triton_kernels=0 or =1 for everything else"
 _CONVERT = "belongs to Fast-LLM's conversion tool, not to pretraining; exports are made in Hugging Face's format"
 _TORCHRUN = "torchrun sets it through the environment: torchrun --nproc-per-node=N --nnodes=M"
 
@@ -66,7 +69,7 @@ def _entries() -> Iterator[Refused]:
     # Optimizer
     yield _value("lr_schedule", "none", "none", "write lr_decay_style, lr_warmup_iters, lr_decay_iters and min_lr")
     # Multi-stage
-    yield _switch("compile_all", "0", "0", "torch.compile is not used")
+    yield _switch("compile_all", "0", "0", "write --torch_compile=1, which compiles single operations")
     # Distributed
     yield _value("tensor_parallel", "1", "1", _PARALLEL, "tensor_model_parallel_size")
     yield _value("pipeline_parallel", "1", "1", _PARALLEL, "pipeline_model_parallel_size")
@@ -89,15 +92,14 @@ def _entries() -> Iterator[Refused]:
     yield _switch("profile_schedule", "0", "0", _PROFILE)
     yield _switch("skip_step", "0", "0", "no part of a training step can be left out")
     # Model
-    yield _switch("triton_rotary", "1", "0", _TRITON)
+    yield _switch("triton_rotary", "1", "1", "write --enable_triton_kernels=0, for all operations")
     yield _switch("zero_centered_normalization", "0", "0", "norm weights are stored as they are multiplied")
     yield _value("normalization_implementation", "auto", "auto", "the implementation is chosen by the program")
     yield _switch("transposed_mlp_weight", "1", "0", "every matrix is stored as (outputs, inputs)")
     yield _switch("full_precision_residual", "0", "0", "the residual stream has the training dtype")
     yield _switch(
-        "use_flash_attention", "1", "1", "torch picks the fastest attention it has for the device", "use_flash_attn"
+        "use_flash_attention", "1", "1", "write --attention_backend=math for the formula itself", "use_flash_attn"
     )
-    yield _value("cross_entropy_impl", "auto", "auto", "the implementation is chosen by the program")
     yield _switch("parallel_embeddings", "1", "1", _PARALLEL)
     yield _value("sequence_first", "none", "none", "the batch dimension always comes first")
     yield _value("logit_z_loss", "0", "0", "the loss is the cross-entropy alone")
@@ -121,8 +123,7 @@ def _entries() -> Iterator[Refused]:
     yield _value("router_lr_scale", "none", "none 1", _EXPERTS)
     # Run
     yield _switch("structured_logs", "1", "1", "log lines have one format")
-    yield _switch("torch_dynamo_enable", "1", "0", "torch.compile is not used")
-    yield _switch("enable_triton_kernels", "1", "0", _TRITON)
+    yield _switch("torch_dynamo_enable", "1", "0", "write --torch_compile=1")
     yield _switch("triton_linear_kernels", "0", "0", _TRITON)
     # Data
     for name, default in (
@@ -160,11 +161,14 @@ def _entries() -> Iterator[Refused]:
 
 REFUSED: tuple[Refused, ...] = tuple(_entries())
 
-# Values that an option of config.py has in Fast-LLM or that one may well try, with the reason why not.
+# Values that an option of `config/` has in Fast-LLM or that one may well try, with the reason why not.
 REFUSED_VALUES: Mapping[tuple[str, str], str] = MappingProxyType({
     ("dataset_source", "file"): "a blend described by a JSON file comes later; "
     "write the weights and prefixes: --data_path 0.3 first 0.7 second",
     ("dataset_source", "sample"): "the sample data set does not exist; write random for made-up tokens",
+    ("mlp_recompute_level", "offload"): "activations are not moved to the host's memory; write activation or full",
+    ("mlp_recompute_level", "nested"): "write full, or --recompute_layers=<N> for whole blocks",
+    ("mlp_recompute_level", "recompute"): "write activation or full, or --recompute_layers=<N> for whole blocks",
     ("zero_stage", "0"): "strictly worse: a full optimizer state on every rank costs more memory and a slower update; "
     "write 1",
 })  # fmt: skip
@@ -216,11 +220,10 @@ INSTEAD: Mapping[str, str] = MappingProxyType({
     "fp8_format": "fp8 is not built",
     "recompute_granularity": _RECOMPUTE,
     "recompute_method": _RECOMPUTE,
-    "recompute_num_layers": _RECOMPUTE,
+    "recompute_num_layers": "write --recompute_layers=<N>",
     "recompute_activations": _RECOMPUTE,
-    "gradient_checkpointing": _RECOMPUTE,
-    "attention_backend": "torch picks the fastest attention it has for the device",
-    "attn_backend": "torch picks the fastest attention it has for the device",
+    "gradient_checkpointing": _RECOMPUTE + "; nothing is offloaded, and nothing nested",
+    "attn_backend": "write --attention_backend",
     "transformer_impl": "there is one implementation",
     "use_mcore_models": "there is one implementation",
     "cross_entropy_loss_fusion": "head and loss are always one operation",
@@ -242,8 +245,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType({
     "data_cache_path": "nothing is cached for --data_path; the files are read as they are",
     "tokenizer_type": "data is tokenized beforehand; write --tokenizer_file=<tokenizer.json> to put it into exports",
     "tokenizer_model": "write --tokenizer_file=<tokenizer.json>",
-    "reset_position_ids": "samples cross document boundaries",
-    "reset_attention_mask": "samples cross document boundaries",
+    "reset_position_ids": "positions count from the beginning of a sample; see --cross_document_attention",
+    "reset_attention_mask": "write --cross_document_attention=0",
     "eod_mask_loss": "every token counts in the loss",
     "data_seed": "write --seed, which also orders the data",
     # Saving and logging

@@ -57,7 +57,7 @@ def examine(config: Config, world_size: int) -> tuple[Config, list[Problem]]:
     values = flatten(config)
     problems = list(_check_each(values))
     if not problems:  # the rules below rely on each value being sound
-        for rule in (_model, _batch, _optimizer, _multi_stage, _distributed, _data, _training, _run):
+        for rule in (_model, _batch, _optimizer, _performance, _multi_stage, _distributed, _data, _training, _run):
             problems += rule(values, world_size)
         _fill_the_rest(values)
     return unflatten(values), problems
@@ -254,6 +254,12 @@ def _optimizer(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
             )
     elif values["loss_scale"] is None:
         values["loss_scale"] = 1.0
+
+
+def _performance(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
+    for name, limit in (("recompute_layers", "num_layers"), ("cross_entropy_block_size", "vocab_size")):
+        if values[name] is not None and values[name] > values[limit]:
+            yield Problem((name, limit), f"{_typed(values, name, limit)}: write at most {values[limit]}")
 
 
 def _multi_stage(values: dict[str, Any], world_size: int) -> Iterator[Problem]:

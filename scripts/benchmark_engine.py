@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from megatron_lite.build import Run
 from megatron_lite.config import Config
 from megatron_lite.distributed import Distributed
-from megatron_lite.gpt import build_gpt
+from megatron_lite.gpt import model_layers
+from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.kernels.gradients import accumulate
 from megatron_lite.layers.layer import Layer, MicroBatch
 from megatron_lite.monitor.tensor_debug import open_debugger
@@ -31,10 +32,11 @@ class Engine:
     """megatron_lite, built from its own parts and driven by the training loop's own step."""
 
     def __init__(self, config: Config, distributed: Distributed, layers: Sequence[Layer] | None = None) -> None:
-        layers = layers or build_gpt(config.model, config.batch.sequence_length)
+        kernels = choose_kernels(config, distributed.device)
+        layers = layers or model_layers(config, kernels)
         dtype = config.distributed.training_dtype
         self.model = MultiStage(layers, config.multi_stage, config.batch, dtype, distributed)
-        optimizer = AdamW(config.optimizer, self.model.stages, dtype, distributed)
+        optimizer = AdamW(config.optimizer, self.model.stages, dtype, distributed, kernels)
         self.model.initialize(config.distributed.seed)
         assert config.batch.batch_size
         self._tokens, self._world_size = config.batch.batch_size * config.batch.sequence_length, distributed.world_size

@@ -133,7 +133,7 @@ class Head(nn.Module):
         super().__init__()
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.loss, self.splits = loss, config.cross_entropy_splits
+        self.loss, self.splits = loss, None
 
     def forward(self, hidden: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
         hidden, labels = self.norm(hidden).flatten(0, 1), labels.flatten()

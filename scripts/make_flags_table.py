@@ -1,4 +1,4 @@
-"""Write docs/flags.md from the options in megatron_lite/config.py and the refusals in megatron_lite/refused.py.
+"""Write docs/flags.md from the options in megatron_lite/config/ and the refusals in megatron_lite/refused.py.
 
 python scripts/make_flags_table.py            writes the file
 python scripts/make_flags_table.py --check    only compares it; exit code 1 if it is out of date
@@ -40,7 +40,7 @@ ELSEWHERE = {
 INTRODUCTION = """\
 # Flags
 
-<!-- Written by scripts/make_flags_table.py from megatron_lite/config.py and megatron_lite/refused.py: do not edit. -->
+<!-- Written by scripts/make_flags_table.py from megatron_lite/config/ and megatron_lite/refused.py: do not edit. -->
 
 `--a_b=v`, `--a_b v` and `--a-b=v` are the same flag; names are never abbreviated.
 

@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import tiny_config
+from harness import layers_of, tiny_config
 from torch import Tensor
 
 from megatron_lite.config import Config
 from megatron_lite.distributed import Group, Handle
-from megatron_lite.gpt import model_layers
 from megatron_lite.layers.layer import MicroBatch
 from megatron_lite.optimizer.adamw import AdamW
 from megatron_lite.traffic import Traffic
@@ -49,7 +48,7 @@ class Engine:
         self.config: Config = tiny_config(ranks.world_size, **options)
         self.ranks, dtype = ranks, self.config.distributed.training_dtype
         self.model = MultiStage(
-            model_layers(self.config), self.config.multi_stage, self.config.batch, dtype, group or ranks, training
+            layers_of(self.config), self.config.multi_stage, self.config.batch, dtype, group or ranks, training
         )
         self.model.initialize(self.config.distributed.seed)
         self.optimizer = AdamW(self.config.optimizer, self.model.stages, dtype, ranks)

@@ -15,6 +15,9 @@ import torch
 
 from megatron_lite.config import Config, DistributedConfig, unflatten
 from megatron_lite.distributed import Distributed
+from megatron_lite.gpt import model_layers
+from megatron_lite.kernels.choice import choose_kernels
+from megatron_lite.layers.layer import Layer
 from megatron_lite.validation import resolve
 from megatron_lite.zero.multi_stage import MultiStage
 
@@ -23,6 +26,11 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "megatron_lite.zero.multi_stage", "numpy"])
 
 TIMEOUT_S = 120.0
+
+
+def layers_of(config: Config) -> list[Layer]:
+    """The layers of a configuration on the meta device, computing as it does on CPU."""
+    return model_layers(config, choose_kernels(config, torch.device("cpu")))
 
 
 def run_distributed(

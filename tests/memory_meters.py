@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from harness import layers_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_lite.config import Config
-from megatron_lite.gpt import build_gpt
 from megatron_lite.layers.layer import Layer, MicroBatch
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.observer import Observer
@@ -34,7 +34,7 @@ class Alone:
 
 def a_model(config: Config, layers: list[Layer] | None = None) -> MultiStage:
     """A model of one rank with memory on CPU."""
-    layers = layers or build_gpt(config.model, config.batch.sequence_length)
+    layers = layers or layers_of(config)
     model = MultiStage(layers, config.multi_stage, config.batch, config.distributed.training_dtype, Alone())
     model.initialize(1)
     return model

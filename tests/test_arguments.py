@@ -435,8 +435,7 @@ def test_accepted_values_in_other_notations() -> None:
 
 def test_wrong_here_although_default_elsewhere() -> None:
     """Defaults of Fast-LLM that would be untrue here are refused."""
-    for text in ("reproducible_init=0", "enable_triton_kernels=1", "triton_rotary=1", "torch_dynamo_enable=1",
-                 "transposed_mlp_weight=1"):  # fmt: skip
+    for text in ("reproducible_init=0", "triton_rotary=0", "torch_dynamo_enable=1", "transposed_mlp_weight=1"):
         assert "is refused" in problem([f"--{text}"])
 
 

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_distributed, tiny_config
+from harness import layers_of, run_distributed, tiny_config
 from memory_meters import PeakMeter, a_model, measure_kept, micro_batches
 
 from megatron_lite.config import Config
 from megatron_lite.distributed import Distributed
-from megatron_lite.gpt import model_layers
 from megatron_lite.layers.layer import MicroBatch
 from megatron_lite.planning import SimulatedGroup, make_plan
 from megatron_lite.zero.multi_stage import MultiStage
@@ -107,7 +106,7 @@ def test_state_of_many_ranks(world_size: int, zero_stage: int) -> None:
     plan = make_plan(config, world_size, "cuda")
     for rank in (0, world_size // 2, world_size - 1):
         group = SimulatedGroup(rank, world_size, "cuda", device="cpu")
-        model = MultiStage(model_layers(config), config.multi_stage, config.batch, "bf16", group)
+        model = MultiStage(layers_of(config), config.multi_stage, config.batch, "bf16", group)
         assert allocated_bytes(model) == plan.state_bytes, rank
         assert model.memory_table() == plan.model.memory_table(), rank
 
@@ -147,9 +146,9 @@ def test_activations_are_what_autograd_keeps(options: dict[str, Any], micro_batc
     """Layer by layer and to the byte."""
     config = tiny_config(1, **{"batch_size": micro_batch_size, **options})
     plan = make_plan(config, 1, "cpu")
-    kept = plan.activations[config.model.mlp_recompute_level].kept
+    kept = plan.activations[config.performance.mlp_recompute_level].kept
     kept[-1].pop("gradient made by the loss", None)  # not autograd's
-    measured = measure_kept(a_model(config, model_layers(config)), micro_batches(config)[0])
+    measured = measure_kept(a_model(config, layers_of(config)), micro_batches(config)[0])
     assert dict(zip(measured, (layer.total for layer in kept), strict=True)) == measured
 
 
@@ -242,7 +241,7 @@ def test_peak_on_a_gpu(options: dict[str, Any]) -> None:
     group = SimulatedGroup(0, 1, "cuda", device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    model = MultiStage(model_layers(config), config.multi_stage, config.batch, "bf16", group)
+    model = MultiStage(layers_of(config), config.multi_stage, config.batch, "bf16", group)
     model.initialize(1)
     batches = [
         MicroBatch(one.tokens.cuda(), one.labels.cuda(), torch.tensor(1.0, device="cuda"), 7)

@@ -246,6 +246,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "prefetch_factor": (None, 3), "split": ((1.0,), (1.0, 1.0), (0.0, 0.0, 1.0)), "validation_iters": (0, 3),
     "test_iters": (0, 3), "checkpoint_interval": (None, 2), "export_interval": (None, 2),
     "experiment_dir": (None, "/x"), "cross_entropy_splits": (None, 1, 500),
+    "cross_entropy_block_size": (None, 7, 10**6), "recompute_layers": (0, 2, 100),
+    "enable_triton_kernels": (None, False, True),
     "wandb_entity_name": (None, "me"), "wandb_status_interval": (None, 2),
 }  # fmt: skip
 
@@ -282,7 +284,7 @@ def test_pairs_of_options() -> None:
         "num_weight_buffers", "num_grad_buffers", "cross_entropy_splits", "peak_tflops", "window_size",
         "tokenizer_file", "checkpoint_interval", "max_checkpoints", "export_interval", "stop_interval",
         "experiment_dir", "experiment_name", "wandb_entity_name", "wandb_status_interval", "loss_scale",
-        "prefetch_factor", "world_size",
+        "prefetch_factor", "world_size", "enable_triton_kernels", "cross_entropy_block_size",
     }  # fmt: skip
     good = 0
     for row in rows:

@@ -32,7 +32,7 @@ class Difference(NamedTuple):
 
 
 def compare_architecture(saved: dict[str, Any], config: Config) -> list[Difference]:
-    """Architecture options that differ, in the order of config.py. `saved` is flat; both are resolved.
+    """Architecture options that differ, in the order of `config/`. `saved` is flat; both are resolved.
 
     `max_position_embeddings` counts only where there is a table of learned positions.
     """

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.attention import attention
+from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.dropout import dropout
 from megatron_lite.kernels.mlp import mlp
 from megatron_lite.kernels.rotary import rotary_table, split_heads
@@ -32,13 +33,14 @@ class Rotary:
 class Attention(torch.nn.Module):
     """Multi-head, grouped-query or multi-query causal attention: (b, s, h) -> (b, s, h)."""
 
-    def __init__(self, name: str, config: ModelConfig, rotary: Rotary | None) -> None:
+    def __init__(self, name: str, config: ModelConfig, rotary: Rotary | None, kernels: Kernels) -> None:
         super().__init__()
         assert config.head_groups and config.kv_channels
         assert config.init_method_std_qkv is not None and config.init_method_std_attn_proj is not None
         self.num_heads, self.head_groups = config.num_attention_heads, config.head_groups
         self.window = config.window_size
         self.dropout, self.rotary, self.name = config.attention_dropout, rotary, name
+        self.kernels = kernels
         query_size, group_size = self.num_heads * config.kv_channels, self.head_groups * config.kv_channels
         self.query_key_value = Linear(
             f"{name}.query_key_value",
@@ -60,12 +62,12 @@ class Attention(torch.nn.Module):
 class MLP(torch.nn.Module):
     """Plain or gated two-layer MLP: (b, s, h) -> (b, s, h)."""
 
-    def __init__(self, name: str, config: ModelConfig) -> None:
+    def __init__(self, name: str, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
         assert config.ffn_hidden_size and config.activation_type
         assert config.init_method_std_mlp_1 is not None and config.init_method_std_mlp_2 is not None
         self.activation_type, self.gated = config.activation_type, config.gated
-        self.recompute_level = config.mlp_recompute_level
+        self.kernels = kernels
         up_size = config.ffn_hidden_size * (2 if config.gated else 1)  # gate rows first
         self.up = Linear(f"{name}.up", config.hidden_size, up_size, config.init_method_std_mlp_1, config)
         self.down = Linear(
@@ -75,20 +77,21 @@ class MLP(torch.nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         up, down = self.up, self.down
         return mlp(
-            hidden, up.weight, up.bias, down.weight, down.bias, self.activation_type, self.gated, self.recompute_level
-        )
+            hidden, up.weight, up.bias, down.weight, down.bias, self.activation_type, self.gated,
+            self.kernels.mlp_recompute_level,
+        )  # fmt: skip
 
 
 class Block(Layer):
     """One transformer block."""
 
-    def __init__(self, index: int, config: ModelConfig, rotary: Rotary | None) -> None:
+    def __init__(self, index: int, config: ModelConfig, rotary: Rotary | None, kernels: Kernels) -> None:
         super().__init__()
         self.name, self.hidden_dropout = f"blocks.{index}", config.hidden_dropout
-        self.attention_norm = Norm(f"{self.name}.attention_norm", config)
-        self.attention = Attention(f"{self.name}.attention", config, rotary)
-        self.mlp_norm = Norm(f"{self.name}.mlp_norm", config)
-        self.mlp = MLP(f"{self.name}.mlp", config)
+        self.attention_norm = Norm(f"{self.name}.attention_norm", config, kernels)
+        self.attention = Attention(f"{self.name}.attention", config, rotary, kernels)
+        self.mlp_norm = Norm(f"{self.name}.mlp_norm", config, kernels)
+        self.mlp = MLP(f"{self.name}.mlp", config, kernels)
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         assert hidden is not None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import ModelConfig
+from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.cross_entropy import linear_cross_entropy
 from megatron_lite.kernels.dropout import dropout
 from megatron_lite.kernels.embedding import add_positions, embedding
@@ -45,10 +46,10 @@ class Head(Layer):
     name = "head"
     gradients_in_forward = True
 
-    def __init__(self, config: ModelConfig, embedding: Embedding) -> None:
+    def __init__(self, config: ModelConfig, embedding: Embedding, kernels: Kernels) -> None:
         super().__init__()
         assert config.init_method_std_embed is not None
-        self.norm = Norm("head.norm", config)
+        self.norm = Norm("head.norm", config, kernels)
         self.output: Parameter | None = None
         if config.tie_word_embeddings:
             self.borrows_from = (embedding,)  # a tuple, so that torch does not count it as part of this module
@@ -56,7 +57,7 @@ class Head(Layer):
             weights = Initializer("normal", config.init_method_std_embed)
             shape = (config.vocab_size, config.hidden_size)
             self.output = declare(ParameterSpec("head.output.weight", shape, weights))
-        self.splits = config.cross_entropy_splits
+        self.kernels = kernels
 
     @property
     def weight(self) -> Parameter:
@@ -71,7 +72,7 @@ class Head(Layer):
         assert hidden is not None
         normalized = self.norm(hidden).flatten(0, 1)  # (t, h), t = b s
         labels = micro_batch.labels.flatten()
-        held = chunk_tokens(self.splits, labels.shape[0], hidden.device)
+        held = chunk_tokens(self.kernels.cross_entropy_splits, labels.shape[0], hidden.device)
         return linear_cross_entropy(normalized, self.weight, labels, micro_batch.gradient_scale, held)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import ModelConfig
+from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.normalization import layer_norm, rms_norm
 from megatron_lite.parameter import Initializer, ParameterSpec, declare
 
@@ -13,10 +14,10 @@ from megatron_lite.parameter import Initializer, ParameterSpec, declare
 class Norm(torch.nn.Module):
     """Layer or RMS norm over the last dimension: (..., h) -> (..., h)."""
 
-    def __init__(self, name: str, config: ModelConfig) -> None:
+    def __init__(self, name: str, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
         shape, ones = (config.hidden_size,), Initializer("around_one", config.layer_norm_init_range)
-        self.eps = config.layer_norm_eps
+        self.eps, self.kernels = config.layer_norm_eps, kernels
         self.weight = declare(ParameterSpec(f"{name}.weight", shape, ones, weight_decay=False))
         self.bias = None
         if config.normalization_type == "layer_norm":

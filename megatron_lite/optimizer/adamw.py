@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_lite.config import OptimizerConfig
 from megatron_lite.distributed import Distributed
+from megatron_lite.kernels.choice import REFERENCES, Kernels
 from megatron_lite.optimizer.loss_scale import LossScale
 from megatron_lite.zero.master import WeightShard
 from megatron_lite.zero.part import Part
@@ -39,9 +40,11 @@ class AdamW:
     """Updates the weight shards of all stages in place."""
 
     def __init__(
-        self, config: OptimizerConfig, stages: list[Stage], training_dtype: str, distributed: Distributed
-    ) -> None:
+        self, config: OptimizerConfig, stages: list[Stage], training_dtype: str, distributed: Distributed,
+        kernels: Kernels = REFERENCES,
+    ) -> None:  # fmt: skip
         self._config, self._stages, self._distributed = config, stages, distributed
+        self._kernels = kernels
         self.loss_scale = LossScale(config, training_dtype, distributed.device)
         self._updates = torch.zeros((), dtype=torch.float32, device=distributed.device)  # Adam's t: good updates
 

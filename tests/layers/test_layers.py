@@ -9,11 +9,10 @@ from typing import Any, cast
 
 import pytest
 import torch
-from harness import tiny_config
+from harness import layers_of, tiny_config
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_lite.gpt import build_gpt
 from megatron_lite.layers.layer import Layer, MicroBatch
 from megatron_lite.parameter import Parameter
 
@@ -32,7 +31,7 @@ def build(
     architecture: str, is_frozen: Callable[[str], bool], **options: Any
 ) -> tuple[list[Layer], dict[str, Parameter]]:
     """Layers with memory, the same values every time; gradients of what is trained start as NaN."""
-    layers = build_gpt(tiny_config(**ARCHITECTURES[architecture], **options).model, LENGTH)
+    layers = layers_of(tiny_config(**{**ARCHITECTURES[architecture], "sequence_length": LENGTH, **options}))
     parameters = {}
     for module in (module for layer in layers for module in layer.modules()):
         for attribute, declared in list(module.named_parameters(recurse=False)):

@@ -10,11 +10,10 @@ from unittest import mock
 import pytest
 import torch
 from engine_runs import Engine, SimulatedRanks
-from harness import run_distributed, tiny_config
+from harness import layers_of, run_distributed, tiny_config
 from torch import Tensor
 
 from megatron_lite.distributed import Distributed
-from megatron_lite.gpt import model_layers
 from megatron_lite.zero.layout import round_up
 from megatron_lite.zero.master import SplitWeightShard, WeightShard
 from megatron_lite.zero.multi_stage import MultiStage
@@ -25,7 +24,7 @@ Options = dict[str, Any]
 def allocated(ranks: Any, options: Options, training: bool = True) -> tuple[MultiStage, int]:
     """A model, and the bytes that exist because of it: of any tensor, wherever it is kept, each storage once."""
     config = tiny_config(ranks.world_size, **options)
-    layers = model_layers(config)
+    layers = layers_of(config)
     gc.freeze()  # what exists already is not looked at
     model = MultiStage(layers, config.multi_stage, config.batch, config.distributed.training_dtype, ranks, training)
     storages = [thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), Tensor)]

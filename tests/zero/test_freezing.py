@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 from engine_runs import Engine, SimulatedRanks
-from harness import Trajectory, run_distributed, same_weights, tiny_config, train_tiny
+from harness import Trajectory, layers_of, run_distributed, same_weights, tiny_config, train_tiny
 from plain_gpt import PlainGPT
 
 from megatron_lite.data.loader import open_data
 from megatron_lite.distributed import Distributed
 from megatron_lite.errors import UsageError
-from megatron_lite.gpt import model_layers
 
 Options = dict[str, Any]
 ITERATIONS = 8
@@ -47,7 +46,7 @@ def plain_loop(options: Options, initial: dict[str, np.ndarray]) -> tuple[list[f
     config = tiny_config(**options)
     scales = {
         parameter.spec.name: parameter.spec.lr_scale
-        for layer in model_layers(config)
+        for layer in layers_of(config)
         for parameter in layer.parameters()
     }
     model = PlainGPT(config.model)
@@ -205,7 +204,7 @@ def test_frozen_weights_are_evaluated_and_exported() -> None:
 
 
 def scales_of(**options: Any) -> dict[str, float]:
-    layers = model_layers(tiny_config(num_layers=12, tie_word_embeddings=False, **options))
+    layers = layers_of(tiny_config(num_layers=12, tie_word_embeddings=False, **options))
     return {p.spec.name: p.spec.lr_scale for layer in layers for p in layer.parameters()}
 
 

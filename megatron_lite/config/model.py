@@ -1,0 +1,126 @@
+"""Options of the model, and of how it is computed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_lite.option import option
+
+ACTIVATIONS = ("gelu", "gelu_exact", "silu", "relu", "squared_relu", "identity")
+ACTIVATION_ALIASES = {"gelu_tanh": "gelu", "swiglu": "silu"}
+RECOMPUTE_LEVELS = ("none", "activation", "full")
+ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "varlen", "flex", "math")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Model"""
+
+    num_layers: int = option(12, "transformer blocks", minimum=1, basic=True)
+    hidden_size: int = option(1024, "width of the residual stream", minimum=1, basic=True)
+    num_attention_heads: int = option(8, "query heads", minimum=1, basic=True)
+    head_groups: int | None = option(
+        None,
+        "key/value heads (1: multi-query)",
+        minimum=1,
+        unset="num_attention_heads",
+        basic=True,
+        aliases=("num_query_groups",),
+    )
+    kv_channels: int | None = option(None, "channels of one head", minimum=1, unset="hidden_size / num_attention_heads")
+    ffn_hidden_size: int | None = option(
+        None, "width of the MLP (of each half when gated)", minimum=1, unset="4 * hidden_size", basic=True
+    )
+    vocab_size: int = option(49152, "entries of the vocabulary", minimum=2, basic=True)
+    max_position_embeddings: int | None = option(
+        None, "learned positions (and the length an export states)", minimum=1, unset="max(2048, sequence_length)"
+    )
+    use_position_embeddings: bool | None = option(None, "learned absolute positions", unset="not use_rotary_embeddings")
+    use_rotary_embeddings: bool = option(False, "rotary positions (RoPE)", basic=True)
+    rotary_embedding_scale: float = option(
+        -math.log(10000.0), "minus the logarithm of the rotary base", below=0.0, minimum=-100.0
+    )
+    tie_word_embeddings: bool = option(True, "one matrix for input embedding and output head", basic=True)
+    add_linear_biases: bool = option(True, "biases in the linear layers", basic=True)
+    gated: bool = option(False, "gated MLP: activation(gate) * up", basic=True)
+    activation_type: str | None = option(
+        None,
+        "MLP activation; gelu is the tanh form",
+        choices=ACTIVATIONS,
+        value_aliases=ACTIVATION_ALIASES,
+        unset="silu if gated, else gelu",
+        basic=True,
+    )
+    normalization_type: str = option("layer_norm", "normalization", choices=("layer_norm", "rms_norm"), basic=True)
+    layer_norm_eps: float = option(
+        1e-5, "added to the variance", above=0.0, maximum=1.0, aliases=("norm_epsilon", "layernorm_epsilon")
+    )
+    window_size: int | None = option(
+        None, "sliding attention window in tokens", minimum=1, unset="full causal attention"
+    )
+    attention_dropout: float = option(0.0, "dropout on attention probabilities", minimum=0.0, below=1.0)
+    hidden_dropout: float = option(0.0, "dropout on embeddings and on each residual branch", minimum=0.0, below=1.0)
+    init_method_std: float | None = option(
+        None, "standard deviation of initial weights", minimum=0.0, unset="hidden_size ** -0.5"
+    )
+    init_method_std_embed: float | None = option(None, "the same, embeddings", minimum=0.0, unset="init_method_std")
+    init_method_std_qkv: float | None = option(
+        None, "the same, query, key and value", minimum=0.0, unset="init_method_std"
+    )
+    init_method_std_attn_proj: float | None = option(
+        None, "the same, attention output", minimum=0.0, unset="init_method_std / sqrt(2 * num_layers)"
+    )
+    init_method_std_mlp_1: float | None = option(
+        None, "the same, first MLP layer", minimum=0.0, unset="init_method_std"
+    )
+    init_method_std_mlp_2: float | None = option(
+        None, "the same, second MLP layer", minimum=0.0, unset="init_method_std / sqrt(2 * num_layers)"
+    )
+    layer_norm_init_range: float = option(
+        0.0, "initial norm weights are uniform in 1 +- this", minimum=0.0, maximum=1.0
+    )
+    random_bias_init: bool = option(False, "biases start like their layer's weights instead of at zero")
+
+    @property
+    def rotary_base(self) -> float:
+        """exp(-rotary_embedding_scale), rounded to the nearest integer when within 1e-9 of it."""
+        base = math.exp(-self.rotary_embedding_scale)
+        return float(round(base)) if abs(base - round(base)) <= 1e-9 * base else base
+
+
+@dataclass(frozen=True)
+class PerformanceConfig:
+    """Performance"""
+
+    mlp_recompute_level: str = option(
+        "none", "what backward computes again in MLPs to save memory", choices=RECOMPUTE_LEVELS, basic=True
+    )
+    recompute_layers: int = option(
+        0, "so many blocks, from the first, of which only the input is kept and everything is computed again", minimum=0
+    )
+    enable_triton_kernels: bool | None = option(
+        None, "fused Triton kernels instead of the same formulas in torch", unset="on with a GPU"
+    )
+    attention_backend: str = option(
+        "auto", "how attention is computed; auto: the fastest that the device has for it", choices=ATTENTION_BACKENDS
+    )
+    cross_entropy_impl: str = option(
+        "auto",
+        "the loss of a chunk of logits; auto: as enable_triton_kernels",
+        choices=("auto", "torch", "triton"),
+        value_aliases={"fused": "torch"},
+    )
+    cross_entropy_splits: int | None = option(
+        None,
+        "cut the loss of a micro-batch into this many chunks of tokens",
+        minimum=1,
+        unset="chunks of 256 tokens (CPU), 1024 (GPU)",
+    )
+    cross_entropy_block_size: int | None = option(
+        None,
+        "entries of the vocabulary whose logits exist at a time; costs a second product with the head's weights",
+        minimum=1,
+        unset="the whole vocabulary",
+    )
+    torch_compile: bool = option(False, "compile the torch formulas of single operations, where no Triton kernel runs")

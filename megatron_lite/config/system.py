@@ -1,0 +1,113 @@
+"""Options of devices, partitioning, and what a run tells and leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lite.option import Auto, debug_level, option
+
+DTYPES = ("fp32", "bf16", "fp16")
+DTYPE_ALIASES = {
+    "float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MultiStageConfig:
+    """ZeRO and stages"""
+
+    zero_stage: int | Auto | None = option(
+        None,
+        "1: shard optimizer state; 2: and gradients; 3: and weights; auto: the lowest that fits the device",
+        minimum=1,
+        maximum=3,
+        unset="1",
+        basic=True,
+    )
+    layers_per_stage: float | Auto = option(
+        1.0,
+        "transformer blocks per stage, the unit of gather and reduce; auto: until a collective is worth its latency",
+        minimum=1.0,
+        why="a stage is the unit of gather and reduce, and no layer is cut; write 1, and set the number of buffers",
+    )
+    num_weight_buffers: int | None = option(
+        None, "full weight buffers: 1 saves memory, 2 overlap", minimum=1, unset="one per stage; 2 for zero_stage 3"
+    )
+    num_grad_buffers: int | None = option(
+        None, "full gradient buffers, likewise", minimum=1, unset="one per stage; 2 for zero_stage 2 and 3"
+    )
+    full_precision_gradients: bool = option(True, "accumulate and reduce gradients in fp32")
+    store_frozen_weights_in_optimization_precision: bool = option(
+        True, "shards of frozen weights are fp32, too; 0: they have the training dtype"
+    )
+    split_master_weights: bool = option(
+        False, "bf16 training: keep only what the bf16 weight lacks of the master (2 bytes less per weight of a shard)"
+    )
+    stages_per_pipeline_stage: int = option(
+        1,
+        "stages of one rank of a pipeline",
+        minimum=1,
+        maximum=1,
+        why="there is no pipeline parallelism; leave it out",
+    )
+    pipeline_delay: float = option(0.0, "steps that data need to go around the pipeline; unused: there is no pipeline")
+    throttle_cpu: bool = option(
+        True, "GPU: the host waits for earlier steps of the schedule instead of running far ahead"
+    )
+    throttle_cpu_rate: int = option(1, "record an event, and wait, every this many steps of the schedule", minimum=1)
+    throttle_cpu_delay: int = option(1, "wait for the event of this many recordings ago", minimum=0)
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """Distributed"""
+
+    device: str = option("auto", "device to run on", choices=("auto", "cuda", "cpu"), basic=True)
+    training_dtype: str = option(
+        "fp32", "dtype of weights and activations", choices=DTYPES, value_aliases=DTYPE_ALIASES, basic=True
+    )
+    seed: int = option(1234, "seed of weights, data order and dropout", minimum=0, maximum=2**63 - 1, basic=True)
+    deterministic: bool = option(False, "only deterministic GPU algorithms (slower)")
+    distributed_timeout: float = option(60.0, "seconds before a step's collective is given up", above=0.0, maximum=1e6)
+    startup_timeout: float = option(3600.0, "the same for start-up, data preparation and saves", above=0.0, maximum=1e6)
+    dry_run: bool = option(False, "print memory, traffic and batch arithmetic, run nothing", basic=True)
+    world_size: int | None = option(
+        None, "ranks of a dry run", minimum=1, maximum=2**24, unset="as many as torchrun starts"
+    )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Run and monitoring"""
+
+    experiment_dir: str | None = option(None, "where the run leaves its files", unset="nothing is written", basic=True)
+    experiment_name: str | None = option(None, "name of the run", unset="name of experiment_dir")
+    log_interval: int = option(100, "iterations between log lines", minimum=1, basic=True)
+    log_offset: int = option(1, "first logged iteration (0: multiples of log_interval only)", minimum=0)
+    log_timestamps: bool = option(False, "begin log lines with the time")
+    enable_all_loggers: bool = option(False, "every rank prints to the console")
+    log_communication: bool = option(False, "log what each step sends, by kind, and the time on the wire")
+    debug_layer_outputs: int = debug_level("the output of each layer")
+    debug_layer_gradients: int = debug_level("the gradient of each layer's input")
+    debug_param_init: int = debug_level("each parameter after initialization")
+    debug_param_gradients: int = debug_level("each gradient shard after reduction")
+    debug_all_param_gradients: int = debug_level("each parameter's gradient after reduction")
+    debug_param_update: int = debug_level("each parameter after the update")
+    debug_global_tensors: bool = option(True, "put the tensors of all ranks together before they are logged (slow)")
+    debug_activation_memory: bool = option(False, "log the memory in use after each layer")
+    debug_tensor_parallel: bool = option(False, "compare tensor-parallel copies; there are none to compare")
+    save_tensor_logs: bool = option(False, "save logged tensors in runs/<k>/artifacts of experiment_dir")
+    show_tensor_logs: bool = option(True, "print logged tensors")
+    tensor_logs_show_elements: int = option(8, "samples of a tensor that are printed", minimum=0)
+    peak_tflops: float | None = option(
+        None, "dense peak of one device for mfu, in TFLOP/s", above=0.0, unset="known for common GPUs"
+    )
+    wandb_entity_name: str | None = option(None, "Weights & Biases user or team; turns it on", unset="off")
+    wandb_project_name: str = option("megatron_lite", "Weights & Biases project")
+    wandb_group_name: str = option("default", "Weights & Biases group")
+    wandb_status_interval: int | None = option(
+        None, "iterations between Weights & Biases alerts with metrics", minimum=1, unset="none"
+    )
+    wandb_post_alerts: bool | None = option(
+        None, "post Weights & Biases alerts when the run starts, ends or fails", unset="on with wandb_status_interval"
+    )

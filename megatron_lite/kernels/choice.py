@@ -1,0 +1,72 @@
+"""Which implementation of each operation a run uses: chosen once, logged, and passed to whoever computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_lite.config import Config
+from megatron_lite.errors import UsageError
+from megatron_lite.kernels.jit import runs_on
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The implementations."""
+
+    triton: bool = False  # Triton kernels instead of the references
+    attention: str = "auto"
+    cross_entropy: str = "torch"  # or "triton"
+    cross_entropy_splits: int | None = None
+    cross_entropy_block_size: int | None = None
+    mlp_recompute_level: str = "none"
+    recompute_layers: int = 0
+    compile: bool = False
+    deterministic: bool = False
+
+    def describe(self) -> str:
+        """One line for the log."""
+        formulas = "compiled torch" if self.compile else "torch"
+        return (
+            f"kernels: {'Triton' if self.triton else formulas}, attention by {self.attention}, "
+            f"cross-entropy in {'Triton' if self.cross_entropy == 'triton' else formulas}"
+        )
+
+
+# The torch references, on any device.
+REFERENCES = Kernels()
+
+
+def choose_kernels(config: Config, device: torch.device) -> Kernels:
+    """What a resolved configuration asks for on a device, `auto` replaced by what is there.
+
+    Raises:
+        UsageError: if what is asked for by name is not there.
+    """
+    wanted = config.performance
+    available = runs_on(device)
+    if wanted.enable_triton_kernels and not available:
+        raise UsageError(_no_triton("--enable_triton_kernels=1", device))
+    if wanted.cross_entropy_impl == "triton" and not available:
+        raise UsageError(_no_triton("--cross_entropy_impl=triton", device))
+    unset = wanted.enable_triton_kernels is None
+    triton = available and device.type == "cuda" if unset else bool(wanted.enable_triton_kernels)
+    automatic = "triton" if triton else "torch"
+    return Kernels(
+        triton=triton,
+        attention=wanted.attention_backend,
+        cross_entropy=automatic if wanted.cross_entropy_impl == "auto" else wanted.cross_entropy_impl,
+        cross_entropy_splits=wanted.cross_entropy_splits,
+        cross_entropy_block_size=wanted.cross_entropy_block_size,
+        mlp_recompute_level=wanted.mlp_recompute_level,
+        recompute_layers=wanted.recompute_layers,
+        compile=wanted.torch_compile,
+        deterministic=config.distributed.deterministic,
+    )
+
+
+def _no_triton(flag: str, device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{flag}: Triton is not installed; install it, or leave the flag out"
+    return f"{flag}: Triton kernels need a GPU, and this run is on {device.type}; leave it out, or write --device=cuda"
