@@ -10,6 +10,7 @@ import time
 import traceback
 from pathlib import Path
 
+from megatron_lite.durable import replace_file
 from megatron_lite.errors import OutOfMemoryError, PeerError, RunError, StorageError, is_lost_peer, lost_peer
 
 EXIT_FILE = "exit.json"
@@ -95,9 +96,7 @@ def write_exit(experiment_dir: str | None, code: int | None, status: str, messag
     content = {"exit_code": code, "status": status, "message": message, "run": run, "time": round(time.time(), 3)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{EXIT_FILE}.{os.getpid()}")
-        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        replace_file(path, (json.dumps(content, indent=2) + "\n").encode())
     except OSError:
         pass
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_lite.agreement import together
 from megatron_lite.config import Config, flatten
 from megatron_lite.distributed import Distributed
+from megatron_lite.durable import replace_file
 from megatron_lite.errors import StorageError
 
 
@@ -55,11 +56,9 @@ class Experiment:
         """Write config.json; for rank 0, once the configuration is known to fit what is there."""
         if self.root is None:
             return
-        text = json.dumps(flatten(config), indent=2) + "\n"
+        text = (json.dumps(flatten(config), indent=2) + "\n").encode()
         for folder in (self.root / "runs" / str(self.run), self.root):
-            temporary = folder / ".config.json.tmp"
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, folder / "config.json")
+            replace_file(folder / "config.json", text)
 
     def _prepare(self) -> int:
         """Create the directories of a new start; returns its number, from 0."""

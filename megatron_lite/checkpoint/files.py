@@ -25,6 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_lite.durable import sync_folder
+
 logger = logging.getLogger("megatron_lite")
 
 CHUNK_BYTES = 64 * 2**20  # of memory for one read or write
@@ -169,18 +171,6 @@ def sync_file(path: Path) -> None:
     """Make the content of a file durable that another function has written."""
     with open_regular(path) as file:
         os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable; file systems that cannot sync folders are left alone."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def open_regular(path: Path) -> io.FileIO:

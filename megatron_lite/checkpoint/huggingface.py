@@ -19,6 +19,7 @@ from megatron_lite.checkpoint import files
 from megatron_lite.checkpoint.agreement import together
 from megatron_lite.checkpoint.architectures import check_exportable, hugging_face_config
 from megatron_lite.config import Config, ModelConfig
+from megatron_lite.durable import sync_folder
 
 if TYPE_CHECKING:
     from megatron_lite.distributed import Distributed
@@ -125,7 +126,7 @@ def save_huggingface(
                 _write_configs(temporary, config)
                 for path in temporary.iterdir():
                     files.sync_file(path)
-                files.sync_folder(temporary)
+                sync_folder(temporary)
                 files.publish(temporary, directory, files.has_only_our_files)
 
         together(distributed, what, directory, 0, finish)

@@ -26,6 +26,7 @@ from megatron_lite.checkpoint.manifest import DamagedError, Manifest, SavedFile
 from megatron_lite.checkpoint.reading import changes, check_parameters, fill, find_checkpoints, verify
 from megatron_lite.checkpoint.retention import checkpoints_to_delete
 from megatron_lite.config import Config, flatten
+from megatron_lite.durable import sync_folder
 from megatron_lite.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def save(
                 save_id, iteration, distributed.world_size, flatten(config), state, saved_files, parameters
             )
             files.write_text(temporary / manifest.MANIFEST_NAME, manifest.dump(content))
-            files.sync_folder(temporary)
+            sync_folder(temporary)
             files.publish(temporary, folder, _is_checkpoint)
 
     what = f"the checkpoint of iteration {iteration}"

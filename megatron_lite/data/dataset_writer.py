@@ -12,6 +12,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_lite import durable
 from megatron_lite.data.indexed_dataset import CHUNK, HEADER, MAGIC, TOKEN_DTYPES, VERSION
 from megatron_lite.errors import DataError, StorageError
 
@@ -95,7 +96,7 @@ class IndexedDatasetWriter:
             os.replace(self._bin_tmp, bin_path)
             os.replace(self._index_tmp, index_path)
             self._bin.close()
-            _sync_folder(index_path.parent)
+            durable.sync_folder(index_path.parent)
         except OSError as error:
             raise StorageError(f"{self.prefix}: cannot be written: {error.strerror}") from error
 
@@ -140,26 +141,12 @@ def _sync(file: IO[bytes]) -> None:
     os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make the renames in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def replace_file(path: Path, data: bytes) -> None:
     """Write a small file beside the data so that it is never seen half written.
 
     Raises: StorageError.
     """
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            _sync(file)
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
+        durable.replace_file(path, data, sync=True)
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error

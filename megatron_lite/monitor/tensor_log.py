@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from megatron_lite.durable import replace_file
 from megatron_lite.errors import UsageError
 
 # Elements that are converted to fp64 at a time: bounds the temporaries to some 100 MiB.
@@ -143,10 +143,8 @@ def write_tensor_log(path: Path, entries: Sequence[TensorEntry], about: Mapping[
     assert len({entry.name for entry in entries}) == len(entries), "two entries of one name"
     samples = {entry.name: entry.samples for entry in entries if entry.samples is not None}
     metadata = {**about, "format": FORMAT, "entries": json.dumps([_to_json(entry) for entry in entries])}
-    temporary = path.with_name(f".{path.name}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_bytes(save(samples, metadata))  # and not `save_file`: that hides the file from the user's group
-    os.replace(temporary, path)
+    replace_file(path, save(samples, metadata))  # and not `save_file`: that hides the file from the user's group
 
 
 def read_tensor_log(path: Path) -> list[TensorEntry]:

@@ -279,7 +279,7 @@ def test_a_full_disk_is_a_storage_error_on_every_rank(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, fails, full)
+    monkeypatch.setattr(huggingface if fails == "sync_folder" else files, fails, full)
     config = make_config()
     with pytest.raises(StorageError, match=r"rank 0: .*No space left on device .*bytes free"):
         export(tmp_path / "1", config, random_weights(config.model), world_size=2)

@@ -1,0 +1,40 @@
+"""Files that are never seen half written, and folders whose names survive a power cut."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+
+def replace_file(path: Path, data: bytes, sync: bool = False) -> None:
+    """Write a small file aside and rename it; `sync`: on disk when this returns.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    if sync:
+        sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable; file systems that cannot sync folders are left alone."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
