@@ -29,7 +29,6 @@ class Pass:
     trained: Collection[str]  # names of the parameters that are not frozen
     level: str  # mlp_recompute_level
     kernels: Kernels = REFERENCES
-    onednn: bool = False  # fp32 products on a CPU go through oneDNN, which does not add to what is there
 
     @property
     def cast_itemsize(self) -> int:
@@ -38,8 +37,8 @@ class Pass:
 
     @property
     def makes_weight_gradients(self) -> bool:
-        """Whether a weight's gradient is made apart before it gets into its buffer."""
-        return self.itemsize != self.grad_itemsize or self.onednn
+        """Whether a weight's gradient is made apart before it gets into its buffer: see `kernels/gradients.py`."""
+        return self.itemsize != self.grad_itemsize and not self.on_gpu
 
     @property
     def tokens(self) -> int:

@@ -18,7 +18,6 @@ from megatron_lite.config import RECOMPUTE_LEVELS, Config
 from megatron_lite.distributed import reduction_scratch_bytes
 from megatron_lite.gpt import model_layers
 from megatron_lite.kernels.choice import choose_kernels
-from megatron_lite.kernels.linear import uses_onednn
 from megatron_lite.layers.ends import chunk_tokens
 from megatron_lite.traffic import Total, Traffic
 from megatron_lite.zero.multi_stage import MultiStage
@@ -164,5 +163,4 @@ def one_pass(config: Config, model: MultiStage, device_type: str, level: str) ->
         trained={name for name, parameter in model.parameters() if parameter.requires_grad},
         level=level,
         kernels=choose_kernels(config, torch.device(device_type)),
-        onednn=device_type == "cpu" and uses_onednn(torch.empty(0, dtype=precision.training)),
     )

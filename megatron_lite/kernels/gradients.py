@@ -1,13 +1,27 @@
 """How a weight gradient reaches `main_grad`: the first of an accumulation is written, later ones are added.
 
 A buffer that is taken over from another stage or step is therefore never zeroed first.
+
+A product of bf16 or fp16 matrices is summed up in fp32 inside of the matrix multiplication; whether it gets into an
+fp32 `main_grad` unrounded depends on the device and on PyTorch, and is found out once (`product_accumulation`):
+
+    "in the product"    mm and addmm with `out_dtype` and `out`: the multiplication itself writes or adds, in fp32
+    "fp32 temporary"    mm with `out_dtype`, then an addition
+    "bf16 temporary"    (or fp16) rounded once: what a CPU does, where no product has another dtype than its factors
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
 from megatron_lite.parameter import Parameter
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def accumulate(parameter: Parameter, gradient: Tensor) -> None:
@@ -16,3 +30,74 @@ def accumulate(parameter: Parameter, gradient: Tensor) -> None:
         parameter.main_grad.copy_(gradient)
     else:
         parameter.main_grad.add_(gradient)
+
+
+@dataclass(frozen=True)
+class ProductAccumulation:
+    """`run(total, a, b, first)`: total (m, n) = a (m, k) b (k, n), or += where it is not the first."""
+
+    name: str
+    run: Callable[[Tensor, Tensor, Tensor, bool], None]
+    # Dtype of a product that is made apart before it is added; None: none is. The first is never made apart but in the
+    # factors' dtype.
+    temporary: torch.dtype | None
+
+
+def _in_the_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    if first:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    else:  # the same tensor object as input and output: otherwise it would be copied first
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+def _wide_temporary(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    if first:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(torch.mm(a, b, out_dtype=total.dtype))
+
+
+def _narrow_temporary(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    if first:
+        total.copy_(torch.mm(a, b))
+    else:
+        total.add_(torch.mm(a, b))
+
+
+def _same_dtype(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    if first:
+        torch.mm(a, b, out=total)
+    else:
+        total.addmm_(a, b)
+
+
+@functools.cache
+def product_accumulation(device: torch.device, dtype: torch.dtype, total_dtype: torch.dtype) -> ProductAccumulation:
+    """The best way on a device to add products of matrices in `dtype` to a total in `total_dtype`; reads the device."""
+    if dtype == total_dtype:
+        return ProductAccumulation("in the product", _same_dtype, None)
+    for way in (
+        ProductAccumulation("in the product", _in_the_product, None),
+        ProductAccumulation(f"{NAMES[total_dtype]} temporary", _wide_temporary, total_dtype),
+    ):
+        if device.type == "cuda" and _is_exact(way, device, dtype, total_dtype):
+            return way
+    return ProductAccumulation(f"{NAMES[dtype]} temporary", _narrow_temporary, dtype)
+
+
+def _is_exact(way: ProductAccumulation, device: torch.device, dtype: torch.dtype, total_dtype: torch.dtype) -> bool:
+    """Whether a small product comes out as whole numbers that `dtype` cannot hold, and is added to what is there.
+
+    The operands are those of a weight gradient: the first one transposed, no dimension equal to another.
+    """
+    a = torch.arange(64 * 16, device=device, dtype=torch.float64).remainder(13).view(64, 16).to(dtype)
+    b = torch.arange(64 * 24, device=device, dtype=torch.float64).remainder(17).view(64, 24).to(dtype)
+    total = torch.full((16, 24), torch.nan, dtype=total_dtype, device=device)
+    exact = (a.double().t() @ b.double()).to(total_dtype)
+    try:
+        way.run(total, a.t(), b, True)
+        written = torch.equal(total, exact)
+        way.run(total, a.t(), b, False)
+        return written and torch.equal(total, 2 * exact)
+    except (RuntimeError, TypeError):  # not in this PyTorch, or not for this device
+        return False
