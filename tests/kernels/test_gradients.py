@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
+from megatron_lite.kernels import gradients
 from megatron_lite.kernels.cross_entropy import linear_cross_entropy
 from megatron_lite.kernels.embedding import add_positions, embedding
-from megatron_lite.kernels.linear import linear
+from megatron_lite.kernels.gradients import ProductAccumulation, product_accumulation
+from megatron_lite.kernels.linear import accumulate_product, linear
 from megatron_lite.kernels.normalization import layer_norm, rms_norm
 from megatron_lite.parameter import Parameter
 
@@ -152,3 +154,62 @@ def test_linear_keeps_its_input_for_a_trained_weight_only(frozen: tuple[str, ...
     with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         linear(draw((3, 5), 1).requires_grad_(), cast(Parameter, weight), cast(Parameter, bias))
     assert [tuple(tensor.shape) for tensor in kept] == ([] if "weight" in frozen else [(3, 5)])
+
+
+def test_a_way_that_does_not_add_or_rounds_is_passed_over() -> None:
+    """What the choice of a product's way into fp32 tests it with."""
+    device = torch.device("cpu")
+
+    def wide(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+        total.copy_(a.float() @ b.float() + (0 if first else total))
+
+    def writes(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+        total.copy_(a.float() @ b.float())
+
+    def adds(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+        total.add_(a.float() @ b.float())
+
+    def rounds(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+        total.copy_((a @ b) + (0 if first else total))
+
+    def is_exact(run: Callable[..., None], dtype: torch.dtype) -> bool:
+        return gradients._is_exact(ProductAccumulation("", run, None), device, dtype, torch.float32)
+
+    for dtype in (torch.bfloat16, torch.float16):
+        assert is_exact(wide, dtype)
+        assert not any(is_exact(run, dtype) for run in (writes, adds, rounds))
+        assert product_accumulation(device, dtype, torch.float32).name == f"{gradients.NAMES[dtype]} temporary"
+    assert product_accumulation(device, torch.float32, torch.float32).temporary is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_are_added_in_fp32_on_a_gpu(dtype: torch.dtype) -> None:
+    """PyTorch 2.11 lets the product write and add in fp32, without a temporary: nearer to fp64 than one rounded first.
+
+    Also through views of a flat buffer, with inputs that are not contiguous.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    way = product_accumulation(device, dtype, torch.float32)
+    assert way.name == "in the product" and way.temporary is None
+    for t, o, i in ((1024, 384, 640), (1000, 96, 40), (77, 51, 33)):
+        generator = torch.Generator(device).manual_seed(t)
+        grad = torch.randn(t, o + 8, device=device, generator=generator).to(dtype)[:, :o]
+        input_ = torch.randn(i, t, device=device, generator=generator).to(dtype).t()
+        weight = make_parameter(torch.empty(o, i, dtype=dtype, device=device), torch.float32)
+        flat = torch.full((3 * o * i,), torch.nan, device=device)
+        weight.main_grad = flat[o * i : 2 * o * i].view(o, i)
+        exact, narrow = grad.double().t() @ input_.double(), torch.zeros(o, i, device=device)
+        accumulate_product(weight, grad, input_)
+        contiguous = grad.contiguous(), input_.contiguous()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        for _ in range(3):
+            accumulate_product(weight, *contiguous)
+        assert torch.cuda.max_memory_allocated() == before
+        for _ in range(4):
+            narrow.add_(grad.t() @ input_)
+        error, rounded = ((total.double() - 4 * exact).abs().max() for total in (weight.main_grad, narrow))
+        assert error < 8e-5 * exact.abs().max() and error < rounded / 4
+        assert flat[: o * i].isnan().all() and flat[2 * o * i :].isnan().all()
