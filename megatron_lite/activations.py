@@ -6,7 +6,7 @@ compare it with what autograd holds. What is needed besides for a moment is in `
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megatron_lite.config import ModelConfig
@@ -66,8 +66,19 @@ class Kept(dict[str, int]):
         return sum(self.values())
 
 
-def kept_by_layer(model: ModelConfig, one: Pass) -> list[Kept]:
-    """Of the embedding, each block and the head. Nothing is kept before the first layer that is trained."""
+def kept_by_layer(model: ModelConfig, one: Pass, made: Sequence[Kept]) -> list[Kept]:
+    """As `made_by_layer`, but of the first `recompute_layers` blocks only the input is kept: see `zero/recompute.py`."""
+    kept = list(made)
+    for index in range(1, one.kernels.recompute_layers + 1):
+        kept[index] = Kept()
+        runs_backward = bool(made[index]) or one.trains(f"blocks.{index - 1}.")
+        kept[index].add("block inputs", one.size(model.hidden_size), runs_backward)
+    return kept
+
+
+def made_by_layer(model: ModelConfig, one: Pass) -> list[Kept]:
+    """What the backward passes of embedding, each block and head read; nothing before the first layer that is trained.
+    """
     embedding, reached = Kept(), one.trains("embedding.")
     embedding.add("dropout masks", one.size(model.hidden_size), reached and model.hidden_dropout > 0)
     layers = [embedding]

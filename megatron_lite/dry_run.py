@@ -154,6 +154,9 @@ def _activations(plan: Plan, device_bytes: int) -> Iterator[str]:
     for kind in blocks[0]:
         yield _row(kind, *(_mib(block.get(kind, 0)) for block in blocks))
     yield _row("a block, a micro-batch", *(_mib(block.total) for block in blocks))
+    if recomputed := plan.config.performance.recompute_layers:
+        inputs = (_mib(level.kept[recomputed].total) for level in levels)
+        yield _row(f"of the first {recomputed:,}, each", *inputs)
     yield _row(f"all layers, {held}", *(_mib(level.held) for level in levels))
     yield _row("most at any time", *(_mib(level.peak) for level in levels))
     yield _row("  namely in the", *(level.peak_at for level in levels))

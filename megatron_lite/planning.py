@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite import transients
-from megatron_lite.activations import Kept, Pass, kept_by_layer
+from megatron_lite.activations import Kept, Pass, kept_by_layer, made_by_layer
 from megatron_lite.config import RECOMPUTE_LEVELS, Config
 from megatron_lite.distributed import reduction_scratch_bytes
 from megatron_lite.gpt import model_layers
@@ -122,8 +122,9 @@ def count_traffic(model: MultiStage, group: SimulatedGroup) -> dict[str, Total]:
 def activation_memory(config: Config, model: MultiStage, device_type: str, level: str) -> ActivationMemory:
     """What the layers of a model keep, and its peak, found by going through the schedule."""
     one = one_pass(config, model, device_type, level)
-    kept = kept_by_layer(config.model, one)
-    peaks = transients.peaks_by_layer(config.model, one, kept)
+    made = made_by_layer(config.model, one)
+    kept = kept_by_layer(config.model, one, made)
+    peaks = transients.peaks_by_layer(config.model, one, made)
     names = [layer.name for stage in model.stages for layer in stage.layers]
     totals = [layer.total for layer in kept]
     hidden = one.size(config.model.hidden_size)
@@ -138,6 +139,8 @@ def activation_memory(config: Config, model: MultiStage, device_type: str, level
             moment = peaks[index].forward if forward else peaks[index].backward
             live += totals[index] if forward else 0
             between = 2 * hidden * len(on_way)
+            if not forward and index != layers[-1]:
+                between += hidden  # the gradient inside of the stage, beside the one that the stage began with
             if live + between + moment > peak:
                 peak, peak_at = live + between + moment, f"{names[index]} {step.kind}"
             live -= 0 if forward else totals[index]

@@ -39,10 +39,25 @@ class Peaks:
     backward: int  # beyond the gradient that it begins with, too
 
 
-def peaks_by_layer(model: ModelConfig, one: Pass, kept: Sequence[Kept]) -> list[Peaks]:
-    """Of the embedding, each block and the head, as if everything in them were trained."""
-    blocks = [Peaks(_block_forward(model, one, block), _block_backward(model, one, block)) for block in kept[1:-1]]
+def peaks_by_layer(model: ModelConfig, one: Pass, made: Sequence[Kept]) -> list[Peaks]:
+    """Of the embedding, each block and the head, as if everything in them were trained.
+
+    `made`: what their backward passes read (`made_by_layer`).
+    """
+    blocks = [Peaks(_block_forward(model, one, block), _block_backward(model, one, block)) for block in made[1:-1]]
+    for index, plain in enumerate(blocks[: one.kernels.recompute_layers]):
+        blocks[index] = _recomputed(model, one, made[index + 1], plain)
     return [_embedding(model, one), *blocks, _head(model, one)]
+
+
+def _recomputed(model: ModelConfig, one: Pass, made: Kept, plain: Peaks) -> Peaks:
+    """In its backward pass, whatever the forward pass makes, beyond the input, and a second output.
+
+    What is made for a moment in its first forward pass is never the most: the same is made again in the backward pass.
+    """
+    hidden = one.size(model.hidden_size)
+    again = made.total - hidden if made else 0
+    return Peaks(plain.forward, again + max(plain.forward, hidden + plain.backward))
 
 
 def _embedding(model: ModelConfig, one: Pass) -> Peaks:

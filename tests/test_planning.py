@@ -137,6 +137,10 @@ KEPT_CASES: list[dict[str, Any]] = [
     dict(freeze=("*.mlp.up.*", "*.mlp_norm.*", "*.output.weight"), mlp_recompute_level="full", gated=True),
     dict(freeze=ALL_BUT_DOWN, tie_word_embeddings=False),
     dict(freeze=ALL_BUT_DOWN, tie_word_embeddings=False, mlp_recompute_level="activation", hidden_dropout=0.1),
+    dict(recompute_layers=1, mlp_recompute_level="full"),
+    dict(recompute_layers=2, hidden_dropout=0.1, attention_dropout=0.1, training_dtype="bf16"),
+    dict(recompute_layers=3, num_layers=4, freeze=("embedding", "blocks.0"), tie_word_embeddings=False),
+    dict(recompute_layers=2, freeze=("embedding", "*.weight", "head"), tie_word_embeddings=False),
 ]  # fmt: skip
 
 
@@ -191,6 +195,9 @@ PEAK_CASES: list[dict[str, Any]] = [
     dict(breadth_first_micro_batches=2, depth_first_micro_batches=2, batch_size=8, layers_per_stage=2.0),
     dict(vocab_size=8192),
     dict(cross_entropy_splits=1, training_dtype="bf16"),
+    dict(recompute_layers=2),
+    dict(recompute_layers=4, gated=True, normalization_type="rms_norm", use_rotary_embeddings=True, hidden_dropout=0.1),
+    dict(recompute_layers=3, breadth_first_micro_batches=3, batch_size=6, layers_per_stage=2.0, vocab_size=100),
 ]
 
 

@@ -88,6 +88,7 @@ class Block(Layer):
     def __init__(self, index: int, config: ModelConfig, rotary: Rotary | None, kernels: Kernels) -> None:
         super().__init__()
         self.name, self.hidden_dropout = f"blocks.{index}", config.hidden_dropout
+        self.recomputed = index < kernels.recompute_layers
         self.attention_norm = Norm(f"{self.name}.attention_norm", config, kernels)
         self.attention = Attention(f"{self.name}.attention", config, rotary, kernels)
         self.mlp_norm = Norm(f"{self.name}.mlp_norm", config, kernels)

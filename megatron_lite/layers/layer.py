@@ -38,6 +38,8 @@ class Layer(torch.nn.Module):
     gradients_in_forward = False
     # Whether the backward pass reads parameters; if not, they are not gathered for it.
     backward_needs_weights = True
+    # Whether only the input is kept, and the backward pass runs the forward pass again.
+    recomputed = False
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         raise NotImplementedError

@@ -17,6 +17,7 @@ from megatron_lite.distributed import Group, Handle, Works
 from megatron_lite.parameter import Parameter
 from megatron_lite.zero.observer import Observer
 from megatron_lite.zero.part import Part, Precision
+from megatron_lite.zero.recompute import recomputed
 
 
 class Buffer:
@@ -208,7 +209,10 @@ class Stage:
         for layer in self.layers:
             if self.observer is not None and slot is not None and hidden is not None and hidden.requires_grad:
                 hidden.register_hook(functools.partial(_observe_gradient, self.observer, str(layer.name), slot))
-            hidden = cast(Tensor, layer(hidden, micro_batch))
+            if getattr(layer, "recomputed", False):
+                hidden = recomputed(layer, hidden, micro_batch)
+            else:
+                hidden = cast(Tensor, layer(hidden, micro_batch))
             if self.observer is not None and slot is not None:
                 self.observer.layer_output(str(layer.name), hidden.detach(), slot)
         assert hidden is not None
