@@ -67,7 +67,7 @@ class Kept(dict[str, int]):
 
 
 def kept_by_layer(model: ModelConfig, one: Pass, made: Sequence[Kept]) -> list[Kept]:
-    """As `made_by_layer`, but of the first `recompute_layers` blocks only the input is kept: see `zero/recompute.py`."""
+    """What is made, but of the first `recompute_layers` blocks the input alone: see `zero/recompute.py`."""
     kept = list(made)
     for index in range(1, one.kernels.recompute_layers + 1):
         kept[index] = Kept()

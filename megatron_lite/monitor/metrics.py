@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
-from megatron_lite.config import Config, ModelConfig
+from megatron_lite.config import Config, ModelConfig, PerformanceConfig
 
 # Dense bf16 tensor-core peaks (fp16 for V100 and T4) in TFLOP/s, from the vendor's data sheets; the first match wins.
 # The PCIe and NVL boards run at lower clocks than the SXM modules of the same name.
@@ -51,44 +51,67 @@ def known_peak_tflops(device_name: str) -> float | None:
     return None
 
 
-def _dense_flops(model: ModelConfig, tokens: int) -> float:
-    """FLOPs of the matrix products with weights: forward (2 per weight and token) and backward (twice that)."""
+def _block_flops(model: ModelConfig, tokens: int) -> float:
+    """FLOPs of the matrix products with the blocks' weights, one pass: 2 per weight and token."""
     assert model.head_groups is not None and model.kv_channels is not None and model.ffn_hidden_size is not None
     attention = 2 * (model.num_attention_heads + model.head_groups) * model.kv_channels
     mlp = (3 if model.gated else 2) * model.ffn_hidden_size
-    blocks = 6.0 * tokens * model.num_layers * model.hidden_size * (attention + mlp)
-    return blocks + 6.0 * tokens * model.hidden_size * model.vocab_size
+    return 2.0 * tokens * model.num_layers * model.hidden_size * (attention + mlp)
 
 
-def _attention_flops(model: ModelConfig, sequence_length: int, tokens: int) -> float:
-    """FLOPs of scores and context, forward and backward; only what the causal mask and the window leave."""
+def _head_flops(model: ModelConfig, tokens: int) -> float:
+    """The same of the output head."""
+    return 2.0 * tokens * model.hidden_size * model.vocab_size
+
+
+def _attention_flops(model: ModelConfig, sequence_length: int, tokens: int, full: bool = False) -> float:
+    """FLOPs of scores and context, one pass; only what the causal mask and the window leave, or the full square."""
     assert model.kv_channels is not None
     # A query sees s / 2 keys on average under the causal mask, and w * (1 - w / 2s) of them with a window w.
     window = min(model.window_size or sequence_length, sequence_length)
-    twice_mean_keys = 2 * window * (1 - window / (2 * sequence_length))
-    return 6.0 * tokens * model.num_layers * model.num_attention_heads * model.kv_channels * twice_mean_keys
+    mean_keys = sequence_length if full else window * (1 - window / (2 * sequence_length))
+    return 4.0 * tokens * model.num_layers * model.num_attention_heads * model.kv_channels * mean_keys
 
 
-def model_flops(model: ModelConfig, sequence_length: int, tokens: int) -> float:
-    """FLOPs that training on `tokens` tokens takes: forward and backward, nothing computed twice.
+def model_flops(model: ModelConfig, sequence_length: int, tokens: int, full_attention: bool = False) -> float:
+    """FLOPs that training on `tokens` tokens takes: forward and backward (twice the forward), nothing computed twice.
 
         6 * T * L * h * [2 * (heads + head_groups) * d + (2 + gated) * f]      linear layers
       + 6 * T * h * v                                                         output head
       + 6 * T * L * heads * d * s                                             attention, causal: half the square
 
     with 2 * w * (1 - w / 2s) in place of s for a window of w tokens. Embedding look-ups, norms, activations and the
-    optimizer are not counted. `model` must be resolved. The same numbers as Fast-LLM's "tflop/s (model)".
+    optimizer are not counted, borders of documents and frozen parameters not taken off. `model` must be resolved. The
+    same numbers as Fast-LLM's "tflop/s (model)".
+
+    `full_attention` counts the whole square of scores, 12 * T * L * heads * d * s whatever the mask, as PaLM (Chowdhery
+    et al. 2022, appendix B) and nanoGPT do.
     """
-    return _dense_flops(model, tokens) + _attention_flops(model, sequence_length, tokens)
+    attention = _attention_flops(model, sequence_length, tokens, full_attention)
+    return 3 * (_block_flops(model, tokens) + _head_flops(model, tokens) + attention)
 
 
-def hardware_flops(model: ModelConfig, sequence_length: int, tokens: int, flash_attention: bool) -> float:
-    """`model_flops` plus what is computed twice: flash attention's backward repeats the scores (attention * 7/6).
+def hardware_flops(
+    model: ModelConfig, performance: PerformanceConfig, sequence_length: int, tokens: int, flash_attention: bool
+) -> float:
+    """`model_flops` plus what is computed twice to save memory:
 
-    Pass `flash_attention=False` on CPU, where attention keeps them and both numbers agree.
+      + 2 * T * h * (1 + gated) * f        for each block with mlp_recompute_level=full: its first MLP product
+      + the block's forward pass           for each of the first recompute_layers
+      + 2 * T * h * v                      with a cross_entropy_block_size: the logits
+      + T * heads * d * s                  for each block: flash attention's backward repeats the scores (1/6)
+
+    Pass `flash_attention=False` on CPU, where attention is counted as if it kept them.
     """
+    assert model.ffn_hidden_size is not None
     attention = _attention_flops(model, sequence_length, tokens)
-    return _dense_flops(model, tokens) + attention * (7 / 6 if flash_attention else 1)
+    flops = model_flops(model, sequence_length, tokens)
+    if performance.mlp_recompute_level == "full":
+        flops += 2.0 * tokens * model.num_layers * model.hidden_size * (1 + model.gated) * model.ffn_hidden_size
+    flops += (_block_flops(model, tokens) + attention) * performance.recompute_layers / model.num_layers
+    if performance.cross_entropy_block_size is not None:
+        flops += _head_flops(model, tokens)
+    return flops + (attention / 2 if flash_attention else 0)
 
 
 class StepTimer:
@@ -117,7 +140,8 @@ class StepTimer:
         self._train_iters = config.training.train_iters
         shape = (config.model, config.batch.sequence_length, self._tokens)
         self._model_tflop = model_flops(*shape) / world_size / 1e12  # per iteration and device
-        self._hardware_tflop = hardware_flops(*shape, flash_attention) / world_size / 1e12
+        hardware = hardware_flops(config.model, config.performance, *shape[1:], flash_attention)
+        self._hardware_tflop = hardware / world_size / 1e12
         self._peak_tflops = peak_tflops
         self._clock = clock
         self._lap_iteration = iteration

@@ -210,7 +210,7 @@ class Stage:
             if self.observer is not None and slot is not None and hidden is not None and hidden.requires_grad:
                 hidden.register_hook(functools.partial(_observe_gradient, self.observer, str(layer.name), slot))
             if getattr(layer, "recomputed", False):
-                hidden = recomputed(layer, hidden, micro_batch)
+                hidden = recomputed(layer, cast(Tensor, hidden), micro_batch)
             else:
                 hidden = cast(Tensor, layer(hidden, micro_batch))
             if self.observer is not None and slot is not None:

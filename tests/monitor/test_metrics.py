@@ -4,8 +4,11 @@ import dataclasses
 from datetime import datetime
 
 import pytest
+from harness import layers_of, tiny_config
+from memory_meters import a_model, micro_batches
+from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_lite.config import BatchConfig, Config, ModelConfig, TrainingConfig
+from megatron_lite.config import BatchConfig, Config, ModelConfig, PerformanceConfig, TrainingConfig
 from megatron_lite.monitor.metrics import (
     StepTimer,
     format_duration,
@@ -58,11 +61,55 @@ def test_window_flops_count_the_keys_that_a_causal_window_leaves():
     assert attention == pytest.approx(12 * pairs, rel=5e-3)  # 2 products, 2 FLOPs, forward and twice backward
 
 
+def test_the_full_square_of_attention_is_twice_the_causal_half():
+    """The second convention: 12 L heads d s a token, windows or not."""
+    square = 12 * 32 * 4096 * 8192
+    for model in (MISTRAL, MISTRAL_WINDOW):
+        dense = model_flops(MISTRAL, 8192, 1) - square / 2
+        assert model_flops(model, 8192, 1, full_attention=True) == pytest.approx(dense + square)
+
+
 def test_hardware_flops_repeat_the_scores_only_with_flash_attention():
-    plain = model_flops(LLAMA, 4096, 1)
-    assert hardware_flops(LLAMA, 4096, 1, flash_attention=False) == plain
+    plain, once = model_flops(LLAMA, 4096, 1), PerformanceConfig()
+    assert hardware_flops(LLAMA, once, 4096, 1, flash_attention=False) == plain
     attention = 6 * 32 * 4096 * 4096
-    assert hardware_flops(LLAMA, 4096, 1, flash_attention=True) - plain == pytest.approx(attention / 6)
+    assert hardware_flops(LLAMA, once, 4096, 1, flash_attention=True) - plain == pytest.approx(attention / 6)
+
+
+def test_hardware_flops_of_recomputation():
+    """A whole forward pass for all layers; the first MLP product of three; the logits once more."""
+    plain, head = model_flops(LLAMA, 4096, 1), 2 * 4096 * 128256
+
+    def more(**options):
+        return hardware_flops(LLAMA, PerformanceConfig(**options), 4096, 1, flash_attention=False) - plain
+
+    assert more(recompute_layers=32) == pytest.approx(plain / 3 - head)
+    assert more(recompute_layers=8) == pytest.approx((plain / 3 - head) / 4)
+    assert more(mlp_recompute_level="full") == pytest.approx(32 * 2 * 4096 * 2 * 14336)
+    assert more(mlp_recompute_level="activation") == 0
+    assert more(cross_entropy_block_size=4096) == pytest.approx(head)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gated": True, "head_groups": 2}, {"mlp_recompute_level": "full"}, {"recompute_layers": 2},
+     {"gated": True, "recompute_layers": 1, "mlp_recompute_level": "full"}],
+    ids=str,
+)  # fmt: skip
+def test_products_of_a_real_step_are_those_of_the_formula(options):
+    """Counted by torch while a step computes, without attention."""
+    config = tiny_config(1, num_layers=3, cross_entropy_splits=1, **options)
+    engine, batches = a_model(config, layers_of(config)), micro_batches(config)
+    with FlopCounterMode(display=False) as counter:
+        engine.forward_backward(batches)
+    products = {"mm", "addmm", "addmm_"}
+    counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if op.__name__ in products)
+    model, length = config.model, config.batch.sequence_length
+    tokens = config.batch.batch_size * length
+    whole = hardware_flops(model, config.performance, length, tokens, flash_attention=False)
+    passes = 3 + config.performance.recompute_layers / 3  # through attention
+    attention = 4 * tokens * 3 * model.num_attention_heads * model.kv_channels * length / 2
+    assert counted == pytest.approx(whole - passes * attention)
 
 
 @pytest.mark.parametrize(
