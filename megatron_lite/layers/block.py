@@ -54,7 +54,9 @@ class Attention(torch.nn.Module):
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         table = self.rotary.table(hidden) if self.rotary is not None else None
         projection = self.query_key_value(hidden)  # (b, s, (n + 2 g) d)
-        query, key, value = split_heads(projection, self.num_heads, self.head_groups, table)  # (b, n or g, s, d)
+        query, key, value = split_heads(  # (b, n or g, s, d)
+            projection, self.num_heads, self.head_groups, table, self.kernels.triton
+        )
         context = attention(query, key, value, self.window, self.dropout, micro_batch.site_seed(self.name))
         return self.output(context.transpose(1, 2).flatten(2))  # (b, s, n d) -> (b, s, h)
 
@@ -78,7 +80,7 @@ class MLP(torch.nn.Module):
         up, down = self.up, self.down
         return mlp(
             hidden, up.weight, up.bias, down.weight, down.bias, self.activation_type, self.gated,
-            self.kernels.mlp_recompute_level,
+            self.kernels.mlp_recompute_level, self.kernels.triton,
         )  # fmt: skip
 
 
@@ -96,10 +98,10 @@ class Block(Layer):
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         assert hidden is not None
-        branch = self.attention(self.attention_norm(hidden), micro_batch)
-        hidden = hidden + self._drop(branch, micro_batch, "attention_branch")
-        branch = self.mlp(self.mlp_norm(hidden))
-        return hidden + self._drop(branch, micro_batch, "mlp_branch")
+        hidden, normalized = self.attention_norm.add(hidden, None)
+        branch = self._drop(self.attention(normalized, micro_batch), micro_batch, "attention_branch")
+        hidden, normalized = self.mlp_norm.add(hidden, branch)
+        return hidden + self._drop(self.mlp(normalized), micro_batch, "mlp_branch")
 
     def _drop(self, branch: Tensor, micro_batch: MicroBatch, site: str) -> Tensor:
         return dropout(branch, self.hidden_dropout, micro_batch.site_seed(f"{self.name}.{site}"))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.choice import Kernels
-from megatron_lite.kernels.normalization import layer_norm, rms_norm
+from megatron_lite.kernels.normalization import add_norm
 from megatron_lite.parameter import Initializer, ParameterSpec, declare
 
 
@@ -25,6 +25,8 @@ class Norm(torch.nn.Module):
             self.bias = declare(ParameterSpec(f"{name}.bias", shape, zeros, weight_decay=False))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if self.bias is None:
-            return rms_norm(hidden, self.weight, self.eps)
-        return layer_norm(hidden, self.weight, self.bias, self.eps)
+        return self.add(hidden, None)[1]
+
+    def add(self, hidden: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The sum of both, in the branch's memory, and its norm. Without a branch: `hidden` to go on with, and its norm."""
+        return add_norm(hidden, branch, self.weight, self.bias, self.eps, self.kernels.triton)
