@@ -100,12 +100,9 @@ def _block(model: ModelConfig, one: Pass, name: str, reached: bool) -> tuple[Kep
 
 
 def _norm(kept: Kept, model: ModelConfig, one: Pass, name: str, reached: bool) -> bool:
-    """Its input and its statistics: 1 / rms, or mean and 1 / deviation."""
+    """Its input and its statistics in fp32: 1 / rms, or mean and 1 / deviation."""
     reached = reached or one.trains(name)
-    if model.normalization_type == "rms_norm":
-        statistics = FP32_BYTES
-    else:
-        statistics = 2 * (FP32_BYTES if one.on_gpu else one.itemsize)  # torch has them in fp32 on a GPU only
+    statistics = FP32_BYTES if model.normalization_type == "rms_norm" else 2 * FP32_BYTES
     kept.add("norm inputs", one.size(model.hidden_size), reached)
     kept.add("norm statistics", one.tokens * statistics, reached)
     return reached

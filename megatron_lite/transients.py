@@ -78,7 +78,7 @@ def _head(model: ModelConfig, one: Pass) -> Peaks:
     walk.make(logits, moment=before + cast)
     walk.make(cast, moment=_weight_gradient(one, model.vocab_size, model.hidden_size))
     backward = Walk()
-    _norm_backward(backward, model, one)
+    _norm_backward(backward, model, one, adds=False)
     return Peaks(walk.peak, backward.peak)
 
 
@@ -110,13 +110,12 @@ def _block_backward(model: ModelConfig, one: Pass, kept: Kept) -> int:
     walk.drop(dropped)  # the mask
     _mlp_backward(walk, model, one, model.ffn_hidden_size)
     walk.drop(dropped, kept.get("MLP up outputs", 0), kept.get("MLP activations", 0), kept.get("linear inputs", 0) // 2)
-    _norm_backward(walk, model, one)
-    walk.make(hidden)  # the sum of both branches' gradients
-    walk.drop(hidden, kept.get("norm inputs", 0) // 2)
+    _norm_backward(walk, model, one, adds=True)
+    walk.drop(kept.get("norm inputs", 0) // 2)
     walk.make(dropped)
     _attention_backward(walk, model, one, kept)
     walk.drop(dropped)
-    _norm_backward(walk, model, one)
+    _norm_backward(walk, model, one, adds=True)
     return walk.peak
 
 
@@ -146,8 +145,7 @@ def _attention_backward(walk: Walk, model: ModelConfig, one: Pass, kept: Kept) -
         groups = one.size(query, query) if one.on_gpu and group != query else 0
         walk.make(every, moment=groups + one.tokens * query * FP32_BYTES if one.on_gpu else 0)
     walk.drop(context, *(size for kind, size in kept.items() if kind.startswith(("attention", "query", "repeated"))))
-    rotated = 3 * one.tokens * query // 2 * FP32_BYTES if model.use_rotary_embeddings else 0
-    walk.make(heads, moment=rotated)
+    walk.make(heads, moment=_rotation(model, one, query))
     walk.drop(every)
     walk.make(one.size(model.hidden_size), moment=_weight_gradient(one, query + 2 * group, model.hidden_size))
     walk.drop(heads)
@@ -176,38 +174,39 @@ def _mlp_backward(walk: Walk, model: ModelConfig, one: Pass, width: int) -> None
     up_output = one.size(up_width)
     if one.level == "full":
         walk.make(up_output)
-    if one.level != "none":
-        walk.make(activated, moment=activated if model.gated else 0)
-    walk.make(0, moment=_weight_gradient(one, model.hidden_size, width))
-    if one.level != "none":
-        walk.drop(activated)
+    again, in_place = one.level != "none", one.kernels.triton
     walk.make(activated)  # its gradient
-    if model.gated:
-        walk.make(activated, moment=activated)  # that of up goes where the up output was
-        walk.drop(2 * activated)
-        result = 0
-    else:
-        walk.make(activated)
+    walk.make(0 if in_place or not again else activated, moment=activated if model.gated and not in_place else 0)
+    if not (in_place and again):  # the gradient's memory takes what is made again
         walk.drop(activated)
-        result = activated
-    hidden = one.size(model.hidden_size)
+    walk.make(0, moment=_weight_gradient(one, model.hidden_size, width))
+    if again:
+        walk.drop(activated)
     walk.make(0, moment=_weight_gradient(one, up_width, model.hidden_size))
-    walk.make(hidden)
-    walk.drop(result, up_output if one.level == "full" else 0)
+    walk.make(one.size(model.hidden_size))
+    walk.drop(up_output if one.level == "full" else 0)
 
 
 def _norm_forward(model: ModelConfig, one: Pass) -> int:
-    """Momentary bytes beside the output: RMS norm computes in fp32 tensors of its own."""
-    single = one.tokens * model.hidden_size * FP32_BYTES
-    return 2 * single if model.normalization_type == "rms_norm" and one.cast_itemsize else single
+    """Momentary bytes beside the output: the references compute in fp32 tensors of their own."""
+    if not one.cast_itemsize or one.kernels.triton:
+        return 0
+    return one.tokens * model.hidden_size * FP32_BYTES * (1 if model.normalization_type == "rms_norm" else 2)
 
 
-def _norm_backward(walk: Walk, model: ModelConfig, one: Pass) -> None:
-    """Its input's gradient takes the place of its output's."""
+def _norm_backward(walk: Walk, model: ModelConfig, one: Pass, adds: bool) -> None:
+    """Its input's gradient takes the place of its output's; `adds`: that of the sum is added."""
     hidden, single = one.size(model.hidden_size), one.tokens * model.hidden_size * FP32_BYTES
-    rms = model.normalization_type == "rms_norm"
-    walk.make(hidden, moment=4 * single - hidden if rms else 0)
+    casts = one.cast_itemsize and not one.kernels.triton
+    walk.make(hidden, moment=(4 * single - hidden if adds else 3 * single) if casts else 0)
     walk.drop(hidden)
+
+
+def _rotation(model: ModelConfig, one: Pass, query: int) -> int:
+    """Momentary bytes while the gradient of the queries is rotated back: of one half, in another dtype of all."""
+    if not model.use_rotary_embeddings or one.kernels.triton:
+        return 0
+    return (3 if one.cast_itemsize else 1) * one.tokens * query // 2 * FP32_BYTES
 
 
 def _weight_gradient(one: Pass, rows: int, columns: int) -> int:

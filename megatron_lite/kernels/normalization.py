@@ -55,7 +55,7 @@ def _reference_backward(
         accumulate(bias, grad_bias)
     if not needs_input:
         return None
-    return (grad if grad_sum is None else grad.add_(grad_sum)).to(dtype)
+    return (grad if grad_sum is None else grad.add_(grad_sum.float())).to(dtype)
 
 
 def _reference_rms_backward(
@@ -263,9 +263,9 @@ def rms_norm(input_: Tensor, weight: Parameter, eps: float, triton: bool = False
 def add_norm(
     hidden: Tensor, branch: Tensor | None, weight: Parameter, bias: Parameter | None, eps: float, triton: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """hidden + branch and its norm, layer norm with a bias (h,), RMS norm without; all others (..., h).
+    """hidden + branch and its norm, both (..., h): a layer norm with weight and bias (h,), an RMS norm without bias.
 
-    The sum takes the branch's memory, which nothing else may read any more. Without a branch the sum is `hidden`: whoever
-    goes on with it, and not with `hidden`, has its gradient added in the same pass.
+    The sum takes the branch's memory, which nothing else may read any more. Without a branch it is `hidden`: whoever
+    goes on with this sum, and not with `hidden` itself, has its gradient added in the norm's own backward pass.
     """
     return _AddNorm.apply(hidden, branch, weight, bias, eps, triton)

@@ -122,9 +122,7 @@ def _triton_rotate(heads: Tensor, rotated: int, table: tuple[Tensor, Tensor]) ->
     )
 
 
-def _triton_put_together(
-    grads: tuple[Tensor, Tensor, Tensor], target: Tensor, table: tuple[Tensor, Tensor]
-) -> None:
+def _triton_put_together(grads: tuple[Tensor, Tensor, Tensor], target: Tensor, table: tuple[Tensor, Tensor]) -> None:
     batch, length, count, channels = target.shape
     tile, half = _tile(count, channels)
     num_heads, head_groups, _ = (grad.shape[1] for grad in grads)
@@ -138,8 +136,9 @@ def _triton_put_together(
 class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, projection: Tensor, num_heads: int, head_groups: int, table: tuple[Tensor, Tensor] | None, triton: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any, projection: Tensor, num_heads: int, head_groups: int, table: tuple[Tensor, Tensor] | None,
+        triton: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         ctx.table, ctx.triton = table, triton and table is not None
         heads = projection.unflatten(-1, (num_heads + 2 * head_groups, -1))  # (b, s, n + 2 g, d)
         rotated = num_heads + head_groups

@@ -28,5 +28,5 @@ class Norm(torch.nn.Module):
         return self.add(hidden, None)[1]
 
     def add(self, hidden: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The sum of both, in the branch's memory, and its norm. Without a branch: `hidden` to go on with, and its norm."""
+        """The sum of both, in the branch's memory, and its norm; without a branch `hidden` itself, and its norm."""
         return add_norm(hidden, branch, self.weight, self.bias, self.eps, self.kernels.triton)
