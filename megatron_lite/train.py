@@ -19,8 +19,10 @@ from megatron_lite.build import MIB, Run, build
 from megatron_lite.checkpoint import sharded
 from megatron_lite.checkpoint.huggingface import save_huggingface
 from megatron_lite.config import Config
+from megatron_lite.data.loader import HostBatch
 from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, NumericsError, RunError
 from megatron_lite.experiment import Experiment
+from megatron_lite.kernels.attention import Documents
 from megatron_lite.layers.layer import MicroBatch
 from megatron_lite.monitor.communication import communication_lines
 from megatron_lite.monitor.metrics import format_record
@@ -134,14 +136,14 @@ def is_save_due(run: Run, last: bool) -> bool:
     return last or stopping or is_due(iteration, training.checkpoint_interval, training.checkpoint_offset)
 
 
-def train_step(run: Run, micro_batches: list[Tensor], iteration: int) -> Update:
-    """One update of the weights from this rank's micro-batches, each (b, s + 1)."""
+def train_step(run: Run, micro_batches: list[HostBatch], iteration: int) -> Update:
+    """One update of the weights from this rank's micro-batches."""
     config, device = run.config, run.distributed.device
     scale = run.optimizer.loss_scale.scale / run.tokens_per_iteration
     seed, rank = config.distributed.seed, run.distributed.rank
     inputs = [
-        micro_batch(tokens, device, scale, derive_seed(seed, "dropout", iteration, index, rank))
-        for index, tokens in enumerate(micro_batches)
+        micro_batch(batch, device, scale, derive_seed(seed, "dropout", iteration, index, rank))
+        for index, batch in enumerate(micro_batches)
     ]
     with run.debugger.phase(f"train_{iteration:05d}"):
         loss = run.model.forward_backward(inputs)  # gradients are in the shards now
@@ -153,13 +155,15 @@ def train_step(run: Run, micro_batches: list[Tensor], iteration: int) -> Update:
     return update
 
 
-def micro_batch(tokens: Tensor, device: torch.device, scale: Tensor | None, dropout_seed: int | None) -> MicroBatch:
-    """(b, s + 1) tokens -> inputs and labels (b, s) on the device."""
-    tokens = tokens.to(device, non_blocking=True)
-    return MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), scale, dropout_seed)
+def micro_batch(batch: HostBatch, device: torch.device, scale: Tensor | None, dropout_seed: int | None) -> MicroBatch:
+    """(b, s + 1) tokens -> inputs and labels (b, s) on the device, and the documents that they consist of."""
+    tokens, documents = batch.tokens.to(device, non_blocking=True), None
+    if batch.starts is not None:
+        documents = Documents(batch.starts.to(device, non_blocking=True), tuple(batch.starts.diff().tolist()))
+    return MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), scale, dropout_seed, documents)
 
 
-def next_batch(run: Run, batches: Iterator[list[Tensor]], warn: bool = False) -> tuple[list[Tensor], float, bool]:
+def next_batch(run: Run, batches: Iterator[list[HostBatch]], warn: bool = False) -> tuple[list[HostBatch], float, bool]:
     """The micro-batches of the next iteration, the seconds that they took, and whether any rank was told to stop.
 
     Ranks agree here, over the CPU group with its long time-out: data may take long, a step's collectives may not.
@@ -168,7 +172,7 @@ def next_batch(run: Run, batches: Iterator[list[Tensor]], warn: bool = False) ->
         DataError: on every rank, if any cannot read its data.
     """
     failure: RunError | None = None
-    micro_batches: list[Tensor] = []
+    micro_batches: list[HostBatch] = []
     start_s = time.perf_counter()
     try:
         micro_batches = next(batches)
@@ -194,9 +198,7 @@ def evaluate(run: Run, phase: str, iterations: int) -> None:
     loss = torch.zeros((), dtype=torch.float64, device=run.distributed.device)
     for _ in range(iterations):
         micro_batches, _, _ = next_batch(run, batches)
-        loss += run.model.evaluate(
-            [micro_batch(tokens, run.distributed.device, None, None) for tokens in micro_batches]
-        )
+        loss += run.model.evaluate([micro_batch(batch, run.distributed.device, None, None) for batch in micro_batches])
         run.distributed.end_step()
     total = run.distributed.sum_in_rank_order(loss.view(1))
     record = {

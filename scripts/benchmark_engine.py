@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron_lite.build import Run
 from megatron_lite.config import Config
+from megatron_lite.data.loader import HostBatch
 from megatron_lite.distributed import Distributed
 from megatron_lite.gpt import model_layers
 from megatron_lite.kernels.choice import choose_kernels
@@ -55,7 +56,7 @@ class Engine:
         traffic = self._run.distributed.traffic
         traffic.take()
         self._iteration += 1
-        loss = train_step(self._run, list(micro_batches), self._iteration).loss / self._tokens
+        loss = train_step(self._run, [HostBatch(part) for part in micro_batches], self._iteration).loss / self._tokens
         counted = traffic.take()
         self.counted_bytes = self._world_size * sum(counted[kind].wire_bytes for kind in ("gather", "reduce"))
         return loss

@@ -55,8 +55,8 @@ def train_and_export(distributed: Distributed, options: dict[str, Any]) -> dict[
     config: Config = tiny_config(distributed.world_size, **options)
     run = build(config, distributed, Experiment(config, distributed), StopSignal(), ())
     train(run)
-    (tokens,) = next(run.data.batches("validation", 0, 1))
-    batch = micro_batch(tokens, distributed.device, None, None)
+    (on_host,) = next(run.data.batches("validation", 0, 1))
+    batch = micro_batch(on_host, distributed.device, None, None)
     hidden = None
     for stage in run.model.stages[:-1]:
         stage.gather()
@@ -69,7 +69,7 @@ def train_and_export(distributed: Distributed, options: dict[str, Any]) -> dict[
     with torch.no_grad():
         logits = head.logits(hidden)
     run.trackers.close(0)
-    return {"tokens": tokens.numpy(), "logits": logits.float().numpy()}
+    return {"tokens": on_host.tokens.numpy(), "logits": logits.float().numpy()}
 
 
 def options_for(folder: Path, architecture: str) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def validation_loss(model: Any, options: dict[str, Any]) -> float:
 
     config = tiny_config(1, **{**options, "experiment_dir": None, "export_interval": None})
     losses = []
-    for (tokens,) in open_data(config, 0, 1).batches("validation", 0, options["validation_iters"]):
+    for ((tokens, _),) in open_data(config, 0, 1).batches("validation", 0, options["validation_iters"]):
         with torch.no_grad():
             logits = model(tokens[:, :-1]).logits
         losses.append(functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item())

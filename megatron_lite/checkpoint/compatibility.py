@@ -17,7 +17,7 @@ ARCHITECTURE = (
 
 
 # Options that later versions added, and what a run without them did: a change of these is always worth a line.
-_BEFORE: dict[str, Any] = {"freeze": [], "lr_scales": []}
+_BEFORE: dict[str, Any] = {"cross_document_attention": True, "freeze": [], "lr_scales": []}
 
 
 class Difference(NamedTuple):

@@ -30,32 +30,40 @@ FLOAT_CODES = (6, 7)  # in the format, but not tokens
 CHUNK = 1 << 20  # index entries checked or written at a time, to bound the memory
 
 
-class TokenFile:
-    """A `.bin` file: an array of tokens on disk. Opened at the first read, so that it can be sent to a worker."""
+class DiskArray:
+    """Integers in a file, from byte `offset` on. Opened at the first read, so that it can be sent to a worker."""
 
-    def __init__(self, path: str, dtype: str, num_tokens: int) -> None:
+    def __init__(self, path: str, dtype: str, length: int, file_bytes: int, offset: int = 0) -> None:
         self.path = path
         self.dtype = np.dtype(dtype)
-        self.num_tokens = num_tokens
+        self.length = length
+        self.file_bytes = file_bytes  # of the whole file, when the run began
+        self.offset = offset
         self._file: IO[bytes] | None = None
 
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.read(index, 1)[0])
+
     def read(self, start: int, count: int) -> NDArray[Any]:
-        """Tokens [start, start + count) as (count,) of the file's dtype.
+        """Elements [start, start + count) as (count,) of the file's dtype.
 
         Raises: DataError if the file cannot be read or is shorter than it was.
         """
-        assert 0 <= start and 0 <= count and start + count <= self.num_tokens, (start, count, self.num_tokens)
+        assert 0 <= start and 0 <= count and start + count <= self.length, (start, count, self.length)
         itemsize = self.dtype.itemsize
         try:
             if self._file is None:
                 self._file = open(self.path, "rb", buffering=0)
-            data = _read_fully(self._file.fileno(), start * itemsize, count * itemsize)
+            data = _read_fully(self._file.fileno(), self.offset + start * itemsize, count * itemsize)
             size = os.fstat(self._file.fileno()).st_size if len(data) < count * itemsize else None
         except OSError as error:
             raise DataError(f"{self.path}: cannot be read: {error.strerror}") from error
         if size is not None:
             raise DataError(
-                f"{self.path}: {size:,} bytes, but it had {self.num_tokens * itemsize:,} when the run began: "
+                f"{self.path}: {size:,} bytes, but it had {self.file_bytes:,} when the run began: "
                 "it was cut short or replaced"
             )
         return np.frombuffer(data, dtype=self.dtype)
@@ -73,7 +81,7 @@ class IndexedDataset:
     """A checked `.bin`/`.idx` pair, open for reading.
 
     Attributes: `sizes` (n,) int32, `pointers` (n,) int64 in bytes, `document_index` (m,) int64, all memory-mapped;
-    `tokens`, the TokenFile; `num_documents` = n; `num_tokens`.
+    `tokens` and `starts`, DiskArrays: all tokens, and the pointers again; `num_documents` = n; `num_tokens`.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -94,7 +102,8 @@ class IndexedDataset:
         self._check_document_index()
         if bin_bytes != end:
             raise DataError(f"{bin_path}: {bin_bytes:,} bytes, but {self.index_path} promises {end:,}")
-        self.tokens = TokenFile(bin_path, dtype, end // itemsize)
+        self.tokens = DiskArray(bin_path, dtype, end // itemsize, end)
+        self.starts = DiskArray(self.index_path, "<i8", num_sequences, index_bytes, offset + 4 * num_sequences)
 
     @property
     def num_documents(self) -> int:
@@ -102,7 +111,7 @@ class IndexedDataset:
 
     @property
     def num_tokens(self) -> int:
-        return self.tokens.num_tokens
+        return self.tokens.length
 
     def document(self, number: int) -> NDArray[Any]:
         """All tokens of one document."""

@@ -10,12 +10,16 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_lite.config import Config
 from megatron_lite.data.blending import MAX_SAMPLES, Blend
+from megatron_lite.data.documents import DocumentBorders
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.reading import RandomReader, Reader, Samples, Stream, StreamReader
 from megatron_lite.data.sampling import PHASES, StreamSampler, sampler_key, split_documents
@@ -23,6 +27,15 @@ from megatron_lite.data.tokenizing import read_tokenizer_file
 from megatron_lite.data.workers import Request, Workers
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.validation import weighted_paths
+
+
+class HostBatch(NamedTuple):
+    """A micro-batch on the host, in pinned memory where a GPU will read it."""
+
+    tokens: Tensor  # (b, s + 1) int64
+    # (p + 1,) int32: first position, in the flattened (b s,) inputs, of each of the p pieces of documents, then b s.
+    # Every sample begins a piece. None with --cross_document_attention=1.
+    starts: Tensor | None = None
 
 
 class DataSource:
@@ -45,8 +58,8 @@ class DataSource:
         self._description = description
         self._open: set[Workers] = set()
 
-    def batches(self, phase: str, first_iteration: int, num_iterations: int) -> Iterator[list[Tensor]]:
-        """Per iteration the sequential micro-batches in order, each int64 (micro_batch_size, s + 1).
+    def batches(self, phase: str, first_iteration: int, num_iterations: int) -> Iterator[list[HostBatch]]:
+        """Per iteration the sequential micro-batches in order, each of micro_batch_size samples.
 
         A generator: its worker processes start at the first `next` and end with it, or when it is closed.
 
@@ -62,7 +75,7 @@ class DataSource:
 
         with self._samples(phase, reader, request, num_iterations * micro_batches) as samples:
             for _ in range(num_iterations):
-                yield [self._tensor(next(samples)) for _ in range(micro_batches)]
+                yield [self._host_batch(next(samples)) for _ in range(micro_batches)]
 
     @contextlib.contextmanager
     def _samples(self, phase: str, reader: Reader, request: Request, num_requests: int) -> Iterator[Iterator[Samples]]:
@@ -84,12 +97,18 @@ class DataSource:
             workers.close()
             self._open.discard(workers)
 
-    def _tensor(self, samples: Samples) -> Tensor:
+    def _host_batch(self, samples: Samples) -> HostBatch:
         """Widen to int64 here, not in the worker: fewer bytes cross the pipe."""
         for message in samples.slow:
             logging.getLogger("megatron_lite").warning("%s (--data_sample_warn_time_ms)", message)
-        tokens = torch.from_numpy(samples.tokens.astype("int64"))
-        return tokens.pin_memory() if self._pin_memory else tokens
+        tokens = self._tensor(samples.tokens.astype(np.int64))
+        if samples.lengths is None:
+            return HostBatch(tokens)
+        return HostBatch(tokens, self._tensor(np.cumsum(np.concatenate([[0], samples.lengths]), dtype=np.int32)))
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory() if self._pin_memory else tensor
 
     def describe(self) -> dict[str, str]:
         """Lines for the banner: files, documents, tokens, epochs."""
@@ -120,7 +139,10 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
             raise DataError(f"--tokenizer_file: {error}") from error
     if config.data.dataset_source == "random":
         for phase in needed:
-            readers[phase] = RandomReader(sampler_key(seed, phase, 0), sequence_length, config.model.vocab_size)
+            readers[phase] = RandomReader(
+                sampler_key(seed, phase, 0), sequence_length, config.model.vocab_size,
+                documents=not config.data.cross_document_attention,
+            )  # fmt: skip
         return DataSource(config, rank, world_size, readers, {"data": "random tokens"})
     weighted = weighted_paths(config.data.data_path) if needed else []
     if needed and not weighted:
@@ -167,7 +189,8 @@ def _stream(config: Config, phase: str, number: int, dataset: IndexedDataset) ->
         )
     key = sampler_key(config.distributed.seed, phase, number)
     sampler = StreamSampler(num_tokens, config.batch.sequence_length, key)
-    return Stream(dataset.prefix, dataset.tokens, first_token, sampler)
+    borders = None if config.data.cross_document_attention else DocumentBorders(dataset.starts, dataset.tokens.dtype)
+    return Stream(dataset.prefix, dataset.tokens, first_token, sampler, borders)
 
 
 def _describe_phase(streams: list[Stream], blend: Blend, samples: int) -> str:

@@ -15,17 +15,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.data.blending import Blend
-from megatron_lite.data.indexed_dataset import IndexedDataset, TokenFile
+from megatron_lite.data.documents import DocumentBorders
+from megatron_lite.data.indexed_dataset import DiskArray, IndexedDataset
 from megatron_lite.data.sampling import StreamSampler, random_tokens
 from megatron_lite.errors import DataError
 
 
 @dataclass(frozen=True)
 class Samples:
-    """What a reader returns: tokens (k, s + 1) in an integer dtype, and warnings about slow reads."""
+    """What a reader returns for k samples."""
 
-    tokens: NDArray[Any]
-    slow: tuple[str, ...] = ()
+    tokens: NDArray[Any]  # (k, s + 1) in an integer dtype
+    slow: tuple[str, ...] = ()  # warnings about slow reads
+    # Tokens of each piece of a document in the inputs, which are the first s tokens of each sample, in the samples'
+    # order. A document that began or ends in another sample has a piece in each. None: not asked for.
+    lengths: NDArray[np.int32] | None = None
 
 
 class Reader(Protocol):
@@ -35,15 +39,18 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class RandomReader:
-    """Made-up tokens; see `random_tokens`."""
+    """Made-up tokens; see `random_tokens`. Each sample is one document."""
 
     key: int
     sequence_length: int
     vocab_size: int
+    documents: bool = False  # whether `Samples.lengths` are asked for
 
     def read(self, first: int, count: int) -> Samples:
         indices = np.arange(first, first + count, dtype=np.int64)
-        return Samples(random_tokens(indices, self.sequence_length + 1, self.vocab_size, self.key))
+        tokens = random_tokens(indices, self.sequence_length + 1, self.vocab_size, self.key)
+        lengths = np.full(count, self.sequence_length, dtype=np.int32) if self.documents else None
+        return Samples(tokens, lengths=lengths)
 
 
 @dataclass(frozen=True)
@@ -51,9 +58,10 @@ class Stream:
     """The documents of one split of one data set, as one stream of tokens."""
 
     prefix: str
-    file: TokenFile
+    file: DiskArray
     first_token: int  # of the split, in the file
     sampler: StreamSampler
+    borders: DocumentBorders | None = None  # if `Samples.lengths` are asked for
 
 
 class StreamReader:
@@ -75,16 +83,19 @@ class StreamReader:
         """
         datasets, starts = self._locate(np.arange(first, first + count, dtype=np.int64))
         tokens = np.empty((count, self.sequence_length + 1), dtype=self.dtype)
-        slow = []
+        slow, lengths = [], []
         for row, (dataset, start) in enumerate(zip(datasets.tolist(), starts.tolist(), strict=True)):
             begun = time.perf_counter()
-            tokens[row] = self.streams[dataset].file.read(start, self.sequence_length + 1)
+            stream = self.streams[dataset]
+            tokens[row] = stream.file.read(start, self.sequence_length + 1)
+            if stream.borders is not None:
+                lengths.append(stream.borders.pieces(start, self.sequence_length))
             taken_ms = (time.perf_counter() - begun) * 1000
             if taken_ms > self.slow_ms:
-                slow.append(f"{self.streams[dataset].file.path}: reading one sample took {taken_ms:,.0f} ms")
+                slow.append(f"{stream.file.path}: reading one sample took {taken_ms:,.0f} ms")
         if count and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size):
             raise self._bad_token(tokens, datasets, starts)
-        return Samples(tokens, tuple(slow))
+        return Samples(tokens, tuple(slow), np.concatenate(lengths) if lengths else None)
 
     def _locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Data set of each sample and its first token in that data set's file."""

@@ -1,9 +1,9 @@
 """Loader workers: processes that read micro-batches ahead of the training loop.
 
 Each worker has one pipe. The parent sends the first index and the number of samples of a micro-batch; the worker
-answers with a line of JSON and the raw bytes of the token array. Nothing is pickled, no shared memory is used and there
-are no helper threads, so a small /dev/shm or a killed worker cannot hang the run: the parent waits for the pipe and for
-the worker's death at once.
+answers with a line of JSON (shape, documents, warnings) and the raw bytes of the token array. Nothing is pickled, no
+shared memory is used and there are no helper threads, so a small /dev/shm or a killed worker cannot hang the run: the
+parent waits for the pipe and for the worker's death at once.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class Workers:
             connection.recv_bytes_into(tokens.reshape(-1).view(np.uint8).data)
         except (EOFError, OSError):
             raise self._death(worker) from None
-        return Samples(tokens, tuple(header["slow"]))
+        lengths = header["lengths"]
+        return Samples(tokens, tuple(header["slow"]), None if lengths is None else np.array(lengths, dtype=np.int32))
 
     def _death(self, worker: int) -> RunError:
         process = self._processes[worker]
@@ -174,7 +175,8 @@ def _answer(connection: Connection, reader: Reader, first: int, count: int) -> N
         header = {"error": f"a data worker failed: {type(error).__name__}: {error} ({where})", "data": False}
     else:
         tokens = np.ascontiguousarray(samples.tokens)
-        header = {"shape": tokens.shape, "dtype": tokens.dtype.str, "slow": samples.slow}
+        lengths = None if samples.lengths is None else samples.lengths.tolist()
+        header = {"shape": tokens.shape, "dtype": tokens.dtype.str, "slow": samples.slow, "lengths": lengths}
     connection.send_bytes(json.dumps(header).encode())
     if "error" not in header:
         connection.send_bytes(tokens.reshape(-1).view(np.uint8).data)

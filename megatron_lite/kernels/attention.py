@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,10 +12,30 @@ from torch.nn import functional
 from megatron_lite.kernels.dropout import dropout
 
 
+@dataclass(frozen=True)
+class Documents:
+    """The documents that a micro-batch is packed from. None of them spans two samples."""
+
+    starts: Tensor  # (documents + 1,) int32, on the device: first position of each in the flattened (b s,), then b s
+    lengths: tuple[int, ...]  # the same as lengths, on the host
+
+
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, window: int | None, dropout_p: float, dropout_seed: int | None
+    query: Tensor, key: Tensor, value: Tensor, window: int | None, dropout_p: float, dropout_seed: int | None,
+    documents: Documents | None = None,
 ) -> Tensor:
     """query (b, n, s, d), key and value (b, g, s, d) -> (b, n, s, d); head i uses key/value head i // (n / g)."""
+    if documents is not None:
+        rows, start, row = [], 0, 0
+        pieces: list[Tensor] = []
+        for length in documents.lengths:
+            here = [x[row : row + 1, :, start : start + length] for x in (query, key, value)]
+            pieces.append(attention(here[0], here[1], here[2], window, dropout_p, dropout_seed))
+            start += length
+            if start == query.shape[2]:
+                rows.append(torch.cat(pieces, 2))
+                pieces, start, row = [], 0, row + 1
+        return torch.cat(rows)
     if dropout_p > 0.0 and dropout_seed is not None:
         return _attention_with_dropout(query, key, value, window, dropout_p, dropout_seed)
     windowed = window is not None and window < query.shape[2]

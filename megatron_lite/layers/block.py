@@ -57,7 +57,10 @@ class Attention(torch.nn.Module):
         query, key, value = split_heads(  # (b, n or g, s, d)
             projection, self.num_heads, self.head_groups, table, self.kernels.triton
         )
-        context = attention(query, key, value, self.window, self.dropout, micro_batch.site_seed(self.name))
+        dropout_seed = micro_batch.site_seed(self.name)
+        context = attention(
+            query, key, value, self.window, self.dropout, dropout_seed, documents=micro_batch.documents
+        )
         return self.output(context.transpose(1, 2).flatten(2))  # (b, s, n d) -> (b, s, h)
 
 

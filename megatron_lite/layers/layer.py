@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import ModelConfig
+from megatron_lite.kernels.attention import Documents
 from megatron_lite.kernels.linear import linear
 from megatron_lite.parameter import Initializer, ParameterSpec, declare
 from megatron_lite.seeds import derive_seed
@@ -21,6 +22,7 @@ class MicroBatch:
     labels: Tensor  # (b, s) int64
     gradient_scale: Tensor | None = None  # loss scale / tokens of the global batch, (); None: no gradients wanted
     dropout_seed: int | None = None  # None: nothing is dropped
+    documents: Documents | None = None  # None: attention crosses their borders
 
     def site_seed(self, site: str) -> int | None:
         """The seed of one place that drops."""

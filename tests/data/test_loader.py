@@ -49,8 +49,9 @@ def config(data_path: tuple[str, ...], **values: Any) -> Config:
 
 
 def micro_batches(source: DataSource, phase: str, first: int, count: int) -> list[list[Tensor]]:
+    """The tokens of `count` iterations."""
     with contextlib.closing(source.batches(phase, first, count)) as batches:  # type: ignore[type-var]
-        return list(batches)
+        return [[batch.tokens for batch in iteration] for iteration in batches]
 
 
 def equal(first: list[list[Tensor]], second: list[list[Tensor]]) -> bool:

@@ -1,0 +1,154 @@
+"""The documents that samples consist of, with --cross_document_attention=0, against the files read by brute force.
+
+All tokens of a test's data sets differ from each other, so a token tells which place in which file it was read from.
+"""
+
+import contextlib
+import itertools
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lite.config import Config, unflatten
+from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.data.indexed_dataset import IndexedDataset
+from megatron_lite.data.loader import HostBatch, open_data
+from megatron_lite.errors import DataError
+
+LENGTH = 16
+
+LAYOUTS: dict[str, list[int]] = {
+    "one token each": [1] * 150,
+    "a sample each": [LENGTH] * 12,
+    "a sample and its label each": [LENGTH + 1] * 12,
+    "longer than samples": [100, 3, 70, 41, 200],
+    "one document": [400],
+    "many empty ones": [0, 0, 5, 0, 20, *[0] * 1100, 1, 0, 30, 0, 0, 90, 0, 7, *[0] * 600],
+    "mixed": np.random.default_rng(3).integers(0, 40, 60).tolist(),
+}
+
+
+def write(prefix: Path, sizes: Sequence[int], dtype: str = "<i4", base: int = 0) -> str:
+    """A data set whose tokens count up from `base`."""
+    with IndexedDatasetWriter(str(prefix), dtype) as writer:
+        for size in sizes:
+            writer.add_document(np.arange(base + writer.num_tokens, base + writer.num_tokens + size))
+    return str(prefix)
+
+
+def documents_of_tokens(prefix: str, dtype: str = "<i4") -> dict[int, tuple[str, int]]:
+    """Token -> its document, from the bytes of the files as the format describes them."""
+    index, tokens = Path(prefix + ".idx").read_bytes(), np.fromfile(prefix + ".bin", dtype).tolist()
+    (count,) = struct.unpack_from("<Q", index, 18)
+    sizes = struct.unpack_from(f"<{count}i", index, 34)
+    numbers = [number for number, size in enumerate(sizes) for _ in range(size)]
+    return {token: (prefix, number) for token, number in zip(tokens, numbers, strict=True)}
+
+
+def expected_starts(tokens: torch.Tensor, documents: dict[int, tuple[str, int]]) -> list[int]:
+    """Where pieces begin in the flattened inputs of (b, s + 1) tokens, and their end."""
+    lengths = [
+        len(list(piece))
+        for sample in tokens[:, :-1].tolist()
+        for _, piece in itertools.groupby(documents[token] for token in sample)
+    ]
+    return [0, *itertools.accumulate(lengths)]
+
+
+def config(*data_path: str, **values: Any) -> Config:
+    """A resolved config, as far as the data part looks at it."""
+    defaults: dict[str, Any] = {
+        "data_path": data_path, "split": (1.0,), "num_workers": 0, "batch_size": 12, "micro_batch_size": 3,
+        "sequence_length": LENGTH, "train_iters": 6, "vocab_size": 10_000, "cross_document_attention": False,
+    }  # fmt: skip
+    return unflatten({**defaults, **values})
+
+
+def read(
+    values: Config, phase: str = "training", first: int = 0, count: int = 6, rank: int = 0, world_size: int = 1
+) -> list[HostBatch]:
+    """All micro-batches of a rank in some iterations."""
+    batches = open_data(values, rank, world_size).batches(phase, first, count)
+    with contextlib.closing(batches):  # type: ignore[type-var]
+        return [batch for iteration in batches for batch in iteration]
+
+
+def starts(batch: HostBatch) -> list[int]:
+    assert batch.starts is not None and batch.starts.dtype == torch.int32
+    return batch.starts.tolist()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pieces_are_those_of_the_files(tmp_path: Path, layout: str) -> None:
+    """Several epochs (each begins elsewhere in the stream) on two ranks: every border, and no other."""
+    prefix = write(tmp_path / "x", LAYOUTS[layout])
+    documents = documents_of_tokens(prefix)
+    values = config(prefix)
+    for rank in range(2):
+        for batch in read(values, rank=rank, world_size=2):
+            assert starts(batch) == expected_starts(batch.tokens, documents)
+            assert set(range(0, 3 * LENGTH + 1, LENGTH)) <= set(starts(batch)), "a piece spans two samples"
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<i4", "<i8"])
+def test_every_phase_has_its_documents(tmp_path: Path, dtype: str) -> None:
+    """Splits begin in the middle of the file, and bytes of the index become tokens by the width of the token dtype."""
+    prefix = write(tmp_path / "x", LAYOUTS["mixed"], dtype)
+    documents = documents_of_tokens(prefix, dtype)
+    values = config(prefix, split=(5.0, 3.0, 2.0), validation_iters=2, test_iters=2)
+    for phase in ("training", "validation", "test"):
+        for batch in read(values, phase, count=2):
+            assert starts(batch) == expected_starts(batch.tokens, documents)
+
+
+def test_blends_workers_and_resume(tmp_path: Path) -> None:
+    """Two data sets of different dtypes: workers deliver the same as the process itself, also from the middle on."""
+    first = write(tmp_path / "a", LAYOUTS["mixed"], "<u2")
+    second = write(tmp_path / "b", LAYOUTS["longer than samples"], "<i4", base=5000)
+    documents = {**documents_of_tokens(first, "<u2"), **documents_of_tokens(second)}
+    data_path = ("0.3", first, "0.7", second)
+    whole = read(config(*data_path))
+    assert {token >= 5000 for batch in whole for token in batch.tokens[:, 0].tolist()} == {True, False}
+    for batch in whole:
+        assert starts(batch) == expected_starts(batch.tokens, documents)
+    resumed = read(config(*data_path, num_workers=2), first=3, count=3)
+    assert [starts(batch) for batch in resumed] == [starts(batch) for batch in whole[12:]]
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(resumed, whole[12:], strict=True))
+
+
+@pytest.mark.parametrize("source", ["list", "random"])
+def test_the_flag_changes_no_token(tmp_path: Path, source: str) -> None:
+    """On and off give the same tokens; with it on nothing is looked up. A made-up sample is one document."""
+    prefix = write(tmp_path / "x", LAYOUTS["mixed"])
+    crossing = read(config(prefix, dataset_source=source, cross_document_attention=True))
+    apart = read(config(prefix, dataset_source=source))
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(crossing, apart, strict=True))
+    assert all(batch.starts is None for batch in crossing)
+    whole = [list(range(0, 3 * LENGTH + 1, LENGTH))] * len(apart)
+    assert ([starts(batch) for batch in apart] == whole) == (source == "random")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_index_cut_short_during_the_run(tmp_path: Path, num_workers: int) -> None:
+    """An .idx that shrinks under a run is an error that names it, as for .bin."""
+    prefix = write(tmp_path / "x", LAYOUTS["mixed"])
+    batches = open_data(config(prefix, num_workers=num_workers, prefetch_factor=1), 0, 1).batches("training", 0, 1000)
+    next(batches)
+    size = os.path.getsize(prefix + ".idx")
+    os.truncate(prefix + ".idx", 40)
+    with pytest.raises(DataError, match=rf"x\.idx: 40 bytes, but it had {size:,} when the run began"):
+        for _ in batches:
+            pass
+
+
+def test_starts_are_the_index(tmp_path: Path) -> None:
+    """The pointers read from disk are those that were mapped and checked."""
+    dataset = IndexedDataset(write(tmp_path / "x", LAYOUTS["mixed"]))
+    assert dataset.starts.read(0, len(dataset.starts)).tolist() == dataset.pointers.tolist()
+    assert [dataset.starts[number] for number in (0, 7, 59)] == dataset.pointers[[0, 7, 59]].tolist()
