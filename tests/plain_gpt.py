@@ -22,6 +22,8 @@ ACTIVATIONS = {
 
 
 class PlainBlock(nn.Module):
+    documents: Tensor | None = None  # (b, s): a number for each token's document, which attention does not leave
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
@@ -54,6 +56,8 @@ class PlainBlock(nn.Module):
         k, v = k.repeat_interleave(n // g, dim=1), v.repeat_interleave(n // g, dim=1)
         distance = torch.arange(s)[:, None] - torch.arange(s)
         allowed = (distance >= 0) & (distance < (self.config.window_size or s))
+        if self.documents is not None:
+            allowed = allowed & (self.documents[:, None, :, None] == self.documents[:, None, None, :])
         scores = (q @ k.transpose(-1, -2) / math.sqrt(d)).masked_fill(~allowed, -math.inf)
         return self.attention["output"]((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, n * d))
 

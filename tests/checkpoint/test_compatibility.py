@@ -78,6 +78,18 @@ def test_freezing_and_learning_rate_scales_may_change() -> None:
     assert differences(old, Config()) == []
 
 
+def test_cross_document_attention_may_change() -> None:
+    """It is noted; checkpoints of before the option were trained with attention across documents."""
+    apart = dataclasses.replace(Config(), data=dataclasses.replace(Config().data, cross_document_attention=False))
+    old = saved_config()
+    del old["cross_document_attention"]
+    for saved in (saved_config(), old):
+        check_architecture(saved, apart, "here")
+        (found,) = differences(saved, apart)
+        assert str(found) == "cross_document_attention: True in the checkpoint, False now"
+    assert differences(old, Config()) == []
+
+
 def test_a_longer_context_is_allowed_without_learned_positions() -> None:
     """max_position_embeddings is a shape only where there is a table."""
     rotary = Config(
