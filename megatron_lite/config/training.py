@@ -86,7 +86,9 @@ class DataConfig:
         (969.0, 30.0, 1.0), "documents for training, validation and test, as proportions", minimum=0.0, basic=True
     )
     cross_document_attention: bool = option(
-        True, "attention crosses the borders of the documents of a sample; 0: each document attends to itself alone"
+        True,
+        "attention crosses the borders of the documents of a sample; 0: each document attends to itself alone "
+        "(positions still count from the sample's beginning; a random sample is one document)",
     )
     tokenizer_file: str | None = option(None, "tokenizer.json, copied into exports", unset="none")
     num_workers: int = option(2, "processes per rank that read training data", minimum=0, maximum=1024, basic=True)
