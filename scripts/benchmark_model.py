@@ -17,8 +17,8 @@ from torch.nn import functional
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.gpt import build_gpt
 from megatron_lite.kernels.attention import attention
-from megatron_lite.kernels.cross_entropy import _LinearCrossEntropy
 from megatron_lite.kernels.linear import _Linear
+from megatron_lite.kernels.linear_cross_entropy import _LinearCrossEntropy
 from megatron_lite.kernels.rotary import rotary_table
 from megatron_lite.layers.ends import chunk_tokens
 from megatron_lite.parameter import Parameter, ParameterSpec

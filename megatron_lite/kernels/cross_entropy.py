@@ -1,65 +1,183 @@
-"""Output head and loss in one: the logits of a chunk of tokens at a time, forward and backward together.
+"""Cross-entropy of logits x (t, v) in fp32, its gradient in the logits' own memory.
 
-    loss = sum over tokens of log(sum exp(logits)) - logits[label],   logits = x W^T in the training dtype, then fp32
-    dlogits = (softmax(logits) - onehot(label)) * scale,   dx = dlogits W,   W.main_grad += dlogits^T x
+    lse = log sum exp(x)        loss = lse - x[label] + z lse^2        dx = ((1 + 2 z lse) exp(x - lse) - onehot) scale
 
-The gradient is computed in the forward pass, where the logits are at hand, so that never more than one chunk of them
-exists. `scale` therefore has to be known then: loss scale / tokens of the global batch. Where hidden states or weight
-need no gradient, their product is left out.
+z is the coefficient of the z-loss, which holds the log-sum-exp near zero (PaLM, Chowdhery et al. 2022, section 5). A
+label below zero masks its token: no loss, no gradient.
+
+The vocabulary may come in blocks: `sweep` adds the entries of one block to the sums `lse` and x[label], or turns the
+block into its gradient, which needs the sums over all blocks. Where one block is everything, it does both at once.
+
+Reference and kernel read the logits in their dtype and compute in fp32; neither makes an fp32 copy of more than a few
+rows. Without autograd: `linear_cross_entropy.py` calls it between its products.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron_lite.kernels.linear import accumulate_product, product
-from megatron_lite.parameter import Parameter
+from megatron_lite.kernels.jit import jit, next_power_of_2, tl
 
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Parameter, labels: Tensor, scale: Tensor | None, chunk_tokens: int
-    ) -> Tensor:
-        loss = torch.zeros((), dtype=torch.float64, device=hidden.device)  # many chunks add up
-        grad_hidden = torch.empty_like(hidden) if scale is not None and ctx.needs_input_grad[0] else None
-        for start in range(0, hidden.shape[0], chunk_tokens):
-            chunk, label = hidden[start : start + chunk_tokens], labels[start : start + chunk_tokens, None]
-            logits = product(chunk, weight).float()  # (t, v)
-            logits.sub_(logits.amax(dim=-1, keepdim=True))
-            at_label = logits.gather(-1, label)
-            exponentials = logits.exp_()  # in place, once
-            total = exponentials.sum(dim=-1, keepdim=True)
-            loss += (total.log() - at_label).sum(dtype=torch.float64)
-            if scale is None or (grad_hidden is None and not weight.requires_grad):
-                continue
-            grad = exponentials.mul_(scale / total)
-            grad = grad.scatter_add_(-1, label, -scale.expand(label.shape)).to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden[start : start + chunk_tokens] = product(grad, weight.t())
-            if weight.requires_grad:
-                accumulate_product(weight, grad, chunk)
-        ctx.grad_hidden = grad_hidden
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        # grad_output is the one that backward starts from: `scale` holds every factor already.
-        grad_hidden, ctx.grad_hidden = ctx.grad_hidden, None
-        return grad_hidden, None, None, None, None
+LOG2_E = math.log2(math.e)
+LOWEST = -3.0e38  # stands for the largest of no entries: minus infinity less minus infinity would be no number
+# Elements that the reference works on at a time: on a CPU what stays in the cache from one operation to the next.
+REFERENCE_ELEMENTS = {"cpu": 2**17, "cuda": 2**26}
+# Elements of a row that a program of the kernel loads at a time; each thread takes runs of RUN.
+LARGEST_BLOCK, RUN = 16384, 8
 
 
-def linear_cross_entropy(
-    hidden: Tensor, weight: Parameter, labels: Tensor, scale: Tensor | None, chunk_tokens: int
-) -> Tensor:
-    """Summed cross-entropy of hidden (t, h) against weight (v, h) and labels (t,): a scalar in fp64.
+@dataclass(frozen=True)
+class Sums:
+    """Of the tokens' logits, over the blocks of the vocabulary so far. All on one device."""
 
-    With `scale` (), the gradient of scale * loss goes into `weight.main_grad` now and to `hidden` in backward, each
-    where it is required.
+    lse: Tensor  # log-sum-exp, (t,) in fp32
+    at_label: Tensor  # the logit of the label, (t,) in fp32
+
+    @classmethod
+    def empty(cls, tokens: int, device: torch.device) -> Sums:
+        """Memory that the first block fills."""
+        both = torch.empty(2, tokens, dtype=torch.float32, device=device)
+        return cls(both[0], both[1])
+
+    def part(self, rows: slice) -> Sums:
+        return Sums(self.lse[rows], self.at_label[rows])
+
+    def loss(self, labels: Tensor, z_loss: float = 0.0) -> Tensor:
+        """The sum over tokens with a label, () in fp64, as there may be many."""
+        lse = self.lse.double()
+        losses = lse - self.at_label
+        if z_loss:
+            losses = losses + z_loss * lse.square()
+        return losses.masked_fill(labels < 0, 0.0).sum()
+
+
+def sweep(
+    logits: Tensor, labels: Tensor, sums: Sums, scale: Tensor | None, z_loss: float = 0.0, *,
+    columns: int | None = None, start: int = 0, adds_up: bool = True, triton: bool = False,
+) -> None:  # fmt: skip
+    """Go through a block of logits once: add it to the sums, replace it by its gradient, or both.
+
+    Args:
+        logits: (t, w), any float dtype, rows at any distance. Overwritten, whatever is asked for.
+        labels: (t,) int64; below zero: masked.
+        sums: of the blocks before; they are begun where `start` is 0.
+        scale: (), factor of the gradient; None: no gradient is wanted.
+        z_loss: coefficient of the square of the log-sum-exp.
+        columns: entries in the block, where w has padding behind them. Padding may hold anything, and holds anything
+            afterwards.
+        start: the first entry's number in the vocabulary.
+        adds_up: add the block to `sums`; together with `scale` for a block that is the whole vocabulary.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, labels, scale, chunk_tokens)
+    columns = logits.shape[1] if columns is None else columns
+    run = _sweep_with_triton if triton else _sweep_with_torch
+    run(logits, labels, sums, scale, z_loss, columns, start, adds_up)
+
+
+def reference_rows(columns: int, device_type: str) -> int:
+    """Rows that the reference works on at a time."""
+    return max(1, REFERENCE_ELEMENTS[device_type] // columns)
+
+
+def _sweep_with_torch(
+    logits: Tensor, labels: Tensor, sums: Sums, scale: Tensor | None, z_loss: float, columns: int, start: int,
+    adds_up: bool,
+) -> None:  # fmt: skip
+    place = labels[:, None] - start  # of the label in the block, (t, 1)
+    inside = (place >= 0) & (place < columns)
+    place = place.clamp(0, columns - 1)
+    step = reference_rows(columns, logits.device.type)
+    for begin in range(0, logits.shape[0], step):
+        rows = slice(begin, begin + step)
+        here, at, found = logits[rows, :columns], place[rows], inside[rows]
+        lse, at_label = sums.lse[rows, None], sums.at_label[rows, None]
+        x = here.float()  # fp32 logits themselves, or a copy of these rows
+        if adds_up:
+            shift = x.amax(dim=-1, keepdim=True).clamp_(min=LOWEST)
+            of_label = torch.where(found, x.gather(-1, at), 0.0 if start == 0 else at_label)
+            total = _exp_(x.sub_(shift)).sum(dim=-1, keepdim=True)
+            of_block = total.log().add_(shift)
+            lse.copy_(of_block if start == 0 else torch.logaddexp(lse, of_block))
+            at_label.copy_(of_label)
+        if scale is None:
+            continue
+        factor = scale * (1 + 2 * z_loss * lse) if z_loss else scale.expand(lse.shape)
+        if adds_up:
+            factor = factor / total  # x is exp(x - shift)
+        else:
+            _exp_(x.sub_(lse))
+        x.mul_(factor.masked_fill(labels[rows, None] < 0, 0.0))
+        x.scatter_add_(-1, at, torch.where(found, -scale, 0.0))
+        if here.dtype != torch.float32:
+            here.copy_(x)
+
+
+def _exp_(x: Tensor) -> Tensor:
+    """exp in place, through powers of two: on a CPU in half the time of `exp_`. Relative error |x| 2^-24."""
+    return x.mul_(LOG2_E).exp2_()
+
+
+@jit
+def _sweep_kernel(
+    logits_ptr, labels_ptr, lse_ptr, at_label_ptr, scale_ptr, z_loss, start, width, columns, row_stride,
+    FIRST: tl.constexpr, ADDS_UP: tl.constexpr, GRADIENT: tl.constexpr, LOWEST: tl.constexpr, RUNS: tl.constexpr,
+    RUN: tl.constexpr,
+):  # fmt: skip
+    """One row. Each run of a block keeps a largest value and a sum of its own, so that no thread waits for others."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * row_stride
+    label = tl.load(labels_ptr + row).to(tl.int32)
+    place = label - start
+    blocks = tl.cdiv(width, RUNS * RUN)
+    lanes = tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    if ADDS_UP:
+        found = (place >= 0) & (place < columns)
+        at_label = tl.load(logits_ptr + place, mask=found, other=0.0).to(tl.float32)  # before it is overwritten
+        largest = tl.full((RUNS,), LOWEST, tl.float32)
+        total = tl.zeros((RUNS,), tl.float32)
+        for block in range(0, blocks):
+            offsets = block * (RUNS * RUN) + lanes
+            x = tl.load(logits_ptr + offsets, mask=offsets < width, other=0.0).to(tl.float32)
+            x = tl.where(offsets < columns, x, float("-inf"))
+            larger = tl.maximum(largest, tl.max(x, axis=1))
+            total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger[:, None]), axis=1)
+            largest = larger
+        shift = tl.max(largest, axis=0)
+        lse = shift + tl.log(tl.sum(total * tl.exp(largest - shift), axis=0))
+        if FIRST:
+            tl.store(at_label_ptr + row, at_label)
+        else:
+            tl.store(at_label_ptr + row, at_label, mask=found)
+            before = tl.load(lse_ptr + row)
+            shift = tl.maximum(tl.maximum(lse, before), LOWEST)
+            lse = shift + tl.log(tl.exp(lse - shift) + tl.exp(before - shift))
+        tl.store(lse_ptr + row, lse)
+    else:
+        lse = tl.load(lse_ptr + row)
+    if GRADIENT:
+        scale = tl.load(scale_ptr)
+        factor = tl.where(label >= 0, scale * (1.0 + 2.0 * z_loss * lse), 0.0)
+        for block in range(0, blocks):  # from the end, which the cache may still hold
+            offsets = (blocks - 1 - block) * (RUNS * RUN) + lanes
+            x = tl.load(logits_ptr + offsets, mask=offsets < width, other=0.0).to(tl.float32)
+            grad = tl.exp(x - lse) * factor
+            grad = tl.where(offsets == place, grad - scale, grad)
+            grad = tl.where(offsets < columns, grad, 0.0)
+            tl.store(logits_ptr + offsets, grad.to(logits_ptr.dtype.element_ty), mask=offsets < width)
+
+
+def _sweep_with_triton(
+    logits: Tensor, labels: Tensor, sums: Sums, scale: Tensor | None, z_loss: float, columns: int, start: int,
+    adds_up: bool,
+) -> None:  # fmt: skip
+    assert logits.stride(1) == 1 and labels.is_contiguous()
+    tokens, width = logits.shape
+    block = min(LARGEST_BLOCK, max(next_power_of_2(width), 32 * RUN))
+    _sweep_kernel[(tokens,)](
+        logits, labels, sums.lse, sums.at_label, sums.lse if scale is None else scale, z_loss, start, width, columns,
+        logits.stride(0), FIRST=start == 0, ADDS_UP=adds_up, GRADIENT=scale is not None, LOWEST=LOWEST,
+        RUNS=block // RUN, RUN=RUN, num_warps=max(1, min(32, block // 512)),
+    )  # fmt: skip

@@ -20,18 +20,22 @@ from megatron_lite.kernels.gradients import accumulate, product_accumulation
 from megatron_lite.parameter import Parameter
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a (m, k) times the transpose of b (n, k) -> (m, n)."""
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a (m, k) times the transpose of b (n, k) -> (m, n), in the memory of `out` where that is given."""
     with through_onednn(a, b.shape[0]):
-        return torch.mm(a, b.t())
+        return torch.mm(a, b.t(), out=out)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """total (m, n) = a (m, k) b (k, n) where it is the first, else +=, in the total's dtype."""
+    way = product_accumulation(a.device, a.dtype, total.dtype)
+    with through_onednn(a, b.shape[1]):
+        way.run(total, a, b, first)
 
 
 def accumulate_product(weight: Parameter, grad_output: Tensor, input_: Tensor) -> None:
     """Add grad_output (t, o)^T input (t, i) to the weight's gradient, in the gradient's dtype."""
-    main_grad = weight.main_grad
-    way = product_accumulation(grad_output.device, grad_output.dtype, main_grad.dtype)
-    with through_onednn(grad_output, input_.shape[1]):
-        way.run(main_grad, grad_output.t(), input_, weight.begin_gradient())
+    add_product(weight.main_grad, grad_output.t(), input_, weight.begin_gradient())
 
 
 def affine(input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.choice import Kernels
-from megatron_lite.kernels.cross_entropy import linear_cross_entropy
 from megatron_lite.kernels.dropout import dropout
 from megatron_lite.kernels.embedding import add_positions, embedding
+from megatron_lite.kernels.linear_cross_entropy import linear_cross_entropy
 from megatron_lite.layers.layer import Layer, MicroBatch
 from megatron_lite.layers.norm import Norm
 from megatron_lite.parameter import Initializer, Parameter, ParameterSpec, declare
@@ -72,8 +72,12 @@ class Head(Layer):
         assert hidden is not None
         normalized = self.norm(hidden).flatten(0, 1)  # (t, h), t = b s
         labels = micro_batch.labels.flatten()
-        held = chunk_tokens(self.kernels.cross_entropy_splits, labels.shape[0], hidden.device)
-        return linear_cross_entropy(normalized, self.weight, labels, micro_batch.gradient_scale, held)
+        kernels = self.kernels
+        return linear_cross_entropy(
+            normalized, self.weight, labels, micro_batch.gradient_scale,
+            chunk_tokens(kernels.cross_entropy_splits, labels.shape[0], hidden.device),
+            kernels.cross_entropy_block_size, triton=kernels.cross_entropy == "triton",
+        )  # fmt: skip
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(b, s, h) -> (b, s, v), for generation."""

@@ -14,10 +14,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from megatron_lite.kernels import gradients
-from megatron_lite.kernels.cross_entropy import linear_cross_entropy
 from megatron_lite.kernels.embedding import add_positions, embedding
 from megatron_lite.kernels.gradients import ProductAccumulation, product_accumulation
 from megatron_lite.kernels.linear import accumulate_product, linear
+from megatron_lite.kernels.linear_cross_entropy import linear_cross_entropy
 from megatron_lite.kernels.normalization import layer_norm, rms_norm
 from megatron_lite.parameter import Parameter
 

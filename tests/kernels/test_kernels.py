@@ -13,10 +13,10 @@ from torch.nn import functional
 
 from megatron_lite.kernels.activation import FUNCTIONS, activate, activate_backward
 from megatron_lite.kernels.attention import attention
-from megatron_lite.kernels.cross_entropy import linear_cross_entropy
 from megatron_lite.kernels.dropout import dropout
 from megatron_lite.kernels.embedding import add_positions, embedding
 from megatron_lite.kernels.linear import linear
+from megatron_lite.kernels.linear_cross_entropy import linear_cross_entropy
 from megatron_lite.kernels.normalization import layer_norm, rms_norm
 from megatron_lite.kernels.rotary import rotary_table, split_heads
 from megatron_lite.parameter import Parameter
