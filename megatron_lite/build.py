@@ -22,6 +22,7 @@ from megatron_lite.distributed import Distributed
 from megatron_lite.experiment import Experiment
 from megatron_lite.gpt import model_layers
 from megatron_lite.kernels.choice import choose_kernels
+from megatron_lite.kernels.linear_cross_entropy import held_logits
 from megatron_lite.layers.ends import chunk_tokens
 from megatron_lite.layers.layer import Layer
 from megatron_lite.monitor.logging import start_logging
@@ -34,7 +35,7 @@ from megatron_lite.parameter import Parameter
 from megatron_lite.stop_signal import StopSignal
 from megatron_lite.traffic import Traffic
 from megatron_lite.validation import warnings
-from megatron_lite.zero.multi_stage import MemoryRow, MultiStage
+from megatron_lite.zero.multi_stage import DTYPES, MemoryRow, MultiStage
 
 MIB = 2**20
 
@@ -241,13 +242,15 @@ def memory_warnings(config: Config, distributed: Distributed) -> list[str]:
     batch = config.batch
     assert batch.micro_batch_size is not None
     tokens = batch.micro_batch_size * batch.sequence_length
-    held = min(tokens, chunk_tokens(config.performance.cross_entropy_splits, tokens, distributed.device))
-    logits_bytes, held_bytes = (4 * count * config.model.vocab_size for count in (tokens, held))
+    itemsize, performance = DTYPES[config.distributed.training_dtype].itemsize, config.performance
+    chunk = chunk_tokens(performance.cross_entropy_splits, tokens, distributed.device, itemsize)
+    rows, columns = held_logits(tokens, config.model.vocab_size, chunk, performance.cross_entropy_block_size)
+    logits_bytes, held_bytes = tokens * config.model.vocab_size * itemsize, rows * columns * itemsize
     free = free_bytes(distributed.device)
     if free is None or logits_bytes <= free:
         return []
     return [
-        f"the logits of one micro-batch ({tokens:,} tokens x {config.model.vocab_size:,} x 4 bytes = "
+        f"the logits of one micro-batch ({tokens:,} tokens x {config.model.vocab_size:,} x {itemsize} bytes = "
         f"{logits_bytes / MIB:,.0f} MiB) exceed the free memory ({free / MIB:,.0f} MiB); {held_bytes / MIB:,.0f} MiB "
         "of them are held at a time, but activations may not fit either: consider a smaller --micro_batch_size"
     ]

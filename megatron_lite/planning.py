@@ -162,7 +162,9 @@ def one_pass(config: Config, model: MultiStage, device_type: str, level: str) ->
         itemsize=precision.training.itemsize,
         grad_itemsize=precision.gradients.itemsize,
         on_gpu=device_type == "cuda",
-        chunk_tokens=chunk_tokens(config.performance.cross_entropy_splits, tokens, torch.device(device_type)),
+        chunk_tokens=chunk_tokens(
+            config.performance.cross_entropy_splits, tokens, torch.device(device_type), precision.training.itemsize
+        ),
         trained={name for name, parameter in model.parameters() if parameter.requires_grad},
         level=level,
         kernels=choose_kernels(config, torch.device(device_type)),

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from megatron_lite.activations import FP32_BYTES, Kept, Pass
 from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.attention import query_blocks
+from megatron_lite.kernels.cross_entropy import reference_rows
+from megatron_lite.kernels.linear_cross_entropy import held_logits
 
 
 class Walk:
@@ -69,14 +71,18 @@ def _embedding(model: ModelConfig, one: Pass) -> Peaks:
 
 
 def _head(model: ModelConfig, one: Pass) -> Peaks:
-    """The norm, then logits and their gradient chunk by chunk; see `kernels/cross_entropy.py`."""
+    """The norm, then logits and their gradient chunk by chunk; see `kernels/linear_cross_entropy.py`."""
     walk, hidden = Walk(), one.size(model.hidden_size)
     walk.make(hidden, moment=_norm_forward(model, one))
-    chunk = min(one.chunk_tokens, one.tokens) * model.vocab_size
-    logits, cast = chunk * FP32_BYTES, chunk * one.cast_itemsize
-    before = logits + cast if one.chunk_tokens < one.tokens else 0  # of the chunk before, until replaced
-    walk.make(logits, moment=before + cast)
-    walk.make(cast, moment=_weight_gradient(one, model.vocab_size, model.hidden_size))
+    block_size, vocab_size = one.kernels.cross_entropy_block_size, model.vocab_size
+    rows, columns = held_logits(one.tokens, vocab_size, one.chunk_tokens, block_size)
+    entries = min(block_size or vocab_size, vocab_size)
+    copied = min(rows, reference_rows(entries, "cuda" if one.on_gpu else "cpu")) * entries * FP32_BYTES
+    copies = bool(one.cast_itemsize) and one.kernels.cross_entropy == "torch"
+    walk.make(rows * columns * one.itemsize, moment=copied if copies else 0)
+    # Of several blocks, the hidden gradient is summed up in fp32.
+    walk.make(rows * model.hidden_size * FP32_BYTES if one.cast_itemsize and entries < vocab_size else 0)
+    walk.make(0, moment=_weight_gradient(one, entries, model.hidden_size))
     backward = Walk()
     _norm_backward(backward, model, one, adds=False)
     return Peaks(walk.peak, backward.peak)

@@ -36,7 +36,7 @@ class ChunkedLoss(torch.autograd.Function):
         plain = Parameter(weight.detach())
         ctx.grad_weight = plain.main_grad = torch.empty_like(weight)
         plain.gradient_is_empty = True
-        return scale * _LinearCrossEntropy.forward(ctx, hidden, plain, labels, scale, chunk)
+        return scale * _LinearCrossEntropy.forward(ctx, hidden, plain, labels, scale, chunk, None, 0.0, False)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
@@ -139,7 +139,7 @@ class Head(nn.Module):
         hidden, labels = self.norm(hidden).flatten(0, 1), labels.flatten()
         if self.loss == "full":
             return scale * functional.cross_entropy(self.output(hidden).float(), labels, reduction="sum")
-        chunk = chunk_tokens(self.splits, labels.shape[0], hidden.device)
+        chunk = chunk_tokens(self.splits, labels.shape[0], hidden.device, hidden.itemsize)
         return ChunkedLoss.apply(hidden, self.output.weight, labels, scale, chunk)
 
 

@@ -89,12 +89,13 @@ def _sweep_with_torch(
     place = labels[:, None] - start  # of the label in the block, (t, 1)
     inside = (place >= 0) & (place < columns)
     place = place.clamp(0, columns - 1)
-    step = reference_rows(columns, logits.device.type)
+    step, narrow = reference_rows(columns, logits.device.type), logits.dtype != torch.float32
+    scratch = logits.new_empty(min(step, len(logits)) if narrow else 0, columns, dtype=torch.float32)
     for begin in range(0, logits.shape[0], step):
         rows = slice(begin, begin + step)
         here, at, found = logits[rows, :columns], place[rows], inside[rows]
         lse, at_label = sums.lse[rows, None], sums.at_label[rows, None]
-        x = here.float()  # fp32 logits themselves, or a copy of these rows
+        x = scratch[: len(here)].copy_(here) if narrow else here
         if adds_up:
             shift = x.amax(dim=-1, keepdim=True).clamp_(min=LOWEST)
             of_label = torch.where(found, x.gather(-1, at), 0.0 if start == 0 else at_label)
@@ -111,7 +112,7 @@ def _sweep_with_torch(
             _exp_(x.sub_(lse))
         x.mul_(factor.masked_fill(labels[rows, None] < 0, 0.0))
         x.scatter_add_(-1, at, torch.where(found, -scale, 0.0))
-        if here.dtype != torch.float32:
+        if narrow:
             here.copy_(x)
 
 
