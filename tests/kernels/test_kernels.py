@@ -16,7 +16,6 @@ from megatron_lite.kernels.attention import attention
 from megatron_lite.kernels.dropout import dropout
 from megatron_lite.kernels.embedding import add_positions, embedding
 from megatron_lite.kernels.linear import linear
-from megatron_lite.kernels.linear_cross_entropy import linear_cross_entropy
 from megatron_lite.kernels.normalization import layer_norm, rms_norm
 from megatron_lite.kernels.rotary import rotary_table, split_heads
 from megatron_lite.parameter import Parameter
@@ -207,26 +206,3 @@ def test_dropout() -> None:
     assert abs(float((y == 0).float().mean()) - 0.25) < 0.02
     assert torch.equal(dropout(x, 0.25, seed=3), y) and not torch.equal(dropout(x, 0.25, seed=4), y)
     assert dropout(x, 0.25, None) is x and dropout(x, 0.0, 3) is x
-
-
-@dtypes
-@pytest.mark.parametrize("chunk_tokens", [1, 4, 1000])
-@pytest.mark.parametrize(("t", "h", "v"), [(11, 6, 13), (4, 5, 300)])
-def test_linear_cross_entropy(t: int, h: int, v: int, chunk_tokens: int, dtype: torch.dtype) -> None:
-    """Loss and gradients in chunks against cross_entropy over all logits at once, times the scale."""
-    hidden, weight = randn(t, h).to(dtype), randn(v, h).to(dtype)
-    labels, scale = torch.arange(t) * 7 % v, 0.37
-    exact_hidden, exact_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    exact = functional.cross_entropy(exact_hidden @ exact_weight.T, labels, reduction="sum")
-    (exact * scale).backward()
-    ours_hidden, ours_weight = hidden.clone().requires_grad_(), parameter(weight, dtype)
-    loss = linear_cross_entropy(ours_hidden, ours_weight, labels, torch.tensor(scale), chunk_tokens)
-    loss.backward()
-    assert loss.dtype == torch.float64
-    close(loss, exact, dtype)
-    close(ours_hidden.grad, exact_hidden.grad, dtype)
-    close(ours_weight.main_grad - 1, exact_weight.grad, dtype)
-    with torch.no_grad():
-        evaluated = linear_cross_entropy(hidden, ours_weight, labels, None, chunk_tokens)
-    assert torch.equal(evaluated, loss), "evaluation computes the same loss and touches no gradient"
-    close(ours_weight.main_grad - 1, exact_weight.grad, dtype)

@@ -1,0 +1,325 @@
+"""Cross-entropy and the fused head against float64 through autograd; Triton kernel beside torch reference.
+
+On a GPU where there is one, else on the CPU, where kernels run under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from harness import tiny_config
+from memory_meters import PeakMeter, a_model, micro_batches
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_lite.gpt import build_gpt
+from megatron_lite.kernels.choice import Kernels
+from megatron_lite.kernels.cross_entropy import LARGEST_BLOCK, REFERENCE_ELEMENTS, Sums, sweep
+from megatron_lite.kernels.jit import runs_on
+from megatron_lite.kernels.linear_cross_entropy import held_logits, linear_cross_entropy
+from megatron_lite.layers.ends import chunk_tokens
+from megatron_lite.parameter import Parameter
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # of the largest value
+SCALE = 0.37
+# What becomes of the numbers behind a block is not looked at; the interpreter's numpy warns of them all the same.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+needs_triton = pytest.mark.skipif(not runs_on(DEVICE), reason="Triton is not installed")
+implementations = pytest.mark.parametrize(
+    "triton", [False, pytest.param(True, marks=needs_triton)], ids=["torch", "triton"]
+)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE)
+
+
+def some_labels(t: int, v: int) -> Tensor:
+    """The first and the last entry of the vocabulary among them; every fourth token is masked."""
+    labels = torch.arange(t, device=DEVICE) * 7 % v
+    labels[-1] = v - 1
+    return labels.masked_fill(torch.arange(t, device=DEVICE) % 4 == 3, -100)
+
+
+def exact_loss(logits: Tensor, labels: Tensor, z_loss: float) -> Tensor:
+    """The formula, summed over tokens."""
+    kept = labels >= 0
+    entropy = functional.cross_entropy(logits[kept], labels[kept], reduction="sum")
+    return entropy + z_loss * logits[kept].logsumexp(-1).square().sum()
+
+
+def make_parameter(values: Tensor, trained: bool = True) -> Parameter:
+    """Garbage where the first gradient goes."""
+    made = cast(Parameter, Parameter(values.clone(), requires_grad=trained))
+    if trained:
+        made.main_grad, made.gradient_is_empty = torch.full(values.shape, torch.nan, device=DEVICE), True
+    return made
+
+
+def close(ours: Tensor | None, exact: Tensor | None, tolerance: float) -> None:
+    assert ours is not None and exact is not None and ours.shape == exact.shape
+    assert float((ours.detach().double() - exact.detach()).abs().max()) <= tolerance * float(exact.detach().abs().max())
+
+
+def scale() -> Tensor:
+    return torch.tensor(SCALE, device=DEVICE)
+
+
+def run(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *cuts: Any, trained: tuple[bool, bool] = (True, True),
+    **options: Any,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Loss, gradient of the hidden states and of the weight."""
+    ours, parameter = hidden.clone().requires_grad_(trained[0]), make_parameter(weight, trained[1])
+    loss = linear_cross_entropy(ours, parameter, labels, scale(), *cuts, **options)
+    if trained[0] or trained[1]:
+        loss.backward()
+    return loss.detach(), ours.grad, parameter.main_grad if trained[1] else None
+
+
+# t, h, v, chunk of tokens, block of the vocabulary, z-loss
+SIZES = [
+    (11, 6, 13, 1000, None, 0.0),
+    (11, 6, 13, 4, 5, 0.1),
+    (12, 5, 300, 5, None, 0.02),
+    (6, 16, 128, 3, 64, 0.0),
+    (5, 33, 1031, 5, 250, 0.01),
+    (2, 3, 5, 1, 1, 0.0),
+    (1, 1, 2, 1, 1000, 0.0),
+]
+
+
+@implementations
+@dtypes
+@pytest.mark.parametrize(("t", "h", "v", "chunk", "block", "z_loss"), SIZES)
+def test_head_against_float64(
+    t: int, h: int, v: int, chunk: int, block: int | None, z_loss: float, dtype: torch.dtype, triton: bool
+) -> None:
+    """Loss and both gradients, with masked labels, odd sizes, and chunks and blocks that do not divide."""
+    hidden, weight, labels = randn(t, h).to(dtype), (randn(v, h) / h**0.5).to(dtype), some_labels(t, v)
+    exact_hidden, exact_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    exact = exact_loss(exact_hidden @ exact_weight.t(), labels, z_loss)
+    (exact * SCALE).backward()
+    loss, grad_hidden, grad_weight = run(hidden, weight, labels, chunk, block, z_loss=z_loss, triton=triton)
+    assert loss.dtype == torch.float64
+    close(loss, exact, TOLERANCE[dtype])
+    close(grad_hidden, exact_hidden.grad, TOLERANCE[dtype])
+    close(grad_weight, exact_weight.grad, TOLERANCE[dtype])
+
+
+@implementations
+@pytest.mark.parametrize("block", [None, 9])
+def test_frozen_sides_leave_the_other_gradient_as_it_is(block: int | None, triton: bool) -> None:
+    sizes = randn(5, 6), randn(17, 6), some_labels(5, 17)
+    loss, grad_hidden, grad_weight = run(*sizes, 3, block, triton=triton)
+    for trained in ((True, False), (False, True), (False, False)):
+        partly = run(*sizes, 3, block, triton=triton, trained=trained)
+        assert torch.equal(partly[0], loss)
+        for grad, whole, needed in zip(partly[1:], (grad_hidden, grad_weight), trained, strict=True):
+            assert grad is None if not needed else torch.equal(cast(Tensor, grad), cast(Tensor, whole))
+
+
+@implementations
+@dtypes
+@pytest.mark.parametrize("block", [None, 9])
+def test_evaluation_computes_the_same_bits_and_no_gradient(
+    block: int | None, dtype: torch.dtype, triton: bool
+) -> None:
+    hidden, weight, labels = randn(5, 6).to(dtype), randn(17, 6).to(dtype), some_labels(5, 17)
+    loss, *_ = run(hidden, weight, labels, 3, block, z_loss=0.1, triton=triton)
+    parameter = make_parameter(weight)
+    with torch.no_grad():
+        evaluated = linear_cross_entropy(hidden, parameter, labels, None, 3, block, 0.1, triton)
+    assert torch.equal(evaluated, loss)
+    assert parameter.gradient_is_empty and bool(parameter.main_grad.isnan().all())
+
+
+@implementations
+@pytest.mark.parametrize("block", [None, 9])
+def test_masked_tokens_have_no_part(block: int | None, triton: bool) -> None:
+    """All of them masked: a loss of zero and gradients of exactly zero, over the garbage. Some: as if they were not."""
+    hidden, weight = randn(6, 6), randn(17, 6)
+    none = torch.full((6,), -1, device=DEVICE)
+    for result in run(hidden, weight, none, 4, block, 0.1, triton):
+        assert not bool(cast(Tensor, result).any())
+    labels = some_labels(6, 17)
+    kept = labels >= 0
+    loss, grad_hidden, grad_weight = run(hidden, weight, labels, 6, block, 0.1, triton)
+    fewer = run(hidden[kept], weight, labels[kept], 6, block, 0.1, triton)
+    close(loss, fewer[0], 1e-6)
+    close(cast(Tensor, grad_hidden)[kept], cast(Tensor, fewer[1]).double(), 1e-6)
+    close(grad_weight, cast(Tensor, fewer[2]).double(), 1e-6)
+    assert not bool(cast(Tensor, grad_hidden)[~kept].any())
+
+
+def sweep_blocks(
+    logits: Tensor, labels: Tensor, z_loss: float, triton: bool, block: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of logits, in blocks as the head goes through them; behind each block stands garbage."""
+    t, v = logits.shape
+    size, sums = block or v, Sums.empty(t, logits.device)
+    padded = [functional.pad(part, (0, 5), value=torch.nan) for part in logits.split(size, dim=1)]
+    starts = range(0, v, size)
+    options: dict[str, Any] = dict(z_loss=z_loss, triton=triton)
+    for part, start in zip(padded, starts, strict=True):
+        begun = part.clone() if block else part
+        factor = None if block else scale()
+        sweep(begun, labels, sums, factor, columns=part.shape[1] - 5, start=start, **options)
+    if block:
+        for part, start in zip(padded, starts, strict=True):
+            sweep(part, labels, sums, scale(), columns=part.shape[1] - 5, start=start, adds_up=False, **options)
+    return sums.loss(labels, z_loss), torch.cat([part[:, :-5] for part in padded], dim=1)
+
+
+def check_sweep(logits: Tensor, labels: Tensor, triton: bool, block: int | None, tolerance: float) -> None:
+    exact = logits.double().requires_grad_()
+    loss = exact_loss(exact, labels, 1e-4)
+    (loss * SCALE).backward()
+    ours, grad = sweep_blocks(logits, labels, 1e-4, triton, block)
+    assert grad.dtype == logits.dtype
+    close(ours, loss, tolerance)
+    close(grad, exact.grad, tolerance)
+
+
+@implementations
+@pytest.mark.parametrize("block", [None, 100])
+def test_extreme_logits(block: int | None, triton: bool) -> None:
+    """Thousands apart, minus infinity for single entries and for whole blocks, all alike: nothing overflows."""
+    logits = randn(8, 300)
+    logits[0] *= 1e4
+    logits[1] += 1e4
+    logits[2] -= 1e4
+    logits[3] = 1e4
+    logits[4, 1::2] = -torch.inf
+    logits[5, :200] = -torch.inf
+    logits[6, 1:] = -torch.inf
+    logits[7, :299] = -3e38
+    labels = torch.tensor([5, 299, 0, 7, 100, 250, 0, 299], device=DEVICE)
+    check_sweep(logits, labels, triton, block, 1e-3)  # 1e4 in fp32 is exact to 1e-3
+    check_sweep(logits[4:], labels[4:], triton, block, 1e-5)
+
+
+@implementations
+def test_logits_that_are_not_finite_show(triton: bool) -> None:
+    """A bad update is found by its loss and its gradient, whichever token it comes from."""
+    for bad in (torch.nan, torch.inf):
+        logits = randn(4, 40)
+        logits[2, 7] = bad
+        loss, grad = sweep_blocks(logits, some_labels(4, 40), 0.0, triton)
+        assert not bool(loss.isfinite()) and not bool(grad[2].isfinite().any())
+        assert bool(grad[:2].isfinite().all())
+
+
+@implementations
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("t", "v"), [(2, 256_000), (3, LARGEST_BLOCK + 1), (2, 50_257)])
+def test_large_vocabularies(t: int, v: int, dtype: torch.dtype, triton: bool) -> None:
+    logits, labels = (3 * randn(t, v)).to(dtype), torch.arange(t, device=DEVICE) * (v // t)
+    check_sweep(logits, labels, triton, None, 1e-5 if dtype == torch.float32 else 5e-3)
+    check_sweep(logits, labels, triton, v // 3 + 1, 1e-5 if dtype == torch.float32 else 5e-3)
+
+
+def test_reference_in_more_than_one_part() -> None:
+    """More rows than it works on at a time: the same as each row alone."""
+    v = REFERENCE_ELEMENTS["cpu"] // 4 + 1
+    logits, labels = randn(7, v), some_labels(7, v)
+    _, grad = sweep_blocks(logits, labels, 0.1, False)
+    for row in range(7):
+        assert torch.equal(sweep_blocks(logits[row : row + 1], labels[row : row + 1], 0.1, False)[1][0], grad[row])
+
+
+@needs_triton
+@dtypes
+@pytest.mark.parametrize("block", [None, 100])
+def test_kernel_equals_the_reference(block: int | None, dtype: torch.dtype) -> None:
+    """To rounding: of fp32, and once of the dtype. Again, it gives the same bits."""
+    logits, labels = (2 * randn(5, 301)).to(dtype), some_labels(5, 301)
+    loss, grad = sweep_blocks(logits, labels, 0.1, False, block)
+    ours, our_grad = sweep_blocks(logits, labels, 0.1, True, block)
+    assert abs(float(ours / loss) - 1) < 1e-6
+    torch.testing.assert_close(our_grad, grad, rtol=max(1e-5, torch.finfo(dtype).eps), atol=1e-7)
+    assert torch.equal(sweep_blocks(logits, labels, 0.1, True, block)[1], our_grad)
+
+
+def test_blocks_cost_no_precision() -> None:
+    """A bf16 hidden gradient of fifty blocks errs no more than that of one product over the whole vocabulary."""
+    hidden, weight, labels = randn(16, 32).bfloat16(), randn(3200, 32).bfloat16(), some_labels(16, 3200)
+    exact = hidden.double().requires_grad_()
+    (exact_loss(exact @ weight.double().t(), labels, 0.0) * SCALE).backward()
+    whole, cut = (run(hidden, weight, labels, 16, block)[1] for block in (None, 64))
+    errors = [float((cast(Tensor, grad).double() - cast(Tensor, exact.grad)).norm()) for grad in (whole, cut)]
+    assert errors[1] < 1.2 * errors[0]
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counts what CPU operations allocate; see the test below")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("block", [None, 1024])
+@pytest.mark.parametrize("trains", [True, False])
+def test_no_more_logits_live_than_a_chunk_and_a_block(trains: bool, block: int | None, dtype: torch.dtype) -> None:
+    """In the training dtype; of a copy in fp32 never more than the reference works on at a time."""
+    t, h, v, chunk = 512, 4, 8192, 128
+    hidden, parameter = randn(t, h).to(dtype).requires_grad_(trains), make_parameter(randn(v, h).to(dtype), trains)
+    labels = some_labels(t, v)
+    rows, columns = held_logits(t, v, chunk, block)
+    assert (rows, columns) == (chunk, block or v)
+    copied = min(REFERENCE_ELEMENTS["cpu"], rows * columns) * 4 if dtype != torch.float32 else 0
+    gradients = t * h * dtype.itemsize + chunk * h * 4 + (v * h * dtype.itemsize if dtype != torch.float32 else 0)
+    vectors = t * (2 * 4 + 4 * 8) + chunk * 64  # sums, their loss in fp64, and a few of the chunk's
+    with PeakMeter() as meter:
+        loss = linear_cross_entropy(hidden, parameter, labels, scale() if trains else None, chunk, block)
+    held = rows * columns * dtype.itemsize
+    assert held <= meter.peak <= held + copied + gradients + vectors
+    del loss
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA device")
+@pytest.mark.parametrize("block", [None, 32_064])
+def test_memory_on_a_gpu(block: int | None) -> None:
+    """8,192 tokens and 128,256 entries in bf16 take at most 0.8 GB beside weight and gradients."""
+    t, h, v = 8192, 256, 128_256
+    hidden, labels = randn(t, h).bfloat16().requires_grad_(), some_labels(t, v)
+    parameter = make_parameter(randn(v, h).bfloat16())
+    chunk = chunk_tokens(None, t, DEVICE, 2)
+    linear_cross_entropy(hidden, parameter, labels, scale(), chunk, block, triton=True)  # libraries' workspaces
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_cross_entropy(hidden, parameter, labels, scale(), chunk, block, triton=True)
+    assert torch.cuda.max_memory_allocated() - before <= (8e8 if block is None else 2.5e8)
+
+
+def test_chunk_of_tokens() -> None:
+    """Splits as asked for; defaults bound the logits and leave no small rest."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [chunk_tokens(splits, 10, cpu, 4) for splits in (1, 3, 10)] == [10, 4, 1]
+    assert [chunk_tokens(None, 8192, cpu, itemsize) for itemsize in (4, 2)] == [256, 512]
+    assert chunk_tokens(None, 8192, gpu, 2) * 128_256 * 2 <= 8e8
+    for tokens in (1, 100, 1024, 3072, 3073, 4096, 8192, 16384, 100_000):
+        chunk = chunk_tokens(None, tokens, gpu, 2)
+        assert chunk <= 3072 and (tokens % chunk or chunk) > chunk - 128 * -(-tokens // chunk)
+
+
+@needs_triton
+def test_head_takes_the_kernels_that_were_chosen() -> None:
+    """A model's step with the Triton kernel in three chunks, and with blocks of the vocabulary, beside the default."""
+    config = tiny_config(1)
+    results = []
+    for kernels in (
+        Kernels(),
+        Kernels(cross_entropy="triton", cross_entropy_splits=3),
+        Kernels(cross_entropy_splits=2, cross_entropy_block_size=50),
+    ):
+        model = a_model(config, build_gpt(config.model, config.batch.sequence_length, kernels))
+        loss = model.forward_backward(micro_batches(config))
+        grads = [p.main_grad.clone() for _, p in model.parameters()]
+        results.append((torch.as_tensor(loss), grads))
+    (loss, grads), *others = results
+    for other, other_grads in others:
+        torch.testing.assert_close(other, loss)
+        for one, two in zip(other_grads, grads, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
