@@ -39,7 +39,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "kernels": {"config", "parameter", "seeds"},
     "layers": {"config", "kernels", "parameter", "seeds"},
     "gpt": {"config", "items", "kernels", "layers", "parameter"},
-    "zero": {"config", "distributed", "parameter", "seeds"},
+    "zero": {"config", "distributed", "kernels", "parameter", "seeds"},
     "activations": {"config", "kernels"},
     "transients": {"activations", "config", "kernels"},
     "planning": {"activations", "config", "distributed", "gpt", "kernels", "layers", "traffic", "transients", "zero"},

@@ -59,7 +59,7 @@ class Part:
         elif owns_weights and full_weights.dtype == dtype:
             self.weights = WeightShard(self._own_weights, counted=False)
         else:
-            self.weights = WeightShard(self._zeros(dtype), counted=True)
+            self.weights = WeightShard(self._zeros(dtype), True, self._own_weights if owns_weights else None)
         if self.has_state:
             assert full_gradients is not None
             self.full_gradients = full_gradients
@@ -83,7 +83,7 @@ class Part:
         self.write("weights", shard)
 
     def place_weights(self) -> None:
-        """Round the shard to the training dtype, into this rank's slice of the weight buffer."""
+        """Round the shard to the training dtype, into this rank's slice of the weight buffer, unless that is done."""
         self.weights.round_into(self._own_weights)
 
     # -- what a checkpoint holds -----------------------------------------------------------------------------------

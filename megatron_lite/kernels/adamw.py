@@ -1,0 +1,201 @@
+"""AdamW (Loshchilov & Hutter 2019) over a whole flat shard at once: no other pass over it, no temporary.
+
+    g = gradient / divisor                     divisor = loss scale / clipping factor
+    w = w - lr * decay * w
+    m = beta1 * m + (1 - beta1) * g            v = beta2 * v + (1 - beta2) * g^2
+    w = w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+in fp32, in the order of torch's fused AdamW. Gradients are read in whatever dtype they have. The master weights w are
+fp32, or split into bf16 weights and 16-bit remainders (see `copying.py`); beside fp32 ones the weights in the training
+dtype are written in the same pass, where a memory is given for them. Where `skipped` is set nothing is written at all.
+
+The kernel is launched once for a shard. Its blocks find what holds for them (learning-rate scale, weight decay) in a
+table with a row for each range of the shard that is updated alike; no block crosses a border. One launch for each range
+would do as well on a large block of a model, but a shard of a small one, of a norm for instance, takes less time than
+its launch. The learning rate is an fp32 argument: Triton specializes on integers only, so no value of it recompiles.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_lite.kernels.copying import join, narrow, split
+from megatron_lite.kernels.jit import cdiv, jit, tl
+
+# Ranges begin and end at multiples of this, so that the kernel may use wide accesses.
+ALIGNMENT = 64
+BLOCK = 1024
+NUM_WARPS = 8  # 4 elements per thread: 16 bytes of fp32
+# Elements that the reference updates at a time where it casts: on CPU they stay in the cache, on a GPU launches cost.
+CPU_CHUNK_NUMEL, GPU_CHUNK_NUMEL = 2**18, 2**24
+
+
+class Shard(NamedTuple):
+    """What is updated, (n,) each."""
+
+    master: Tensor | None  # fp32; None where it is split into `rounded` and `remainder`
+    rounded: Tensor | None  # the weights in the training dtype; None: nobody wants them now, or the master is in it
+    remainder: Tensor | None  # int16
+    gradient: Tensor  # left alone by the kernel, unscaled by the reference
+    exp_avg: Tensor  # m, fp32
+    exp_avg_sq: Tensor  # v, fp32
+
+
+class Range(NamedTuple):
+    """Elements of a shard that are updated alike."""
+
+    start: int
+    end: int
+    lr_scale: float
+    decay_scale: float  # factor on the weight decay
+
+
+class Ranges:
+    """All ranges of a shard, and the table that the kernel reads."""
+
+    def __init__(self, rows: Sequence[Range], device: torch.device) -> None:
+        assert all(border % ALIGNMENT == 0 for row in rows for border in row[:2]), rows
+        self.rows = rows
+        counts = [cdiv(row.end - row.start, BLOCK) for row in rows]
+        self.blocks = sum(counts)
+        places = [(sum(counts[:i]), row.start // ALIGNMENT, row.end // ALIGNMENT) for i, row in enumerate(rows)]
+        # (rows, 3): first block; start and end, in units of ALIGNMENT
+        self.places = torch.tensor(places, dtype=torch.int64, device=device)
+        # (rows, 2)
+        self.scales = torch.tensor([row[2:] for row in rows], dtype=torch.float32, device=device)
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Numbers of one step, known on the host."""
+
+    learning_rate: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+
+
+class Control:
+    """Numbers of one step, known on the device only: tensors, () in fp32.
+
+    divisor: of the gradients. updates: Adam's t, this update included. skipped: 1 where nothing may be written, else 0.
+    """
+
+    def __init__(self, divisor: Tensor, updates: Tensor, skipped: Tensor, numbers: Hyperparameters) -> None:
+        self.divisor, self.updates, self.skipped, self.numbers = divisor, updates, skipped, numbers
+        logarithms = [math.log(beta) if beta else -math.inf for beta in (numbers.beta1, numbers.beta2)]
+        self.corrections = torch.stack([torch.expm1(updates * logarithm) for logarithm in logarithms]).neg_()  # 1 - b^t
+
+
+def adamw(shard: Shard, ranges: Ranges, control: Control, triton: bool = False) -> None:
+    """Update a shard in place; see the module."""
+    if triton:
+        _launch(shard, ranges, control)
+    else:
+        _reference(shard, ranges, control)
+
+
+def _reference(shard: Shard, ranges: Ranges, control: Control) -> None:
+    numbers, gradient, exp_avg, exp_avg_sq = control.numbers, *shard[3:]
+    in_place = shard.rounded is None and gradient.dtype == torch.float32
+    chunk_numel = CPU_CHUNK_NUMEL if gradient.device.type == "cpu" else GPU_CHUNK_NUMEL
+    for row in ranges.rows:
+        step = row.end - row.start if in_place else chunk_numel
+        for start in range(row.start, row.end, step):
+            bounds = slice(start, min(start + step, row.end))
+            weights = _read(shard, bounds)
+            torch._fused_adamw_(
+                [weights], [gradient[bounds].float()], [exp_avg[bounds]], [exp_avg_sq[bounds]], [], [control.updates],
+                lr=numbers.learning_rate * row.lr_scale, beta1=numbers.beta1, beta2=numbers.beta2,
+                weight_decay=numbers.weight_decay * row.decay_scale, eps=numbers.eps, amsgrad=False, maximize=False,
+                grad_scale=control.divisor, found_inf=control.skipped,
+            )  # fmt: skip
+            _write(shard, bounds, weights)
+
+
+def _read(shard: Shard, bounds: slice) -> Tensor:
+    if shard.master is not None:
+        return shard.master[bounds]
+    assert shard.rounded is not None and shard.remainder is not None
+    return join(shard.rounded[bounds], shard.remainder[bounds])
+
+
+def _write(shard: Shard, bounds: slice, weights: Tensor) -> None:
+    if shard.rounded is None:
+        return
+    if shard.remainder is None:
+        shard.rounded[bounds].copy_(weights)
+    else:
+        split(weights, shard.rounded[bounds], shard.remainder[bounds])
+
+
+def _launch(shard: Shard, ranges: Ranges, control: Control) -> None:
+    assert all(tensor is None or tensor.is_contiguous() for tensor in shard)
+    numbers, rounded = control.numbers, shard.rounded
+    if shard.remainder is not None:
+        assert rounded is not None and rounded.dtype == torch.bfloat16
+        rounded = rounded.view(torch.int16)
+    if ranges.blocks:
+        _adamw_kernel[(ranges.blocks,)](
+            shard.master, rounded, *shard[2:], ranges.places, ranges.scales,
+            control.divisor, control.corrections, control.skipped,
+            float(numbers.learning_rate), float(numbers.weight_decay), numbers.beta1, numbers.beta2, numbers.eps,
+            len(ranges.rows), ALIGNMENT, BLOCK, num_warps=NUM_WARPS,
+        )  # fmt: skip
+
+
+@jit
+def _adamw_kernel(
+    master_ptr, rounded_ptr, remainder_ptr, gradient_ptr, exp_avg_ptr, exp_avg_sq_ptr,
+    places_ptr, scales_ptr, divisor_ptr, corrections_ptr, skipped_ptr,
+    learning_rate, weight_decay, BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr,
+    ROWS: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    block = tl.program_id(0)
+    row = 0
+    for other in tl.static_range(1, ROWS):
+        row += tl.where(block < tl.load(places_ptr + 3 * other), 0, 1)
+    # Borders as products with ALIGNMENT: so the compiler knows that accesses may be wide.
+    start = tl.load(places_ptr + 3 * row + 1) * ALIGNMENT
+    end = tl.load(places_ptr + 3 * row + 2) * ALIGNMENT
+    offsets = start + (block - tl.load(places_ptr + 3 * row)) * BLOCK + tl.arange(0, BLOCK)  # int64
+    mask = offsets < tl.where(tl.load(skipped_ptr) == 0, end, 0)
+    rate = learning_rate * tl.load(scales_ptr + 2 * row)
+    decay = rate * weight_decay * tl.load(scales_ptr + 2 * row + 1)
+
+    gradient = tl.load(gradient_ptr + offsets, mask=mask, other=0.0).to(tl.float32) / tl.load(divisor_ptr)
+    exp_avg = tl.load(exp_avg_ptr + offsets, mask=mask, other=0.0)
+    exp_avg_sq = tl.load(exp_avg_sq_ptr + offsets, mask=mask, other=0.0)
+    if remainder_ptr is None:
+        weight = tl.load(master_ptr + offsets, mask=mask, other=0.0)
+    else:
+        high = tl.load(rounded_ptr + offsets, mask=mask, other=0).to(tl.int32) << 16
+        low = tl.load(remainder_ptr + offsets, mask=mask, other=0).to(tl.int32)
+        weight = (high + low).to(tl.float32, bitcast=True)
+
+    weight -= decay * weight
+    exp_avg = BETA1 * exp_avg + (1 - BETA1) * gradient
+    exp_avg_sq = BETA2 * exp_avg_sq + (1 - BETA2) * gradient * gradient
+    root = tl.sqrt(exp_avg_sq) / tl.sqrt(tl.load(corrections_ptr + 1))
+    weight -= rate / tl.load(corrections_ptr) * exp_avg / (root + EPS)
+
+    tl.store(exp_avg_ptr + offsets, exp_avg, mask=mask)
+    tl.store(exp_avg_sq_ptr + offsets, exp_avg_sq, mask=mask)
+    if remainder_ptr is None:
+        tl.store(master_ptr + offsets, weight, mask=mask)
+        if rounded_ptr is not None:
+            tl.store(rounded_ptr + offsets, narrow(weight, rounded_ptr.dtype.element_ty), mask=mask)
+    else:
+        # As `copying.split`: a NaN with all payload bits set would be rounded over the edge, to zero.
+        bits = tl.where(weight == weight, weight.to(tl.int32, bitcast=True), 0x7FC00000)
+        high = (bits + 0x8000) >> 16
+        tl.store(rounded_ptr + offsets, high.to(tl.int16), mask=mask)
+        tl.store(remainder_ptr + offsets, (bits - (high << 16)).to(tl.int16), mask=mask)

@@ -1,0 +1,212 @@
+"""AdamW on a flat shard against the formula in fp64; in every form of the weights; dropped updates leave no trace."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_lite.kernels import adamw as module
+from megatron_lite.kernels.adamw import BLOCK, Control, Hyperparameters, Range, Ranges, Shard, adamw
+from megatron_lite.kernels.copying import join, split
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Neither a multiple of the kernel's block nor without one: its blocks end at the borders.
+ROWS = (Range(0, 64, 1.0, 0.0), Range(64, BLOCK + 256, 0.5, 1.0), Range(BLOCK + 256, 3 * BLOCK + 64, 2.0, 1.0))
+NUMEL = ROWS[-1].end
+NUMBERS = Hyperparameters(learning_rate=0.02, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
+MARGIN, MARK = 64, 7.0  # elements around the shard, and what is in them
+
+FORMS = ["master alone", "bf16 in place", "fp16 in place", "split"]
+GRADIENTS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def inside(values: Tensor) -> Tensor:
+    """A copy in the middle of a larger memory, full of marks."""
+    memory = torch.full((len(values) + 2 * MARGIN,), MARK, dtype=values.dtype, device=DEVICE)
+    memory[MARGIN:-MARGIN] = values.to(DEVICE)
+    return memory[MARGIN:-MARGIN]
+
+
+def around(tensor: Tensor) -> Tensor:
+    memory = torch.empty(0, dtype=tensor.dtype, device=DEVICE).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+    return torch.cat([memory[:MARGIN], memory[-MARGIN:]])
+
+
+def draw(seed: int, numel: int = NUMEL) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def make_shard(form: str, gradient_dtype: torch.dtype, numel: int = NUMEL) -> Shard:
+    weights, zeros = draw(0, numel), torch.zeros(numel)
+    rounded = remainder = None
+    if form == "split":
+        rounded = inside(torch.zeros(numel, dtype=torch.bfloat16))
+        remainder = inside(torch.zeros(numel, dtype=torch.int16))
+        split(weights.to(DEVICE), rounded, remainder)
+    elif form != "master alone":
+        rounded = inside(weights.to(torch.bfloat16 if form == "bf16 in place" else torch.float16))
+    master = None if form == "split" else inside(weights)
+    return Shard(master, rounded, remainder, inside(zeros.to(gradient_dtype)), inside(zeros), inside(zeros))
+
+
+def master_of(shard: Shard) -> Tensor:
+    if shard.master is not None:
+        return shard.master
+    assert shard.rounded is not None and shard.remainder is not None
+    return join(shard.rounded, shard.remainder)
+
+
+def control_of(divisor: float, updates: int, skipped: bool = False, numbers: Hyperparameters = NUMBERS) -> Control:
+    scalars = (torch.tensor(float(value), device=DEVICE) for value in (divisor, updates, skipped))
+    return Control(*scalars, numbers)
+
+
+def update(shard: Shard, gradient: Tensor, control: Control, triton: bool, rows: Sequence[Range] = ROWS) -> None:
+    shard.gradient.copy_(gradient)
+    adamw(shard, Ranges(rows, DEVICE), control, triton)
+
+
+class Exact:
+    """The formula, in fp64."""
+
+    def __init__(self) -> None:
+        self.weights, self.m, self.v = draw(0).double(), torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
+
+    def update(self, gradient: Tensor, divisor: float, updates: int, numbers: Hyperparameters = NUMBERS) -> None:
+        g = gradient.double() / divisor
+        self.m = numbers.beta1 * self.m + (1 - numbers.beta1) * g
+        self.v = numbers.beta2 * self.v + (1 - numbers.beta2) * g.square()
+        m, v = self.m / (1 - numbers.beta1**updates), self.v / (1 - numbers.beta2**updates)
+        for start, end, lr_scale, decay_scale in ROWS:
+            rate, own = numbers.learning_rate * lr_scale, slice(start, end)
+            step = m[own] / (v[own].sqrt() + numbers.eps) + numbers.weight_decay * decay_scale * self.weights[own]
+            self.weights[own] -= rate * step
+
+
+def bits(shard: Shard) -> list[bytes]:
+    return [t.cpu().view(torch.int16).numpy().tobytes() for t in shard if t is not None and t is not shard.gradient]
+
+
+@pytest.mark.parametrize("triton", [False, True])
+@pytest.mark.parametrize(("form", "dtype"), list(itertools.product(FORMS, GRADIENTS)), ids=str)
+def test_several_updates_are_those_of_the_formula(form: str, dtype: torch.dtype, triton: bool) -> None:
+    """Scaled and clipped gradients, changing learning rates, three ranges; weights in place are the master's copy.
+
+    One update between is dropped: nothing changes by a single bit, although its gradients are infinite and NaN.
+    """
+    shard, exact = make_shard(form, dtype), Exact()
+    for updates, divisor in enumerate((1.0, 512.0, 2.75, 65536.0), start=1):
+        numbers = Hyperparameters(0.02 / updates, 0.1, 0.9, 0.95, 1e-8)
+        scale = min(divisor, 2048.0)  # fp16 holds 65504 at most
+        gradient = (draw(updates) * scale).to(dtype)
+        exact.update(gradient, divisor, updates, numbers)
+        update(shard, gradient, control_of(divisor, updates, numbers=numbers), triton)
+        for ours, formula in ((master_of(shard), exact.weights), (shard.exp_avg, exact.m)):
+            assert torch.allclose(ours.cpu().double(), formula, rtol=2e-6, atol=2e-6), updates
+        assert torch.allclose(shard.exp_avg_sq.cpu().double(), exact.v, rtol=1e-5, atol=0), updates
+        if form.endswith("in place"):
+            assert shard.rounded is not None and torch.equal(shard.rounded, master_of(shard).to(shard.rounded.dtype))
+        before = bits(shard)
+        poison = torch.full_like(gradient, torch.inf)
+        poison[::2] = torch.nan
+        update(shard, poison, control_of(torch.nan, updates, skipped=True), triton)
+        assert bits(shard) == before, "a dropped update left a trace"
+    for tensor in shard:
+        if tensor is not None:
+            assert (around(tensor) == MARK).all(), "something beside the shard was written"
+
+
+@pytest.mark.parametrize("triton", [False, True])
+@pytest.mark.parametrize("dtype", GRADIENTS, ids=str)
+def test_split_masters_are_the_unsplit_ones_bit_for_bit(dtype: torch.dtype, triton: bool) -> None:
+    plain, halves = make_shard("master alone", dtype), make_shard("split", dtype)
+    for updates in (1, 2, 3):
+        gradient = draw(updates).to(dtype)
+        for shard in (plain, halves):
+            update(shard, gradient, control_of(1.5, updates), triton)
+        assert torch.equal(master_of(halves), master_of(plain))
+        assert torch.equal(halves.exp_avg, plain.exp_avg) and torch.equal(halves.exp_avg_sq, plain.exp_avg_sq)
+
+
+@pytest.mark.parametrize("count", [1, 2, 6])
+def test_any_number_of_ranges(count: int) -> None:
+    """One to six, some shorter than a block: the kernel's table against the reference's loop."""
+    borders = [0, 64, 128, BLOCK + 128, BLOCK + 192, 2 * BLOCK + 192, NUMEL]
+    starts = [0, *borders[1:count]]
+    rows = [
+        Range(a, b, 1.0 + i, float(i % 2)) for i, (a, b) in enumerate(zip(starts, [*starts[1:], NUMEL], strict=True))
+    ]
+    reference, kernel = (make_shard("bf16 in place", torch.float32) for _ in range(2))
+    update(reference, draw(1), control_of(3.0, 1), False, rows)
+    update(kernel, draw(1), control_of(3.0, 1), True, rows)
+    assert torch.allclose(master_of(reference), master_of(kernel), rtol=1e-6, atol=1e-6)
+    assert not torch.equal(master_of(kernel).cpu(), draw(0))
+
+
+@pytest.mark.parametrize("triton", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_tiny_and_huge_gradients(form: str, triton: bool) -> None:
+    """Whatever finite a gradient is, weights and moments stay finite; zeros (padding) stay zero."""
+    shard = make_shard(form, torch.float32)
+    gradient = draw(1) * 10.0 ** torch.linspace(-38, 18, NUMEL)
+    gradient[::5] = 0.0
+    for updates in (1, 2):
+        update(shard, gradient, control_of(1.0, updates), triton)
+    for tensor in (master_of(shard), shard.exp_avg, shard.exp_avg_sq):
+        assert torch.isfinite(tensor).all()
+    assert not shard.exp_avg[::5].any() and not shard.exp_avg_sq[::5].any()
+
+
+@pytest.mark.parametrize("triton", [False, True])
+def test_betas_of_zero_are_legal(triton: bool) -> None:
+    """beta = 0: w - lr * sign(g), whatever t is."""
+    numbers = Hyperparameters(0.5, 0.0, 0.0, 0.0, 1e-30)
+    shard = make_shard("master alone", torch.float32, 64)
+    update(shard, draw(1, 64), control_of(1.0, 7, numbers=numbers), triton, [Range(0, 64, 1.0, 1.0)])
+    assert torch.allclose(master_of(shard).cpu(), draw(0, 64) - 0.5 * draw(1, 64).sign(), atol=1e-6)
+
+
+def test_borders_have_to_be_aligned() -> None:
+    with pytest.raises(AssertionError):
+        Ranges([Range(0, 65, 1.0, 1.0)], DEVICE)
+
+
+class NewMemory(TorchDispatchMode):
+    """Counts the bytes of tensors that come into being."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                self.bytes += tensor.untyped_storage().nbytes()
+        return result
+
+
+@pytest.mark.parametrize(("form", "dtype"), list(itertools.product(FORMS, GRADIENTS)), ids=str)
+def test_the_kernel_takes_no_memory(form: str, dtype: torch.dtype) -> None:
+    """One launch on what is given, no temporary: not for gradients in another dtype either, nor for split weights.
+
+    The reference shows that it would be counted.
+    """
+    shard, ranges, control = make_shard(form, dtype), Ranges(ROWS, DEVICE), control_of(1.0, 1)
+    launches = mock.MagicMock()  # the interpreter's own copies do not count
+    with mock.patch.object(module, "_adamw_kernel", launches), NewMemory() as memory:
+        adamw(shard, ranges, control, triton=True)
+    assert memory.bytes == 0
+    launches.__getitem__.assert_called_once_with((5,))
+    given = {argument.data_ptr() for argument in launches[(5,)].call_args.args if isinstance(argument, Tensor)}
+    assert given >= {tensor.data_ptr() for tensor in shard if tensor is not None}, "copies are given to the kernel"
+    with NewMemory() as memory:
+        adamw(shard, ranges, control)
+    assert (memory.bytes > 0) == (form == "split" or dtype != torch.float32)

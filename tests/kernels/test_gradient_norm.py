@@ -1,0 +1,65 @@
+"""The sum of squares against fp64: of all sizes of shards and values, and the same bits each time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.kernels.gradient_norm import BLOCK, PIECE_NUMEL, squared_norm
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SIZES = [(1,), (63, BLOCK), (PIECE_NUMEL,), (PIECE_NUMEL + 1, 5, 2 * PIECE_NUMEL - 3)]
+
+
+def shards(sizes: tuple[int, ...], scale: float, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(size, generator=generator).double() * scale).to(dtype).to(DEVICE) for size in sizes]
+
+
+def exact(tensors: list[Tensor]) -> float:
+    return float(sum(tensor.double().square().sum() for tensor in tensors))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "scales"),
+    [(torch.float32, (1.0, 1e-38, 1e30)), (torch.bfloat16, (1.0, 1e-38, 1e30)), (torch.float16, (1.0, 1e-6, 1e4))],
+    ids=["fp32", "bf16", "fp16"],
+)
+def test_the_kernel_loses_nothing_and_overflows_nowhere(
+    sizes: tuple[int, ...], dtype: torch.dtype, scales: tuple[float, ...]
+) -> None:
+    """As exact as fp64, also where fp32 squares would be zero or infinite; small shards beside large values."""
+    for scale in scales:
+        tensors = shards(sizes, scale, dtype)
+        total = squared_norm(tensors, triton=True)
+        assert total.shape == () and total.dtype == torch.float64
+        assert float(total) == pytest.approx(exact(tensors), rel=1e-13)
+        assert torch.equal(squared_norm(tensors, triton=True), total), "the same bits each time"
+    mixed = [shards((PIECE_NUMEL,), scales[0], dtype)[0], *shards((3,), scales[-1], dtype)]
+    assert float(squared_norm(mixed, triton=True)) == pytest.approx(exact(mixed), rel=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_reference_is_exact_to_fp32_and_stands_loss_scales(dtype: torch.dtype) -> None:
+    """A million small squares are not lost beside a large one, and scaled gradients do not overflow their sum."""
+    for scale in (1.0, 1e-6, 1e4) if dtype == torch.float16 else (1.0, 1e-15, 1e15):
+        tensors = shards((2**20 + 77, 1000), scale, dtype)
+        tensors[0][:PIECE_NUMEL] *= 5.0
+        assert float(squared_norm(tensors)) == pytest.approx(exact(tensors), rel=1e-4)
+
+
+@pytest.mark.parametrize("triton", [False, True])
+@pytest.mark.parametrize("poison", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_one_bad_element_shows(dtype: torch.dtype, poison: float, triton: bool) -> None:
+    tensors = shards((100, PIECE_NUMEL + 10), 1.0, dtype)
+    tensors[1][-1] = poison
+    assert not torch.isfinite(squared_norm(tensors, triton))
+
+
+def test_what_lies_behind_a_shard_does_not_count() -> None:
+    memory = torch.full((2 * PIECE_NUMEL,), torch.nan, device=DEVICE)
+    shard = memory[: PIECE_NUMEL + 3].fill_(2.0)
+    assert float(squared_norm([shard], triton=True)) == 4.0 * (PIECE_NUMEL + 3)
