@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_lite.config import Config
 from megatron_lite.distributed import Group, Handle
+from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.layers.layer import MicroBatch
 from megatron_lite.optimizer.adamw import AdamW
 from megatron_lite.traffic import Traffic
@@ -51,7 +52,8 @@ class Engine:
             layers_of(self.config), self.config.multi_stage, self.config.batch, dtype, group or ranks, training
         )
         self.model.initialize(self.config.distributed.seed)
-        self.optimizer = AdamW(self.config.optimizer, self.model.stages, dtype, ranks)
+        kernels = choose_kernels(self.config, ranks.device)
+        self.optimizer = AdamW(self.config.optimizer, self.model.stages, dtype, ranks, kernels)
 
     def batches(self, iteration: int, scale: Tensor | None = None) -> list[MicroBatch]:
         """One iteration's micro-batches of this rank."""

@@ -1,16 +1,20 @@
-"""Bad updates are dropped without a trace, and the loss scale reacts to overflows as documented."""
+"""Bad updates are dropped without a trace, the loss scale reacts to overflows as documented, and updated weights need
+not be copied into their buffer; with the torch references and with the Triton kernels."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
-from harness import run_distributed, tiny_config
+from engine_runs import Engine, SimulatedRanks
+from harness import layers_of, run_distributed, tiny_config
+from torch import Tensor
 
 from megatron_lite.config import OptimizerConfig
 from megatron_lite.distributed import Distributed
-from megatron_lite.gpt import build_gpt
+from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.optimizer.adamw import AdamW
 from megatron_lite.optimizer.loss_scale import LossScale
 from megatron_lite.zero.multi_stage import MultiStage
@@ -19,10 +23,11 @@ from megatron_lite.zero.multi_stage import MultiStage
 def poisoned_update(distributed: Distributed, poison: float, options: dict[str, Any]) -> dict[str, Any]:
     """Two good updates, one with a single bad gradient element on the last rank, one good again."""
     config = tiny_config(distributed.world_size, **options)
-    layers = build_gpt(config.model, config.batch.sequence_length)
+    layers = layers_of(config)
     model = MultiStage(layers, config.multi_stage, config.batch, config.distributed.training_dtype, distributed)
     model.initialize(1)
-    optimizer = AdamW(config.optimizer, model.stages, config.distributed.training_dtype, distributed)
+    kernels = choose_kernels(config, distributed.device)
+    optimizer = AdamW(config.optimizer, model.stages, config.distributed.training_dtype, distributed, kernels)
 
     def update(bad: bool) -> tuple[bool, float]:
         for stage in model.stages:
@@ -46,8 +51,17 @@ def poisoned_update(distributed: Distributed, poison: float, options: dict[str, 
             "before": counters, "after": after_bad, "end": optimizer.state()}  # fmt: skip
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("options", [{}, {"zero_stage": 3, "training_dtype": "bf16"}, {"clip_grad": 0.0}], ids=str)
+# With the kernels one of each: they run under Triton's interpreter here, slowly.
+POISONS: list[tuple[float, dict[str, Any]]] = [
+    *itertools.product(
+        (torch.nan, torch.inf, -torch.inf), ({}, {"zero_stage": 3, "training_dtype": "bf16"}, {"clip_grad": 0.0})
+    ),
+    (torch.nan, {"enable_triton_kernels": True}),
+    (torch.inf, {"enable_triton_kernels": True, "training_dtype": "bf16", "split_master_weights": True}),
+]
+
+
+@pytest.mark.parametrize(("poison", "options"), POISONS, ids=str)
 def test_a_bad_gradient_on_one_rank_changes_nothing_on_any(poison: float, options: dict[str, Any]) -> None:
     """NaN and infinities never reach weights or moments, on no rank; the next update goes on as if nothing was."""
     for result in run_distributed(2, poisoned_update, poison, options):
@@ -61,6 +75,107 @@ def test_an_overflow_in_fp16_counts_against_the_hysteresis() -> None:
     for result in run_distributed(2, poisoned_update, float("inf"), {"training_dtype": "fp16"}):
         assert result["before"]["loss_scale"] == {"dynamic": True, "scale": 65536.0, "good": 2, "patience": 2}
         assert result["after"]["loss_scale"] == {"dynamic": True, "scale": 65536.0, "good": 0, "patience": 1}
+
+
+# -- where the weights go --------------------------------------------------------------------------------------------
+
+FORMS: list[dict[str, Any]] = [
+    {}, {"training_dtype": "bf16"}, {"training_dtype": "bf16", "zero_stage": 3}, {"training_dtype": "fp16"},
+    {"training_dtype": "bf16", "full_precision_gradients": False},
+    {"training_dtype": "bf16", "split_master_weights": True}, {"lr_scales": ("embedding:0.1", "*.bias:2")},
+]  # fmt: skip
+triton_too = pytest.mark.parametrize("triton", [False, True])
+
+
+def engine_with(options: dict[str, Any], triton: bool, ranks: Any = None) -> Engine:
+    return Engine(ranks or SimulatedRanks(), {"enable_triton_kernels": triton, "sequence_length": 8, **options})
+
+
+def trained(ranks: Any, options: dict[str, Any], triton: bool) -> tuple[list[float], Tensor]:
+    """Losses and norms of three steps, and all the masters of this rank."""
+    engine = engine_with(options, triton, ranks)
+    numbers = [float(number) for iteration in (1, 2, 3) for number in engine.step(iteration)]
+    engine.model.finish()
+    return numbers, torch.cat([part.read("weights") for _, part in engine.model.parts()])
+
+
+def compare(ranks: Any, options: dict[str, Any]) -> None:
+    """Whole steps with the kernels against those with the references: to rounding in fp32, or in 16 bits."""
+    (numbers, weights), (others, other_weights) = (trained(ranks, options, triton) for triton in (False, True))
+    tolerance = 1e-4 if options.get("training_dtype", "fp32") == "fp32" else 1e-2
+    assert others == pytest.approx(numbers, rel=tolerance)
+    # Where a gradient is all rounding, Adam makes a step of it in any direction: compared as a whole.
+    assert float((other_weights - weights).norm() / weights.norm()) < tolerance
+
+
+@pytest.mark.parametrize("options", FORMS, ids=str)
+def test_runs_with_triton_kernels_are_those_with_references(options: dict[str, Any]) -> None:
+    """A tiny model, in every form of weights and gradients, over one rank of two."""
+    compare(SimulatedRanks(), options)
+
+
+def test_two_ranks_with_triton_kernels_are_those_with_references() -> None:
+    run_distributed(2, compare, {"training_dtype": "bf16"})
+
+
+@triton_too
+@pytest.mark.parametrize("options", FORMS[1:6], ids=str)
+def test_updated_weights_are_in_their_buffer_already(options: dict[str, Any], triton: bool) -> None:
+    """What a gather would copy there: the master, rounded. ZeRO 3 has none for each stage."""
+    engine = engine_with(options, triton)
+    loss = engine.gradients(1)
+    stage = engine.model.stages[1]
+    part = stage.trainable
+    own_slice = part.full_weights[: part.layout.shard_numel]
+    before = own_slice.clone()
+    engine.optimizer.step(1e-2, loss, lambda stage: None)
+    in_place = own_slice.clone()
+    if options.get("zero_stage") == 3:
+        assert part.weights.rounded is None
+        return
+    engine.model.updated(stage)
+    stage.gather()
+    assert torch.equal(own_slice, in_place) and not torch.equal(in_place, before)
+    if not options.get("split_master_weights"):
+        assert torch.equal(in_place, part.read("weights").to(in_place.dtype))
+
+
+@triton_too
+def test_weights_from_elsewhere_are_copied_into_their_buffer(triton: bool) -> None:
+    """After a checkpoint was loaded, after a dropped update of weights that nobody has gathered yet, and in between."""
+    engine = engine_with({"training_dtype": "bf16", "zero_stage": 1}, triton)
+    stage = engine.model.stages[1]
+    part = stage.trainable
+    own_slice = part.full_weights[: part.layout.shard_numel]
+
+    def drop_an_update() -> None:
+        for other in engine.model.stages:
+            other.trainable.grad_shard.fill_(torch.nan)
+        assert engine.optimizer.step(1e-2, torch.tensor(1.0), lambda stage: None).skipped
+
+    drop_an_update()
+    for _ in range(2):
+        stage.gather()
+        assert torch.equal(own_slice, part.read("weights").bfloat16())
+        engine.step(1)
+        drop_an_update()
+        part.write("weights", part.read("weights").mul_(1.5))
+        engine.model.invalidate()
+
+
+@triton_too
+def test_a_norm_whose_square_overflows_drops_the_update(triton: bool) -> None:
+    """Without clipping it would make the second moment infinite, for good."""
+    engine = engine_with({"clip_grad": 0.0}, triton)
+    for value, skipped in ((1e15, False), (1e20, True)):
+        for stage in engine.model.stages:
+            stage.trainable.grad_shard.fill_(value)
+        update = engine.optimizer.step(1e-2, torch.tensor(1.0), engine.model.updated)
+        assert bool(update.skipped) == skipped
+        assert all(torch.isfinite(part.exp_avg_sq).all() for _, part in engine.model.parts())
+
+
+# -- the loss scale --------------------------------------------------------------------------------------------------
 
 
 def scales(config: OptimizerConfig, overflows: list[bool]) -> list[float]:
