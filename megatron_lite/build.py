@@ -18,7 +18,7 @@ from megatron_lite.checkpoint import compatibility, sharded
 from megatron_lite.checkpoint.huggingface import check_exportable
 from megatron_lite.config import Config
 from megatron_lite.data.loader import DataSource, open_data
-from megatron_lite.distributed import Distributed
+from megatron_lite.distributed import Distributed, deterministic_ways
 from megatron_lite.experiment import Experiment
 from megatron_lite.gpt import model_layers
 from megatron_lite.kernels.choice import choose_kernels
@@ -84,6 +84,8 @@ def build(
     for line in arguments.banner(config, derived_numbers(config, layers, distributed, data)).splitlines():
         logger.info(line)
     logger.info(kernels.describe())
+    if kernels.deterministic:
+        logger.info(deterministic_ways(distributed.device, kernels.triton))
     for choice in choices:
         logger.log(logging.WARNING if choice.is_warning else logging.INFO, choice.text)
     for note in (*notes, *warnings(config), *memory_warnings(config, distributed)):
@@ -206,11 +208,6 @@ def derived_numbers(config: Config, layers: list[Layer], distributed: Distribute
         "ranks": str(distributed.world_size),
         "device": describe_device(distributed.device),
         "versions": f"torch {torch.__version__}, python {platform.python_version()}",
-        **(
-            {"deterministic": "on: GPU kernels that are slower but repeatable"}
-            if config.distributed.deterministic
-            else {}
-        ),
         **data.describe(),
     }
 

@@ -239,6 +239,17 @@ def make_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+def deterministic_ways(device: torch.device, triton: bool) -> str:
+    """What is different with --deterministic=1, for the log."""
+    if device.type != "cuda":
+        return f"deterministic: on {device.type} everything is repeatable anyway; --deterministic=1 costs nothing"
+    embedding = "" if triton else ", embedding gradients from sorted tokens"
+    return (
+        "deterministic: attention's backward pass adds up in a fixed order and never goes through cuDNN, cuBLAS keeps "
+        f"to one workspace{embedding}; scripts/deterministic_cost.py measures what that costs a model"
+    )
+
+
 def choose_device(name: str, local_rank: int, local_world_size: int) -> torch.device:
     """The device of this rank. Every rank of a machine comes to the same verdict.
 

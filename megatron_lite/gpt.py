@@ -20,7 +20,7 @@ def build_gpt(config: ModelConfig, sequence_length: int, kernels: Kernels = REFE
     `kernels` are the implementations that compute; as it stands, the torch references.
     """
     rotary = Rotary(config, sequence_length) if config.use_rotary_embeddings else None
-    embedding = Embedding(config)
+    embedding = Embedding(config, kernels)
     blocks = [Block(index, config, rotary, kernels) for index in range(config.num_layers)]
     return [embedding, *blocks, Head(config, embedding, kernels)]
 

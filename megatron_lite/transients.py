@@ -66,7 +66,7 @@ def _embedding(model: ModelConfig, one: Pass) -> Peaks:
     """The rows looked up, perhaps with positions or dropped from; backward, their gradient in the buffer's dtype."""
     hidden = one.size(model.hidden_size)
     again = bool(model.use_position_embeddings) or model.hidden_dropout > 0
-    casts = one.grad_itemsize != one.itemsize
+    casts = one.grad_itemsize != one.itemsize and not one.kernels.triton
     return Peaks(hidden * (2 if again else 1), one.tokens * model.hidden_size * one.grad_itemsize if casts else 0)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import Trajectory, run_distributed, same_weights, train_tiny
 
-from megatron_lite.distributed import Distributed
+from megatron_lite.distributed import Distributed, deterministic_ways
 
 BUFFERS = [
     {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3},
@@ -117,3 +117,10 @@ def test_deterministic_runs_with_torchs_own_check_switched_on() -> None:
     enabled, strict = run_distributed(2, determinism, deterministic=True)[0]
     plain = run_distributed(2, train_tiny, {"hidden_dropout": 0.1}, 10)[0]
     assert enabled and strict.losses == plain.losses and same_weights(strict.weights, plain.weights)
+
+
+def test_what_is_slower_is_said() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert "sorted tokens" in deterministic_ways(cuda, triton=False)
+    assert "sorted tokens" not in deterministic_ways(cuda, triton=True)
+    assert deterministic_ways(cpu, triton=False).endswith("--deterministic=1 costs nothing")

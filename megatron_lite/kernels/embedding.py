@@ -1,6 +1,10 @@
 """Embedding look-up: y[t] = W[token[t]];   W.main_grad[token[t]] += dy[t], without a dense (v, h) temporary.
 
 Rows that no token or position touched have a gradient of zero, so the first gradient of an accumulation zeroes them.
+
+On a GPU `index_add_` adds atomically, in any order, unless PyTorch's deterministic algorithms are asked for. The Triton
+kernel always sums up in order: the positions are sorted by token, and the program of each token's first position adds
+up all of them, in fp32 straight from the training dtype.
 """
 
 from __future__ import annotations
@@ -11,26 +15,65 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_lite.kernels.jit import cdiv, jit, next_power_of_2, tl
 from megatron_lite.parameter import Parameter
+
+
+def _add_rows_torch(total: Tensor, tokens: Tensor, grads: Tensor) -> None:
+    """total (v, h) [tokens (t,)] += grads (t, h)."""
+    total.index_add_(0, tokens, grads.to(total.dtype))
+
+
+@jit
+def _add_rows_kernel(total, grads, tokens, order, ends, hidden_size, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """COLUMNS elements of one token's row in a program; ROWS of its positions at a time."""
+    first = tl.program_id(0)
+    token = tl.load(tokens + first)
+    before = tl.load(tokens + tl.maximum(first - 1, 0))
+    if (first == 0) | (token != before):
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = column < hidden_size
+        count = (tl.load(ends + first) - first).to(tl.int32)
+        target = total + token * hidden_size + column
+        result = tl.load(target, mask=inside, other=0.0).to(tl.float32)
+        for start in range(0, count, ROWS):
+            row = start + tl.arange(0, ROWS)
+            source = tl.load(order + first + row, mask=row < count, other=0)
+            pointers = grads + source[:, None] * hidden_size + column[None, :]
+            values = tl.load(pointers, mask=(row < count)[:, None] & inside[None, :], other=0.0)
+            result += tl.sum(values.to(tl.float32), axis=0)
+        tl.store(target, result.to(total.dtype.element_ty), mask=inside)
+
+
+def _add_rows_triton(total: Tensor, tokens: Tensor, grads: Tensor) -> None:
+    """The same; tokens are int64, so that offsets into `total` and `grads` are, too."""
+    sorted_tokens, order = torch.sort(tokens, stable=True)
+    ends = torch.searchsorted(sorted_tokens, sorted_tokens, right=True)  # of each token's run of positions
+    hidden_size = grads.shape[1]
+    columns = min(next_power_of_2(hidden_size), 512)
+    grid = (tokens.shape[0], cdiv(hidden_size, columns))
+    _add_rows_kernel[grid](
+        total, grads.contiguous(), sorted_tokens, order, ends, hidden_size, ROWS=8, COLUMNS=columns, num_warps=4
+    )
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Parameter, tokens: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Parameter, tokens: Tensor, triton: bool) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.weight = weight
+        ctx.weight, ctx.triton = weight, triton
         return torch.nn.functional.embedding(tokens, weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None, None]:
         (tokens,) = ctx.saved_tensors
         main_grad = ctx.weight.main_grad
         if ctx.weight.begin_gradient():
             main_grad.zero_()
-        grads = grad_output.reshape(-1, grad_output.shape[-1]).to(main_grad.dtype)
-        main_grad.index_add_(0, tokens.reshape(-1), grads)
-        return None, None
+        add_rows = _add_rows_triton if ctx.triton else _add_rows_torch
+        add_rows(main_grad, tokens.reshape(-1), grad_output.reshape(-1, grad_output.shape[-1]))
+        return None, None, None
 
 
 class _Positions(torch.autograd.Function):
@@ -53,9 +96,9 @@ class _Positions(torch.autograd.Function):
         return grad_output, None
 
 
-def embedding(weight: Parameter, tokens: Tensor) -> Tensor:
+def embedding(weight: Parameter, tokens: Tensor, triton: bool = False) -> Tensor:
     """weight (v, h), tokens (b, s) int64 -> (b, s, h)."""
-    return _Embedding.apply(weight, tokens)
+    return _Embedding.apply(weight, tokens, triton)
 
 
 def add_positions(hidden: Tensor, weight: Parameter) -> Tensor:

@@ -22,9 +22,10 @@ class Embedding(Layer):
     name = "embedding"
     backward_needs_weights = False
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
         assert config.init_method_std_embed is not None and config.max_position_embeddings is not None
+        self.kernels = kernels
         weights = Initializer("normal", config.init_method_std_embed)
         self.hidden_dropout = config.hidden_dropout
         self.word = declare(ParameterSpec("embedding.word.weight", (config.vocab_size, config.hidden_size), weights))
@@ -35,7 +36,7 @@ class Embedding(Layer):
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         assert hidden is None
-        hidden = embedding(self.word, micro_batch.tokens)
+        hidden = embedding(self.word, micro_batch.tokens, self.kernels.triton)
         if self.position is not None:
             hidden = add_positions(hidden, self.position)
         return dropout(hidden, self.hidden_dropout, micro_batch.site_seed("embedding"))

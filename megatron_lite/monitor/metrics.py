@@ -98,7 +98,7 @@ def hardware_flops(
 
       + 2 * T * h * (1 + gated) * f        for each block with mlp_recompute_level=full: its first MLP product
       + the block's forward pass           for each of the first recompute_layers
-      + 2 * T * h * v                      with a cross_entropy_block_size: the logits
+      + 2 * T * h * v                      with a cross_entropy_block_size below v: the logits
       + T * heads * d * s                  for each block: flash attention's backward repeats the scores (1/6)
 
     Pass `flash_attention=False` on CPU, where attention is counted as if it kept them.
@@ -109,7 +109,7 @@ def hardware_flops(
     if performance.mlp_recompute_level == "full":
         flops += 2.0 * tokens * model.num_layers * model.hidden_size * (1 + model.gated) * model.ffn_hidden_size
     flops += (_block_flops(model, tokens) + attention) * performance.recompute_layers / model.num_layers
-    if performance.cross_entropy_block_size is not None:
+    if (performance.cross_entropy_block_size or model.vocab_size) < model.vocab_size:
         flops += _head_flops(model, tokens)
     return flops + (attention / 2 if flash_attention else 0)
 

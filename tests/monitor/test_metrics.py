@@ -88,6 +88,7 @@ def test_hardware_flops_of_recomputation():
     assert more(mlp_recompute_level="full") == pytest.approx(32 * 2 * 4096 * 2 * 14336)
     assert more(mlp_recompute_level="activation") == 0
     assert more(cross_entropy_block_size=4096) == pytest.approx(head)
+    assert more(cross_entropy_block_size=128256) == 0
 
 
 @pytest.mark.parametrize(

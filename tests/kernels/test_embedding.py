@@ -1,0 +1,77 @@
+"""The embedding's gradient by its Triton kernel: the sums of the reference, in one order, from sorted positions."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.kernels.embedding import embedding
+from megatron_lite.kernels.jit import runs_on
+from megatron_lite.parameter import Parameter
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.skipif(not runs_on(DEVICE), reason="Triton is not installed")
+
+V = 50
+TOKENS = {
+    "few of each": lambda t: torch.arange(t) * 7 % V,
+    "one token": lambda t: torch.full((t,), 3),
+    "runs and the ends": lambda t: torch.cat([torch.zeros(t // 2), torch.full((t - t // 2,), V - 1)]),
+    "random": lambda t: torch.randint(V, (t,), generator=torch.Generator().manual_seed(t)),
+}
+
+
+def gradient(tokens: Tensor, grad: Tensor, grad_dtype: torch.dtype) -> Tensor:
+    """Of two accumulations, into a buffer full of NaN."""
+    weight = cast(Parameter, Parameter(torch.randn(V, grad.shape[-1], device=DEVICE).to(grad.dtype)))
+    weight.main_grad = torch.full(weight.shape, torch.nan, dtype=grad_dtype, device=DEVICE)
+    weight.gradient_is_empty = True
+    for _ in range(2):
+        output = embedding(weight, tokens, triton=True)
+        output.backward(grad)
+    assert torch.equal(output, weight[tokens])
+    return weight.main_grad
+
+
+@pytest.mark.parametrize(
+    ("kind", "s", "h"),
+    [("few of each", 1, 1), ("few of each", 9, 20), ("one token", 9, 20), ("runs and the ends", 9, 20),
+     ("random", 9, 20), ("runs and the ends", 4, 520)],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16),
+     (torch.float16, torch.float32)],
+    ids=str,
+)  # fmt: skip
+def test_triton_gradient_is_the_formula(kind: str, s: int, h: int, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+    """Against fp64; in fp32 buffers no summand is rounded."""
+    tokens = TOKENS[kind](2 * s).view(2, s).long().to(DEVICE)
+    grad = torch.randn(2, s, h, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    exact = torch.zeros(V, h, dtype=torch.float64, device=DEVICE)
+    exact.index_add_(0, tokens.flatten(), grad.double().flatten(0, 1))
+    result = gradient(tokens, grad, grad_dtype)
+    tolerance = 1e-6 if grad_dtype == torch.float32 else 1e-2
+    assert float((result.double() - 2 * exact).abs().max()) <= tolerance * float(2 * exact.abs().max())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_same_bits_every_time() -> None:
+    """Thousands of positions and few tokens: the order of atomic additions would show in the last bits."""
+    tokens = torch.randint(V, (4, 2048), device=DEVICE)
+    grad = torch.randn(4, 2048, 768, device=DEVICE, dtype=torch.bfloat16)
+    first, *others = (gradient(tokens, grad, torch.float32) for _ in range(5))
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_a_gradient_that_is_not_contiguous() -> None:
+    """Of a sum: one element for all."""
+    tokens = torch.tensor([[1, 1, 4], [0, 1, 6]], device=DEVICE)
+    weight = cast(Parameter, Parameter(torch.randn(V, 5, device=DEVICE)))
+    weight.main_grad, weight.gradient_is_empty = torch.empty_like(weight), True
+    embedding(weight, tokens, triton=True).sum().backward()
+    assert weight.main_grad[:7, 0].tolist() == [1, 3, 0, 0, 1, 0, 1] and not weight.main_grad[7:].any()
