@@ -57,6 +57,10 @@ _FIM = "fill-in-the-middle is not built"
 _PRETRAINED = "starting from other weights is not built yet; the same experiment_dir resumes by itself"
 _PROFILE = "the profiler is not built yet"
 _TRITON = "matrix products are the vendor's own; write --enable_triton_kernels=0 or =1 for everything else"
+_COMPILE = (
+    "torch.compile is not used: the operations are autograd functions fused by hand, which it does not take whole, "
+    "and compiled one by one they take as long"
+)
 _CONVERT = "belongs to Fast-LLM's conversion tool, not to pretraining; exports are made in Hugging Face's format"
 _TORCHRUN = "torchrun sets it through the environment: torchrun --nproc-per-node=N --nnodes=M"
 
@@ -69,7 +73,7 @@ def _entries() -> Iterator[Refused]:
     # Optimizer
     yield _value("lr_schedule", "none", "none", "write lr_decay_style, lr_warmup_iters, lr_decay_iters and min_lr")
     # Multi-stage
-    yield _switch("compile_all", "0", "0", "write --torch_compile=1, which compiles single operations")
+    yield _switch("compile_all", "0", "0", _COMPILE)
     # Distributed
     yield _value("tensor_parallel", "1", "1", _PARALLEL, "tensor_model_parallel_size")
     yield _value("pipeline_parallel", "1", "1", _PARALLEL, "pipeline_model_parallel_size")
@@ -123,7 +127,7 @@ def _entries() -> Iterator[Refused]:
     yield _value("router_lr_scale", "none", "none 1", _EXPERTS)
     # Run
     yield _switch("structured_logs", "1", "1", "log lines have one format")
-    yield _switch("torch_dynamo_enable", "1", "0", "write --torch_compile=1")
+    yield _switch("torch_dynamo_enable", "1", "0", _COMPILE)
     yield _switch("triton_linear_kernels", "0", "0", _TRITON)
     # Data
     for name, default in (
@@ -218,6 +222,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType({
     "params_dtype": "write --training_dtype; master weights are always fp32",
     "mp": "write --training_dtype=bf16",
     "fp8_format": "fp8 is not built",
+    "torch_compile": _COMPILE,
     "recompute_granularity": _RECOMPUTE,
     "recompute_method": _RECOMPUTE,
     "recompute_num_layers": "write --recompute_layers=<N>",

@@ -123,4 +123,3 @@ class PerformanceConfig:
         minimum=1,
         unset="the whole vocabulary",
     )
-    torch_compile: bool = option(False, "compile the torch formulas of single operations, where no Triton kernel runs")

@@ -22,15 +22,13 @@ class Kernels:
     cross_entropy_block_size: int | None = None
     mlp_recompute_level: str = "none"
     recompute_layers: int = 0
-    compile: bool = False
     deterministic: bool = False
 
     def describe(self) -> str:
         """One line for the log."""
-        formulas = "compiled torch" if self.compile else "torch"
         return (
-            f"kernels: {'Triton' if self.triton else formulas}, attention by {self.attention}, "
-            f"cross-entropy in {'Triton' if self.cross_entropy == 'triton' else formulas}"
+            f"kernels: {'Triton' if self.triton else 'torch'}, attention by {self.attention}, "
+            f"cross-entropy in {'Triton' if self.cross_entropy == 'triton' else 'torch'}"
         )
 
 
@@ -61,7 +59,6 @@ def choose_kernels(config: Config, device: torch.device) -> Kernels:
         cross_entropy_block_size=wanted.cross_entropy_block_size,
         mlp_recompute_level=wanted.mlp_recompute_level,
         recompute_layers=wanted.recompute_layers,
-        compile=wanted.torch_compile,
         deterministic=config.distributed.deterministic,
     )
 
