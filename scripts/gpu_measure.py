@@ -61,22 +61,20 @@ class Clock:
         """
         half = max(bytes_ // 2 // 2**20, 1) * 2**20
         if half not in self._copies:
-            source, target = random_bytes(half), torch.empty(half, dtype=torch.int8, device="cuda")
-            self._copies[half] = self.ms(lambda: target.copy_(source))["median"]
+            self._copies[half] = copy_spread(self, half)["median"]
         return self._copies[half] * bytes_ / (2 * half)
 
 
-def random_bytes(count: int) -> torch.Tensor:
-    """(count,) int8 on the device."""
-    return torch.randint(-128, 128, (count,), dtype=torch.int8, device="cuda")
+def copy_spread(clock: Clock, count: int, for_ms: float = 60.0) -> dict[str, Any]:
+    """The time of a copy of `count` random bytes."""
+    source = torch.randint(-128, 128, (count,), dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    return clock.ms(lambda: target.copy_(source), for_ms)
 
 
 def ceilings(clock: Clock) -> dict[str, Any]:
     """What the device does at best: bytes per second of a large copy, operations per second of a large product."""
-    source = random_bytes(COPY_BYTES)
-    target = torch.empty_like(source)
-    copy = clock.ms(lambda: target.copy_(source), for_ms=100)
-    del source, target
+    copy = copy_spread(clock, COPY_BYTES, for_ms=100)
     a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, dtype=torch.bfloat16, device="cuda") for _ in "ab")
     gemm = clock.ms(lambda: a @ b, for_ms=200)
     return {
@@ -90,8 +88,8 @@ def describe() -> dict[str, Any]:
     device = torch.cuda.get_device_properties(0)
     versions = {
         "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(), "triton": _triton_version(), "megatron_lite": megatron_lite.__version__,
-        "commit": _asked("git", "rev-parse", "HEAD"),
+        "cudnn": torch.backends.cudnn.version(), "triton": _triton_version(),
+        "megatron_lite": megatron_lite.__version__, "commit": _asked("git", "rev-parse", "HEAD"),
     }  # fmt: skip
     return {
         "machine": {

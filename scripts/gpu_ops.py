@@ -4,10 +4,11 @@
     python scripts/gpu_ops.py --ceilings --output=FILE    copy bandwidth and matrix products alone
     python scripts/gpu_ops.py --describe                  the device, as one line of JSON
 
-Each variant of an operation (Triton, the torch reference, the reference compiled) is timed; its bytes, each counted once
-where it has to be read and once where it has to be written, over the time, are held against the bandwidth of a large
-copy and of a copy of as many bytes, its arithmetic against a large matrix product. The file is written before and after
-every operation, and operations that are in it are left out: started again after a crash, the program goes on behind it.
+Each variant of an operation (Triton, the torch reference, the reference compiled) is timed; its bytes, each counted
+once where it has to be read and once where it has to be written, over the time, are held against the bandwidth of a
+large copy and of a copy of as many bytes, its arithmetic against a large matrix product. The file is written before and
+after every operation, and operations that are in it are left out: started again after a crash, the program goes on
+behind it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from gpu_measure import Clock, ceilings, describe  # noqa: E402
 from gpu_ops_table import OPS, Op, Shape  # noqa: E402
 
 # After one of these nothing that this process does on the device succeeds any more.
-FATAL = ("CUDA error", "device-side assert", "illegal memory access", "misaligned address", "unspecified launch failure")
+FATAL = ("CUDA error", "device-side assert", "illegal memory access", "misaligned address", "launch failure")
 RESTART = 3  # the exit code that asks for a new process
 
 
@@ -41,8 +42,8 @@ def measure_op(op: Op, shape: Shape, clock: Clock, copy_bytes_per_s: float) -> d
         variants[name] = measure_variant(calls.pop(name), op, clock, copy_bytes_per_s)
     return {
         "status": "ok" if all("failed" not in variant for variant in variants.values()) else "failed",
-        "shape": op.describe(shape), "memory_bound": op.memory_bound, "bytes": op.bytes(shape), "flops": op.flops(shape),
-        "variants": variants,
+        "shape": op.describe(shape), "memory_bound": op.memory_bound, "bytes": op.bytes(shape),
+        "flops": op.flops(shape), "variants": variants,
     }  # fmt: skip
 
 

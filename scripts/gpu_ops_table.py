@@ -1,33 +1,210 @@
-"""Placeholder until the operations are there."""
+"""The operations that scripts/gpu_ops.py times: how their inputs are made, how they are called, what they have to move.
+
+Shapes are those of Mistral-7B with one sequence of 8192 tokens. Bytes are the least: each input read once, each output
+written once; statistics of rows and tables of angles are left out. Everything is made anew for every operation, of
+random numbers, on any device: tests run small shapes on CPU, and compile the kernels of the full ones on no device.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_lite.kernels import adamw as optimizer
+from megatron_lite.kernels import copying
+from megatron_lite.kernels.gradient_norm import squared_norm
+from megatron_lite.kernels.normalization import add_norm, layer_norm, rms_norm
+from megatron_lite.parameter import Parameter
+
+EPS = 1e-5
+Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes."""
+    """Sizes, dtype and device; methods make tensors of random numbers."""
 
     tokens: int = 8192
+    hidden: int = 4096
+    ffn: int = 14336
+    heads: int = 32
+    groups: int = 8
+    head_size: int = 128
+    vocab: int = 32000
+    large_vocab: int = 128256
+    window: int = 4096
+    shard: int = 200_000_000 // 64 * 64
     dtype: torch.dtype = torch.bfloat16
     device: str = "cuda"
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    def random(self, *size: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
+        """Normally distributed."""
+        return torch.randn(*size, device=self.device, dtype=dtype or self.dtype).mul_(scale)
+
+    def input(self, *size: int) -> Tensor:
+        """The same, with a gradient."""
+        return self.random(*size).requires_grad_()
+
+    def parameter(self, *size: int) -> Parameter:
+        """The same, as a parameter whose gradient is added to in fp32."""
+        made = cast(Parameter, Parameter(self.random(*size, scale=1 / math.sqrt(size[-1]))))
+        made.main_grad = torch.zeros(size, dtype=torch.float32, device=self.device)
+        return made
+
+    def labels(self, vocab: int) -> Tensor:
+        """(tokens,) int64."""
+        return torch.randint(vocab, (self.tokens,), device=self.device)
 
 
 @dataclass(frozen=True)
 class Op:
-    """One."""
+    """An operation. `make` returns its variants, each a call without arguments on inputs of its own or shared ones."""
 
     name: str
-    make: Callable[[Shape], dict[str, Callable[[], Any]]]
-    bytes: Callable[[Shape], int]
-    flops: Callable[[Shape], int]
+    make: Callable[[Shape], dict[str, Call]]
     describe: Callable[[Shape], str]
+    bytes: Callable[[Shape], int]
+    flops: Callable[[Shape], int] = lambda shape: 0
     memory_bound: bool = True
 
 
-OPS: tuple[Op, ...] = ()
+def backward(output: Tensor | tuple[Tensor, ...], inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> Call:
+    """The backward pass alone, again and again over one graph."""
+    outputs = output if isinstance(output, tuple) else (output,)
+    return lambda: torch.autograd.grad(outputs, inputs, grads, retain_graph=True)
+
+
+def compiled(function: Callable[..., Any], *arguments: Any) -> Call:
+    """The same by torch.compile, which it is given to at its first call."""
+    return lambda: torch.compile(function, dynamic=False)(*arguments)
+
+
+def both(call: Callable[[bool], Any]) -> dict[str, Call]:
+    """With the Triton kernel and with the reference."""
+    return {"triton": lambda: call(True), "torch": lambda: call(False)}
+
+
+# -- norms -----------------------------------------------------------------------------------------------------------
+
+
+def make_rms_norm(shape: Shape) -> dict[str, Call]:
+    """y = rms_norm(x)."""
+    x, weight = shape.input(shape.tokens, shape.hidden), shape.parameter(shape.hidden)
+    formula = compiled(functional.rms_norm, x.detach(), (shape.hidden,), weight.detach(), EPS)
+    return both(lambda triton: rms_norm(x, weight, EPS, triton=triton)) | {"torch compiled": formula}
+
+
+def make_rms_norm_backward(shape: Shape) -> dict[str, Call]:
+    """dx and the weight's gradient."""
+    x, weight = shape.input(shape.tokens, shape.hidden), shape.parameter(shape.hidden)
+    grad = shape.random(shape.tokens, shape.hidden)
+    return {
+        name: backward(rms_norm(x, weight, EPS, triton=triton), (x,), (grad,))
+        for name, triton in (("triton", True), ("torch", False))
+    }
+
+
+def make_add_norm(shape: Shape) -> dict[str, Call]:
+    """hidden + branch, and its norm."""
+    hidden, weight = shape.input(shape.tokens, shape.hidden), shape.parameter(shape.hidden)
+    branch = shape.random(shape.tokens, shape.hidden)
+    return both(lambda triton: add_norm(hidden, branch, weight, None, EPS, triton=triton))
+
+
+def make_add_norm_backward(shape: Shape) -> dict[str, Call]:
+    """The gradient of both summands, out of those of the sum and of the norm."""
+    size, weight = (shape.tokens, shape.hidden), shape.parameter(shape.hidden)
+    hidden, grads = shape.input(*size), (shape.random(*size), shape.random(*size))
+    return {
+        name: backward(add_norm(hidden, shape.random(*size), weight, None, EPS, triton=triton), (hidden,), grads)
+        for name, triton in (("triton", True), ("torch", False))
+    }
+
+
+def make_layer_norm(shape: Shape) -> dict[str, Call]:
+    """With a bias."""
+    x, weight, bias = shape.input(shape.tokens, shape.hidden), *(shape.parameter(shape.hidden) for _ in "wb")
+    return both(lambda triton: layer_norm(x, weight, bias, EPS, triton=triton))
+
+
+def make_layer_norm_backward(shape: Shape) -> dict[str, Call]:
+    """dx and the gradients of weight and bias."""
+    x, weight, bias = shape.input(shape.tokens, shape.hidden), *(shape.parameter(shape.hidden) for _ in "wb")
+    grad = shape.random(shape.tokens, shape.hidden)
+    return {
+        name: backward(layer_norm(x, weight, bias, EPS, triton=triton), (x,), (grad,))
+        for name, triton in (("triton", True), ("torch", False))
+    }
+
+
+def rows(count: int) -> Callable[[Shape], int]:
+    """Bytes of `count` tensors of hidden states."""
+    return lambda shape: count * shape.tokens * shape.hidden * shape.item
+
+
+def hidden_size(shape: Shape) -> str:
+    return f"{shape.tokens} x {shape.hidden}"
+
+
+# -- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+def adamw_call(shape: Shape, split: bool) -> Callable[[bool], Any]:
+    """An update of one shard; a bf16 copy of the weights is written in the same pass."""
+    numel, device = shape.shard, torch.device(shape.device)
+    exp_avg, gradient, master = (shape.random(numel, dtype=torch.float32, scale=1e-3) for _ in range(3))
+    exp_avg_sq = shape.random(numel, dtype=torch.float32, scale=1e-3).square_()
+    rounded = torch.empty(numel, dtype=torch.bfloat16, device=device)
+    remainder = torch.empty(numel, dtype=torch.int16, device=device) if split else None
+    if remainder is not None:
+        copying.split(master, rounded, remainder)
+    shard = optimizer.Shard(None if split else master, rounded, remainder, gradient, exp_avg, exp_avg_sq)
+    ranges = optimizer.Ranges([optimizer.Range(0, numel, 1.0, 1.0)], device)
+    one, none = torch.ones((), device=device), torch.zeros((), device=device)
+    numbers = optimizer.Hyperparameters(1e-4, 0.1, 0.9, 0.95, 1e-8)
+    control = optimizer.Control(one, 3 * one, none, numbers)
+    return lambda triton: optimizer.adamw(shard, ranges, control, triton=triton)
+
+
+def make_gradient_norm(shape: Shape) -> dict[str, Call]:
+    """Over one shard."""
+    gradient = shape.random(shape.shard, dtype=torch.float32, scale=1e-3)
+    return both(lambda triton: squared_norm([gradient], triton=triton))
+
+
+def make_gradient_add(shape: Shape) -> dict[str, Call]:
+    """A gradient in the training dtype into a buffer in fp32."""
+    target, source = shape.random(shape.shard, dtype=torch.float32), shape.random(shape.shard, scale=1e-3)
+    return both(lambda triton: copying.add(target, source, triton=triton))
+
+
+def shard_size(shape: Shape) -> str:
+    return f"{shape.shard:,} elements"
+
+
+OPS: tuple[Op, ...] = (
+    Op("rms_norm", make_rms_norm, hidden_size, rows(2)),
+    Op("rms_norm backward", make_rms_norm_backward, hidden_size, rows(3)),
+    Op("add + rms_norm", make_add_norm, hidden_size, rows(4)),
+    Op("add + rms_norm backward", make_add_norm_backward, hidden_size, rows(4)),
+    Op("layer_norm", make_layer_norm, hidden_size, rows(2)),
+    Op("layer_norm backward", make_layer_norm_backward, hidden_size, rows(3)),
+    # Gradient 4, master 4, moments 8 read; master 4, moments 8, bf16 weights 2 written.
+    Op("adamw", lambda shape: both(adamw_call(shape, split=False)), shard_size, lambda shape: 30 * shape.shard),
+    # Gradient 4, weights in two halves 4, moments 8 read; halves 4, moments 8 written.
+    Op("adamw, split master weights", lambda shape: both(adamw_call(shape, split=True)), shard_size,
+       lambda shape: 28 * shape.shard),
+    Op("gradient norm", make_gradient_norm, shard_size, lambda shape: 4 * shape.shard),
+    Op("gradient into fp32", make_gradient_add, shard_size, lambda shape: (8 + shape.item) * shape.shard),
+)  # fmt: skip

@@ -3,8 +3,8 @@
     python scripts/gpu_training.py --variants=recompute --output=FILE       MLP recompute levels, and without Triton
     python scripts/gpu_training.py --variants=deterministic --output=FILE   what --deterministic=1 costs
 
-Layers are Mistral-7B's, a few of them, at sequence 8192 in bf16, with whole steps as in a run. In each round each variant
-is built, warmed up, timed and thrown away. The file is written after every turn.
+Layers are Mistral-7B's, a few of them, at sequence 8192 in bf16, with whole steps as in a run. In each round each
+variant is built, warmed up, timed and thrown away. The file is written after every turn.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from megatron_lite.validation import resolve  # noqa: E402
 
 MISTRAL: dict[str, Any] = dict(
     hidden_size=4096, num_attention_heads=32, head_groups=8, ffn_hidden_size=14336, vocab_size=32000,
-    sequence_length=8192, use_rotary_embeddings=True, gated=True, normalization_type="rms_norm", add_linear_biases=False,
-    tie_word_embeddings=False, micro_batch_size=1, batch_size=1, training_dtype="bf16", dataset_source="random",
+    sequence_length=8192, use_rotary_embeddings=True, gated=True, normalization_type="rms_norm",
+    add_linear_biases=False, tie_word_embeddings=False, micro_batch_size=1, batch_size=1, training_dtype="bf16",
+    dataset_source="random",
     num_workers=0, lr=1e-4, train_iters=1000, device="cuda",
 )  # fmt: skip
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {

@@ -1,6 +1,8 @@
 """Shared by all tests: helpers beside this file, and one thread per process (distributed cases start several).
 
-Where there is no GPU, Triton kernels run under Triton's interpreter, which has to be on before they are imported.
+Where there is no GPU, Triton kernels run under Triton's interpreter, which has to be on before they are imported. Where
+there is one, some tests ask for deterministic algorithms; whether cuBLAS permits them torch finds out once, at the
+first product of the process.
 """
 
 import os
@@ -11,5 +13,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+else:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 sys.path.insert(0, str(Path(__file__).parent))  # harness.py, launch.py
 torch.set_num_threads(1)

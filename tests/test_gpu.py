@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +17,20 @@ import torch
 from harness import TINY
 
 from megatron_lite.config import DistributedConfig, unflatten
-from megatron_lite.distributed import Distributed
+from megatron_lite.distributed import Distributed, make_deterministic
 from megatron_lite.kernels.attention import attention
 from megatron_lite.validation import resolve
 
+ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).parent / "kernels"))
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+# Everything that a Llama has: each operation has a kernel of its own.
+LLAMA = dict(
+    gated=True, normalization_type="rms_norm", use_rotary_embeddings=True, head_groups=2, add_linear_biases=False,
+    tie_word_embeddings=False, num_layers=3,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +38,19 @@ def one_gpu() -> Any:
     distributed = Distributed(DistributedConfig(device="cuda"), 0, 1, 0)
     yield distributed
     distributed.close()
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """As with --deterministic=1, but only inside."""
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    make_deterministic()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 def losses(distributed: Distributed, iterations: int = 20, **options: Any) -> list[float]:
@@ -43,16 +68,88 @@ def losses(distributed: Distributed, iterations: int = 20, **options: Any) -> li
     return [float(train_step(run, batch, i).loss) / run.tokens_per_iteration for i, batch in batches]
 
 
+@pytest.mark.parametrize("model", [dict(num_layers=3), LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("training_dtype", ["fp32", "bf16", "fp16"])
-def test_zero_stages_agree_bit_for_bit_on_a_gpu(one_gpu: Distributed, training_dtype: str) -> None:
-    torch.use_deterministic_algorithms(True)
-    runs = [losses(one_gpu, zero_stage=stage, training_dtype=training_dtype, num_layers=3) for stage in (1, 2, 3)]
-    torch.use_deterministic_algorithms(False)
+def test_zero_stages_agree_bit_for_bit_on_a_gpu(
+    one_gpu: Distributed, training_dtype: str, model: dict[str, Any]
+) -> None:
+    with deterministic():
+        options = dict(training_dtype=training_dtype, deterministic=True, **model)
+        runs = [losses(one_gpu, zero_stage=stage, **options) for stage in (1, 2, 3)]
     assert runs[0] == runs[1] == runs[2] and len(set(runs[0])) == 20
+
+
+@pytest.mark.parametrize("triton", [True, False])
+def test_the_same_run_twice_is_the_same(one_gpu: Distributed, triton: bool) -> None:
+    """With --deterministic=1; in bf16, where a sum in another order shows at once."""
+    options = dict(training_dtype="bf16", deterministic=True, enable_triton_kernels=triton, **LLAMA)
+    with deterministic():
+        assert losses(one_gpu, **options) == losses(one_gpu, **options)
 
 
 def test_bf16_tracks_fp32(one_gpu: Distributed) -> None:
     np.testing.assert_allclose(losses(one_gpu, training_dtype="bf16"), losses(one_gpu), rtol=2e-2)
+
+
+@pytest.mark.parametrize("model", [dict(num_layers=3), LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize(("training_dtype", "rtol"), [("fp32", 1e-4), ("bf16", 1e-2)])
+def test_triton_changes_losses_by_rounding(
+    one_gpu: Distributed, model: dict[str, Any], training_dtype: str, rtol: float
+) -> None:
+    """All kernels against all references, whole steps with the optimizer; and they are not the same code."""
+    options = dict(training_dtype=training_dtype, **model)
+    with_triton, without = (losses(one_gpu, enable_triton_kernels=on, **options) for on in (True, False))
+    np.testing.assert_allclose(with_triton, without, rtol=rtol)
+    assert with_triton != without, "the option changes nothing"
+    assert abs(with_triton[-1] - with_triton[0]) > 10 * rtol * with_triton[0], "nothing is trained"
+
+
+@pytest.mark.parametrize("triton", [True, False])
+@pytest.mark.parametrize("options", [dict(mlp_recompute_level="activation"), dict(mlp_recompute_level="full"),
+                                     dict(recompute_layers=2)], ids=str)  # fmt: skip
+def test_recomputation_changes_nothing(one_gpu: Distributed, triton: bool, options: dict[str, Any]) -> None:
+    """The same kernels on the same values a second time: losses agree to the rounding of fp32."""
+    common = dict(enable_triton_kernels=triton, deterministic=True, **LLAMA)
+    with deterministic():
+        np.testing.assert_allclose(losses(one_gpu, **common, **options), losses(one_gpu, **common), rtol=1e-6)
+
+
+# -- the program -----------------------------------------------------------------------------------------------------
+
+
+def pretrain(experiment: Path, *more: str) -> str:
+    """Run pretrain_gpt.py on the GPU as a user does, with defaults wherever possible; its output."""
+    flags = {**TINY, "train_iters": 12, "checkpoint_interval": 4, "experiment_dir": experiment}
+    del flags["device"]
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *(f"--{name}={value}" for name, value in flags.items())]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("CUBLAS", "PYTEST"))}
+    environment |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, *more], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def curve(experiment: Path) -> list[float]:
+    records = map(json.loads, (experiment / "metrics.jsonl").read_text("utf-8").splitlines())
+    last = {record["iteration"]: record["loss"] for record in records if record["phase"] == "training"}
+    return [last[iteration] for iteration in sorted(last)]
+
+
+def test_the_program_chooses_triton_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    """Without a flag about kernels they are Triton's, as the log says; a run that was stopped goes on as if it had not
+    been, with --deterministic=1; and no library warns."""
+    flags = ("--training_dtype=bf16", "--deterministic=1")
+    output = pretrain(tmp_path / "whole", *flags)
+    assert "kernels: Triton" in output
+    assert "Warning" not in output, output
+    pretrain(tmp_path / "stopped", *flags, "--stop_interval=6")
+    assert len(curve(tmp_path / "stopped")) == 6
+    pretrain(tmp_path / "stopped", *flags)
+    assert curve(tmp_path / "stopped") == curve(tmp_path / "whole") and len(curve(tmp_path / "whole")) == 12
+    assert "kernels: torch" in pretrain(tmp_path / "references", *flags, "--enable_triton_kernels=0")
+
+
+# -- attention -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -71,9 +168,9 @@ def test_attention_equals_the_formula(dtype: torch.dtype, window: int | None) ->
     allowed = (distance >= 0) & (distance < (window or s))
     formula = (exact[0] @ key.transpose(-1, -2) / d**0.5).masked_fill(~allowed, float("-inf")).softmax(-1) @ value
     output = attention(*ours, window, 0.0, None)
-    grad = torch.randn(formula.shape, dtype=torch.float64)
-    formula.backward(grad)
-    output.backward(grad.to(dtype).cuda())
+    grad = torch.randn(formula.shape, dtype=torch.float64).to(dtype)
+    formula.backward(grad.double())
+    output.backward(grad.cuda())
     close(output.cpu(), formula, dtype)
     for mine, reference in zip(ours, exact, strict=True):
         close(mine.grad.cpu(), reference.grad, dtype)
@@ -83,9 +180,10 @@ def test_windowed_attention_keeps_no_probabilities() -> None:
     """Mistral's attention, window 4096 over 8192 tokens: far below the 6.4 GB of all probabilities in fp32."""
     query = torch.randn(1, 32, 8192, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     key, value = (torch.randn(1, 8, 8192, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in "kv")
+    grad = torch.randn_like(query)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    attention(query, key, value, 4096, 0.0, None).sum().backward()
+    attention(query, key, value, 4096, 0.0, None).backward(grad)
     assert torch.cuda.max_memory_allocated() - before < 2**31
 
 
@@ -105,11 +203,8 @@ def gpu_layouts() -> list[dict[str, Any]]:
 def simulated(options: dict[str, Any], delay_cycles: int) -> Any:
     from engine_runs import Engine, SimulatedRanks
 
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         return Engine(SimulatedRanks("cuda", delay_cycles), options).run(3, evaluate_every=2)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_slow_collectives_change_no_bit_on_a_stream() -> None:

@@ -47,12 +47,16 @@ class Hopper:
         return 0
 
 
+def is_kernel(member: Any) -> bool:
+    return isinstance(member, JITFunction)
+
+
 def all_kernels() -> dict[str, JITFunction]:
     """Name -> kernel or part of one, of all modules of megatron_lite/kernels."""
     found = {}
     for module in pkgutil.iter_modules(megatron_lite.kernels.__path__):
-        names = vars(importlib.import_module(f"megatron_lite.kernels.{module.name}"))
-        found |= {f"{value.__module__}.{name}": value for name, value in names.items() if isinstance(value, JITFunction)}
+        members = vars(importlib.import_module(f"megatron_lite.kernels.{module.name}")).values()
+        found |= {f"{member.__module__}.{member.__name__}": member for member in members if is_kernel(member)}
     return found
 
 
