@@ -18,8 +18,13 @@ from torch.nn import functional
 
 from megatron_lite.kernels import adamw as optimizer
 from megatron_lite.kernels import copying
+from megatron_lite.kernels.activation import activate, activate_backward
+from megatron_lite.kernels.cross_entropy import Sums, sweep
 from megatron_lite.kernels.gradient_norm import squared_norm
+from megatron_lite.kernels.linear import accumulate_product
+from megatron_lite.kernels.linear_cross_entropy import linear_cross_entropy
 from megatron_lite.kernels.normalization import add_norm, layer_norm, rms_norm
+from megatron_lite.kernels.rotary import rotary_table, split_heads
 from megatron_lite.parameter import Parameter
 
 EPS = 1e-5
@@ -157,6 +162,105 @@ def hidden_size(shape: Shape) -> str:
     return f"{shape.tokens} x {shape.hidden}"
 
 
+# -- heads -----------------------------------------------------------------------------------------------------------
+
+
+def make_rotary(shape: Shape) -> dict[str, Call]:
+    """Queries and keys turned in place; values stay as they are."""
+    projection = shape.random(1, shape.tokens, (shape.heads + 2 * shape.groups) * shape.head_size)
+    table = rotary_table(shape.tokens, shape.head_size, 1e4, projection.device)
+    return both(lambda triton: split_heads(projection, shape.heads, shape.groups, table, triton=triton))
+
+
+def make_rotary_backward(shape: Shape) -> dict[str, Call]:
+    """Three gradients turned back and put side by side."""
+    projection = shape.input(1, shape.tokens, (shape.heads + 2 * shape.groups) * shape.head_size)
+    table = rotary_table(shape.tokens, shape.head_size, 1e4, projection.device)
+    counts = (shape.heads, shape.groups, shape.groups)
+    grads = tuple(shape.random(1, shape.tokens, count, shape.head_size).transpose(1, 2) for count in counts)
+    return {
+        name: backward(split_heads(projection * 1, shape.heads, shape.groups, table, triton=triton), (projection,), grads)
+        for name, triton in (("triton", True), ("torch", False))
+    }
+
+
+def heads_moved(shape: Shape, count: int) -> int:
+    """Bytes of so many heads, read and written."""
+    return 2 * count * shape.head_size * shape.tokens * shape.item
+
+
+def heads_size(shape: Shape) -> str:
+    return f"{shape.tokens} x ({shape.heads} + 2 x {shape.groups}) x {shape.head_size}"
+
+
+# -- the MLP ---------------------------------------------------------------------------------------------------------
+
+
+def make_activation(shape: Shape) -> dict[str, Call]:
+    """silu(gate) * up, with gate and up side by side."""
+    before = shape.random(shape.tokens, 2 * shape.ffn)
+
+    def formula(before: Tensor) -> Tensor:
+        gate, up = before.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    return both(lambda triton: activate(before, "silu", True, triton=triton)) | {
+        "torch compiled": compiled(formula, before)
+    }
+
+
+def make_activation_backward(shape: Shape, again: bool) -> dict[str, Call]:
+    """The gradient of gate and up in their place (each call's input is the last one's gradient); the output again."""
+    before, grad = shape.random(shape.tokens, 2 * shape.ffn), shape.random(shape.tokens, shape.ffn)
+    return both(lambda triton: activate_backward(grad, before, "silu", True, again, triton=triton))
+
+
+def make_weight_gradient(shape: Shape) -> dict[str, Call]:
+    """Of the first half of the MLP's first linear layer: (f, t) (t, h), added up in fp32 or not."""
+    weight, x = shape.parameter(shape.ffn, shape.hidden), shape.random(shape.tokens, shape.hidden)
+    grad = shape.random(shape.tokens, shape.ffn)
+    return {
+        "into fp32": lambda: accumulate_product(weight, grad, x),
+        "training dtype, then added": lambda: weight.main_grad.add_(grad.t() @ x),
+        "training dtype alone": lambda: grad.t() @ x,
+    }
+
+
+def ffn_size(shape: Shape) -> str:
+    return f"{shape.tokens} x {shape.ffn}"
+
+
+def channels(count: int) -> Callable[[Shape], int]:
+    """Bytes of `count` tensors with a value for each token and channel of the MLP."""
+    return lambda shape: count * shape.tokens * shape.ffn * shape.item
+
+
+# -- the loss --------------------------------------------------------------------------------------------------------
+
+
+def make_cross_entropy(shape: Shape, vocab: int) -> dict[str, Call]:
+    """Loss and gradient, which takes the place of the logits (each call's logits are the last one's gradient)."""
+    logits, labels = shape.random(shape.tokens, vocab), shape.labels(vocab)
+    sums, scale = Sums.empty(shape.tokens, logits.device), torch.ones((), device=shape.device)
+    return both(lambda triton: sweep(logits, labels, sums, scale, triton=triton))
+
+
+def make_linear_cross_entropy(shape: Shape, vocab: int) -> dict[str, Call]:
+    """From hidden states to the loss and both gradients, beside the three products that it consists of."""
+    hidden, weight = shape.input(shape.tokens, shape.hidden), shape.parameter(vocab, shape.hidden)
+    labels, scale = shape.labels(vocab), torch.full((), 1 / shape.tokens, device=shape.device)
+    chunk = max(1, shape.tokens // 4)
+
+    def products() -> None:
+        with torch.no_grad():
+            logits = hidden @ weight.t()
+            accumulate_product(weight, logits, hidden)
+            torch.mm(logits, weight)
+
+    calls = both(lambda triton: linear_cross_entropy(hidden, weight, labels, scale, chunk, triton=triton))
+    return calls | {"its three products": products}
+
+
 # -- the optimizer ---------------------------------------------------------------------------------------------------
 
 
@@ -200,6 +304,23 @@ OPS: tuple[Op, ...] = (
     Op("add + rms_norm backward", make_add_norm_backward, hidden_size, rows(4)),
     Op("layer_norm", make_layer_norm, hidden_size, rows(2)),
     Op("layer_norm backward", make_layer_norm_backward, hidden_size, rows(3)),
+    Op("rotary", make_rotary, heads_size, lambda shape: heads_moved(shape, shape.heads + shape.groups)),
+    Op("rotary backward", make_rotary_backward, heads_size,
+       lambda shape: heads_moved(shape, shape.heads + 2 * shape.groups)),
+    Op("silu(gate) * up", make_activation, ffn_size, channels(3)),
+    Op("silu(gate) * up backward", lambda shape: make_activation_backward(shape, False), ffn_size, channels(5)),
+    Op("silu(gate) * up backward, output again", lambda shape: make_activation_backward(shape, True), ffn_size,
+       channels(6)),
+    Op("cross-entropy, 32,000", lambda shape: make_cross_entropy(shape, shape.vocab),
+       lambda shape: f"{shape.tokens} x {shape.vocab}", lambda shape: 2 * shape.tokens * shape.vocab * shape.item),
+    Op("cross-entropy, 128,256", lambda shape: make_cross_entropy(shape, shape.large_vocab),
+       lambda shape: f"{shape.tokens} x {shape.large_vocab}",
+       lambda shape: 2 * shape.tokens * shape.large_vocab * shape.item),
+    Op("linear + cross-entropy, 128,256", lambda shape: make_linear_cross_entropy(shape, shape.large_vocab),
+       lambda shape: f"{shape.tokens} x {shape.hidden} x {shape.large_vocab}", lambda shape: 0,
+       lambda shape: 6 * shape.tokens * shape.hidden * shape.large_vocab, memory_bound=False),
+    Op("weight gradient", make_weight_gradient, lambda shape: f"{shape.ffn} x {shape.tokens} x {shape.hidden}",
+       lambda shape: 0, lambda shape: 2 * shape.tokens * shape.hidden * shape.ffn, memory_bound=False),
     # Gradient 4, master 4, moments 8 read; master 4, moments 8, bf16 weights 2 written.
     Op("adamw", lambda shape: both(adamw_call(shape, split=False)), shard_size, lambda shape: 30 * shape.shard),
     # Gradient 4, weights in two halves 4, moments 8 read; halves 4, moments 8 written.

@@ -1,6 +1,6 @@
 """Compile every Triton kernel for a GPU on a machine that has none; a program of its own, run by test_compilation.py.
 
-    python tests/kernels/compile_kernels.py [--dtype=bfloat16] [--only=names]
+    python tests/kernels/compile_kernels.py [--dtype=bfloat16]
 
 The operations are called with meta tensors, which have shapes and no memory, and Triton is told that its device is
 an H100 or H200 and that it should compile, not launch. So each kernel is compiled with the types, block sizes and
@@ -17,7 +17,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,18 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch  # noqa: E402
 import triton  # noqa: E402
-from gpu_ops_table import OPS, Shape  # noqa: E402
+from gpu_ops_table import OPS, Op, Shape, backward  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 import megatron_lite.kernels  # noqa: E402
+from megatron_lite.kernels import copying  # noqa: E402
+from megatron_lite.kernels.activation import FUNCTIONS, activate, activate_backward  # noqa: E402
+from megatron_lite.kernels.cross_entropy import Sums, sweep  # noqa: E402
+from megatron_lite.kernels.gradient_norm import squared_norm  # noqa: E402
+from megatron_lite.kernels.normalization import add_norm  # noqa: E402
+from megatron_lite.kernels.rotary import rotary_table, split_heads  # noqa: E402
 
 
 class Hopper:
@@ -47,8 +54,8 @@ class Hopper:
         return 0
 
 
-def is_kernel(member: Any) -> bool:
-    return isinstance(member, JITFunction)
+def name_of(kernel: JITFunction) -> str:
+    return f"{kernel.__module__}.{kernel.__name__}"
 
 
 def all_kernels() -> dict[str, JITFunction]:
@@ -56,7 +63,7 @@ def all_kernels() -> dict[str, JITFunction]:
     found = {}
     for module in pkgutil.iter_modules(megatron_lite.kernels.__path__):
         members = vars(importlib.import_module(f"megatron_lite.kernels.{module.name}")).values()
-        found |= {f"{member.__module__}.{member.__name__}": member for member in members if is_kernel(member)}
+        found |= {name_of(member): member for member in members if isinstance(member, JITFunction)}
     return found
 
 
@@ -75,52 +82,90 @@ class Recorder:
 
     def __init__(self) -> None:
         self.launched: dict[str, dict[str, Any]] = {}
+        self.common = True  # whether the sizes are those of the table of operations
         self._run = JITFunction.run
 
     def __call__(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         """In place of `JITFunction.run`."""
         compiled = self._run(kernel, *args, grid=grid, warmup=True, **options)
-        name = f"{kernel.__module__}.{kernel.__name__}"
-        key = f"{name}:{compiled.hash}"
-        if key not in self.launched:
-            self.launched[key] = {
-                "kernel": name, "warps": compiled.metadata.num_warps, "shared_bytes": compiled.metadata.shared,
+        if compiled.hash not in self.launched:
+            self.launched[compiled.hash] = {
+                "kernel": name_of(kernel), "common": self.common, "warps": compiled.metadata.num_warps, "shared_bytes": compiled.metadata.shared,
                 **resources(compiled.asm["cubin"]),
             }  # fmt: skip
         return compiled
 
 
-def called_by(names: set[str], kernels: dict[str, JITFunction]) -> Iterator[str]:
-    """These kernels and the parts that they call, which are compiled into them."""
-    for name in names:
-        yield name
-        source = kernels[name].src
-        parts = {other for other in kernels if other != name and re.search(rf"\b{other.split('.')[-1]}\(", source)}
-        yield from called_by(parts, kernels)
+def with_parts(kernel: JITFunction) -> Iterator[str]:
+    """Names of a kernel and of the parts that it calls, which are compiled into it."""
+    yield name_of(kernel)
+    for name in kernel.fn.__code__.co_names:
+        part = kernel.fn.__globals__.get(name)
+        if isinstance(part, JITFunction):
+            yield from with_parts(part)
+
+
+def run_triton(op: Op, shape: Shape) -> None:
+    """The variant of an operation that launches kernels, if it has one."""
+    call = op.make(shape).get("triton")
+    if call is not None:
+        call()
+
+
+def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What the table of operations leaves out: every activation, biases, odd sizes, sizes of one, very wide rows."""
+    for name in FUNCTIONS:
+        for gated in (False, True):
+            before, grad = shape.random(5, 246 if gated else 123), shape.random(5, 123)
+            yield f"{name} {gated}", partial(activate, before, name, gated, triton=True)
+            yield f"{name} {gated} backward", partial(activate_backward, grad, before, name, gated, True, triton=True)
+    for rows, width in ((1, 1), (5, 123), (7, 16384), (3, 32768)):
+        x, weight, bias = shape.input(rows, width), shape.parameter(width), shape.parameter(width)
+        grads = (shape.random(rows, width), shape.random(rows, width))
+        for what, chosen in (("rms", None), ("layer", bias)):
+            sum_and_norm = add_norm(x, shape.random(rows, width), weight, chosen, 1e-5, triton=True)
+            yield f"{what} norm {width}", backward(sum_and_norm, (x,), grads)
+    for columns, start, adds_up, scaled in ((1, 0, True, True), (50257, 0, True, True), (300, 0, True, False),
+                                            (300, 300, True, False), (300, 300, False, True)):  # fmt: skip
+        labels = torch.zeros(4, dtype=torch.int64, device=shape.device)
+        sums, scale = Sums.empty(4, labels.device), torch.ones((), device=shape.device) if scaled else None
+        yield f"cross-entropy {columns} {start}", partial(
+            sweep, shape.random(4, columns), labels, sums, scale, 1e-4, start=start, adds_up=adds_up, triton=True
+        )
+    for length, heads, channels in ((1, 1, 2), (5, 3, 6), (9, 4, 80)):
+        projection = shape.input(1, length, 3 * heads * channels)
+        table = rotary_table(length, channels, 1e4, projection.device)
+        parts = split_heads(projection * 1, heads, heads, table, triton=True)
+        grads = tuple(shape.random(*part.shape) for part in parts)
+        yield f"rotary {length} {channels}", backward(parts, (projection,), grads)
+    for numel in (1, 1000):
+        target, source = shape.random(numel, dtype=torch.float32), shape.random(numel)
+        for operation in (copying.copy, copying.add):
+            yield f"{operation.__name__} {numel}", partial(operation, target, source, triton=True)
+            yield f"{operation.__name__} {numel} back", partial(operation, source, target, triton=True)
+        yield f"squared norm {numel}", partial(squared_norm, [target, source], triton=True)
 
 
 def main() -> int:
     """Compile, print, and fail if a kernel is left."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--only", default="")
     options = parser.parse_args()
     driver.set_active(Hopper())
     recorder = Recorder()
     JITFunction.run = lambda kernel, *args, **more: recorder(kernel, *args, **more)
     shape = Shape(dtype=getattr(torch, options.dtype), device="meta")
-    failures = {}
-    for op in OPS:
-        if options.only and op.name not in options.only.split(","):
-            continue
+    calls: dict[str, Callable[[], Any]] = {op.name: partial(run_triton, op, shape) for op in OPS}
+    failures: dict[str, str] = {}
+    for name, call in (*calls.items(), *others(shape)):
+        recorder.common = name in calls
         try:
-            call = op.make(shape).get("triton")
-            if call is not None:
-                call()
+            call()
         except Exception as error:
-            failures[op.name] = f"{type(error).__name__}: {error}"
+            failures[name] = f"{type(error).__name__}: {error}"
     kernels = all_kernels()
-    compiled = set(called_by({entry["kernel"] for entry in recorder.launched.values()}, kernels))
+    launched = {entry["kernel"] for entry in recorder.launched.values()}
+    compiled = {part for name in launched for part in with_parts(kernels[name])}
     for entry in recorder.launched.values():
         print(json.dumps(entry))
     print(json.dumps({"failures": failures, "never launched": sorted(set(kernels) - compiled)}))

@@ -1,0 +1,53 @@
+"""Kernels that the interpreter accepts also compile for a GPU: to machine code for an H100 or H200, without having one.
+
+Type errors, block sizes that are no powers of two, globals that are no constants and too much shared memory show only
+there. What the kernels compute is tested elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+PROGRAM = Path(__file__).parent / "compile_kernels.py"
+SHARED_BYTES = 227 * 2**10  # that one program can have on these GPUs
+
+
+def compiled(dtype: str, cache: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What the program prints: kernels with their resources; failures and kernels that nothing has launched."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), f"--dtype={dtype}"], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    *kernels, verdict = map(json.loads, done.stdout.splitlines())
+    return kernels, verdict
+
+
+def check(dtype: str, cache: Path) -> None:
+    """Everything compiles, nothing was left out, and what a program needs is there."""
+    kernels, verdict = compiled(dtype, cache)
+    assert verdict == {"failures": {}, "never launched": []}
+    assert len(kernels) > 20
+    assert all(kernel["shared_bytes"] <= SHARED_BYTES for kernel in kernels), kernels
+    spilled = {kernel["kernel"] for kernel in kernels if kernel["common"] and kernel.get("stack", 0)}
+    assert not spilled, f"registers go to memory at ordinary sizes: {spilled}"
+
+
+def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    check("bfloat16", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_kernels_compile_for_a_gpu_in_other_dtypes(dtype: str, tmp_path: Path) -> None:
+    check(dtype, tmp_path)
