@@ -7,9 +7,11 @@ random numbers, on any device: tests run small shapes on CPU, and compile the ke
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,7 +21,9 @@ from torch.nn import functional
 from megatron_lite.kernels import adamw as optimizer
 from megatron_lite.kernels import copying
 from megatron_lite.kernels.activation import activate, activate_backward
+from megatron_lite.kernels.attention import attention
 from megatron_lite.kernels.cross_entropy import Sums, sweep
+from megatron_lite.kernels.embedding import embedding
 from megatron_lite.kernels.gradient_norm import squared_norm
 from megatron_lite.kernels.linear import accumulate_product
 from megatron_lite.kernels.linear_cross_entropy import linear_cross_entropy
@@ -28,6 +32,7 @@ from megatron_lite.kernels.rotary import rotary_table, split_heads
 from megatron_lite.parameter import Parameter
 
 EPS = 1e-5
+FULL, WINDOWED = ("cudnn", "flash", "varlen"), ("varlen", "flex")  # flex takes long to compile
 Call = Callable[[], Any]
 
 
@@ -92,7 +97,12 @@ def backward(output: Tensor | tuple[Tensor, ...], inputs: tuple[Tensor, ...], gr
 
 def compiled(function: Callable[..., Any], *arguments: Any) -> Call:
     """The same by torch.compile, which it is given to at its first call."""
-    return lambda: torch.compile(function, dynamic=False)(*arguments)
+
+    @functools.cache
+    def made() -> Callable[..., Any]:
+        return torch.compile(function, dynamic=False)
+
+    return lambda: made()(*arguments)
 
 
 def both(call: Callable[[bool], Any]) -> dict[str, Call]:
@@ -182,6 +192,42 @@ def make_rotary_backward(shape: Shape) -> dict[str, Call]:
         name: backward(split_heads(projection * 1, shape.heads, shape.groups, table, triton=triton), (projection,), grads)
         for name, triton in (("triton", True), ("torch", False))
     }
+
+
+def make_attention(
+    shape: Shape, window: int | None, backends: tuple[str, ...], with_backward: bool = False
+) -> dict[str, Call]:
+    """Causal, by each of some backends; query, key and value are views of one projection."""
+    projection = shape.random(1, shape.tokens, shape.heads + 2 * shape.groups, shape.head_size)
+    parts = projection.split([shape.heads, shape.groups, shape.groups], dim=2)
+    inputs = tuple(part.transpose(1, 2).requires_grad_() for part in parts)
+    grad = shape.random(1, shape.tokens, shape.heads, shape.head_size).transpose(1, 2)
+
+    def call(backend: str) -> Any:
+        output = attention(*inputs, window, 0.0, None, backend=backend)
+        return torch.autograd.grad(output, inputs, grad) if with_backward else output
+
+    return {name: partial(call, name) for name in backends}
+
+
+def attention_flops(shape: Shape, window: int | None, factor: float = 1.0) -> int:
+    """Of two products over the pairs of positions that look at each other, times `factor`."""
+    reach = min(window or shape.tokens, shape.tokens)
+    pairs = shape.tokens * reach - reach * (reach - 1) // 2
+    return int(factor * 4 * pairs * shape.heads * shape.head_size)
+
+
+def make_embedding(shape: Shape) -> dict[str, Call]:
+    """Look-up."""
+    weight, tokens = shape.parameter(shape.vocab, shape.hidden), shape.labels(shape.vocab)[None]
+    return {"torch": lambda: embedding(weight, tokens)}
+
+
+def make_embedding_backward(shape: Shape) -> dict[str, Call]:
+    """The same, and the sums of gradients by row."""
+    weight, tokens = shape.parameter(shape.vocab, shape.hidden), shape.labels(shape.vocab)[None]
+    grad = shape.random(1, shape.tokens, shape.hidden)
+    return both(lambda triton: embedding(weight, tokens, triton=triton).backward(grad))
 
 
 def heads_moved(shape: Shape, count: int) -> int:
@@ -307,6 +353,10 @@ OPS: tuple[Op, ...] = (
     Op("rotary", make_rotary, heads_size, lambda shape: heads_moved(shape, shape.heads + shape.groups)),
     Op("rotary backward", make_rotary_backward, heads_size,
        lambda shape: heads_moved(shape, shape.heads + 2 * shape.groups)),
+    # Rows read and written; read, and gradients in fp32 read and written.
+    Op("embedding", make_embedding, hidden_size, rows(2), memory_bound=False),
+    Op("embedding, backward and forward", make_embedding_backward, hidden_size,
+       lambda shape: shape.tokens * shape.hidden * (3 * shape.item + 8), memory_bound=False),
     Op("silu(gate) * up", make_activation, ffn_size, channels(3)),
     Op("silu(gate) * up backward", lambda shape: make_activation_backward(shape, False), ffn_size, channels(5)),
     Op("silu(gate) * up backward, output again", lambda shape: make_activation_backward(shape, True), ffn_size,
@@ -328,4 +378,11 @@ OPS: tuple[Op, ...] = (
        lambda shape: 28 * shape.shard),
     Op("gradient norm", make_gradient_norm, shard_size, lambda shape: 4 * shape.shard),
     Op("gradient into fp32", make_gradient_add, shard_size, lambda shape: (8 + shape.item) * shape.shard),
+    Op("attention forward", partial(make_attention, window=None, backends=FULL), heads_size, lambda shape: 0,
+       partial(attention_flops, window=None), memory_bound=False),
+    Op("attention forward and backward", partial(make_attention, window=None, backends=FULL, with_backward=True),
+       heads_size, lambda shape: 0, partial(attention_flops, window=None, factor=3.5), memory_bound=False),
+    Op("attention, window 4096, forward and backward",
+       partial(make_attention, window=4096, backends=WINDOWED, with_backward=True),
+       heads_size, lambda shape: 0, partial(attention_flops, window=4096, factor=3.5), memory_bound=False),
 )  # fmt: skip

@@ -164,7 +164,7 @@ def _ops(report: dict[str, Any]) -> Iterator[str]:
         for variant, found in op.get("variants", {}).items():
             what = [name, op.get("shape", ""), variant]
             if "ms" not in found:
-                rows.append([*what, str(found.get("failed", op.get("status", "")))[:80], "", "", "", ""])
+                rows.append([*what, str(found.get("failed", op.get("status", "")))[:80], *[""] * 5])
                 continue
             fractions = [found.get(key) for key in ("fraction_of_copy", "fraction_of_equal_copy")]
             rows.append([
@@ -172,13 +172,16 @@ def _ops(report: dict[str, Any]) -> Iterator[str]:
                 f"{found['bytes_per_s'] / 1e9:,.0f}" if found.get("bytes_per_s") else "",
                 *(_percent(fraction) if fraction else "" for fraction in fractions),
                 f"{found['flop_per_s'] / 1e12:.0f}" if found.get("flop_per_s") else "",
+                f"{found['peak_bytes'] / 2**20:,.0f}" if "peak_bytes" in found else "",
             ])  # fmt: skip
     if rows:
-        yield "Each operation at the shapes of Mistral-7B. Bytes are the least that it has to move, each once."
+        yield "Each operation at the shapes of Mistral-7B. Bytes are the least that it has to move, each once;"
+        yield "\"new\" is the most memory that a call takes beside its inputs."
         yield ""
-        yield from table(
-            ("operation", "shape", "", "ms (quartiles)", "GB/s", "of copy", "of a copy as large", "TFLOP/s"), rows
-        )
+        header = (
+            "operation", "shape", "", "ms (quartiles)", "GB/s", "of copy", "of a copy as large", "TFLOP/s", "new, MiB"
+        )  # fmt: skip
+        yield from table(header, rows)
 
 
 def _training(report: dict[str, Any]) -> Iterator[str]:

@@ -19,6 +19,7 @@ import gpu_ops  # noqa: E402
 import gpu_report  # noqa: E402
 import gpu_report_read as reading  # noqa: E402
 import render_gpu_report as rendering  # noqa: E402
+from gpu_ops_table import FULL, OPS, WINDOWED, Op, Shape, attention_flops  # noqa: E402
 from gpu_report import Report, Step  # noqa: E402
 
 
@@ -135,6 +136,31 @@ def test_operations_go_on_behind_a_crash(tmp_path: Path, monkeypatch: pytest.Mon
     assert gpu_ops.run(ops, output) == 1 and measured == ["memory", "poison", "last"]
     states = {name: entry["status"] for name, entry in json.loads(output.read_text("utf-8"))["ops"].items()}
     assert states == {"done": "ok", "crashed": "failed", "memory": "failed", "poison": "failed", "last": "ok"}
+
+
+SMALL = Shape(
+    tokens=6, hidden=16, ffn=24, heads=4, groups=2, head_size=8, vocab=40, large_vocab=70, shard=256, device="cpu"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_operations_are_called_as_they_want_to_be(op: Op) -> None:
+    """Each with its Triton kernels and its reference, in small, twice as when it is timed; and it moves or computes."""
+    calls = {name: call for name, call in op.make(SMALL).items() if name not in ("torch compiled", "into fp32")}
+    for name, call in calls.items():
+        if name not in (*FULL, *WINDOWED):  # these need a GPU
+            call()
+            call()
+    assert calls and op.bytes(SMALL) + op.flops(SMALL) > 0 and op.describe(SMALL)
+    assert not op.memory_bound or "triton" in calls, "what is aimed at is measured of Triton's variant"
+
+
+def test_operations_of_attention() -> None:
+    """Pairs of positions that look at each other, counted one by one."""
+    shape = Shape(tokens=9, heads=3, head_size=5)
+    for window in (None, 1, 4, 9, 100):
+        pairs = sum(min(row + 1, window or 9) for row in range(9))
+        assert attention_flops(shape, window, 3.5) == 3.5 * 4 * pairs * 3 * 5
 
 
 LOG = """

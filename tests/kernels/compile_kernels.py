@@ -1,10 +1,11 @@
 """Compile every Triton kernel for a GPU on a machine that has none; a program of its own, run by test_compilation.py.
 
-    python tests/kernels/compile_kernels.py [--dtype=bfloat16]
+    python tests/kernels/compile_kernels.py [--dtype=bfloat16] [--all]
 
 The operations are called with meta tensors, which have shapes and no memory, and Triton is told that its device is
 an H100 or H200 and that it should compile, not launch. So each kernel is compiled with the types, block sizes and
-specialisations that it will have there, down to machine code. Prints one JSON line per kernel.
+specialisations that it will have there, down to machine code: at the shapes of scripts/gpu_ops_table.py, with --all at
+odd ones, too. Prints one JSON line per kernel.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import megatron_lite.kernels  # noqa: E402
 from megatron_lite.kernels import copying  # noqa: E402
 from megatron_lite.kernels.activation import FUNCTIONS, activate, activate_backward  # noqa: E402
 from megatron_lite.kernels.cross_entropy import Sums, sweep  # noqa: E402
+from megatron_lite.kernels.embedding import embedding  # noqa: E402
 from megatron_lite.kernels.gradient_norm import squared_norm  # noqa: E402
 from megatron_lite.kernels.normalization import add_norm  # noqa: E402
 from megatron_lite.kernels.rotary import rotary_table, split_heads  # noqa: E402
@@ -132,6 +134,9 @@ def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"cross-entropy {columns} {start}", partial(
             sweep, shape.random(4, columns), labels, sums, scale, 1e-4, start=start, adds_up=adds_up, triton=True
         )
+    for vocab, width in ((1, 1), (50, 123)):
+        rows, tokens = shape.parameter(vocab, width), torch.zeros(1, 5, dtype=torch.int64, device=shape.device)
+        yield f"embedding {vocab}", embedding(rows, tokens, triton=True).sum().backward
     for length, heads, channels in ((1, 1, 2), (5, 3, 6), (9, 4, 80)):
         projection = shape.input(1, length, 3 * heads * channels)
         table = rotary_table(length, channels, 1e4, projection.device)
@@ -150,6 +155,7 @@ def main() -> int:
     """Compile, print, and fail if a kernel is left."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--all", action="store_true")
     options = parser.parse_args()
     driver.set_active(Hopper())
     recorder = Recorder()
@@ -157,7 +163,7 @@ def main() -> int:
     shape = Shape(dtype=getattr(torch, options.dtype), device="meta")
     calls: dict[str, Callable[[], Any]] = {op.name: partial(run_triton, op, shape) for op in OPS}
     failures: dict[str, str] = {}
-    for name, call in (*calls.items(), *others(shape)):
+    for name, call in (*calls.items(), *(others(shape) if options.all else ())):
         recorder.common = name in calls
         try:
             call()

@@ -21,33 +21,35 @@ PROGRAM = Path(__file__).parent / "compile_kernels.py"
 SHARED_BYTES = 227 * 2**10  # that one program can have on these GPUs
 
 
-def compiled(dtype: str, cache: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def compiled(cache: Path, *flags: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """What the program prints: kernels with their resources; failures and kernels that nothing has launched."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), f"--dtype={dtype}"], env=environment, capture_output=True, text=True, timeout=600
+        [sys.executable, str(PROGRAM), *flags], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-3000:]
     *kernels, verdict = map(json.loads, done.stdout.splitlines())
     return kernels, verdict
 
 
-def check(dtype: str, cache: Path) -> None:
+def check(cache: Path, *flags: str) -> None:
     """Everything compiles, nothing was left out, and what a program needs is there."""
-    kernels, verdict = compiled(dtype, cache)
+    kernels, verdict = compiled(cache, *flags)
     assert verdict == {"failures": {}, "never launched": []}
-    assert len(kernels) > 20
+    assert len(kernels) >= 15
     assert all(kernel["shared_bytes"] <= SHARED_BYTES for kernel in kernels), kernels
     spilled = {kernel["kernel"] for kernel in kernels if kernel["common"] and kernel.get("stack", 0)}
     assert not spilled, f"registers go to memory at ordinary sizes: {spilled}"
 
 
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    check("bfloat16", tmp_path)
+    """In bf16, at the shapes of a large model."""
+    check(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_kernels_compile_for_a_gpu_in_other_dtypes(dtype: str, tmp_path: Path) -> None:
-    check(dtype, tmp_path)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+def test_kernels_compile_for_a_gpu_in_every_variant(dtype: str, tmp_path: Path) -> None:
+    """Every activation, biases, odd sizes, sizes of one, very wide rows, in every dtype."""
+    check(tmp_path, f"--dtype={dtype}", "--all")
