@@ -188,10 +188,12 @@ def make_rotary_backward(shape: Shape) -> dict[str, Call]:
     table = rotary_table(shape.tokens, shape.head_size, 1e4, projection.device)
     counts = (shape.heads, shape.groups, shape.groups)
     grads = tuple(shape.random(1, shape.tokens, count, shape.head_size).transpose(1, 2) for count in counts)
-    return {
-        name: backward(split_heads(projection * 1, shape.heads, shape.groups, table, triton=triton), (projection,), grads)
-        for name, triton in (("triton", True), ("torch", False))
-    }
+
+    def split(triton: bool) -> Call:
+        parts = split_heads(projection * 1, shape.heads, shape.groups, table, triton=triton)
+        return backward(parts, (projection,), grads)
+
+    return {"triton": split(True), "torch": split(False)}
 
 
 def make_attention(

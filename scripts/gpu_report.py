@@ -67,20 +67,26 @@ def steps(parallel_tests: int) -> list[Step]:
     pytest_gpu = (*pytest, "-m", "gpu", "--continue-on-collection-errors", *files)
     ops, training = str(SCRIPTS / "gpu_ops.py"), str(SCRIPTS / "gpu_training.py")
 
-    def table(model: str, *options: str) -> tuple[str, ...]:
+    def table(model: str, only: str, turns: int, *options: str) -> tuple[str, ...]:
         return (
-            str(SCRIPTS / "benchmark.py"), "--device=cuda", f"--model={model}", "--dtype=bf16", "--one_at_a_time",
-            "--output={output}", *options,
+            str(SCRIPTS / "benchmark.py"), "--device=cuda", f"--model={model}", "--dtype=bf16", f"--only={only}",
+            f"--turns={turns}", "--output={output}", *options,
         )  # fmt: skip
 
+    # As many layers as fit with every activation kept, beside the peers; and all 32, which need the memory options.
+    gpt2 = table("gpt2-124m", "ZeRO-1,torch compiled*,FSDP2 compiled", 5, "--steps_per_turn=8")
+    llama = table("llama-3-8b-8l", "ZeRO-1,FSDP2 compiled,torch compiled", 3, "--one_at_a_time")
+    mistral = table("mistral-7b", "ZeRO-1,ZeRO-3", 3, "--one_at_a_time", "--num_layers=16")
+    whole = table("mistral-7b", "ZeRO-3 recompute full", 2, "--one_at_a_time")
     return [
         Step("ceilings", (ops, "--ceilings", "--output={output}"), 40, read_json),
         Step("kernel tests", (*pytest, "--continue-on-collection-errors", "tests/kernels"), 110, read_tests),
         Step("ops", (ops, "--output={output}"), 120, read_json, resumes=True),
-        Step("gpt2-124m", table("gpt2-124m"), 70, read_benchmark),
-        Step("llama-3-8b-8l", table("llama-3-8b-8l"), 90, read_benchmark),
-        Step("mistral-7b", table("mistral-7b"), 60, read_benchmark),
-        Step("recompute", (training, "--variants=recompute", "--output={output}"), 60, read_json),
+        Step("gpt2-124m", gpt2, 90, read_benchmark),
+        Step("llama-3-8b-8l", llama, 90, read_benchmark),
+        Step("mistral-7b", whole, 50, read_benchmark),
+        Step("mistral-7b, 16 layers", mistral, 50, read_benchmark),
+        Step("variants", (training, "--variants=speed", "--output={output}"), 60, read_json),
         Step("GPU tests", pytest_gpu, 100, read_tests),
         Step("smoke test", (str(SCRIPTS / "smoke_test.py"), "--device=cuda"), 80, read_smoke_test),
         Step("deterministic", (training, "--variants=deterministic", "--output={output}"), 40, read_json),

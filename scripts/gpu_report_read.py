@@ -10,10 +10,7 @@ from typing import Any
 # A line of `pytest -v`, with and without pytest-xdist.
 TEST_LINE = re.compile(r"^(?:\[gw\d+\] \[ *\d+%\] (?P<first>[A-Z]+) (?P<a>\S+::.*)|(?P<b>\S+::.*) (?P<last>[A-Z]+))")
 SUMMARY_LINE = re.compile(r"^(FAILED|ERROR) (.*)$")
-KEPT_OF_A_ROW = (
-    "step_s", "tokens_per_s", "peak_bytes", "peak_allocated_bytes", "model_tflops", "hardware_tflops", "mfu",
-    "mfu_causal", "mfu_full", "status", "reason", "error", "failed", "state_bytes", "num_layers",
-)  # fmt: skip
+LEFT_OUT_OF_A_ROW = ("losses", "state_bytes_by_kind", "cpu_s", "others")
 
 
 def read_json(output: Path, log: Path) -> Any:
@@ -48,12 +45,8 @@ def read_tests(output: Path, log: Path) -> dict[str, Any]:
 def read_benchmark(output: Path, log: Path) -> Any:
     """The JSON of scripts/benchmark.py without losses and the like."""
     result = read_json(output, log)
-    if result is None:
-        return None
-    rows = result["configurations"]
-    ratios = {name: [key for key in row if key.startswith("ratio_")] for name, row in rows.items()}
-    return {key: value for key, value in result.items() if key != "configurations"} | {
-        "configurations": {
-            name: {key: row[key] for key in (*KEPT_OF_A_ROW, *ratios[name]) if key in row} for name, row in rows.items()
-        }
-    }
+    if result is not None:
+        for row in result["configurations"].values():
+            for key in LEFT_OUT_OF_A_ROW:
+                row.pop(key, None)
+    return result

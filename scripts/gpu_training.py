@@ -1,6 +1,6 @@
 """Step time and peak memory of variants of our own training on one GPU, taking turns; memory also as it was planned.
 
-    python scripts/gpu_training.py --variants=recompute --output=FILE       MLP recompute levels, and without Triton
+    python scripts/gpu_training.py --variants=speed --output=FILE       MLP recompute levels, and without Triton
     python scripts/gpu_training.py --variants=deterministic --output=FILE   what --deterministic=1 costs
 
 Layers are Mistral-7B's, a few of them, at sequence 8192 in bf16, with whole steps as in a run. In each round each
@@ -42,7 +42,7 @@ MISTRAL: dict[str, Any] = dict(
     num_workers=0, lr=1e-4, train_iters=1000, device="cuda",
 )  # fmt: skip
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    "recompute": {
+    "speed": {
         "none": {},
         "activation": dict(mlp_recompute_level="activation"),
         "full": dict(mlp_recompute_level="full"),

@@ -92,7 +92,8 @@ class Recorder:
         compiled = self._run(kernel, *args, grid=grid, warmup=True, **options)
         if compiled.hash not in self.launched:
             self.launched[compiled.hash] = {
-                "kernel": name_of(kernel), "common": self.common, "warps": compiled.metadata.num_warps, "shared_bytes": compiled.metadata.shared,
+                "kernel": name_of(kernel), "common": self.common, "warps": compiled.metadata.num_warps,
+                "shared_bytes": compiled.metadata.shared,
                 **resources(compiled.asm["cubin"]),
             }  # fmt: skip
         return compiled
