@@ -59,7 +59,7 @@ _PROFILE = "the profiler is not built yet"
 _TRITON = "matrix products are the vendor's own; write --enable_triton_kernels=0 or =1 for everything else"
 _COMPILE = (
     "torch.compile is not used: the operations are autograd functions fused by hand, which it does not take whole, "
-    "and compiled one by one they take as long"
+    "and one by one, compiled on a CPU, they take as long"
 )
 _CONVERT = "belongs to Fast-LLM's conversion tool, not to pretraining; exports are made in Hugging Face's format"
 _TORCHRUN = "torchrun sets it through the environment: torchrun --nproc-per-node=N --nnodes=M"
