@@ -22,6 +22,7 @@ from megatron_lite.distributed import Distributed, deterministic_ways
 from megatron_lite.experiment import Experiment
 from megatron_lite.gpt import model_layers
 from megatron_lite.kernels.choice import choose_kernels
+from megatron_lite.kernels.linear import describe_products
 from megatron_lite.kernels.linear_cross_entropy import held_logits
 from megatron_lite.layers.ends import chunk_tokens
 from megatron_lite.layers.layer import Layer
@@ -95,6 +96,7 @@ def build(
     model = together(distributed, lambda: _allocate(config, distributed, layers))
     for line in (*split_lines(model), *memory_lines(model)):
         logger.info(line)
+    logger.info(describe_products(distributed.device, model.precision.training, model.precision.gradients))
     collectives_alone_s = _time_collectives(config, distributed, model)
     optimizer = AdamW(config.optimizer, model.stages, config.distributed.training_dtype, distributed, kernels)
     window = LogWindow(distributed.device)

@@ -148,3 +148,14 @@ def test_wrong_flags_are_answered_as_ever(capsys: pytest.CaptureFixture[str], fl
     assert main(["--dry_run=1", *TINY, *flags]) == 2
     printed = capsys.readouterr()
     assert said in printed.err and "Traceback" not in printed.err and not printed.out
+
+
+def test_recomputed_blocks_keep_their_input(capsys: pytest.CaptureFixture[str]) -> None:
+    """64 tokens x 64 channels x 4 bytes; the fewer blocks keep everything, the less is held."""
+    held = []
+    for layers in (0, 2, 4):
+        text = page(capsys, *TINY, "--batch_size=1", "--device=cpu", f"--recompute_layers={layers}")
+        if layers:
+            assert numbers(text, f"of the first {layers}, each") == ["0.02"] * 3
+        held.append(float(numbers(text, "all layers, 1 micro-batch")[0]))
+    assert "block inputs" in text and held[0] - held[1] == pytest.approx(held[1] - held[2], abs=0.02) and held[2] < 0.2

@@ -32,8 +32,7 @@ def through_onednn(factor: Tensor, columns: int) -> Iterator[None]:
         factor: one of its operands.
         columns: the dimension of the product that this operand does not have.
     """
-    large = factor.numel() * columns >= SMALLEST
-    if not large or factor.device.type != "cpu" or factor.dtype != torch.float32 or not onednn_is_exact():
+    if factor.numel() * columns < SMALLEST or not goes_through_onednn(factor.device, factor.dtype):
         yield
         return
     switch = _switch()
@@ -42,6 +41,11 @@ def through_onednn(factor: Tensor, columns: int) -> Iterator[None]:
         yield
     finally:
         switch.fp32_precision = before
+
+
+def goes_through_onednn(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether large products of such tensors do."""
+    return device.type == "cpu" and dtype == torch.float32 and onednn_is_exact()
 
 
 @functools.cache

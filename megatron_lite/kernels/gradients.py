@@ -5,9 +5,9 @@ A buffer that is taken over from another stage or step is therefore never zeroed
 A product of bf16 or fp16 matrices is summed up in fp32 inside of the matrix multiplication; whether it gets into an
 fp32 `main_grad` unrounded depends on the device and on PyTorch, and is found out once (`product_accumulation`):
 
-    "in the product"    mm and addmm with `out_dtype` and `out`: the multiplication itself writes or adds, in fp32
-    "fp32 temporary"    mm with `out_dtype`, then an addition
-    "bf16 temporary"    (or fp16) rounded once: what a CPU does, where no product has another dtype than its factors
+    "by the product itself"       mm and addmm with `out_dtype` and `out` write or add, in fp32
+    "through an fp32 temporary"   mm with `out_dtype`, then an addition
+    "through a bf16 temporary"    (or fp16) rounded once: on a CPU no product has another dtype than its factors
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_lite.parameter import Parameter
 
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+NAMES = {torch.float32: "an fp32", torch.bfloat16: "a bf16", torch.float16: "an fp16"}
 
 
 def accumulate(parameter: Parameter, gradient: Tensor) -> None:
@@ -38,9 +38,6 @@ class ProductAccumulation:
 
     name: str
     run: Callable[[Tensor, Tensor, Tensor, bool], None]
-    # Dtype of a product that is made apart before it is added; None: none is. The first is never made apart but in the
-    # factors' dtype.
-    temporary: torch.dtype | None
 
 
 def _in_the_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
@@ -75,14 +72,14 @@ def _same_dtype(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 def product_accumulation(device: torch.device, dtype: torch.dtype, total_dtype: torch.dtype) -> ProductAccumulation:
     """The best way on a device to add products of matrices in `dtype` to a total in `total_dtype`; reads the device."""
     if dtype == total_dtype:
-        return ProductAccumulation("in the product", _same_dtype, None)
+        return ProductAccumulation("by the product itself", _same_dtype)
     for way in (
-        ProductAccumulation("in the product", _in_the_product, None),
-        ProductAccumulation(f"{NAMES[total_dtype]} temporary", _wide_temporary, total_dtype),
+        ProductAccumulation("by the product itself", _in_the_product),
+        ProductAccumulation(f"through {NAMES[total_dtype]} temporary", _wide_temporary),
     ):
         if device.type == "cuda" and _is_exact(way, device, dtype, total_dtype):
             return way
-    return ProductAccumulation(f"{NAMES[dtype]} temporary", _narrow_temporary, dtype)
+    return ProductAccumulation(f"through {NAMES[dtype]} temporary", _narrow_temporary)
 
 
 def _is_exact(way: ProductAccumulation, device: torch.device, dtype: torch.dtype, total_dtype: torch.dtype) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from megatron_lite.kernels.cpu_products import through_onednn
+from megatron_lite.kernels.cpu_products import goes_through_onednn, through_onednn
 from megatron_lite.kernels.gradients import accumulate, product_accumulation
 from megatron_lite.parameter import Parameter
 
@@ -42,6 +42,12 @@ def affine(input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """(..., i), weight (o, i), bias (o,) -> (..., o), without autograd."""
     with through_onednn(input_, weight.shape[0]):
         return functional.linear(input_, weight, bias)
+
+
+def describe_products(device: torch.device, dtype: torch.dtype, grad_dtype: torch.dtype) -> str:
+    """How products of matrices in `dtype` get into gradients in `grad_dtype` on a device, for the log."""
+    library = ", large products through oneDNN" if goes_through_onednn(device, dtype) else ""
+    return f"weight gradients are added up {product_accumulation(device, dtype, grad_dtype).name}{library}"
 
 
 def accumulate_bias(bias: Parameter | None, grad_output: Tensor) -> None:

@@ -173,13 +173,13 @@ def test_a_way_that_does_not_add_or_rounds_is_passed_over() -> None:
         total.copy_((a @ b) + (0 if first else total))
 
     def is_exact(run: Callable[..., None], dtype: torch.dtype) -> bool:
-        return gradients._is_exact(ProductAccumulation("", run, None), device, dtype, torch.float32)
+        return gradients._is_exact(ProductAccumulation("", run), device, dtype, torch.float32)
 
     for dtype in (torch.bfloat16, torch.float16):
         assert is_exact(wide, dtype)
         assert not any(is_exact(run, dtype) for run in (writes, adds, rounds))
-        assert product_accumulation(device, dtype, torch.float32).name == f"{gradients.NAMES[dtype]} temporary"
-    assert product_accumulation(device, torch.float32, torch.float32).temporary is None
+        assert product_accumulation(device, dtype, torch.float32).name == f"through {gradients.NAMES[dtype]} temporary"
+    assert product_accumulation(device, torch.float32, torch.float32).name == "by the product itself"
 
 
 @pytest.mark.gpu
@@ -192,7 +192,7 @@ def test_products_are_added_in_fp32_on_a_gpu(dtype: torch.dtype) -> None:
     """
     device = torch.device("cuda", torch.cuda.current_device())
     way = product_accumulation(device, dtype, torch.float32)
-    assert way.name == "in the product" and way.temporary is None
+    assert way.name == "by the product itself"
     for t, o, i in ((1024, 384, 640), (1000, 96, 40), (77, 51, 33)):
         generator = torch.Generator(device).manual_seed(t)
         grad = torch.randn(t, o + 8, device=device, generator=generator).to(dtype)[:, :o]
