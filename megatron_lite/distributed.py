@@ -246,7 +246,7 @@ def deterministic_ways(device: torch.device, triton: bool) -> str:
     embedding = "" if triton else ", embedding gradients from sorted tokens"
     return (
         "deterministic: attention's backward pass adds up in a fixed order and never goes through cuDNN, cuBLAS keeps "
-        f"to one workspace{embedding}; scripts/deterministic_cost.py measures what that costs a model"
+        f"to one workspace{embedding}; scripts/gpu_report.sh measures what that costs"
     )
 
 
