@@ -3,11 +3,11 @@
     copy: target = source        add: target = target + source, in fp32, rounded once
     split: rounded = bf16(value), half up; remainder = bits(value) - (bits(rounded) << 16); joined again: every bit
 
-Where the kernel is used, and where torch's own functions stay: one memory pass each either way, so that only the width
-of the accesses matters. Between equal dtypes, and from fp32 to a narrower one (weights into a buffer), torch copies in
-wide accesses; filling with zero is a memset. From a narrower dtype into fp32 (a gradient into its buffer), torch looks
-at each element's dtype as it loads it; there the kernel loads 4 elements at once. AdamW writes its weights in both
-dtypes in one pass and needs no copy (see `adamw.py`).
+One memory pass each with torch's functions too, so that only the width of the accesses matters, and most copies of a
+step stay torch's: between equal dtypes and from fp32 to a narrower one (weights into a buffer of ZeRO 3, shards that
+accumulate) its accesses are wide, and filling with zero is a memset. The kernel is for large gradients in a narrower
+dtype that are written or added to fp32 memory: there torch looks at the dtype of every single element. AdamW writes
+its weights in both dtypes in one pass and needs no copy (see `adamw.py`).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

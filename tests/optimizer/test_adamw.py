@@ -133,14 +133,17 @@ def test_updated_weights_are_in_their_buffer_already(options: dict[str, Any], tr
     if options.get("zero_stage") == 3:
         assert part.weights.rounded is None
         return
+    assert not torch.equal(in_place, before)
+    own_slice[3] = 99.0  # shows whether it is copied again
     engine.model.updated(stage)
     stage.gather()
-    assert torch.equal(own_slice, in_place) and not torch.equal(in_place, before)
+    assert own_slice[3] == 99.0
     if not options.get("split_master_weights"):
         assert torch.equal(in_place, part.read("weights").to(in_place.dtype))
 
 
 @triton_too
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter divides by zero in what it does not write
 def test_weights_from_elsewhere_are_copied_into_their_buffer(triton: bool) -> None:
     """After a checkpoint was loaded, after a dropped update of weights that nobody has gathered yet, and in between."""
     engine = engine_with({"training_dtype": "bf16", "zero_stage": 1}, triton)
