@@ -115,7 +115,7 @@ class PerformanceConfig:
         None,
         "cut the loss of a micro-batch into this many chunks of tokens",
         minimum=1,
-        unset="chunks of 256 tokens (CPU), 1024 (GPU)",
+        unset="chunks of 256 tokens (CPU; 512 in 16 bits), up to 3072 (GPU)",
     )
     cross_entropy_block_size: int | None = option(
         None,
