@@ -47,7 +47,6 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "activation": dict(mlp_recompute_level="activation"),
         "full": dict(mlp_recompute_level="full"),
         "without Triton": dict(enable_triton_kernels=False),
-        "without Triton, compiled": dict(enable_triton_kernels=False, torch_compile=True),
     },
     "deterministic": {"deterministic=0": {}, "deterministic=1": dict(deterministic=True)},
 }

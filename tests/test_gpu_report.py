@@ -15,12 +15,17 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
+import benchmark_rows  # noqa: E402
+import benchmark_settings  # noqa: E402
 import gpu_ops  # noqa: E402
 import gpu_report  # noqa: E402
 import gpu_report_read as reading  # noqa: E402
+import gpu_training  # noqa: E402
 import render_gpu_report as rendering  # noqa: E402
 from gpu_ops_table import FULL, OPS, WINDOWED, Op, Shape, attention_flops  # noqa: E402
 from gpu_report import Report, Step  # noqa: E402
+
+from megatron_lite.planning import make_plan  # noqa: E402
 
 
 def python(code: str) -> tuple[str, ...]:
@@ -136,6 +141,29 @@ def test_operations_go_on_behind_a_crash(tmp_path: Path, monkeypatch: pytest.Mon
     assert gpu_ops.run(ops, output) == 1 and measured == ["memory", "poison", "last"]
     states = {name: entry["status"] for name, entry in json.loads(output.read_text("utf-8"))["ops"].items()}
     assert states == {"done": "ok", "crashed": "failed", "memory": "failed", "poison": "failed", "last": "ok"}
+
+
+def test_training_tables_name_rows_that_exist() -> None:
+    """What the report asks of scripts/benchmark.py: models and rows that it knows, by which the aims are read off."""
+    rows = {}
+    for step in gpu_report.steps(1):
+        if step.command[0].endswith("benchmark.py"):
+            options = benchmark_settings.parse(step.command[1:])
+            rows[step.name] = set(benchmark_rows.chosen(options, 1))
+    assert rows == {
+        "gpt2-124m": {"ZeRO-1", "torch compiled", "torch compiled full logits", "FSDP2 compiled"},
+        "llama-3-8b-8l": {"ZeRO-1", "torch compiled", "FSDP2 compiled"},
+        "mistral-7b": {"ZeRO-3 recompute full"},
+        "mistral-7b, 16 layers": {"ZeRO-1", "ZeRO-3"},
+    }
+
+
+@pytest.mark.parametrize("variants", gpu_training.VARIANTS)
+def test_variants_of_training_fit_an_h200(variants: str) -> None:
+    """Every one is a legal configuration, and its plan leaves a tenth of 139 GiB."""
+    for options in gpu_training.VARIANTS[variants].values():
+        planned = make_plan(gpu_training.configured(6, options), 1, "cuda").peak_bytes()
+        assert 10 * 2**30 < planned < 0.9 * 139 * 2**30
 
 
 SMALL = Shape(
