@@ -18,12 +18,9 @@ from harness import TINY
 
 from megatron_lite.config import DistributedConfig, unflatten
 from megatron_lite.distributed import Distributed, make_deterministic
-from megatron_lite.kernels.attention import attention
 from megatron_lite.validation import resolve
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(Path(__file__).parent / "kernels"))
-
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 # Everything that a Llama has: each operation has a kernel of its own.
@@ -147,44 +144,6 @@ def test_the_program_chooses_triton_and_resumes_to_the_bit(tmp_path: Path) -> No
     pretrain(tmp_path / "stopped", *flags)
     assert curve(tmp_path / "stopped") == curve(tmp_path / "whole") and len(curve(tmp_path / "whole")) == 12
     assert "kernels: torch" in pretrain(tmp_path / "references", *flags, "--enable_triton_kernels=0")
-
-
-# -- attention -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 37, 700])
-def test_attention_equals_the_formula(dtype: torch.dtype, window: int | None) -> None:
-    """Grouped queries, windows over block borders, forward and backward, against float64 on the CPU."""
-    from test_kernels import close
-
-    torch.manual_seed(0)
-    b, n, g, s, d = 1, 4, 2, 1500, 64
-    inputs = [torch.randn(b, heads, s, d, dtype=torch.float64).to(dtype) for heads in (n, g, g)]
-    ours = [tensor.cuda().requires_grad_() for tensor in inputs]
-    exact = [tensor.double().requires_grad_() for tensor in inputs]
-    key, value = (tensor.repeat_interleave(n // g, 1) for tensor in exact[1:])
-    distance = torch.arange(s)[:, None] - torch.arange(s)
-    allowed = (distance >= 0) & (distance < (window or s))
-    formula = (exact[0] @ key.transpose(-1, -2) / d**0.5).masked_fill(~allowed, float("-inf")).softmax(-1) @ value
-    output = attention(*ours, window, 0.0, None)
-    grad = torch.randn(formula.shape, dtype=torch.float64).to(dtype)
-    formula.backward(grad.double())
-    output.backward(grad.cuda())
-    close(output.cpu(), formula, dtype)
-    for mine, reference in zip(ours, exact, strict=True):
-        close(mine.grad.cpu(), reference.grad, dtype)
-
-
-def test_windowed_attention_keeps_no_probabilities() -> None:
-    """Mistral's attention, window 4096 over 8192 tokens: far below the 6.4 GB of all probabilities in fp32."""
-    query = torch.randn(1, 32, 8192, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    key, value = (torch.randn(1, 8, 8192, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in "kv")
-    grad = torch.randn_like(query)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    attention(query, key, value, 4096, 0.0, None).backward(grad)
-    assert torch.cuda.max_memory_allocated() - before < 2**31
 
 
 # -- two simulated ranks on one GPU; tests/zero/test_slow_collectives.py runs the same code on CPU -------------------
