@@ -146,6 +146,48 @@ def test_the_program_chooses_triton_and_resumes_to_the_bit(tmp_path: Path) -> No
     assert "kernels: torch" in pretrain(tmp_path / "references", *flags, "--enable_triton_kernels=0")
 
 
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def at_most_bytes(limit: float) -> Iterator[None]:
+    """What is inside allocates no more than so many bytes at any time, beside what is there."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    yield
+    assert torch.cuda.max_memory_allocated() - before < limit
+
+
+def test_windowed_attention_keeps_no_probabilities() -> None:
+    """Mistral's attention, window 4096 over 8192 tokens: far below the 6.4 GB of all probabilities in fp32."""
+    from megatron_lite.kernels.attention import attention
+
+    query = torch.randn(1, 32, 8192, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    key, value = (torch.randn(1, 8, 8192, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in "kv")
+    grad = torch.randn_like(query)
+    with at_most_bytes(2**31):
+        attention(query, key, value, 4096, 0.0, None).backward(grad)
+
+
+@pytest.mark.parametrize("block_size", [None, 32064])
+def test_the_loss_keeps_no_logits(block_size: int | None) -> None:
+    """Llama-3's head: 8192 x 128,256 logits take 2.1 GB in bf16 and 4.2 GB in fp32; a quarter of the tokens at a time,
+    in blocks of a quarter of the vocabulary besides, take a fraction of the former."""
+    from megatron_lite.kernels.linear_cross_entropy import linear_cross_entropy
+    from megatron_lite.parameter import Parameter
+
+    hidden = torch.randn(8192, 4096, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    weight: Any = Parameter(torch.randn(128256, 4096, dtype=torch.bfloat16, device="cuda") / 64)
+    weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32, device="cuda")
+    labels, scale = torch.randint(128256, (8192,), device="cuda"), torch.tensor(1.0, device="cuda")
+    torch.mm(hidden.detach()[:16], weight.detach().t())  # the library's own memory
+    logits = 2 * 8192 * 128256 / (4 if block_size is None else 16)
+    with at_most_bytes(1.1 * logits + 3 * 2 * hidden.numel()):
+        loss = linear_cross_entropy(hidden, weight, labels, scale, 2048, block_size, triton=True)
+        loss.backward()
+
+
 # -- two simulated ranks on one GPU; tests/zero/test_slow_collectives.py runs the same code on CPU -------------------
 
 # Of nothing, on the stream of the collectives: about 5 ms, far more than a stage of the tiny model takes.
