@@ -39,7 +39,7 @@ def measure_op(op: Op, shape: Shape, clock: Clock, copy_bytes_per_s: float) -> d
     calls = op.make(shape)
     for name in list(calls):
         # What a call returns is dropped at once; what it closes over goes with it.
-        variants[name] = measure_variant(calls.pop(name), op, clock, copy_bytes_per_s)
+        variants[name] = measure_variant(calls.pop(name), op, shape, clock, copy_bytes_per_s)
     return {
         "status": "ok" if all("failed" not in variant for variant in variants.values()) else "failed",
         "shape": op.describe(shape), "memory_bound": op.memory_bound, "bytes": op.bytes(shape),
@@ -47,9 +47,10 @@ def measure_op(op: Op, shape: Shape, clock: Clock, copy_bytes_per_s: float) -> d
     }  # fmt: skip
 
 
-def measure_variant(call: Callable[[], Any], op: Op, clock: Clock, copy_bytes_per_s: float) -> dict[str, Any]:
-    """Time and rates of one variant."""
-    shape = Shape()
+def measure_variant(
+    call: Callable[[], Any], op: Op, shape: Shape, clock: Clock, copy_bytes_per_s: float
+) -> dict[str, Any]:
+    """Time, rates and memory of one variant."""
     try:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -89,7 +89,7 @@ def test_bf16_tracks_fp32(one_gpu: Distributed) -> None:
 
 
 @pytest.mark.parametrize("model", [dict(num_layers=3), LLAMA], ids=["gpt", "llama"])
-@pytest.mark.parametrize(("training_dtype", "rtol"), [("fp32", 1e-4), ("bf16", 1e-2)])
+@pytest.mark.parametrize(("training_dtype", "rtol"), [("fp32", 1e-4), ("bf16", 3e-3)])
 def test_triton_changes_losses_by_rounding(
     one_gpu: Distributed, model: dict[str, Any], training_dtype: str, rtol: float
 ) -> None:
@@ -98,7 +98,7 @@ def test_triton_changes_losses_by_rounding(
     with_triton, without = (losses(one_gpu, enable_triton_kernels=on, **options) for on in (True, False))
     np.testing.assert_allclose(with_triton, without, rtol=rtol)
     assert with_triton != without, "the option changes nothing"
-    assert abs(with_triton[-1] - with_triton[0]) > 10 * rtol * with_triton[0], "nothing is trained"
+    assert abs(with_triton[-1] - with_triton[0]) > 2 * rtol * with_triton[0], "nothing is trained"
 
 
 @pytest.mark.parametrize("triton", [True, False])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -181,6 +182,41 @@ def test_operations_are_called_as_they_want_to_be(op: Op) -> None:
             call()
     assert calls and op.bytes(SMALL) + op.flops(SMALL) > 0 and op.describe(SMALL)
     assert not op.memory_bound or "triton" in calls, "what is aimed at is measured of Triton's variant"
+
+
+class FakeClock:
+    """Half a millisecond for everything."""
+
+    def ms(self, call: Any, for_ms: float = 60.0) -> dict[str, Any]:
+        call()
+        return ms(0.5)
+
+    def copy_ms(self, bytes_: int) -> float:
+        return 0.25
+
+
+def test_what_is_measured_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates from bytes and operations; a variant that fails is recorded, and the others are measured."""
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 700)
+    ops = {op.name: op for op in OPS}
+    clock: Any = FakeClock()
+    norm = gpu_ops.measure_op(ops["rms_norm backward"], SMALL, clock, 1e6)
+    moved = 3 * 6 * 16 * 2
+    assert norm["status"] == "ok" and norm["bytes"] == moved and norm["memory_bound"]
+    assert norm["variants"]["triton"] == {
+        "ms": ms(0.5), "peak_bytes": 600, "bytes_per_s": moved / 5e-4, "fraction_of_copy": moved / 5e-4 / 1e6,
+        "fraction_of_equal_copy": 0.5,
+    }  # fmt: skip
+    attention = gpu_ops.measure_op(ops["attention forward"], SMALL, clock, 1e6)
+    assert attention["status"] == "failed" and set(attention["variants"]) == set(FULL)
+    product = gpu_ops.measure_op(ops["weight gradient"], SMALL, clock, 1e6)["variants"]["training dtype alone"]
+    assert product["flop_per_s"] == 2 * 6 * 16 * 24 / 5e-4 and "bytes_per_s" not in product
+    text = rendering.render({"steps": {"ops": {"status": "failed", "seconds": 1.0, "result": {"ops": {
+        "rms_norm backward": norm, "attention forward": attention}}}}})  # fmt: skip
+    assert "| rms_norm backward | 6 x 16 | triton | 0.500 (0.450-0.550) |" in text and "cudnn" in text
 
 
 def test_operations_of_attention() -> None:
