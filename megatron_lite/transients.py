@@ -14,6 +14,7 @@ from megatron_lite.activations import FP32_BYTES, Kept, Pass
 from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.attention import query_blocks
 from megatron_lite.kernels.cross_entropy import reference_rows
+from megatron_lite.kernels.gradients import temporary_rows
 from megatron_lite.kernels.linear_cross_entropy import held_logits
 
 
@@ -217,4 +218,4 @@ def _rotation(model: ModelConfig, one: Pass, query: int) -> int:
 
 def _weight_gradient(one: Pass, rows: int, columns: int) -> int:
     """Momentary bytes: a gradient in another dtype than its buffer's is made first and added then."""
-    return rows * columns * one.itemsize if one.makes_weight_gradients else 0
+    return min(rows, temporary_rows(columns)) * columns * one.itemsize if one.makes_weight_gradients else 0

@@ -195,6 +195,7 @@ PEAK_CASES: list[dict[str, Any]] = [
     dict(breadth_first_micro_batches=2, depth_first_micro_batches=2, batch_size=8, layers_per_stage=2.0),
     dict(vocab_size=8192),
     dict(cross_entropy_splits=1, training_dtype="bf16"),
+    dict(vocab_size=20_000, training_dtype="bf16", cross_entropy_splits=8),
     dict(cross_entropy_splits=2, cross_entropy_block_size=3000, vocab_size=8192, training_dtype="bf16"),
     dict(recompute_layers=2),
     dict(recompute_layers=4, gated=True, normalization_type="rms_norm", use_rotary_embeddings=True, hidden_dropout=0.1),

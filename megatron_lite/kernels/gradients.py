@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_lite.parameter import Parameter
 
 NAMES = {torch.float32: "an fp32", torch.bfloat16: "a bf16", torch.float16: "an fp16"}
+TEMPORARY_ELEMENTS = 2**21
 
 
 def accumulate(parameter: Parameter, gradient: Tensor) -> None:
@@ -55,10 +56,15 @@ def _wide_temporary(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def _narrow_temporary(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    if first:
-        total.copy_(torch.mm(a, b))
-    else:
-        total.add_(torch.mm(a, b))
+    step = temporary_rows(total.shape[1]) if total.device.type == "cpu" else total.shape[0]
+    for start in range(0, total.shape[0], step):
+        rows = slice(start, start + step)
+        (total[rows].copy_ if first else total[rows].add_)(torch.mm(a[rows], b))
+
+
+def temporary_rows(columns: int) -> int:
+    """Rows of a temporary on a CPU: so many that the cache still holds them when they are added."""
+    return max(1, TEMPORARY_ELEMENTS // columns)
 
 
 def _same_dtype(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:

@@ -213,3 +213,14 @@ def test_products_are_added_in_fp32_on_a_gpu(dtype: torch.dtype) -> None:
         error, rounded = ((total.double() - 4 * exact).abs().max() for total in (weight.main_grad, narrow))
         assert error < 8e-5 * exact.abs().max() and error < rounded / 4
         assert flat[: o * i].isnan().all() and flat[2 * o * i :].isnan().all()
+
+
+def test_large_narrow_temporaries_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU rows are made and added a few at a time: the values are those of one product, written and added."""
+    monkeypatch.setattr(gradients, "TEMPORARY_ELEMENTS", 50)  # 7 rows of 7
+    grad, input_ = draw((5, 24), 0).bfloat16(), draw((5, 7), 1).bfloat16()
+    weight = make_parameter(torch.empty(24, 7, dtype=torch.bfloat16), torch.float32)
+    once = (grad.t() @ input_).float()
+    for count in (1, 2):
+        accumulate_product(weight, grad, input_)
+        close(weight.main_grad, count * once.double(), 1e-6)
