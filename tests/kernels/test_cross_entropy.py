@@ -151,9 +151,9 @@ def test_masked_tokens_have_no_part(block: int | None, triton: bool) -> None:
     kept = labels >= 0
     loss, grad_hidden, grad_weight = run(hidden, weight, labels, 6, block, 0.1, triton)
     fewer = run(hidden[kept], weight, labels[kept], 6, block, 0.1, triton)
-    close(loss, fewer[0], 1e-6)
-    close(cast(Tensor, grad_hidden)[kept], cast(Tensor, fewer[1]).double(), 1e-6)
-    close(grad_weight, cast(Tensor, fewer[2]).double(), 1e-6)
+    close(loss, fewer[0], 1e-5)
+    close(cast(Tensor, grad_hidden)[kept], cast(Tensor, fewer[1]).double(), 1e-5)
+    close(grad_weight, cast(Tensor, fewer[2]).double(), 1e-5)
     assert not bool(cast(Tensor, grad_hidden)[~kept].any())
 
 
@@ -224,6 +224,7 @@ def test_large_vocabularies(t: int, v: int, dtype: torch.dtype, triton: bool) ->
     check_sweep(logits, labels, triton, v // 3 + 1, 1e-5 if dtype == torch.float32 else 5e-3)
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU takes more rows at a time than a test should")
 def test_reference_in_more_than_one_part() -> None:
     """More rows than it works on at a time: the same as each row alone."""
     v = REFERENCE_ELEMENTS["cpu"] // 4 + 1
@@ -304,7 +305,7 @@ def test_chunk_of_tokens() -> None:
         assert chunk <= 3072 and (tokens % chunk or chunk) > chunk - 128 * -(-tokens // chunk)
 
 
-@needs_triton
+@pytest.mark.skipif(not runs_on(torch.device("cpu")), reason="the models of this test are on the CPU")
 def test_head_takes_the_kernels_that_were_chosen() -> None:
     """A model's step with the Triton kernel in three chunks, and with blocks of the vocabulary, beside the default."""
     config = tiny_config(1)
