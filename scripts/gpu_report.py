@@ -54,7 +54,7 @@ class Step:
     command: tuple[str, ...]
     budget_s: float
     read: Callable[[Path, Path], Any]  # (file, log) -> results; None where there are none
-    resumes: bool = False  # started again after a failure, it goes on behind what failed
+    resumes: bool = False  # ended by anything but an exit code of 0 or 1, it goes on, started again, behind that
 
 
 def steps(parallel_tests: int) -> list[Step]:
@@ -140,7 +140,7 @@ class Report:
             elif code:
                 status, reason = "failed", f"exit code {code}"
             entry = {"status": status, **({"reason": reason} if reason else {})}
-            if code in (0, None) or time.monotonic() + LEAST_S > deadline:
+            if code in (0, 1, None) or time.monotonic() + LEAST_S > deadline:
                 break
         try:
             entry["result"] = step.read(output, log)

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 # A line of `pytest -v`, with and without pytest-xdist.
-TEST_LINE = re.compile(r"^(?:\[gw\d+\] \[ *\d+%\] (?P<first>[A-Z]+) (?P<a>\S+::.*)|(?P<b>\S+::.*) (?P<last>[A-Z]+))")
-SUMMARY_LINE = re.compile(r"^(FAILED|ERROR) (.*)$")
+OUTCOME = "PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS"
+TEST_LINE = re.compile(
+    rf"^(?:\[gw\d+\] \[ *\d+%\] (?P<first>{OUTCOME}) (?P<a>\S+::.*)|(?P<b>\S+::.*) (?P<last>{OUTCOME})(?: .*)?)$"
+)
+SUMMARY_LINE = re.compile(r"^(FAILED|ERROR) (tests/.*)$")
 LEFT_OUT_OF_A_ROW = ("losses", "state_bytes_by_kind", "cpu_s", "others")
 
 

@@ -230,6 +230,8 @@ def test_operations_of_attention() -> None:
 LOG = """
 tests/kernels/test_a.py::test_one[x y] PASSED                            [ 33%]
 tests/kernels/test_a.py::test_two FAILED                                 [ 66%]
+tests/kernels/test_a.py::test_six[no CUDA] SKIPPED (no CUDA device)      [ 67%]
+FAILED is what tests/kernels/test_a.py::test_two printed, and A GPU TOO
 [gw1] [ 66%] PASSED tests/kernels/test_a.py::test_three[bf16]
 [gw0] [ 70%] SKIPPED tests/test_gpu.py::test_four
 [gw0] [ 99%] FAILED tests/test_gpu.py::test_five
@@ -241,7 +243,7 @@ def test_logs_of_pytest(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(LOG, "utf-8")
     found = reading.read_tests(tmp_path / "none", log)
-    assert found["counts"] == {"passed": 2, "failed": 2, "skipped": 1}
+    assert found["counts"] == {"passed": 2, "failed": 2, "skipped": 2}
     assert found["failures"] == ["tests/kernels/test_a.py::test_two", "tests/test_gpu.py::test_five"]
     log.write_text(f"{LOG}FAILED tests/test_gpu.py::test_five - assert 1 == 2\n", "utf-8")
     assert reading.read_tests(tmp_path / "none", log)["failures"] == ["tests/test_gpu.py::test_five - assert 1 == 2"]
