@@ -61,10 +61,13 @@ def steps(parallel_tests: int) -> list[Step]:
     """All steps in order: first what is needed to trust or to read the rest. {output}: the file that a step writes."""
     pytest: tuple[str, ...] = ("-m", "pytest", "-p", "no:cacheprovider", "-v", "--color=no", "-rfE")
     if parallel_tests > 1:
-        pytest += ("-n", str(parallel_tests), "--dist=loadscope")
+        pytest += ("-n", str(parallel_tests), "--dist=worksteal")
     # Not all test files can be imported where the packages of the test extra are not all there.
     files = sorted(str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text("utf-8"))
-    pytest_gpu = (*pytest, "-m", "gpu", "--continue-on-collection-errors", *files)
+    pytest += ("--continue-on-collection-errors",)
+    # flex_attention is compiled for every shape, for some ten seconds each: last, if time is left.
+    pytest_gpu = (*pytest, "-m", "gpu", "-k", "not flex", *files)
+    pytest_flex = (*pytest, "-m", "gpu", "-k", "flex", *files)
     ops, training = str(SCRIPTS / "gpu_ops.py"), str(SCRIPTS / "gpu_training.py")
 
     def table(model: str, only: str, turns: int, *options: str) -> tuple[str, ...]:
@@ -80,7 +83,7 @@ def steps(parallel_tests: int) -> list[Step]:
     whole = table("mistral-7b", "ZeRO-3 recompute full", 2, "--one_at_a_time")
     return [
         Step("ceilings", (ops, "--ceilings", "--output={output}"), 40, read_json),
-        Step("kernel tests", (*pytest, "--continue-on-collection-errors", "tests/kernels"), 110, read_tests),
+        Step("kernel tests", (*pytest, "-m", "not slow and not gpu", "tests/kernels"), 110, read_tests),
         Step("ops", (ops, "--output={output}"), 120, read_json, resumes=True),
         Step("gpt2-124m", gpt2, 90, read_benchmark),
         Step("llama-3-8b-8l", llama, 90, read_benchmark),
@@ -90,6 +93,7 @@ def steps(parallel_tests: int) -> list[Step]:
         Step("GPU tests", pytest_gpu, 100, read_tests),
         Step("smoke test", (str(SCRIPTS / "smoke_test.py"), "--device=cuda"), 80, read_smoke_test),
         Step("deterministic", (training, "--variants=deterministic", "--output={output}"), 40, read_json),
+        Step("flex_attention tests", pytest_flex, 120, read_tests),
     ]
 
 

@@ -228,7 +228,7 @@ def _variants(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _tests(report: dict[str, Any]) -> Iterator[str]:
-    for name in ("kernel tests", "GPU tests"):
+    for name in ("kernel tests", "GPU tests", "flex_attention tests"):
         found = step(report, name)
         if found:
             counts = ", ".join(f"{count} {outcome}" for outcome, count in found["counts"].items()) or "none ran"
