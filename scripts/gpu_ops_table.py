@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ class Shape:
 
     def parameter(self, *size: int) -> Parameter:
         """The same, as a parameter whose gradient is added to in fp32."""
-        made = cast(Parameter, Parameter(self.random(*size, scale=1 / math.sqrt(size[-1]))))
+        made = Parameter(self.random(*size, scale=1 / math.sqrt(size[-1])))
         made.main_grad = torch.zeros(size, dtype=torch.float32, device=self.device)
         return made
 
@@ -202,12 +202,12 @@ def make_attention(
     """Causal, by each of some backends; query, key and value are views of one projection."""
     projection = shape.random(1, shape.tokens, shape.heads + 2 * shape.groups, shape.head_size)
     parts = projection.split([shape.heads, shape.groups, shape.groups], dim=2)
-    inputs = tuple(part.transpose(1, 2).requires_grad_() for part in parts)
+    query, key, value = (part.transpose(1, 2).requires_grad_() for part in parts)
     grad = shape.random(1, shape.tokens, shape.heads, shape.head_size).transpose(1, 2)
 
     def call(backend: str) -> Any:
-        output = attention(*inputs, window, 0.0, None, backend=backend)
-        return torch.autograd.grad(output, inputs, grad) if with_backward else output
+        output = attention(query, key, value, window, 0.0, None, backend=backend)
+        return torch.autograd.grad(output, (query, key, value), grad) if with_backward else output
 
     return {name: partial(call, name) for name in backends}
 
