@@ -46,7 +46,8 @@ class _MLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        input_, before, after = (None if kept is None else kept.flatten(0, -2) for kept in ctx.saved_tensors)
+        flat_or_none: list[Any] = [None if kept is None else kept.flatten(0, -2) for kept in ctx.saved_tensors]
+        input_, before, after = flat_or_none
         flat, up, down = grad_output.reshape(-1, grad_output.shape[-1]), ctx.up, ctx.down
         again = down.requires_grad and after is None
         if before is None and (ctx.reads_before or again):

@@ -47,7 +47,7 @@ def _reference_backward(
         return None if grad is None else grad.to(dtype)
     wanted = [needs_input, weight.requires_grad, bias.requires_grad]
     grad, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
-        grad_output.contiguous(), x, weight.shape, mean, rstd, weight.float(), bias.float(), wanted
+        grad_output, x, weight.shape, mean, rstd, weight.float(), bias.float(), wanted
     )
     if weight.requires_grad:
         accumulate(weight, grad_weight)
@@ -194,7 +194,7 @@ def _triton_backward(
     )
     loaded = (3 if grad_sum is not None else 2) * tile_rows * block * x.element_size()
     _backward_kernel[(programs,)](
-        grad_output.contiguous(), None if grad_sum is None else grad_sum.contiguous(), x, weight, mean, rstd,
+        grad_output, None if grad_sum is None else grad_sum.contiguous(), x, weight, mean, rstd,
         grad_input, weight_sums, bias_sums, rows,
         COLUMNS=columns, CENTERED=bias is not None, ADDS=grad_sum is not None, TO_INPUT=needs_input,
         TO_WEIGHT=to_weight, TO_BIAS=to_bias, ROWS=tile_rows, BLOCK=block,
@@ -244,9 +244,11 @@ class _AddNorm(torch.autograd.Function):
         hidden_needs, branch_needs = ctx.needs_input_grad[:2]
         grad = grad_sum
         if grad_output is not None:
+            total, mean, rstd = ctx.saved_tensors
             run = _triton_backward if ctx.triton else _reference_backward
-            needs_input = hidden_needs or branch_needs
-            grad = run(grad_output, grad_sum, *ctx.saved_tensors, ctx.weight, ctx.bias, needs_input)
+            grad = run(
+                grad_output.contiguous(), grad_sum, total, mean, rstd, ctx.weight, ctx.bias, hidden_needs or branch_needs
+            )
         return grad if hidden_needs else None, grad if branch_needs else None, None, None, None, None
 
 

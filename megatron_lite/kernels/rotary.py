@@ -37,7 +37,7 @@ def _rotate(source: Tensor, target: Tensor, cos: Tensor, sin: Tensor) -> None:
     torch.addcmul(rest, b, cos, out=target_b)
 
 
-def _put_together(grads: tuple[Tensor, Tensor, Tensor], target: Tensor, table: tuple[Tensor, Tensor] | None) -> None:
+def _put_together(grads: tuple[Tensor, ...], target: Tensor, table: tuple[Tensor, Tensor] | None) -> None:
     """Gradients of query, key and value, (b, n or g, s, d), side by side in target (b, s, n + 2 g, d), rotated back."""
     parts = zip(target.split([grad.shape[1] for grad in grads], dim=2), grads, (True, True, False), strict=True)
     for part, grad, rotated in parts:
@@ -122,7 +122,7 @@ def _triton_rotate(heads: Tensor, rotated: int, table: tuple[Tensor, Tensor]) ->
     )
 
 
-def _triton_put_together(grads: tuple[Tensor, Tensor, Tensor], target: Tensor, table: tuple[Tensor, Tensor]) -> None:
+def _triton_put_together(grads: tuple[Tensor, ...], target: Tensor, table: tuple[Tensor, Tensor]) -> None:
     batch, length, count, channels = target.shape
     tile, half = _tile(count, channels)
     num_heads, head_groups, _ = (grad.shape[1] for grad in grads)
@@ -142,7 +142,7 @@ class _SplitHeads(torch.autograd.Function):
         ctx.table, ctx.triton = table, triton and table is not None
         heads = projection.unflatten(-1, (num_heads + 2 * head_groups, -1))  # (b, s, n + 2 g, d)
         rotated = num_heads + head_groups
-        if ctx.triton:
+        if table is not None and triton:
             _triton_rotate(heads, rotated, table)
         elif table is not None:
             cos, sin = (angles[: projection.shape[1], None] for angles in table)

@@ -2,67 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
-
 import pytest
 import torch
+from kernel_checks import close, compare, dtypes, parameter, randn
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
-from megatron_lite.kernels.activation import FUNCTIONS, activate, activate_backward
 from megatron_lite.kernels.attention import attention
 from megatron_lite.kernels.dropout import dropout
 from megatron_lite.kernels.embedding import add_positions, embedding
 from megatron_lite.kernels.linear import linear
-from megatron_lite.kernels.normalization import layer_norm, rms_norm
 from megatron_lite.kernels.rotary import rotary_table, split_heads
-from megatron_lite.parameter import Parameter
-
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # of the largest value, or of 0.1
-dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-
-
-def parameter(values: Tensor, dtype: torch.dtype) -> Parameter:
-    """A parameter whose gradient buffer already holds ones: gradients must be added, in fp32."""
-    made = cast(Parameter, Parameter(values.to(dtype)))
-    made.main_grad = torch.ones(values.shape, dtype=torch.float32)
-    return made
-
-
-def compare(
-    ours: Callable[..., Tensor], formula: Callable[..., Tensor], inputs: list[Tensor], weights: list[Tensor],
-    dtype: torch.dtype,
-) -> None:  # fmt: skip
-    """`ours` in dtype and `formula` in float64 on the same (rounded) values; two backwards add up."""
-    inputs, weights = ([tensor.to(dtype) for tensor in tensors] for tensors in (inputs, weights))
-    our_inputs = [tensor.clone().requires_grad_() for tensor in inputs]
-    our_weights = [parameter(tensor, dtype) for tensor in weights]
-    exact_inputs, exact_weights = ([t.double().requires_grad_() for t in tensors] for tensors in (inputs, weights))
-    exact = formula(*exact_inputs, *exact_weights)
-    grad = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    exact.backward(grad.double())
-    for _ in range(2):
-        output = ours(*our_inputs, *our_weights)
-        assert output.dtype == dtype and output.shape == exact.shape
-        output.backward(grad)
-    close(output, exact, dtype)
-    for mine, reference in zip(our_inputs, exact_inputs, strict=True):
-        close(mine.grad, 2 * reference.grad, dtype)
-    for mine, reference in zip(our_weights, exact_weights, strict=True):
-        assert mine.grad is None, "the gradient belongs in main_grad alone"
-        close(mine.main_grad - 1, 2 * reference.grad, dtype)
-
-
-def close(ours: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    exact = exact.detach()
-    largest = max(float(exact.abs().max()), 0.1)  # gradients that are exactly zero are met to rounding
-    assert float((ours.detach().double() - exact).abs().max()) <= TOLERANCE[dtype] * largest
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
 @dtypes
@@ -74,83 +25,10 @@ def test_linear(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("shape", [(2, 3, 5), (1, 7, 128), (4, 1, 33)])
-def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    h = shape[-1]
-    weights = [randn(h, seed=3), randn(h, seed=4)]
-    compare(
-        lambda x, w, b: layer_norm(x, w, b, 1e-5),
-        lambda x, w, b: functional.layer_norm(x, (h,), w, b, 1e-5), [randn(*shape)], weights, dtype,
-    )  # fmt: skip
-    compare(
-        lambda x, w: rms_norm(x, w, 1e-5),
-        lambda x, w: x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w, [randn(*shape)], weights[:1], dtype,
-    )  # fmt: skip
-
-
-def test_norm_weights_of_zero_keep_their_gradient() -> None:
-    """A weight of exactly zero must still learn (an implementation that divides the output by it would not)."""
-    compare(
-        lambda x, w: rms_norm(x, w, 1e-5),
-        lambda x, w: x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w,
-        [randn(4, 6)], [torch.zeros(6)], torch.float32,
-    )  # fmt: skip
-
-
-FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
-    "gelu_exact": lambda x: 0.5 * x * (1 + torch.erf(x / 2**0.5)),
-    "silu": lambda x: x * torch.sigmoid(x),
-    "relu": lambda x: x.clamp(min=0),
-    "squared_relu": lambda x: x.clamp(min=0) ** 2,
-    "identity": lambda x: x * 1,
-}
-
-
-@dtypes
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_activations(name: str, dtype: torch.dtype) -> None:
-    formula = FORMULAS[name]
-    gated_formula = lambda x: formula(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]  # noqa: E731
-    for gated, exact, width in ((False, formula, 7), (True, gated_formula, 14)):
-        x, grad = randn(2, 5, width).to(dtype), randn(2, 5, 7, seed=1).to(dtype)
-        exact_x = x.double().requires_grad_()
-        output = exact(exact_x)
-        output.backward(grad.double())
-        ours = activate(x, name, gated)
-        assert ours.dtype == dtype and ours.data_ptr() != x.data_ptr(), "the MLP keeps input and output apart"
-        close(ours, output, dtype)
-        close(activate_backward(grad, x.clone(), name, gated), exact_x.grad, dtype)
-
-
-@dtypes
 def test_embedding_adds_up_repeated_tokens(dtype: torch.dtype) -> None:
     tokens = torch.tensor([[1, 1, 4], [0, 1, 6]])
     compare(lambda w: embedding(w, tokens), lambda w: w[tokens], [], [randn(7, 5)], dtype)
     compare(add_positions, lambda x, w: x + w[:3], [randn(2, 3, 5)], [randn(9, 5)], dtype)
-
-
-@dtypes
-@pytest.mark.parametrize(("n", "g", "d"), [(4, 4, 6), (6, 2, 8), (3, 1, 2)])
-def test_split_heads_rotates_queries_and_keys(n: int, g: int, d: int, dtype: torch.dtype) -> None:
-    """Against complex multiplication; backward puts the three gradients side by side again."""
-    b, s = 2, 5
-    angles = torch.arange(s)[:, None] * 100.0 ** (-torch.arange(0, d, 2) / d)
-
-    def formula(x: Tensor) -> Tensor:
-        heads = x.view(b, s, n + 2 * g, d)
-        turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex128)[:, None]
-        turned = torch.complex(heads[:, :, : n + g, : d // 2], heads[:, :, : n + g, d // 2 :]) * turn
-        return torch.cat([torch.cat([turned.real, turned.imag], -1), heads[:, :, n + g :]], 2).flatten(2)
-
-    def ours(x: Tensor) -> Tensor:
-        parts = split_heads(x * 1, n, g, rotary_table(9, d, 100.0, x.device))
-        assert [part.shape[1] for part in parts] == [n, g, g]
-        return torch.cat(parts, dim=1).transpose(1, 2).flatten(2)
-
-    compare(ours, formula, [randn(b, s, (n + 2 * g) * d)], [], dtype)
-    unrotated = split_heads(randn(b, s, (n + 2 * g) * d), n, g, None)
-    assert torch.equal(torch.cat(unrotated, 1).transpose(1, 2).flatten(2), randn(b, s, (n + 2 * g) * d))
 
 
 @pytest.mark.parametrize("rotary", [True, False])

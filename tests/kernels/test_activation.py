@@ -1,0 +1,79 @@
+"""MLP activations against their formulas; what the backward pass makes again is what the forward pass made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from kernel_checks import DEVICE, close, dtypes, implementations, randn
+from torch import Tensor
+
+from megatron_lite.kernels.activation import FUNCTIONS, activate, activate_backward
+
+FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
+    "gelu_exact": lambda x: 0.5 * x * (1 + torch.erf(x / 2**0.5)),
+    "silu": lambda x: x * torch.sigmoid(x),
+    "relu": lambda x: x.clamp(min=0),
+    "squared_relu": lambda x: x.clamp(min=0) ** 2,
+    "identity": lambda x: x * 1,
+}
+names = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+@dtypes
+@implementations
+@names
+@pytest.mark.parametrize("gated", [False, True])
+def test_activations(name: str, gated: bool, dtype: torch.dtype, triton: bool) -> None:
+    """Output and gradient; the output made again equals the first bit for bit, and changes no bit of the gradient."""
+    width = 7
+    x = (3 * randn(2, 5, 2 * width if gated else width)).to(DEVICE, dtype)
+    grad = randn(2, 5, width, seed=1).to(DEVICE, dtype)
+    exact = x.double().requires_grad_()
+    output = FORMULAS[name](exact[..., :width]) * (exact[..., width:] if gated else 1)
+    output.backward(grad.double())
+    ours = activate(x, name, gated, triton)
+    assert ours.dtype == dtype and ours.data_ptr() != x.data_ptr(), "the MLP keeps input and output apart"
+    close(ours, output, dtype)
+    gradient, nothing = activate_backward(grad.clone(), x.clone(), name, gated, False, triton)
+    assert nothing is None and gradient.shape == x.shape and exact.grad is not None
+    close(gradient, exact.grad, dtype)
+    same, again = activate_backward(grad.clone(), x.clone(), name, gated, True, triton)
+    assert torch.equal(same, gradient) and again is not None and torch.equal(again, ours)
+
+
+@implementations
+@pytest.mark.parametrize("gated", [False, True])
+def test_rows_of_several_blocks(gated: bool, triton: bool) -> None:
+    """Wider than what one program takes, the last block in part; the gradient is where the input was."""
+    width = 1500
+    x = randn(3, 2 * width if gated else width).to(DEVICE)
+    exact, grad = x.double().requires_grad_(), randn(3, width, seed=1).to(DEVICE)
+    output = FORMULAS["silu"](exact[:, :width]) * (exact[:, width:] if gated else 1)
+    output.backward(grad.double())
+    close(activate(x, "silu", gated, triton), output, torch.float32)
+    gradient, again = activate_backward(grad, x, "silu", gated, True, triton)
+    assert gradient is x and again is not None and exact.grad is not None
+    close(gradient, exact.grad, torch.float32)
+    close(again, output, torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # as on a GPU, where nobody is told
+@implementations
+@names
+def test_what_is_not_finite_stays_so(name: str, triton: bool) -> None:
+    """A broken value must reach the loss: no activation turns NaN into a number, nor large values into NaN."""
+    x = torch.tensor([[float("nan"), 1e4, -1e4, 80.0, -80.0]], device=DEVICE)
+    output = activate(x, name, False, triton)
+    gradient, _ = activate_backward(torch.ones_like(x), x.clone(), name, False, False, triton)
+    assert output[0, 0].isnan() and output[0, 1:].isfinite().all() and gradient[0, 1:].isfinite().all()
+    close(output[:, 1:], FORMULAS[name](x[:, 1:].double()), torch.float32)
+
+
+@implementations
+def test_an_input_that_is_no_whole_memory(triton: bool) -> None:
+    """Columns of something wider."""
+    x = randn(3, 20).to(DEVICE)[:, 4:14]
+    assert torch.equal(activate(x, "gelu", True, triton), activate(x.contiguous(), "gelu", True, triton))

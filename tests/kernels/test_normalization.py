@@ -1,0 +1,206 @@
+"""Norms, alone and of a sum: against their formulas in float64, forward and backward, and what they keep."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from kernel_checks import DEVICE, close, compare, dtypes, implementations, needs_triton, randn
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+
+from megatron_lite.kernels.normalization import LARGEST_ROW, add_norm, layer_norm, rms_norm
+from megatron_lite.parameter import Parameter
+
+EPS = 1e-5
+kinds = pytest.mark.parametrize("kind", ["layer", "rms"])
+# One row, rows for several rounds of all programs, columns of one block and more, odd and even.
+SHAPES = [(1, 2), (2, 3, 5), (70, 33), (1, 7, 128), (30, 300), (2, 1030)]
+
+
+def formula(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is not None:
+        return functional.layer_norm(x, (x.shape[-1],), weight, bias, EPS)
+    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
+
+
+def make(values: Tensor, grad_dtype: torch.dtype | None) -> Parameter:
+    """A parameter whose gradient buffer holds garbage; frozen without a dtype for it."""
+    made = cast(Parameter, Parameter(values.clone(), requires_grad=grad_dtype is not None))
+    if grad_dtype is not None:
+        made.main_grad, made.gradient_is_empty = torch.full_like(values, torch.nan, dtype=grad_dtype), True
+    return made
+
+
+def values_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Everything that goes in: summands, weights and incoming gradients."""
+    h = shape[-1]
+    shapes = {"hidden": shape, "branch": shape, "weight": (h,), "bias": (h,), "grad_sum": shape, "grad": shape}
+    made = {name: randn(*shapes[name], seed=seed).to(DEVICE, dtype) for seed, name in enumerate(shapes)}
+    return made if kind == "layer" else {name: value for name, value in made.items() if name != "bias"}
+
+
+def run(values: dict[str, Tensor], triton: bool, grad_dtype: torch.dtype | None, times: int = 1) -> dict[str, Tensor]:
+    """Sum, norm and all gradients, after so many passes."""
+    hidden, branch = (values[name].clone().requires_grad_() for name in ("hidden", "branch"))
+    weight, bias = (None if values.get(name) is None else make(values[name], grad_dtype) for name in ("weight", "bias"))
+    for _ in range(times):
+        total, output = add_norm(hidden, branch * 1, cast(Parameter, weight), bias, EPS, triton)
+        torch.autograd.backward([total, output], [values["grad_sum"], values["grad"]])
+    results = {"sum": total, "output": output, "hidden": hidden.grad, "branch": branch.grad}
+    if grad_dtype is not None:
+        results |= {name: p.main_grad for name, p in (("weight", weight), ("bias", bias)) if p is not None}
+    return cast(dict[str, Tensor], results)
+
+
+def exact(values: dict[str, Tensor], times: int = 1) -> dict[str, Tensor]:
+    """The same by autograd in fp64."""
+    leaves = {
+        name: values[name].double().requires_grad_() for name in ("hidden", "branch", "weight", "bias") if name in values
+    }
+    total = leaves["hidden"] + leaves["branch"]
+    output = formula(total, leaves["weight"], leaves.get("bias"))
+    torch.autograd.backward([total, output], [values["grad_sum"].double(), values["grad"].double()])
+    return {"sum": total, "output": output} | {name: times * cast(Tensor, t.grad) for name, t in leaves.items()}
+
+
+@dtypes
+@implementations
+@kinds
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_norms(kind: str, shape: tuple[int, ...], dtype: torch.dtype, triton: bool) -> None:
+    """Alone."""
+    h = shape[-1]
+    weights = [randn(h, seed=3).to(DEVICE), randn(h, seed=4).to(DEVICE)][: 2 if kind == "layer" else 1]
+    ours: Any = layer_norm if kind == "layer" else rms_norm
+    compare(
+        lambda x, *w: ours(x, *w, EPS, triton), lambda x, w, b=None: formula(x, w, b),
+        [randn(*shape).to(DEVICE)], weights, dtype,
+    )  # fmt: skip
+
+
+@dtypes
+@implementations
+@kinds
+@pytest.mark.parametrize("shape", [(2, 3, 5), (30, 300)], ids=str)
+def test_norm_of_a_sum(kind: str, shape: tuple[int, ...], dtype: torch.dtype, triton: bool) -> None:
+    """Sum and norm, each with a gradient of its own; the gradients of the weights are written first, and then added."""
+    values = values_of(kind, shape, dtype)
+    reference = exact(values, times=2)
+    results = run(values, triton, torch.float32, times=2)
+    assert results.keys() == reference.keys()
+    for name, result in results.items():
+        assert result.dtype == (torch.float32 if name in ("weight", "bias") else dtype), name
+        close(result, reference[name], dtype)
+
+
+@implementations
+@kinds
+def test_gradients_in_a_buffer_of_bf16(kind: str, triton: bool) -> None:
+    values = values_of(kind, (5, 33), torch.bfloat16)
+    reference = exact(values, times=2)
+    for name, result in run(values, triton, torch.bfloat16, times=2).items():
+        assert result.dtype == torch.bfloat16
+        close(result, reference[name], torch.bfloat16)
+
+
+@implementations
+@kinds
+def test_frozen_weights_change_no_gradient_of_the_summands(kind: str, triton: bool) -> None:
+    values = values_of(kind, (5, 33), torch.float32)
+    whole, part = run(values, triton, torch.float32), run(values, triton, None)
+    assert part.keys() == {"sum", "output", "hidden", "branch"}
+    assert all(torch.equal(result, whole[name]) for name, result in part.items())
+
+
+@implementations
+@kinds
+def test_each_output_may_be_left_unused(kind: str, triton: bool) -> None:
+    """And what needs no gradient gets none: an embedding that is frozen below the first norm."""
+    values = values_of(kind, (4, 6), torch.float32)
+    for used, grad in ((0, "grad_sum"), (1, "grad")):
+        hidden, branch = values["hidden"].clone(), values["branch"].clone().requires_grad_()
+        weight, bias = make(values["weight"], torch.float32), None if kind == "rms" else make(values["bias"], None)
+        add_norm(hidden, branch * 1, weight, bias, EPS, triton)[used].backward(values[grad])
+        zero = torch.zeros_like(values["grad"])
+        reference = exact(values | {name: zero for name in ("grad_sum", "grad") if name != grad})
+        assert hidden.grad is None and branch.grad is not None
+        close(branch.grad, reference["branch"], torch.float32)
+        assert weight.gradient_is_empty == (used == 0)
+
+
+@implementations
+@kinds
+def test_weights_of_zero_keep_their_gradient(kind: str, triton: bool) -> None:
+    """A weight of exactly zero must still learn (an implementation that divides the output by it would not)."""
+    values = values_of(kind, (4, 6), torch.float32)
+    values["weight"].zero_()
+    reference = exact(values)
+    for name, result in run(values, triton, torch.float32).items():
+        close(result, reference[name], torch.float32)
+
+
+@implementations
+@kinds
+def test_statistics_are_in_fp32(kind: str, triton: bool) -> None:
+    """Squares of large values in fp16 do not overflow, and many small summands are not lost in bf16."""
+    large = values_of(kind, (3, 50), torch.float16)
+    large["hidden"] *= 3000
+    many = values_of(kind, (300, 20), torch.bfloat16)
+    many["grad"].fill_(1.0).add_(many["grad_sum"], alpha=0.01)
+    for values, tolerance in ((large, 2e-3), (many, 1e-2)):
+        reference = exact(values)
+        for name, result in run(values, triton, torch.float32).items():
+            error = (result.double() - reference[name]).abs().max() / reference[name].abs().max()
+            assert error < tolerance, name
+
+
+@implementations
+@kinds
+def test_memory_that_is_laid_out_otherwise(kind: str, triton: bool) -> None:
+    """Summands and gradients that are transposed or one value for all give the bits of contiguous ones."""
+    values = values_of(kind, (6, 4, 10), torch.float32)
+    values["grad_sum"] = values["grad_sum"][:1].expand(6, 4, 10)
+    other = {name: v.transpose(0, 1).contiguous().transpose(0, 1) if v.dim() > 1 else v for name, v in values.items()}
+    values = {name: value.contiguous() for name, value in values.items()}
+    ours = run(other, triton, torch.float32)
+    assert all(torch.equal(result, ours[name]) for name, result in run(values, triton, torch.float32).items())
+
+
+@implementations
+@kinds
+def test_the_sum_takes_the_memory_of_the_branch_and_is_kept_alone(kind: str, triton: bool) -> None:
+    """Kept for the backward: the sum, and one number or two for each row; without a branch the input itself."""
+    values = values_of(kind, (2, 3, 50), torch.bfloat16)
+    weight, bias = make(values["weight"], torch.float32), None if kind == "rms" else make(values["bias"], torch.float32)
+    for branch in (values["branch"].clone().requires_grad_() * 1, None):
+        kept: list[Tensor] = []
+        hidden = values["hidden"].clone().requires_grad_()
+        with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):  # noqa: B023
+            total, _ = add_norm(hidden, branch, weight, bias, EPS, triton)
+        memory = (hidden if branch is None else branch).data_ptr()
+        assert total.data_ptr() == memory and memory in {tensor.data_ptr() for tensor in kept}
+        assert sum(tensor.nbytes for tensor in kept) == 2 * 300 + 6 * 4 * (1 if kind == "rms" else 2)
+
+
+@needs_triton
+@kinds
+def test_kernels_give_the_same_bits_every_time(kind: str) -> None:
+    values = values_of(kind, (70, 33), torch.float32)
+    first, second = (run(values, True, torch.float32) for _ in range(2))
+    assert all(torch.equal(result, second[name]) for name, result in first.items())
+
+
+@pytest.mark.slow
+@dtypes
+@implementations
+@kinds
+@pytest.mark.parametrize("h", [8192, 16384, 20001, LARGEST_ROW, LARGEST_ROW + 1])
+def test_wide_rows(kind: str, h: int, dtype: torch.dtype, triton: bool) -> None:
+    """Up to the widest that a kernel takes, and beyond, where the reference steps in."""
+    values = values_of(kind, (3, h), dtype)
+    reference = exact(values)
+    for name, result in run(values, triton, torch.float32).items():
+        close(result, reference[name], dtype)

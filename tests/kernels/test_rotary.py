@@ -1,0 +1,71 @@
+"""Queries and keys are rotated in the projection's memory, and the three gradients come back side by side."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_checks import DEVICE, close, compare, dtypes, implementations, randn
+from torch import Tensor
+
+from megatron_lite.kernels.rotary import rotary_table, split_heads
+
+B, S = 2, 3
+# Query heads, key heads, channels: groups, odd numbers, more heads than one program takes.
+heads = pytest.mark.parametrize(("n", "g", "d"), [(4, 4, 6), (6, 2, 8), (3, 1, 2), (20, 5, 128)])
+
+
+def formula(x: Tensor, n: int, g: int) -> Tensor:
+    """Complex multiplication: (b, s, (n + 2 g) d) -> (b, s, n + 2 g, d)."""
+    parts = x.unflatten(-1, (n + 2 * g, -1))
+    d = parts.shape[-1]
+    angles = torch.arange(S, device=x.device)[:, None] * 100.0 ** (-torch.arange(0, d, 2, device=x.device) / d)
+    turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex128)[:, None]
+    turned = torch.complex(parts[:, :, : n + g, : d // 2], parts[:, :, : n + g, d // 2 :]) * turn
+    return torch.cat([torch.cat([turned.real, turned.imag], -1), parts[:, :, n + g :]], 2)
+
+
+@dtypes
+@implementations
+@heads
+def test_split_heads_rotates_queries_and_keys(n: int, g: int, d: int, dtype: torch.dtype, triton: bool) -> None:
+    """Against complex multiplication, forward and backward."""
+    x = randn(B, S, (n + 2 * g) * d).to(DEVICE)
+    table = rotary_table(9, d, 100.0, x.device)
+
+    def ours(x: Tensor) -> Tensor:
+        parts = split_heads(x * 1, n, g, table, triton)
+        assert [part.shape[1] for part in parts] == [n, g, g]
+        return torch.cat(parts, dim=1).transpose(1, 2)
+
+    compare(ours, lambda x: formula(x, n, g), [x], [], dtype)
+
+
+@implementations
+@pytest.mark.parametrize("rotary", [True, False])
+def test_gradients_may_lie_in_any_order(rotary: bool, triton: bool) -> None:
+    """By position, by head, by channel, and one value for all: as attention leaves them, or a sum."""
+    n, g, d = 4, 2, 6
+    x = randn(B, S, (n + 2 * g) * d).to(DEVICE).requires_grad_()
+    grads = [
+        randn(B, S, n, d).to(DEVICE).transpose(1, 2),
+        randn(B, g, d, S, seed=1).to(DEVICE).transpose(2, 3),
+        torch.full((), 0.7, device=DEVICE).expand(B, g, S, d),
+    ]
+    table = rotary_table(S, d, 100.0, x.device) if rotary else None
+    torch.autograd.backward(split_heads(x * 1, n, g, table, triton), grads)
+    exact = x.detach().double().requires_grad_()
+    parts = formula(exact, n, g) if rotary else exact.unflatten(-1, (n + 2 * g, d))
+    torch.autograd.backward([part.transpose(1, 2) for part in parts.split([n, g, g], 2)], [t.double() for t in grads])
+    assert x.grad is not None and exact.grad is not None
+    close(x.grad, exact.grad, torch.float32)
+
+
+@implementations
+def test_queries_keys_and_values_are_views_of_the_projection(triton: bool) -> None:
+    """No rotated copy beside it; without positions the values are those of the projection."""
+    x = randn(B, S, 6 * 8).to(DEVICE)
+    untouched = x.clone()
+    for table in (None, rotary_table(S, 8, 100.0, x.device)):
+        parts = split_heads(x, 4, 1, table, triton)
+        assert {part.untyped_storage().data_ptr() for part in parts} == {x.untyped_storage().data_ptr()}
+        assert torch.equal(x, untouched) == (table is None)
