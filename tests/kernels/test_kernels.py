@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_checks import close, compare, dtypes, parameter, randn
+from kernel_checks import compare, dtypes, parameter, randn
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional

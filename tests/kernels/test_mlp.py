@@ -7,6 +7,7 @@ from typing import cast
 
 import pytest
 import torch
+from kernel_checks import DEVICE, needs_triton
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
@@ -32,8 +33,9 @@ def make(gated: bool, biases: bool, dtype: torch.dtype = torch.float32) -> dict[
 
 
 def run(
-    values: dict[str, Tensor], trained: tuple[str, ...], gated: bool, level: str, activation: str = "silu"
-) -> tuple[dict[str, Tensor], list[Tensor]]:
+    values: dict[str, Tensor], trained: tuple[str, ...], gated: bool, level: str, activation: str = "silu",
+    triton: bool = False,
+) -> tuple[dict[str, Tensor], list[Tensor]]:  # fmt: skip
     """Output and gradients (of what is trained, from buffers full of NaN), and the tensors kept for the backward."""
     tensors: dict[str, Tensor | None] = dict.fromkeys(NAMES)
     for name, value in values.items():
@@ -42,12 +44,12 @@ def run(
             continue
         made = tensors[name] = cast(Parameter, Parameter(value.clone(), requires_grad=name in trained))
         if name in trained:
-            made.main_grad, made.gradient_is_empty = torch.full(value.shape, torch.nan), True
+            made.main_grad, made.gradient_is_empty = torch.full_like(value, torch.nan, dtype=torch.float32), True
     kept: list[Tensor] = []
     with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        output = mlp(*tensors.values(), activation, gated, level)  # type: ignore[arg-type]
+        output = mlp(*tensors.values(), activation, gated, level, triton)  # type: ignore[arg-type]
     results = {"output": output.detach().clone()}
-    output.backward(GRAD.to(output.dtype))
+    output.backward(GRAD[:, : output.shape[1]].to(output))
     for name in trained:
         tensor = tensors[name]
         gradient = tensor.main_grad if isinstance(tensor, Parameter) else cast(Tensor, tensor).grad
@@ -62,7 +64,7 @@ def exact(values: dict[str, Tensor], gated: bool) -> dict[str, Tensor]:
     gate = functional.silu(hidden[..., :F])
     hidden = gate * hidden[..., F:] if gated else gate
     output = functional.linear(hidden, leaves["down"], leaves.get("down_bias"))
-    output.backward(GRAD.to(values["input"].dtype).double())
+    output.backward(GRAD[:, : output.shape[1]].to(values["input"]).double())
     return {"output": output.detach()} | {name: cast(Tensor, leaf.grad) for name, leaf in leaves.items()}
 
 
@@ -75,6 +77,25 @@ def test_mlp_equals_its_formula(gated: bool, biases: bool, level: str, dtype: to
     for name, ours in run(values, tuple(values), gated, level)[0].items():
         error = (ours.double() - reference[name]).abs().max() / reference[name].abs().max()
         assert error < (2e-6 if dtype == torch.float32 else 2e-2), name
+
+
+@needs_triton
+@shapes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_mlp_by_kernels_equals_its_formula(gated: bool, biases: bool, dtype: torch.dtype) -> None:
+    """A few tokens; no level changes a bit of what level "none" gives, whatever is frozen."""
+    values = {name: value.to(DEVICE) for name, value in make(gated, biases, dtype).items()}
+    values["input"] = values["input"][:, :4]
+    reference = exact(values, gated)
+    first = run(values, tuple(values), gated, "none", triton=True)[0]
+    for name, ours in first.items():
+        error = (ours.double() - reference[name]).abs().max() / reference[name].abs().max()
+        assert error < (2e-6 if dtype == torch.float32 else 2e-2), name
+    for trained, level in (
+        (tuple(values), "activation"), (tuple(values), "full"), (("input",), "activation"), (("down",), "full"),
+    ):  # fmt: skip
+        results = run(values, trained, gated, level, triton=True)[0]
+        assert all(torch.equal(ours, first[name]) for name, ours in results.items()), (trained, level)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "squared_relu", "identity"])

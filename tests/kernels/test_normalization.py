@@ -57,9 +57,7 @@ def run(values: dict[str, Tensor], triton: bool, grad_dtype: torch.dtype | None,
 
 def exact(values: dict[str, Tensor], times: int = 1) -> dict[str, Tensor]:
     """The same by autograd in fp64."""
-    leaves = {
-        name: values[name].double().requires_grad_() for name in ("hidden", "branch", "weight", "bias") if name in values
-    }
+    leaves = {name: t.double().requires_grad_() for name, t in values.items() if not name.startswith("grad")}
     total = leaves["hidden"] + leaves["branch"]
     output = formula(total, leaves["weight"], leaves.get("bias"))
     torch.autograd.backward([total, output], [values["grad_sum"].double(), values["grad"].double()])

@@ -13,6 +13,7 @@ from harness import layers_of, tiny_config
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_lite.kernels.jit import is_interpreted
 from megatron_lite.layers.layer import Layer, MicroBatch
 from megatron_lite.parameter import Parameter
 
@@ -136,3 +137,15 @@ def test_each_recomputation_level_keeps_less_by_the_stated_bytes(architecture: s
     per_level = 2 * 4 * 3 * LENGTH * (4 * 32)  # blocks x bytes x tokens x width
     assert kept["none"] - kept["activation"] == per_level
     assert kept["none"] - kept["full"] == per_level * (3 if gated else 2)
+
+
+@pytest.mark.skipif(not is_interpreted(), reason="kernels run natively here: tests/test_gpu.py")
+@architectures
+def test_triton_kernels_give_the_gradients_of_the_references(architecture: str) -> None:
+    """A model of one block with every kernel that there is, and with the references: to rounding."""
+    options = dict(mlp_recompute_level="activation", num_layers=1)
+    references = gradients(architecture, lambda name: False, **options)
+    kernels = gradients(architecture, lambda name: False, enable_triton_kernels=True, **options)
+    assert kernels.keys() == references.keys()
+    for name, gradient in kernels.items():
+        assert float((gradient - references[name]).abs().max()) <= 2e-5 * float(references[name].abs().max()), name
