@@ -59,7 +59,7 @@ class _MLP(torch.autograd.Function):
         else:
             remade = activate(before, ctx.activation, ctx.gated, ctx.triton) if again else None
         if down.requires_grad:
-            accumulate_product(down, flat, remade if again else after)
+            accumulate_product(down, flat, after if remade is None else remade)
         accumulate_bias(ctx.down_bias, flat)
         del remade
         if grad is None:

@@ -54,13 +54,9 @@ class Attention(torch.nn.Module):
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         table = self.rotary.table(hidden) if self.rotary is not None else None
         projection = self.query_key_value(hidden)  # (b, s, (n + 2 g) d)
-        query, key, value = split_heads(  # (b, n or g, s, d)
-            projection, self.num_heads, self.head_groups, table, self.kernels.triton
-        )
-        dropout_seed = micro_batch.site_seed(self.name)
-        context = attention(
-            query, key, value, self.window, self.dropout, dropout_seed, documents=micro_batch.documents
-        )
+        heads = split_heads(projection, self.num_heads, self.head_groups, table, self.kernels.triton)
+        seed = micro_batch.site_seed(self.name)
+        context = attention(*heads, self.window, self.dropout, seed, documents=micro_batch.documents)  # (b, n, s, d)
         return self.output(context.transpose(1, 2).flatten(2))  # (b, s, n d) -> (b, s, h)
 
 
