@@ -245,10 +245,9 @@ class _AddNorm(torch.autograd.Function):
         grad = grad_sum
         if grad_output is not None:
             total, mean, rstd = ctx.saved_tensors
+            needs_input, grad_output = hidden_needs or branch_needs, grad_output.contiguous()
             run = _triton_backward if ctx.triton else _reference_backward
-            grad = run(
-                grad_output.contiguous(), grad_sum, total, mean, rstd, ctx.weight, ctx.bias, hidden_needs or branch_needs
-            )
+            grad = run(grad_output, grad_sum, total, mean, rstd, ctx.weight, ctx.bias, needs_input)
         return grad if hidden_needs else None, grad if branch_needs else None, None, None, None, None
 
 
