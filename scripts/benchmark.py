@@ -1,16 +1,17 @@
-"""Step time, traffic and state memory of ZeRO-1, 2 and 3 beside PyTorch's DistributedDataParallel and FSDP2.
+"""Step time, rates, traffic and memory of our configurations beside PyTorch's, Hugging Face's and compiled ones.
 
     torchrun --nproc-per-node=2 scripts/benchmark.py --device=cpu --output=results.json
-    torchrun --nproc-per-node=2 scripts/benchmark.py --device=cpu --layers=plain
-    torchrun --nproc-per-node=2 scripts/benchmark.py --device=cpu --layers=plain --micro_batches=4
+    torchrun --nproc-per-node=1 scripts/benchmark.py --model=gpt2-124m --dtype=bf16
+    torchrun --nproc-per-node=1 scripts/benchmark.py --model=mistral-7b --num_layers=16 --dtype=bf16 --recompute
 
-All configurations train the same model from the same weights on the same tokens in the same processes and take turns of
-a few steps, so that whatever else the machine does falls on all of them alike. At every step their losses have to agree
-to 1e-5, or the program fails (exit code 1). With --layers=plain our rows train the very torch.nn modules that the peers
-train, so that only the engine differs. On a machine that others use too, --max_others=0.05 counts only turns during
-which other processes took less than 5 % of the CPUs: it waits for such moments, and goes on until there are enough.
-Rank 0 prints a Markdown table and writes JSON to --output. docs/benchmarks.md explains the columns. Memory while
-training is measured by scripts/benchmark_memory.py, one configuration at a time.
+All configurations train the same model from the same weights on the same tokens in the same processes and take turns
+of a few steps, so that whatever else the machine does falls on all of them alike. At every step their losses have to
+agree, or the program fails (exit code 1), as it does if a configuration fails. With --layers=plain our rows train the
+very torch.nn modules that the peers train, so that only the engine differs. On a machine that others use too,
+--max_others=0.05 counts only turns during which other processes took less than 5 % of the CPUs: it waits for such
+moments, and goes on until there are enough. Rank 0 prints Markdown tables and writes JSON to --output.
+docs/benchmarks.md explains rows, columns and keys. Peak memory on CPUs is measured by scripts/benchmark_memory.py, one
+configuration at a time.
 """
 
 from __future__ import annotations
@@ -29,33 +30,23 @@ from torch import Tensor
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]  # runs from a plain checkout
 
-import benchmark_model as plain  # noqa: E402
-import benchmark_peers as peers  # noqa: E402
+import benchmark_machine as machine  # noqa: E402
 import benchmark_report as report  # noqa: E402
-from benchmark_engine import Engine, PlainEngine  # noqa: E402
-from benchmark_measure import Contestant, largest_difference, measure  # noqa: E402
+from benchmark_engine import Engine  # noqa: E402
+from benchmark_measure import Contestant, Rounds, largest_difference  # noqa: E402
+from benchmark_model import PlainGPT, parameter_specs, tokens_per_rank  # noqa: E402
+from benchmark_rows import chosen, make, torchtitan, unavailable  # noqa: E402
+from benchmark_settings import engine_config, has_known_shape, parse  # noqa: E402
+from benchmark_targets import compare  # noqa: E402
 
 from megatron_lite import distributed as launch  # noqa: E402
 from megatron_lite.config import Config, unflatten  # noqa: E402
 from megatron_lite.distributed import Distributed  # noqa: E402
-from megatron_lite.validation import resolve  # noqa: E402
+from megatron_lite.monitor.metrics import known_peak_tflops, model_flops  # noqa: E402
 
-# Losses are near log(vocab_size): about 1e-6 relative.
-LOSS_TOLERANCE = 1e-5
-# Adam turns rounding into a full step where a gradient is nearly zero: a high rate would make losses drift apart.
-LEARNING_RATE = 1e-4
-# Far above any norm: it is computed, and gradients are multiplied by 1, so that weights can be compared to the bit.
-CLIP_GRAD = 1e6
-LLAMA: dict[str, Any] = dict(
-    use_rotary_embeddings=True, gated=True, normalization_type="rms_norm", add_linear_biases=False,
-    tie_word_embeddings=False, dataset_source="random", num_workers=0, weight_decay=0.1,
-)  # fmt: skip
-LAYERS = ("engine", "plain", "both")
-SHAPE = dict(
-    num_layers=8, hidden_size=512, num_attention_heads=8, head_groups=2, ffn_hidden_size=1408, vocab_size=16384,
-    sequence_length=256, micro_batch_size=2, micro_batches=1, turns=8, warmup_turns=1, steps_per_turn=3,
-    threads=1, seed=1234,
-)  # fmt: skip
+# Losses are near log(vocab_size): about 1e-6 relative in fp32. docs/benchmarks.md says where the other comes from.
+LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
+BARE = "bare"
 
 
 class Bare:
@@ -78,157 +69,136 @@ class Bare:
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print, write; returns the exit code."""
-    options = parse(argv)
-    torch.set_num_threads(options.threads)
+    options = parse(argv, __doc__)
     distributed = launch.initialize(unflatten({"device": options.device}).distributed)
-    settings = {name: getattr(options, name) for name in SHAPE}
-    contestants = build(settings, options, distributed)
-    specs = plain.parameter_specs(engine_config(settings, distributed, 1, 1))
-    load_before = report.load_average()
-    records = measure(contestants, settings, options.max_others, distributed)
-    gathered = distributed.gather_objects({name: vars(record) for name, record in records.items()})
-    peak_rss_bytes = distributed.gather_objects(report.peak_rss_bytes())
-    difference = largest_difference([records[name].losses for name in records])
-    result: dict[str, Any] = {
-        "command": f"torchrun --nproc-per-node={distributed.world_size} scripts/benchmark.py {' '.join(argv)}".strip(),
-        "date": datetime.date.today().isoformat(),
-        "versions": report.versions(),
-        "machine": report.machine(distributed.device, load_before),
-        "settings": {
-            **settings, "device": distributed.device.type, "layers": options.layers, "loss": options.loss,
-            "linear": options.linear, "max_others": options.max_others,
-        },
-        "ranks": distributed.world_size,
-        "parameters": sum(spec.numel for spec in specs.values()),
-        "largest_loss_difference": difference,
-        "loss_tolerance": LOSS_TOLERANCE,
-        "peak_rss_bytes": peak_rss_bytes,
-        "configurations": report.summarize(gathered, settings, books(contestants, distributed)),
-    }
-    for name, comparison in compare_weights(contestants).items():
-        result["configurations"][name] |= comparison
-    result["targets"] = report.targets(result["configurations"], settings["micro_batches"])
+    options.device = distributed.device.type
+    machine.set_switches(options.threads, options.fp32_matmul)
+    config = engine_config(options, distributed.world_size)
+    rows = {} if options.only == BARE else chosen(options, distributed.world_size)
+    missing = unavailable(rows, options, distributed.device)
+    parameters = sum(spec.numel for spec in parameter_specs(config).values())
+    if options.one_at_a_time is None:
+        options.one_at_a_time = int(machine.is_crowded(parameters, len(rows), distributed.device))
+    load_before = machine.load_average()
+
+    def build(name: str) -> Contestant:
+        if name == BARE:
+            PlainGPT(config, options.loss, distributed.device)
+            return Bare()
+        return make(rows[name], options, distributed)
+
+    names = [name for name in rows if name not in missing] or [BARE]
+    rounds = Rounds(names, build, lambda contestant: books(contestant, options, distributed), options, distributed)
+    result: dict[str, Any] = {}
+    for _ in rounds.run():  # each round leaves a whole file, for a run that is cut short
+        measured = {name: vars(record) for name, record in rounds.records.items()}
+        result = describe(argv, options, config, distributed, measured)
+        result["machine"] = machine.describe(distributed.device, load_before)
+        result["unavailable"] = {**missing, **torchtitan()}
+        write(result, options.output, distributed.rank)
+    if options.dtype == "fp32":
+        for name, comparison in compare_weights(rounds.contestants).items():
+            result["configurations"][name] |= comparison
+    write(result, options.output, distributed.rank)
     if distributed.rank == 0:
         print(report.to_markdown(result), flush=True)
-        if options.output is not None:
-            options.output.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     distributed.barrier()
     distributed.close()
-    if difference <= LOSS_TOLERANCE:
-        return 0
-    if distributed.rank == 0:
-        print(f"benchmark: losses differ by {difference:.2e}, more than {LOSS_TOLERANCE:g}", file=sys.stderr)
-    return 1
+    return verdict(result, distributed.rank)
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options of this program."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    for name, default in SHAPE.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    layers_help = "of our rows: the engine's own, the peers' plain torch.nn modules, or a row of each"
-    parser.add_argument("--layers", choices=LAYERS, default="engine", help=layers_help)
-    loss_help, linear_help = "of the plain model; chunked is the engine's", "of the plain model; plain is nn.Linear"
-    parser.add_argument("--loss", choices=plain.LOSSES, default="chunked", help=loss_help)
-    parser.add_argument("--linear", choices=plain.LINEARS, default="plain", help=linear_help)
-    parser.add_argument("--max_others", type=float, help="share of the CPUs that others may take in a turn that counts")
-    parser.add_argument("--only", default="", help="comma-separated configurations, by the names of the table")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    options = parser.parse_args(argv)
-    if options.turns < 2 or options.warmup_turns < 0 or min(options.micro_batches, options.steps_per_turn) < 1:
-        parser.error(
-            "--turns must be at least 2, --micro_batches and --steps_per_turn at least 1, --warmup_turns not negative"
-        )
-    return options
+def describe(
+    argv: Sequence[str],
+    options: argparse.Namespace,
+    config: Config,
+    distributed: Distributed,
+    measured: dict[str, dict[str, Any]],
+) -> dict[str, Any]:
+    """What stands in the JSON file."""
+    ranks, length = distributed.world_size, config.batch.sequence_length
+    settings = {name: value for name, value in vars(options).items() if name not in ("output", "only", "peak_tflops")}
+    peak = options.peak_tflops
+    if peak is None and distributed.device.type == "cuda":
+        peak = known_peak_tflops(torch.cuda.get_device_name(distributed.device))
+    causal = model_flops(config.model, length, length) / length
+    assert config.model.kv_channels
+    half_square = 6.0 * config.model.num_layers * config.model.num_attention_heads * config.model.kv_channels * length
+    facts = {
+        "tokens_per_step": ranks * tokens_per_rank(config),
+        "flops_per_token": {"causal": causal, "full": causal + half_square},
+        "peak_tflops": peak,
+        "warmup_turns": 0 if options.one_at_a_time else options.warmup_turns,
+    }
+    configurations = report.summarize(distributed.gather_objects(measured), facts)
+    command = f"torchrun --nproc-per-node={ranks} scripts/benchmark.py {' '.join(argv)}".strip()
+    return {
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+        "versions": machine.versions(),
+        "settings": settings,
+        "ranks": ranks,
+        "parameters": sum(spec.numel for spec in parameter_specs(config).values()),
+        "model_flops_per_token": facts["flops_per_token"],
+        "peak_tflops": peak,
+        "largest_loss_difference": largest_difference([row["losses"] for row in configurations.values()]),
+        "loss_tolerance": LOSS_TOLERANCE[options.dtype],
+        "peak_rss_bytes": distributed.gather_objects(machine.peak_rss_bytes()),
+        "failures": {name: one["failure"] for name, one in measured.items() if one["failure"] is not None},
+        "configurations": configurations,
+        "targets": compare(configurations, settings, ranks) if has_known_shape(options) else [],
+    }
 
 
-def engine_config(settings: dict[str, Any], distributed: Distributed, zero_stage: int, breadth_first: int) -> Config:
-    """The resolved configuration of one of our rows."""
-    own = ("micro_batches", "turns", "warmup_turns", "steps_per_turn", "threads")
-    shape = {name: value for name, value in settings.items() if name not in own}
-    values = {
-        **LLAMA, **shape, "zero_stage": zero_stage, "device": distributed.device.type, "lr": LEARNING_RATE,
-        "clip_grad": CLIP_GRAD, "breadth_first_micro_batches": breadth_first,
-        "depth_first_micro_batches": settings["micro_batches"] // breadth_first,
-        "train_iters": (settings["turns"] + settings["warmup_turns"]) * settings["steps_per_turn"],
-    }  # fmt: skip
-    return resolve(unflatten(values), distributed.world_size)
+def write(result: dict[str, Any], output: Path | None, rank: int) -> None:
+    """The JSON file, by rank 0."""
+    if rank == 0 and output is not None:
+        output.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
 
 
-def row_names(layers: str, accumulates: bool) -> list[str]:
-    """The configurations in the order in which they take turns."""
-    own = ["ZeRO-1", "ZeRO-2", "ZeRO-3"]
-    if accumulates:
-        own = ["ZeRO-1", "ZeRO-2", "ZeRO-2 breadth-first", "ZeRO-3", "ZeRO-3 breadth-first"]
-    engine, plain_rows = own if layers != "plain" else [], own if layers != "engine" else []
-    fsdp = ["FSDP2", "FSDP2 all resharded", "FSDP2 no reshard", *(["FSDP2 no sync"] if accumulates else [])]
-    return ["DDP", *engine, *(f"plain {name}" for name in plain_rows), *fsdp]
-
-
-def build(
-    settings: dict[str, Any], options: argparse.Namespace, distributed: Distributed
-) -> dict[str, Contestant]:
-    """The configurations that take part."""
-    names = row_names(options.layers, settings["micro_batches"] > 1)
-    wanted = [name.strip() for name in options.only.split(",") if name.strip()] or names
-    unknown = sorted(set(wanted) - {*names, "bare"})
-    if unknown:
-        raise SystemExit(f"benchmark: --only: no configuration is called {unknown}; there are {[*names, 'bare']}")
-    order = [name for name in (*names, "bare") if name in wanted]
-    return {name: make(name, settings, options, distributed) for name in order}
-
-
-def make(name: str, settings: dict[str, Any], options: argparse.Namespace, distributed: Distributed) -> Contestant:
-    """One configuration, ready to train."""
-    zero_stage = next((stage for stage in (1, 2, 3) if f"ZeRO-{stage}" in name), 1)
-    config = engine_config(
-        settings, distributed, zero_stage, settings["micro_batches"] if "breadth-first" in name else 1
-    )
-    if name.startswith("ZeRO"):
-        return Engine(config, distributed)
-    model = plain.PlainGPT(config, options.loss, options.linear, distributed.device)
-    if name == "bare":
-        return Bare()
-    if name.startswith("plain"):
-        return PlainEngine(config, distributed, model)
-    if name == "DDP":
-        return peers.ddp(config, distributed, model)
-    keeps_gradients = name == "FSDP2 no sync"
-    reshard = not keeps_gradients and name != "FSDP2 no reshard"
-    return peers.fsdp(config, distributed, model, reshard, name == "FSDP2 all resharded", keeps_gradients)
-
-
-def books(contestants: dict[str, Contestant], distributed: Distributed) -> dict[str, dict[str, Any]]:
+def books(contestant: Contestant, options: argparse.Namespace, distributed: Distributed) -> dict[str, Any]:
     """State memory of this rank by kind; for ours also what memory and traffic have to be by the books."""
-    result: dict[str, dict[str, Any]] = {}
-    for name, contestant in contestants.items():
-        result[name] = {"state_bytes_by_kind": contestant.memory_bytes()}
-        if isinstance(contestant, Engine):
-            sizes = contestant.stage_sizes()
-            formula = report.formula_bytes(sizes, contestant.zero_stage, distributed.world_size)
-            result[name] |= {
-                "formula_bytes": formula, "wire_theory_bytes": contestant.wire_bytes(),
-                "wire_counted_bytes": contestant.counted_bytes,
-            }  # fmt: skip
+    result: dict[str, Any] = {"state_bytes_by_kind": contestant.memory_bytes()}
+    if not isinstance(contestant, Engine):
+        return result
+    ranks = distributed.world_size
+    result |= {"wire_theory_bytes": contestant.wire_bytes(), "wire_counted_bytes": contestant.counted_bytes}
+    if not contestant.tied and not options.ours:
+        sizes = contestant.stage_sizes()
+        result["formula_bytes"] = report.formula_bytes(sizes, contestant.zero_stage, ranks, options.dtype)
     return result
 
 
 def compare_weights(contestants: dict[str, Contestant]) -> dict[str, dict[str, Any]]:
-    """How far the final weights of each configuration are from DDP's; nothing where DDP does not take part."""
-    if len(contestants) < 2 or "DDP" not in contestants:
+    """How far the final weights of each configuration are from DDP's, or on one rank from plain torch's.
+
+    Hugging Face's have other names, and are left out; so are all where neither takes part.
+    """
+    reference = next((name for name in ("DDP", "torch") if name in contestants), None)
+    if reference is None or len(contestants) < 2:
         return {}
-    expected = dict(contestants["DDP"].full_weights())
+    expected = {name: value.clone() for name, value in contestants[reference].full_weights()}
     result = {}
     for name, contestant in contestants.items():
         differences, identical = [], True
         for key, value in contestant.full_weights():
-            differences.append(float((value - expected[key]).abs().max()))
-            identical &= torch.equal(value.view(torch.int32), expected[key].view(torch.int32))
-        result[name] = {"weights_to_ddp": max(differences), "weights_as_ddp": identical}
+            if key in expected:
+                differences.append(float((value - expected[key]).abs().max()))
+                identical &= torch.equal(value.view(torch.int32), expected[key].view(torch.int32))
+        if len(differences) == len(expected):
+            result[name] = {"weights_difference": max(differences), "weights_equal": identical}
     return result
+
+
+def verdict(result: dict[str, Any], rank: int) -> int:
+    """The exit code; rank 0 says why it is not 0."""
+    difference, allowed = result["largest_loss_difference"], result["loss_tolerance"]
+    problems = [f"{name}: {reason}" for name, reason in result["failures"].items()]
+    if not difference <= allowed:
+        problems.append(f"losses differ by {difference:.2e}, more than {allowed:g}")
+    if rank == 0:
+        for problem in problems:
+            print(f"benchmark: {problem}", file=sys.stderr)
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import cast
 
-from benchmark_model import PlainGPT, parameter_specs
+from benchmark_model import Embedding, Head, PlainGPT, parameter_specs
 from torch import Tensor, nn
 
 from megatron_lite.build import Run
@@ -43,12 +43,11 @@ class Engine:
         self._tokens, self._world_size = config.batch.batch_size * config.batch.sequence_length, distributed.world_size
         logger, gather = logging.getLogger("benchmark"), distributed.gather_tensors
         debugger = open_debugger(config, logger, distributed.rank, distributed.world_size, gather, None)
-        parts = dict(
-            config=config, distributed=distributed, model=self.model, optimizer=optimizer, debugger=debugger
-        )
+        parts = dict(config=config, distributed=distributed, model=self.model, optimizer=optimizer, debugger=debugger)
         self._run = cast(Run, SimpleNamespace(**parts, tokens_per_iteration=self._tokens))
         assert config.multi_stage.zero_stage != "auto"
         self.zero_stage, self._iteration = config.multi_stage.zero_stage or 1, 0
+        self.tied = config.model.tie_word_embeddings
         self.counted_bytes = 0  # sent by all ranks in the latest step, as the engine's own books have it
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
@@ -57,8 +56,8 @@ class Engine:
         traffic.take()
         self._iteration += 1
         loss = train_step(self._run, [HostBatch(part) for part in micro_batches], self._iteration).loss / self._tokens
-        counted = traffic.take()
-        self.counted_bytes = self._world_size * sum(counted[kind].wire_bytes for kind in ("gather", "reduce"))
+        sent = sum(kind.wire_bytes for name, kind in traffic.take().items() if name in ("gather", "reduce"))
+        self.counted_bytes = self._world_size * sent
         return loss
 
     def finish(self) -> None:
@@ -131,20 +130,21 @@ def plain_layers(config: Config, model: PlainGPT) -> list[Layer]:
         for name, _ in list(module.named_parameters(recurse=False)):
             setattr(module, name, declare(specs.pop(f"{prefix}.{name}")))
     assert not specs, f"the plain model lacks {sorted(specs)}"
-    return [PlainEmbedding(model.embedding["word"]), *map(PlainBlock, model.blocks), PlainHead(model.head)]
+    embedding = PlainEmbedding(model.embedding)
+    return [embedding, *map(PlainBlock, model.blocks), PlainHead(model.head, embedding)]
 
 
 class PlainEmbedding(Layer):
-    """nn.Embedding as the first layer."""
+    """A plain embedding as the first layer."""
 
     backward_needs_weights = False
 
-    def __init__(self, word: nn.Module) -> None:
+    def __init__(self, embedding: Embedding) -> None:
         super().__init__()
-        self.word = word
+        self.embedding = embedding
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        return self.word(micro_batch.tokens)
+        return self.embedding(micro_batch.tokens)
 
 
 class PlainBlock(Layer):
@@ -161,9 +161,14 @@ class PlainBlock(Layer):
 class PlainHead(Layer):
     """The plain head as the last layer: its loss is already scaled."""
 
-    def __init__(self, head: nn.Module) -> None:
+    def __init__(self, head: Head, embedding: PlainEmbedding) -> None:
         super().__init__()
-        self.head = head
+        self.head, self.lender = head, (embedding,)  # a tuple, so that torch does not count it as part of this module
+        if head.output is None:
+            self.borrows_from = self.lender
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        return self.head(hidden, micro_batch.labels, micro_batch.gradient_scale)
+        scale = micro_batch.gradient_scale
+        assert hidden is not None and scale is not None
+        tied = self.lender[0].embedding.word.weight if self.borrows_from else None
+        return self.head(hidden, micro_batch.labels, tied, scale)

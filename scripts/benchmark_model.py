@@ -1,12 +1,12 @@
 """The plain torch.nn model of scripts/benchmark.py.
 
-It computes what `megatron_lite.gpt` computes for a Llama shape, with parameters of the same names, the same attention
-and the same loss function; everything else is written as one writes it in plain torch, in the variant that measured
-fastest (docs/benchmarks.md).
+It computes what `megatron_lite.gpt` computes, for shapes like Llama's and like GPT-2's, with parameters of the same
+names; everything is written as one writes it in plain torch, in the variant that measured fastest (docs/benchmarks.md).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,114 +16,147 @@ from torch.nn import functional
 
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.gpt import build_gpt
-from megatron_lite.kernels.attention import attention
-from megatron_lite.kernels.linear import _Linear
-from megatron_lite.kernels.linear_cross_entropy import _LinearCrossEntropy
 from megatron_lite.kernels.rotary import rotary_table
-from megatron_lite.layers.ends import chunk_tokens
 from megatron_lite.parameter import Parameter, ParameterSpec
 from megatron_lite.seeds import derive_seed
 
 LOSSES = ("chunked", "full")
-LINEARS = ("plain", "engine")
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu, "gelu": nn.GELU(approximate="tanh"), "relu": functional.relu,
+}  # fmt: skip
+Table = tuple[Tensor, Tensor]
+
+
+def loss_and_gradient(logits: Tensor, labels: Tensor, scale: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Logits (t, v), labels (t,) -> summed cross-entropy, (), and the gradient of `scale` times it, (t, v)."""
+    dtype, logits, labels = logits.dtype, logits.float(), labels[:, None]
+    logits.sub_(logits.amax(dim=-1, keepdim=True))
+    at_label = logits.gather(-1, labels)
+    exponentials = logits.exp_()  # in place, once
+    total = exponentials.sum(dim=-1, keepdim=True)
+    loss = (total.log() - at_label).sum(dtype=torch.float64)
+    gradient = exponentials.mul_(scale / total)
+    return loss, gradient.scatter_add_(-1, labels, torch.zeros_like(total).sub_(scale)).to(dtype)
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """The engine's own head and loss, with its weight gradient handed to autograd as any peer needs it."""
+    """Output projection and loss, logits and their gradient for a chunk of tokens at a time, all of it in the forward
+    pass: what Liger's fused linear cross-entropy and torchtitan's chunked loss do.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, chunk: int) -> Tensor:
-        plain = Parameter(weight.detach())
-        ctx.grad_weight = plain.main_grad = torch.empty_like(weight)
-        plain.gradient_is_empty = True
-        return scale * _LinearCrossEntropy.forward(ctx, hidden, plain, labels, scale, chunk, None, 0.0, False)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor | float, function: Callable[..., Any]
+    ) -> Tensor:
+        loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        grad_hidden, grad_weight = torch.empty_like(hidden), None
+        tokens = chunk_tokens(hidden.shape[0], hidden.device)
+        for start in range(0, hidden.shape[0], tokens):
+            chunk = hidden[start : start + tokens]
+            summed, gradient = function(chunk @ weight.t(), labels[start : start + tokens], scale)
+            loss += summed
+            grad_hidden[start : start + tokens] = gradient @ weight
+            if grad_weight is None:
+                grad_weight = gradient.t() @ chunk
+            else:
+                grad_weight.addmm_(gradient.t(), chunk)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return loss * scale
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         # grad_output is 1: backward starts here.
-        gradients = ctx.grad_hidden, ctx.grad_weight, None, None, None
-        ctx.grad_hidden = ctx.grad_weight = None
-        return gradients
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden, grad_weight, None, None, None
 
 
-class EngineLinear(torch.autograd.Function):
-    """The engine's own linear layer, with its weight gradient handed to autograd."""
-
-    @staticmethod
-    def forward(ctx: Any, input_: Tensor, weight: Tensor) -> Tensor:
-        return _Linear.forward(ctx, input_, Parameter(weight.detach()), None)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor]:
-        ctx.weight.main_grad, ctx.weight.gradient_is_empty = torch.empty_like(ctx.weight), True
-        return _Linear.backward(ctx, grad_output)[0], ctx.weight.main_grad
-
-
-class PeerLinear(nn.Linear):
-    """nn.Linear without bias, computed by torch ("plain") or by the engine's function ("engine")."""
-
-    def __init__(self, in_features: int, out_features: int, kind: str) -> None:
-        super().__init__(in_features, out_features, bias=False)
-        self.kind = kind
-
-    def forward(self, input_: Tensor) -> Tensor:
-        return super().forward(input_) if self.kind == "plain" else EngineLinear.apply(input_, self.weight)
+def chunk_tokens(tokens: int, device: torch.device) -> int:
+    """Tokens whose logits exist at a time: 256 on a CPU; on a GPU an eighth of all (as torchtitan), at least 1024."""
+    return 256 if device.type == "cpu" else max(1024, -(-tokens // 8))
 
 
 class Attention(nn.Module):
-    """Grouped-query causal attention with rotary positions: (b, s, h) -> (b, s, h)."""
+    """Grouped-query causal attention, with rotary positions if there is a table: (b, s, h) -> (b, s, h)."""
 
-    def __init__(self, config: ModelConfig, table: tuple[Tensor, Tensor], linear: str) -> None:
+    def __init__(self, config: ModelConfig, table: Table | None) -> None:
         super().__init__()
-        assert config.head_groups and config.kv_channels
+        assert config.head_groups and config.kv_channels and config.window_size is None
         self.sizes = (config.num_attention_heads, config.head_groups, config.head_groups)
-        self.table, self.window = table, config.window_size
+        self.table, biases = table, config.add_linear_biases
         query_size = config.num_attention_heads * config.kv_channels
-        self.query_key_value = PeerLinear(config.hidden_size, sum(self.sizes) * config.kv_channels, linear)
-        self.output = PeerLinear(query_size, config.hidden_size, linear)
+        self.query_key_value = nn.Linear(config.hidden_size, sum(self.sizes) * config.kv_channels, bias=biases)
+        self.output = nn.Linear(query_size, config.hidden_size, bias=biases)
 
     def forward(self, hidden: Tensor) -> Tensor:
         heads = self.query_key_value(hidden).unflatten(-1, (sum(self.sizes), -1)).transpose(1, 2)  # (b, n + 2 g, s, d)
         query, key, value = heads.split(self.sizes, dim=1)
-        query, key = rotate(query, self.table), rotate(key, self.table)
-        context = attention(query, key, value, self.window, 0.0, None)
+        if self.table is not None:
+            query, key = rotate(query, self.table), rotate(key, self.table)
+        if query.is_cuda and query.dtype == torch.float32:  # none of the GPU kernels that take fp32 takes groups
+            key, value = (heads.repeat_interleave(self.sizes[0] // self.sizes[1], dim=1) for heads in (key, value))
+        grouped = key.shape[1] != query.shape[1]
+        context = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
         return self.output(context.transpose(1, 2).flatten(2))
 
 
-def rotate(heads: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(heads: Tensor, table: Table) -> Tensor:
     """(b, n, s, d) rotated by cos and sin (s, d / 2), half-split layout."""
     cos, sin = table
     a, b = heads.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).type_as(heads)
 
 
 class MLP(nn.Module):
-    """SwiGLU: (b, s, h) -> (b, s, h)."""
+    """Plain or gated MLP: (b, s, h) -> (b, s, h)."""
 
-    def __init__(self, config: ModelConfig, linear: str) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        assert config.ffn_hidden_size
-        self.up = PeerLinear(config.hidden_size, 2 * config.ffn_hidden_size, linear)  # gate rows first
-        self.down = PeerLinear(config.ffn_hidden_size, config.hidden_size, linear)
+        assert config.ffn_hidden_size and config.activation_type
+        self.gated, self.activation = config.gated, ACTIVATIONS[config.activation_type]
+        width = config.ffn_hidden_size * (2 if config.gated else 1)  # gate rows first
+        self.up = nn.Linear(config.hidden_size, width, bias=config.add_linear_biases)
+        self.down = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=config.add_linear_biases)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if not self.gated:
+            return self.down(self.activation(self.up(hidden)))
         gate, up = self.up(hidden).chunk(2, dim=-1)
-        return self.down(functional.silu(gate) * up)
+        return self.down(self.activation(gate) * up)
+
+
+def norm(config: ModelConfig) -> nn.Module:
+    """The normalization of the model."""
+    kind = nn.RMSNorm if config.normalization_type == "rms_norm" else nn.LayerNorm
+    return kind(config.hidden_size, eps=config.layer_norm_eps)
 
 
 class Block(nn.Module):
     """A pre-norm transformer block: (b, s, h) -> (b, s, h)."""
 
-    def __init__(self, config: ModelConfig, table: tuple[Tensor, Tensor], linear: str) -> None:
+    def __init__(self, config: ModelConfig, table: Table | None) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.attention = Attention(config, table, linear)
-        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp = MLP(config, linear)
+        self.attention_norm, self.attention = norm(config), Attention(config, table)
+        self.mlp_norm, self.mlp = norm(config), MLP(config)
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden))
         return hidden + self.mlp(self.mlp_norm(hidden))
+
+
+class Embedding(nn.Module):
+    """Words and, if the model has them, learned positions: (b, s) -> (b, s, h)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.max_position_embeddings
+        self.word = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position = None
+        if config.use_position_embeddings:
+            self.position = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.word(tokens)
+        return hidden if self.position is None else hidden + self.position.weight[: tokens.shape[1]]
 
 
 class Head(nn.Module):
@@ -131,37 +164,56 @@ class Head(nn.Module):
 
     def __init__(self, config: ModelConfig, loss: str) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.loss, self.splits = loss, None
+        self.norm, self.loss = norm(config), loss
+        self.output = None
+        if not config.tie_word_embeddings:
+            self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.function = loss_and_gradient  # of a chunk; may be replaced by a compiled one
 
-    def forward(self, hidden: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, labels: Tensor, tied: Tensor | None, scale: Tensor | float) -> Tensor:
         hidden, labels = self.norm(hidden).flatten(0, 1), labels.flatten()
+        weight = tied if self.output is None else self.output.weight
+        assert weight is not None
         if self.loss == "full":
-            return scale * functional.cross_entropy(self.output(hidden).float(), labels, reduction="sum")
-        chunk = chunk_tokens(self.splits, labels.shape[0], hidden.device, hidden.itemsize)
-        return ChunkedLoss.apply(hidden, self.output.weight, labels, scale, chunk)
+            logits = functional.linear(hidden, weight).float()
+            return functional.cross_entropy(logits, labels, reduction="sum") * scale
+        if torch.is_autocast_enabled(hidden.device.type):  # which does not see into ChunkedLoss
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+        return ChunkedLoss.apply(hidden, weight, labels, scale, self.function)
 
 
 class PlainGPT(nn.Module):
-    """Tokens and labels (b, s) -> summed cross-entropy times `scale`, (). Parameters have no memory at first."""
+    """Tokens and labels (b, s) -> this micro-batch's share of the rank's mean loss in a step, ().
 
-    def __init__(self, config: Config, loss: str, linear: str, device: torch.device) -> None:
+    Parameters have no memory at first.
+    """
+
+    def __init__(self, config: Config, loss: str, device: torch.device) -> None:
         super().__init__()
-        model = config.model
+        model, length = config.model, config.batch.sequence_length
         assert model.kv_channels
-        base = model.rotary_base
-        table = rotary_table(config.batch.sequence_length, model.kv_channels, base, device)
+        table = rotary_table(length, model.kv_channels, model.rotary_base, device)
+        self.scale = 1.0 / tokens_per_rank(config)
         with torch.device("meta"):
-            self.embedding = nn.ModuleDict({"word": nn.Embedding(model.vocab_size, model.hidden_size)})
-            self.blocks = nn.ModuleList(Block(model, table, linear) for _ in range(model.num_layers))
+            self.embedding = Embedding(model)
+            blocks = (Block(model, table if model.use_rotary_embeddings else None) for _ in range(model.num_layers))
+            self.blocks = nn.ModuleList(blocks)
             self.head = Head(model, loss)
 
-    def forward(self, tokens: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-        hidden = self.embedding["word"](tokens)
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
         for block in self.blocks:
             hidden = block(hidden)
-        return self.head(hidden, labels, scale)
+        tied = self.embedding.word.weight if self.head.output is None else None
+        return self.head(hidden, labels, tied, self.scale)
+
+
+def tokens_per_rank(config: Config) -> int:
+    """Tokens that a rank trains on in a step."""
+    batch = config.batch
+    assert batch.micro_batch_size and batch.sequential_micro_batches
+    return batch.sequential_micro_batches * batch.micro_batch_size * batch.sequence_length
 
 
 def parameter_specs(config: Config) -> dict[str, ParameterSpec]:
@@ -169,6 +221,14 @@ def parameter_specs(config: Config) -> dict[str, ParameterSpec]:
     layers = build_gpt(config.model, config.batch.sequence_length)
     declared = [parameter for layer in layers for parameter in layer.parameters()]
     return {parameter.spec.name: parameter.spec for parameter in declared if isinstance(parameter, Parameter)}
+
+
+def initial_value(spec: ParameterSpec, config: Config, device: torch.device) -> Tensor:
+    """The values with which the engine starts, in fp32."""
+    generator = torch.Generator(device=device).manual_seed(derive_seed(config.distributed.seed, spec.name))
+    value = torch.empty(spec.shape, device=device)
+    spec.initializer.fill(value, generator)
+    return value
 
 
 def initialize(module: nn.Module, config: Config, device: torch.device) -> None:
@@ -180,9 +240,7 @@ def initialize(module: nn.Module, config: Config, device: torch.device) -> None:
     module.to_empty(device=device)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            spec, generator = specs.pop(name), torch.Generator(device=device)
-            value: Tensor = torch.empty(spec.shape, device=device)
-            spec.initializer.fill(value, generator.manual_seed(derive_seed(config.distributed.seed, name)))
+            value = initial_value(specs.pop(name), config, device)
             if isinstance(parameter, DTensor):
                 value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.copy_(value)

@@ -1,18 +1,29 @@
-"""The peers of scripts/benchmark.py: a plain torch.nn model under DistributedDataParallel and under FSDP2."""
+"""The peers of scripts/benchmark.py: a plain torch.nn model and Hugging Face's, alone, under DDP and under FSDP2.
+
+What a peer's documentation recommends is on: fused AdamW, gradients in DDP's buckets, `no_sync`, one FSDP2 group per
+block, autocast or FSDP2's MixedPrecisionPolicy for bf16, and on a GPU the attention kernels that are fastest there.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any
 
 import torch
-from benchmark_model import PlainGPT, initialize
+from benchmark_model import PlainGPT, initial_value, initialize, parameter_specs, tokens_per_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_lite.checkpoint.architectures import hugging_face_config
+from megatron_lite.checkpoint.huggingface import convert
 from megatron_lite.config import Config
 from megatron_lite.distributed import Distributed
 
@@ -23,12 +34,13 @@ class Peer:
     def __init__(
         self, config: Config, distributed: Distributed, module: nn.Module, keep_gradients: bool = False
     ) -> None:
-        self._config, self._distributed, self._module = config, distributed, module
+        self._config, self._device, self._module = config, distributed.device, module
         self._keep_gradients = keep_gradients  # FSDP2: whole gradients until the last micro-batch
-        named = list(module.named_parameters())
-        decayed = [parameter for name, parameter in named if "norm" not in name]
-        exempt = [parameter for name, parameter in named if "norm" in name]
-        options = config.optimizer
+        self._autocast = config.distributed.training_dtype == "bf16" and not isinstance(module, FSDPModule)
+        self.patch: AbstractContextManager[Any] = contextlib.nullcontext()  # what holds while this one runs
+        parameters, options = list(module.parameters()), config.optimizer
+        decayed = [parameter for parameter in parameters if parameter.dim() > 1]
+        exempt = [parameter for parameter in parameters if parameter.dim() <= 1]  # norms and biases
         self.optimizer = torch.optim.AdamW(
             [{"params": decayed, "weight_decay": options.weight_decay}, {"params": exempt, "weight_decay": 0.0}],
             lr=options.lr, betas=(options.adam_beta1, options.adam_beta2), eps=options.adam_eps, fused=True,
@@ -36,14 +48,13 @@ class Peer:
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
         """One update from micro-batches (b, s + 1); returns this rank's mean loss over its own tokens, ()."""
-        tokens = sum(part.shape[0] * (part.shape[1] - 1) for part in micro_batches)
-        scale = torch.tensor(1.0 / tokens, device=self._distributed.device)  # DDP and FSDP2 average over ranks
         self.optimizer.zero_grad(set_to_none=True)
-        loss = torch.zeros((), device=self._distributed.device)
+        loss = torch.zeros((), device=self._device)
         for index, part in enumerate(micro_batches):
-            part = part.to(self._distributed.device)
-            with self._synchronized(index == len(micro_batches) - 1):
-                value = self._module(part[:, :-1].contiguous(), part[:, 1:].contiguous(), scale)
+            part = part.to(self._device)
+            with self._synchronized(index == len(micro_batches) - 1), fastest_attention(self._device), self.patch:
+                with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
+                    value = self._module(part[:, :-1].contiguous(), part[:, 1:].contiguous())
                 value.backward()
             loss += value.detach()
         torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._config.optimizer.clip_grad)
@@ -65,7 +76,7 @@ class Peer:
         yield
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(global name, full weight). Every rank has to iterate to the end."""
+        """(its own name, full weight). Every rank has to iterate to the end."""
         for name, parameter in self._module.named_parameters():
             value = parameter.detach()
             yield name.removeprefix("module."), value.full_tensor() if isinstance(value, DTensor) else value
@@ -87,9 +98,101 @@ def local_bytes(tensor: Tensor) -> int:
     return tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes
 
 
-def ddp(config: Config, distributed: Distributed, model: PlainGPT) -> Peer:
+def fastest_attention(device: torch.device) -> AbstractContextManager[Any]:
+    """On a GPU: cuDNN's attention before flash attention, as torchtitan has it."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(order, set_priority=True)
+
+
+class HuggingFace(nn.Module):
+    """transformers' own model of this shape with its own loss, starting from the weights that the engine starts from.
+
+    `forward` takes and returns what PlainGPT's does.
+    """
+
+    def __init__(self, config: Config, attention: str, device: torch.device) -> None:
+        super().__init__()
+        transformers = importlib.import_module("transformers")
+        values = hugging_face_config(config, {}) | {"dtype": "float32", "torch_dtype": "float32", "use_cache": False}
+        architecture = values.pop("model_type")
+        described = transformers.AutoConfig.for_model(architecture, **values)
+        with torch.device(device):
+            self.model = transformers.AutoModelForCausalLM.from_config(described, attn_implementation=attention)
+        self.model.train()
+        self.tokens = tokens_per_rank(config)
+        with torch.no_grad():
+            for name, spec in parameter_specs(config).items():
+                for own_name, value in convert(name, initial_value(spec, config, device), architecture, config.model):
+                    self.model.get_parameter(own_name).copy_(value)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The transformer blocks."""
+        body = self.model.base_model
+        return body.h if hasattr(body, "h") else body.layers
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        # shift_labels: what is passed is shifted already; the sum over tokens is divided by num_items_in_batch.
+        output = self.model(
+            input_ids=tokens, labels=labels, shift_labels=labels, num_items_in_batch=self.tokens, use_cache=False
+        )
+        return output.loss
+
+
+class Liger(AbstractContextManager[None]):
+    """Liger's kernels in a Hugging Face model.
+
+    Liger replaces functions of transformers' module as well; they are put back, so that other rows keep their own,
+    and replaced again while this row runs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._module: ModuleType = importlib.import_module(type(model).__module__)
+        before = dict(vars(self._module))
+        kind = self._module.__name__.rpartition("_")[2]  # modeling_llama: llama
+        apply = getattr(importlib.import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{kind}")
+        apply(model=model)
+        changed = {name: value for name, value in vars(self._module).items() if before.get(name) is not value}
+        self._own, self._theirs = {name: before[name] for name in changed if name in before}, changed
+        self.__exit__()
+
+    def __enter__(self) -> None:
+        vars(self._module).update(self._theirs)
+
+    def __exit__(self, *_: object) -> None:
+        vars(self._module).update(self._own)
+
+
+def compile_model(model: PlainGPT | HuggingFace, whole: bool, mode: str, backend: str) -> None:
+    """torch.compile of the whole model, or of every block and the loss (as torchtitan does under FSDP2 and DDP).
+
+    `forward` is compiled and not the module, so that the hooks of DDP and FSDP2 stay outside.
+    """
+    options: dict[str, Any] = {"backend": backend, "dynamic": False}
+    if backend == "inductor":
+        options["mode"] = mode
+    if whole:
+        model.forward = torch.compile(model.forward, **options)  # type: ignore[method-assign]
+        return
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, fullgraph=isinstance(model, PlainGPT), **options)
+    if isinstance(model, PlainGPT):
+        model.head.function = torch.compile(model.head.function, fullgraph=True, **options)
+
+
+def alone(config: Config, distributed: Distributed, model: PlainGPT | HuggingFace) -> Peer:
+    """The model in one process."""
+    if isinstance(model, PlainGPT):
+        initialize(model, config, distributed.device)
+    return Peer(config, distributed, model)
+
+
+def ddp(config: Config, distributed: Distributed, model: PlainGPT | HuggingFace) -> Peer:
     """DistributedDataParallel as its documentation recommends: gradients live in the buckets."""
-    initialize(model, config, distributed.device)
+    if isinstance(model, PlainGPT):
+        initialize(model, config, distributed.device)
     module = DistributedDataParallel(model, process_group=distributed.group, gradient_as_bucket_view=True)
     return Peer(config, distributed, module)
 
@@ -97,7 +200,7 @@ def ddp(config: Config, distributed: Distributed, model: PlainGPT) -> Peer:
 def fsdp(
     config: Config,
     distributed: Distributed,
-    model: PlainGPT,
+    model: PlainGPT | HuggingFace,
     reshard: bool = True,
     whole: bool = False,
     keep_gradients: bool = False,
@@ -107,9 +210,13 @@ def fsdp(
     `whole`: embedding and head are groups of their own, so that every weight is freed after its forward pass.
     """
     mesh = DeviceMesh.from_group(distributed.group, distributed.device.type)
-    ends = [model.embedding["word"], model.head] if whole else []
+    policy = MixedPrecisionPolicy()
+    if config.distributed.training_dtype == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    ends = [model.embedding, model.head] if whole and isinstance(model, PlainGPT) else []
     for layer in (*ends, *model.blocks):
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh)
-    initialize(model, config, distributed.device)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    if isinstance(model, PlainGPT):
+        initialize(model, config, distributed.device)
     return Peer(config, distributed, model, keep_gradients)
