@@ -120,12 +120,10 @@ def describe(
     peak = options.peak_tflops
     if peak is None and distributed.device.type == "cuda":
         peak = known_peak_tflops(torch.cuda.get_device_name(distributed.device))
-    causal = model_flops(config.model, length, length) / length
-    assert config.model.kv_channels
-    half_square = 6.0 * config.model.num_layers * config.model.num_attention_heads * config.model.kv_channels * length
+    flops = {kind: model_flops(config.model, length, 1, kind == "full") for kind in ("causal", "full")}
     facts = {
         "tokens_per_step": ranks * tokens_per_rank(config),
-        "flops_per_token": {"causal": causal, "full": causal + half_square},
+        "flops_per_token": flops,
         "peak_tflops": peak,
         "warmup_turns": 0 if options.one_at_a_time else options.warmup_turns,
     }
@@ -138,7 +136,7 @@ def describe(
         "settings": settings,
         "ranks": ranks,
         "parameters": sum(spec.numel for spec in parameter_specs(config).values()),
-        "model_flops_per_token": facts["flops_per_token"],
+        "model_flops_per_token": flops,
         "peak_tflops": peak,
         "largest_loss_difference": largest_difference([row["losses"] for row in configurations.values()]),
         "loss_tolerance": LOSS_TOLERANCE[options.dtype],
