@@ -29,14 +29,12 @@ Table = tuple[Tensor, Tensor]
 
 def loss_and_gradient(logits: Tensor, labels: Tensor, scale: Tensor | float) -> tuple[Tensor, Tensor]:
     """Logits (t, v), labels (t,) -> summed cross-entropy, (), and the gradient of `scale` times it, (t, v)."""
-    dtype, logits, labels = logits.dtype, logits.float(), labels[:, None]
-    logits.sub_(logits.amax(dim=-1, keepdim=True))
-    at_label = logits.gather(-1, labels)
-    exponentials = logits.exp_()  # in place, once
-    total = exponentials.sum(dim=-1, keepdim=True)
-    loss = (total.log() - at_label).sum(dtype=torch.float64)
-    gradient = exponentials.mul_(scale / total)
-    return loss, gradient.scatter_add_(-1, labels, torch.zeros_like(total).sub_(scale)).to(dtype)
+    labels = labels[:, None]
+    probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)  # one pass, the cast included
+    at_label = probabilities.gather(-1, labels)
+    loss = -at_label.log().sum(dtype=torch.float64)
+    gradient = probabilities.mul_(scale).scatter_add_(-1, labels, torch.zeros_like(at_label).sub_(scale))
+    return loss, gradient.to(logits.dtype)
 
 
 class ChunkedLoss(torch.autograd.Function):
