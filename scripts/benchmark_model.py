@@ -46,6 +46,7 @@ class ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor | float, function: Callable[..., Any]
     ) -> Tensor:
+        """Hidden (t, h), weight (v, h), labels (t,) -> `scale` times the summed loss; `function` treats a chunk."""
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         grad_hidden, grad_weight = torch.empty_like(hidden), None
         tokens = chunk_tokens(hidden.shape[0], hidden.device)

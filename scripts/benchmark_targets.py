@@ -36,7 +36,7 @@ def _gpu(model: str, **more: Any) -> dict[str, Any]:
     return {"device": "cuda", "model": model, "dtype": "bf16", "ranks": "one", **more}
 
 
-_RESHARDED = "FSDP2 all resharded"
+_RESHARDED, _SAVING = "FSDP2 all resharded", "ZeRO-3 recompute full"
 TARGETS = (
     *(Target(row, "DDP", 0.90, 0.80, _cpu(False)) for row in ("ZeRO-1", "ZeRO-2")),
     Target("ZeRO-1", "DDP", 0.92, 0.82, _cpu(True)),
@@ -52,8 +52,11 @@ TARGETS = (
     *(Target("plain ZeRO-3", peer, 0.66, None, _cpu(True)) for peer in ("FSDP2", _RESHARDED)),
     *(Target("plain ZeRO-3 breadth-first", peer, 0.58, None, _cpu(True)) for peer in ("FSDP2", _RESHARDED)),
     # One GPU: 1.10 and 1.15 times a peer's speed; what recomputing costs elsewhere: 0.4 % and 10 % of the speed.
-    *(Target(row, "model_tflops", 540.0, None, _gpu("mistral-7b")) for row in ("ZeRO-1", "ZeRO-3")),
-    Target("ZeRO-3", "tokens_per_s_per_rank", 11000.0, 12000.0, _gpu("mistral-7b", num_layers=32)),
+    *(Target(row, "model_tflops", 540.0, None, _gpu("mistral-7b")) for row in ("ZeRO-1", "ZeRO-3", _SAVING)),
+    *(
+        Target(row, "tokens_per_s_per_rank", 11000.0, 12000.0, _gpu("mistral-7b", num_layers=32))
+        for row in ("ZeRO-3", _SAVING)
+    ),
     Target("ZeRO-1", "FSDP2 compiled", 1 / 1.15, None, _gpu("llama-3-8b-8l")),
     *(
         Target("ZeRO-1", peer, 1 / 1.10, None, _gpu("gpt2-124m"))

@@ -88,7 +88,7 @@ def test_one_rank_at_a_time_in_gpt2s_shape(tmp_path: Path) -> None:
     Every turn starts from the same weights and computes the same losses everywhere, recomputing or not.
     """
     names = {"torch", "torch compiled full logits", "ZeRO-1", "ZeRO-1 recompute activation", "ZeRO-1 recompute full",
-             "plain ZeRO-3", "FSDP2 compiled"}  # fmt: skip
+             "plain ZeRO-3", "FSDP2"}  # fmt: skip
     options = ("--model=gpt2-124m", "--head_groups=4", "--one_at_a_time", f"--only={','.join(names)},HF", "--turns=2")
     result = run_on_ranks(1, tmp_path / "results.json", *options)
     rows = result["configurations"]
