@@ -87,6 +87,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(query_size, config.hidden_size, bias=biases)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """(b, s, h) -> (b, s, h)."""
         heads = self.query_key_value(hidden).unflatten(-1, (sum(self.sizes), -1)).transpose(1, 2)  # (b, n + 2 g, s, d)
         query, key, value = heads.split(self.sizes, dim=1)
         if self.table is not None:
