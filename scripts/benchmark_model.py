@@ -171,6 +171,7 @@ class Head(nn.Module):
         self.function = loss_and_gradient  # of a chunk; may be replaced by a compiled one
 
     def forward(self, hidden: Tensor, labels: Tensor, tied: Tensor | None, scale: Tensor | float) -> Tensor:
+        """Hidden (b, s, h) -> `scale` times the summed loss, (); `tied` (v, h) is the weight of a model with ties."""
         hidden, labels = self.norm(hidden).flatten(0, 1), labels.flatten()
         weight = tied if self.output is None else self.output.weight
         assert weight is not None
