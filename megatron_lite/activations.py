@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from megatron_lite.config import ModelConfig
-from megatron_lite.kernels.attention import query_blocks
+from megatron_lite.kernels.attention_choice import PLANNED_GPU, choose_attention
 from megatron_lite.kernels.choice import REFERENCES, Kernels
 
 FP32_BYTES = 4
@@ -109,48 +111,35 @@ def _norm(kept: Kept, model: ModelConfig, one: Pass, name: str, reached: bool) -
 
 
 def _attention(kept: Kept, model: ModelConfig, one: Pass, name: str, reached: bool) -> bool:
-    """Its input, query, key and value, the context, and what stands between these."""
+    """Its input, query, key and value, and the context; with that, kernels of a GPU keep a number of each row."""
     assert model.head_groups and model.kv_channels
     query, group = model.num_attention_heads * model.kv_channels, model.head_groups * model.kv_channels
     kept.add("linear inputs", one.size(model.hidden_size), one.trains(f"{name}query_key_value.weight"))
     reached = reached or one.trains(f"{name}query_key_value.")
     output = one.trains(f"{name}output.weight")
-    windowed = model.window_size is not None and model.window_size < one.length
-    if not reached:
-        kept.add("attention outputs", one.size(query), output)
-    elif model.attention_dropout > 0:
-        _attention_with_dropout(kept, model, one, query, group)
-        kept.add("attention outputs", one.size(query), output)
-    else:
-        kept.add("query, key, value", one.size(query, group, group))
-        if one.on_gpu and (windowed or one.itemsize == FP32_BYTES):
-            kept.add("repeated key, value", one.size(query, query))
-        kept.add("attention outputs", one.size(query))
-        kept.add("attention statistics", one.tokens * model.num_attention_heads * FP32_BYTES)
-        if windowed:
-            kept.add("attention masks", _mask_bytes(model, one))
-            kept.add("attention outputs", one.size(query), output)  # blocks of queries, put together
+    fused = reached and attention_backend(model, one) != "math"
+    kept.add("query, key, value", one.size(query, group, group), reached)
+    kept.add("attention outputs", one.size(query), output or fused)
+    kept.add("attention statistics", one.tokens * model.num_attention_heads * FP32_BYTES, fused)
     reached = reached or one.trains(f"{name}output.")
     kept.add("dropout masks", one.size(model.hidden_size), reached and model.hidden_dropout > 0)
     return reached
 
 
-def _attention_with_dropout(kept: Kept, model: ModelConfig, one: Pass, query: int, group: int) -> None:
-    """The formula written out: three squares of probabilities for each head, and a mask."""
-    # The product copies the queries, unless samples and heads are one dimension already.
-    copied = one.batch > 1 and model.num_attention_heads > 1
-    kept.add("query, key, value", one.size(query if copied else query + 2 * group))
-    kept.add("repeated key, value", one.size(query, query))
-    square = one.batch * model.num_attention_heads * one.length**2
-    kept.add("attention masks", one.length**2)
-    kept.add("attention probabilities", square * (FP32_BYTES + 2 * one.itemsize))
-
-
-def _mask_bytes(model: ModelConfig, one: Pass) -> int:
-    """One mask for each block of queries, (queries, keys) in the training dtype."""
-    assert model.window_size is not None
-    blocks = query_blocks(one.length, model.window_size)
-    return sum((end - start) * (end - low) * one.itemsize for start, end, low in blocks)
+def attention_backend(model: ModelConfig, one: Pass) -> str:
+    """What computes attention in training; with documents, which cost nothing more, as without."""
+    assert model.kv_channels
+    if model.attention_dropout > 0 or one.length == 1:
+        return "math"
+    window = None if model.window_size is None or model.window_size >= one.length else model.window_size
+    device, dtype = (
+        torch.device("cuda" if one.on_gpu else "cpu"),
+        torch.bfloat16 if one.cast_itemsize else torch.float32,
+    )
+    return choose_attention(
+        one.kernels.attention, device, dtype, window, False, model.kv_channels, one.kernels.deterministic,
+        machine=PLANNED_GPU if one.on_gpu else None,
+    )  # fmt: skip
 
 
 def _mlp(kept: Kept, model: ModelConfig, one: Pass, name: str, reached: bool) -> bool:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_lite.activations import FP32_BYTES, Kept, Pass
+from megatron_lite.activations import FP32_BYTES, Kept, Pass, attention_backend
 from megatron_lite.config import ModelConfig
-from megatron_lite.kernels.attention import query_blocks
+from megatron_lite.kernels.attention_blocks import blocks_of_a_sample, rows_of_a_block
 from megatron_lite.kernels.cross_entropy import reference_rows
 from megatron_lite.kernels.gradients import temporary_rows
 from megatron_lite.kernels.linear_cross_entropy import held_logits
@@ -101,12 +101,11 @@ def _block_forward(model: ModelConfig, one: Pass, kept: Kept) -> int:
     walk.make(hidden)
     walk.drop(walk.live - hidden)
     walk.make(hidden)
-    if model.attention_dropout == 0:
+    if attention_backend(model, one) != "math":
         return walk.peak
-    # When the values are weighted, scores and probabilities are there still, and all that comes later is not yet.
-    square = one.batch * model.num_attention_heads * one.length**2
-    later = kept.get("MLP up outputs", 0) + kept.get("MLP activations", 0) + 2 * hidden
-    return max(walk.peak, square * (FP32_BYTES + one.cast_itemsize) - later)
+    # While attention goes through its blocks, all that comes later is not there yet.
+    later = sum(kept.get(what, 0) for what in ("MLP up outputs", "MLP activations", "dropout masks")) + hidden
+    return max(walk.peak, _attention_blocks(model, one, backward=False) - later)
 
 
 def _block_backward(model: ModelConfig, one: Pass, kept: Kept) -> int:
@@ -131,48 +130,41 @@ def _attention_backward(walk: Walk, model: ModelConfig, one: Pass, kept: Kept) -
     assert model.head_groups and model.kv_channels
     query, group = model.num_attention_heads * model.kv_channels, model.head_groups * model.kv_channels
     context, heads = one.size(query), one.size(query, group, group)
-    repeated = model.attention_dropout > 0 or "repeated key, value" in kept
-    every = one.size(query, query, query) if repeated else heads
     walk.make(context, moment=_weight_gradient(one, model.hidden_size, query))  # gradient of the context
-    if model.attention_dropout > 0:
-        _probabilities_backward(walk, model, one)
-        walk.make(every)
-    elif model.window_size is not None and model.window_size < one.length:
-        walk.drop(context)  # the blocks of queries, put together
-        walk.make(every)
-        # Block by block from the end, each one's gradients go into tensors of the full length, which are added up.
-        *others, (start, end, _) = query_blocks(one.length, model.window_size)
-        walk.drop(context * (end - start) // one.length)
-        for start, end, low in others[1:2] or others:
-            part = (end - start) * query + 2 * (end - low) * (query if repeated else group)
-            rest = context * (one.length - end + start) // one.length if len(others) > 1 else 0
-            walk.make(0, moment=one.batch * part * one.itemsize + rest)
+    if attention_backend(model, one) == "math":
+        walk.drop(kept.get("attention outputs", 0))
+        walk.make(heads, moment=_attention_blocks(model, one, backward=True))
     else:
-        # On a GPU flash attention adds up queries' gradients in fp32, and makes those of keys and values for each head.
-        groups = one.size(query, query) if one.on_gpu and group != query else 0
-        walk.make(every, moment=groups + one.tokens * query * FP32_BYTES if one.on_gpu else 0)
-    walk.drop(context, *(size for kind, size in kept.items() if kind.startswith(("attention", "query", "repeated"))))
+        # The kernels add up queries' gradients in fp32, and make those of keys and values for each head.
+        groups = one.size(query, query) if group != query else 0
+        walk.make(heads, moment=groups + one.tokens * query * FP32_BYTES)
+        walk.drop(kept.get("attention outputs", 0))
+    walk.drop(context, kept.get("query, key, value", 0), kept.get("attention statistics", 0))
     walk.make(heads, moment=_rotation(model, one, query))
-    walk.drop(every)
+    walk.drop(heads)
     walk.make(one.size(model.hidden_size), moment=_weight_gradient(one, query + 2 * group, model.hidden_size))
     walk.drop(heads)
 
 
-def _probabilities_backward(walk: Walk, model: ModelConfig, one: Pass) -> None:
-    """Through dropout and softmax of probabilities that are written out."""
-    square = one.batch * model.num_attention_heads * one.length**2
-    narrow, single = square * one.itemsize, square * FP32_BYTES
-    walk.make(narrow)
-    walk.drop(narrow)  # what was multiplied with the values
-    walk.make(narrow)
-    walk.drop(2 * narrow)  # the gradient before, and the mask
-    if one.cast_itemsize:
-        walk.make(single)
-        walk.drop(narrow)
-    walk.make(single)
-    walk.drop(2 * single)  # the gradient before, and the probabilities
-    walk.make(single)
-    walk.drop(single)
+def _attention_blocks(model: ModelConfig, one: Pass, backward: bool) -> int:
+    """Momentary bytes of `kernels/attention_blocks.py`, at the block with most scores."""
+    assert model.head_groups and model.kv_channels
+    heads, channels = model.num_attention_heads, model.kv_channels
+    rows = min(rows_of_a_block(one.on_gpu), one.length)
+    blocks = blocks_of_a_sample([one.length], model.window_size, rows)
+    scores, keys = heads * max(b.scores for b in blocks), max(b.end - b.low for b in blocks)
+    single, narrow = scores * FP32_BYTES, scores * one.itemsize
+    queries, keys_of_all = heads * rows * channels, model.head_groups * one.length * channels
+    always = rows**2 + (keys_of_all * FP32_BYTES if one.cast_itemsize else 0)  # the triangle; keys in fp32
+    drops = narrow if model.attention_dropout > 0 else 0  # the mask
+    # Scores beside their queries, then probabilities beside the scores or the mask.
+    peak = max(single + queries * FP32_BYTES, narrow + max(single if one.cast_itemsize else 0, drops))
+    if not backward:
+        return always + max(peak, narrow + queries * one.itemsize)
+    # Then the gradient of the output's rows, and dropped probabilities or those of the scores beside the probabilities.
+    part = model.head_groups * keys * channels * one.itemsize if one.cast_itemsize else 0
+    gradients = narrow + drops + queries * one.itemsize + max(narrow, drops + part)
+    return always + 2 * keys_of_all * FP32_BYTES + max(peak, gradients)
 
 
 def _mlp_backward(walk: Walk, model: ModelConfig, one: Pass, width: int) -> None:

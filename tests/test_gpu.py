@@ -159,17 +159,6 @@ def at_most_bytes(limit: float) -> Iterator[None]:
     assert torch.cuda.max_memory_allocated() - before < limit
 
 
-def test_windowed_attention_keeps_no_probabilities() -> None:
-    """Mistral's attention, window 4096 over 8192 tokens: far below the 6.4 GB of all probabilities in fp32."""
-    from megatron_lite.kernels.attention import attention
-
-    query = torch.randn(1, 32, 8192, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    key, value = (torch.randn(1, 8, 8192, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in "kv")
-    grad = torch.randn_like(query)
-    with at_most_bytes(2**31):
-        attention(query, key, value, 4096, 0.0, None).backward(grad)
-
-
 @pytest.mark.parametrize("block_size", [None, 32064])
 def test_the_loss_keeps_no_logits(block_size: int | None) -> None:
     """Llama-3's head: 8192 x 128,256 logits take 2.1 GB in bf16 and 4.2 GB in fp32; a quarter of the tokens at a time,

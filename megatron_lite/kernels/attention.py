@@ -1,88 +1,54 @@
-"""Causal attention: softmax(q k^T / sqrt(d)) v over the positions up to one's own, or only the last `window`."""
+"""Causal attention: softmax(q k^T / sqrt(d)) v over the positions up to one's own.
+
+Or over the last `window` of them, or over those of one's own document only. Grouped queries share keys without copies
+of them. Which implementation computes it, and what each can do, is in `attention_choice.py`.
+"""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
-from megatron_lite.kernels.dropout import dropout
+from megatron_lite.kernels.attention_blocks import block_attention
+from megatron_lite.kernels.attention_choice import choose_attention
+from megatron_lite.kernels.attention_gpu import flex_attention, fused_attention, varlen_attention
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents that a micro-batch is packed from. None of them spans two samples."""
+    """Where the documents of a micro-batch begin, if none may look at another. No document spans two samples."""
 
-    starts: Tensor  # (documents + 1,) int32, on the device: first position of each in the flattened (b s,), then b s
+    starts: Tensor  # (documents + 1,) int32 on the device: first position in the flattened (b s,), at the end b s
     lengths: tuple[int, ...]  # the same as lengths, on the host
 
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, window: int | None, dropout_p: float, dropout_seed: int | None,
-    documents: Documents | None = None,
-) -> Tensor:
-    """query (b, n, s, d), key and value (b, g, s, d) -> (b, n, s, d); head i uses key/value head i // (n / g)."""
-    if documents is not None:
-        rows, start, row = [], 0, 0
-        pieces: list[Tensor] = []
-        for length in documents.lengths:
-            here = [x[row : row + 1, :, start : start + length] for x in (query, key, value)]
-            pieces.append(attention(here[0], here[1], here[2], window, dropout_p, dropout_seed))
-            start += length
-            if start == query.shape[2]:
-                rows.append(torch.cat(pieces, 2))
-                pieces, start, row = [], 0, row + 1
-        return torch.cat(rows)
-    if dropout_p > 0.0 and dropout_seed is not None:
-        return _attention_with_dropout(query, key, value, window, dropout_p, dropout_seed)
-    windowed = window is not None and window < query.shape[2]
-    if query.is_cuda and (windowed or query.dtype == torch.float32):
-        # The memory-efficient GPU kernel, the only one that takes masks or fp32, takes no groups. Without it torch
-        # would write out all probabilities.
-        key, value = _repeat_groups(query, key, value)
-    grouped = query.shape[1] != key.shape[1]
-    if window is None or not windowed:
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-    return torch.cat(
-        [
-            functional.scaled_dot_product_attention(
-                query[:, :, start:end], key[:, :, low:end], value[:, :, low:end],
-                attn_mask=_window_mask(start, end, low, window, query.device), enable_gqa=grouped,
-            )
-            for start, end, low in query_blocks(query.shape[2], window)
-        ],
-        dim=2,
-    )  # fmt: skip
+    *, backend: str = "auto", documents: Documents | None = None,
+) -> Tensor:  # fmt: skip
+    """query (b, n, s, d), key and value (b, g, s, d) -> (b, n, s, d); head i uses key/value head i // (n / g).
 
+    `backend`: a name of `attention_choice.py`. With dropout, and for a single position, it is "math" in any case.
 
-def _repeat_groups(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """(b, g, s, d) -> (b, n, s, d): a key and value head for each query head."""
-    repeats = query.shape[1] // key.shape[1]
-    return key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-
-
-def query_blocks(length: int, window: int) -> list[tuple[int, int, int]]:
-    """Blocks of queries [start, end) with their first key: no mask is larger than (block, block + window)."""
-    block = max(min(window, 1024), 128)
-    return [(start, min(start + block, length), max(0, start - window + 1)) for start in range(0, length, block)]
-
-
-def _window_mask(start: int, end: int, low: int, window: int | None, device: torch.device) -> Tensor:
-    """True where query start + i may look at key low + j."""
-    distance = torch.arange(start, end, device=device)[:, None] - torch.arange(low, end, device=device)
-    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-
-
-def _attention_with_dropout(
-    query: Tensor, key: Tensor, value: Tensor, window: int | None, dropout_p: float, dropout_seed: int
-) -> Tensor:
-    """The formula itself: seeded dropout needs the probabilities. Costs (b, n, s, s) memory."""
+    Raises:
+        UsageError: if the backend cannot do it.
+    """
     length = query.shape[2]
-    key, value = _repeat_groups(query, key, value)
-    scores = (query @ key.transpose(-1, -2)).float() / math.sqrt(query.shape[-1])
-    scores = scores.masked_fill(~_window_mask(0, length, 0, window, query.device), -math.inf)
-    probabilities = scores.softmax(dim=-1).to(query.dtype)
-    return dropout(probabilities, dropout_p, dropout_seed) @ value
+    window = None if window is None or window >= length else window
+    drops = dropout_p > 0.0 and dropout_seed is not None
+    if backend == "auto":
+        backend = choose_attention(
+            "auto", query.device, query.dtype, window, documents is not None, query.shape[3], dropout=drops
+        )
+    if backend == "math" or drops or length == 1:
+        lengths = documents.lengths if documents is not None else None
+        return block_attention(query, key, value, window, lengths, dropout_p, dropout_seed)
+    starts = documents.starts if documents is not None else None
+    if backend == "varlen":
+        longest = max(documents.lengths) if documents is not None else length
+        return varlen_attention(query, key, value, window, starts, longest)
+    if backend == "flex":
+        return flex_attention(query, key, value, window, starts)
+    assert window is None and documents is None, f"{backend} attention takes neither windows nor documents"
+    return fused_attention(query, key, value, backend)

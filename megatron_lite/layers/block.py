@@ -52,11 +52,13 @@ class Attention(torch.nn.Module):
         self.output = Linear(f"{name}.output", query_size, config.hidden_size, config.init_method_std_attn_proj, config)
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """(b, s, h) -> (b, s, h), from the norm to the residual sum."""
         table = self.rotary.table(hidden) if self.rotary is not None else None
         projection = self.query_key_value(hidden)  # (b, s, (n + 2 g) d)
         heads = split_heads(projection, self.num_heads, self.head_groups, table, self.kernels.triton)
         seed = micro_batch.site_seed(self.name)
-        context = attention(*heads, self.window, self.dropout, seed, documents=micro_batch.documents)  # (b, n, s, d)
+        documents, backend = micro_batch.documents, self.kernels.attention
+        context = attention(*heads, self.window, self.dropout, seed, backend=backend, documents=documents)
         return self.output(context.transpose(1, 2).flatten(2))  # (b, s, n d) -> (b, s, h)
 
 
