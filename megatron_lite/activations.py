@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from megatron_lite.config import ModelConfig
-from megatron_lite.kernels.attention_choice import PLANNED_GPU, choose_attention
 from megatron_lite.kernels.choice import REFERENCES, Kernels
 
 FP32_BYTES = 4
@@ -41,6 +38,11 @@ class Pass:
     def makes_weight_gradients(self) -> bool:
         """Whether a weight's gradient is made apart before it gets into its buffer: see `kernels/gradients.py`."""
         return self.itemsize != self.grad_itemsize and not self.on_gpu
+
+    @property
+    def attention(self) -> str:
+        """What computes attention; with documents, which cost nothing more, as without."""
+        return "math" if self.length == 1 else self.kernels.attention
 
     @property
     def tokens(self) -> int:
@@ -117,29 +119,13 @@ def _attention(kept: Kept, model: ModelConfig, one: Pass, name: str, reached: bo
     kept.add("linear inputs", one.size(model.hidden_size), one.trains(f"{name}query_key_value.weight"))
     reached = reached or one.trains(f"{name}query_key_value.")
     output = one.trains(f"{name}output.weight")
-    fused = reached and attention_backend(model, one) != "math"
+    fused = reached and one.attention != "math"
     kept.add("query, key, value", one.size(query, group, group), reached)
     kept.add("attention outputs", one.size(query), output or fused)
     kept.add("attention statistics", one.tokens * model.num_attention_heads * FP32_BYTES, fused)
     reached = reached or one.trains(f"{name}output.")
     kept.add("dropout masks", one.size(model.hidden_size), reached and model.hidden_dropout > 0)
     return reached
-
-
-def attention_backend(model: ModelConfig, one: Pass) -> str:
-    """What computes attention in training; with documents, which cost nothing more, as without."""
-    assert model.kv_channels
-    if model.attention_dropout > 0 or one.length == 1:
-        return "math"
-    window = None if model.window_size is None or model.window_size >= one.length else model.window_size
-    device, dtype = (
-        torch.device("cuda" if one.on_gpu else "cpu"),
-        torch.bfloat16 if one.cast_itemsize else torch.float32,
-    )
-    return choose_attention(
-        one.kernels.attention, device, dtype, window, False, model.kv_channels, one.kernels.deterministic,
-        machine=PLANNED_GPU if one.on_gpu else None,
-    )  # fmt: skip
 
 
 def _mlp(kept: Kept, model: ModelConfig, one: Pass, name: str, reached: bool) -> bool:

@@ -12,9 +12,8 @@ import torch
 from megatron_lite.config import Config, MultiStageConfig
 from megatron_lite.gpt import model_layers
 from megatron_lite.kernels.choice import REFERENCES
-from megatron_lite.parameter import Parameter
+from megatron_lite.parameter import DTYPES, Parameter
 from megatron_lite.planning import make_plan
-from megatron_lite.zero.multi_stage import DTYPES
 
 MIB, GIB = 2**20, 2**30
 # Of a device's memory, what a plan leaves to others: on a GPU the CUDA context and NCCL's channels take 1 to 2 GiB, and

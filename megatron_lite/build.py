@@ -109,9 +109,8 @@ def build(
         lambda: open_trackers(config, experiment.root, experiment.run) if distributed.rank == 0 else Trackers(),
     )
     timer = StepTimer(
-        config, distributed.world_size, iteration, flash_attention=distributed.device.type == "cuda",
-        peak_tflops=config.run.peak_tflops or _device_peak_tflops(distributed),
-    )  # fmt: skip
+        config, distributed.world_size, iteration, config.run.peak_tflops or _device_peak_tflops(distributed)
+    )
     return Run(
         config, distributed, experiment, logger, data, model, optimizer, window, timer, trackers, stop, iteration,
         collectives_alone_s, debugger,

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from megatron_lite.errors import UsageError
 
+# Of weights and activations in training, by the names of --training_dtype.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 @dataclass(frozen=True)
 class Initializer:

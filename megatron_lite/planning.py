@@ -86,7 +86,7 @@ class Plan:
 def make_plan(config: Config, world_size: int, device_type: str, rank: int = 0) -> Plan:
     """The plan of a resolved configuration without `auto`, for one rank of `world_size` on `device_type`."""
     group = SimulatedGroup(rank, world_size, device_type)
-    layers = model_layers(config, choose_kernels(config, torch.device(device_type)))
+    layers = model_layers(config, choose_kernels(config, torch.device(device_type), planned=True))
     dtype = config.distributed.training_dtype
     model = MultiStage(layers, config.multi_stage, config.batch, dtype, group)
     activations = {level: activation_memory(config, model, device_type, level) for level in RECOMPUTE_LEVELS}
@@ -167,5 +167,5 @@ def one_pass(config: Config, model: MultiStage, device_type: str, level: str) ->
         ),
         trained={name for name, parameter in model.parameters() if parameter.requires_grad},
         level=level,
-        kernels=choose_kernels(config, torch.device(device_type)),
+        kernels=choose_kernels(config, torch.device(device_type), planned=True),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_lite.activations import FP32_BYTES, Kept, Pass, attention_backend
+from megatron_lite.activations import FP32_BYTES, Kept, Pass
 from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.attention_blocks import blocks_of_a_sample, rows_of_a_block
 from megatron_lite.kernels.cross_entropy import reference_rows
@@ -101,7 +101,7 @@ def _block_forward(model: ModelConfig, one: Pass, kept: Kept) -> int:
     walk.make(hidden)
     walk.drop(walk.live - hidden)
     walk.make(hidden)
-    if attention_backend(model, one) != "math":
+    if one.attention != "math":
         return walk.peak
     # While attention goes through its blocks, all that comes later is not there yet.
     later = sum(kept.get(what, 0) for what in ("MLP up outputs", "MLP activations", "dropout masks")) + hidden
@@ -131,7 +131,7 @@ def _attention_backward(walk: Walk, model: ModelConfig, one: Pass, kept: Kept) -
     query, group = model.num_attention_heads * model.kv_channels, model.head_groups * model.kv_channels
     context, heads = one.size(query), one.size(query, group, group)
     walk.make(context, moment=_weight_gradient(one, model.hidden_size, query))  # gradient of the context
-    if attention_backend(model, one) == "math":
+    if one.attention == "math":
         walk.drop(kept.get("attention outputs", 0))
         walk.make(heads, moment=_attention_blocks(model, one, backward=True))
     else:

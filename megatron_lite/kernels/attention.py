@@ -6,8 +6,10 @@ of them. Which implementation computes it, and what each can do, is in `attentio
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megatron_lite.kernels.attention_blocks import block_attention
@@ -39,8 +41,9 @@ def attention(
     drops = dropout_p > 0.0 and dropout_seed is not None
     if backend == "auto":
         backend = choose_attention(
-            "auto", query.device, query.dtype, window, documents is not None, query.shape[3], dropout=drops
-        )
+            "auto", query.device, query.dtype, window, documents is not None, query.shape[3],
+            torch.are_deterministic_algorithms_enabled(), drops,
+        )  # fmt: skip
     if backend == "math" or drops or length == 1:
         lengths = documents.lengths if documents is not None else None
         return block_attention(query, key, value, window, lengths, dropout_p, dropout_seed)
@@ -52,3 +55,19 @@ def attention(
         return flex_attention(query, key, value, window, starts)
     assert window is None and documents is None, f"{backend} attention takes neither windows nor documents"
     return fused_attention(query, key, value, backend)
+
+
+@functools.cache
+def works(backend: str, device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether a backend computes a small problem, forward and backward: a library may have reasons of its own not to.
+
+    Waits for the device.
+    """
+    window = 16 if backend in ("varlen", "flex") else None
+    projection = torch.zeros(1, 128, 4, head_size, dtype=dtype, device=device, requires_grad=True)
+    query, key, value = (heads.transpose(1, 2) for heads in projection.split([2, 1, 1], dim=2))
+    try:
+        attention(query, key, value, window, 0.0, None, backend=backend).sum().backward()
+        return projection.grad is not None and bool(projection.grad.isfinite().all())
+    except RuntimeError:
+        return False

@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -141,11 +142,12 @@ def _head_size_obstacle(work: Work, limit: int) -> str | None:
 def choose_attention(
     wanted: str, device: torch.device, dtype: torch.dtype, window: int | None, documents: bool, head_size: int,
     deterministic: bool = False, dropout: bool = False, machine: Machine | None = None,
+    works: Callable[[str], bool] = lambda backend: True,
 ) -> str:  # fmt: skip
     """The backend's name: the one wanted or, of "auto", the fastest that can do the work.
 
     `window`: None also where it is not shorter than the sequence. `machine`: instead of the one at hand; a plan, which
-    looks at no device, gives `PLANNED_GPU`.
+    looks at no device, gives `PLANNED_GPU`. `works` tries a backend of which nothing is known against it.
 
     Raises:
         UsageError: if the one wanted is absent or cannot do it.
@@ -153,7 +155,8 @@ def choose_attention(
     machine = machine or machine_of(device)
     work = Work(dtype, head_size, window is not None, documents, deterministic, dropout)
     if wanted == "auto":
-        return next(backend for backend in AUTOMATIC if obstacle(backend, machine, work) is None)
+        able = (backend for backend in AUTOMATIC if obstacle(backend, machine, work) is None)
+        return next(backend for backend in able if backend == "math" or works(backend))
     reason = obstacle(wanted, machine, work)
     if reason is not None:
         raise UsageError(f"--attention_backend={wanted}: {wanted} {reason}; {FIX}")

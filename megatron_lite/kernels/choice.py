@@ -8,7 +8,10 @@ import torch
 
 from megatron_lite.config import Config
 from megatron_lite.errors import UsageError
+from megatron_lite.kernels.attention import works
+from megatron_lite.kernels.attention_choice import PLANNED_GPU, choose_attention, describe_attention
 from megatron_lite.kernels.jit import runs_on
+from megatron_lite.parameter import DTYPES
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,7 @@ class Kernels:
     """The implementations."""
 
     triton: bool = False  # Triton kernels instead of the references
-    attention: str = "auto"
+    attention: str = "auto"  # a backend of `attention_choice.py`
     cross_entropy: str = "torch"  # or "triton"
     cross_entropy_splits: int | None = None
     cross_entropy_block_size: int | None = None
@@ -27,7 +30,7 @@ class Kernels:
     def describe(self) -> str:
         """One line for the log."""
         return (
-            f"kernels: {'Triton' if self.triton else 'torch'}, attention by {self.attention}, "
+            f"kernels: {'Triton' if self.triton else 'torch'}, attention by {describe_attention(self.attention)}, "
             f"cross-entropy in {'Triton' if self.cross_entropy == 'triton' else 'torch'}"
         )
 
@@ -36,8 +39,10 @@ class Kernels:
 REFERENCES = Kernels()
 
 
-def choose_kernels(config: Config, device: torch.device) -> Kernels:
+def choose_kernels(config: Config, device: torch.device, planned: bool = False) -> Kernels:
     """What a resolved configuration asks for on a device, `auto` replaced by what is there.
+
+    `planned`: for a device that need not be there, without looking at it.
 
     Raises:
         UsageError: if what is asked for by name is not there.
@@ -53,7 +58,7 @@ def choose_kernels(config: Config, device: torch.device) -> Kernels:
     automatic = "triton" if triton else "torch"
     return Kernels(
         triton=triton,
-        attention=wanted.attention_backend,
+        attention=_attention(config, device, planned),
         cross_entropy=automatic if wanted.cross_entropy_impl == "auto" else wanted.cross_entropy_impl,
         cross_entropy_splits=wanted.cross_entropy_splits,
         cross_entropy_block_size=wanted.cross_entropy_block_size,
@@ -61,6 +66,19 @@ def choose_kernels(config: Config, device: torch.device) -> Kernels:
         recompute_layers=wanted.recompute_layers,
         deterministic=config.distributed.deterministic,
     )
+
+
+def _attention(config: Config, device: torch.device, planned: bool) -> str:
+    model, dtype = config.model, DTYPES[config.distributed.training_dtype]
+    assert model.kv_channels is not None
+    shorter = model.window_size is not None and model.window_size < config.batch.sequence_length
+    looks = device.type == "cuda" and not planned
+    return choose_attention(
+        config.performance.attention_backend, device, dtype, model.window_size if shorter else None,
+        not config.data.cross_document_attention, model.kv_channels, config.distributed.deterministic,
+        model.attention_dropout > 0, PLANNED_GPU if device.type == "cuda" and planned else None,
+        lambda backend: not looks or works(backend, device, dtype, model.kv_channels or 0),
+    )  # fmt: skip
 
 
 def _no_triton(flag: str, device: torch.device) -> str:

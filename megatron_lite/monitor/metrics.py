@@ -91,17 +91,13 @@ def model_flops(model: ModelConfig, sequence_length: int, tokens: int, full_atte
     return 3 * (_block_flops(model, tokens) + _head_flops(model, tokens) + attention)
 
 
-def hardware_flops(
-    model: ModelConfig, performance: PerformanceConfig, sequence_length: int, tokens: int, flash_attention: bool
-) -> float:
+def hardware_flops(model: ModelConfig, performance: PerformanceConfig, sequence_length: int, tokens: int) -> float:
     """`model_flops` plus what is computed twice to save memory:
 
       + 2 * T * h * (1 + gated) * f        for each block with mlp_recompute_level=full: its first MLP product
       + the block's forward pass           for each of the first recompute_layers
       + 2 * T * h * v                      with a cross_entropy_block_size below v: the logits
-      + T * heads * d * s                  for each block: flash attention's backward repeats the scores (1/6)
-
-    Pass `flash_attention=False` on CPU, where attention is counted as if it kept them.
+      + T * heads * d * s                  for each block: the scores in attention's backward pass (1/6), all backends
     """
     assert model.ffn_hidden_size is not None
     attention = _attention_flops(model, sequence_length, tokens)
@@ -111,7 +107,7 @@ def hardware_flops(
     flops += (_block_flops(model, tokens) + attention) * performance.recompute_layers / model.num_layers
     if (performance.cross_entropy_block_size or model.vocab_size) < model.vocab_size:
         flops += _head_flops(model, tokens)
-    return flops + (attention / 2 if flash_attention else 0)
+    return flops + attention / 2
 
 
 class StepTimer:
@@ -120,7 +116,6 @@ class StepTimer:
     Args:
         config: resolved.
         iteration: iterations done before this start.
-        flash_attention: for `hardware_flops`.
         peak_tflops: dense peak of one device, or None where it is not known (then no mfu).
         clock: seconds, monotonic.
     """
@@ -130,7 +125,6 @@ class StepTimer:
         config: Config,
         world_size: int,
         iteration: int,
-        flash_attention: bool = False,
         peak_tflops: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -140,7 +134,7 @@ class StepTimer:
         self._train_iters = config.training.train_iters
         shape = (config.model, config.batch.sequence_length, self._tokens)
         self._model_tflop = model_flops(*shape) / world_size / 1e12  # per iteration and device
-        hardware = hardware_flops(config.model, config.performance, *shape[1:], flash_attention)
+        hardware = hardware_flops(config.model, config.performance, *shape[1:])
         self._hardware_tflop = hardware / world_size / 1e12
         self._peak_tflops = peak_tflops
         self._clock = clock

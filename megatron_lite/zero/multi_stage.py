@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_lite.config import BatchConfig, MultiStageConfig
 from megatron_lite.distributed import Group
-from megatron_lite.parameter import Parameter
+from megatron_lite.parameter import DTYPES, Parameter
 from megatron_lite.zero import runner
 from megatron_lite.zero.layout import BufferPlan, plan_buffers, split_into_stages
 from megatron_lite.zero.observer import Observer
@@ -20,8 +20,6 @@ from megatron_lite.zero.part import Part, Precision
 from megatron_lite.zero.schedule import StagePlan, Step, evaluation_schedule, first_trained, training_schedule
 from megatron_lite.zero.stage import Buffer, Stage
 from megatron_lite.zero.throttle import Throttle
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

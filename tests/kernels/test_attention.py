@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_lite.errors import UsageError
 from megatron_lite.kernels import attention_choice, attention_gpu
-from megatron_lite.kernels.attention import Documents, attention
+from megatron_lite.kernels.attention import Documents, attention, works
 from megatron_lite.kernels.attention_choice import Machine, choose_attention, describe_attention
 from megatron_lite.kernels.linear import linear
 from megatron_lite.kernels.rotary import rotary_table, split_heads
@@ -409,3 +409,24 @@ def test_windowed_attention_keeps_no_probabilities_on_a_gpu(backend: str) -> Non
     assert theory <= torch.cuda.memory_allocated() - before < theory + 2**21
     output.sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 2**30, "6.4 GB would be all probabilities in fp32"
+
+
+def test_a_candidate_that_does_not_work_is_passed_over() -> None:
+    """A library may refuse for a reason that the table does not know: `auto` goes on, "math" is not tried."""
+    tried: list[str] = []
+
+    def works(backend: str) -> bool:
+        tried.append(backend)
+        return backend == "varlen"
+
+    asked = (torch.device("cuda"), BF16, None, False, 128)
+    assert choose_attention("auto", *asked, machine=HOPPER, works=works) == "varlen"
+    assert tried == ["cudnn", "flash", "varlen"]
+    assert choose_attention("auto", *asked, machine=HOPPER, works=lambda backend: False) == "math"
+
+
+def test_the_trial_tells_what_works() -> None:
+    """"math" does everywhere, forward and backward; a GPU's kernels do not on a CPU."""
+    cpu = torch.device("cpu")
+    assert works("math", cpu, BF16, 16)
+    assert not works("varlen", cpu, BF16, 16)

@@ -69,19 +69,19 @@ def test_the_full_square_of_attention_is_twice_the_causal_half():
         assert model_flops(model, 8192, 1, full_attention=True) == pytest.approx(dense + square)
 
 
-def test_hardware_flops_repeat_the_scores_only_with_flash_attention():
-    plain, once = model_flops(LLAMA, 4096, 1), PerformanceConfig()
-    assert hardware_flops(LLAMA, once, 4096, 1, flash_attention=False) == plain
-    attention = 6 * 32 * 4096 * 4096
-    assert hardware_flops(LLAMA, once, 4096, 1, flash_attention=True) - plain == pytest.approx(attention / 6)
+def test_hardware_flops_repeat_the_scores():
+    """One of the six products of attention, once more."""
+    plain, attention = model_flops(LLAMA, 4096, 1), 6 * 32 * 4096 * 4096
+    assert hardware_flops(LLAMA, PerformanceConfig(), 4096, 1) - plain == pytest.approx(attention / 6)
 
 
 def test_hardware_flops_of_recomputation():
     """A whole forward pass for all layers; the first MLP product of three; the logits once more."""
     plain, head = model_flops(LLAMA, 4096, 1), 2 * 4096 * 128256
+    once = hardware_flops(LLAMA, PerformanceConfig(), 4096, 1)
 
     def more(**options):
-        return hardware_flops(LLAMA, PerformanceConfig(**options), 4096, 1, flash_attention=False) - plain
+        return hardware_flops(LLAMA, PerformanceConfig(**options), 4096, 1) - once
 
     assert more(recompute_layers=32) == pytest.approx(plain / 3 - head)
     assert more(recompute_layers=8) == pytest.approx((plain / 3 - head) / 4)
@@ -107,8 +107,8 @@ def test_products_of_a_real_step_are_those_of_the_formula(options):
     counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if op.__name__ in products)
     model, length = config.model, config.batch.sequence_length
     tokens = config.batch.batch_size * length
-    whole = hardware_flops(model, config.performance, length, tokens, flash_attention=False)
-    passes = 3 + config.performance.recompute_layers / 3  # through attention
+    whole = hardware_flops(model, config.performance, length, tokens)
+    passes = 3.5 + config.performance.recompute_layers / 3  # through attention
     attention = 4 * tokens * 3 * model.num_attention_heads * model.kv_channels * length / 2
     assert counted == pytest.approx(whole - passes * attention)
 
