@@ -1,4 +1,4 @@
-"""docs/multi_stage.md: its tables are the engine's own books, its commands run, and print what it shows."""
+"""The guides: the commands that they show run and print what stands below them; tables are the engine's own books."""
 
 import os
 import re
@@ -10,8 +10,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = (ROOT / "docs" / "multi_stage.md").read_text("utf-8")
+PERFORMANCE = (ROOT / "docs" / "performance.md").read_text("utf-8")
 # Each command with the output that it is shown with.
-SHOWN = re.findall(r"^```bash\n(.*?)\n```\n\n(?:[^\n`]+\n)*?\n?```text\n(.*?)\n```$", GUIDE, re.M | re.S)
+BLOCKS = re.compile(r"^```bash\n(.*?)\n```\n\n(?:[^\n`]+\n)*?\n?```text\n(.*?)\n```$", re.M | re.S)
+SHOWN = [*BLOCKS.findall(GUIDE), *BLOCKS.findall(PERFORMANCE)]
+DRY_RUNS = [pair for pair in SHOWN if "--dry_run=1" in pair[0]]
 # Numbers, dates and device words differ from machine to machine; everything else may not.
 NUMBER = re.compile(r"[+-]?\d[\d,.]*(e[+-]\d+)?")
 
@@ -55,7 +58,8 @@ def test_formulas_in_the_tables_are_equal_to_the_counts() -> None:
 
 def test_every_command_of_the_guide_is_run_here() -> None:
     """Each bash block but the first half of a pair has its output below it."""
-    assert len(SHOWN) == GUIDE.count("```bash\n") == GUIDE.count("```text\n") == 4
+    text = GUIDE + PERFORMANCE
+    assert len(SHOWN) == text.count("```bash\n") == text.count("```text\n") == 5
 
 
 @pytest.mark.parametrize(("command", "shown"), SHOWN, ids=[f"command {index}" for index in range(len(SHOWN))])
@@ -68,7 +72,7 @@ def test_commands_print_what_is_shown(command: str, shown: str, tmp_path: Path) 
         assert any(line == candidate for candidate in printed), f"not printed, or not in this order: {line}"
 
 
-def test_dry_run_is_shown_with_its_numbers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("command", "shown"), DRY_RUNS, ids=["multi_stage.md", "performance.md"])
+def test_dry_runs_are_shown_with_their_numbers(command: str, shown: str, tmp_path: Path) -> None:
     """Nothing in a dry run depends on the machine: the page is the one shown, digit by digit."""
-    (command, shown) = next(pair for pair in SHOWN if "--dry_run=1" in pair[0])
     assert run(command, tmp_path).rstrip("\n") == shown
