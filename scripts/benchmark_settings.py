@@ -14,8 +14,8 @@ from megatron_lite import arguments
 from megatron_lite.config import Config, unflatten
 from megatron_lite.validation import resolve
 
-# Adam turns rounding into a full step where a gradient is nearly zero: a high rate would make losses drift apart (at 1e-4
-# by 1.6e-5 in 28 steps of eleven configurations).
+# Adam turns rounding into a full step where a gradient is nearly zero: a high rate would make losses drift apart, at
+# 1e-4 by 1.6e-5 in 28 steps of eleven configurations.
 LEARNING_RATE = 2e-5
 # Far above any norm: it is computed, and gradients are multiplied by 1, so that weights can be compared to the bit.
 CLIP_GRAD = 1e6
