@@ -25,6 +25,7 @@ from megatron_lite.config import BatchConfig, Config, DataConfig, ModelConfig
 from megatron_lite.data.tokenizing import load_tokenizer
 from megatron_lite.errors import CheckpointError, DataError, RunError
 from megatron_lite.gpt import build_gpt
+from megatron_lite.kernels.choice import Kernels
 from megatron_lite.layers.ends import Head
 from megatron_lite.layers.layer import Layer, MicroBatch
 from megatron_lite.parameter import Parameter
@@ -148,7 +149,8 @@ def load_model(folder: Path, length: int, device: torch.device) -> tuple[ModelCo
     """
     weights = Weights(folder)
     architecture, config = model_config(folder / "config.json", weights.names)
-    layers = build_gpt(config, length)
+    # By the formula: a GPU's fused attention may plan anew for every length, and a text grows token by token.
+    layers = build_gpt(config, length, Kernels(attention="math"))
     unused = set(weights.names)
     for module in (module for layer in layers for module in layer.modules()):
         for attribute, declared in list(module.named_parameters(recurse=False)):

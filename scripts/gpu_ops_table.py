@@ -190,8 +190,9 @@ def make_rotary_backward(shape: Shape) -> dict[str, Call]:
     grads = tuple(shape.random(1, shape.tokens, count, shape.head_size).transpose(1, 2) for count in counts)
 
     def split(triton: bool) -> Call:
-        parts = split_heads(projection * 1, shape.heads, shape.groups, table, triton=triton)
-        return backward(parts, (projection,), grads)
+        fused = projection * 1  # rotated in place; its own gradient is asked for, so that nothing else runs
+        parts = split_heads(fused, shape.heads, shape.groups, table, triton=triton)
+        return backward(parts, (fused,), grads)
 
     return {"triton": split(True), "torch": split(False)}
 
@@ -322,7 +323,10 @@ def adamw_call(shape: Shape, split: bool) -> Callable[[bool], Any]:
     if remainder is not None:
         copying.split(master, rounded, remainder)
     shard = optimizer.Shard(None if split else master, rounded, remainder, gradient, exp_avg, exp_avg_sq)
-    ranges = optimizer.Ranges([optimizer.Range(0, numel, 1.0, 1.0)], device)
+    border = numel // (4 * optimizer.ALIGNMENT) * 3 * optimizer.ALIGNMENT  # behind it, no weight decay
+    ranges = optimizer.Ranges(
+        [optimizer.Range(0, border, 1.0, 1.0), optimizer.Range(border, numel, 1.0, 0.0)], device
+    )
     one, none = torch.ones((), device=device), torch.zeros((), device=device)
     numbers = optimizer.Hyperparameters(1e-4, 0.1, 0.9, 0.95, 1e-8)
     control = optimizer.Control(one, 3 * one, none, numbers)
@@ -379,7 +383,8 @@ OPS: tuple[Op, ...] = (
     Op("adamw, split master weights", lambda shape: both(adamw_call(shape, split=True)), shard_size,
        lambda shape: 28 * shape.shard),
     Op("gradient norm", make_gradient_norm, shard_size, lambda shape: 4 * shape.shard),
-    Op("gradient into fp32", make_gradient_add, shard_size, lambda shape: (8 + shape.item) * shape.shard),
+    Op("gradient into fp32", make_gradient_add, shard_size, lambda shape: (8 + shape.item) * shape.shard,
+       memory_bound=False),  # no step does this now
     Op("attention forward", partial(make_attention, window=None, backends=FULL), heads_size, lambda shape: 0,
        partial(attention_flops, window=None), memory_bound=False),
     Op("attention forward and backward", partial(make_attention, window=None, backends=FULL, with_backward=True),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import shutil
 import signal
@@ -97,6 +98,15 @@ def steps(parallel_tests: int) -> list[Step]:
     ]
 
 
+def without_infinities(value: Any) -> Any:
+    """The same with "nan", "inf" and "-inf" in place of numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: without_infinities(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_infinities(part) for part in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class Report:
     """The results so far, and the file that has them."""
 
@@ -113,7 +123,8 @@ class Report:
         states = [step["status"] for step in self.result["steps"].values()]
         self.result["ok"] = bool(states) and all(state == "ok" for state in states)
         aside = self.output.with_name(self.output.name + ".part")
-        aside.write_text(json.dumps(self.result, indent=1, allow_nan=False, default=str) + "\n", "utf-8")
+        text = json.dumps(without_infinities(self.result), indent=1, allow_nan=False, default=str)
+        aside.write_text(text + "\n", "utf-8")
         aside.replace(self.output)
 
     def run(self, step: Step) -> None:

@@ -4,6 +4,7 @@ report that is written here."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -348,3 +349,12 @@ def test_the_document_is_up_to_date(tmp_path: Path) -> None:
     assert rendering.main(arguments) == 0 and rendering.main([*arguments, "--check"]) == 0
     text = document.read_text("utf-8")
     assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n") and "A GPU" in text
+
+
+def test_numbers_that_json_does_not_have_do_not_end_the_report(tmp_path: Path) -> None:
+    """A loss that is not a number is written as text, however deep it lies; the other steps go on."""
+    report = gpu_report.Report(tmp_path / "report.json", tmp_path, 60.0, {})
+    report.result["steps"]["a"] = {"status": "ok", "losses": [math.nan, {"largest": math.inf}], "x": (-math.inf, 1.5)}
+    report.write()
+    written = json.loads((tmp_path / "report.json").read_text())["steps"]["a"]
+    assert written == {"status": "ok", "losses": ["nan", {"largest": "inf"}], "x": ["-inf", 1.5]}

@@ -11,6 +11,8 @@ from memory_meters import PeakMeter, a_model, measure_kept, micro_batches
 
 from megatron_lite.config import Config
 from megatron_lite.distributed import Distributed
+from megatron_lite.gpt import model_layers
+from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.layers.layer import MicroBatch
 from megatron_lite.planning import SimulatedGroup, make_plan
 from megatron_lite.zero.multi_stage import MultiStage
@@ -250,7 +252,8 @@ def test_peak_on_a_gpu(options: dict[str, Any]) -> None:
     group = SimulatedGroup(0, 1, "cuda", device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    model = MultiStage(layers_of(config), config.multi_stage, config.batch, "bf16", group)
+    layers = model_layers(config, choose_kernels(config, torch.device("cuda", 0)))
+    model = MultiStage(layers, config.multi_stage, config.batch, "bf16", group)
     model.initialize(1)
     batches = [
         MicroBatch(one.tokens.cuda(), one.labels.cuda(), torch.tensor(1.0, device="cuda"), 7)

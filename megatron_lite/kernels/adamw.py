@@ -97,6 +97,8 @@ class Control:
 
 def adamw(shard: Shard, ranges: Ranges, control: Control, triton: bool = False) -> None:
     """Update a shard in place; see the module."""
+    numel = shard.gradient.numel()
+    assert all(0 <= row.start <= row.end <= numel for row in ranges.rows), (ranges.rows, numel)
     if triton:
         _launch(shard, ranges, control)
     else:

@@ -11,7 +11,7 @@
 cudnn and flash are `scaled_dot_product_attention` held to one backend, varlen is `torch.nn.attention.varlen` (the same
 flash kernels, told where documents begin), flex is `flex_attention` with a mask of blocks, math is
 `kernels/attention_blocks.py`. All of them read grouped keys as they are, and keep query, key, value, and, but for math,
-the output and one fp32 number for each row and head: no probabilities, no masks.
+the output and one fp32 number for each row and head: no probabilities and no masks (flex: one of blocks).
 
 (1) Backward, not above 192 on compute capability 8.6 to 8.9 and 12. (2) With torch's deterministic algorithms on.
 `auto` takes the first that can do the work, of cudnn, flash, varlen, math: on Hopper cuDNN is the fastest for full
@@ -158,6 +158,8 @@ def choose_attention(
         able = (backend for backend in AUTOMATIC if obstacle(backend, machine, work) is None)
         return next(backend for backend in able if backend == "math" or works(backend))
     reason = obstacle(wanted, machine, work)
+    if reason is None and wanted != "math" and not works(wanted):
+        reason = "does not compute a small problem on this machine as math does"
     if reason is not None:
         raise UsageError(f"--attention_backend={wanted}: {wanted} {reason}; {FIX}")
     return wanted

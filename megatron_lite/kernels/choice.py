@@ -42,13 +42,13 @@ REFERENCES = Kernels()
 def choose_kernels(config: Config, device: torch.device, planned: bool = False) -> Kernels:
     """What a resolved configuration asks for on a device, `auto` replaced by what is there.
 
-    `planned`: for a device that need not be there, without looking at it.
+    `planned`: for a device that need not be there, without looking at it or at what is installed here.
 
     Raises:
         UsageError: if what is asked for by name is not there.
     """
     wanted = config.performance
-    available = runs_on(device)
+    available = runs_on(device) or (planned and device.type == "cuda")  # a plan takes Triton for granted
     if wanted.enable_triton_kernels and not available:
         raise UsageError(_no_triton("--enable_triton_kernels=1", device))
     if wanted.cross_entropy_impl == "triton" and not available:

@@ -6,8 +6,9 @@
 One memory pass each with torch's functions too, so that only the width of the accesses matters, and most copies of a
 step stay torch's: between equal dtypes and from fp32 to a narrower one (weights into a buffer of ZeRO 3, shards that
 accumulate) its accesses are wide, and filling with zero is a memset. The kernel is for large gradients in a narrower
-dtype that are written or added to fp32 memory: there torch looks at the dtype of every single element. AdamW writes
-its weights in both dtypes in one pass and needs no copy (see `adamw.py`).
+dtype that are written or added to fp32 memory, where torch looks at the dtype of every single element; no step does
+that where products accumulate in fp32 (see `gradients.py`), so it is measured beside torch's, and not called. AdamW
+writes its weights in both dtypes in one pass and needs no copy (see `adamw.py`).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

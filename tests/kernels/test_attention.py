@@ -423,10 +423,13 @@ def test_a_candidate_that_does_not_work_is_passed_over() -> None:
     assert choose_attention("auto", *asked, machine=HOPPER, works=works) == "varlen"
     assert tried == ["cudnn", "flash", "varlen"]
     assert choose_attention("auto", *asked, machine=HOPPER, works=lambda backend: False) == "math"
+    assert choose_attention("math", *asked, machine=HOPPER, works=lambda backend: False) == "math"
+    with pytest.raises(UsageError, match="^--attention_backend=flash: .* small problem"):
+        choose_attention("flash", *asked, machine=HOPPER, works=lambda backend: False)
 
 
 def test_the_trial_tells_what_works() -> None:
-    """"math" does everywhere, forward and backward; a GPU's kernels do not on a CPU."""
+    """"math" does everywhere, forward and backward; cuDNN does not on a CPU."""
     cpu = torch.device("cpu")
     assert works("math", cpu, BF16, 16)
-    assert not works("varlen", cpu, BF16, 16)
+    assert not works("cudnn", cpu, BF16, 16)
