@@ -32,11 +32,11 @@ from megatron_lite.monitor.tensor_debug import TensorDebugger, open_debugger
 from megatron_lite.monitor.trackers import Trackers, open_trackers
 from megatron_lite.monitor.window import LogWindow
 from megatron_lite.optimizer.adamw import AdamW
-from megatron_lite.parameter import Parameter
+from megatron_lite.parameter import DTYPES, Parameter
 from megatron_lite.stop_signal import StopSignal
 from megatron_lite.traffic import Traffic
 from megatron_lite.validation import warnings
-from megatron_lite.zero.multi_stage import DTYPES, MemoryRow, MultiStage
+from megatron_lite.zero.multi_stage import MemoryRow, MultiStage
 
 MIB = 2**20
 
@@ -85,7 +85,7 @@ def build(
     for line in arguments.banner(config, derived_numbers(config, layers, distributed, data)).splitlines():
         logger.info(line)
     logger.info(kernels.describe())
-    if kernels.deterministic:
+    if config.distributed.deterministic:
         logger.info(deterministic_ways(distributed.device, kernels.triton))
     for choice in choices:
         logger.log(logging.WARNING if choice.is_warning else logging.INFO, choice.text)

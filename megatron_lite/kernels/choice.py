@@ -25,7 +25,6 @@ class Kernels:
     cross_entropy_block_size: int | None = None
     mlp_recompute_level: str = "none"
     recompute_layers: int = 0
-    deterministic: bool = False
 
     def describe(self) -> str:
         """One line for the log."""
@@ -64,7 +63,6 @@ def choose_kernels(config: Config, device: torch.device, planned: bool = False) 
         cross_entropy_block_size=wanted.cross_entropy_block_size,
         mlp_recompute_level=wanted.mlp_recompute_level,
         recompute_layers=wanted.recompute_layers,
-        deterministic=config.distributed.deterministic,
     )
 
 
