@@ -31,7 +31,7 @@ from megatron_lite.monitor.metrics import StepTimer, known_peak_tflops
 from megatron_lite.monitor.tensor_debug import TensorDebugger, open_debugger
 from megatron_lite.monitor.trackers import Trackers, open_trackers
 from megatron_lite.monitor.window import LogWindow
-from megatron_lite.optimizer.adamw import AdamW
+from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.parameter import DTYPES, Parameter
 from megatron_lite.stop_signal import StopSignal
 from megatron_lite.traffic import Traffic
@@ -51,7 +51,7 @@ class Run:
     logger: logging.Logger
     data: DataSource
     model: MultiStage
-    optimizer: AdamW
+    optimizer: Optimizer
     window: LogWindow
     timer: StepTimer
     trackers: Trackers
@@ -98,7 +98,7 @@ def build(
         logger.info(line)
     logger.info(describe_products(distributed.device, model.precision.training, model.precision.gradients))
     collectives_alone_s = _time_collectives(config, distributed, model)
-    optimizer = AdamW(config.optimizer, model.stages, config.distributed.training_dtype, distributed, kernels)
+    optimizer = Optimizer(config, model.stages, distributed, kernels)
     window = LogWindow(distributed.device)
     iteration = _resume(config, distributed, experiment, logger, model, optimizer, window)
     debugger = _debug(config, distributed, experiment, logger, model)
@@ -137,7 +137,8 @@ def _open_log(config: Config, distributed: Distributed, experiment: Experiment) 
 
 def _allocate(config: Config, distributed: Distributed, layers: list[Layer]) -> MultiStage:
     dtype, training = config.distributed.training_dtype, not config.training.inference
-    return MultiStage(layers, config.multi_stage, config.batch, dtype, distributed, training)
+    moments = config.optimizer.moments
+    return MultiStage(layers, config.multi_stage, config.batch, dtype, distributed, training, moments)
 
 
 def _time_collectives(config: Config, distributed: Distributed, model: MultiStage) -> dict[str, float]:
@@ -160,7 +161,7 @@ def _check_architecture(config: Config, experiment: Experiment) -> None:
 
 def _resume(
     config: Config, distributed: Distributed, experiment: Experiment, logger: logging.Logger,
-    model: MultiStage, optimizer: AdamW, window: LogWindow,
+    model: MultiStage, optimizer: Optimizer, window: LogWindow,
 ) -> int:  # fmt: skip
     """Load the newest good checkpoint, or initialise; returns the iterations done."""
     loaded = None

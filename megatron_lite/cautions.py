@@ -117,8 +117,8 @@ def _without_effect(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _idle_conditions(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
     """(option, whether another option makes it idle, why) for options whose default is not derived from others."""
     constant = values["lr_decay_style"] == "constant"
-    for name in ("min_lr", "lr_decay_power"):
-        yield name, constant, "with --lr_decay_style=constant"
+    yield "min_lr", constant and values["min_lr"] != 0.0, "with --lr_decay_style=constant"
+    yield "lr_decay_power", constant, "with --lr_decay_style=constant"
     dynamic = values["training_dtype"] == "fp16" and values["loss_scale"] is None
     for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
         yield name, not dynamic, "without dynamic loss scaling (--training_dtype=fp16 and no --loss_scale)"

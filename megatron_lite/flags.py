@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from megatron_lite.config import AREAS
-from megatron_lite.option import Auto, Option
+from megatron_lite.option import All, Auto, Option
 
 LARGEST_INTEGER = 2**63 - 1
 LONGEST_NUMBER = 64  # characters
@@ -54,7 +54,7 @@ class Flag:
     """One option as the command line sees it."""
 
     name: str
-    kind: str  # int, float, bool, str, list of str, list of float
+    kind: str  # int, float, bool, str, list of str, list of float, list of int
     optional: bool  # takes `none`
     default: Any
     area: str
@@ -77,8 +77,9 @@ class Flag:
 
 def _flags() -> dict[str, Flag]:
     kinds = {"int": "int", "float": "float", "bool": "bool", "str": "str",
-             "tuple[str, ...]": "list of str", "tuple[float, ...]": "list of float"}  # fmt: skip
-    words = {"Auto": get_args(Auto)}
+             "tuple[str, ...]": "list of str", "tuple[float, ...]": "list of float",
+             "tuple[int, ...]": "list of int"}  # fmt: skip
+    words = {"Auto": get_args(Auto), "All": get_args(All)}
     flags = {}
     for area, owner in AREAS.items():
         for field in dataclasses.fields(owner):
@@ -241,7 +242,7 @@ def _parse_number(flag: Flag, text: str) -> int | float | str:
     if text.lower() in flag.words:
         return text.lower()
     try:
-        value = parse_int(text) if flag.kind == "int" else parse_float(text)
+        value = parse_int(text) if flag.kind in ("int", "list of int") else parse_float(text)
     except BadValueError as error:
         near = difflib.get_close_matches(text[:LONGEST_NUMBER].lower(), flag.words, n=1)
         if near:
@@ -304,6 +305,6 @@ def written(value: Any) -> str:
     if isinstance(value, bool):
         return str(int(value))
     if isinstance(value, tuple):
-        numbers = all(isinstance(item, float) for item in value)
+        numbers = all(isinstance(item, (int, float)) for item in value)
         return ",".join(number(item) for item in value) if numbers else " ".join(value)
     return number(value) if isinstance(value, float) else str(value)

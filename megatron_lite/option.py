@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Auto = Literal["auto"]  # beside a number: the program chooses, once it knows the device
+All = Literal["all"]  # beside a number: as many as there are
 
 
 @dataclass(frozen=True)

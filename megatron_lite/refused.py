@@ -70,8 +70,6 @@ def _entries() -> Iterator[Refused]:
     yield _value("export_callback_script", "", "none", _CALLBACK)
     yield _value("export_callback_env", "", "none", _CALLBACK)
     yield _value("micro_sequence_length", "none", "none", "a micro-batch holds whole samples of sequence_length tokens")
-    # Optimizer
-    yield _value("lr_schedule", "none", "none", "write lr_decay_style, lr_warmup_iters, lr_decay_iters and min_lr")
     # Multi-stage
     yield _switch("compile_all", "0", "0", _COMPILE)
     # Distributed
@@ -106,7 +104,6 @@ def _entries() -> Iterator[Refused]:
     )
     yield _switch("parallel_embeddings", "1", "1", _PARALLEL)
     yield _value("sequence_first", "none", "none", "the batch dimension always comes first")
-    yield _value("logit_z_loss", "0", "0", "the loss is the cross-entropy alone")
     yield _switch(
         "debug_transformer", "0", "0", "tensors within a layer are not logged; write --debug_layer_outputs=<level>"
     )
@@ -197,8 +194,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType({
     "initializer_range": "write --init_method_std",
     # Batch and time
     "train_samples": "write --train_iters=<samples / batch_size>",
-    "rampup_batch_size": "the batch size is constant",
-    "step_batch_size_schedule": "the batch size is constant",
+    "rampup_batch_size": "write --batch_size_schedule=<iteration:size ...>",
+    "step_batch_size_schedule": "write --batch_size_schedule=<iteration:size ...>, in iterations",
     "gradient_accumulation_steps": "write --sequential_micro_batches=<steps>, or --batch_size and --micro_batch_size",
     "per_device_parallelism": "write --micro_batch_size=<samples>",
     "exit_duration_in_mins": "runs stop at iterations; write --stop_interval=<iterations>",
@@ -206,15 +203,11 @@ INSTEAD: Mapping[str, str] = MappingProxyType({
     "skip_train": "write --train_iters=0",
     "iterations_to_skip": "no iteration is skipped",
     # Optimizer
-    "optimizer": "the optimizer is AdamW",
-    "lr_warmup_fraction": "write --lr_warmup_iters=<iterations>",
     "lr_warmup_samples": "write --lr_warmup_iters=<samples / batch_size>",
     "lr_decay_samples": "write --lr_decay_iters=<samples / batch_size>",
-    "lr_wsd_decay_iters": "a stable phase before the decay is not built",
     "decoupled_lr": "write --lr_scales=embedding:<ratio>,head:<ratio>",
-    "warmup": "write --lr_warmup_iters=<iterations>",
-    "min_lr_ratio": "write --min_lr=<ratio * lr>",
-    "z_loss_weight": "the loss is the cross-entropy alone",
+    "warmup": "write --lr_warmup_iters=<iterations> or --lr_warmup_fraction=<fraction of the cycle>",
+    "z_loss_weight": "write --logit_z_loss=<weight>",
     # Precision and speed
     "bf16": "write --training_dtype=bf16",
     "fp16": "write --training_dtype=fp16",

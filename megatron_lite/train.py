@@ -27,7 +27,7 @@ from megatron_lite.layers.layer import MicroBatch
 from megatron_lite.monitor.communication import communication_lines
 from megatron_lite.monitor.metrics import format_record
 from megatron_lite.monitor.progress import ProgressBar, progress_bar
-from megatron_lite.optimizer.adamw import Update
+from megatron_lite.optimizer.optimizer import Update
 from megatron_lite.optimizer.schedules import learning_rate
 from megatron_lite.seeds import derive_seed
 from megatron_lite.stop_signal import StopSignal
@@ -94,7 +94,7 @@ def train(run: Run) -> tuple[int, str]:
             if stop:
                 return preempted(run)
             update = train_step(run, micro_batches, iteration)
-            run.window.add(update.loss, update.grad_norm, update.skipped, data_wait_s)
+            run.window.add(update.loss, update.grad_norm, update.verdict.skipped, data_wait_s)
             run.iteration = iteration
             last = iteration == training.train_iters
             if last or is_due(iteration, config.run.log_interval, config.run.log_offset):
@@ -121,6 +121,7 @@ def open_bar(run: Run) -> ProgressBar:
 def evaluate_and_export(run: Run, last: bool) -> None:
     """What is due after an iteration, before its checkpoint: resuming from that repeats none of it."""
     training, iteration = run.config.training, run.iteration
+    assert training.validation_iters != "all", "not built yet"
     if training.validation_iters and (last or iteration % training.validation_interval == 0):
         evaluate(run, "validation", training.validation_iters)
     if training.test_iters and last:
@@ -148,7 +149,8 @@ def train_step(run: Run, micro_batches: list[HostBatch], iteration: int) -> Upda
     with run.debugger.phase(f"train_{iteration:05d}"):
         loss = run.model.forward_backward(inputs)  # gradients are in the shards now
         run.debugger.gradients_reduced(run.model)
-        update = run.optimizer.step(learning_rate(config.optimizer, iteration), loss, run.model.updated)
+        rate = learning_rate(config, iteration)
+        update = run.optimizer.step(iteration, rate, loss, run.tokens_per_iteration, run.model.updated)
         run.debugger.parameters_updated(run.model)
     run.model.gather_ahead()  # of frozen stages, which nobody updates
     run.distributed.end_step()
@@ -219,7 +221,7 @@ def log_training(run: Run, update: Update) -> float | None:
         "iteration": run.iteration,
         "train_iters": config.training.train_iters,
         **run.window.close(run.tokens_per_iteration),
-        "learning_rate": learning_rate(config.optimizer, run.iteration),
+        "learning_rate": learning_rate(config, run.iteration),
         "grad_norm": float(update.grad_norm),
         "loss_scale": float(run.optimizer.loss_scale.scale),
         "batch_size": config.batch.batch_size,

@@ -57,7 +57,10 @@ def value_words(flag: Flag) -> str:
         return "0|1"
     if flag.option.choices:
         return "|".join(flag.option.choices)
-    words = {"int": "N", "float": "X", "str": "TEXT", "list of str": "TEXT ...", "list of float": "X,X,..."}
+    words = {
+        "int": "N", "float": "X", "str": "TEXT", "list of int": "N,N,...", "list of float": "X,X,...",
+        "list of str": "TEXT ...",
+    }  # fmt: skip
     return "|".join((words[flag.kind], *flag.words))
 
 

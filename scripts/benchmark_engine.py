@@ -23,7 +23,7 @@ from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.kernels.gradients import accumulate
 from megatron_lite.layers.layer import Layer, MicroBatch
 from megatron_lite.monitor.tensor_debug import open_debugger
-from megatron_lite.optimizer.adamw import AdamW
+from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.parameter import Parameter, declare
 from megatron_lite.train import train_step
 from megatron_lite.zero.multi_stage import MultiStage
@@ -36,8 +36,9 @@ class Engine:
         kernels = choose_kernels(config, distributed.device)
         layers = layers or model_layers(config, kernels)
         dtype = config.distributed.training_dtype
-        self.model = MultiStage(layers, config.multi_stage, config.batch, dtype, distributed)
-        optimizer = AdamW(config.optimizer, self.model.stages, dtype, distributed, kernels)
+        moments = config.optimizer.moments
+        self.model = MultiStage(layers, config.multi_stage, config.batch, dtype, distributed, moments=moments)
+        optimizer = Optimizer(config, self.model.stages, distributed, kernels)
         self.model.initialize(config.distributed.seed)
         assert config.batch.batch_size
         self._tokens, self._world_size = config.batch.batch_size * config.batch.sequence_length, distributed.world_size

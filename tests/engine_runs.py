@@ -21,7 +21,7 @@ from megatron_lite.config import Config
 from megatron_lite.distributed import Group, Handle
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.layers.layer import MicroBatch
-from megatron_lite.optimizer.adamw import AdamW
+from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.traffic import Traffic
 from megatron_lite.zero.multi_stage import MultiStage
 
@@ -49,11 +49,18 @@ class Engine:
         self.config: Config = tiny_config(ranks.world_size, **options)
         self.ranks, dtype = ranks, self.config.distributed.training_dtype
         self.model = MultiStage(
-            layers_of(self.config), self.config.multi_stage, self.config.batch, dtype, group or ranks, training
-        )
+            layers_of(self.config), self.config.multi_stage, self.config.batch, dtype, group or ranks, training,
+            self.config.optimizer.moments,
+        )  # fmt: skip
         self.model.initialize(self.config.distributed.seed)
         kernels = choose_kernels(self.config, ranks.device)
-        self.optimizer = AdamW(self.config.optimizer, self.model.stages, dtype, ranks, kernels)
+        self.optimizer = Optimizer(self.config, self.model.stages, ranks, kernels)
+
+    @property
+    def tokens(self) -> int:
+        """Of a global batch."""
+        assert self.config.batch.batch_size is not None
+        return self.config.batch.batch_size * self.config.batch.sequence_length
 
     def batches(self, iteration: int, scale: Tensor | None = None) -> list[MicroBatch]:
         """One iteration's micro-batches of this rank."""
@@ -66,14 +73,13 @@ class Engine:
 
     def gradients(self, iteration: int) -> Tensor:
         """One iteration's gradients, into the shards; returns the loss."""
-        batch = self.config.batch
-        assert batch.batch_size is not None
-        scale = self.optimizer.loss_scale.scale / (batch.batch_size * batch.sequence_length)
+        scale = self.optimizer.loss_scale.scale / self.tokens
         return self.model.forward_backward(self.batches(iteration, scale))
 
     def step(self, iteration: int) -> tuple[Tensor, Tensor]:
         """As `train_step`: (loss, gradient norm), () each; the next step's gathers are under way."""
-        update = self.optimizer.step(1e-2, self.gradients(iteration), self.model.updated)
+        loss = self.gradients(iteration)
+        update = self.optimizer.step(iteration, 1e-2, loss, self.tokens, self.model.updated)
         self.model.gather_ahead()
         return update.loss, update.grad_norm
 

@@ -15,7 +15,7 @@ import pytest
 from megatron_lite.arguments import HelpRequested, ParseError, launch_rank, launch_world_size, parse
 from megatron_lite.config import flatten
 from megatron_lite.errors import UsageError
-from megatron_lite.flags import FLAGS, SPELLINGS
+from megatron_lite.flags import FLAGS, SPELLINGS, Flag
 from megatron_lite.refused import INSTEAD, REFUSED, REFUSED_SPELLINGS, REFUSED_VALUES
 from megatron_lite.suggestions import nearest_flags
 from megatron_lite.validation import resolve
@@ -93,10 +93,18 @@ def test_every_option_and_alias_is_a_flag() -> None:
     assert not set(spellings) & (set(REFUSED_SPELLINGS) | set(INSTEAD))
     assert not set(REFUSED_SPELLINGS) & set(INSTEAD)
     for spelling, flag in SPELLINGS.items():
-        text = flag.option.choices[-1] if flag.option.choices else "1"
-        text = "0.5" if "beta" in flag.name or "dropout" in flag.name else text
-        text = "-1" if flag.name == "rotary_embedding_scale" else "2" if flag.name == "vocab_size" else text
-        assert list(parse([f"--{spelling}={text}"]).given) == [flag.name]
+        assert list(parse([f"--{spelling}={some_value(flag)}"]).given) == [flag.name]
+
+
+def some_value(flag: Flag) -> str:
+    """A value that a flag takes if nothing else is said."""
+    option = flag.option
+    if option.choices:
+        return option.choices[-1]
+    if option.below is not None:
+        return "0.5" if option.below > 0.5 else "-1"
+    own = {"rotary_embedding_scale": "-1", "batch_size_schedule": "0:1", "lr_schedule": "constant,-1,1"}
+    return own.get(flag.name, "1" if option.minimum is None else str(max(1, int(option.minimum))))
 
 
 @pytest.mark.parametrize("name", [flag.name for flag in FLAGS.values() if flag.kind == "bool"])
@@ -297,7 +305,7 @@ def test_choices() -> None:
     assert value(["--training_dtype=bfloat16"], "training_dtype") == "bf16"
     assert value(["--activation_type", "gelu_tanh"], "activation_type") == "gelu"
     assert "did you mean cosine?" in problem(["--lr_decay_style=cosin"])
-    assert "takes constant, linear, power, cosine" in problem(["--lr_decay_style=x"])
+    assert "takes constant, linear, cosine, power, inv_sqrt" in problem(["--lr_decay_style=x"])
 
 
 def test_missing_value() -> None:
@@ -475,7 +483,7 @@ def test_tutorial_arguments() -> None:
     config = resolve(arguments.config, 128)
     assert (config.batch.micro_batch_size, config.batch.sequential_micro_batches) == (1, 1)
     assert (config.model.head_groups, config.model.kv_channels, config.model.use_position_embeddings) == (8, 128, False)
-    assert (config.optimizer.min_lr, config.optimizer.lr_decay_iters) == (3e-6, 500000)
+    assert (config.learning_rate.min_lr, config.learning_rate.lr_decay_iters) == (3e-6, 500000)
     assert (config.run.experiment_name, config.run.wandb_entity_name) == ("mistral", "me")
     assert (config.training.max_checkpoints, config.run.log_offset) == (5, 0)
     small = resolve(parse([*argv, *words(PERFORMANCE_ARGS_SMALL_CLUSTER)]).config, 4)

@@ -93,7 +93,7 @@ def allocated_bytes(model: MultiStage) -> int:
         tensors = [stage.weights.data, *([stage.gradients.data] if stage.gradients is not None else [])]
         for part in stage.parts:
             tensors += [part.read("weights")] if not model.precision.split_master or part.frozen else []
-            tensors += [part.grad_shard, part.exp_avg, part.exp_avg_sq] if part.has_state else []
+            tensors += [part.grad_shard, *part.moments.values()] if part.has_state else []
         for tensor in tensors:
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(storages.values())

@@ -155,7 +155,7 @@ def test_tutorial_strings_describe_mistral(captured: dict[str, str]) -> None:
     config = configuration(flags, 128)
     assert (config.model.num_layers, config.model.head_groups, config.model.window_size) == (32, 8, 4096)
     assert (config.batch.micro_batch_size, config.batch.sequential_micro_batches) == (1, 1)
-    assert (config.optimizer.min_lr, config.distributed.training_dtype) == (3e-6, "bf16")
+    assert (config.learning_rate.min_lr, config.distributed.training_dtype) == (3e-6, "bf16")
     assert (config.run.experiment_name, config.run.wandb_entity_name) == ("mistral", "someone")
 
 

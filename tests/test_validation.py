@@ -66,7 +66,8 @@ def test_given_values_are_kept() -> None:
 def test_other_defaults() -> None:
     """Schedule, loss scale, workers, split and names."""
     config = resolved(train_iters=50, experiment_dir="/runs/mistral/", split=(9.0, 1.0), wandb_status_interval=5)
-    assert (config.optimizer.lr_decay_iters, config.optimizer.loss_scale, config.multi_stage.zero_stage) == (50, 1.0, 1)
+    assert (config.learning_rate.lr_decay_iters, config.learning_rate.min_lr) == (50, 0.0)
+    assert (config.optimizer.loss_scale, config.multi_stage.zero_stage) == (1.0, 1)
     assert (config.data.prefetch_factor, config.data.split) == (2, (9.0, 1.0, 0.0))
     assert (config.run.experiment_name, config.run.wandb_post_alerts) == ("mistral", True)
     config = resolved(training_dtype="fp16", num_workers=0)
@@ -285,6 +286,9 @@ def test_pairs_of_options() -> None:
         "tokenizer_file", "checkpoint_interval", "max_checkpoints", "export_interval", "stop_interval",
         "experiment_dir", "experiment_name", "wandb_entity_name", "wandb_status_interval", "loss_scale",
         "prefetch_factor", "world_size", "enable_triton_kernels", "cross_entropy_block_size",
+        "min_lr_ratio", "lr_warmup_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_fraction", "lr_rewarmup_fraction",
+        "lr_cycle_iters", "lr_cycle_fraction", "lr_cooldown_fraction", "lr_schedule", "update_rms_clip",
+        "clip_update_norm_sigma", "weight_decay_default_mask", "eval_micro_batch_size",
     }  # fmt: skip
     good = 0
     for row in rows:

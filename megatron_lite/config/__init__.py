@@ -13,10 +13,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_lite.config.learning_rate import LearningRateConfig
 from megatron_lite.config.model import RECOMPUTE_LEVELS as RECOMPUTE_LEVELS
 from megatron_lite.config.model import ModelConfig, PerformanceConfig
+from megatron_lite.config.optimizer import AveragingConfig, OptimizerConfig
 from megatron_lite.config.system import DistributedConfig, MultiStageConfig, RunConfig
-from megatron_lite.config.training import BatchConfig, DataConfig, OptimizerConfig, TrainingConfig
+from megatron_lite.config.training import BatchConfig, DataConfig, TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,9 @@ class Config:
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
+    learning_rate: LearningRateConfig = dataclasses.field(default_factory=LearningRateConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    averaging: AveragingConfig = dataclasses.field(default_factory=AveragingConfig)
     performance: PerformanceConfig = dataclasses.field(default_factory=PerformanceConfig)
     multi_stage: MultiStageConfig = dataclasses.field(default_factory=MultiStageConfig)
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
@@ -35,9 +39,9 @@ class Config:
 
 
 AREAS: dict[str, type] = {
-    "model": ModelConfig, "batch": BatchConfig, "optimizer": OptimizerConfig,
-    "performance": PerformanceConfig, "multi_stage": MultiStageConfig, "distributed": DistributedConfig,
-    "data": DataConfig, "training": TrainingConfig, "run": RunConfig,
+    "model": ModelConfig, "batch": BatchConfig, "learning_rate": LearningRateConfig, "optimizer": OptimizerConfig,
+    "averaging": AveragingConfig, "performance": PerformanceConfig, "multi_stage": MultiStageConfig,
+    "distributed": DistributedConfig, "data": DataConfig, "training": TrainingConfig, "run": RunConfig,
 }  # fmt: skip
 
 

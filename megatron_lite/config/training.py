@@ -1,10 +1,10 @@
-"""Options of what is trained on and for how long: batch, data, optimizer, iterations."""
+"""Options of what is trained on and for how long: batch, data, iterations."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.option import option
+from megatron_lite.option import All, option
 
 
 @dataclass(frozen=True)
@@ -34,42 +34,16 @@ class BatchConfig:
     sequential_micro_batches: int | None = option(
         None, "depth_first_micro_batches * breadth_first_micro_batches", minimum=1, unset="derived"
     )
+    batch_size_schedule: tuple[str, ...] = option(
+        (), 'iteration:batch_size, as in "0:32 1000:64": 32 samples in the first 1000 iterations, then 64'
+    )
+    allow_nondivisible_batch_size: bool = option(
+        False, "fill up a batch that does not divide into micro-batches with samples that do not count"
+    )
+    eval_micro_batch_size: int | None = option(
+        None, "samples per rank and forward pass of a validation", minimum=1, unset="micro_batch_size"
+    )
     sequence_length: int = option(2048, "tokens per sample", minimum=1, basic=True, aliases=("seq_length",))
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """Optimizer"""
-
-    lr: float = option(1e-4, "peak learning rate", minimum=0.0, basic=True, aliases=("learning_rate",))
-    min_lr: float = option(0.0, "learning rate at the end of the decay", minimum=0.0, basic=True)
-    lr_warmup_iters: int = option(
-        0, "iterations of linear warmup; the first update uses lr / this", minimum=0, basic=True
-    )
-    lr_decay_style: str = option(
-        "constant", "shape of the decay", choices=("constant", "linear", "power", "cosine"), basic=True
-    )
-    lr_decay_iters: int | None = option(
-        None, "iteration at which the decay ends", minimum=1, unset="train_iters", basic=True
-    )
-    lr_decay_power: float = option(1.0, "exponent on the remaining fraction of the decay", above=0.0)
-    weight_decay: float = option(0.01, "decoupled weight decay (norms and biases are exempt)", minimum=0.0, basic=True)
-    adam_beta1: float = option(0.9, "decay of the first moment", minimum=0.0, below=1.0, basic=True)
-    adam_beta2: float = option(0.999, "decay of the second moment", minimum=0.0, below=1.0, basic=True)
-    adam_eps: float = option(1e-8, "added to the root of the second moment", above=0.0)
-    clip_grad: float = option(1.0, "largest global gradient norm; 0 turns clipping off", minimum=0.0, basic=True)
-    default_lr_scale: float = option(1.0, "factor on every learning rate", minimum=0.0)
-    lr_scales: tuple[str, ...] = option(
-        (), "pattern:scale of a learning rate, as in embedding:0.1 *.bias:2; the last that fits counts, 0 freezes"
-    )
-    freeze: tuple[str, ...] = option((), "weights that stay as they are: patterns (blocks.0, *.bias) on their names")
-    loss_scale: float | None = option(
-        None, "constant loss scale", minimum=2.0**-100, maximum=2.0**100, unset="dynamic for fp16, 1 otherwise"
-    )
-    initial_loss_scale: float = option(2.0**16, "first dynamic loss scale (fp16)", minimum=2.0**-100, maximum=2.0**100)
-    min_loss_scale: float = option(1.0, "smallest dynamic loss scale (fp16)", minimum=2.0**-100, maximum=2.0**100)
-    loss_scale_window: int = option(1000, "good updates before the loss scale doubles (fp16)", minimum=1)
-    hysteresis: int = option(2, "overflows before the loss scale halves (fp16)", minimum=1)
 
 
 @dataclass(frozen=True)
@@ -103,7 +77,22 @@ class TrainingConfig:
     """Training"""
 
     train_iters: int = option(0, "iterations of the whole run", minimum=0, basic=True)
-    validation_iters: int = option(0, "batches per validation", minimum=0, basic=True, aliases=("eval_iters",))
+    logit_z_loss: float = option(
+        0.0, "weight of the z-loss, mean(logsumexp(logits)^2), in the training loss", minimum=0.0
+    )
+    loss_reduction: str = option(
+        "token",
+        "mean over all tokens of a batch, or over the means of its micro-batches (the same unless some are masked)",
+        choices=("token", "micro_mean"),
+    )
+    validation_iters: int | All = option(
+        0,
+        "batches per validation; all: every sample of the validation data once",
+        minimum=0,
+        basic=True,
+        aliases=("eval_iters",),
+    )
+    validation_at_start: bool = option(False, "validate before the first iteration, too", aliases=("eval_at_start",))
     validation_interval: int = option(
         1000, "iterations between validations", minimum=1, basic=True, aliases=("eval_interval",)
     )
@@ -123,6 +112,9 @@ class TrainingConfig:
         "huggingface",
         "what an export is: a model folder, or a resumable checkpoint",
         choices=("huggingface", "distributed"),
+    )
+    export_weights: str = option(
+        "raw", "weights of a Hugging Face export: as trained, or their running average", choices=("raw", "average")
     )
     stop_interval: int | None = option(None, "save and stop at multiples of this iteration", minimum=1, unset="no stop")
     stop_offset: int = option(0, "shift of stop_interval", minimum=0)

@@ -1,1 +1,1 @@
-"""AdamW on shards, learning-rate schedules, loss scaling."""
+"""Updates of the shards: rules (AdamW, ...), guards, loss scaling; learning-rate schedules."""

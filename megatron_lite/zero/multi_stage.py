@@ -16,7 +16,7 @@ from megatron_lite.parameter import DTYPES, Parameter
 from megatron_lite.zero import runner
 from megatron_lite.zero.layout import BufferPlan, plan_buffers, split_into_stages
 from megatron_lite.zero.observer import Observer
-from megatron_lite.zero.part import Part, Precision
+from megatron_lite.zero.part import ADAM_MOMENTS, Part, Precision
 from megatron_lite.zero.schedule import StagePlan, Step, evaluation_schedule, first_trained, training_schedule
 from megatron_lite.zero.stage import Buffer, Stage
 from megatron_lite.zero.throttle import Throttle
@@ -35,7 +35,8 @@ class MultiStage:
     """A chain of layers, partitioned over the data-parallel ranks.
 
     Layers may carry `borrows_from` (layers whose parameters they also use), `gradients_in_forward` and
-    `backward_needs_weights`. Without `training` (inference) there are no gradients and no moments.
+    `backward_needs_weights`. `moments`: names of what the optimizer remembers of each element. Without `training`
+    (inference) there are no gradients and no moments.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class MultiStage:
         training_dtype: str,
         group: Group,
         training: bool = True,
+        moments: Sequence[str] = ADAM_MOMENTS,
     ) -> None:
         self.group, self.training = group, training
         dtype = DTYPES[training_dtype]
@@ -57,7 +59,9 @@ class MultiStage:
         )
         assert config.layers_per_stage != "auto", "resolved before"
         self.split = split_into_stages(len(layers) - 2, config.layers_per_stage)
-        self.stages = [Stage(i, [layers[j] for j in some], group, training) for i, some in enumerate(self.split)]
+        self.stages = [
+            Stage(i, [layers[j] for j in some], group, training, moments) for i, some in enumerate(self.split)
+        ]
         self._borrows = [self._lenders(stage) for stage in self.stages]
         self._allocate(config)
         plans = [self._plan(stage) for stage in self.stages]
@@ -186,7 +190,7 @@ class MultiStage:
             "weight remainders" if split else "weight shards": [part.weights.nbytes for part in trained],
             "frozen weight shards": [part.weights.nbytes for part in frozen],
             "gradient shards": [0 if part.shares_gradients else part.grad_shard.nbytes for part in stateful],
-            "Adam moments": [moment.nbytes for part in stateful for moment in (part.exp_avg, part.exp_avg_sq)],
+            "Adam moments": [moment.nbytes for part in stateful for moment in part.moments.values()],
             "weight buffers": [buffer.data.nbytes for buffer in self._weight_buffers],
             "gradient buffers": [buffer.data.nbytes for buffer in self._grad_buffers],
             "communication scratch": [scratch],

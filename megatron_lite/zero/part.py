@@ -17,6 +17,8 @@ from megatron_lite.seeds import derive_seed
 from megatron_lite.zero.layout import lay_out
 from megatron_lite.zero.master import SplitWeightShard, WeightShard
 
+ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -29,16 +31,18 @@ class Precision:
 
 
 class Part:
-    """See the module. `has_state`: whether there are a gradient shard and Adam's moments."""
+    """See the module. `has_state`: whether there are a gradient shard and moments."""
 
     weights: WeightShard | SplitWeightShard
     grad_shard: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    moments: dict[str, Tensor]  # (shard_numel,) in fp32, by name: what the optimizer remembers of each element
 
-    def __init__(self, specs: Sequence[ParameterSpec], frozen: bool, training: bool, group: Group) -> None:
+    def __init__(
+        self, specs: Sequence[ParameterSpec], frozen: bool, training: bool, group: Group, moments: Sequence[str]
+    ) -> None:
         self.layout = lay_out(specs, group.world_size)
         self.frozen, self.has_state = frozen, training and not frozen
+        self._moments = tuple(moments) if self.has_state else ()
         self._group = group
 
     def allocate(
@@ -60,13 +64,13 @@ class Part:
             self.weights = WeightShard(self._own_weights, counted=False)
         else:
             self.weights = WeightShard(self._zeros(dtype), True, self._own_weights if owns_weights else None)
+        self.moments = {name: self._zeros(torch.float32) for name in self._moments}
         if self.has_state:
             assert full_gradients is not None
             self.full_gradients = full_gradients
             self.own_gradients = self._own(full_gradients)
             self.shares_gradients = owns_gradients
             self.grad_shard = self.own_gradients if owns_gradients else self._zeros(precision.gradients)
-            self.exp_avg, self.exp_avg_sq = self._zeros(torch.float32), self._zeros(torch.float32)
 
     def initialize(self, seed: int) -> None:
         """Fill the weight shard. Values depend on seed, parameter name and device type only, not on the layout.
@@ -90,14 +94,11 @@ class Part:
 
     def kinds(self) -> dict[str, torch.dtype]:
         """The tensors to save, (shard_numel,) each, and their dtypes."""
-        moments = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32} if self.has_state else {}
-        return {"weights": self.weights.dtype, **moments}
+        return {"weights": self.weights.dtype, **dict.fromkeys(self._moments, torch.float32)}
 
     def read(self, kind: str) -> Tensor:
         """One of them: the live shard or, of split weights, an fp32 copy made on the spot."""
-        if kind == "weights":
-            return self.weights.read()
-        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}[kind]
+        return self.weights.read() if kind == "weights" else self.moments[kind]
 
     def write(self, kind: str, values: Tensor) -> None:
         """Store what `read` has returned and somebody has changed; free where that was the live shard."""

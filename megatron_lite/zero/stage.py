@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_lite.distributed import Group, Handle, Works
 from megatron_lite.parameter import Parameter
 from megatron_lite.zero.observer import Observer
-from megatron_lite.zero.part import Part, Precision
+from megatron_lite.zero.part import ADAM_MOMENTS, Part, Precision
 from megatron_lite.zero.recompute import recomputed
 
 
@@ -63,13 +63,14 @@ class Stage:
     wants_input_gradient = True
 
     def __init__(
-        self, index: int, layers: Sequence[torch.nn.Module], group: Group, training: bool = True
-    ) -> None:
+        self, index: int, layers: Sequence[torch.nn.Module], group: Group, training: bool = True,
+        moments: Sequence[str] = ADAM_MOMENTS,
+    ) -> None:  # fmt: skip
         self.index, self.layers, self.group = index, layers, group
         specs = [parameter.spec for parameter in self._declared()]
         trained, frozen = [s for s in specs if s.trainable], [s for s in specs if not s.trainable]
         kinds = [(some, is_frozen) for some, is_frozen in ((trained, False), (frozen, True)) if some]
-        self.parts = tuple(Part(some, is_frozen, training, group) for some, is_frozen in kinds)
+        self.parts = tuple(Part(some, is_frozen, training, group, moments) for some, is_frozen in kinds)
         self.trainable = next((part for part in self.parts if part.has_state), None)
         # An embedding's gradient is made of tokens alone: its weights need not be gathered for it.
         self.backward_needs_weights = any(getattr(layer, "backward_needs_weights", True) for layer in layers)

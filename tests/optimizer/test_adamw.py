@@ -15,8 +15,8 @@ from torch import Tensor
 from megatron_lite.config import OptimizerConfig
 from megatron_lite.distributed import Distributed
 from megatron_lite.kernels.choice import Kernels, choose_kernels
-from megatron_lite.optimizer.adamw import AdamW
 from megatron_lite.optimizer.loss_scale import LossScale
+from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.zero.multi_stage import MultiStage
 
 
@@ -27,16 +27,16 @@ def poisoned_update(distributed: Distributed, poison: float, options: dict[str, 
     model = MultiStage(layers, config.multi_stage, config.batch, config.distributed.training_dtype, distributed)
     model.initialize(1)
     kernels = choose_kernels(config, distributed.device)
-    optimizer = AdamW(config.optimizer, model.stages, config.distributed.training_dtype, distributed, kernels)
+    optimizer = Optimizer(config, model.stages, distributed, kernels)
 
     def update(bad: bool) -> tuple[bool, float]:
         for stage in model.stages:
             stage.trainable.grad_shard.fill_(0.01)
         if bad and distributed.rank == distributed.world_size - 1:
             model.stages[1].trainable.grad_shard[5] = poison
-        result = optimizer.step(1e-3, torch.tensor(2.0), model.updated)
+        result = optimizer.step(1, 1e-3, torch.tensor(2.0), 1, model.updated)
         assert float(result.loss) == 2.0 * distributed.world_size
-        return bool(result.skipped), float(result.grad_norm)
+        return bool(result.verdict.skipped), float(result.grad_norm)
 
     def state() -> list[bytes]:
         return [part.read(kind).numpy().tobytes() for _, part in model.parts() for kind in part.kinds()]
@@ -91,8 +91,7 @@ def engine_with(options: dict[str, Any], triton: bool) -> Engine:
     """An engine whose optimizer, but nothing else, has Triton kernels or not."""
     engine = Engine(SimulatedRanks(), {"sequence_length": 8, **options})
     config, stages = engine.config, engine.model.stages
-    dtype, kernels = config.distributed.training_dtype, Kernels(triton=triton)
-    engine.optimizer = AdamW(config.optimizer, stages, dtype, engine.ranks, kernels)
+    engine.optimizer = Optimizer(config, stages, engine.ranks, Kernels(triton=triton))
     return engine
 
 
@@ -139,7 +138,7 @@ def test_updated_weights_are_in_their_buffer_already(options: dict[str, Any], tr
     part = stage.trainable
     own_slice = part.full_weights[: part.layout.shard_numel]
     before = own_slice.clone()
-    engine.optimizer.step(1e-2, loss, lambda stage: None)
+    engine.optimizer.step(1, 1e-2, loss, engine.tokens, lambda stage: None)
     in_place = own_slice.clone()
     if options.get("zero_stage") == 3:
         assert part.weights.rounded is None
@@ -165,7 +164,7 @@ def test_weights_from_elsewhere_are_copied_into_their_buffer(triton: bool) -> No
     def drop_an_update() -> None:
         for other in engine.model.stages:
             other.trainable.grad_shard.fill_(torch.nan)
-        assert engine.optimizer.step(1e-2, torch.tensor(1.0), lambda stage: None).skipped
+        assert engine.optimizer.step(1, 1e-2, torch.tensor(1.0), 1, lambda stage: None).verdict.skipped
 
     drop_an_update()
     for _ in range(2):
@@ -184,9 +183,9 @@ def test_a_norm_whose_square_overflows_drops_the_update(triton: bool) -> None:
     for value, skipped in ((1e15, False), (1e20, True)):
         for stage in engine.model.stages:
             stage.trainable.grad_shard.fill_(value)
-        update = engine.optimizer.step(1e-2, torch.tensor(1.0), engine.model.updated)
-        assert bool(update.skipped) == skipped
-        assert all(torch.isfinite(part.exp_avg_sq).all() for _, part in engine.model.parts())
+        update = engine.optimizer.step(1, 1e-2, torch.tensor(1.0), 1, engine.model.updated)
+        assert bool(update.verdict.skipped) == skipped
+        assert all(torch.isfinite(part.moments["exp_avg_sq"]).all() for _, part in engine.model.parts())
 
 
 # -- the loss scale --------------------------------------------------------------------------------------------------

@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from megatron_lite.config import OptimizerConfig
+from megatron_lite.config import Config, LearningRateConfig
 from megatron_lite.optimizer.schedules import learning_rate
 
 
-def config(style: str, **options: float) -> OptimizerConfig:
+def config(style: str, **options: float) -> Config:
     values = {"lr": 1e-3, "min_lr": 1e-4, "lr_warmup_iters": 10, "lr_decay_iters": 110, **options}
-    return OptimizerConfig(lr_decay_style=style, **values)  # type: ignore[arg-type]
+    return Config(learning_rate=LearningRateConfig(lr_decay_style=style, **values))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("style", ["constant", "linear", "power", "cosine"])
@@ -42,9 +42,10 @@ def test_shapes_of_the_decay() -> None:
 
 def test_the_tutorials_schedule() -> None:
     """1000 steps of warmup, then cosine from 1e-4 to 3e-6 at iteration 500000."""
-    tutorial = OptimizerConfig(
+    options = LearningRateConfig(
         lr=1e-4, min_lr=3e-6, lr_warmup_iters=1000, lr_decay_iters=500000, lr_decay_style="cosine"
     )
+    tutorial = Config(learning_rate=options)
     values = [learning_rate(tutorial, iteration) for iteration in (1, 1000, 250500, 500000)]
     assert values == pytest.approx([1e-7, 1e-4, (1e-4 + 3e-6) / 2, 3e-6], rel=1e-9)
 

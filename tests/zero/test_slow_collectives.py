@@ -171,7 +171,7 @@ def update_twice(engine: Engine) -> Outcome:
     """A second update right after the first, while the new weights are being sent."""
     loss = engine.gradients(1)
     for _ in range(2):
-        engine.optimizer.step(1e-2, loss, engine.model.updated)
+        engine.optimizer.step(1, 1e-2, loss, engine.tokens, engine.model.updated)
     return engine.run(1)
 
 
@@ -262,7 +262,7 @@ def test_gathers_of_the_next_step_overlap_the_rest_of_the_update(options: Option
     engine = Engine(ranks, options)
     loss = engine.gradients(1)
     ranks.log.clear()
-    engine.optimizer.step(1e-2, loss, engine.model.updated)
+    engine.optimizer.step(1, 1e-2, loss, engine.tokens, engine.model.updated)
     assert ranks.log == ["gather"] * prefetched
 
 

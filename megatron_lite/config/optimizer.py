@@ -1,0 +1,101 @@
+"""Options of the update: optimizer, weight decay, clipping, guards, loss scale, averages of the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lite.option import option
+
+OPTIMIZERS = ("adamw", "muon", "lion", "sgd")
+DECAY_MASKS = ("fast_llm", "levanter", "off")
+EMA_TYPES = ("none", "ema", "ema_decay_sqrt")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer"""
+
+    optimizer: str = option(
+        "adamw",
+        "muon: on the blocks' matrices, and AdamW elsewhere",
+        choices=OPTIMIZERS,
+        value_aliases={"adam": "adamw"},
+    )
+    weight_decay: float = option(0.01, "decoupled weight decay", minimum=0.0, basic=True)
+    weight_decay_modules: tuple[str, ...] = option(
+        (), "weights that decay: patterns (blocks.0, *.mlp.*, a part of a name) or regex:<regular expression>"
+    )
+    weight_decay_default_mask: str | None = option(
+        None,
+        "weights that decay by default: fast_llm: all but norms and biases; levanter: nor embeddings; off: all",
+        choices=DECAY_MASKS,
+        unset="fast_llm, or just weight_decay_modules",
+    )
+    adamc_weight_decay: bool = option(
+        False, "weight decay in proportion to the learning rate over its peak (AdamC), besides lr itself"
+    )
+    adam_beta1: float = option(0.9, "decay of the first moment", minimum=0.0, below=1.0, basic=True)
+    adam_beta2: float = option(0.999, "decay of the second moment", minimum=0.0, below=1.0, basic=True)
+    adam_eps: float = option(1e-8, "added to the root of the second moment", above=0.0)
+    adam_nesterov: bool = option(False, "look one step ahead with the first moment (NAdam)")
+    muon_momentum: float = option(0.95, "decay of Muon's momentum", minimum=0.0, below=1.0)
+    muon_nesterov: bool = option(True, "look one step ahead with it")
+    muon_ns_steps: int = option(5, "Newton-Schulz iterations that orthogonalise an update", minimum=1, maximum=100)
+    muon_adjust_lr: str = option(
+        "match_rms_adamw",
+        "scale of an update of shape (m, n): 0.2 * sqrt(max(m, n)), or (original) sqrt(max(1, m / n))",
+        choices=("match_rms_adamw", "original"),
+    )
+    sgd_momentum: float = option(0.9, "decay of SGD's momentum", minimum=0.0, below=1.0)
+    clip_grad: float = option(1.0, "largest global gradient norm; 0 turns clipping off", minimum=0.0, basic=True)
+    clip_grad_style: str = option(
+        "torch",
+        "factor on gradients: min(1, clip_grad / (norm + 1e-6)), or (levanter) min(1, clip_grad / norm)",
+        choices=("torch", "levanter"),
+    )
+    update_rms_clip: float | None = option(
+        None, "largest root mean square of a parameter's update before the learning rate", above=0.0, unset="off"
+    )
+    clip_update_norm_sigma: float | None = option(
+        None, "clip the update's norm at mean + this many standard deviations of the latest", above=0.0, unset="off"
+    )
+    clip_update_norm_window: int = option(128, "latest updates that count for that", minimum=2, maximum=1_000_000)
+    skip_bad_steps: bool = option(False, "drop an update whose loss or gradient norm is far above the latest ones")
+    skip_bad_steps_window: int = option(128, "latest iterations that count for that", minimum=2, maximum=1_000_000)
+    skip_bad_steps_sigma: float = option(6.0, "far above: mean + this many standard deviations", above=0.0)
+    on_bad_step: str = option(
+        "skip", "after a dropped update: go on, or stop at the next log line or save", choices=("skip", "abort")
+    )
+    crash_on_nan: bool = option(False, "stop at the next log line or save once loss or gradient was NaN")
+    crash_on_inf: bool = option(False, "stop at the next log line or save once loss or gradient was infinite")
+    lr_scales: tuple[str, ...] = option(
+        (), "pattern:scale of a learning rate, as in embedding:0.1 *.bias:2; the last that fits counts, 0 freezes"
+    )
+    freeze: tuple[str, ...] = option((), "weights that stay as they are: patterns (blocks.0, *.bias) on their names")
+    loss_scale: float | None = option(
+        None, "constant loss scale", minimum=2.0**-100, maximum=2.0**100, unset="dynamic for fp16, 1 otherwise"
+    )
+    initial_loss_scale: float = option(2.0**16, "first dynamic loss scale (fp16)", minimum=2.0**-100, maximum=2.0**100)
+    min_loss_scale: float = option(1.0, "smallest dynamic loss scale (fp16)", minimum=2.0**-100, maximum=2.0**100)
+    loss_scale_window: int = option(1000, "good updates before the loss scale doubles (fp16)", minimum=1)
+    hysteresis: int = option(2, "overflows before the loss scale halves (fp16)", minimum=1)
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """What the optimizer remembers of each element, by name."""
+        return ("exp_avg",) if self.optimizer in ("lion", "sgd") else ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class AveragingConfig:
+    """Average of the weights"""
+
+    ema_type: str = option(
+        "none",
+        "ema: exponential; ema_decay_sqrt: uniform, then from ema_switch_iter on with weights 1 - sqrt(progress)",
+        choices=EMA_TYPES,
+        aliases=("model_averaging",),
+    )
+    ema_beta: float = option(0.999, "decay of the average", minimum=0.0, below=1.0)
+    ema_switch_iter: int = option(100_000, "ema_decay_sqrt: iterations of the uniform phase", minimum=0)
+    ema_decay_iters: int = option(100_000, "ema_decay_sqrt: iterations of the last phase", minimum=1)

@@ -1,0 +1,104 @@
+"""One update of all shards: global norm, verdict, clipping, the optimizer's own rule, loss scaling.
+
+Nothing is read on the host: clipping and unscaling are one factor inside the update, and an update that must not be
+made is dropped on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config import Config
+from megatron_lite.distributed import Distributed
+from megatron_lite.kernels.choice import REFERENCES, Kernels
+from megatron_lite.kernels.gradient_norm import squared_norm
+from megatron_lite.optimizer.guards import Guard, Verdict
+from megatron_lite.optimizer.loss_scale import LossScale
+from megatron_lite.optimizer.rules.adamw import AdamW
+from megatron_lite.optimizer.rules.rule import Rule, Step, Trained
+from megatron_lite.zero.stage import Stage
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer step did; tensors on the device, ()."""
+
+    loss: Tensor  # summed over all ranks
+    grad_norm: Tensor  # of the unscaled global gradient, before clipping
+    verdict: Verdict
+
+
+class Optimizer:
+    """Updates the weight shards of all stages in place."""
+
+    def __init__(
+        self, config: Config, stages: Sequence[Stage], distributed: Distributed, kernels: Kernels = REFERENCES
+    ) -> None:
+        self._config, self._distributed, self._triton = config, distributed, kernels.triton
+        self._trained = [Trained(stage, part) for stage in stages if (part := stage.trainable) is not None]
+        self._rule = choose_rule(config, self._trained, distributed, kernels)
+        self._guard = Guard(config.optimizer, distributed.device)
+        self.loss_scale = LossScale(config.optimizer, config.distributed.training_dtype, distributed.device)
+        self._updates = torch.zeros((), dtype=torch.float32, device=distributed.device)  # Adam's t: good updates
+
+    def step(
+        self, iteration: int, learning_rate: float, loss: Tensor, tokens: int, updated: Callable[[Stage], None]
+    ) -> Update:
+        """One update from the stages' gradient shards.
+
+        Args:
+            iteration: counted from 1.
+            loss: this rank's, summed over its tokens; it shares the gradient norm's collective.
+            tokens: of the global batch, those that count in the loss.
+            updated: called after each stage, in stage order: its new weights may be gathered while others are updated.
+        """
+        total = squared_norm([part.grad_shard for _, part in self._trained], self._triton)
+        norm_squared, loss = self._distributed.sum_in_rank_order(torch.stack([total, loss.double()]))
+        scale = self.loss_scale.scale
+        grad_norm = (norm_squared.sqrt() / scale).float()
+        verdict = self._guard.judge(iteration, loss / tokens, grad_norm)
+        self._updates.add_(~verdict.skipped)
+        divisor = scale / self._guard.clipping_factor(grad_norm)
+        step = Step(
+            learning_rate, self._weight_decay(learning_rate), divisor, self._updates, verdict.skipped.float()
+        )
+        self._rule.begin(self._trained, step)
+        for trained in self._trained:
+            trained.stage.begin_update()
+            self._rule.apply(trained, step)
+            updated(trained.stage)
+        self.loss_scale.update(verdict.overflow)
+        return Update(loss, grad_norm, verdict)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, beside the shards (reads the device)."""
+        return {
+            "updates": int(self._updates),
+            "loss_scale": self.loss_scale.state(),
+            "guard": self._guard.state(),
+            "rule": self._rule.state(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`; older checkpoints know neither guards nor rules."""
+        self._updates.fill_(state["updates"])
+        self.loss_scale.load_state(state["loss_scale"])
+        self._guard.load_state(state.get("guard", {}))
+        self._rule.load_state(state.get("rule", {}))
+
+    def _weight_decay(self, learning_rate: float) -> float:
+        """Of this step. AdamC (Defazio 2025) lets it follow the learning rate: lr / peak times the given one."""
+        options, rate = self._config.optimizer, self._config.learning_rate
+        peak = rate.lr * rate.default_lr_scale
+        factor = learning_rate / peak if options.adamc_weight_decay and peak else 1.0
+        return options.weight_decay * factor
+
+
+def choose_rule(config: Config, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels) -> Rule:
+    """The rule of --optimizer."""
+    return AdamW(config.optimizer, trained, distributed, kernels)

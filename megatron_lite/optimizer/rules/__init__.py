@@ -1,0 +1,1 @@
+"""How each optimizer turns gradients into updates of shards."""

@@ -1,0 +1,62 @@
+"""What the optimizers have in common: what they are given, and when they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_lite.kernels.adamw import Range, Ranges, Shard
+from megatron_lite.zero.part import Part
+from megatron_lite.zero.stage import Stage
+
+
+class Trained(NamedTuple):
+    """The trainable part of one stage."""
+
+    stage: Stage
+    part: Part
+
+
+@dataclass(frozen=True)
+class Step:
+    """Numbers of one update. Tensors are on the device, () in fp32, and never read on the host."""
+
+    learning_rate: float
+    weight_decay: float  # of this step
+    divisor: Tensor  # of the gradients: loss scale / clipping factor
+    updates: Tensor  # good updates, this one included: Adam's t
+    skipped: Tensor  # 1 where nothing may be written, else 0
+
+
+class Rule(Protocol):
+    """One optimizer."""
+
+    def begin(self, trained: Sequence[Trained], step: Step) -> None:
+        """What must see all shards before any weight changes; all ranks are here, so collectives are possible."""
+
+    def apply(self, trained: Trained, step: Step) -> None:
+        """Update one shard in place."""
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, beside the moments: JSON (reads the device)."""
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`; an empty one begins anew."""
+
+
+def shard_of(part: Part) -> Shard:
+    """What is updated, as the kernels take it; for optimizers with Adam's moments."""
+    weights, moments = part.weights, part.moments
+    return Shard(
+        weights.master, weights.rounded, weights.remainder, part.grad_shard, moments["exp_avg"], moments["exp_avg_sq"]
+    )
+
+
+def ranges_of(part: Part, rank: int, device: torch.device) -> Ranges:
+    """The ranges of this rank's shard that are updated alike."""
+    rows = part.layout.update_ranges(rank)
+    return Ranges([Range(row.start, row.end, row.lr_scale, float(row.weight_decay)) for row in rows], device)
