@@ -1,7 +1,7 @@
 """manifest.json: what a checkpoint holds, and where each element of each parameter lies in its files.
 
 ```
-{"format": "megatron_lite_checkpoint", "version": 2, "save_id": "...", "iteration": 100, "world_size": 2,
+{"format": "megatron_lite_checkpoint", "version": 3, "save_id": "...", "iteration": 100, "world_size": 2,
  "config": {every option}, "state": {...},
  "files": {"rank_000.safetensors": {"size": 4096, "crc32": 123}, ...},
  "parameters": {"embedding.word.weight": {"dtype": "float32", "shape": [256, 64],
@@ -11,11 +11,13 @@
 ```
 
 A slice is [file, byte offset in the file, bytes, first element of the flattened parameter]. Any layout reads any other
-from this alone. `dtype` is that of the weights, moments are always float32. A parameter that was frozen has no moments
-(empty lists), and only its weights may be of another dtype: bfloat16 or float16. Version 1 knew neither.
+from this alone. `dtype` is that of the weights; everything else is float32. Beside its weights a parameter has what its
+optimizer keeps of it, `exp_avg` or `exp_avg` and `exp_avg_sq`, and `average` if its weights were averaged. A parameter
+that was frozen has none of them, and only its weights may be of another dtype: bfloat16 or float16. Version 2 knew no
+averages, and both moments or none (then as empty lists); version 1 knew no frozen parameters.
 
 `crc32` covers every byte before its own line. A manifest is untrusted input: `read` accepts exactly what `dump` writes,
-or wrote in version 1, and raises `DamagedError` for everything else.
+or wrote in an older version, and raises `DamagedError` for everything else.
 """
 
 from __future__ import annotations
@@ -38,10 +40,11 @@ if TYPE_CHECKING:
     from megatron_lite.zero.part import Part
 
 FORMAT = "megatron_lite_checkpoint"
-VERSION = 2
-READABLE_VERSIONS = (1, 2)
+VERSION = 3
+READABLE_VERSIONS = (1, 2, 3)
 MANIFEST_NAME = "manifest.json"
-KINDS = ("weights", "exp_avg", "exp_avg_sq")
+KINDS = ("weights", "exp_avg", "exp_avg_sq", "average")
+MOMENTS = KINDS[1:3]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RANK_FILE = re.compile(r"rank_[0-9]{3,7}\.safetensors")
 
@@ -77,15 +80,11 @@ class SavedFile(NamedTuple):
 class SavedParameter:
     dtype: torch.dtype  # of the weights
     shape: tuple[int, ...]
-    slices: dict[str, list[Slice]]  # for each of KINDS, in element order, without gaps; no moments: it was frozen
+    slices: dict[str, list[Slice]]  # of those of KINDS that it has: in element order, without gaps
 
     def dtype_of(self, kind: str) -> torch.dtype:
         """Of the elements of one of KINDS."""
         return self.dtype if kind == "weights" else torch.float32
-
-    @property
-    def has_moments(self) -> bool:
-        return bool(self.slices["exp_avg"])
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def locate_parameters(parts: Sequence[Part], files: Sequence[WrittenFile]) -> di
     for part in parts:
         layout, kinds = part.layout, part.kinds()
         for slot in layout.slots:
-            slices: dict[str, list[Slice]] = {kind: [] for kind in KINDS}
+            slices: dict[str, list[Slice]] = {kind: [] for kind in kinds}
             parameters[slot.spec.name] = SavedParameter(kinds["weights"], tuple(slot.spec.shape), slices)
         for kind, dtype in kinds.items():
             size = dtype.itemsize
@@ -174,7 +173,7 @@ def read(folder: Path) -> Manifest:
         _require(isinstance(values, dict) and values.get("format") == FORMAT, f"not of the format {FORMAT}")
         version = values.get("version")
         _require(_is_count(version), "no version")
-        readable = " and ".join(map(str, READABLE_VERSIONS))
+        readable = f"{', '.join(map(str, READABLE_VERSIONS[:-1]))} and {READABLE_VERSIONS[-1]}"
         _require(version in READABLE_VERSIONS, f"written by format {version}, this program reads {readable}")
         line = _CRC_LINE.search(text, max(0, len(text) - 32))
         found = line is not None and line.end() == len(text) and int(line[1]) == zlib.crc32(text[: line.start()])
@@ -236,21 +235,25 @@ def _manifest(values: dict[str, Any]) -> Manifest:
 
 
 def _parameter(entry: Any, files: dict[str, SavedFile], version: int) -> SavedParameter:
-    _require(isinstance(entry, dict) and tuple(entry) == ("dtype", "shape", *KINDS), "its keys are wrong")
+    _require(isinstance(entry, dict), "its keys are wrong")
+    kinds = ("weights", *(kind for kind in KINDS[1:] if kind in entry)) if version > 2 else ("weights", *MOMENTS)
+    _require(tuple(entry) == ("dtype", "shape", *kinds), "its keys are wrong")
     dtypes = tuple(DTYPES) if version > 1 else ("float32",)
     _require(entry["dtype"] in dtypes, f"its dtype is not {' or '.join(dtypes)}")
     shape = entry["shape"]
     _require(isinstance(shape, list) and len(shape) <= 8 and all(_is_count(n, 1) for n in shape), "its shape is wrong")
     parameter = SavedParameter(DTYPES[entry["dtype"]], tuple(shape), {})
-    for kind in KINDS:
+    for kind in kinds:
         _require(isinstance(entry[kind], list), f"{kind} is not a list")
+        if version == 2 and kind in MOMENTS and not entry[kind]:
+            continue
         pieces = [_slice(item, files, parameter.dtype_of(kind)) for item in entry[kind]]
+        _check_coverage(kind, pieces, math.prod(shape), parameter.dtype_of(kind))
         parameter.slices[kind] = pieces
-        if version == 1 or kind == "weights" or pieces:
-            _check_coverage(kind, pieces, math.prod(shape), parameter.dtype_of(kind))
-    has_moments = {kind: bool(parameter.slices[kind]) for kind in KINDS[1:]}
-    _require(len(set(has_moments.values())) == 1, "one of its moments is missing")
-    _require(parameter.dtype == torch.float32 or not parameter.has_moments, f"moments beside {entry['dtype']} weights")
+    beside = [kind for kind in parameter.slices if kind != "weights"]
+    first, second = (kind in beside for kind in MOMENTS)
+    _require(first == second or (first and version > 2), "one of its moments is missing")
+    _require(parameter.dtype == torch.float32 or not beside, f"{' and '.join(beside)} beside {entry['dtype']} weights")
     return parameter
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import files, manifest
 from megatron_lite.checkpoint.agreement import first_problem
-from megatron_lite.checkpoint.manifest import DamagedError, Manifest, dtype_name
+from megatron_lite.checkpoint.manifest import MOMENTS, DamagedError, Manifest, dtype_name
 from megatron_lite.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -85,23 +86,33 @@ def check_parameters(folder: Path, content: Manifest, model: MultiStage) -> None
 
 
 def changes(content: Manifest, model: MultiStage) -> list[str]:
-    """What cannot come from the checkpoint as the model holds it, one line each: moments and precision."""
-    num_started, num_rounded, dtypes = 0, 0, set()
-    total = len(content.parameters)
+    """What does not go over as it is, one line each: moments, averages and precision."""
+    started, num_followed, num_rounded, dtypes = Counter[str](), 0, 0, set()
+    total, dropped = len(content.parameters), any("average" in saved.slices for saved in content.parameters.values())
     for _, part in model.parts():
-        dtype = part.kinds()["weights"]
+        kinds = part.kinds()
+        dropped = dropped and "average" not in kinds
         for slot in part.layout.slots:
             saved = content.parameters[slot.spec.name]
-            num_started += part.has_state and not saved.has_moments
-            if dtype not in (saved.dtype, torch.float32):
+            missing = " and ".join(kind for kind in MOMENTS if kind in kinds and kind not in saved.slices)
+            if missing:
+                started[missing] += 1
+            num_followed += "average" in kinds and "average" not in saved.slices
+            if kinds["weights"] not in (saved.dtype, torch.float32):
                 num_rounded += 1
-                dtypes.add(f"{dtype_name(saved.dtype)} to {dtype_name(dtype)}")
-    lines = []
-    if num_started:
+                dtypes.add(f"{dtype_name(saved.dtype)} to {dtype_name(kinds['weights'])}")
+    lines = [
+        f"{number} of {total} parameter tensors have no {missing} there (they were frozen, or another --optimizer "
+        "trained them): those start at zero"
+        for missing, number in started.items()
+    ]
+    if num_followed:
         lines.append(
-            f"{num_started} of {total} parameter tensors were frozen and are trained now: "
-            "their Adam moments start at zero"
+            f"{num_followed} of {total} parameter tensors have no average there (--ema_type): it starts from the "
+            "weights of the checkpoint"
         )
+    if dropped:
+        lines.append("it holds averaged weights, which a run without --ema_type neither uses nor saves again")
     if num_rounded:
         lines.append(
             f"{num_rounded} of {total} parameter tensors are frozen and were rounded: {', '.join(sorted(dtypes))}"
@@ -112,7 +123,8 @@ def changes(content: Manifest, model: MultiStage) -> list[str]:
 def fill(folder: Path, content: Manifest, model: MultiStage, rank: int) -> None:
     """Read this rank's shards, one after the other, opening one file at a time.
 
-    Moments that the checkpoint lacks become zero; those that the model lacks are not read. Padding is not touched.
+    Moments that the checkpoint lacks become zero, averages that it lacks the weights; what the model lacks is not read.
+    Padding is not touched.
 
     Raises:
         DamagedError, OSError: if a file cannot be read any more.
@@ -130,13 +142,14 @@ def _fill_shard(opened: _Files, content: Manifest, part: Part, kind: str, rank: 
     assert shard.dtype == part.kinds()[kind], (kind, shard.dtype)
     for slot, start, end in part.layout.pieces(rank):
         saved = content.parameters[slot.spec.name]
-        dtype = saved.dtype_of(kind)
         in_shard = slot.offset - rank * part.layout.shard_numel  # of the parameter's element 0
-        if kind != "weights" and not saved.has_moments:
+        if kind in MOMENTS and kind not in saved.slices:
             shard[in_shard + start : in_shard + end] = 0.0
             continue
+        source = kind if kind in saved.slices else "weights"
+        dtype = saved.dtype_of(source)
         numel_found = 0
-        for piece in saved.slices[kind]:
+        for piece in saved.slices[source]:
             first, last = max(start, piece.first), min(end, piece.end(dtype))
             if first < last:
                 offset = piece.offset + (first - piece.first) * dtype.itemsize

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint.manifest import KINDS
+from megatron_lite.checkpoint.manifest import KINDS, MOMENTS
 from megatron_lite.parameter import Initializer, ParameterSpec
 from megatron_lite.zero.layout import FlatLayout, lay_out
 
@@ -108,7 +108,8 @@ class FakeModel:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a model is spread: ranks, parameters per stage, which are frozen (names) and how those are stored."""
+    """How a model is spread: ranks, parameters per stage, which are frozen (names) and how those are stored; what its
+    optimizer keeps of a parameter, and whether weights are averaged."""
 
     world_size: int = 1
     num_per_stage: int = 3
@@ -116,6 +117,14 @@ class Layout:
     frozen_dtype: torch.dtype = torch.float32
     copies: bool = False
     training: bool = True
+    moments: tuple[str, ...] = MOMENTS
+    averaged: bool = False
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of a trainable parameter."""
+        kept = (self.moments if self.training else ()) + ("average",) * self.averaged
+        return ("weights", *kept)
 
 
 def make_specs(parameters: Sequence[tuple[str, tuple[int, ...], bool]] = PARAMETERS) -> list[ParameterSpec]:
@@ -137,25 +146,26 @@ def empty_model(specs: Sequence[ParameterSpec], layout: Layout, rank: int) -> Fa
 def _part(specs: Sequence[ParameterSpec], frozen: bool, layout: Layout) -> FakePart:
     flat, has_state = lay_out(specs, layout.world_size), layout.training and not frozen
     dtypes = {"weights": layout.frozen_dtype if frozen else torch.float32}
-    dtypes |= dict.fromkeys(KINDS[1:], torch.float32) if has_state else {}
+    dtypes |= {} if frozen else dict.fromkeys(layout.kinds[1:], torch.float32)
     tensors = {kind: torch.zeros(flat.shard_numel, dtype=dtype) for kind, dtype in dtypes.items()}
     return FakePart(flat, frozen, has_state, tensors, copies=layout.copies and has_state)
 
 
-def random_values(specs: Sequence[ParameterSpec], seed: int) -> Values:
+def random_values(specs: Sequence[ParameterSpec], seed: int, kinds: Sequence[str] = Layout().kinds) -> Values:
+    """The first kinds are the same whatever kinds there are."""
     generator = torch.Generator().manual_seed(seed)
-    return {kind: {spec.name: torch.randn(spec.shape, generator=generator) for spec in specs} for kind in KINDS}
+    return {kind: {spec.name: torch.randn(spec.shape, generator=generator) for spec in specs} for kind in kinds}
 
 
 def held(values: Values, layout: Layout) -> Values:
-    """What a model of this layout holds of fp32 values: frozen weights in their dtype, no moments of frozen ones."""
+    """What a model of this layout holds of fp32 values: of frozen parameters only the weights, in their dtype."""
     return {
         kind: {
             name: value.to(layout.frozen_dtype) if name in layout.frozen else value
             for name, value in values[kind].items()
-            if kind == "weights" or (layout.training and name not in layout.frozen)
+            if kind == "weights" or (kind in layout.kinds and name not in layout.frozen)
         }
-        for kind in KINDS
+        for kind in values
     }
 
 
@@ -192,4 +202,4 @@ def same(left: Values, right: Values) -> bool:
     def bits(values: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, list[int]]]:
         return {name: (value.dtype, value.view(torch.uint8).flatten().tolist()) for name, value in values.items()}
 
-    return all(bits(left[kind]) == bits(right[kind]) for kind in KINDS)
+    return all(bits(left.get(kind, {})) == bits(right.get(kind, {})) for kind in KINDS)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint import files, sharded
+from megatron_lite.checkpoint.manifest import KINDS
 from megatron_lite.config import Config, flatten
 from megatron_lite.errors import CheckpointError, StorageError
 from tests.checkpoint.fakes import (
@@ -38,7 +39,7 @@ def save(
 ) -> Values:
     """Save random values from a model of this `Layout`; returns what it held, or raises what rank 0 raised."""
     layout = Layout(world_size, num_per_stage, **more)
-    values = held(random_values(SPECS, seed), layout)
+    values = held(random_values(SPECS, seed, KINDS), layout)
 
     def rank_main(distributed: FakeDistributed) -> None:
         model = put(empty_model(SPECS, layout, distributed.rank), values, distributed.rank)

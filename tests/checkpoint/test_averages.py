@@ -1,0 +1,122 @@
+"""Averages and single moments in checkpoints: any set of them reads any other, in any layout, and what is lost is said.
+
+These are the stand-ins of `fakes.py`; `test_averages_engine.py` trains.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lite.checkpoint import manifest
+from tests.checkpoint.fakes import Layout, Values, same
+from tests.checkpoint.test_frozen import MIXED, NAMES
+from tests.checkpoint.test_sharded import load, save
+
+BOTH, ONE, NONE = manifest.MOMENTS, manifest.MOMENTS[:1], ()
+LAYOUTS: list[dict[str, Any]] = [
+    dict(moments=moments, averaged=averaged) for moments in (BOTH, ONE, NONE) for averaged in (False, True)
+]
+
+
+def expected(saved: Values, layout: Layout) -> Values:
+    """What a model holds after loading: moments of zero and averages at the weights where none were saved."""
+    trained = [name for name in NAMES if name not in layout.frozen]
+    zeros = {name: torch.zeros(saved["weights"][name].shape) for name in trained}
+    values = {"weights": {name: value.float() for name, value in saved["weights"].items()}}
+    for kind in layout.kinds[1:]:
+        start = {name: values["weights"][name] for name in trained} if kind == "average" else zeros
+        values[kind] = {name: saved[kind].get(name, start[name]) for name in trained}
+    return values
+
+
+def number(kinds: dict[str, Any]) -> str:
+    return f"{len(kinds['moments'])}{'+average' * kinds['averaged']}"
+
+
+@pytest.mark.parametrize("loading", LAYOUTS, ids=number)
+@pytest.mark.parametrize("saving", LAYOUTS, ids=number)
+def test_any_set_reads_any_other(saving: dict[str, Any], loading: dict[str, Any], tmp_path: Path) -> None:
+    """(moments, averaged) of a parameter: over ranks and stages, with masters that are copies on either side."""
+    for count, (copies, frozen) in enumerate(itertools.product([False, True], [(), MIXED])):
+        saved = save(tmp_path / str(count), 10, 1, 3, 3, **saving, copies=copies, frozen=frozen)
+        loaded, values, lines = load(tmp_path / str(count), 2, 8, **loading, copies=not copies)
+        assert loaded is not None and same(values, expected(saved, Layout(**loading)))
+        said = "\n".join(lines)
+        missing = [kind for kind in loading["moments"] if kind not in saving["moments"]]
+        if missing:
+            assert f" of 8 parameter tensors have no {' and '.join(missing)} there (they were frozen, or ano" in said
+        assert ("it starts from the weights of the checkpoint" in said) == (
+            loading["averaged"] and (bool(frozen) or not saving["averaged"])
+        )
+        assert ("it holds averaged weights" in said) == (saving["averaged"] and not loading["averaged"])
+        if saving == loading and not frozen:
+            assert lines == []
+
+
+def test_numbers_of_parameters_are_counted_apart(tmp_path: Path) -> None:
+    """Half of them frozen in a run of one moment: what is said of these and of the others."""
+    save(tmp_path, 10, 1, moments=ONE, averaged=True, frozen=MIXED)
+    lines = load(tmp_path, averaged=True)[2]
+    assert [line.partition("/10: ")[2].partition(" (")[0] for line in lines] == [
+        "4 of 8 parameter tensors have no exp_avg_sq there",
+        "4 of 8 parameter tensors have no exp_avg and exp_avg_sq there",
+        "4 of 8 parameter tensors have no average there",
+    ]
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_inference_takes_weights_and_averages(averaged: bool, tmp_path: Path) -> None:
+    """Without moments, which are neither asked for nor missed."""
+    saved = save(tmp_path, 10, 1, 3, averaged=True)
+    _, values, lines = load(tmp_path, 2, 2, training=False, averaged=averaged)
+    wanted = {kind: saved[kind] for kind in ("weights", *["average"] * averaged)}
+    assert same(values, wanted) and len(lines) == (not averaged)
+
+
+def test_only_what_there_is_is_named(tmp_path: Path) -> None:
+    """The manifest has no empty lists; averages lie behind the moments."""
+    save(tmp_path, 10, 1, 2, moments=ONE, averaged=True, frozen=MIXED)
+    for name, entry in json.loads((tmp_path / "10" / "manifest.json").read_bytes())["parameters"].items():
+        assert list(entry) == ["dtype", "shape", "weights", *(() if name in MIXED else ("exp_avg", "average"))]
+        assert all(entry.values())
+
+
+def as_version_2(folder: Path) -> None:
+    """Rewrite a manifest as version 2 wrote it: without averages, empty lists for frozen parameters."""
+    from tests.checkpoint.test_damage import seal
+
+    values = json.loads((folder / "manifest.json").read_bytes())
+    values["version"] = 2
+    for entry in values["parameters"].values():
+        entry.update({kind: entry.get(kind, []) for kind in BOTH})
+    (folder / "manifest.json").write_bytes(seal(values))
+
+
+@pytest.mark.parametrize("loading", [dict(), dict(averaged=True), dict(moments=ONE, frozen=NAMES[:2])], ids=str)
+def test_a_checkpoint_of_version_2_loads(loading: dict[str, Any], tmp_path: Path) -> None:
+    saved = save(tmp_path, 10, 1, 2, frozen=MIXED)
+    as_version_2(tmp_path / "10")
+    loaded, values, _ = load(tmp_path, 3, 2, **loading)
+    assert loaded is not None and same(values, expected(saved, Layout(**loading)))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        (dict(averaged=True), "its keys are wrong"),
+        (dict(moments=ONE), "one of its moments is missing"),
+    ],
+    ids=str,
+)
+def test_version_2_does_not_know_what_came_later(kinds: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """A manifest that says version 2 is held to it."""
+    save(tmp_path, 10, 1, **kinds)
+    as_version_2(tmp_path / "10")
+    with pytest.raises(manifest.DamagedError, match=message):
+        manifest.read(tmp_path / "10")
