@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ class MultiStage:
 
     Layers may carry `borrows_from` (layers whose parameters they also use), `gradients_in_forward` and
     `backward_needs_weights`. `moments`: names of what the optimizer remembers of each element. Without `training`
-    (inference) there are no gradients and no moments.
+    (inference) there are no gradients and no moments. `averaged`: there is an average of the trainable weights, which
+    somebody else updates.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class MultiStage:
         group: Group,
         training: bool = True,
         moments: Sequence[str] = ADAM_MOMENTS,
+        averaged: bool = False,
     ) -> None:
         self.group, self.training = group, training
         dtype = DTYPES[training_dtype]
@@ -64,14 +67,18 @@ class MultiStage:
         ]
         self._borrows = [self._lenders(stage) for stage in self.stages]
         self._allocate(config)
-        plans = [self._plan(stage) for stage in self.stages]
+        plans = self._plans = [self._plan(stage, self.weight_plan) for stage in self.stages]
+        self._average_buffers: list[Buffer] = []
+        self._average_plans: list[StagePlan] = []
+        self._shows_average = False
+        if averaged:
+            self._allocate_averages()
         for stage in self.stages:
             stage.runs_backward = training and stage.index >= first_trained(plans)
             stage.wants_input_gradient = stage.index > first_trained(plans)
         assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches
         depth_first, breadth_first = batch.depth_first_micro_batches, batch.breadth_first_micro_batches
         self.training_schedule: list[Step] = training_schedule(plans, depth_first, breadth_first)
-        self.evaluation_schedule: list[Step] = evaluation_schedule(plans, depth_first * breadth_first)
         throttled = config.throttle_cpu and group.device.type == "cuda"
         self._throttle = Throttle(config.throttle_cpu_rate, config.throttle_cpu_delay) if throttled else None
 
@@ -91,11 +98,34 @@ class MultiStage:
     def forward_backward(self, micro_batches: Sequence[Any]) -> Tensor:
         """One iteration's gradients, into the shards; returns the summed loss of this rank."""
         assert self.training, "a model in inference mode has no gradients"
+        assert not self._shows_average, "averages are not trained"
         return runner.forward_backward(self.stages, self.training_schedule, micro_batches, self._throttle)
 
     def evaluate(self, micro_batches: Sequence[Any]) -> Tensor:
         """The summed loss of this rank, without gradients."""
-        return runner.evaluate(self.stages, self.evaluation_schedule, micro_batches)
+        plans = self._average_plans if self._shows_average else self._plans
+        return runner.evaluate(self.stages, evaluation_schedule(plans, len(micro_batches)), micro_batches)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the averages stand for the weights: `evaluate` and `full_weights` use them.
+
+        They are gathered in buffers of their own, as those of the weights may be the masters' memory; so the weights,
+        their buffers and the gathers under way there stay as they are.
+        """
+        assert self._average_buffers, "this model keeps no averages"
+        self._show_averages(True)
+        try:
+            yield
+        finally:
+            self._show_averages(False)
+
+    def _show_averages(self, shown: bool) -> None:
+        self._shows_average = shown
+        for buffer in self._average_buffers:
+            buffer.holder = None  # the averages may change before they are shown again
+        for stage in self.stages:
+            stage.show_average(shown)
 
     def updated(self, stage: Stage) -> None:
         """The optimizer has finished this stage's shard: its buffer is old, and if the next step begins with its
@@ -191,8 +221,10 @@ class MultiStage:
             "frozen weight shards": [part.weights.nbytes for part in frozen],
             "gradient shards": [0 if part.shares_gradients else part.grad_shard.nbytes for part in stateful],
             "Adam moments": [moment.nbytes for part in stateful for moment in part.moments.values()],
+            "averages": [0 if part.average is None else part.average.nbytes for part in parts],
             "weight buffers": [buffer.data.nbytes for buffer in self._weight_buffers],
             "gradient buffers": [buffer.data.nbytes for buffer in self._grad_buffers],
+            "average buffers": [buffer.data.nbytes for buffer in self._average_buffers],
             "communication scratch": [scratch],
         }
         return [MemoryRow(kind, sum(size > 0 for size in every), sum(every)) for kind, every in sizes.items()]
@@ -209,9 +241,8 @@ class MultiStage:
 
     def _allocate(self, config: MultiStageConfig) -> None:
         weight_count, grad_count = self._buffer_counts(config)
-        tied = frozenset(lender for lenders in self._borrows for lender in lenders)
-        self.weight_plan = plan_buffers([stage.numel for stage in self.stages], weight_count, tied)
-        self.grad_plan = plan_buffers([stage.grad_numel for stage in self.stages], grad_count, tied)
+        self.weight_plan = plan_buffers([stage.numel for stage in self.stages], weight_count, self._tied())
+        self.grad_plan = plan_buffers([stage.grad_numel for stage in self.stages], grad_count, self._tied())
         self._weight_buffers = self._buffers(self.weight_plan, self.precision.training)
         self._grad_buffers = self._buffers(self.grad_plan, self.precision.gradients)
         for stage in self.stages:
@@ -222,6 +253,21 @@ class MultiStage:
                 None if gradients is None else self._grad_buffers[gradients], self.grad_plan.own[stage.index],
                 self.precision,
             )  # fmt: skip
+
+    def _allocate_averages(self) -> None:
+        """Averages, and two buffers that all stages share: one to compute with and one to gather into, whatever the
+        ZeRO stage. Alone there is nothing to gather ahead: one. Taken now, so that no validation runs out of memory.
+        """
+        count = 1 if self.group.world_size == 1 else 2
+        plan = plan_buffers([stage.numel for stage in self.stages], count, self._tied())
+        self._average_buffers = self._buffers(plan, self.precision.training)
+        self._average_plans = [self._plan(stage, plan) for stage in self.stages]
+        for stage, one in zip(self.stages, self._average_plans, strict=True):
+            stage.allocate_average(self._average_buffers[one.weight_buffer])
+
+    def _tied(self) -> frozenset[int]:
+        """Stages whose parameters others use, too."""
+        return frozenset(lender for lenders in self._borrows for lender in lenders)
 
     def _buffer_counts(self, config: MultiStageConfig) -> tuple[int, int]:
         """Buffers for weights and gradients: explicit counts win over the ZeRO stage."""
@@ -238,8 +284,8 @@ class MultiStage:
     def _buffers(self, plan: BufferPlan, dtype: torch.dtype) -> list[Buffer]:
         return [Buffer(size, dtype, self.group.device) for size in plan.sizes]
 
-    def _plan(self, stage: Stage) -> StagePlan:
-        weight_buffer, grad_buffer = self.weight_plan.placement[stage.index], self.grad_plan.placement[stage.index]
+    def _plan(self, stage: Stage, weight_plan: BufferPlan) -> StagePlan:
+        weight_buffer, grad_buffer = weight_plan.placement[stage.index], self.grad_plan.placement[stage.index]
         assert weight_buffer is not None
         return StagePlan(
             weight_buffer,

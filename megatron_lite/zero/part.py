@@ -34,6 +34,8 @@ class Part:
     """See the module. `has_state`: whether there are a gradient shard and moments."""
 
     weights: WeightShard | SplitWeightShard
+    average: Tensor | None = None  # of the weights over the updates, (shard_numel,) fp32; None: nobody keeps it
+    shows_average = False  # `placed` is where the average is gathered, not the weights
     grad_shard: Tensor
     moments: dict[str, Tensor]  # (shard_numel,) in fp32, by name: what the optimizer remembers of each element
 
@@ -86,18 +88,40 @@ class Part:
             shard[slot.offset + start - low : slot.offset + end - low] = value.view(-1)[start:end]
         self.write("weights", shard)
 
+    def allocate_average(self, full_average: Tensor) -> None:
+        """Take memory for an average of the trainable weights.
+
+        full_average: a place to gather it in, and the frozen weights beside it, (numel,); the weight buffer cannot be
+        that place, it may be the masters' own memory.
+        """
+        self._full_average = full_average
+        if not self.frozen:
+            self.average = self._zeros(torch.float32)
+
+    @property
+    def placed(self) -> Tensor:
+        """Where the full weights are gathered, or what stands for them at the moment: (numel,)."""
+        return self._full_average if self.shows_average else self.full_weights
+
     def place_weights(self) -> None:
-        """Round the shard to the training dtype, into this rank's slice of the weight buffer, unless that is done."""
-        self.weights.round_into(self._own_weights)
+        """Round the shard to the training dtype, into this rank's slice of `placed`, unless that is done."""
+        if self.shows_average:
+            self._own(self.placed).copy_(self.weights.read() if self.average is None else self.average)
+        else:
+            self.weights.round_into(self._own_weights)
 
     # -- what a checkpoint holds -----------------------------------------------------------------------------------
 
     def kinds(self) -> dict[str, torch.dtype]:
         """The tensors to save, (shard_numel,) each, and their dtypes."""
-        return {"weights": self.weights.dtype, **dict.fromkeys(self._moments, torch.float32)}
+        averages = () if self.average is None else ("average",)
+        return {"weights": self.weights.dtype, **dict.fromkeys((*self._moments, *averages), torch.float32)}
 
     def read(self, kind: str) -> Tensor:
         """One of them: the live shard or, of split weights, an fp32 copy made on the spot."""
+        if kind == "average":
+            assert self.average is not None
+            return self.average
         return self.weights.read() if kind == "weights" else self.moments[kind]
 
     def write(self, kind: str, values: Tensor) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_lite.distributed import Group, Handle, Works
 from megatron_lite.parameter import Parameter
+from megatron_lite.zero.layout import ParameterSlot
 from megatron_lite.zero.observer import Observer
 from megatron_lite.zero.part import ADAM_MOMENTS, Part, Precision
 from megatron_lite.zero.recompute import recomputed
@@ -100,6 +101,23 @@ class Stage:
         self._gradient_gaps = [trainable.full_gradients[a:b] for a, b in trainable.layout.gaps] if trainable else []
         self._trained = [parameter for _, parameter in self._placed if parameter.requires_grad]
 
+    def allocate_average(self, buffer: Buffer) -> None:
+        """Take memory for averages of the weights; `buffer` is where they are gathered."""
+        self._buffers = self.weights, buffer
+        ranges = buffer.data[: self.numel].split([part.layout.numel for part in self.parts])
+        for part, full_average in zip(self.parts, ranges, strict=True):
+            part.allocate_average(full_average)
+
+    def show_average(self, shown: bool) -> None:
+        """Whether the averages stand for the weights: `gather` completes them in their own buffer, and parameters are
+        views of that. What the weight buffer holds, or is about to, stays.
+        """
+        self.weights = self._buffers[shown]
+        for part in self.parts:
+            part.shows_average = shown
+        for (_, parameter), (part, slot) in zip(self._placed, self._places(), strict=True):
+            parameter.data = part.placed[slot.offset : slot.end].view(slot.spec.shape)
+
     def initialize(self, seed: int) -> None:
         """Fill the weight shards with their initial values."""
         for part in self.parts:
@@ -116,7 +134,7 @@ class Stage:
         for part in self.parts:
             part.place_weights()
         if self.group.world_size > 1:
-            self.weights.start(Works([self.group.all_gather(part.full_weights) for part in self.parts]))
+            self.weights.start(Works([self.group.all_gather(part.placed) for part in self.parts]))
 
     def forward(self, hidden: Tensor | None, micro_batch: Any, slot: int) -> Tensor:
         """Run the layers on a detached input and remember both ends for `backward`, if there will be one."""
@@ -223,9 +241,15 @@ class Stage:
         for layer in self.layers:
             yield from cast(Iterator[Parameter], layer.parameters())
 
+    def _places(self) -> Iterator[tuple[Part, ParameterSlot]]:
+        """Where each parameter lies, in the order of `parameters`."""
+        for part in self.parts:
+            for slot in part.layout.slots:
+                yield part, slot
+
     def _materialize(self) -> list[tuple[str, Parameter]]:
         """Replace each declared parameter by one whose memory is its slot of the two buffers."""
-        places = {slot.spec.name: (part, slot) for part in self.parts for slot in part.layout.slots}
+        places = {slot.spec.name: (part, slot) for part, slot in self._places()}
         placed: dict[str, Parameter] = {}
         for module in (module for layer in self.layers for module in layer.modules()):
             for attribute, declared in list(module.named_parameters(recurse=False)):

@@ -1,0 +1,93 @@
+"""Running averages of the weights, on the shards: they are evaluated and exported beside the weights or in their place.
+
+    ema:             a = beta * a + (1 - beta) * w                         a starts at the first weights
+    ema_decay_sqrt:  a = a + (s_t / S_t) * (w - a)                         S_t = s_0 + ... + s_t
+                     s_t = 1 - beta                                        before update t = `ema_switch_iter`
+                     s_t = 1 - sqrt(min((t - switch) / decay_iters, 1))    from then on
+
+with w after update t = 0, 1, ... since averaging began, dropped updates included. These are the formulas of Levanter's
+`EmaModelAveraging` and `EmaDecaySqrtModelAveraging` (stanford-crfm/levanter, optim/model_averaging.py). The second is
+the plain mean of all weights up to the switch, then mostly of those just behind it, and stands still after the decay
+(for runs whose learning rate decays as well); its first update overwrites what it started from.
+
+The share of the newest weights is a number of the host; the average follows in one pass, in fp32 whatever the training
+dtype. Nothing is read from the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megatron_lite.config import AveragingConfig
+from megatron_lite.zero.part import Part
+
+# Elements of a split master that are put together at a time: bounds the temporaries.
+CPU_CHUNK_NUMEL, GPU_CHUNK_NUMEL = 2**18, 2**22
+
+
+class Averaging:
+    """The averages of some parts: of those that keep one."""
+
+    def __init__(self, config: AveragingConfig, parts: Sequence[Part]) -> None:
+        self._config = config
+        self._parts = [part for part in parts if part.average is not None]
+        self.updates = 0  # since averaging began
+        self._total = 0.0  # S of the last update; ema has none
+        self._share = 0.0
+
+    def start(self) -> None:
+        """Begin anew, from the weights as they are now."""
+        self.updates, self._total = 0, 0.0
+        for part in self._parts:
+            for average, weights in _pieces(part):
+                average.copy_(weights)
+
+    def begin(self) -> None:
+        """An update is under way: `follow` will be called once for each part, after it."""
+        if self._config.ema_type == "ema":
+            self._share = 1.0 - self._config.ema_beta
+        else:
+            newest = weight_in_sum(self._config, self.updates)
+            self._total += newest
+            self._share = newest / self._total if self._total else 0.0
+        self.updates += 1
+
+    def follow(self, part: Part) -> None:
+        """Move the average of a part towards its weights."""
+        for average, weights in _pieces(part):
+            average.lerp_(weights, self._share)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, beside the averages."""
+        return {"type": self._config.ema_type, "updates": self.updates, "total": self._total}
+
+    def load_state(self, state: dict[str, Any] | None) -> bool:
+        """The inverse of `state`; where it is of no averages, or of those of another type, begin anew: False."""
+        if state is None or state["type"] != self._config.ema_type:
+            self.start()
+            return False
+        self.updates, self._total = state["updates"], state["total"]
+        return True
+
+
+def weight_in_sum(config: AveragingConfig, update: int) -> float:
+    """s_t of ema_decay_sqrt, for t from 0: not normalised."""
+    if update < config.ema_switch_iter:
+        return 1.0 - config.ema_beta
+    return 1.0 - math.sqrt(min((update - config.ema_switch_iter) / config.ema_decay_iters, 1.0))
+
+
+def _pieces(part: Part) -> Iterator[tuple[Tensor, Tensor]]:
+    """(average, weights), (n,) each and fp32: of a split master piece by piece, else the whole shard at once."""
+    average = part.average
+    assert average is not None
+    step = max(1, average.numel())
+    if part.weights.master is None:
+        step = CPU_CHUNK_NUMEL if average.device.type == "cpu" else GPU_CHUNK_NUMEL
+    for start in range(0, average.numel(), step):
+        end = min(start + step, average.numel())
+        yield average[start:end], part.weights.read(start, end)
