@@ -1,0 +1,338 @@
+"""Averages of the weights: Levanter's numbers, a float64 oracle over ranks, ZeRO stages and dtypes, and what they must
+never do to the weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from engine_runs import Engine, LateGroup, Outcome, SimulatedRanks
+from harness import run_distributed
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_lite.config import AveragingConfig
+from megatron_lite.distributed import Distributed
+from megatron_lite.optimizer import averaging
+from megatron_lite.optimizer.averaging import Averaging, weight_in_sum
+from megatron_lite.zero.master import SplitWeightShard, WeightShard
+from megatron_lite.zero.stage import Stage
+
+Options = dict[str, Any]
+
+EMA: Options = {"ema_type": "ema", "ema_beta": 0.8}
+SQRT: Options = {"ema_type": "ema_decay_sqrt", "ema_beta": 0.9, "ema_switch_iter": 3, "ema_decay_iters": 4}
+SPLIT: Options = {"training_dtype": "bf16", "split_master_weights": True}
+
+
+def a_part(weights: Tensor, split: bool = False) -> Any:
+    """What `Averaging` needs of a part."""
+    if not split:
+        shard: Any = WeightShard(weights, counted=True)
+    else:
+        shard = SplitWeightShard(torch.zeros(weights.shape, dtype=torch.bfloat16))
+        shard.write(weights)
+    return SimpleNamespace(weights=shard, average=torch.zeros(weights.shape))
+
+
+def averages(options: Options, iterates: list[float], start: float = 0.0) -> list[float]:
+    """The averages after each update of a weight that goes through `iterates`."""
+    part = a_part(torch.full((5,), start))
+    engine = Averaging(AveragingConfig(**options), [part])
+    engine.start()
+    found = []
+    for value in iterates:
+        part.weights.master.fill_(value)
+        engine.begin()
+        engine.follow(part)
+        assert len(set(part.average.tolist())) == 1
+        found.append(part.average[0].item())
+    return found
+
+
+# -- formulas --------------------------------------------------------------------------------------------------------
+
+
+def test_ema_has_levanters_values() -> None:
+    """beta 0.9, from 0, weights 1, 2, 3, 4."""
+    found = averages({"ema_type": "ema", "ema_beta": 0.9}, [1.0, 2.0, 3.0, 4.0])
+    assert found == pytest.approx([0.1, 0.29, 0.561, 0.9049], rel=1e-6)
+
+
+def test_ema_decay_sqrt_has_levanters_values() -> None:
+    """beta 0.9, switch 3, decay 4, weights 1 to 9; what it starts from does not count."""
+    expected = [1.0, 1.5, 2.0, 3.538462, 3.944445, 4.232112, 4.398636, 4.398636, 4.398636]
+    assert averages(SQRT, [float(value) for value in range(1, 10)], start=77.0) == pytest.approx(expected, rel=2e-7)
+
+
+def test_before_the_switch_it_is_the_plain_mean() -> None:
+    values = torch.randn(50, generator=torch.Generator().manual_seed(1))
+    found = averages({"ema_type": "ema_decay_sqrt"}, values.tolist())
+    means = values.double().cumsum(0) / torch.arange(1, 51)
+    assert found == pytest.approx(means.tolist(), abs=1e-6)
+
+
+def test_without_mass_the_average_stays_where_it_began() -> None:
+    """A uniform phase of weight 0 has no mean to begin with."""
+    options = {"ema_type": "ema_decay_sqrt", "ema_switch_iter": 0, "ema_decay_iters": 1}
+    assert averages(options, [1.0, 2.0, 3.0], start=5.0) == [1.0, 1.0, 1.0]
+    with mock.patch.object(averaging, "weight_in_sum", lambda *_: 0.0):
+        assert averages(options, [1.0, 2.0], start=5.0) == [5.0, 5.0]
+
+
+def as_levanter(options: AveragingConfig, iterates: list[float]) -> float:
+    """ema_decay_sqrt as Levanter writes it, over the whole history, in float64."""
+    average = total = 0.0
+    for t, value in enumerate(iterates):
+        progress = min(max((t - options.ema_switch_iter) / options.ema_decay_iters, 0.0), 1.0)
+        weight = 1.0 - options.ema_beta if t < options.ema_switch_iter else 1.0 - math.sqrt(progress)
+        total += weight
+        average += weight / total * (value - average) if total > 0 else 0.0
+    return average
+
+
+@given(
+    st.floats(0.0, 0.9999), st.integers(0, 12), st.integers(1, 12),
+    st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=30),
+)  # fmt: skip
+def test_any_numbers_give_levanters_average(beta: float, switch: int, decay: int, iterates: list[float]) -> None:
+    """And the average never leaves the range of the weights, and stands still after the decay."""
+    options = {"ema_type": "ema_decay_sqrt", "ema_beta": beta, "ema_switch_iter": switch, "ema_decay_iters": decay}
+    found = averages(options, iterates)
+    assert found[-1] == pytest.approx(as_levanter(AveragingConfig(**options), iterates), abs=1e-5)
+    assert all(min(iterates) - 1e-5 <= value <= max(iterates) + 1e-5 for value in found)
+    assert len(set(found[switch + decay :])) <= 1
+    assert weight_in_sum(AveragingConfig(**options), switch + decay) == 0.0
+
+
+@pytest.mark.parametrize("options", [EMA, SQRT], ids=["ema", "sqrt"])
+def test_state_goes_through_json_at_any_time(options: Options) -> None:
+    """A continued run takes the shares of the one that went on, to the last bit."""
+    config = AveragingConfig(**options)
+    whole = Averaging(config, [])
+    for count in range(12):
+        again = Averaging(config, [])
+        assert again.load_state(json.loads(json.dumps(whole.state()))) and again.updates == count
+        rest = [one_share(again) for _ in range(8)]
+        copy = Averaging(config, [])
+        copy.load_state(whole.state())
+        assert [one_share(copy) for _ in range(8)] == rest
+        one_share(whole)
+
+
+def one_share(engine: Averaging) -> float:
+    engine.begin()
+    return engine._share
+
+
+@pytest.mark.parametrize("state", [None, {"type": "ema", "updates": 5, "total": 0.0}], ids=["none", "other type"])
+def test_without_a_state_of_its_type_it_begins_anew(state: dict[str, Any] | None) -> None:
+    part = a_part(torch.arange(5.0))
+    engine = Averaging(AveragingConfig(**SQRT), [part])
+    assert not engine.load_state(state)
+    assert engine.updates == 0 and torch.equal(part.average, torch.arange(5.0))
+
+
+def test_a_split_master_is_followed_in_pieces_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the fp32 weights that it stands for, whatever the size of the pieces."""
+    weights = torch.randn(1000, generator=torch.Generator().manual_seed(2))
+    monkeypatch.setattr(averaging, "CPU_CHUNK_NUMEL", 64)
+    results = []
+    for split in (False, True):
+        part = a_part(weights.clone(), split)
+        engine = Averaging(AveragingConfig(**EMA), [part])
+        engine.start()
+        assert torch.equal(part.average, weights)
+        part.weights.write(2 * weights) if split else part.weights.master.mul_(2)
+        engine.begin()
+        engine.follow(part)
+        results.append(part.average)
+    assert torch.equal(*results)
+
+
+# -- in training -----------------------------------------------------------------------------------------------------
+
+
+def followed(distributed: Distributed, options: Options, iterations: int) -> float:
+    """Train; the largest difference of this rank's averages to those of its fp32 weights, computed in float64."""
+    engine = Engine(distributed, {"freeze": ("blocks.0",), "lr": 1e-2, **options})
+    config = engine.config.averaging
+    parts = [part for _, part in engine.model.parts() if part.average is not None]
+    assert len(parts) < len(list(engine.model.parts())), "something is frozen"
+    history = [[part.read("weights").double().clone() for part in parts]]
+    for iteration in range(1, iterations + 1):
+        engine.step(iteration)
+        history.append([part.read("weights").double().clone() for part in parts])
+    worst = 0.0
+    for index, part in enumerate(parts):
+        average, total = history[0][index], 0.0
+        for t, weights in enumerate(step[index] for step in history[1:]):
+            if config.ema_type == "ema":
+                average = config.ema_beta * average + (1 - config.ema_beta) * weights
+            else:
+                progress = min(max((t - config.ema_switch_iter) / config.ema_decay_iters, 0.0), 1.0)
+                mass = 1 - config.ema_beta if t < config.ema_switch_iter else 1 - math.sqrt(progress)
+                total += mass
+                average = average + mass / total * (weights - average)
+        assert part.average is not None and (part.average - weights).abs().max() > 1e-3, "the weights hardly moved"
+        worst = max(worst, float((part.average - average).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_averages_follow_the_weights(ranks: int) -> None:
+    """Both types, ZeRO 1 to 3, fp32, bf16, split masters, with frozen parameters in between: to rounding."""
+    for kind in (EMA, SQRT):
+        for more in ({"zero_stage": 1}, {"zero_stage": 3, "training_dtype": "bf16"}, {"zero_stage": 2, **SPLIT}):
+            results = run_distributed(ranks, followed, {"batch_size": 6, **kind, **more}, 6)
+            assert max(results) < 1e-6, (kind, more)
+
+
+def run_engine(ranks: Any, options: Options, evaluate_every: int, late: bool = False) -> Outcome:
+    return Engine(ranks, options, LateGroup(ranks) if late else None).run(5, evaluate_every, averaged=True)
+
+
+def apart(outcome: Outcome) -> tuple[Any, ...]:
+    """What an evaluation must not change."""
+    return outcome.losses, outcome.grad_norms, outcome.weights, outcome.state
+
+
+CASES: list[Options] = [
+    {"zero_stage": 1}, {"zero_stage": 3}, {"zero_stage": 1, "training_dtype": "bf16"}, {"zero_stage": 2, **SPLIT},
+    {"zero_stage": 3, "training_dtype": "bf16", "num_weight_buffers": 1, "depth_first_micro_batches": 2},
+    {"zero_stage": 1, "tie_word_embeddings": False, "recompute_layers": 1, "freeze": ("blocks.0", "*.norm.*")},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_evaluating_averages_changes_nothing(ranks: int) -> None:
+    """After every iteration or never: losses, norms, weights, moments and averages are the same bits. Also where each
+    collective sends nothing before somebody waits for it, so that gathers of weights are under way all the time."""
+    for options in CASES:
+        options = {"batch_size": 8, **EMA, **options}
+        never = run_distributed(ranks, run_engine, options, 0)
+        every = run_distributed(ranks, run_engine, options, 1, ranks > 1)
+        for one, other in zip(never, every, strict=True):
+            assert apart(one) == apart(other), options
+            assert len(other.evaluated) == len(other.averaged) == 5
+            assert not set(other.evaluated) & set(other.averaged)
+
+
+def gather_into_the_weights(stage: Stage, shown: bool) -> None:
+    """A mutation of `Stage.show_average`: averages are gathered where the weights lie."""
+    for part in stage.parts:
+        part.shows_average = shown
+        part._full_average = part.full_weights
+    stage.weights.holder = None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_test_above_sees_a_gather_into_the_masters(ranks: int) -> None:
+    """fp32, a buffer for each stage: the weight buffers are the masters' memory."""
+    never = run_distributed(ranks, run_engine, EMA, 0)
+    every = run_distributed(ranks, run_mutated, EMA)
+    assert apart(never[0]) != apart(every[0])
+
+
+def run_mutated(ranks: Any, options: Options) -> Outcome:
+    with mock.patch.object(Stage, "show_average", gather_into_the_weights):
+        return run_engine(ranks, options, 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("more", [{}, {"training_dtype": "bf16"}], ids=["fp32", "bf16"])
+def test_zero_stages_agree_to_the_last_bit(more: Options, ranks: int) -> None:
+    """Averages, their loss, and everything else."""
+    outcomes = [
+        run_distributed(ranks, run_engine, {**SQRT, **more, "zero_stage": stage}, 2) for stage in (1, 2, 3)
+    ]  # fmt: skip
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+def evaluated_twice(ranks: Any, options: Options) -> tuple[float, float]:
+    """The loss of the averages, and of another model that has them as its weights."""
+    engine, other = Engine(ranks, options), Engine(ranks, {**options, "ema_type": "none"})
+    for iteration in range(1, 4):
+        engine.step(iteration)
+    with engine.model.averaged():
+        loss = engine.model.evaluate(engine.batches(0))
+    for (_, part), (_, target) in zip(engine.model.parts(), other.model.parts(), strict=True):
+        values = part.read("weights") if part.average is None else part.average
+        target.write("weights", target.read("weights").copy_(values))
+    other.model.invalidate()
+    return float(loss), float(other.model.evaluate(other.batches(0)))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_loss_is_that_of_a_model_with_these_weights(ranks: int) -> None:
+    """Bit for bit, frozen parameters at their own values."""
+    for more in ({"zero_stage": 1}, {"zero_stage": 3, "training_dtype": "bf16"}, {"freeze": ("blocks.0", "*.bias")}):
+        for loss, expected in run_distributed(ranks, evaluated_twice, {"batch_size": 6, **EMA, **more}):
+            assert loss == expected, more
+
+
+# -- guards ----------------------------------------------------------------------------------------------------------
+
+
+def test_before_the_first_update_the_average_is_the_weights() -> None:
+    engine = Engine(SimulatedRanks(), EMA)
+    raw = engine.model.evaluate(engine.batches(0))
+    with engine.model.averaged():
+        assert torch.equal(engine.model.evaluate(engine.batches(0)), raw)
+
+
+def test_guards_hold_inside() -> None:
+    """A stage that was not gathered is not used, and nothing is trained."""
+    engine = Engine(SimulatedRanks(), EMA)
+    engine.model.gather_ahead()
+    engine.model.evaluate(engine.batches(0))
+    with engine.model.averaged():
+        with pytest.raises(AssertionError, match="stage 1 would compute with the weights of stage None"):
+            engine.model.stages[1].require_weights()
+        engine.model.stages[1].gather()
+        engine.model.stages[1].require_weights()
+        with pytest.raises(AssertionError, match="stage 2 would compute"):
+            engine.model.stages[2].require_weights()
+        with pytest.raises(AssertionError, match="averages are not trained"):
+            engine.gradients(1)
+    engine.model.stages[1].require_weights()
+
+
+def test_the_weight_buffers_still_hold_their_stages_afterwards() -> None:
+    """Parameters are views of the same memory as before, with the same values, and nothing has to be gathered again."""
+    engine = Engine(SimulatedRanks(), {**EMA, "zero_stage": 1})
+    engine.step(1)
+    engine.model.evaluate(engine.batches(0))
+    before = {name: (parameter.data_ptr(), parameter.clone()) for name, parameter in engine.model.parameters()}
+    with pytest.raises(KeyError), engine.model.averaged():
+        engine.model.evaluate(engine.batches(0))
+        inside = {parameter.data_ptr() for _, parameter in engine.model.parameters()}
+        raise KeyError  # also where an evaluation fails
+    for name, parameter in engine.model.parameters():
+        address, values = before[name]
+        assert parameter.data_ptr() == address not in inside and torch.equal(parameter, values)
+    for stage in engine.model.stages:
+        stage.require_weights()
+
+
+def test_without_averages_there_is_nothing_to_show() -> None:
+    engine = Engine(SimulatedRanks(), {})
+    with pytest.raises(AssertionError, match="keeps no averages"), engine.model.averaged():
+        pass
+    assert all(part.average is None for _, part in engine.model.parts())
+
+
+def test_nothing_is_read_from_the_device() -> None:
+    """The whole of an averaged step on the meta device, which has no values to read."""
+    part = a_part(torch.empty(64, device="meta"))
+    engine = Averaging(AveragingConfig(**SQRT), [part])
+    steps: list[Callable[[], None]] = [engine.start, engine.begin, lambda: engine.follow(part)]
+    for step in steps:
+        step()
