@@ -9,6 +9,7 @@ from typing import Any
 from megatron_lite.config import Config, flatten
 from megatron_lite.flags import FLAGS, written
 from megatron_lite.items import lr_scale_patterns
+from megatron_lite.optimizer.schedule_cautions import idle_schedule_options, schedule_cautions
 from megatron_lite.option import Auto
 
 
@@ -16,7 +17,9 @@ def warnings(config: Config) -> list[str]:
     """The cautions for a resolved configuration, one line each."""
     values = flatten(config)
     without_effect = (f"--{name} has no effect {reason}" for name, reason in _without_effect(values))
-    return [*_nothing_to_train(config), *_risks(values), *_multi_stage(values), *without_effect]
+    return [
+        *_nothing_to_train(config), *_risks(values), *schedule_cautions(values), *_multi_stage(values), *without_effect
+    ]  # fmt: skip
 
 
 def _nothing_to_train(config: Config) -> Iterator[str]:
@@ -110,15 +113,11 @@ def _without_effect(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
     window, sequence_length = values["window_size"], values["sequence_length"]
     if window is not None and window >= sequence_length:
         yield "window_size", f"when it is not below sequence_length ({window} >= {sequence_length})"
-    if values["lr_decay_style"] == "constant" and values["lr_decay_iters"] != max(1, values["train_iters"]):
-        yield "lr_decay_iters", "with --lr_decay_style=constant"
+    yield from idle_schedule_options(values)
 
 
 def _idle_conditions(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
     """(option, whether another option makes it idle, why) for options whose default is not derived from others."""
-    constant = values["lr_decay_style"] == "constant"
-    yield "min_lr", constant and values["min_lr"] != 0.0, "with --lr_decay_style=constant"
-    yield "lr_decay_power", constant, "with --lr_decay_style=constant"
     dynamic = values["training_dtype"] == "fp16" and values["loss_scale"] is None
     for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
         yield name, not dynamic, "without dynamic loss scaling (--training_dtype=fp16 and no --loss_scale)"

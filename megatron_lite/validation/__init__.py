@@ -19,8 +19,9 @@ from megatron_lite.refused import REFUSED_VALUES
 from megatron_lite.validation.batch import BATCH as BATCH
 from megatron_lite.validation.batch import batch
 from megatron_lite.validation.data import data, training
+from megatron_lite.validation.learning_rate import learning_rate
 from megatron_lite.validation.model import model, performance
-from megatron_lite.validation.optimizer import learning_rate, optimizer
+from megatron_lite.validation.optimizer import optimizer
 from megatron_lite.validation.problem import Problem, fill, typed
 from megatron_lite.validation.system import distributed, multi_stage, run
 

@@ -1,0 +1,83 @@
+"""Where the phases of a learning-rate schedule begin and end: integer arithmetic on its options. Imports no torch.
+
+    [warmup][stable][decay] {[rewarmup][stable][decay]} x (cycles - 1) [cooldown]
+
+Steps count from 0. What an option gives as a fraction is one of the cycle's own length (of the run for cycles and the
+cooldown), rounded down. A warmup longer than its cycle is cut to it, then a decay to what the warmup leaves.
+Source: Levanter, optim/config.py, with the clamping of its continuation in Marin; WSD-S: Wen et al. 2024.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from itertools import accumulate
+from typing import NamedTuple
+
+from megatron_lite.config.learning_rate import LearningRateConfig
+
+
+class Cycle(NamedTuple):
+    """One cycle: `warmup` steps from `start` on, then a stable phase, then `decay` steps; `length` together."""
+
+    number: int  # from 0
+    start: int
+    length: int
+    warmup: int
+    decay: int
+
+    @property
+    def decay_start(self) -> int:
+        return self.start + self.length - self.decay
+
+
+def steps_of(iters: int | None, fraction: float | None, whole: int) -> int | None:
+    """The length that a pair of options gives; None where neither is set."""
+    return iters if fraction is None else int(fraction * whole)
+
+
+def cooldown_steps(options: LearningRateConfig) -> int:
+    """The length of the cooldown, which the end of the schedule belongs to; 0 without one."""
+    assert options.lr_decay_iters is not None, "resolved before"
+    return steps_of(options.lr_cooldown_iters, options.lr_cooldown_fraction, options.lr_decay_iters) or 0
+
+
+def boundaries(options: LearningRateConfig) -> tuple[int, Callable[[int], int]]:
+    """The number of cycles n, and a function b: cycle i has the steps from b(i) up to b(i + 1), for i < n.
+
+    The cycles end at the end of the schedule, less the cooldown. Minima beyond that are kept: the run is over before.
+    A function rather than a list, as there may be very many cycles.
+    """
+    assert options.lr_decay_iters is not None, "resolved before"
+    total = options.lr_decay_iters - cooldown_steps(options)
+    count = options.lr_num_cycles
+    if count > 1:
+        return count, lambda index: total if index == count else int(total / count * index)
+    length = steps_of(options.lr_cycle_iters, options.lr_cycle_fraction, total)
+    if length is not None:
+        whole = max(total // length, 1)  # the last cycle takes the remainder, too
+        return whole, lambda index: total if index == whole else index * length
+    points = (0, *(options.lr_cycle_minima or accumulate(options.lr_cycle_lengths)))
+    points += (total,) if points[-1] < total else ()
+    return len(points) - 1, points.__getitem__
+
+
+def cycle(options: LearningRateConfig, index: int) -> Cycle:
+    """The phases of one cycle, counted from 0."""
+    _, boundary = boundaries(options)
+    start, length = boundary(index), boundary(index + 1) - boundary(index)
+    if index == 0:
+        warmup = steps_of(options.lr_warmup_iters, options.lr_warmup_fraction, length) or 0
+    else:
+        warmup = steps_of(options.lr_rewarmup_iters, options.lr_rewarmup_fraction, length) or 0
+    warmup = min(warmup, length)
+    decay = steps_of(options.lr_wsd_decay_iters, options.lr_wsd_decay_fraction, length)
+    left = length - warmup
+    return Cycle(index, start, length, warmup, left if decay is None else min(decay, left))
+
+
+def cycle_at(options: LearningRateConfig, step: int) -> Cycle:
+    """The cycle that a step is in; the last one for all later steps."""
+    assert step >= 0, step
+    count, boundary = boundaries(options)
+    return cycle(options, bisect_right(range(count), step, key=boundary) - 1)
