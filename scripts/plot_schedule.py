@@ -1,0 +1,167 @@
+"""Show a schedule before anything is trained: the learning rate and the batch size of every iteration.
+
+    python scripts/plot_schedule.py <training flags> --csv=schedule.csv --png=schedule.png
+
+The flags are those of pretrain_gpt.py and mean the same; as for a dry run, data and directories may be left out, and
+--world_size says for how many ranks. The picture needs matplotlib (`pip install matplotlib`), the table needs nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))  # runs from a plain checkout
+
+from megatron_lite.arguments import HelpRequested, launch_world_size, parse  # noqa: E402
+from megatron_lite.config import Config  # noqa: E402
+from megatron_lite.errors import EXIT_DONE, RunError, StorageError, UsageError  # noqa: E402
+from megatron_lite.exits import print_page  # noqa: E402
+from megatron_lite.optimizer.schedules import learning_rate  # noqa: E402
+from megatron_lite.validation import planned_world_size, resolve, warnings  # noqa: E402
+
+RATE_COLOR = "#0d9488"
+BATCH_COLOR = "#2563eb"
+MUTED_COLOR = "#64748b"
+GRID_COLOR = "#e2e8f0"
+
+
+class Row(NamedTuple):
+    """One iteration, counted from 1; the names are those of the columns."""
+
+    iteration: int
+    learning_rate: float
+    batch_size: int
+
+
+def schedule(config: Config) -> list[Row]:
+    """Every iteration of a run, given its resolved configuration."""
+    size = config.batch.batch_size
+    assert size is not None, "resolved before"
+    return [
+        Row(iteration, learning_rate(config, iteration), size)
+        for iteration in range(1, config.training.train_iters + 1)
+    ]
+
+
+def take_files(argv: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
+    """--csv and --png with their files, and the words that are left.
+
+    Raises:
+        UsageError: if one has no file, or cannot be written.
+    """
+    files: dict[str, Path] = {}
+    left: list[str] = []
+    words = iter(argv)
+    for word in words:
+        flag, equals, file = word.partition("=")
+        if flag not in ("--csv", "--png"):
+            left.append(word)
+            continue
+        file = file if equals else next(words, "")
+        if not file or file.startswith("--"):
+            raise UsageError(f"{flag}: a file must follow, as in {flag}=schedule.{flag[2:]}")
+        files[flag] = Path(file).expanduser()
+    if "--png" in files and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--png: matplotlib is not installed (pip install matplotlib); --csv alone works without")
+    return files, left
+
+
+def read_config(argv: Sequence[str]) -> Config:
+    """The resolved configuration of the training flags; their warnings are printed.
+
+    Raises:
+        UsageError: as pretrain_gpt.py, or if there is no iteration to show.
+    """
+    arguments = parse(argv)
+    config = arguments.config
+    config = dataclasses.replace(config, distributed=dataclasses.replace(config.distributed, dry_run=True))
+    config = resolve(config, planned_world_size(config, launch_world_size()))
+    if config.training.train_iters == 0:
+        raise UsageError("--train_iters=0: there is no iteration to show; write --train_iters=<iterations>")
+    for line in (*arguments.warnings, *warnings(config)):
+        print(f"WARNING: {line}", file=sys.stderr)
+    return config
+
+
+def write_table(rows: Sequence[Row], path: Path) -> None:
+    """One line per iteration under the names of the columns; rates read back as the same numbers."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(Row._fields)
+        writer.writerows(rows)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """The learning rate over the iterations; below it the batch size, if that changes."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    iterations, rates, sizes = zip(*rows, strict=True)
+    figure = Figure(figsize=(9, 4.6), dpi=150, layout="constrained", facecolor="white")
+    panels = 2 if len(set(sizes)) > 1 else 1
+    grid = {"height_ratios": [3, 1][:panels]}
+    axes = figure.subplots(panels, 1, sharex=True, squeeze=False, gridspec_kw=grid)[:, 0]
+    axes[0].plot(iterations, rates, color=RATE_COLOR, linewidth=1.8, marker="o" if len(rows) < 4 else None)
+    axes[0].set_ylabel("learning rate", color=MUTED_COLOR)
+    axes[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    if panels == 2:
+        axes[1].step(iterations, sizes, where="mid", color=BATCH_COLOR, linewidth=1.8)
+        axes[1].set_ylabel("batch size", color=MUTED_COLOR)
+    axes[-1].set_xlabel("iteration", color=MUTED_COLOR)
+    axes[-1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    for panel in axes:
+        panel.set_ylim(bottom=0)
+        panel.grid(color=GRID_COLOR, linewidth=0.8)
+        panel.set_axisbelow(True)
+        panel.tick_params(colors=MUTED_COLOR, length=0)
+        panel.spines[["top", "right", "left"]].set_visible(False)
+        panel.spines["bottom"].set_color(GRID_COLOR)
+    figure.savefig(path, format="png")
+
+
+def write(files: dict[str, Path], rows: Sequence[Row]) -> None:
+    """Write the table and the picture.
+
+    Raises:
+        StorageError: if a file cannot be written.
+    """
+    for flag, path in files.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            (write_table if flag == "--csv" else draw)(rows, path)
+        except OSError as error:
+            raise StorageError(f"{flag}={path}: cannot write: {error.strerror}; choose another file") from None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write what is asked for; returns the exit code."""
+    try:
+        files, left = take_files(argv)
+        config = read_config(left)
+        if not files:
+            raise UsageError("nothing to write: add --csv=schedule.csv, --png=schedule.png, or both")
+        rows = schedule(config)
+        write(files, rows)
+    except HelpRequested as request:
+        print_page(f"{__doc__}\n{request}")
+        return EXIT_DONE
+    except RunError as error:
+        print("\n".join(f"ERROR: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        return error.exit_code
+    peak = max(rows, key=lambda row: row.learning_rate)
+    print(f"{len(rows)} iterations; learning rate: first {rows[0].learning_rate:.4g}, ", end="")
+    print(f"highest {peak.learning_rate:.4g} (iteration {peak.iteration}), last {rows[-1].learning_rate:.4g}")
+    for path in files.values():
+        print(f"written: {path}")
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
