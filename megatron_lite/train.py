@@ -32,8 +32,6 @@ from megatron_lite.optimizer.schedules import learning_rate
 from megatron_lite.seeds import derive_seed
 from megatron_lite.stop_signal import StopSignal
 
-# Dropped updates in a row after which a run is given up: fp16 needs at most 16 to find its first loss scale.
-HOPELESS_STREAK = 50
 # What a rank says instead of a signal number when it cannot go on.
 FAILED = 1 << 16
 
@@ -94,7 +92,7 @@ def train(run: Run) -> tuple[int, str]:
             if stop:
                 return preempted(run)
             update = train_step(run, micro_batches, iteration)
-            run.window.add(update.loss, update.grad_norm, update.verdict.skipped, data_wait_s)
+            run.window.add(update.loss, update.verdict.skipped, data_wait_s)
             run.iteration = iteration
             last = iteration == training.train_iters
             if last or is_due(iteration, config.run.log_interval, config.run.log_offset):
@@ -196,6 +194,7 @@ def is_due(iteration: int, interval: int | None, offset: int = 0) -> bool:
 
 def evaluate(run: Run, phase: str, iterations: int) -> None:
     """Log the mean loss over the first `iterations` batches of a phase, the same ones every time."""
+    refuse_bad_steps(run)
     batches = run.data.batches(phase, 0, iterations)
     loss = torch.zeros((), dtype=torch.float64, device=run.distributed.device)
     for _ in range(iterations):
@@ -215,7 +214,8 @@ def evaluate(run: Run, phase: str, iterations: int) -> None:
 
 def log_training(run: Run, update: Update) -> float | None:
     """One line of the log and of metrics.jsonl; returns its loss. Reads the device, so it waits for it."""
-    streak, iterations, config = run.window.streak, run.window.iterations, run.config
+    iterations, config = run.window.iterations, run.config
+    dropped = run.optimizer.guard.dropped.close()
     record: dict[str, Any] = {
         "phase": "training",
         "iteration": run.iteration,
@@ -223,6 +223,8 @@ def log_training(run: Run, update: Update) -> float | None:
         **run.window.close(run.tokens_per_iteration),
         "learning_rate": learning_rate(config, run.iteration),
         "grad_norm": float(update.grad_norm),
+        "skipped_iters": dropped.skipped,
+        "nan_iters": dropped.nan,
         "loss_scale": float(run.optimizer.loss_scale.scale),
         "batch_size": config.batch.batch_size,
         "consumed_samples": run.iteration * (config.batch.batch_size or 0),
@@ -230,8 +232,8 @@ def log_training(run: Run, update: Update) -> float | None:
     }
     timing, console = run.timer.lap(run.iteration)
     record |= timing
-    if streak:
-        record["skip_reason"] = "non-finite gradient"
+    if dropped.reason is not None:
+        record["skip_reason"] = dropped.reason
     if run.distributed.device.type == "cuda":
         record["max_allocated_mib"] = torch.cuda.max_memory_allocated() / MIB
         record["max_reserved_mib"] = torch.cuda.max_memory_reserved() / MIB
@@ -242,13 +244,22 @@ def log_training(run: Run, update: Update) -> float | None:
     if config.run.log_communication:
         for line in communication_lines(run.distributed.traffic.take(), iterations, run.collectives_alone_s):
             run.logger.info(line)
-    if streak >= HOPELESS_STREAK:
-        raise NumericsError(
-            f"the last {streak} updates were dropped because their gradients were not finite. Resume from an older "
-            "checkpoint with a lower --lr, or use --training_dtype=bf16"
-        )
+    if dropped.reason is not None:
+        run.logger.warning("updates dropped since the last line: %d; the last, %s", dropped.new, dropped.reason)
+    if dropped.stop is not None:
+        raise NumericsError(dropped.stop)
     loss: float | None = record["loss"]
     return loss
+
+
+def refuse_bad_steps(run: Run) -> None:
+    """Nothing is published after a step that has to stop the run, though its update was dropped.
+
+    Raises:
+        NumericsError: on every rank.
+    """
+    if (reason := run.optimizer.guard.dropped.stop_reason()) is not None:
+        raise NumericsError(reason)
 
 
 def refuse_broken_weights(run: Run) -> None:
@@ -266,6 +277,7 @@ def refuse_broken_weights(run: Run) -> None:
 
 def save(run: Run) -> None:
     """Write a checkpoint, then delete those beyond --max_checkpoints."""
+    refuse_bad_steps(run)
     root = run.experiment.checkpoints
     if root is None:
         return
@@ -280,6 +292,7 @@ def save(run: Run) -> None:
 
 def export(run: Run) -> None:
     """Write a permanent export of the weights as they are now."""
+    refuse_bad_steps(run)
     directory = run.experiment.export(run.iteration)
     if directory is None:
         return
@@ -294,6 +307,7 @@ def export(run: Run) -> None:
 
 def preempted(run: Run) -> tuple[int, str]:
     """Save and stop, as a signal to any rank asked."""
+    refuse_bad_steps(run)
     if run.experiment.checkpoints is None:
         message = f"stopped by a signal at iteration {run.iteration}; nothing was saved (no --experiment_dir)"
         run.logger.info(message)

@@ -42,8 +42,8 @@ class Optimizer:
         self._config, self._distributed, self._triton = config, distributed, kernels.triton
         self._trained = [Trained(stage, part) for stage in stages if (part := stage.trainable) is not None]
         self._rule = choose_rule(config, self._trained, distributed, kernels)
-        self._guard = Guard(config.optimizer, distributed.device)
         self.loss_scale = LossScale(config.optimizer, config.distributed.training_dtype, distributed.device)
+        self.guard = Guard(config.optimizer, self.loss_scale.dynamic, distributed.device)
         self._updates = torch.zeros((), dtype=torch.float32, device=distributed.device)  # Adam's t: good updates
 
     def step(
@@ -61,9 +61,9 @@ class Optimizer:
         norm_squared, loss = self._distributed.sum_in_rank_order(torch.stack([total, loss.double()]))
         scale = self.loss_scale.scale
         grad_norm = (norm_squared.sqrt() / scale).float()
-        verdict = self._guard.judge(iteration, loss / tokens, grad_norm)
+        verdict = self.guard.judge(iteration, loss / tokens, grad_norm)
         self._updates.add_(~verdict.skipped)
-        divisor = scale / self._guard.clipping_factor(grad_norm)
+        divisor = scale / self.guard.clipping_factor(grad_norm)
         step = Step(
             learning_rate, self._weight_decay(learning_rate), divisor, self._updates, verdict.skipped.float()
         )
@@ -80,7 +80,7 @@ class Optimizer:
         return {
             "updates": int(self._updates),
             "loss_scale": self.loss_scale.state(),
-            "guard": self._guard.state(),
+            "guard": self.guard.state(),
             "rule": self._rule.state(),
         }
 
@@ -88,7 +88,7 @@ class Optimizer:
         """The inverse of `state`; older checkpoints know neither guards nor rules."""
         self._updates.fill_(state["updates"])
         self.loss_scale.load_state(state["loss_scale"])
-        self._guard.load_state(state.get("guard", {}))
+        self.guard.load_state(state.get("guard", {}))
         self._rule.load_state(state.get("rule", {}))
 
     def _weight_decay(self, learning_rate: float) -> float:
