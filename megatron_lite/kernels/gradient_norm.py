@@ -5,9 +5,9 @@ under a loss scale and nothing small is lost; a last program adds up the pieces 
 speed all the same. Which element is added when depends on the shards' sizes alone: the result is the same bits on
 every device of a kind, for every ZeRO stage.
 
-Reference: pieces in fp32 and their sums in fp64. One fp32 sum over a whole shard would lose small squares (on CPU
-0.1 % of the norm at 16 million elements), and gradients under a loss scale would overflow it. It overflows where the
-norm of a piece passes 1.8e19, and loses pieces whose norm is below 1e-19.
+Reference: short rows in fp32, all in one call at the speed of memory, and their sums in fp64. One fp32 sum over a
+whole shard would lose small squares (on CPU 0.1 % of the norm at 16 million elements), and gradients under a loss scale
+would overflow it. It overflows where the norm of a row passes 1.8e19, and loses rows whose norm is below 1e-19.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from megatron_lite.kernels.jit import cdiv, jit, tl
 
-PIECE_NUMEL = 2**16  # elements that one program adds up; in the reference those whose squares are added in fp32
+PIECE_NUMEL = 2**16  # elements that one program adds up
+ROW_NUMEL = 2**12  # elements whose squares the reference adds in fp32
 BLOCK = 2048
 TOTAL_BLOCK = 1024
 
@@ -33,8 +34,10 @@ def squared_norm(shards: Sequence[Tensor], triton: bool = False) -> Tensor:
 
 
 def _reference(shard: Tensor) -> Tensor:
-    norms = torch._foreach_norm(shard.split(PIECE_NUMEL), 2, torch.float32)
-    return torch.stack(norms).double().square().sum()
+    rows = shard.numel() // ROW_NUMEL * ROW_NUMEL
+    norms = torch.linalg.vector_norm(shard[:rows].view(-1, ROW_NUMEL), dim=1, dtype=torch.float32)
+    rest = torch.linalg.vector_norm(shard[rows:], dtype=torch.float32)
+    return torch.cat([norms, rest[None]]).double().square_().sum()
 
 
 def _launch(shards: Sequence[Tensor]) -> Tensor:
