@@ -5,7 +5,12 @@
     m = beta1 * m + (1 - beta1) * g            v = beta2 * v + (1 - beta2) * g^2
     w = w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-in fp32, in the order of torch's fused AdamW. Gradients are read in whatever dtype they have. The master weights w are
+in fp32, in the order of torch's fused AdamW. With `nesterov` (Dozat 2016, "Incorporating Nesterov momentum into Adam",
+as optax has it) the last line takes, in place of m / (1 - beta1^t), what m will be if the next gradient is this one:
+
+    beta1 * m / (1 - beta1^(t+1)) + (1 - beta1) * g / (1 - beta1^t)
+
+Gradients are read in whatever dtype they have. The master weights w are
 fp32, or split into bf16 weights and 16-bit remainders (see `copying.py`); beside fp32 ones the weights in the training
 dtype are written in the same pass, where a memory is given for them. Where `skipped` is set nothing is written at all.
 
@@ -19,7 +24,7 @@ its launch. The learning rate is an fp32 argument: Triton specializes on integer
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -81,6 +86,7 @@ class Hyperparameters:
     beta1: float
     beta2: float
     eps: float
+    nesterov: bool = False
 
 
 class Control:
@@ -91,8 +97,10 @@ class Control:
 
     def __init__(self, divisor: Tensor, updates: Tensor, skipped: Tensor, numbers: Hyperparameters) -> None:
         self.divisor, self.updates, self.skipped, self.numbers = divisor, updates, skipped, numbers
-        logarithms = [math.log(beta) if beta else -math.inf for beta in (numbers.beta1, numbers.beta2)]
-        self.corrections = torch.stack([torch.expm1(updates * logarithm) for logarithm in logarithms]).neg_()  # 1 - b^t
+        rates = [math.log(beta) if beta else -math.inf for beta in (numbers.beta1, numbers.beta2)]
+        exponents = [updates * rates[0], updates * rates[1], (updates + 1) * rates[0]]
+        # 1 - b^t for both betas, and 1 - b^(t + 1) for the first: (3,)
+        self.corrections = torch.expm1(torch.stack(exponents)).neg_()
 
 
 def adamw(shard: Shard, ranges: Ranges, control: Control, triton: bool = False) -> None:
@@ -107,30 +115,46 @@ def adamw(shard: Shard, ranges: Ranges, control: Control, triton: bool = False) 
 
 def _reference(shard: Shard, ranges: Ranges, control: Control) -> None:
     numbers, gradient, exp_avg, exp_avg_sq = control.numbers, *shard[3:]
-    in_place = shard.rounded is None and gradient.dtype == torch.float32
-    chunk_numel = CPU_CHUNK_NUMEL if gradient.device.type == "cpu" else GPU_CHUNK_NUMEL
-    for row in ranges.rows:
-        step = row.end - row.start if in_place else chunk_numel
-        for start in range(row.start, row.end, step):
-            bounds = slice(start, min(start + step, row.end))
-            weights = _read(shard, bounds)
+    # Dividing writes every gradient back. On CPU a look at a number costs nothing, and most often it is 1.
+    divided = gradient.device.type != "cpu" or float(control.divisor) != 1.0
+    in_place = shard.rounded is None and gradient.dtype == torch.float32 and not numbers.nesterov
+    for row, bounds in chunks(shard, ranges, whole=in_place):
+        rate, decay = numbers.learning_rate * row.lr_scale, numbers.weight_decay * row.decay_scale
+        weights = read(shard, bounds)
+        if numbers.nesterov:
+            descend(weights, update_moments(shard, bounds, control), decay, rate, control)
+        else:
             torch._fused_adamw_(
                 [weights], [gradient[bounds].float()], [exp_avg[bounds]], [exp_avg_sq[bounds]], [], [control.updates],
-                lr=numbers.learning_rate * row.lr_scale, beta1=numbers.beta1, beta2=numbers.beta2,
-                weight_decay=numbers.weight_decay * row.decay_scale, eps=numbers.eps, amsgrad=False, maximize=False,
-                grad_scale=control.divisor, found_inf=control.skipped,
+                lr=rate, beta1=numbers.beta1, beta2=numbers.beta2, weight_decay=decay, eps=numbers.eps,
+                amsgrad=False, maximize=False, grad_scale=control.divisor if divided else None,
+                found_inf=control.skipped,
             )  # fmt: skip
-            _write(shard, bounds, weights)
+        write(shard, bounds, weights)
 
 
-def _read(shard: Shard, bounds: slice) -> Tensor:
+# -- parts of the reference, of this and of `adamw_clipped.py` --------------------------------------------------------
+
+
+def chunks(shard: Shard, ranges: Ranges, whole: bool = False) -> Iterator[tuple[Range, slice]]:
+    """The ranges in pieces that bound the temporaries; `whole`: in one piece each, where there are none."""
+    chunk_numel = CPU_CHUNK_NUMEL if shard.gradient.device.type == "cpu" else GPU_CHUNK_NUMEL
+    for row in ranges.rows:
+        step = row.end - row.start if whole else chunk_numel
+        for start in range(row.start, row.end, step):
+            yield row, slice(start, min(start + step, row.end))
+
+
+def read(shard: Shard, bounds: slice) -> Tensor:
+    """The fp32 weights: live, or a copy."""
     if shard.master is not None:
         return shard.master[bounds]
     assert shard.rounded is not None and shard.remainder is not None
     return join(shard.rounded[bounds], shard.remainder[bounds])
 
 
-def _write(shard: Shard, bounds: slice, weights: Tensor) -> None:
+def write(shard: Shard, bounds: slice, weights: Tensor) -> None:
+    """Store what `read` has returned and somebody has changed, in every form in which they are kept."""
     if shard.rounded is None:
         return
     if shard.remainder is None:
@@ -139,58 +163,124 @@ def _write(shard: Shard, bounds: slice, weights: Tensor) -> None:
         split(weights, shard.rounded[bounds], shard.remainder[bounds])
 
 
+def update_moments(shard: Shard, bounds: slice, control: Control) -> Tensor:
+    """Update m and v. Returns the direction of the step in new memory: without learning rate and decay."""
+    numbers = control.numbers
+    gradient = shard.gradient[bounds].float() / control.divisor
+    step = torch.zeros_like(gradient)  # as weights that are zero, and so become the step itself
+    torch._fused_adamw_(
+        [step], [gradient], [shard.exp_avg[bounds]], [shard.exp_avg_sq[bounds]], [], [control.updates], lr=-1.0,
+        beta1=numbers.beta1, beta2=numbers.beta2, weight_decay=0.0, eps=numbers.eps, amsgrad=False, maximize=False,
+        found_inf=control.skipped,
+    )  # fmt: skip
+    return direction(shard, bounds, control) if numbers.nesterov else step
+
+
+def direction(shard: Shard, bounds: slice, control: Control) -> Tensor:
+    """The direction of the step, from moments that have been updated, in new memory."""
+    numbers, (correction1, correction2, next_correction1) = control.numbers, control.corrections
+    momentum, root = shard.exp_avg[bounds], shard.exp_avg_sq[bounds].sqrt()
+    root.div_(correction2.sqrt()).add_(numbers.eps)
+    if not numbers.nesterov:
+        return torch.div(momentum, root, out=root).div_(correction1)
+    gradient = shard.gradient[bounds].float() * ((1 - numbers.beta1) / (correction1 * control.divisor))
+    return gradient.addcmul_(momentum, numbers.beta1 / next_correction1).div_(root)
+
+
+def descend(weights: Tensor, direction: Tensor, decay: float, rate: float | Tensor, control: Control) -> None:
+    """weights -= rate * (direction + decay * weights), in place."""
+    torch._fused_sgd_(
+        [weights], [direction], [], weight_decay=decay, momentum=0.0, lr=rate, dampening=0.0, nesterov=False,
+        maximize=False, is_first_step=True, found_inf=control.skipped,
+    )  # type: ignore[call-overload]  # fmt: skip
+
+
+# -- the kernel ------------------------------------------------------------------------------------------------------
+
+
 def _launch(shard: Shard, ranges: Ranges, control: Control) -> None:
-    assert all(tensor is None or tensor.is_contiguous() for tensor in shard)
-    numbers, rounded = control.numbers, shard.rounded
-    if shard.remainder is not None:
-        assert rounded is not None and rounded.dtype == torch.bfloat16
-        rounded = rounded.view(torch.int16)
+    numbers = control.numbers
     if ranges.blocks:
         _adamw_kernel[(ranges.blocks,)](
-            shard.master, rounded, *shard[2:], ranges.places, ranges.scales,
-            control.divisor, control.corrections, control.skipped,
+            *pointers(shard), ranges.places, ranges.scales, control.divisor, control.corrections, control.skipped,
             float(numbers.learning_rate), float(numbers.weight_decay), numbers.beta1, numbers.beta2, numbers.eps,
-            len(ranges.rows), ALIGNMENT, BLOCK, num_warps=NUM_WARPS,
+            numbers.nesterov, len(ranges.rows), ALIGNMENT, BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip
+
+
+def pointers(shard: Shard) -> list[Tensor | None]:
+    """A shard as kernels take it."""
+    assert all(tensor is None or tensor.is_contiguous() for tensor in shard)
+    if shard.remainder is None:
+        return list(shard)
+    assert shard.rounded is not None and shard.rounded.dtype == torch.bfloat16
+    return [shard.master, shard.rounded.view(torch.int16), *shard[2:]]
 
 
 @jit
 def _adamw_kernel(
     master_ptr, rounded_ptr, remainder_ptr, gradient_ptr, exp_avg_ptr, exp_avg_sq_ptr,
     places_ptr, scales_ptr, divisor_ptr, corrections_ptr, skipped_ptr,
-    learning_rate, weight_decay, BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr,
+    learning_rate, weight_decay, BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, NESTEROV: tl.constexpr,
     ROWS: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     block = tl.program_id(0)
     row = 0
     for other in tl.static_range(1, ROWS):
         row += tl.where(block < tl.load(places_ptr + 3 * other), 0, 1)
-    # Borders as products with ALIGNMENT: so the compiler knows that accesses may be wide.
-    start = tl.load(places_ptr + 3 * row + 1) * ALIGNMENT
-    end = tl.load(places_ptr + 3 * row + 2) * ALIGNMENT
-    offsets = start + (block - tl.load(places_ptr + 3 * row)) * BLOCK + tl.arange(0, BLOCK)  # int64
-    mask = offsets < tl.where(tl.load(skipped_ptr) == 0, end, 0)
+    offsets, mask = elements(block, row, places_ptr, skipped_ptr, ALIGNMENT, BLOCK)
     rate = learning_rate * tl.load(scales_ptr + 2 * row)
     decay = rate * weight_decay * tl.load(scales_ptr + 2 * row + 1)
 
     gradient = tl.load(gradient_ptr + offsets, mask=mask, other=0.0).to(tl.float32) / tl.load(divisor_ptr)
     exp_avg = tl.load(exp_avg_ptr + offsets, mask=mask, other=0.0)
     exp_avg_sq = tl.load(exp_avg_sq_ptr + offsets, mask=mask, other=0.0)
-    if remainder_ptr is None:
-        weight = tl.load(master_ptr + offsets, mask=mask, other=0.0)
-    else:
-        high = tl.load(rounded_ptr + offsets, mask=mask, other=0).to(tl.int32) << 16
-        low = tl.load(remainder_ptr + offsets, mask=mask, other=0).to(tl.int32)
-        weight = (high + low).to(tl.float32, bitcast=True)
+    weight = load_weights(master_ptr, rounded_ptr, remainder_ptr, offsets, mask)
 
     weight -= decay * weight
     exp_avg = BETA1 * exp_avg + (1 - BETA1) * gradient
     exp_avg_sq = BETA2 * exp_avg_sq + (1 - BETA2) * gradient * gradient
     root = tl.sqrt(exp_avg_sq) / tl.sqrt(tl.load(corrections_ptr + 1))
-    weight -= rate / tl.load(corrections_ptr) * exp_avg / (root + EPS)
+    if NESTEROV:
+        weight -= rate * ahead(exp_avg, gradient, corrections_ptr, BETA1) / (root + EPS)
+    else:
+        weight -= rate / tl.load(corrections_ptr) * exp_avg / (root + EPS)
 
     tl.store(exp_avg_ptr + offsets, exp_avg, mask=mask)
     tl.store(exp_avg_sq_ptr + offsets, exp_avg_sq, mask=mask)
+    store_weights(weight, master_ptr, rounded_ptr, remainder_ptr, offsets, mask)
+
+
+@jit
+def elements(block, row, places_ptr, skipped_ptr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr):
+    """Offsets, int64, of a block that lies in a row of the table, and which of them are updated: none if skipped."""
+    # Borders as products with ALIGNMENT: so the compiler knows that accesses may be wide.
+    start = tl.load(places_ptr + 3 * row + 1) * ALIGNMENT
+    end = tl.load(places_ptr + 3 * row + 2) * ALIGNMENT
+    offsets = start + (block - tl.load(places_ptr + 3 * row)) * BLOCK + tl.arange(0, BLOCK)
+    return offsets, offsets < tl.where(tl.load(skipped_ptr) == 0, end, 0)
+
+
+@jit
+def ahead(exp_avg, gradient, corrections_ptr, BETA1: tl.constexpr):
+    """What takes the place of m / (1 - beta1^t) with `nesterov`."""
+    return BETA1 / tl.load(corrections_ptr + 2) * exp_avg + (1 - BETA1) / tl.load(corrections_ptr) * gradient
+
+
+@jit
+def load_weights(master_ptr, rounded_ptr, remainder_ptr, offsets, mask):
+    """The fp32 weights."""
+    if remainder_ptr is None:
+        return tl.load(master_ptr + offsets, mask=mask, other=0.0)
+    else:
+        high = tl.load(rounded_ptr + offsets, mask=mask, other=0).to(tl.int32) << 16
+        low = tl.load(remainder_ptr + offsets, mask=mask, other=0).to(tl.int32)
+        return (high + low).to(tl.float32, bitcast=True)
+
+
+@jit
+def store_weights(weight, master_ptr, rounded_ptr, remainder_ptr, offsets, mask):
+    """The fp32 weights, in every form in which they are kept."""
     if remainder_ptr is None:
         tl.store(master_ptr + offsets, weight, mask=mask)
         if rounded_ptr is not None:

@@ -40,6 +40,7 @@ class UpdateRange:
     end: int
     weight_decay: bool
     lr_scale: float
+    slot: int  # index of its first parameter in the layout
 
 
 @dataclass(frozen=True)
@@ -60,20 +61,23 @@ class FlatLayout:
         starts = [slot.offset for slot in self.slots[1:]] + [self.numel]
         return [(slot.end, start) for slot, start in zip(self.slots, starts, strict=True) if slot.end < start]
 
-    def update_ranges(self, rank: int) -> list[UpdateRange]:
-        """This rank's shard cut where weight decay or learning-rate scale change.
+    def update_ranges(self, rank: int, apart: bool = False) -> list[UpdateRange]:
+        """This rank's shard cut where weight decay or learning-rate scale change; `apart`: at every parameter.
 
         Padding goes with the parameter before it: its weight, gradient and moments are zero, and Adam leaves zeros at
         zero.
         """
-        firsts: list[ParameterSlot] = []  # of each run of parameters that are updated alike
-        for slot in self.slots:
-            if not firsts or _update_kind(firsts[-1].spec) != _update_kind(slot.spec):
-                firsts.append(slot)
-        low, ends = rank * self.shard_numel, [slot.offset for slot in firsts[1:]] + [self.numel]
+        firsts: list[int] = []  # of each run of parameters that are updated alike
+        for index, slot in enumerate(self.slots):
+            if apart or not firsts or _update_kind(self.slots[firsts[-1]].spec) != _update_kind(slot.spec):
+                firsts.append(index)
+        starts = [self.slots[index].offset for index in firsts]
+        low, ends = rank * self.shard_numel, starts[1:] + [self.numel]
         ranges = [
-            UpdateRange(max(slot.offset - low, 0), min(end - low, self.shard_numel), *_update_kind(slot.spec))
-            for slot, end in zip(firsts, ends, strict=True)
+            UpdateRange(
+                max(start - low, 0), min(end - low, self.shard_numel), *_update_kind(self.slots[index].spec), index
+            )
+            for index, start, end in zip(firsts, starts, ends, strict=True)
         ]
         return [part for part in ranges if part.start < part.end]
 

@@ -42,7 +42,9 @@ def test_every_element_lies_in_exactly_one_shard(
 def test_update_ranges_cover_the_shard_and_agree_with_the_parameters(
     shapes: list[tuple[int, ...]], border: int, world_size: int
 ) -> None:
-    """Each shard is cut into at most two ranges, and every parameter element lies in one of its own kind."""
+    """Each shard is cut into at most two ranges, and every parameter element lies in one of its own kind; or into as
+    many as it holds parameters, and every element lies in its own parameter's.
+    """
     specs = [
         ParameterSpec(f"p{i}", shape, Initializer("constant", 0.0), weight_decay=i >= border)
         for i, shape in enumerate(shapes)
@@ -56,6 +58,14 @@ def test_update_ranges_cover_the_shard_and_agree_with_the_parameters(
             low = slot.offset + start - rank * layout.shard_numel
             owner = [part for part in ranges if part.start <= low and low + stop - start <= part.end]
             assert [part.weight_decay for part in owner] == [slot.spec.weight_decay]
+        apart = layout.update_ranges(rank, apart=True)
+        assert apart[0].start == 0 and apart[-1].end == layout.shard_numel
+        assert all(a.end == b.start and a.slot < b.slot for a, b in zip(apart, apart[1:], strict=False))
+        places = {part.slot: (part.start, part.end, part.weight_decay) for part in apart}
+        for slot, start, stop in layout.pieces(rank):
+            low = slot.offset + start - rank * layout.shard_numel
+            first, end, decayed = places[layout.slots.index(slot)]
+            assert first == low and low + stop - start <= end and decayed == slot.spec.weight_decay
 
 
 @pytest.mark.parametrize(
