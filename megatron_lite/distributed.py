@@ -38,9 +38,9 @@ class Group(Protocol):
     world_size: int
     device: torch.device
 
-    def all_gather(self, buffer: Tensor) -> Handle: ...
+    def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle: ...
 
-    def reduce_scatter(self, buffer: Tensor) -> Handle: ...
+    def reduce_scatter(self, buffer: Tensor, kind: str = "reduce") -> Handle: ...
 
     def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int: ...
 
@@ -106,7 +106,7 @@ class Distributed:
         receives: list[Any] = [dist.irecv(slices[peer], group=self.group, group_src=peer, tag=tag) for peer in peers]
         return self.traffic.started(kind, buffer, Works([*receives, *sends]))
 
-    def reduce_scatter(self, buffer: Tensor) -> Handle:
+    def reduce_scatter(self, buffer: Tensor, kind: str = "reduce") -> Handle:
         """Sum a flat buffer over ranks into its slice `rank`: (world_size * n,), in place; other slices are garbage.
 
         On CPU one reduction is under way at a time (it owns the scratch): starting the next completes it.
@@ -116,13 +116,13 @@ class Distributed:
             work = _nccl("reduce_scatter_single", "reduce_scatter_tensor")(
                 own, buffer, group=self.group, async_op=True
             )
-            return self.traffic.started("reduce", buffer, work)
+            return self.traffic.started(kind, buffer, work)
         if self._reduction is not None:
             self._reduction.wait()
         scratch = self._reduction_scratch(buffer)
         tag = self._next_tag(-(-buffer.numel() // (self.world_size * scratch.shape[-1])))
         work = PairwiseSum(buffer, scratch, self.rank, self.group, tag)
-        self._reduction = self.traffic.started("reduce", buffer, work)
+        self._reduction = self.traffic.started(kind, buffer, work)
         return self._reduction
 
     def sum_in_rank_order(self, values: Tensor) -> Tensor:
@@ -166,10 +166,10 @@ class Distributed:
 
     def _reduction_scratch(self, buffer: Tensor) -> Tensor:
         shape = reduction_scratch_shape(self.world_size, buffer.numel() // self.world_size)
-        numel = math.prod(shape)
-        if self._scratch is None or self._scratch.numel() < numel or self._scratch.dtype != buffer.dtype:
-            self._scratch = buffer.new_empty(numel)
-        return self._scratch[:numel].view(shape)
+        size = math.prod(shape) * buffer.itemsize
+        if self._scratch is None or self._scratch.numel() < size:
+            self._scratch = buffer.new_empty(size, dtype=torch.uint8)
+        return self._scratch[:size].view(buffer.dtype).view(shape)
 
     def _next_tag(self, count: int) -> int:
         tag, self._tag = self._tag, (self._tag + count) % 2**30

@@ -45,6 +45,9 @@ class ParameterSpec:
     initializer: Initializer
     weight_decay: bool = True
     lr_scale: float = 1.0  # factor on the learning rate; 0: frozen
+    # Rows of each matrix that lies in it, from the top: of queries, keys, values, each a linear map of its own. Empty:
+    # none, or none between two hidden layers (embeddings, head), which is what Muon is for.
+    matrix_rows: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:

@@ -38,12 +38,12 @@ class SimulatedGroup:
         self.traffic = Traffic(world_size)
         self._device_type = device_type
 
-    def all_gather(self, buffer: Tensor) -> Done:
-        self.traffic.started("gather", buffer, Done())
+    def all_gather(self, buffer: Tensor, kind: str = "gather") -> Done:
+        self.traffic.started(kind, buffer, Done())
         return Done()
 
-    def reduce_scatter(self, buffer: Tensor) -> Done:
-        self.traffic.started("reduce", buffer, Done())
+    def reduce_scatter(self, buffer: Tensor, kind: str = "reduce") -> Done:
+        self.traffic.started(kind, buffer, Done())
         return Done()
 
     def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:

@@ -30,7 +30,9 @@ class Total:
 
 
 class Traffic:
-    """Counts every gather ("gather"), reduction ("reduce") and small sum ("sum") of one rank."""
+    """Counts every gather ("gather"), reduction ("reduce") and small sum ("sum") of one rank, and Muon's apart from
+    those of the weights and gradients ("muon gather", "muon reduce").
+    """
 
     def __init__(self, world_size: int, timed: bool = False, device_type: str = "cpu") -> None:
         self._world_size, self._timed, self._on_gpu = world_size, timed, device_type == "cuda"

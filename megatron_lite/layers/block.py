@@ -45,11 +45,12 @@ class Attention(torch.nn.Module):
         self.query_key_value = Linear(
             f"{name}.query_key_value",
             config.hidden_size,
-            query_size + 2 * group_size,
+            (query_size, group_size, group_size),
             config.init_method_std_qkv,
             config,
         )
-        self.output = Linear(f"{name}.output", query_size, config.hidden_size, config.init_method_std_attn_proj, config)
+        std = config.init_method_std_attn_proj
+        self.output = Linear(f"{name}.output", query_size, (config.hidden_size,), std, config)
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         """(b, s, h) -> (b, s, h), from the norm to the residual sum."""
@@ -71,10 +72,10 @@ class MLP(torch.nn.Module):
         assert config.init_method_std_mlp_1 is not None and config.init_method_std_mlp_2 is not None
         self.activation_type, self.gated = config.activation_type, config.gated
         self.kernels = kernels
-        up_size = config.ffn_hidden_size * (2 if config.gated else 1)  # gate rows first
-        self.up = Linear(f"{name}.up", config.hidden_size, up_size, config.init_method_std_mlp_1, config)
+        up_sizes = (config.ffn_hidden_size,) * (2 if config.gated else 1)  # gate rows first
+        self.up = Linear(f"{name}.up", config.hidden_size, up_sizes, config.init_method_std_mlp_1, config)
         self.down = Linear(
-            f"{name}.down", config.ffn_hidden_size, config.hidden_size, config.init_method_std_mlp_2, config
+            f"{name}.down", config.ffn_hidden_size, (config.hidden_size,), config.init_method_std_mlp_2, config
         )
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,12 +49,16 @@ class Layer(torch.nn.Module):
 
 
 class Linear(torch.nn.Module):
-    """Parameters of a linear layer: weight (o, i) and, if the model has them, bias (o,)."""
+    """Parameters of a linear layer: weight (o, i) and, if the model has them, bias (o,).
 
-    def __init__(self, name: str, in_size: int, out_size: int, std: float, config: ModelConfig) -> None:
+    out_sizes: of each linear map in it, their rows one after the other; they add up to o.
+    """
+
+    def __init__(self, name: str, in_size: int, out_sizes: Sequence[int], std: float, config: ModelConfig) -> None:
         super().__init__()
-        weights = Initializer("normal", std)
-        self.weight = declare(ParameterSpec(f"{name}.weight", (out_size, in_size), weights))
+        weights, out_size = Initializer("normal", std), sum(out_sizes)
+        shape = (out_size, in_size)
+        self.weight = declare(ParameterSpec(f"{name}.weight", shape, weights, matrix_rows=tuple(out_sizes)))
         biases = weights if config.random_bias_init else Initializer("constant", 0.0)
         self.bias = (
             declare(ParameterSpec(f"{name}.bias", (out_size,), biases, weight_decay=False))

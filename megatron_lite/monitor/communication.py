@@ -6,7 +6,10 @@ from collections.abc import Mapping
 
 from megatron_lite.traffic import Total
 
-KINDS = {"gather": "gathers", "reduce": "reductions", "sum": "sums", "debug": "gathers for debugging"}
+KINDS = {
+    "gather": "gathers", "reduce": "reductions", "muon gather": "Muon's gathers", "muon reduce": "Muon's reductions",
+    "sum": "sums", "debug": "gathers for debugging",
+}  # fmt: skip
 MIB = 2**20
 
 

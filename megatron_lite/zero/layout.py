@@ -38,6 +38,7 @@ class UpdateRange:
 
     start: int
     end: int
+    is_matrix: bool
     weight_decay: bool
     lr_scale: float
     slot: int  # index of its first parameter in the layout
@@ -61,8 +62,14 @@ class FlatLayout:
         starts = [slot.offset for slot in self.slots[1:]] + [self.numel]
         return [(slot.end, start) for slot, start in zip(self.slots, starts, strict=True) if slot.end < start]
 
+    @property
+    def first_matrix(self) -> int:
+        """Where the matrices between hidden layers begin, in elements of the range; its end if there are none."""
+        return next((slot.offset for slot in self.slots if slot.spec.matrix_rows), self.numel)
+
     def update_ranges(self, rank: int, apart: bool = False) -> list[UpdateRange]:
-        """This rank's shard cut where weight decay or learning-rate scale change; `apart`: at every parameter.
+        """This rank's shard cut where the matrices begin, and where weight decay or learning-rate scale change;
+        `apart`: at every parameter.
 
         Padding goes with the parameter before it: its weight, gradient and moments are zero, and Adam leaves zeros at
         zero.
@@ -90,14 +97,14 @@ class FlatLayout:
                 yield slot, start - slot.offset, end - slot.offset
 
 
-def _update_kind(spec: ParameterSpec) -> tuple[bool, float]:
-    return spec.weight_decay, spec.lr_scale
+def _update_kind(spec: ParameterSpec) -> tuple[bool, bool, float]:
+    return bool(spec.matrix_rows), spec.weight_decay, spec.lr_scale
 
 
 def lay_out(specs: Sequence[ParameterSpec], world_size: int) -> FlatLayout:
     """Place parameters in a flat range, each at an aligned offset: those that are updated alike lie together.
 
-    Parameters exempt from weight decay come first.
+    The matrices between hidden layers come last, and before them parameters exempt from weight decay first.
     """
     slots, offset = [], 0
     for spec in sorted(specs, key=_update_kind):  # stable: else as declared

@@ -1,0 +1,130 @@
+"""The parts of SGD, Lion and Muon that look at one element at a time, over a flat shard.
+
+    g = gradient / divisor                     divisor = loss scale / clipping factor
+
+    SGD     m = mu * m + g                     w = w - lr * decay * w - lr * m
+    Lion    u = sign(b1 * m + (1 - b1) * g)    w = w - lr * decay * w - lr * u          m = b2 * m + (1 - b2) * g
+    Muon    m = mu * m + (1 - mu) * g          u = m, or mu * m + (1 - mu) * g (Nesterov), to be orthogonalized
+            w = w - lr * decay * w - lr * f * u                                         f by the shape of the matrix
+
+Lion: Chen et al. (2023), algorithm 2. SGD as torch.optim.SGD, but with decoupled weight decay (Loshchilov & Hutter
+2019). Muon: Jordan et al. (2024), as torch.optim.Muon. All in fp32, gradients in any dtype, for every form of the
+weights that AdamW knows (see `adamw.py`). Where `skipped` is set nothing changes, not by a bit. Torch's functions go over the shard in
+chunks, which bounds their temporaries; nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_lite.kernels.adamw import CPU_CHUNK_NUMEL, GPU_CHUNK_NUMEL, Range
+from megatron_lite.kernels.copying import join, split
+
+
+class Weights(NamedTuple):
+    """What is updated, (n,) each; see `adamw.Shard`."""
+
+    master: Tensor | None
+    rounded: Tensor | None
+    remainder: Tensor | None
+
+    def read(self, bounds: slice) -> Tensor:
+        """Some of the fp32 weights, live or, of split ones, in new memory."""
+        if self.master is not None:
+            return self.master[bounds]
+        assert self.rounded is not None and self.remainder is not None
+        return join(self.rounded[bounds], self.remainder[bounds])
+
+    def write(self, bounds: slice, values: Tensor) -> None:
+        """Store what `read` has returned and somebody has changed."""
+        if self.rounded is None:
+            return
+        if self.remainder is None:
+            self.rounded[bounds].copy_(values)
+        else:
+            split(values, self.rounded[bounds], self.remainder[bounds])
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Of one step. divisor, skipped: () in fp32, on the device; 1 where nothing may change, else 0."""
+
+    learning_rate: float
+    weight_decay: float
+    divisor: Tensor
+    skipped: Tensor
+
+
+def sgd(
+    weights: Weights, gradient: Tensor, exp_avg: Tensor, rows: Sequence[Range], numbers: Numbers, momentum: float
+) -> None:
+    """Update a shard in place."""
+    skipped = numbers.skipped.bool()
+    for row, bounds in _chunks(rows, gradient.device):
+        m = exp_avg[bounds]
+        _keep(m, torch.add(_unscaled(gradient, bounds, numbers), m, alpha=momentum), skipped)
+        _descend(weights, bounds, m, row, numbers, skipped)
+
+
+def lion(
+    weights: Weights, gradient: Tensor, exp_avg: Tensor, rows: Sequence[Range], numbers: Numbers,
+    beta1: float, beta2: float,
+) -> None:  # fmt: skip
+    """Update a shard in place."""
+    skipped = numbers.skipped.bool()
+    for row, bounds in _chunks(rows, gradient.device):
+        g, m = _unscaled(gradient, bounds, numbers), exp_avg[bounds]
+        _descend(weights, bounds, m.lerp(g, 1 - beta1).sign_(), row, numbers, skipped)
+        _keep(m, m.lerp(g, 1 - beta2), skipped)
+
+
+def muon_momentum(
+    gradient: Tensor, exp_avg: Tensor, update: Tensor, bounds: slice, numbers: Numbers,
+    momentum: float, nesterov: bool,
+) -> None:  # fmt: skip
+    """Update the momentum between two bounds of the shard, and round what is to be orthogonalized into `update`."""
+    skipped = numbers.skipped.bool()
+    for _, chunk in _chunks([Range(bounds.start, bounds.stop, 1.0, 1.0)], gradient.device):
+        g, m = _unscaled(gradient, chunk, numbers), exp_avg[chunk]
+        new = m.lerp(g, 1 - momentum)
+        update[chunk].copy_(g.lerp(new, momentum) if nesterov else new)
+        _keep(m, new, skipped)
+
+
+def descend(weights: Weights, update: Tensor, rows: Sequence[Range], numbers: Numbers, factors: Sequence[float]) -> None:
+    """Decay the weights of each row, and move them against the update times the row's factor of the learning rate."""
+    skipped = numbers.skipped.bool()
+    for row, factor in zip(rows, factors, strict=True):
+        for _, bounds in _chunks([row], update.device):
+            _descend(weights, bounds, update[bounds], row, numbers, skipped, factor)
+
+
+def _descend(
+    weights: Weights, bounds: slice, update: Tensor, row: Range, numbers: Numbers, skipped: Tensor, factor: float = 1.0
+) -> None:
+    rate = numbers.learning_rate * row.lr_scale
+    values = weights.read(bounds)
+    decayed = values * (1 - rate * numbers.weight_decay * row.decay_scale)
+    _keep(values, decayed.add_(update, alpha=-rate * factor), skipped)
+    weights.write(bounds, values)
+
+
+def _keep(old: Tensor, new: Tensor, skipped: Tensor) -> None:
+    """old = new, unless the step is skipped: a choice, not a product, which would let NaN through."""
+    old.copy_(torch.where(skipped, old, new))
+
+
+def _unscaled(gradient: Tensor, bounds: slice, numbers: Numbers) -> Tensor:
+    return gradient[bounds].float() / numbers.divisor
+
+
+def _chunks(rows: Sequence[Range], device: torch.device) -> Iterator[tuple[Range, slice]]:
+    numel = CPU_CHUNK_NUMEL if device.type == "cpu" else GPU_CHUNK_NUMEL
+    for row in rows:
+        for start in range(row.start, row.end, numel):
+            yield row, slice(start, min(start + numel, row.end))

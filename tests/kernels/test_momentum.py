@@ -1,0 +1,158 @@
+"""SGD, Lion and the elementwise parts of Muon on a flat shard against their formulas in fp64 and against torch.optim.SGD;
+in every form of the weights; dropped updates leave no trace."""
+
+from __future__ import annotations
+
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.kernels import momentum as module
+from megatron_lite.kernels.adamw import Range
+from megatron_lite.kernels.copying import split
+from megatron_lite.kernels.momentum import Numbers, Weights, descend, lion, muon_momentum, sgd
+
+NUMEL, DECAY = 640, 0.1
+ROWS = (Range(0, 64, 1.0, 0.0), Range(64, 320, 0.5, 1.0), Range(320, NUMEL, 2.0, 1.0))
+FORMS = ["master alone", "bf16 in place", "fp16 in place", "split"]
+GRADIENTS = [torch.float32, torch.bfloat16, torch.float16]
+Exact = tuple[Tensor, Tensor]  # weights, moment
+
+
+def draw(seed: int, numel: int = NUMEL) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def make_weights(form: str, values: Tensor) -> Weights:
+    if form == "split":
+        rounded, remainder = torch.zeros_like(values).bfloat16(), torch.zeros_like(values, dtype=torch.int16)
+        split(values, rounded, remainder)
+        return Weights(None, rounded, remainder)
+    dtypes = {"master alone": None, "bf16 in place": torch.bfloat16, "fp16 in place": torch.float16}
+    dtype = dtypes[form]
+    return Weights(values.clone(), None if dtype is None else values.to(dtype), None)
+
+
+def numbers_of(rate: float, divisor: float, skipped: bool = False) -> Numbers:
+    return Numbers(rate, DECAY, torch.tensor(divisor), torch.tensor(float(skipped)))
+
+
+def scales() -> tuple[Tensor, Tensor]:
+    """Of every element: the factor of the learning rate, and of the weight decay."""
+    rate, decay = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
+    for start, end, lr_scale, decay_scale in ROWS:
+        rate[start:end], decay[start:end] = lr_scale, decay_scale
+    return rate, decay
+
+
+def sgd_in_fp64(w: Tensor, m: Tensor, g: Tensor, rate: float) -> Exact:
+    lr_scale, decay_scale = scales()
+    m = 0.9 * m + g
+    return w - rate * lr_scale * (m + DECAY * decay_scale * w), m
+
+
+def lion_in_fp64(w: Tensor, m: Tensor, g: Tensor, rate: float) -> Exact:
+    lr_scale, decay_scale = scales()
+    step = torch.sign(0.8 * m + 0.2 * g)
+    return w - rate * lr_scale * (step + DECAY * decay_scale * w), 0.95 * m + 0.05 * g
+
+
+def muon_in_fp64(w: Tensor, m: Tensor, g: Tensor, rate: float) -> Exact:
+    """Without orthogonalization: the Nesterov update, rounded to bf16, times 1, 3 and 0.5."""
+    lr_scale, decay_scale = scales()
+    m = 0.7 * m + 0.3 * g
+    update = (0.7 * m + 0.3 * g).bfloat16().double()
+    for (start, end, _, _), factor in zip(ROWS, (1.0, 3.0, 0.5), strict=True):
+        update[start:end] *= factor
+    return w - rate * lr_scale * (update + DECAY * decay_scale * w), m
+
+
+def ours_sgd(weights: Weights, gradient: Tensor, exp_avg: Tensor, numbers: Numbers) -> None:
+    sgd(weights, gradient, exp_avg, ROWS, numbers, 0.9)
+
+
+def ours_lion(weights: Weights, gradient: Tensor, exp_avg: Tensor, numbers: Numbers) -> None:
+    lion(weights, gradient, exp_avg, ROWS, numbers, 0.8, 0.95)
+
+
+def ours_muon(weights: Weights, gradient: Tensor, exp_avg: Tensor, numbers: Numbers) -> None:
+    update = torch.full((NUMEL,), torch.nan, dtype=torch.bfloat16)
+    muon_momentum(gradient, exp_avg, update, slice(0, NUMEL), numbers, 0.7, True)
+    descend(weights, update, ROWS, numbers, (1.0, 3.0, 0.5))
+
+
+RULES = {"sgd": (ours_sgd, sgd_in_fp64), "lion": (ours_lion, lion_in_fp64), "muon": (ours_muon, muon_in_fp64)}
+
+
+def bits(*tensors: Tensor | None) -> list[bytes]:
+    return [tensor.view(torch.int16).numpy().tobytes() for tensor in tensors if tensor is not None]
+
+
+@pytest.mark.parametrize(
+    ("rule", "form", "dtype"), [*itertools.product(RULES, FORMS, GRADIENTS[:2]), ("sgd", FORMS[2], GRADIENTS[2])], ids=str
+)
+def test_several_updates_are_those_of_the_formula(rule: str, form: str, dtype: torch.dtype) -> None:
+    """Scaled gradients, changing rates, three ranges, chunks that do not fit; weights in place are the master's copy.
+
+    After each update one is dropped, whose gradients are infinite and NaN: no bit changes, not of a negative zero.
+    """
+    update, formula = RULES[rule]
+    exact_weights, exact_moment = draw(0).double(), torch.zeros(NUMEL).double()
+    weights, exp_avg = make_weights(form, draw(0)), torch.zeros(NUMEL)
+    for count, divisor in enumerate((1.0, 512.0, 2.75, 128.0), start=1):
+        gradient, rate = (draw(count) * divisor).to(dtype), 0.02 / count
+        exact_weights, exact_moment = formula(exact_weights, exact_moment, gradient.double() / divisor, rate)
+        with mock.patch.object(module, "CPU_CHUNK_NUMEL", 100):
+            update(weights, gradient.clone(), exp_avg, numbers_of(rate, divisor))
+        everything = slice(0, NUMEL)
+        master = weights.read(everything)
+        tolerance = 2e-4 if rule == "muon" else 2e-6  # a tie of the rounding to bf16 may fall the other way
+        assert torch.allclose(master.double(), exact_weights, rtol=2e-6, atol=tolerance), count
+        assert torch.allclose(exp_avg.double(), exact_moment, rtol=2e-6, atol=2e-6), count
+        if form.endswith("in place"):
+            assert weights.rounded is not None and torch.equal(weights.rounded, master.to(weights.rounded.dtype))
+        if weights.master is not None:
+            weights.master[7] = -0.0
+            exact_weights[7] = 0.0
+            weights.write(everything, weights.master)
+        exp_avg[9], exact_moment[9] = -0.0, 0.0
+        before = bits(*weights, exp_avg)
+        poison = torch.full_like(gradient, torch.inf)
+        poison[::2] = torch.nan
+        update(weights, poison, exp_avg, numbers_of(rate, torch.nan, skipped=True))
+        assert bits(*weights, exp_avg) == before, "a dropped update left a trace"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_split_masters_are_the_unsplit_ones_bit_for_bit(rule: str) -> None:
+    update, _ = RULES[rule]
+    plain, halves = (make_weights(form, draw(0)) for form in ("master alone", "split"))
+    moments = torch.zeros(2, NUMEL)
+    for count in (1, 2, 3):
+        for weights, exp_avg in zip((plain, halves), moments, strict=True):
+            update(weights, draw(count), exp_avg, numbers_of(0.1, 1.5))
+        assert torch.equal(halves.read(slice(0, NUMEL)), plain.read(slice(0, NUMEL)))
+        assert torch.equal(*moments)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_without_decay_is_torchs(momentum: float) -> None:
+    weights, exp_avg = make_weights("master alone", draw(0)), torch.zeros(NUMEL)
+    oracle = torch.nn.Parameter(draw(0))
+    optimizer = torch.optim.SGD([oracle], lr=0.1, momentum=momentum)
+    rows = [Range(0, NUMEL, 1.0, 0.0)]
+    for count in range(1, 6):
+        oracle.grad = draw(count)
+        optimizer.step()
+        sgd(weights, draw(count), exp_avg, rows, numbers_of(0.1, 1.0), momentum)
+        assert torch.allclose(weights.read(slice(0, NUMEL)), oracle, rtol=1e-6, atol=1e-6)
+
+
+def test_lion_does_not_move_what_has_no_gradient() -> None:
+    """Padding: sign(0) = 0."""
+    weights, exp_avg = make_weights("master alone", torch.zeros(NUMEL)), torch.zeros(NUMEL)
+    ours_lion(weights, torch.zeros(NUMEL), exp_avg, numbers_of(0.1, 1.0))
+    assert not weights.read(slice(0, NUMEL)).any() and not exp_avg.any()
