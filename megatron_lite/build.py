@@ -137,8 +137,8 @@ def _open_log(config: Config, distributed: Distributed, experiment: Experiment) 
 
 def _allocate(config: Config, distributed: Distributed, layers: list[Layer]) -> MultiStage:
     dtype, training = config.distributed.training_dtype, not config.training.inference
-    moments = config.optimizer.moments
-    return MultiStage(layers, config.multi_stage, config.batch, dtype, distributed, training, moments)
+    moments, whole_matrices = config.optimizer.moments, config.optimizer.whole_matrices
+    return MultiStage(layers, config.multi_stage, config.batch, dtype, distributed, training, moments, whole_matrices)
 
 
 def _time_collectives(config: Config, distributed: Distributed, model: MultiStage) -> dict[str, float]:

@@ -50,7 +50,7 @@ class Engine:
         self.ranks, dtype = ranks, self.config.distributed.training_dtype
         self.model = MultiStage(
             layers_of(self.config), self.config.multi_stage, self.config.batch, dtype, group or ranks, training,
-            self.config.optimizer.moments,
+            self.config.optimizer.moments, self.config.optimizer.whole_matrices,
         )  # fmt: skip
         self.model.initialize(self.config.distributed.seed)
         kernels = choose_kernels(self.config, ranks.device)
@@ -224,11 +224,11 @@ class SimulatedRanks:
         self.device, self._delay_cycles = torch.device(device), delay_cycles
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
-    def all_gather(self, buffer: Tensor) -> Handle:
+    def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
         own, other = buffer.view(2, -1)
         return self._run(lambda: other.copy_(own))
 
-    def reduce_scatter(self, buffer: Tensor) -> Handle:
+    def reduce_scatter(self, buffer: Tensor, kind: str = "reduce") -> Handle:
         own, other = buffer.view(2, -1)
         return self._run(lambda: own.add_(other))
 

@@ -85,6 +85,11 @@ class OptimizerConfig:
         """What the optimizer remembers of each element, by name."""
         return ("exp_avg",) if self.optimizer in ("lion", "sgd") else ("exp_avg", "exp_avg_sq")
 
+    @property
+    def whole_matrices(self) -> bool:
+        """Whether the optimizer needs the matrices between hidden layers whole, and no second moment of them."""
+        return self.optimizer == "muon"
+
 
 @dataclass(frozen=True)
 class AveragingConfig:

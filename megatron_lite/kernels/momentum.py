@@ -9,8 +9,8 @@
 
 Lion: Chen et al. (2023), algorithm 2. SGD as torch.optim.SGD, but with decoupled weight decay (Loshchilov & Hutter
 2019). Muon: Jordan et al. (2024), as torch.optim.Muon. All in fp32, gradients in any dtype, for every form of the
-weights that AdamW knows (see `adamw.py`). Where `skipped` is set nothing changes, not by a bit. Torch's functions go over the shard in
-chunks, which bounds their temporaries; nothing is read on the host.
+weights that AdamW knows (see `adamw.py`). Where `skipped` is set nothing changes, not by a bit. Torch's functions go
+over the shard in chunks, which bounds their temporaries; nothing is read on the host.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ def muon_momentum(
         _keep(m, new, skipped)
 
 
-def descend(weights: Weights, update: Tensor, rows: Sequence[Range], numbers: Numbers, factors: Sequence[float]) -> None:
+def descend(
+    weights: Weights, update: Tensor, rows: Sequence[Range], numbers: Numbers, factors: Sequence[float]
+) -> None:
     """Decay the weights of each row, and move them against the update times the row's factor of the learning rate."""
     skipped = numbers.skipped.bool()
     for row, factor in zip(rows, factors, strict=True):

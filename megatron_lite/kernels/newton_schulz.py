@@ -4,8 +4,8 @@
 
 in bf16, on the side on which A is smaller. The quintic's coefficients are those of Jordan et al. (2024, "Muon: An
 optimizer for hidden layers in neural networks"): chosen for the steepest slope at zero, so that five steps lift small
-singular values far, and leave all of them between about 0.7 and 1.2 instead of at 1 exactly. Operations and their order are
-those of torch.optim.Muon: the same bits come out where the same library multiplies.
+singular values far, and leave all of them between about 0.7 and 1.2 instead of at 1 exactly. Operations and their order
+are those of torch.optim.Muon: the same bits come out where the same library multiplies.
 """
 
 from __future__ import annotations

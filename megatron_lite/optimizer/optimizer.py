@@ -20,7 +20,10 @@ from megatron_lite.kernels.gradient_norm import squared_norm
 from megatron_lite.optimizer.guards import Guard, Verdict
 from megatron_lite.optimizer.loss_scale import LossScale
 from megatron_lite.optimizer.rules.adamw import AdamW
+from megatron_lite.optimizer.rules.lion import Lion
+from megatron_lite.optimizer.rules.muon import Muon
 from megatron_lite.optimizer.rules.rule import Rule, Step, Trained
+from megatron_lite.optimizer.rules.sgd import SGD
 from megatron_lite.zero.stage import Stage
 
 
@@ -101,4 +104,5 @@ class Optimizer:
 
 def choose_rule(config: Config, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels) -> Rule:
     """The rule of --optimizer."""
-    return AdamW(config.optimizer, trained, distributed, kernels)
+    rules: dict[str, Callable[..., Rule]] = {"adamw": AdamW, "muon": Muon, "lion": Lion, "sgd": SGD}
+    return rules[config.optimizer.optimizer](config.optimizer, trained, distributed, kernels)

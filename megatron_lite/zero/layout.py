@@ -63,6 +63,11 @@ class FlatLayout:
         return [(slot.end, start) for slot, start in zip(self.slots, starts, strict=True) if slot.end < start]
 
     @property
+    def has_matrices(self) -> bool:
+        """Whether there are matrices between hidden layers."""
+        return any(slot.spec.matrix_rows for slot in self.slots)
+
+    @property
     def first_matrix(self) -> int:
         """Where the matrices between hidden layers begin, in elements of the range; its end if there are none."""
         return next((slot.offset for slot in self.slots if slot.spec.matrix_rows), self.numel)

@@ -36,9 +36,10 @@ class MultiStage:
     """A chain of layers, partitioned over the data-parallel ranks.
 
     Layers may carry `borrows_from` (layers whose parameters they also use), `gradients_in_forward` and
-    `backward_needs_weights`. `moments`: names of what the optimizer remembers of each element. Without `training`
-    (inference) there are no gradients and no moments. `averaged`: there is an average of the trainable weights, which
-    somebody else updates.
+    `backward_needs_weights`. `moments`: names of what the optimizer remembers of each element. `averaged`: there is an
+    average of the trainable weights, which somebody else updates. `whole_matrices`: the optimizer needs the matrices
+    between hidden layers whole, and remembers no second moment of them. Without `training` (inference) there are no
+    gradients and no moments.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class MultiStage:
         training: bool = True,
         moments: Sequence[str] = ADAM_MOMENTS,
         averaged: bool = False,
+        whole_matrices: bool = False,
     ) -> None:
         self.group, self.training = group, training
         dtype = DTYPES[training_dtype]
@@ -63,7 +65,8 @@ class MultiStage:
         assert config.layers_per_stage != "auto", "resolved before"
         self.split = split_into_stages(len(layers) - 2, config.layers_per_stage)
         self.stages = [
-            Stage(i, [layers[j] for j in some], group, training, moments) for i, some in enumerate(self.split)
+            Stage(i, [layers[j] for j in some], group, training, moments, whole_matrices)
+            for i, some in enumerate(self.split)
         ]
         self._borrows = [self._lenders(stage) for stage in self.stages]
         self._allocate(config)
@@ -220,11 +223,12 @@ class MultiStage:
             "weight remainders" if split else "weight shards": [part.weights.nbytes for part in trained],
             "frozen weight shards": [part.weights.nbytes for part in frozen],
             "gradient shards": [0 if part.shares_gradients else part.grad_shard.nbytes for part in stateful],
-            "Adam moments": [moment.nbytes for part in stateful for moment in part.moments.values()],
+            "optimizer moments": [moment.nbytes for part in stateful for moment in part.moments.values()],
             "averages": [0 if part.average is None else part.average.nbytes for part in parts],
             "weight buffers": [buffer.data.nbytes for buffer in self._weight_buffers],
             "gradient buffers": [buffer.data.nbytes for buffer in self._grad_buffers],
             "average buffers": [buffer.data.nbytes for buffer in self._average_buffers],
+            "update buffers": [buffer.data.nbytes for buffer in self._update_buffers],
             "communication scratch": [scratch],
         }
         return [MemoryRow(kind, sum(size > 0 for size in every), sum(every)) for kind, every in sizes.items()]
@@ -245,7 +249,13 @@ class MultiStage:
         self.grad_plan = plan_buffers([stage.grad_numel for stage in self.stages], grad_count, self._tied())
         self._weight_buffers = self._buffers(self.weight_plan, self.precision.training)
         self._grad_buffers = self._buffers(self.grad_plan, self.precision.gradients)
+        # Rounded to bf16 by who orthogonalizes. With other ranks two: one is gathered while the other is worked on.
+        count = 1 if self.group.world_size == 1 else 2
+        update_plan = plan_buffers([stage.update_numel for stage in self.stages], count, frozenset())
+        self._update_buffers = self._buffers(update_plan, torch.bfloat16)
         for stage in self.stages:
+            place = update_plan.placement[stage.index]
+            stage.update_buffer = None if place is None else self._update_buffers[place]
             weights, gradients = (plan.placement[stage.index] for plan in (self.weight_plan, self.grad_plan))
             assert weights is not None
             stage.allocate(

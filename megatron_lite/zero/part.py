@@ -37,14 +37,15 @@ class Part:
     average: Tensor | None = None  # of the weights over the updates, (shard_numel,) fp32; None: nobody keeps it
     shows_average = False  # `placed` is where the average is gathered, not the weights
     grad_shard: Tensor
-    moments: dict[str, Tensor]  # (shard_numel,) in fp32, by name: what the optimizer remembers of each element
+    moments: dict[str, Tensor]  # (numel,) in fp32, by name: what the optimizer remembers of each element
 
     def __init__(
-        self, specs: Sequence[ParameterSpec], frozen: bool, training: bool, group: Group, moments: Sequence[str]
-    ) -> None:
+        self, specs: Sequence[ParameterSpec], frozen: bool, training: bool, group: Group, moments: Sequence[str],
+        whole_matrices: bool = False,
+    ) -> None:  # fmt: skip
         self.layout = lay_out(specs, group.world_size)
         self.frozen, self.has_state = frozen, training and not frozen
-        self._moments = tuple(moments) if self.has_state else ()
+        self._moments, self.whole_matrices = tuple(moments) if self.has_state else (), whole_matrices
         self._group = group
 
     def allocate(
@@ -66,7 +67,7 @@ class Part:
             self.weights = WeightShard(self._own_weights, counted=False)
         else:
             self.weights = WeightShard(self._zeros(dtype), True, self._own_weights if owns_weights else None)
-        self.moments = {name: self._zeros(torch.float32) for name in self._moments}
+        self.moments = {name: self._zeros(torch.float32, self.numel(name)) for name in self._moments}
         if self.has_state:
             assert full_gradients is not None
             self.full_gradients = full_gradients
@@ -113,9 +114,19 @@ class Part:
     # -- what a checkpoint holds -----------------------------------------------------------------------------------
 
     def kinds(self) -> dict[str, torch.dtype]:
-        """The tensors to save, (shard_numel,) each, and their dtypes."""
+        """The tensors to save, (numel,) each, and their dtypes."""
         averages = () if self.average is None else ("average",)
         return {"weights": self.weights.dtype, **dict.fromkeys((*self._moments, *averages), torch.float32)}
+
+    def numel(self, kind: str) -> int:
+        """Elements of one of them on each rank: those of the shard, but of second moments that matrices do not have."""
+        if kind == "exp_avg_sq" and self.whole_matrices:
+            return min(self.layout.first_matrix, self.layout.shard_numel)
+        return self.layout.shard_numel
+
+    def has(self, kind: str, spec: ParameterSpec) -> bool:
+        """Whether a parameter of this part has elements in it."""
+        return not (kind == "exp_avg_sq" and self.whole_matrices and spec.matrix_rows)
 
     def read(self, kind: str) -> Tensor:
         """One of them: the live shard or, of split weights, an fp32 copy made on the spot."""
@@ -132,5 +143,6 @@ class Part:
     def _own(self, full: Tensor) -> Tensor:
         return full.view(self._group.world_size, -1)[self._group.rank]
 
-    def _zeros(self, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(self.layout.shard_numel, dtype=dtype, device=self._group.device)
+    def _zeros(self, dtype: torch.dtype, numel: int | None = None) -> Tensor:
+        shape = self.layout.shard_numel if numel is None else numel
+        return torch.zeros(shape, dtype=dtype, device=self._group.device)

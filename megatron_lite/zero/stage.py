@@ -59,19 +59,23 @@ class Stage:
     """Layers, shards and the verbs of a training step: gather, forward, backward, reduce."""
 
     observer: Observer | None = None
+    # Where the optimizer gathers matrices that it needs whole; None: it does not.
+    update_buffer: Buffer | None = None
     # Set where an earlier stage, or this one, has something to train; see `MultiStage`.
     runs_backward = True
     wants_input_gradient = True
 
     def __init__(
         self, index: int, layers: Sequence[torch.nn.Module], group: Group, training: bool = True,
-        moments: Sequence[str] = ADAM_MOMENTS,
+        moments: Sequence[str] = ADAM_MOMENTS, whole_matrices: bool = False,
     ) -> None:  # fmt: skip
         self.index, self.layers, self.group = index, layers, group
         specs = [parameter.spec for parameter in self._declared()]
         trained, frozen = [s for s in specs if s.trainable], [s for s in specs if not s.trainable]
         kinds = [(some, is_frozen) for some, is_frozen in ((trained, False), (frozen, True)) if some]
-        self.parts = tuple(Part(some, is_frozen, training, group, moments) for some, is_frozen in kinds)
+        self.parts = tuple(
+            Part(some, is_frozen, training, group, moments, whole_matrices) for some, is_frozen in kinds
+        )
         self.trainable = next((part for part in self.parts if part.has_state), None)
         # An embedding's gradient is made of tokens alone: its weights need not be gathered for it.
         self.backward_needs_weights = any(getattr(layer, "backward_needs_weights", True) for layer in layers)
@@ -86,6 +90,12 @@ class Stage:
     def grad_numel(self) -> int:
         """Elements of its full gradients, padding included."""
         return self.trainable.layout.numel if self.trainable else 0
+
+    @property
+    def update_numel(self) -> int:
+        """Elements of what its optimizer gathers: its full gradients, if it needs whole matrices and there are any."""
+        part = self.trainable
+        return self.grad_numel if part and part.whole_matrices and part.layout.has_matrices else 0
 
     def allocate(
         self, weights: Buffer, owns_weights: bool, gradients: Buffer | None, owns_gradients: bool, precision: Precision

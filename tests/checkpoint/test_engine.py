@@ -236,6 +236,6 @@ def test_inference_reads_the_weights_alone(case: str, tmp_path: Path) -> None:
     run_distributed(2, train_on, options)
     saved = read_all(tmp_path / "run" / "checkpoints" / "8")
     for weights, memory in run_distributed(3, weights_for_inference, {**options, "batch_size": 6}):
-        assert memory["Adam moments"] == memory["gradient shards"] == 0
+        assert memory["optimizer moments"] == memory["gradient shards"] == 0
         for name, values in weights.items():
             assert np.array_equal(values, saved[name, "weights"].bfloat16().float().numpy()), name

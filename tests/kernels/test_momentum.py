@@ -1,5 +1,5 @@
-"""SGD, Lion and the elementwise parts of Muon on a flat shard against their formulas in fp64 and against torch.optim.SGD;
-in every form of the weights; dropped updates leave no trace."""
+"""SGD, Lion and the elementwise parts of Muon on a flat shard against their formulas in fp64, and against torch's SGD; in
+every form of the weights; dropped updates leave no trace."""
 
 from __future__ import annotations
 
@@ -91,9 +91,10 @@ def bits(*tensors: Tensor | None) -> list[bytes]:
     return [tensor.view(torch.int16).numpy().tobytes() for tensor in tensors if tensor is not None]
 
 
-@pytest.mark.parametrize(
-    ("rule", "form", "dtype"), [*itertools.product(RULES, FORMS, GRADIENTS[:2]), ("sgd", FORMS[2], GRADIENTS[2])], ids=str
-)
+CASES = [*itertools.product(RULES, FORMS, GRADIENTS[:2]), ("sgd", FORMS[2], GRADIENTS[2])]
+
+
+@pytest.mark.parametrize(("rule", "form", "dtype"), CASES, ids=str)
 def test_several_updates_are_those_of_the_formula(rule: str, form: str, dtype: torch.dtype) -> None:
     """Scaled gradients, changing rates, three ranges, chunks that do not fit; weights in place are the master's copy.
 

@@ -113,7 +113,7 @@ def test_evaluation_without_gradient_buffers(ranks: int, training_dtype: str) ->
     for results in run_distributed(ranks, inference, options):
         for training, without, kinds in results:
             assert training == without == results[0][0] > 0
-            assert kinds["gradient buffers"] == kinds["gradient shards"] == kinds["Adam moments"] == 0
+            assert kinds["gradient buffers"] == kinds["gradient shards"] == kinds["optimizer moments"] == 0
             assert kinds["communication scratch"] == 0 and kinds["weight buffers"] > 0
 
 

@@ -24,15 +24,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_lite.config import OptimizerConfig
 from megatron_lite.distributed import Distributed
 from megatron_lite.kernels.adamw import Range
-from megatron_lite.kernels.momentum import Numbers, Weights, descend, muon_momentum
+from megatron_lite.kernels.choice import Kernels
+from megatron_lite.kernels.momentum import descend, muon_momentum
 from megatron_lite.kernels.newton_schulz import orthogonalize, orthogonalize_flops
 from megatron_lite.optimizer.rules.adamw import AdamW
-from megatron_lite.optimizer.step import Step, Trained
+from megatron_lite.optimizer.rules.rule import Step, Trained, numbers_of, weights_of
 from megatron_lite.zero.layout import FlatLayout
 
 
@@ -93,19 +93,22 @@ def shape_factor(rows: int, columns: int, style: str) -> float:
 class _Plan:
     """What is to be done for one stage: all that does not change from step to step."""
 
-    def __init__(self, trained: Trained, matrices: Sequence[Matrix], ranks: Sequence[int], rank: int, style: str) -> None:
-        self.stage, self.part, layout = trained.stage, trained.part, trained.part.layout
-        assert self.stage.update_buffer is not None
-        self.buffer = self.stage.update_buffer
-        self.full = self.buffer[: layout.numel]
-        low, numel = rank * layout.shard_numel, layout.shard_numel
+    def __init__(
+        self, trained: Trained, matrices: Sequence[Matrix], ranks: Sequence[int], rank: int, style: str
+    ) -> None:
+        assert trained.stage.update_buffer is not None
+        self.part, self.buffer, layout = trained.part, trained.stage.update_buffer, trained.part.layout
+        self.full, numel = self.buffer.data[: layout.numel], layout.shard_numel
+        low = rank * numel
         self.own = self.full[low : low + numel]
-        # The matrices come last, so what is behind their first element is theirs, or padding.
+        # Matrices come last: what is behind the beginning of the first is theirs, or padding.
         self.bounds = slice(min(max(layout.first_matrix - low, 0), numel), numel)
-        self.mine = [matrix for matrix, assigned in zip(matrices, ranks, strict=True) if assigned == rank]
-        borders = [0, *(border for matrix in self.mine for border in (matrix.offset, matrix.end)), layout.numel]
+        mine = [matrix for matrix, assigned in zip(matrices, ranks, strict=True) if assigned == rank]
+        self.mine = [self.full[m.offset : m.end].view(m.rows, m.columns) for m in mine]
+        borders = [0, *(border for matrix in mine for border in (matrix.offset, matrix.end)), layout.numel]
         self.others = [self.full[a:b] for a, b in zip(borders[::2], borders[1::2], strict=True) if a < b]
-        self.rows, self.factors = [], []
+        self.rows: list[Range] = []
+        self.factors: list[float] = []
         for matrix in matrices:
             start, end = max(matrix.offset - low, 0), min(matrix.end - low, numel)
             if start < end:
@@ -114,35 +117,68 @@ class _Plan:
 
 
 class Muon:
-    """The rule of --optimizer=muon; see the module."""
+    """A `Rule`; see the module."""
 
-    def __init__(self, config: OptimizerConfig, trained: Sequence[Trained], distributed: Distributed) -> None:
+    def __init__(
+        self, config: OptimizerConfig, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels
+    ) -> None:
         self._config, self._distributed = config, distributed
-        self._adamw = AdamW(config, trained, distributed, matrices=False)
+        self._adamw = AdamW(config, trained, distributed, kernels)
         found = [(one, matrices) for one in trained if (matrices := matrices_of(one.part.layout))]
         ranks = assign([matrices for _, matrices in found], distributed.world_size)
-        self._plans = {
-            one.stage.index: _Plan(one, matrices, assigned, distributed.rank, config.muon_adjust_lr)
+        plans = [
+            _Plan(one, matrices, assigned, distributed.rank, config.muon_adjust_lr)
             for (one, matrices), assigned in zip(found, ranks, strict=True)
-        }
-        order = list(self._plans.values())
-        self._next = dict(zip(self._plans, [*order[1:], None], strict=True))
+        ]
+        self._plans = {one.stage.index: plan for (one, _), plan in zip(found, plans, strict=True)}
+        self._first = plans[0] if plans else None
+        self._next = dict(zip(self._plans, [*plans[1:], None], strict=True))
 
     def begin(self, trained: Sequence[Trained], step: Step) -> None:
-        """Start gathering the momentum of the first stage that has matrices."""
+        """See `Rule`. Starts to gather the first stage's momentum."""
         self._adamw.begin(trained, step)
-        for plan in list(self._plans.values())[:1]:
-            self._start(plan, step)
+        if self._first is not None:
+            self._start(self._first, step)
 
     def apply(self, trained: Trained, step: Step) -> None:
-        """Update one stage's shard; to be called in the order of the stages."""
+        """See `Rule`. Stages come in the order in which they were given."""
         self._adamw.apply(trained, step)
-        plan = self._plans.get(trained.stage.index)
-        if plan is None:
+        index = trained.stage.index
+        if index not in self._plans:
             return
-        following = self._next[trained.stage.index]
+        plan, following = self._plans[index], self._next[index]
         beside = following is not None and following.buffer is not plan.buffer
-        self._gathered(plan)
         if following is not None and beside:
             self._start(following, step)
-        ...
+        self._finish(plan, step)
+        if following is not None and not beside:
+            self._start(following, step)
+
+    def state(self) -> dict[str, Any]:
+        """See `Rule`."""
+        return self._adamw.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """See `Rule`."""
+        self._adamw.load_state(state)
+
+    def _start(self, plan: _Plan, step: Step) -> None:
+        """Update the momentum, and start to gather what is to be orthogonalized."""
+        config, part = self._config, plan.part
+        muon_momentum(
+            part.grad_shard, part.moments["exp_avg"], plan.own, plan.bounds, numbers_of(step), config.muon_momentum,
+            config.muon_nesterov,
+        )  # fmt: skip
+        if self._distributed.world_size > 1:
+            plan.buffer.start(self._distributed.all_gather(plan.full, "muon gather"))
+
+    def _finish(self, plan: _Plan, step: Step) -> None:
+        """Orthogonalize, and move the weights."""
+        plan.buffer.wait()
+        for matrix in plan.mine:
+            matrix.copy_(orthogonalize(matrix, self._config.muon_ns_steps))
+        if self._distributed.world_size > 1:
+            if plan.others:
+                torch._foreach_zero_(plan.others)
+            self._distributed.reduce_scatter(plan.full, "muon reduce").wait()
+        descend(weights_of(plan.part), plan.own, plan.rows, numbers_of(step), plan.factors)

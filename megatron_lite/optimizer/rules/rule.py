@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.kernels.adamw import Range, Ranges, Shard
+from megatron_lite.kernels.momentum import Numbers, Weights
 from megatron_lite.zero.part import Part
 from megatron_lite.zero.stage import Stage
 
@@ -57,6 +58,16 @@ def shard_of(part: Part) -> Shard:
 
 
 def ranges_of(part: Part, rank: int, device: torch.device) -> Ranges:
-    """The ranges of this rank's shard that are updated alike."""
-    rows = part.layout.update_ranges(rank)
+    """The ranges of this rank's shard that are updated alike, without matrices that are updated as a whole."""
+    rows = [row for row in part.layout.update_ranges(rank) if not (row.is_matrix and part.whole_matrices)]
     return Ranges([Range(row.start, row.end, row.lr_scale, float(row.weight_decay)) for row in rows], device)
+
+
+def weights_of(part: Part) -> Weights:
+    """The weights alone, for optimizers with other moments."""
+    return Weights(part.weights.master, part.weights.rounded, part.weights.remainder)
+
+
+def numbers_of(step: Step) -> Numbers:
+    """What those need of a step."""
+    return Numbers(step.learning_rate, step.weight_decay, step.divisor, step.skipped)
