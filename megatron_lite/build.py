@@ -138,7 +138,10 @@ def _open_log(config: Config, distributed: Distributed, experiment: Experiment) 
 def _allocate(config: Config, distributed: Distributed, layers: list[Layer]) -> MultiStage:
     dtype, training = config.distributed.training_dtype, not config.training.inference
     moments, whole_matrices = config.optimizer.moments, config.optimizer.whole_matrices
-    return MultiStage(layers, config.multi_stage, config.batch, dtype, distributed, training, moments, whole_matrices)
+    return MultiStage(
+        layers, config.multi_stage, config.batch, dtype, distributed, training,
+        moments=moments, whole_matrices=whole_matrices,
+    )  # fmt: skip
 
 
 def _time_collectives(config: Config, distributed: Distributed, model: MultiStage) -> dict[str, float]:

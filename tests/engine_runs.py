@@ -50,7 +50,7 @@ class Engine:
         self.ranks, dtype = ranks, self.config.distributed.training_dtype
         self.model = MultiStage(
             layers_of(self.config), self.config.multi_stage, self.config.batch, dtype, group or ranks, training,
-            self.config.optimizer.moments, self.config.optimizer.whole_matrices,
+            moments=self.config.optimizer.moments, whole_matrices=self.config.optimizer.whole_matrices,
         )  # fmt: skip
         self.model.initialize(self.config.distributed.seed)
         kernels = choose_kernels(self.config, ranks.device)

@@ -192,7 +192,7 @@ def descend(weights: Tensor, direction: Tensor, decay: float, rate: float | Tens
     torch._fused_sgd_(
         [weights], [direction], [], weight_decay=decay, momentum=0.0, lr=rate, dampening=0.0, nesterov=False,
         maximize=False, is_first_step=True, found_inf=control.skipped,
-    )  # type: ignore[call-overload]  # fmt: skip
+    )  # fmt: skip
 
 
 # -- the kernel ------------------------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ class MultiStage:
         training_dtype: str,
         group: Group,
         training: bool = True,
+        *,
         moments: Sequence[str] = ADAM_MOMENTS,
         averaged: bool = False,
         whole_matrices: bool = False,

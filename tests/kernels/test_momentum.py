@@ -1,5 +1,5 @@
-"""SGD, Lion and the elementwise parts of Muon on a flat shard against their formulas in fp64, and against torch's SGD; in
-every form of the weights; dropped updates leave no trace."""
+"""SGD, Lion and the elementwise parts of Muon on a flat shard against their formulas in fp64, and against torch's SGD;
+in every form of the weights; dropped updates leave no trace."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from engine_runs import Engine
-from harness import full_weights, run_distributed, tiny_config
+from harness import run_distributed, tiny_config
 from torch import Tensor
 
 from megatron_lite.distributed import Distributed
@@ -158,7 +158,7 @@ def updates() -> dict[tuple[int, int], list[tuple[Weights, Weights, list[Paramet
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case])[:60])
 def test_updates_are_torchs_on_any_number_of_ranks(updates: Any, case: int) -> None:
-    """Fused, tall, wide, single-row and frozen weights, learning-rate scales, ties: to rounding; layouts: to the bit."""
+    """Fused, tall, wide, single-row, frozen weights, learning-rate scales, ties: to rounding; layouts: to the bit."""
     before, reference, specs = updates[1, 1][case]
     expected = oracle(CASES[case], before, specs)
     for name, weights in expected.items():
