@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_lite import arguments
+from megatron_lite import arguments, weight_decay
 from megatron_lite.agreement import together
 from megatron_lite.automatic import Note, device_memory_bytes, resolve_auto
 from megatron_lite.checkpoint import compatibility, sharded
@@ -20,7 +20,7 @@ from megatron_lite.config import Config
 from megatron_lite.data.loader import DataSource, open_data
 from megatron_lite.distributed import Distributed, deterministic_ways
 from megatron_lite.experiment import Experiment
-from megatron_lite.gpt import model_layers
+from megatron_lite.gpt import model_layers, parameters_of
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.kernels.linear import describe_products
 from megatron_lite.kernels.linear_cross_entropy import held_logits
@@ -32,7 +32,7 @@ from megatron_lite.monitor.tensor_debug import TensorDebugger, open_debugger
 from megatron_lite.monitor.trackers import Trackers, open_trackers
 from megatron_lite.monitor.window import LogWindow
 from megatron_lite.optimizer.optimizer import Optimizer
-from megatron_lite.parameter import DTYPES, Parameter
+from megatron_lite.parameter import DTYPES
 from megatron_lite.stop_signal import StopSignal
 from megatron_lite.traffic import Traffic
 from megatron_lite.validation import warnings
@@ -85,6 +85,8 @@ def build(
     for line in arguments.banner(config, derived_numbers(config, layers, distributed, data)).splitlines():
         logger.info(line)
     logger.info(kernels.describe())
+    if config.training.train_iters > 0 and config.optimizer.weight_decay > 0:
+        logger.info(weight_decay.describe(parameters_of(layers)))
     if config.distributed.deterministic:
         logger.info(deterministic_ways(distributed.device, kernels.triton))
     for choice in choices:
@@ -202,9 +204,7 @@ def derived_numbers(config: Config, layers: list[Layer], distributed: Distribute
     batch = config.batch
     assert batch.batch_size is not None
     tokens = batch.batch_size * batch.sequence_length
-    parameters = sum(
-        parameter.spec.numel for layer in layers for parameter in layer.parameters() if isinstance(parameter, Parameter)
-    )
+    parameters = sum(parameter.spec.numel for parameter in parameters_of(layers))
     return {
         "parameters": f"{parameters:,}",
         "tokens per iteration": f"{tokens:,}",

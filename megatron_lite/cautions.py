@@ -118,6 +118,8 @@ def _without_effect(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _idle_conditions(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
     """(option, whether another option makes it idle, why) for options whose default is not derived from others."""
+    for name, plain in (("weight_decay_modules", ()), ("weight_decay_default_mask", "fast_llm")):
+        yield name, values["weight_decay"] == 0.0 and values[name] != plain, "with --weight_decay=0"
     dynamic = values["training_dtype"] == "fp16" and values["loss_scale"] is None
     for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
         yield name, not dynamic, "without dynamic loss scaling (--training_dtype=fp16 and no --loss_scale)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import cast
 
 from megatron_lite.config import Config, ModelConfig
@@ -11,6 +12,7 @@ from megatron_lite.layers.block import Block, Rotary
 from megatron_lite.layers.ends import Embedding, Head
 from megatron_lite.layers.layer import Layer
 from megatron_lite.parameter import Parameter, set_lr_scales
+from megatron_lite.weight_decay import set_weight_decay
 
 
 def build_gpt(config: ModelConfig, sequence_length: int, kernels: Kernels = REFERENCES) -> list[Layer]:
@@ -26,12 +28,19 @@ def build_gpt(config: ModelConfig, sequence_length: int, kernels: Kernels = REFE
 
 
 def model_layers(config: Config, kernels: Kernels) -> list[Layer]:
-    """The layers on the meta device, their parameters with the learning-rate scales that were asked for.
+    """The layers on the meta device, their parameters with the learning-rate scales and weight decay asked for.
 
     Raises:
-        UsageError: if a pattern of --freeze or --lr_scales matches nothing, or everything would be frozen.
+        UsageError: if a pattern of --freeze, --lr_scales or --weight_decay_modules matches nothing, or everything
+            would be frozen.
     """
-    layers = build_gpt(config.model, config.batch.sequence_length, kernels)
-    scales = lr_scale_patterns(config.optimizer.freeze, config.optimizer.lr_scales)
-    set_lr_scales((cast(Parameter, parameter) for layer in layers for parameter in layer.parameters()), scales)
+    layers, optimizer = build_gpt(config.model, config.batch.sequence_length, kernels), config.optimizer
+    parameters = parameters_of(layers)
+    set_lr_scales(parameters, lr_scale_patterns(optimizer.freeze, optimizer.lr_scales))
+    set_weight_decay(parameters, optimizer.weight_decay_default_mask, optimizer.weight_decay_modules)
     return layers
+
+
+def parameters_of(layers: Iterable[Layer]) -> list[Parameter]:
+    """The parameters of a model in its order; a tied head has none of its own but the norm's."""
+    return [cast(Parameter, parameter) for layer in layers for parameter in layer.parameters()]

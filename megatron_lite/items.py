@@ -1,8 +1,10 @@
-"""Lists in which words belong together: weights with data sets, scales with name patterns. Imports no torch."""
+"""Lists whose items have a form of their own: weights with data sets, scales with name patterns. Imports no torch."""
 
 from __future__ import annotations
 
 import math
+import re
+import warnings
 from collections.abc import Sequence
 
 from megatron_lite.errors import UsageError
@@ -71,3 +73,30 @@ def lr_scale_patterns(freeze: Sequence[str], lr_scales: Sequence[str]) -> list[t
             typed = _shortened([item])
             raise UsageError(f"--freeze={typed}: no name has a colon; write scales as --lr_scales={typed}")
     return scales + [(pattern, 0.0) for pattern in freeze]
+
+
+REGEX = "regex:"  # begins an item of --weight_decay_modules that is a regular expression
+
+
+def decay_expression(pattern: str) -> re.Pattern[str] | None:
+    """The regular expression that an item of `weight_decay_modules` is, or None if it is a plain pattern.
+
+    Raises:
+        UsageError: for an empty pattern, or a regular expression that cannot be read.
+    """
+    text = pattern.removeprefix(REGEX)
+    if not text:
+        raise UsageError(
+            f"--weight_decay_modules={pattern}: nothing stands behind it; write a name, or regex:<expression>"
+        )
+    if not pattern.startswith(REGEX):
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # what Python may soon read in another way
+            return re.compile(text)
+    except (re.error, Warning, RecursionError, OverflowError) as error:
+        raise UsageError(
+            f"--weight_decay_modules={_shortened([pattern])}: no regular expression: {error}; an item ends at a comma "
+            "or a space, so write the expression without"
+        ) from None

@@ -48,6 +48,7 @@ class ParameterSpec:
     # Rows of each matrix that lies in it, from the top: of queries, keys, values, each a linear map of its own. Empty:
     # none, or none between two hidden layers (embeddings, head), which is what Muon is for.
     matrix_rows: tuple[int, ...] = ()
+    embedding: bool = False  # of tokens or positions
 
     @property
     def numel(self) -> int:
@@ -97,19 +98,24 @@ def set_lr_scales(parameters: Iterable[Parameter], scales: Sequence[tuple[str, f
     parameters = list(parameters)
     names = [parameter.spec.name for parameter in parameters]
     for pattern, _ in scales:
-        if not any(_matches(pattern, name) for name in names):
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+        if not any(matches(pattern, name) for name in names):
             raise UsageError(
-                f"--freeze or --lr_scales: no parameter is called {pattern!r}; names are such as {', '.join(near)}, "
+                f"--freeze or --lr_scales: no parameter is called {pattern!r}; {similar_names(pattern, names)}, "
                 "a prefix takes all below it (blocks.0), wildcards are * and ?"
             )
     for parameter in parameters:
         for pattern, scale in scales:
-            if _matches(pattern, parameter.spec.name):
+            if matches(pattern, parameter.spec.name):
                 parameter.spec = dataclasses.replace(parameter.spec, lr_scale=scale)
     if not any(parameter.spec.trainable for parameter in parameters):
         raise UsageError("--freeze, --lr_scales: every parameter is frozen, nothing is left to train; freeze fewer")
 
 
-def _matches(pattern: str, name: str) -> bool:
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern is this name, a prefix of whole parts of it, or fits with its wildcards."""
     return name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)
+
+
+def similar_names(pattern: str, names: Sequence[str]) -> str:
+    """For the message about a pattern that matches none of the names."""
+    return f"names are such as {', '.join(difflib.get_close_matches(pattern, names, n=3, cutoff=0.0))}"

@@ -28,11 +28,12 @@ class Embedding(Layer):
         self.kernels = kernels
         weights = Initializer("normal", config.init_method_std_embed)
         self.hidden_dropout = config.hidden_dropout
-        self.word = declare(ParameterSpec("embedding.word.weight", (config.vocab_size, config.hidden_size), weights))
+        shape = (config.vocab_size, config.hidden_size)
+        self.word = declare(ParameterSpec("embedding.word.weight", shape, weights, embedding=True))
         self.position = None
         if config.use_position_embeddings:
             shape = (config.max_position_embeddings, config.hidden_size)
-            self.position = declare(ParameterSpec("embedding.position.weight", shape, weights))
+            self.position = declare(ParameterSpec("embedding.position.weight", shape, weights, embedding=True))
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         assert hidden is None

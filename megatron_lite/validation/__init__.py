@@ -24,9 +24,12 @@ from megatron_lite.validation.model import model, performance
 from megatron_lite.validation.optimizer import optimizer
 from megatron_lite.validation.problem import Problem, fill, typed
 from megatron_lite.validation.system import distributed, multi_stage, run
+from megatron_lite.validation.weight_decay import weight_decay
 
 PREFETCH_FACTOR = 2
-RULES = (model, batch, learning_rate, optimizer, performance, multi_stage, distributed, data, training, run)
+RULES = (
+    model, batch, learning_rate, optimizer, weight_decay, performance, multi_stage, distributed, data, training, run,
+)  # fmt: skip
 
 
 def resolve(config: Config, world_size: int) -> Config:
