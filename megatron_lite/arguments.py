@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from megatron_lite.config import Config, unflatten
 from megatron_lite.errors import UsageError
 from megatron_lite.flags import SPELLINGS, BadValueError, Flag, parse_list, parse_value, shown, written
-from megatron_lite.refused import INSTEAD, REFUSED_SPELLINGS, REFUSED_VALUES
-from megatron_lite.suggestions import LONG_DASHES, unknown_flag
+from megatron_lite.refused import REFUSED_SPELLINGS, REFUSED_VALUES
+from megatron_lite.suggestions import LONG_DASHES, instead_of, unknown_flag
 from megatron_lite.usage import banner as banner
 from megatron_lite.usage import help_text
 from megatron_lite.validation import examine, planned_world_size
@@ -234,9 +234,9 @@ class _Parser:
             self._take_option(item, SPELLINGS[item.name])
         elif item.name in REFUSED_SPELLINGS:
             self._take_refused(item)
-        elif item.name in INSTEAD:
+        elif instead := instead_of(item.name):
             self.guesswork = True
-            self._problem(f"{item.spelling} is not a flag here: {INSTEAD[item.name]}", item.flag)
+            self._problem(f"{shown(item.spelling)} is not a flag here: {instead}", item.flag)
         else:
             self.guesswork = True
             self._problem(unknown_flag(item.spelling), item.flag)

@@ -1,14 +1,34 @@
-"""Did you mean: the flags nearest to one that does not exist."""
+"""What was meant by a flag that does not exist: another program's, or one of ours with a typing error."""
 
 from __future__ import annotations
 
 import difflib
 
 from megatron_lite.flags import SPELLINGS, shown
-from megatron_lite.refused import INSTEAD, REFUSED_SPELLINGS
+from megatron_lite.instead import INSTEAD
+from megatron_lite.refused import REFUSED_SPELLINGS
 
 LONGEST_NAME = 60  # characters; nothing longer was meant to be a flag
+LONGEST_PATH = 120  # characters of a name with dots
 LONG_DASHES = "\u2010\u2011\u2012\u2013\u2014\u2212"  # what word processors and web pages make of dashes
+
+
+def instead_of(name: str) -> str | None:
+    """What to write instead of another program's flag, or why there is none; None if it is unknown.
+
+    Of an option with dots (`trainer.tracker.name`) the longest known end counts (`tracker.name`, or else `name`), and
+    where there is none, what is known of the group that it belongs to (`tracker`).
+    """
+    parts = name.split(".") if len(name) <= LONGEST_PATH else []
+    for start in range(len(parts)):
+        end = ".".join(parts[start:])
+        if end in INSTEAD:
+            return INSTEAD[end]
+    if len(parts) > 1 and parts[-1] in SPELLINGS:
+        return f"flags have no dots; write --{SPELLINGS[parts[-1]].name}"
+    if len(parts) > 1 and parts[-1] in REFUSED_SPELLINGS:
+        return REFUSED_SPELLINGS[parts[-1]].reason
+    return next((INSTEAD[part] for part in reversed(parts) if part in INSTEAD), None)
 
 
 def unknown_flag(spelling: str) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron_lite.config import AREAS, Config, flatten, unflatten
 from megatron_lite.flags import FLAGS, Flag, limits, written
-from megatron_lite.refused import INSTEAD, REFUSED, REFUSED_VALUES, Refused
+from megatron_lite.instead import INSTEAD
+from megatron_lite.refused import REFUSED, REFUSED_VALUES, Refused
 from megatron_lite.validation import BATCH, examine
 
 WIDTH = 118

@@ -2,7 +2,8 @@
 
 from megatron_lite.config import flatten, unflatten
 from megatron_lite.flags import FLAGS, written
-from megatron_lite.refused import INSTEAD, REFUSED
+from megatron_lite.instead import INSTEAD
+from megatron_lite.refused import REFUSED
 from megatron_lite.usage import banner, help_text
 from megatron_lite.validation import resolve
 
