@@ -24,13 +24,13 @@ class OptimizerConfig:
     weight_decay: float = option(0.01, "decoupled weight decay", minimum=0.0, basic=True)
     weight_decay_modules: tuple[str, ...] = option(
         (),
-        "weights that decay, and no others unless weight_decay_default_mask is given: patterns as of --freeze, any other "
-        "part of a name (mlp), or regex:<expression>, which must match from the beginning of a name",
+        "weights that decay, and no others unless weight_decay_default_mask is given: patterns as of --freeze, any "
+        "other part of a name (mlp), or regex:<expression>, which must match from the beginning of a name",
     )
     weight_decay_default_mask: str | None = option(
         None,
-        "weights that decay (beside weight_decay_modules: as well): fast_llm: all but norms and biases; levanter: all but "
-        "norms, biases and embeddings, of which a tied head is one; off: all",
+        "weights that decay (beside weight_decay_modules: as well): fast_llm: all but norms and biases; levanter: all "
+        "but norms, biases and embeddings, of which a tied head is one; off: all",
         choices=DECAY_MASKS,
         unset="fast_llm, or just weight_decay_modules",
     )
