@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from megatron_lite import arguments, weight_decay
 from megatron_lite.agreement import together
 from megatron_lite.automatic import Note, device_memory_bytes, resolve_auto
+from megatron_lite.batch_schedule import Split, batch_schedule, consumed_tokens
 from megatron_lite.checkpoint import compatibility, sharded
 from megatron_lite.checkpoint.huggingface import check_exportable
 from megatron_lite.config import Config
@@ -60,11 +62,13 @@ class Run:
     collectives_alone_s: dict[str, float]  # see `MultiStage.time_collectives`; empty without --log_communication
     debugger: TensorDebugger
 
-    @property
-    def tokens_per_iteration(self) -> int:
-        batch = self.config.batch
-        assert batch.batch_size is not None
-        return batch.batch_size * batch.sequence_length
+    def split(self, iteration: int) -> Split:
+        """How the samples of an iteration of training are shared by ranks and micro-batches."""
+        return self.data.split("training", iteration)
+
+    def tokens(self, iteration: int) -> int:
+        """Of an iteration of training, over all ranks, padding left out."""
+        return self.split(iteration).samples * self.config.batch.sequence_length
 
 
 def build(
@@ -178,11 +182,15 @@ def _resume(
     compatibility.check_architecture(loaded.config, config, str(loaded.folder))
     model.invalidate()
     optimizer.load_state(loaded.state["optimizer"])
-    window.load_state(loaded.state["window"])
+    # Checkpoints without a batch size schedule are those of one size.
+    window.load_state(loaded.state["window"], loaded.config["batch_size"] * loaded.config["sequence_length"])
     resharded = f", saved by {loaded.world_size} ranks" if loaded.world_size != distributed.world_size else ""
     logger.info("resumed from %s at iteration %d%s", loaded.folder, loaded.iteration, resharded)
     for difference in compatibility.differences(loaded.config, config):
         logger.info("  changed since that checkpoint (the command line wins): %s", difference)
+    moved = compatibility.moved_samples(loaded.config, config, loaded.iteration)
+    if moved is not None:
+        logger.warning(moved)
     return loaded.iteration
 
 
@@ -201,20 +209,26 @@ def _debug(
 
 def derived_numbers(config: Config, layers: list[Layer], distributed: Distributed, data: DataSource) -> dict[str, str]:
     """What follows from the options, for the banner."""
-    batch = config.batch
-    assert batch.batch_size is not None
-    tokens = batch.batch_size * batch.sequence_length
+    batch, sizes = config.batch, batch_schedule(config.batch).sizes
+    assert batch.micro_batch_size and batch.breadth_first_micro_batches
+    shape = (batch.micro_batch_size, distributed.world_size, batch.breadth_first_micro_batches)
+    tokens = _smallest_to_largest([size * batch.sequence_length for size in sizes])
+    micro_batches = _smallest_to_largest([Split(size, *shape).micro_steps for size in sizes])
     parameters = sum(parameter.spec.numel for parameter in parameters_of(layers))
     return {
         "parameters": f"{parameters:,}",
-        "tokens per iteration": f"{tokens:,}",
-        "tokens in all": f"{tokens * config.training.train_iters:,}",
-        "micro-batches per rank": f"{batch.sequential_micro_batches} of {batch.micro_batch_size} samples",
+        "tokens per iteration": tokens,
+        "tokens in all": f"{consumed_tokens(batch, config.training.train_iters):,}",
+        "micro-batches per rank": f"{micro_batches} of {batch.micro_batch_size} samples",
         "ranks": str(distributed.world_size),
         "device": describe_device(distributed.device),
         "versions": f"torch {torch.__version__}, python {platform.python_version()}",
         **data.describe(),
     }
+
+
+def _smallest_to_largest(numbers: Sequence[int]) -> str:
+    return " to ".join(f"{number:,}" for number in dict.fromkeys((min(numbers), max(numbers))))
 
 
 def split_lines(model: MultiStage) -> list[str]:

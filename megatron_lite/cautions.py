@@ -68,7 +68,7 @@ def _risks(values: dict[str, Any]) -> Iterator[str]:
 
 
 def _multi_stage(values: dict[str, Any]) -> Iterator[str]:
-    alone = values["batch_size"] == values["micro_batch_size"] * values["sequential_micro_batches"]
+    alone = values["batch_size"] <= values["micro_batch_size"] * values["sequential_micro_batches"]
     fp32 = values["training_dtype"] == "fp32"
     for name, shared_from, is_shard in (("num_weight_buffers", 3, alone and fp32), ("num_grad_buffers", 2, alone)):
         if values[name] is not None and is_shard:
@@ -142,6 +142,9 @@ def _idle_conditions(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
         yield name, on_cpu or free, "with --throttle_cpu=0" if free else "with --device=cpu"
     yield "full_precision_gradients", values["training_dtype"] == "fp32", "in fp32 training"
     yield "validation_interval", values["validation_iters"] == 0, "with --validation_iters=0"
+    yield "validation_at_start", values["validation_iters"] == 0, "with --validation_iters=0"
+    no_evaluation = values["validation_iters"] == 0 and values["test_iters"] == 0
+    yield "eval_micro_batch_size", no_evaluation, "with --validation_iters=0 and --test_iters=0"
     yield "checkpoint_offset", values["checkpoint_interval"] is None, "without --checkpoint_interval"
     yield "stop_offset", values["stop_interval"] is None, "without --stop_interval"
     yield "max_checkpoints", values["experiment_dir"] is None, "without --experiment_dir"

@@ -15,7 +15,9 @@ from megatron_lite.parameter import Parameter, set_lr_scales
 from megatron_lite.weight_decay import set_weight_decay
 
 
-def build_gpt(config: ModelConfig, sequence_length: int, kernels: Kernels = REFERENCES) -> list[Layer]:
+def build_gpt(
+    config: ModelConfig, sequence_length: int, kernels: Kernels = REFERENCES, logit_z_loss: float = 0.0
+) -> list[Layer]:
     """The layers of a model in order, on the meta device: embedding, blocks, head with loss.
 
     `config` has every derived value filled in; positions are tabled up to `sequence_length`.
@@ -24,7 +26,7 @@ def build_gpt(config: ModelConfig, sequence_length: int, kernels: Kernels = REFE
     rotary = Rotary(config, sequence_length) if config.use_rotary_embeddings else None
     embedding = Embedding(config, kernels)
     blocks = [Block(index, config, rotary, kernels) for index in range(config.num_layers)]
-    return [embedding, *blocks, Head(config, embedding, kernels)]
+    return [embedding, *blocks, Head(config, embedding, kernels, logit_z_loss)]
 
 
 def model_layers(config: Config, kernels: Kernels) -> list[Layer]:
@@ -34,8 +36,8 @@ def model_layers(config: Config, kernels: Kernels) -> list[Layer]:
         UsageError: if a pattern of --freeze, --lr_scales or --weight_decay_modules matches nothing, or everything
             would be frozen.
     """
-    layers, optimizer = build_gpt(config.model, config.batch.sequence_length, kernels), config.optimizer
-    parameters = parameters_of(layers)
+    layers = build_gpt(config.model, config.batch.sequence_length, kernels, config.training.logit_z_loss)
+    optimizer, parameters = config.optimizer, parameters_of(layers)
     set_lr_scales(parameters, lr_scale_patterns(optimizer.freeze, optimizer.lr_scales))
     set_weight_decay(parameters, optimizer.weight_decay_default_mask, optimizer.weight_decay_modules)
     return layers

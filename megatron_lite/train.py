@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_lite import distributed, exits
 from megatron_lite.agreement import raise_first, together
 from megatron_lite.arguments import launch_rank
+from megatron_lite.batch_schedule import batch_schedule, consumed_tokens
 from megatron_lite.build import MIB, Run, build
 from megatron_lite.checkpoint import sharded
 from megatron_lite.checkpoint.huggingface import save_huggingface
@@ -34,6 +35,8 @@ from megatron_lite.stop_signal import StopSignal
 
 # What a rank says instead of a signal number when it cannot go on.
 FAILED = 1 << 16
+# The label of a token that counts in no loss.
+MASKED = -1
 
 
 def pretrain(config: Config, notes: tuple[str, ...]) -> int:
@@ -85,6 +88,9 @@ def train(run: Run) -> tuple[int, str]:
     batches = run.data.batches("training", run.iteration, training.train_iters - run.iteration)
     loss: float | None = None
     first = run.iteration + 1
+    if run.iteration == 0 and training.validation_at_start and training.validation_iters:
+        with run.timer.excluded(), run.distributed.traffic.paused():
+            evaluate(run, "validation")
     with contextlib.closing(open_bar(run)) as bar:
         for iteration in range(first, training.train_iters + 1):
             # The first wait holds the start of the workers: nothing to warn of.
@@ -92,7 +98,7 @@ def train(run: Run) -> tuple[int, str]:
             if stop:
                 return preempted(run)
             update = train_step(run, micro_batches, iteration)
-            run.window.add(update.loss, update.verdict.skipped, data_wait_s)
+            run.window.add(update.loss, run.tokens(iteration), update.verdict.skipped, data_wait_s)
             run.iteration = iteration
             last = iteration == training.train_iters
             if last or is_due(iteration, config.run.log_interval, config.run.log_offset):
@@ -119,11 +125,10 @@ def open_bar(run: Run) -> ProgressBar:
 def evaluate_and_export(run: Run, last: bool) -> None:
     """What is due after an iteration, before its checkpoint: resuming from that repeats none of it."""
     training, iteration = run.config.training, run.iteration
-    assert training.validation_iters != "all", "not built yet"
     if training.validation_iters and (last or iteration % training.validation_interval == 0):
-        evaluate(run, "validation", training.validation_iters)
+        evaluate(run, "validation")
     if training.test_iters and last:
-        evaluate(run, "test", training.test_iters)
+        evaluate(run, "test")
     if training.export_interval is not None and (last or iteration % training.export_interval == 0):
         export(run)
 
@@ -138,29 +143,41 @@ def is_save_due(run: Run, last: bool) -> bool:
 def train_step(run: Run, micro_batches: list[HostBatch], iteration: int) -> Update:
     """One update of the weights from this rank's micro-batches."""
     config, device = run.config, run.distributed.device
-    scale = run.optimizer.loss_scale.scale / run.tokens_per_iteration
+    tokens = run.tokens(iteration)
+    scale = run.optimizer.loss_scale.scale / tokens
+    weights = run.split(iteration).loss_weights(config.training.loss_reduction)
     seed, rank = config.distributed.seed, run.distributed.rank
     inputs = [
-        micro_batch(batch, device, scale, derive_seed(seed, "dropout", iteration, index, rank))
-        for index, batch in enumerate(micro_batches)
+        micro_batch(batch, device, scale, derive_seed(seed, "dropout", iteration, index, rank), weight)
+        for index, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True))
     ]
-    with run.debugger.phase(f"train_{iteration:05d}"):
+    with run.debugger.phase(f"train_{iteration:05d}", len(micro_batches)):
         loss = run.model.forward_backward(inputs)  # gradients are in the shards now
         run.debugger.gradients_reduced(run.model)
         rate = learning_rate(config, iteration)
-        update = run.optimizer.step(iteration, rate, loss, run.tokens_per_iteration, run.model.updated)
+        update = run.optimizer.step(iteration, rate, loss, tokens, run.model.updated)
         run.debugger.parameters_updated(run.model)
     run.model.gather_ahead()  # of frozen stages, which nobody updates
     run.distributed.end_step()
     return update
 
 
-def micro_batch(batch: HostBatch, device: torch.device, scale: Tensor | None, dropout_seed: int | None) -> MicroBatch:
-    """(b, s + 1) tokens -> inputs and labels (b, s) on the device, and the documents that they consist of."""
+def micro_batch(
+    batch: HostBatch, device: torch.device, scale: Tensor | None, dropout_seed: int | None, loss_weight: float = 1.0
+) -> MicroBatch:
+    """(b, s + 1) tokens -> inputs and labels (b, s) on the device, and the documents that they consist of.
+
+    The labels of padding are masked; `loss_weight` becomes part of the gradient's scale.
+    """
     tokens, documents = batch.tokens.to(device, non_blocking=True), None
+    labels = tokens[:, 1:].contiguous()
+    if batch.padding:
+        labels[-batch.padding :] = MASKED
+    if scale is not None and loss_weight != 1.0:
+        scale = scale * loss_weight
     if batch.starts is not None:
         documents = Documents(batch.starts.to(device, non_blocking=True), tuple(batch.starts.diff().tolist()))
-    return MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), scale, dropout_seed, documents)
+    return MicroBatch(tokens[:, :-1].contiguous(), labels, scale, dropout_seed, documents, loss_weight)
 
 
 def next_batch(run: Run, batches: Iterator[list[HostBatch]], warn: bool = False) -> tuple[list[HostBatch], float, bool]:
@@ -192,12 +209,12 @@ def is_due(iteration: int, interval: int | None, offset: int = 0) -> bool:
     return interval is not None and iteration >= offset and (iteration - offset) % interval == 0
 
 
-def evaluate(run: Run, phase: str, iterations: int) -> None:
-    """Log the mean loss over the first `iterations` batches of a phase, the same ones every time."""
+def evaluate(run: Run, phase: str) -> None:
+    """Log the mean loss over the tokens of a phase's batches, the same ones every time."""
     refuse_bad_steps(run)
-    batches = run.data.batches(phase, 0, iterations)
+    batches = run.data.evaluation_batches(phase)
     loss = torch.zeros((), dtype=torch.float64, device=run.distributed.device)
-    for _ in range(iterations):
+    for _ in range(run.data.evaluation_iterations(phase)):
         micro_batches, _, _ = next_batch(run, batches)
         loss += run.model.evaluate([micro_batch(batch, run.distributed.device, None, None) for batch in micro_batches])
         run.distributed.end_step()
@@ -206,7 +223,7 @@ def evaluate(run: Run, phase: str, iterations: int) -> None:
         "phase": phase,
         "iteration": run.iteration,
         "train_iters": run.config.training.train_iters,
-        "loss": float(total) / (iterations * run.tokens_per_iteration),
+        "loss": float(total) / (run.data.evaluation_samples(phase) * run.config.batch.sequence_length),
     }
     run.trackers.log(record)
     run.logger.info(format_record(record))
@@ -220,15 +237,15 @@ def log_training(run: Run, update: Update) -> float | None:
         "phase": "training",
         "iteration": run.iteration,
         "train_iters": config.training.train_iters,
-        **run.window.close(run.tokens_per_iteration),
+        **run.window.close(),
         "learning_rate": learning_rate(config, run.iteration),
         "grad_norm": float(update.grad_norm),
         "skipped_iters": dropped.skipped,
         "nan_iters": dropped.nan,
         "loss_scale": float(run.optimizer.loss_scale.scale),
-        "batch_size": config.batch.batch_size,
-        "consumed_samples": run.iteration * (config.batch.batch_size or 0),
-        "consumed_tokens": run.iteration * run.tokens_per_iteration,
+        "batch_size": run.split(run.iteration).samples,
+        "consumed_samples": batch_schedule(config.batch).consumed_samples(run.iteration),
+        "consumed_tokens": consumed_tokens(config.batch, run.iteration),
     }
     timing, console = run.timer.lap(run.iteration)
     record |= timing

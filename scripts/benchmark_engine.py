@@ -14,6 +14,7 @@ from typing import cast
 from benchmark_model import Embedding, Head, PlainGPT, parameter_specs
 from torch import Tensor, nn
 
+from megatron_lite.batch_schedule import Split
 from megatron_lite.build import Run
 from megatron_lite.config import Config
 from megatron_lite.data.loader import HostBatch
@@ -45,7 +46,9 @@ class Engine:
         logger, gather = logging.getLogger("benchmark"), distributed.gather_tensors
         debugger = open_debugger(config, logger, distributed.rank, distributed.world_size, gather, None)
         parts = dict(config=config, distributed=distributed, model=self.model, optimizer=optimizer, debugger=debugger)
-        self._run = cast(Run, SimpleNamespace(**parts, tokens_per_iteration=self._tokens))
+        assert config.batch.micro_batch_size
+        split = Split(config.batch.batch_size, config.batch.micro_batch_size, distributed.world_size)
+        self._run = cast(Run, SimpleNamespace(**parts, split=lambda _: split, tokens=lambda _: self._tokens))
         assert config.multi_stage.zero_stage != "auto"
         self.zero_stage, self._iteration = config.multi_stage.zero_stage or 1, 0
         self.tied = config.model.tie_word_embeddings

@@ -72,7 +72,7 @@ def turn(config: Config, warm_up: int, steps: int) -> dict[str, Any]:
             update = train_step(run, batch, iteration)
             events[iteration].record()
         torch.cuda.synchronize(device)
-        loss = float(update.loss) / run.tokens_per_iteration
+        loss = float(update.loss) / run.tokens(iteration)
         run.data.close()
     finally:
         stop.restore()

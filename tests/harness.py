@@ -134,7 +134,7 @@ def train_tiny(distributed: Distributed, options: dict[str, Any], iterations: in
     ]
     stop.restore()
     return Trajectory(
-        losses=[float(update.loss) / run.tokens_per_iteration for update in updates],
+        losses=[float(update.loss) / run.tokens(iteration) for iteration, update in enumerate(updates, start=1)],
         grad_norms=[float(update.grad_norm) for update in updates],
         initial=initial,
         weights=full_weights(run.model),

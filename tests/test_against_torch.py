@@ -60,7 +60,7 @@ def plain_loop(
     )
     losses = []
     batches = open_data(config, 0, 1).batches("training", 0, ITERATIONS)
-    for iteration, ((tokens, _),) in enumerate(batches, start=1):
+    for iteration, ((tokens, *_),) in enumerate(batches, start=1):
         loss = model.loss(tokens)
         optimizer.zero_grad()
         loss.backward()

@@ -104,7 +104,7 @@ def validation_loss(model: Any, options: dict[str, Any]) -> float:
 
     config = tiny_config(1, **{**options, "experiment_dir": None, "export_interval": None})
     losses = []
-    for ((tokens, _),) in open_data(config, 0, 1).batches("validation", 0, options["validation_iters"]):
+    for ((tokens, *_),) in open_data(config, 0, 1).batches("validation", 0, options["validation_iters"]):
         with torch.no_grad():
             logits = model(tokens[:, :-1]).logits
         losses.append(functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item())

@@ -62,7 +62,7 @@ def losses(distributed: Distributed, iterations: int = 20, **options: Any) -> li
     run = build(config, distributed, Experiment(config, distributed), stop, ())
     stop.restore()
     batches = enumerate(run.data.batches("training", 0, iterations), start=1)
-    return [float(train_step(run, batch, i).loss) / run.tokens_per_iteration for i, batch in batches]
+    return [float(train_step(run, batch, i).loss) / run.tokens(i) for i, batch in batches]
 
 
 @pytest.mark.parametrize("model", [dict(num_layers=3), LLAMA], ids=["gpt", "llama"])

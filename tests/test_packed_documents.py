@@ -57,7 +57,7 @@ def plain_losses(values: dict[str, Any], initial: dict[str, np.ndarray], documen
     decay = [{"params": [p for p in model.parameters() if (p.dim() > 1) == matrix]} for matrix in (True, False)]
     optimizer = torch.optim.AdamW(decay, betas=(0.9, 0.999), eps=1e-8)
     losses = []
-    for iteration, ((tokens, _),) in enumerate(open_data(config, 0, 1).batches("training", 0, ITERATIONS), start=1):
+    for iteration, ((tokens, *_),) in enumerate(open_data(config, 0, 1).batches("training", 0, ITERATIONS), start=1):
         for block in model.blocks:
             block.documents = documents[tokens[:, :-1]]
         loss = model.loss(tokens)
@@ -111,7 +111,7 @@ def test_evaluation_keeps_documents_apart_too(corpus: tuple[str, Tensor]) -> Non
     model = PlainGPT(tiny_config(**values).model)
     model.load(weights)
     losses = []
-    for ((tokens, _),) in open_data(tiny_config(**values), 0, 1).batches("training", 0, ITERATIONS):
+    for ((tokens, *_),) in open_data(tiny_config(**values), 0, 1).batches("training", 0, ITERATIONS):
         for block in model.blocks:
             block.documents = documents[tokens[:, :-1]]
         losses.append(model.loss(tokens).item())

@@ -123,8 +123,8 @@ def test_impossible_batches_name_possible_ones() -> None:
     """The message has the numbers and the nearest batch sizes that work, and those do work."""
     message = only_problem(3, batch_size=128, micro_batch_size=1)
     assert message == (
-        "--batch_size=128, --micro_batch_size=1 on 3 ranks: batch_size must be a multiple of 1 * 3 = 3; "
-        "nearest: 126 or 129"
+        "--batch_size=128, --micro_batch_size=1 on 3 ranks: batch_size must be a multiple of 1 * 3 = 3 "
+        "(or write --allow_nondivisible_batch_size=1); nearest: 126 or 129"
     )
     assert only_problem(4, batch_size=2).endswith("must be a multiple of 4; nearest: 4")
     assert only_problem(2, batch_size=12, depth_first_micro_batches=5).endswith("nearest: 10 or 20")

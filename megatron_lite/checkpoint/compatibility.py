@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from megatron_lite.config import Config, flatten
+from megatron_lite.batch_schedule import batch_schedule, continued
+from megatron_lite.config import BatchConfig, Config, flatten
 from megatron_lite.errors import CheckpointError
 
 # Options that change the parameters, or the function that they were trained for.
@@ -62,6 +63,25 @@ def check_architecture(saved: dict[str, Any], config: Config, where: str) -> Non
 def differences(saved: dict[str, Any], config: Config) -> list[Difference]:
     """Options outside the architecture that differ; the command line wins."""
     return [difference for difference in _all_differences(saved, config) if difference.name not in ARCHITECTURE]
+
+
+def moved_samples(saved: dict[str, Any], config: Config, iterations: int) -> str | None:
+    """What another batch size does to a checkpoint after so many iterations, and how to avoid it; None: nothing.
+
+    The samples of an iteration follow from the schedule that is given, not from what was read before.
+    """
+    given = tuple(saved.get("batch_size_schedule", ()))
+    before = batch_schedule(BatchConfig(batch_size=saved["batch_size"], batch_size_schedule=given))
+    now = batch_schedule(config.batch)
+    read, counted = before.consumed_samples(iterations), now.consumed_samples(iterations)
+    if read == counted:
+        return None
+    what = "read again" if counted < read else "left out"
+    return (
+        f"the first {iterations:,} iterations took {read:,} samples, and by the batch size given now {counted:,}: "
+        f"{abs(read - counted):,} samples are {what}; to go on behind the last one, write "
+        f'--batch_size_schedule="{continued(before, now, iterations)}" in place of --batch_size'
+    )
 
 
 def _all_differences(saved: dict[str, Any], config: Config) -> list[Difference]:

@@ -80,6 +80,26 @@ class Blend:
         return -1 - node, position.astype(np.int64)
 
 
+class Concatenation:
+    """All samples of one data set after those of another: each of them once, whatever their weights."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        """sizes: samples of each data set."""
+        self.num_datasets = len(sizes)
+        self._ends = np.cumsum(sizes, dtype=np.int64)
+        self._starts = self._ends - np.array(sizes, dtype=np.int64)
+
+    @property
+    def num_samples(self) -> int:
+        return int(self._ends[-1])
+
+    def locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Data set of each sample and the sample's index within that data set: (k,) below `num_samples` -> two (k,)."""
+        assert not indices.size or 0 <= indices.min() <= indices.max() < self.num_samples, indices
+        datasets = np.searchsorted(self._ends, indices, side="right")
+        return datasets, indices - self._starts[datasets]
+
+
 def _left_count(share: NDArray[np.uint64], count: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """round(share * count / 2**32): how many of the first `count` samples of a node go left."""
     return (share * count + np.uint64(2 ** (_BITS - 1))) >> np.uint64(_BITS)

@@ -1,8 +1,9 @@
 """DataSource: the micro-batches of each phase, as tensors, for one rank.
 
-Sample index of iteration t (from 0), micro-batch m, rank r and row j:
-    t * batch_size + (m * world_size + r) * micro_batch_size + j
-so the samples of a global batch, as a set, depend on t alone.
+Sample index of iteration t, micro-batch m, rank r and row j:
+    samples of all iterations before t + (m * world_size + r) * micro_batch_size + j
+so the samples of a global batch, as a set, depend on t alone. A batch that does not come out even ends with padding:
+rows that are read from nowhere, and whose labels are masked.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_lite.batch_schedule import BatchSchedule, Segment, Split, batch_schedule, once_through
 from megatron_lite.config import Config
-from megatron_lite.data.blending import MAX_SAMPLES, Blend
+from megatron_lite.data.blending import MAX_SAMPLES, Blend, Concatenation
 from megatron_lite.data.documents import DocumentBorders
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.reading import RandomReader, Reader, Samples, Stream, StreamReader
@@ -36,49 +39,77 @@ class HostBatch(NamedTuple):
     # (p + 1,) int32: first position, in the flattened (b s,) inputs, of each of the p pieces of documents, then b s.
     # Every sample begins a piece. None with --cross_document_attention=1.
     starts: Tensor | None = None
+    padding: int = 0  # rows at the end that are no samples
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What is read for training, validation or test."""
+
+    reader: Reader
+    schedule: BatchSchedule  # of an evaluation: batches of one size, but the last one may be smaller
+    iterations: int
 
 
 class DataSource:
     """The training, validation and test samples of one run. Made by `open_data`."""
 
     def __init__(
-        self, config: Config, rank: int, world_size: int, readers: dict[str, Reader], description: dict[str, str]
+        self, config: Config, rank: int, world_size: int, phases: dict[str, Phase], description: dict[str, str]
     ) -> None:
-        """config: resolved; readers: one for each phase that the run needs."""
-        batch = config.batch
-        assert batch.batch_size and batch.micro_batch_size, batch
+        """config: resolved; phases: those that the run needs."""
+        assert config.batch.micro_batch_size, config.batch
         assert 0 <= rank < world_size, (rank, world_size)
-        self._batch_size, self._micro_batch_size = batch.batch_size, batch.micro_batch_size
-        self._micro_batches = batch.batch_size // (batch.micro_batch_size * world_size)
-        assert self._micro_batches * batch.micro_batch_size * world_size == batch.batch_size, (batch, world_size)
+        self._batch, self._data = config.batch, config.data
         self._rank, self._world_size = rank, world_size
-        self._data = config.data
         self._pin_memory = config.distributed.device != "cpu" and torch.cuda.is_available()
-        self._readers = readers
+        self._phases = phases
         self._description = description
         self._open: set[Workers] = set()
 
+    def split(self, phase: str, iteration: int) -> Split:
+        """How an iteration's samples are shared by ranks and micro-batches; counted from 1."""
+        batch, samples = self._batch, self._phases[phase].schedule.batch_size(iteration)
+        assert batch.micro_batch_size is not None, "resolved before"
+        if phase == "training":
+            return Split(samples, batch.micro_batch_size, self._world_size, batch.breadth_first_micro_batches or 1)
+        return Split(samples, batch.eval_micro_batch_size or batch.micro_batch_size, self._world_size)
+
     def batches(self, phase: str, first_iteration: int, num_iterations: int) -> Iterator[list[HostBatch]]:
-        """Per iteration the sequential micro-batches in order, each of micro_batch_size samples.
+        """Per iteration the sequential micro-batches in order, each as many rows, from the one after `first_iteration`.
 
         A generator: its worker processes start at the first `next` and end with it, or when it is closed.
 
         Raises: DataError for unreadable files and token ids outside of the vocabulary; RunError if a worker dies.
         """
-        reader = self._readers[phase]
-        micro_batches = self._micro_batches
+        iterations = range(first_iteration + 1, first_iteration + num_iterations + 1)
+        with self._samples(phase, self._phases[phase].reader, self._requests(phase, iterations)) as samples:
+            for iteration in iterations:
+                split = self.split(phase, iteration)
+                yield [self._host_batch(next(samples), split.micro_batch_size) for _ in range(split.micro_steps)]
 
-        def request(number: int) -> tuple[int, int]:
-            iteration, micro_batch = divmod(number, micro_batches)
-            position = (micro_batch * self._world_size + self._rank) * self._micro_batch_size
-            return (first_iteration + iteration) * self._batch_size + position, self._micro_batch_size
+    def evaluation_batches(self, phase: str) -> Iterator[list[HostBatch]]:
+        """The batches of a validation or test, the same ones every time, as `batches`."""
+        return self.batches(phase, 0, self.evaluation_iterations(phase))
 
-        with self._samples(phase, reader, request, num_iterations * micro_batches) as samples:
-            for _ in range(num_iterations):
-                yield [self._host_batch(next(samples)) for _ in range(micro_batches)]
+    def evaluation_iterations(self, phase: str) -> int:
+        """The number of these batches."""
+        return self._phases[phase].iterations
+
+    def evaluation_samples(self, phase: str) -> int:
+        """Samples in these batches, over all ranks, padding left out."""
+        return self._phases[phase].schedule.consumed_samples(self._phases[phase].iterations)
+
+    def _requests(self, phase: str, iterations: range) -> Iterator[Request]:
+        """(index of the first sample, samples) of this rank's micro-batches, one after the other."""
+        for iteration in iterations:
+            before, split = self._phases[phase].schedule.consumed_samples(iteration - 1), self.split(phase, iteration)
+            for micro_step in range(split.micro_steps):
+                first, count = split.piece(micro_step, self._rank)
+                yield before + first, count
 
     @contextlib.contextmanager
-    def _samples(self, phase: str, reader: Reader, request: Request, num_requests: int) -> Iterator[Iterator[Samples]]:
+    def _samples(self, phase: str, reader: Reader, requests: Iterator[Request]) -> Iterator[Iterator[Samples]]:
         """The micro-batches of this rank, read ahead by workers or in place.
 
         Only training from files uses workers: a validation is short and would mostly wait for them to start, and
@@ -86,10 +117,10 @@ class DataSource:
         """
         num_workers = self._data.num_workers
         if phase != "training" or num_workers == 0 or isinstance(reader, RandomReader):
-            yield (reader.read(*request(number)) for number in range(num_requests))
+            yield (reader.read(*request) for request in requests)
             return
         prefetch = self._data.prefetch_factor or 1  # None only without workers
-        workers = Workers(reader, request, num_requests, num_workers, prefetch, self._data.multiprocessing_context)
+        workers = Workers(reader, requests, num_workers, prefetch, self._data.multiprocessing_context)
         self._open.add(workers)
         try:
             yield iter(workers)
@@ -97,14 +128,19 @@ class DataSource:
             workers.close()
             self._open.discard(workers)
 
-    def _host_batch(self, samples: Samples) -> HostBatch:
-        """Widen to int64 here, not in the worker: fewer bytes cross the pipe."""
+    def _host_batch(self, samples: Samples, rows: int) -> HostBatch:
+        """Widen to int64 here, not in the worker: fewer bytes cross the pipe. What is missing is filled up with token
+        0, each row as one document.
+        """
         for message in samples.slow:
             logging.getLogger("megatron_lite").warning("%s (--data_sample_warn_time_ms)", message)
-        tokens = self._tensor(samples.tokens.astype(np.int64))
-        if samples.lengths is None:
-            return HostBatch(tokens)
-        return HostBatch(tokens, self._tensor(np.cumsum(np.concatenate([[0], samples.lengths]), dtype=np.int32)))
+        tokens, padding = samples.tokens.astype(np.int64), rows - len(samples.tokens)
+        if padding:
+            tokens = np.concatenate([tokens, np.zeros((padding, tokens.shape[1]), dtype=np.int64)])
+        if self._data.cross_document_attention:
+            return HostBatch(self._tensor(tokens), None, padding)
+        lengths = [0, *([] if samples.lengths is None else samples.lengths), *[tokens.shape[1] - 1] * padding]
+        return HostBatch(self._tensor(tokens), self._tensor(np.cumsum(lengths, dtype=np.int32)), padding)
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(array)
@@ -130,21 +166,22 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
     training = config.training
     assert training.validation_iters != "all", "not built yet"
     iterations = dict(zip(PHASES, (training.train_iters, training.validation_iters, training.test_iters), strict=True))
-    needed = [phase for phase in PHASES if iterations[phase] > 0]
-    seed, sequence_length = config.distributed.seed, config.batch.sequence_length
-    readers: dict[str, Reader] = {}
+    needed = {phase: count for phase, count in iterations.items() if count != 0}
+    phases: dict[str, Phase] = {}
     if config.data.tokenizer_file is not None:
         try:
             read_tokenizer_file(config.data.tokenizer_file)  # now, and not at the first export
         except DataError as error:
             raise DataError(f"--tokenizer_file: {error}") from error
     if config.data.dataset_source == "random":
-        for phase in needed:
-            readers[phase] = RandomReader(
-                sampler_key(seed, phase, 0), sequence_length, config.model.vocab_size,
+        for phase, count in needed.items():
+            assert count != "all", "refused before: they have no end"
+            reader = RandomReader(
+                sampler_key(config.distributed.seed, phase, 0), config.batch.sequence_length, config.model.vocab_size,
                 documents=not config.data.cross_document_attention,
             )  # fmt: skip
-        return DataSource(config, rank, world_size, readers, {"data": "random tokens"})
+            phases[phase] = Phase(reader, _schedule(config, phase), count)
+        return DataSource(config, rank, world_size, phases, {"data": "random tokens"})
     weighted = weighted_paths(config.data.data_path) if needed else []
     if needed and not weighted:
         raise UsageError(
@@ -157,15 +194,43 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
         share = f", {100 * weight:.4g}% of the samples" if len(weighted) > 1 else ""
         size = f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens"
         description[f"data {number}"] = f"{prefix}: {size}{share}"
-    for phase in needed:
+    for phase, count in needed.items():
         streams = [_stream(config, phase, number, datasets[prefix]) for number, (_, prefix) in enumerate(weighted)]
-        blend = Blend([weight for weight, _ in weighted])
-        readers[phase] = StreamReader(streams, blend, config.model.vocab_size, config.data.data_sample_warn_time_ms)
-        samples = iterations[phase] * (config.batch.batch_size or 1)
-        if len(streams) > 1 and samples > MAX_SAMPLES:
-            raise UsageError(f"--data_path: a blend gives at most {MAX_SAMPLES:,} samples, not {samples:,}")
-        description[f"{phase} data"] = _describe_phase(streams, blend, samples)
-    return DataSource(config, rank, world_size, readers, description)
+        if count == "all":
+            phases[phase], described = _whole_split(config, streams)
+        else:
+            phases[phase], described = _blended(config, phase, count, streams, [weight for weight, _ in weighted])
+        description[f"{phase} data"] = described
+    return DataSource(config, rank, world_size, phases, description)
+
+
+def _schedule(config: Config, phase: str) -> BatchSchedule:
+    """An evaluation takes batches of one size, whatever the training's are: its result can be compared over the run."""
+    if phase == "training":
+        return batch_schedule(config.batch)
+    assert config.batch.batch_size is not None, "resolved before"
+    return BatchSchedule((Segment(0, config.batch.batch_size),))
+
+
+def _blended(config: Config, phase: str, count: int, streams: list[Stream], weights: list[float]) -> tuple[Phase, str]:
+    """`count` batches of all data sets, as their weights say, and what the banner says of them."""
+    schedule, blend = _schedule(config, phase), Blend(weights)
+    samples = schedule.consumed_samples(count)
+    if len(streams) > 1 and samples > MAX_SAMPLES:
+        raise UsageError(f"--data_path: a blend gives at most {MAX_SAMPLES:,} samples, not {samples:,}")
+    reader = StreamReader(streams, blend, config.model.vocab_size, config.data.data_sample_warn_time_ms)
+    return Phase(reader, schedule, count), _describe_phase(streams, blend, samples)
+
+
+def _whole_split(config: Config, streams: list[Stream]) -> tuple[Phase, str]:
+    """One epoch of every data set, one after the other, each of them once."""
+    assert config.batch.batch_size is not None, "resolved before"
+    streams = list({stream.prefix: stream for stream in streams}.values())
+    order = Concatenation([stream.sampler.samples_per_epoch for stream in streams])
+    reader = StreamReader(streams, order, config.model.vocab_size, config.data.data_sample_warn_time_ms)
+    tokens = sum(stream.sampler.num_tokens for stream in streams)
+    described = f"{order.num_samples:,} samples out of {tokens:,} tokens: each sample once"
+    return Phase(reader, *once_through(order.num_samples, config.batch.batch_size)), described
 
 
 def _stream(config: Config, phase: str, number: int, dataset: IndexedDataset) -> Stream:

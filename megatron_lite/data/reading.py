@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.data.blending import Blend
+from megatron_lite.data.blending import Blend, Concatenation
 from megatron_lite.data.documents import DocumentBorders
 from megatron_lite.data.indexed_dataset import DiskArray, IndexedDataset
 from megatron_lite.data.sampling import StreamSampler, random_tokens
@@ -67,7 +67,9 @@ class Stream:
 class StreamReader:
     """Reads samples of a blend of streams and checks their token ids."""
 
-    def __init__(self, streams: Sequence[Stream], blend: Blend, vocab_size: int, slow_ms: float) -> None:
+    def __init__(
+        self, streams: Sequence[Stream], blend: Blend | Concatenation, vocab_size: int, slow_ms: float
+    ) -> None:
         assert len(streams) == blend.num_datasets, (len(streams), blend.num_datasets)
         self.streams = tuple(streams)
         self.blend = blend

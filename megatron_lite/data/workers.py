@@ -9,12 +9,13 @@ parent waits for the pipe and for the worker's death at once.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import signal
 import struct
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing import resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -25,7 +26,7 @@ import numpy as np
 from megatron_lite.data.reading import Reader, Samples
 from megatron_lite.errors import DataError, RunError
 
-Request = Callable[[int], tuple[int, int]]  # from the number of a micro-batch to its first index and its samples
+Request = tuple[int, int]  # of a micro-batch: its first index and its samples, which may be none
 
 _REQUEST = struct.Struct("<qq")  # first index, number of samples
 
@@ -37,27 +38,27 @@ _IGNORED = tuple(
 
 
 class Workers:
-    """A pool of loader workers that reads `num_requests` micro-batches in order. `close` ends it at any moment."""
+    """A pool of loader workers that reads micro-batches in order. `close` ends it at any moment."""
 
     def __init__(
         self,
         reader: Reader,
-        request: Request,
-        num_requests: int,
+        requests: Iterator[Request],
         num_workers: int,
         prefetch_factor: int,
         context: str,
     ) -> None:
         """Start the workers. Together they have up to `num_workers * prefetch_factor` micro-batches read ahead."""
-        self._request = request
-        self._num_requests = num_requests
+        first = list(itertools.islice(requests, num_workers))
+        num_workers = len(first)  # no more than there is to read
+        self._requests = itertools.chain(first, requests)
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
-        self._ahead = min(num_workers, num_requests) * prefetch_factor
+        self._ahead = num_workers * prefetch_factor
         # Runs at interpreter exit before multiprocessing joins its children, which ignore its SIGTERM.
         self._finalizer = util.Finalize(self, _end, args=(self._processes, self._connections), exitpriority=10)
         with _signals_held():
-            for number in range(min(num_workers, num_requests)):
+            for number in range(num_workers):
                 self._start(reader, number, context)
 
     def _start(self, reader: Reader, number: int, context: str) -> None:
@@ -78,18 +79,20 @@ class Workers:
         Raises: DataError as the reader does; RunError if a worker was killed or failed.
         """
         sent = 0
-        for received in range(self._num_requests):
+        for received in itertools.count():
             if not self._finalizer.still_active():
                 raise RunError("the data workers were closed before all batches were read")
-            while sent < min(self._num_requests, received + 1 + self._ahead):
-                self._send(sent)
+            for request in itertools.islice(self._requests, received + 1 + self._ahead - sent):
+                self._send(sent, request)
                 sent += 1
+            if received == sent:
+                return
             yield self._receive(received)
 
-    def _send(self, number: int) -> None:
+    def _send(self, number: int, request: Request) -> None:
         worker = number % len(self._connections)
         try:
-            self._connections[worker].send_bytes(_REQUEST.pack(*self._request(number)))
+            self._connections[worker].send_bytes(_REQUEST.pack(*request))
         except OSError:
             raise self._death(worker) from None
 

@@ -44,12 +44,15 @@ class Embedding(Layer):
 
 
 class Head(Layer):
-    """Final norm, output projection and summed cross-entropy: (b, s, h) -> ()."""
+    """Final norm, output projection and summed cross-entropy: (b, s, h) -> ().
+
+    In training, `logit_z_loss` times the squared log-sum-exp of each token's logits is added to its loss.
+    """
 
     name = "head"
     gradients_in_forward = True
 
-    def __init__(self, config: ModelConfig, embedding: Embedding, kernels: Kernels) -> None:
+    def __init__(self, config: ModelConfig, embedding: Embedding, kernels: Kernels, logit_z_loss: float = 0.0) -> None:
         super().__init__()
         assert config.init_method_std_embed is not None
         self.norm = Norm("head.norm", config, kernels)
@@ -60,7 +63,7 @@ class Head(Layer):
             weights = Initializer("normal", config.init_method_std_embed)
             shape = (config.vocab_size, config.hidden_size)
             self.output = declare(ParameterSpec("head.output.weight", shape, weights))
-        self.kernels = kernels
+        self.kernels, self.logit_z_loss = kernels, logit_z_loss
 
     @property
     def weight(self) -> Parameter:
@@ -72,7 +75,11 @@ class Head(Layer):
         return embedding.word
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        """Without a gradient scale nothing but the loss is computed."""
+        """Without a gradient scale nothing but the cross-entropy is computed."""
+        loss = self._summed_loss(hidden, micro_batch)
+        return loss if micro_batch.loss_weight == 1.0 else loss * micro_batch.loss_weight
+
+    def _summed_loss(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         assert hidden is not None
         normalized = self.norm(hidden).flatten(0, 1)  # (t, h), t = b s
         labels = micro_batch.labels.flatten()
@@ -80,7 +87,8 @@ class Head(Layer):
         return linear_cross_entropy(
             normalized, self.weight, labels, micro_batch.gradient_scale,
             chunk_tokens(kernels.cross_entropy_splits, labels.shape[0], hidden.device, hidden.itemsize),
-            kernels.cross_entropy_block_size, triton=kernels.cross_entropy == "triton",
+            kernels.cross_entropy_block_size, self.logit_z_loss if micro_batch.gradient_scale is not None else 0.0,
+            triton=kernels.cross_entropy == "triton",
         )  # fmt: skip
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -20,10 +20,11 @@ class MicroBatch:
     """The input of one pass through the model."""
 
     tokens: Tensor  # (b, s) int64
-    labels: Tensor  # (b, s) int64
+    labels: Tensor  # (b, s) int64; below zero: masked, neither loss nor gradient
     gradient_scale: Tensor | None = None  # loss scale / tokens of the global batch, (); None: no gradients wanted
     dropout_seed: int | None = None  # None: nothing is dropped
     documents: Documents | None = None  # None: attention crosses their borders
+    loss_weight: float = 1.0  # of the summed loss; `gradient_scale` holds it, too
 
     def site_seed(self, site: str) -> int | None:
         """The seed of one place that drops."""

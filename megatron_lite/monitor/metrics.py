@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
+from megatron_lite.batch_schedule import batch_schedule
 from megatron_lite.config import Config, ModelConfig, PerformanceConfig
 
 # Dense bf16 tensor-core peaks (fp16 for V100 and T4) in TFLOP/s, from the vendor's data sheets; the first match wins.
@@ -113,6 +114,8 @@ def hardware_flops(model: ModelConfig, performance: PerformanceConfig, sequence_
 class StepTimer:
     """Training time and what follows from it, without the time of validations and saves.
 
+    Rates count the samples of the batch schedule, not what padding computes besides.
+
     Args:
         config: resolved.
         iteration: iterations done before this start.
@@ -128,20 +131,19 @@ class StepTimer:
         peak_tflops: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        assert config.batch.batch_size is not None
-        self._tokens = config.batch.batch_size * config.batch.sequence_length
-        self._world_size = world_size
+        self._schedule, length = batch_schedule(config.batch), config.batch.sequence_length
         self._train_iters = config.training.train_iters
-        shape = (config.model, config.batch.sequence_length, self._tokens)
-        self._model_tflop = model_flops(*shape) / world_size / 1e12  # per iteration and device
-        hardware = hardware_flops(config.model, config.performance, *shape[1:])
+        # Of one sample, shared by all devices.
+        self._tokens = length / world_size
+        self._model_tflop = model_flops(config.model, length, length) / world_size / 1e12
+        hardware = hardware_flops(config.model, config.performance, length, length)
         self._hardware_tflop = hardware / world_size / 1e12
         self._peak_tflops = peak_tflops
         self._clock = clock
         self._lap_iteration = iteration
         self._lap_start = clock()
         self._laps = 0
-        self._run_iterations = 0
+        self._run_iterations = self._run_samples = 0
         self._run_seconds = 0.0
 
     @contextlib.contextmanager
@@ -168,24 +170,28 @@ class StepTimer:
             return {}, {}
         end = self._clock()
         seconds = max(end - self._lap_start, 1e-9)
+        consumed = self._schedule.consumed_samples
+        samples = consumed(iteration) - consumed(self._lap_iteration)
         self._lap_iteration, self._lap_start = iteration, end
         self._laps += 1
         if self._laps == 2:  # the first lap holds compilation and allocation: it would spoil the forecast
-            self._run_iterations, self._run_seconds = 0, 0.0
+            self._run_iterations, self._run_samples, self._run_seconds = 0, 0, 0.0
         self._run_iterations += iterations
+        self._run_samples += samples
         self._run_seconds += seconds
 
-        step_seconds = seconds / iterations
+        samples_per_second = samples / seconds
         record = {
-            "step_time_ms": step_seconds * 1e3,
-            "tokens_per_sec_per_gpu": self._tokens / step_seconds / self._world_size,
-            "model_tflops": self._model_tflop / step_seconds,
-            "hardware_tflops": self._hardware_tflop / step_seconds,
+            "step_time_ms": seconds / iterations * 1e3,
+            "tokens_per_sec_per_gpu": self._tokens * samples_per_second,
+            "model_tflops": self._model_tflop * samples_per_second,
+            "hardware_tflops": self._hardware_tflop * samples_per_second,
         }
         if self._peak_tflops:
             record["mfu"] = record["model_tflops"] / self._peak_tflops
         average = self._run_seconds / self._run_iterations
-        remaining = average * max(self._train_iters - iteration, 0)
+        left = max(consumed(self._train_iters) - consumed(iteration), 0)
+        remaining = self._run_seconds / self._run_samples * left
         console: dict[str, Any] = {"average_step_time_ms": average * 1e3, "remaining_seconds": remaining}
         with contextlib.suppress(OverflowError):  # a completion date beyond the year 9999 is left out
             console["completion_date"] = (now or datetime.now()) + timedelta(seconds=remaining)

@@ -79,9 +79,10 @@ class TensorDebugger:
             model.observe(self)
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, micro_batches: int | None = None) -> Iterator[None]:
         """Log what happens inside, under this name ("init", "train_00003"), and write its file at the end."""
         self._phase, self._entries = name, []
+        self._micro_batches = micro_batches or self._micro_batches
         try:
             yield
         finally:

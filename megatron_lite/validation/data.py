@@ -25,6 +25,12 @@ def data(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
         return
     split = values["split"] = split + (0.0,) * (3 - len(split))
     if values["dataset_source"] != "list":
+        if values["validation_iters"] == "all":
+            yield Problem(
+                ("validation_iters", "dataset_source"),
+                f"{typed(values, 'validation_iters', 'dataset_source')}: made-up samples have no end; write a number "
+                "of batches",
+            )
         return
     if not values["data_path"]:
         if values["dry_run"]:
@@ -40,7 +46,7 @@ def data(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
         except UsageError as error:
             yield Problem(("data_path",), str(error))
     for share, phase, count in zip(split, ("training", "validation", "test"), PHASE_ITERS, strict=True):
-        if values[count] > 0 and share == 0:
+        if values[count] != 0 and share == 0:
             yield Problem(
                 ("split", count),
                 f"{typed(values, 'split', count)}: no documents are left for {phase}; "

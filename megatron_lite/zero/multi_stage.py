@@ -81,8 +81,10 @@ class MultiStage:
             stage.runs_backward = training and stage.index >= first_trained(plans)
             stage.wants_input_gradient = stage.index > first_trained(plans)
         assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches
-        depth_first, breadth_first = batch.depth_first_micro_batches, batch.breadth_first_micro_batches
-        self.training_schedule: list[Step] = training_schedule(plans, depth_first, breadth_first)
+        self._breadth_first = batch.breadth_first_micro_batches
+        self._schedules: dict[tuple[str, int], list[Step]] = {}
+        # Of the largest batch. Whatever their number of micro-batches, all schedules begin with the same gathers.
+        self.training_schedule = self._schedule("training", batch.depth_first_micro_batches * self._breadth_first)
         throttled = config.throttle_cpu and group.device.type == "cuda"
         self._throttle = Throttle(config.throttle_cpu_rate, config.throttle_cpu_delay) if throttled else None
 
@@ -103,12 +105,13 @@ class MultiStage:
         """One iteration's gradients, into the shards; returns the summed loss of this rank."""
         assert self.training, "a model in inference mode has no gradients"
         assert not self._shows_average, "averages are not trained"
-        return runner.forward_backward(self.stages, self.training_schedule, micro_batches, self._throttle)
+        schedule = self._schedule("training", len(micro_batches))
+        return runner.forward_backward(self.stages, schedule, micro_batches, self._throttle)
 
     def evaluate(self, micro_batches: Sequence[Any]) -> Tensor:
         """The summed loss of this rank, without gradients."""
-        plans = self._average_plans if self._shows_average else self._plans
-        return runner.evaluate(self.stages, evaluation_schedule(plans, len(micro_batches)), micro_batches)
+        kind = "average" if self._shows_average else "evaluation"
+        return runner.evaluate(self.stages, self._schedule(kind, len(micro_batches)), micro_batches)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -294,6 +297,18 @@ class MultiStage:
 
     def _buffers(self, plan: BufferPlan, dtype: torch.dtype) -> list[Buffer]:
         return [Buffer(size, dtype, self.group.device) for size in plan.sizes]
+
+    def _schedule(self, kind: str, micro_batches: int) -> list[Step]:
+        """The steps of an iteration of so many micro-batches, worked out when they are first asked for."""
+        if (kind, micro_batches) not in self._schedules:
+            depth_first, rest = divmod(micro_batches, self._breadth_first)
+            if kind == "training":
+                assert not rest, f"{micro_batches} micro-batches, not in {self._breadth_first}s"
+                steps = training_schedule(self._plans, depth_first, self._breadth_first)
+            else:
+                steps = evaluation_schedule(self._average_plans if kind == "average" else self._plans, micro_batches)
+            self._schedules[kind, micro_batches] = steps
+        return self._schedules[kind, micro_batches]
 
     def _plan(self, stage: Stage, weight_plan: BufferPlan) -> StagePlan:
         weight_buffer, grad_buffer = weight_plan.placement[stage.index], self.grad_plan.placement[stage.index]

@@ -203,7 +203,7 @@ PARENT = textwrap.dedent("""
             signal.signal(signal.SIGTERM, lambda *_: None)
             for delay in range(1, 60):
                 threading.Timer(delay / 100, os.killpg, (0, signal.SIGTERM)).start()
-        workers = Workers(RandomReader(1, 16, 50), lambda number: (number, 1), 100, 2, 2, "spawn")
+        workers = Workers(RandomReader(1, 16, 50), ((number, 1) for number in range(100)), 2, 2, "spawn")
         batches = iter(workers)
         next(batches)
         print(*(child.pid for child in multiprocessing.active_children()), flush=True)

@@ -62,7 +62,7 @@ def plain_loop(options: Options, initial: dict[str, np.ndarray]) -> tuple[list[f
     )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     losses = []
-    for iteration, ((tokens, _),) in enumerate(open_data(config, 0, 1).batches("training", 0, ITERATIONS), start=1):
+    for iteration, ((tokens, *_),) in enumerate(open_data(config, 0, 1).batches("training", 0, ITERATIONS), start=1):
         loss = model.loss(tokens)
         optimizer.zero_grad()
         loss.backward()
