@@ -143,10 +143,9 @@ def _open_log(config: Config, distributed: Distributed, experiment: Experiment) 
 
 def _allocate(config: Config, distributed: Distributed, layers: list[Layer]) -> MultiStage:
     dtype, training = config.distributed.training_dtype, not config.training.inference
-    moments, whole_matrices = config.optimizer.moments, config.optimizer.whole_matrices
     return MultiStage(
-        layers, config.multi_stage, config.batch, dtype, distributed, training,
-        moments=moments, whole_matrices=whole_matrices,
+        layers, config.multi_stage, config.batch, dtype, distributed, training, moments=config.optimizer.moments,
+        whole_matrices=config.optimizer.whole_matrices, averaged=config.averaging.enabled,
     )  # fmt: skip
 
 
@@ -178,6 +177,7 @@ def _resume(
         loaded = sharded.load_newest(experiment.checkpoints, model, distributed, lambda line: logger.warning(line))
     if loaded is None:
         model.initialize(config.distributed.seed)
+        optimizer.averaging.start()
         return 0
     compatibility.check_architecture(loaded.config, config, str(loaded.folder))
     model.invalidate()
@@ -186,6 +186,8 @@ def _resume(
     window.load_state(loaded.state["window"], loaded.config["batch_size"] * loaded.config["sequence_length"])
     resharded = f", saved by {loaded.world_size} ranks" if loaded.world_size != distributed.world_size else ""
     logger.info("resumed from %s at iteration %d%s", loaded.folder, loaded.iteration, resharded)
+    if config.averaging.enabled and optimizer.averaging.updates == 0:
+        logger.info("  averaging (--ema_type=%s) begins now, from these weights", config.averaging.ema_type)
     for difference in compatibility.differences(loaded.config, config):
         logger.info("  changed since that checkpoint (the command line wins): %s", difference)
     moved = compatibility.moved_samples(loaded.config, config, loaded.iteration)

@@ -149,8 +149,11 @@ def _idle_conditions(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
     yield "stop_offset", values["stop_interval"] is None, "without --stop_interval"
     yield "max_checkpoints", values["experiment_dir"] is None, "without --experiment_dir"
     no_exports = values["export_interval"] is None
-    for name in ("tokenizer_file", "export_format"):
+    for name in ("tokenizer_file", "export_format", "export_weights"):
         yield name, no_exports, "without --export_interval"
+    yield "ema_beta", values["ema_type"] == "none", "without --ema_type"
+    for name in ("ema_switch_iter", "ema_decay_iters"):
+        yield name, values["ema_type"] != "ema_decay_sqrt", "without --ema_type=ema_decay_sqrt"
     no_tracker = values["wandb_entity_name"] is None
     for name in ("wandb_project_name", "wandb_group_name", "wandb_status_interval", "wandb_post_alerts"):
         yield name, no_tracker and values[name] is not False, "without --wandb_entity_name"

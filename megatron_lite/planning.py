@@ -88,10 +88,10 @@ def make_plan(config: Config, world_size: int, device_type: str, rank: int = 0) 
     group = SimulatedGroup(rank, world_size, device_type)
     layers = model_layers(config, choose_kernels(config, torch.device(device_type), planned=True))
     dtype = config.distributed.training_dtype
-    moments, whole_matrices = config.optimizer.moments, config.optimizer.whole_matrices
     model = MultiStage(
-        layers, config.multi_stage, config.batch, dtype, group, moments=moments, whole_matrices=whole_matrices
-    )
+        layers, config.multi_stage, config.batch, dtype, group, moments=config.optimizer.moments,
+        whole_matrices=config.optimizer.whole_matrices, averaged=config.averaging.enabled,
+    )  # fmt: skip
     activations = {level: activation_memory(config, model, device_type, level) for level in RECOMPUTE_LEVELS}
     return Plan(config, world_size, device_type, model, count_traffic(model, group), activations)
 

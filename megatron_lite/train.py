@@ -210,20 +210,28 @@ def is_due(iteration: int, interval: int | None, offset: int = 0) -> bool:
 
 
 def evaluate(run: Run, phase: str) -> None:
-    """Log the mean loss over the tokens of a phase's batches, the same ones every time."""
+    """Log the mean loss over the tokens of a phase's batches, the same ones every time: that of the weights and, where
+    they are averaged, that of the averages.
+    """
     refuse_bad_steps(run)
-    batches = run.data.evaluation_batches(phase)
-    loss = torch.zeros((), dtype=torch.float64, device=run.distributed.device)
+    batches, device = run.data.evaluation_batches(phase), run.distributed.device
+    kinds = ("loss", "averaged_loss") if run.config.averaging.enabled else ("loss",)
+    losses = torch.zeros(len(kinds), dtype=torch.float64, device=device)  # summed over tokens
     for _ in range(run.data.evaluation_iterations(phase)):
         micro_batches, _, _ = next_batch(run, batches)
-        loss += run.model.evaluate([micro_batch(batch, run.distributed.device, None, None) for batch in micro_batches])
+        inputs = [micro_batch(batch, device, None, None) for batch in micro_batches]
+        losses[0] += run.model.evaluate(inputs)
+        if run.config.averaging.enabled:
+            with run.model.averaged():
+                losses[1] += run.model.evaluate(inputs)
         run.distributed.end_step()
-    total = run.distributed.sum_in_rank_order(loss.view(1))
+    totals = run.distributed.sum_in_rank_order(losses).tolist()
+    tokens = run.data.evaluation_samples(phase) * run.config.batch.sequence_length
     record = {
         "phase": phase,
         "iteration": run.iteration,
         "train_iters": run.config.training.train_iters,
-        "loss": float(total) / (run.data.evaluation_samples(phase) * run.config.batch.sequence_length),
+        **{kind: total / tokens for kind, total in zip(kinds, totals, strict=True)},
     }
     run.trackers.log(record)
     run.logger.info(format_record(record))
@@ -318,7 +326,9 @@ def export(run: Run) -> None:
         state = {"optimizer": run.optimizer.state(), "window": run.window.state()}
         sharded.save(directory.parent, run.iteration, run.model, state, run.config, run.distributed)
     else:
-        save_huggingface(directory, run.model, run.config, run.distributed, run.model.full_weights())
+        averaged = run.config.training.export_weights == "average"
+        with run.model.averaged() if averaged else contextlib.nullcontext():
+            save_huggingface(directory, run.model, run.config, run.distributed, run.model.full_weights())
     run.logger.info("exported %s", directory)
 
 

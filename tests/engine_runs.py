@@ -35,8 +35,9 @@ class Outcome:
     losses: list[float]
     grad_norms: list[float]
     evaluated: list[float]
+    averaged: list[float]  # the same with the averages of the weights, if there are any
     weights: str  # digest of all full weights
-    state: str  # digest of this rank's shards: weights and moments
+    state: str  # digest of this rank's shards: weights, moments, averages
 
 
 class Engine:
@@ -51,10 +52,12 @@ class Engine:
         self.model = MultiStage(
             layers_of(self.config), self.config.multi_stage, self.config.batch, dtype, group or ranks, training,
             moments=self.config.optimizer.moments, whole_matrices=self.config.optimizer.whole_matrices,
+            averaged=self.config.averaging.enabled,
         )  # fmt: skip
         self.model.initialize(self.config.distributed.seed)
         kernels = choose_kernels(self.config, ranks.device)
         self.optimizer = Optimizer(self.config, self.model.stages, ranks, kernels)
+        self.optimizer.averaging.start()
 
     @property
     def tokens(self) -> int:
@@ -86,13 +89,17 @@ class Engine:
     def run(self, iterations: int, evaluate_every: int = 0) -> Outcome:
         """Train, with evaluations in between; nothing is read on the host before the end."""
         self.model.gather_ahead()
-        steps, evaluated = [], []
+        steps, evaluated, averaged = [], [], []
         for iteration in range(1, iterations + 1):
             steps.append(self.step(iteration))
             if evaluate_every and iteration % evaluate_every == 0:
                 evaluated.append(self.model.evaluate(self.batches(0)))
+                if self.config.averaging.enabled:
+                    with self.model.averaged():
+                        averaged.append(self.model.evaluate(self.batches(0)))
         return Outcome(
             [float(loss) for loss, _ in steps], [float(norm) for _, norm in steps], [float(loss) for loss in evaluated],
+            [float(loss) for loss in averaged],
             digest(weight for _, weight in self.model.full_weights()),
             digest(part.read(kind) for _, part in self.model.parts() for kind in part.kinds()),
         )  # fmt: skip

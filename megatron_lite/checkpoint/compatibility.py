@@ -20,7 +20,7 @@ ARCHITECTURE = (
 # Options that later versions added, and what a run without them did: a change of these is always worth a line.
 _BEFORE: dict[str, Any] = {
     "cross_document_attention": True, "freeze": [], "lr_scales": [],
-    "weight_decay_default_mask": "fast_llm", "weight_decay_modules": [],
+    "weight_decay_default_mask": "fast_llm", "weight_decay_modules": [], "ema_type": "none",
 }  # fmt: skip
 
 

@@ -88,7 +88,8 @@ def check_parameters(folder: Path, content: Manifest, model: MultiStage) -> None
 def changes(content: Manifest, model: MultiStage) -> list[str]:
     """What does not go over as it is, one line each: moments, averages and precision."""
     started, num_followed, num_rounded, dtypes = Counter[str](), 0, 0, set()
-    total, dropped = len(content.parameters), any("average" in saved.slices for saved in content.parameters.values())
+    total, averaged = len(content.parameters), any("average" in saved.slices for saved in content.parameters.values())
+    dropped = averaged
     for _, part in model.parts():
         kinds = part.kinds()
         dropped = dropped and "average" not in kinds
@@ -97,7 +98,7 @@ def changes(content: Manifest, model: MultiStage) -> list[str]:
             missing = " and ".join(kind for kind in MOMENTS if kind in kinds and kind not in saved.slices)
             if missing:
                 started[missing] += 1
-            num_followed += "average" in kinds and "average" not in saved.slices
+            num_followed += averaged and "average" in kinds and "average" not in saved.slices
             if kinds["weights"] not in (saved.dtype, torch.float32):
                 num_rounded += 1
                 dtypes.add(f"{dtype_name(saved.dtype)} to {dtype_name(kinds['weights'])}")
@@ -108,8 +109,8 @@ def changes(content: Manifest, model: MultiStage) -> list[str]:
     ]
     if num_followed:
         lines.append(
-            f"{num_followed} of {total} parameter tensors have no average there (--ema_type): it starts from the "
-            "weights of the checkpoint"
+            f"{num_followed} of {total} parameter tensors have no average there (they were frozen): it starts from "
+            "their weights"
         )
     if dropped:
         lines.append("it holds averaged weights, which a run without --ema_type neither uses nor saves again")

@@ -107,3 +107,7 @@ class AveragingConfig:
     ema_beta: float = option(0.999, "decay of the average", minimum=0.0, below=1.0)
     ema_switch_iter: int = option(100_000, "ema_decay_sqrt: iterations of the uniform phase", minimum=0)
     ema_decay_iters: int = option(100_000, "ema_decay_sqrt: iterations of the last phase", minimum=1)
+
+    @property
+    def enabled(self) -> bool:
+        return self.ema_type != "none"

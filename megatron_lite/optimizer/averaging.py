@@ -30,7 +30,7 @@ CPU_CHUNK_NUMEL, GPU_CHUNK_NUMEL = 2**18, 2**22
 
 
 class Averaging:
-    """The averages of some parts: of those that keep one."""
+    """The averages of some parts: of those that keep one. With --ema_type=none nothing happens."""
 
     def __init__(self, config: AveragingConfig, parts: Sequence[Part]) -> None:
         self._config = config
@@ -50,7 +50,7 @@ class Averaging:
         """An update is under way: `follow` will be called once for each part, after it."""
         if self._config.ema_type == "ema":
             self._share = 1.0 - self._config.ema_beta
-        else:
+        elif self._config.ema_type == "ema_decay_sqrt":
             newest = weight_in_sum(self._config, self.updates)
             self._total += newest
             self._share = newest / self._total if self._total else 0.0
@@ -65,13 +65,12 @@ class Averaging:
         """For a checkpoint, beside the averages."""
         return {"type": self._config.ema_type, "updates": self.updates, "total": self._total}
 
-    def load_state(self, state: dict[str, Any] | None) -> bool:
-        """The inverse of `state`; where it is of no averages, or of those of another type, begin anew: False."""
-        if state is None or state["type"] != self._config.ema_type:
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`; where it is empty, or of averages of another type, begin anew."""
+        if state.get("type") == self._config.ema_type:
+            self.updates, self._total = state["updates"], state["total"]
+        else:
             self.start()
-            return False
-        self.updates, self._total = state["updates"], state["total"]
-        return True
 
 
 def weight_in_sum(config: AveragingConfig, update: int) -> float:
@@ -84,7 +83,8 @@ def weight_in_sum(config: AveragingConfig, update: int) -> float:
 def _pieces(part: Part) -> Iterator[tuple[Tensor, Tensor]]:
     """(average, weights), (n,) each and fp32: of a split master piece by piece, else the whole shard at once."""
     average = part.average
-    assert average is not None
+    if average is None:
+        return
     step = max(1, average.numel())
     if part.weights.master is None:
         step = CPU_CHUNK_NUMEL if average.device.type == "cpu" else GPU_CHUNK_NUMEL

@@ -17,6 +17,7 @@ from megatron_lite.config import Config
 from megatron_lite.distributed import Distributed
 from megatron_lite.kernels.choice import REFERENCES, Kernels
 from megatron_lite.kernels.gradient_norm import squared_norm
+from megatron_lite.optimizer.averaging import Averaging
 from megatron_lite.optimizer.guards import Guard, Verdict
 from megatron_lite.optimizer.loss_scale import LossScale
 from megatron_lite.optimizer.rules.adamw import AdamW
@@ -45,6 +46,7 @@ class Optimizer:
         self._config, self._distributed, self._triton = config, distributed, kernels.triton
         self._trained = [Trained(stage, part) for stage in stages if (part := stage.trainable) is not None]
         self._rule = choose_rule(config, self._trained, distributed, kernels)
+        self.averaging = Averaging(config.averaging, [part for stage in stages for part in stage.parts])
         self.loss_scale = LossScale(config.optimizer, config.distributed.training_dtype, distributed.device)
         self.guard = Guard(config.optimizer, self.loss_scale.dynamic, distributed.device)
         self._updates = torch.zeros((), dtype=torch.float32, device=distributed.device)  # Adam's t: good updates
@@ -71,9 +73,11 @@ class Optimizer:
             learning_rate, self._weight_decay(learning_rate), divisor, self._updates, verdict.skipped.float()
         )
         self._rule.begin(self._trained, step)
+        self.averaging.begin()
         for trained in self._trained:
             trained.stage.begin_update()
             self._rule.apply(trained, step)
+            self.averaging.follow(trained.part)
             updated(trained.stage)
         self.loss_scale.update(verdict.overflow)
         return Update(loss, grad_norm, verdict)
@@ -85,14 +89,16 @@ class Optimizer:
             "loss_scale": self.loss_scale.state(),
             "guard": self.guard.state(),
             "rule": self._rule.state(),
+            "averaging": self.averaging.state(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`; older checkpoints know neither guards nor rules."""
+        """The inverse of `state`; older checkpoints know neither guards, rules nor averages."""
         self._updates.fill_(state["updates"])
         self.loss_scale.load_state(state["loss_scale"])
         self.guard.load_state(state.get("guard", {}))
         self._rule.load_state(state.get("rule", {}))
+        self.averaging.load_state(state.get("averaging", {}))
 
     def _weight_decay(self, learning_rate: float) -> float:
         """Of this step. AdamC (Defazio 2025) lets it follow the learning rate: lr / peak times the given one."""

@@ -16,6 +16,7 @@ from megatron_lite.flags import FLAGS, BadValueError, check_bounds, written
 from megatron_lite.items import lr_scale_patterns as lr_scale_patterns
 from megatron_lite.items import weighted_paths as weighted_paths
 from megatron_lite.refused import REFUSED_VALUES
+from megatron_lite.validation.averaging import averaging
 from megatron_lite.validation.batch import BATCH as BATCH
 from megatron_lite.validation.batch import batch
 from megatron_lite.validation.data import data, training
@@ -28,7 +29,8 @@ from megatron_lite.validation.weight_decay import weight_decay
 
 PREFETCH_FACTOR = 2
 RULES = (
-    model, batch, learning_rate, optimizer, weight_decay, performance, multi_stage, distributed, data, training, run,
+    model, batch, learning_rate, optimizer, weight_decay, averaging, performance, multi_stage, distributed, data,
+    training, run,
 )  # fmt: skip
 
 
