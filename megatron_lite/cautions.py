@@ -56,6 +56,9 @@ def _risks(values: dict[str, Any]) -> Iterator[str]:
         )
     if values["training_dtype"] == "fp16" and values["loss_scale"] is not None:
         yield "--loss_scale: a constant loss scale does not follow overflows in fp16; those updates are dropped"
+    needed, window = max(2, values["skip_bad_steps_window"] // 2), values["skip_bad_steps_window"]
+    if values["skip_bad_steps"] and 0 < values["train_iters"] <= needed:
+        yield f"--skip_bad_steps_window={window}: the run ends before half of it is known, so no spike is ever dropped"
     if not values["use_rotary_embeddings"] and not values["use_position_embeddings"]:
         yield "neither rotary nor learned positions: the model sees the order of tokens only through the causal mask"
     if values["sequence_length"] > values["max_position_embeddings"]:
@@ -123,6 +126,11 @@ def _idle_conditions(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
     dynamic = values["training_dtype"] == "fp16" and values["loss_scale"] is None
     for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
         yield name, not dynamic, "without dynamic loss scaling (--training_dtype=fp16 and no --loss_scale)"
+    for name in ("skip_bad_steps_window", "skip_bad_steps_sigma"):
+        yield name, not values["skip_bad_steps"], "without --skip_bad_steps=1"
+    for name in ("crash_on_nan", "crash_on_inf"):
+        yield name, values["on_bad_step"] == "abort", "with --on_bad_step=abort, which stops after any dropped update"
+    yield "clip_grad_style", values["clip_grad"] == 0.0, "with --clip_grad=0"
     random = values["dataset_source"] == "random"
     for name in ("prefetch_factor", "multiprocessing_context"):
         yield name, values["num_workers"] == 0 and not random, "with --num_workers=0"

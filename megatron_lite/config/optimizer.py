@@ -63,14 +63,26 @@ class OptimizerConfig:
         None, "clip the update's norm at mean + this many standard deviations of the latest", above=0.0, unset="off"
     )
     clip_update_norm_window: int = option(128, "latest updates that count for that", minimum=2, maximum=1_000_000)
-    skip_bad_steps: bool = option(False, "drop an update whose loss or gradient norm is far above the latest ones")
-    skip_bad_steps_window: int = option(128, "latest iterations that count for that", minimum=2, maximum=1_000_000)
+    skip_bad_steps: bool = option(
+        False,
+        "drop updates whose loss or gradient norm is far above the latest ones; spikes count among these, NaN and "
+        "infinities (always dropped) do not (in Levanter they do, and nothing passes until they leave the window)",
+    )
+    skip_bad_steps_window: int = option(
+        128,
+        "latest iterations that count for that; none is dropped before half of them are known",
+        minimum=2,
+        maximum=1_000_000,
+    )
     skip_bad_steps_sigma: float = option(6.0, "far above: mean + this many standard deviations", above=0.0)
     on_bad_step: str = option(
-        "skip", "after a dropped update: go on, or stop at the next log line or save", choices=("skip", "abort")
+        "skip",
+        "once an update was dropped, by skip_bad_steps or being not finite: go on, or (abort) end the run after the "
+        "next log line, or in place of the next validation or save; overflows under a dynamic loss scale never end it",
+        choices=("skip", "abort"),
     )
-    crash_on_nan: bool = option(False, "stop at the next log line or save once loss or gradient was NaN")
-    crash_on_inf: bool = option(False, "stop at the next log line or save once loss or gradient was infinite")
+    crash_on_nan: bool = option(False, "with on_bad_step=skip: end like that once loss or gradient was NaN")
+    crash_on_inf: bool = option(False, "with on_bad_step=skip: end like that once loss or gradient was infinite")
     lr_scales: tuple[str, ...] = option(
         (), "pattern:scale of a learning rate, as in embedding:0.1 *.bias:2; the last that fits counts, 0 freezes"
     )

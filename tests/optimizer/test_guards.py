@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness import tiny_config
 
 from megatron_lite.config import OptimizerConfig
+from megatron_lite.errors import UsageError
 from megatron_lite.optimizer.dropped_steps import Report
 from megatron_lite.optimizer.guards import Guard, Verdict
+from megatron_lite.validation import warnings
 
 VECTORS = Path(__file__).resolve().parent.parent / "vectors" / "levanter_optim_vectors.json"
 CPU = torch.device("cpu")
@@ -262,3 +265,31 @@ def test_clipping_factors(norm: float) -> None:
     assert float(factor) == (1.0 if float(grad_norm) <= 1.0 else pytest.approx(1.0 / float(grad_norm), rel=1e-7))
     for style in ("torch", "levanter"):
         assert guard(clip_grad=0.0, clip_grad_style=style).clipping_factor(grad_norm) == 1.0
+
+
+# -- the command line ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options, caution", [
+    ({"skip_bad_steps_window": 64}, "--skip_bad_steps_window has no effect without --skip_bad_steps=1"),
+    ({"skip_bad_steps_sigma": 3.0}, "--skip_bad_steps_sigma has no effect without --skip_bad_steps=1"),
+    ({"clip_grad": 0.0, "clip_grad_style": "levanter"}, "--clip_grad_style has no effect with --clip_grad=0"),
+    ({"on_bad_step": "abort", "crash_on_nan": True}, "--crash_on_nan has no effect with --on_bad_step=abort"),
+    ({"on_bad_step": "abort", "crash_on_inf": True}, "--crash_on_inf has no effect with --on_bad_step=abort"),
+    ({"skip_bad_steps": True}, "--skip_bad_steps_window=128: the run ends before half of it is known"),
+    ({**SKIPPING, "clip_grad_style": "levanter", "crash_on_nan": True}, None),
+    ({**SKIPPING, "on_bad_step": "abort"}, None),
+])  # fmt: skip
+def test_what_an_option_makes_idle_is_said(options: dict[str, Any], caution: str | None) -> None:
+    named = ("bad_step", "crash_on", "clip_grad")
+    found = [line for line in warnings(tiny_config(**options)) if any(name in line for name in named)]
+    assert len(found) == (caution is not None) and all(line.startswith(caution or "") for line in found), found
+
+
+@pytest.mark.parametrize("option, value", [
+    ("skip_bad_steps_window", 1), ("skip_bad_steps_sigma", 0.0), ("skip_bad_steps_sigma", NAN), ("on_bad_step", "stop"),
+    ("clip_grad_style", "optax"), ("clip_grad", -1.0),
+])  # fmt: skip
+def test_values_without_meaning_are_refused(option: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"--{option}="):
+        tiny_config(**{option: value})
