@@ -131,6 +131,7 @@ def _idle_conditions(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
     for name in ("crash_on_nan", "crash_on_inf"):
         yield name, values["on_bad_step"] == "abort", "with --on_bad_step=abort, which stops after any dropped update"
     yield "clip_grad_style", values["clip_grad"] == 0.0, "with --clip_grad=0"
+    yield "clip_update_norm_window", values["clip_update_norm_sigma"] is None, "without --clip_update_norm_sigma"
     random = values["dataset_source"] == "random"
     for name in ("prefetch_factor", "multiprocessing_context"):
         yield name, values["num_workers"] == 0 and not random, "with --num_workers=0"

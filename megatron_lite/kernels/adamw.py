@@ -71,7 +71,8 @@ class Ranges:
         counts = [cdiv(row.end - row.start, BLOCK) for row in rows]
         self.blocks = sum(counts)
         places = [(sum(counts[:i]), row.start // ALIGNMENT, row.end // ALIGNMENT) for i, row in enumerate(rows)]
-        # (rows, 3): first block; start and end, in units of ALIGNMENT
+        places.append((self.blocks, 0, 0))
+        # (rows + 1, 3): first block; start and end, in units of ALIGNMENT. The last row is where the blocks end.
         self.places = torch.tensor(places, dtype=torch.int64, device=device)
         # (rows, 2)
         self.scales = torch.tensor([row[2:] for row in rows], dtype=torch.float32, device=device)
@@ -118,7 +119,7 @@ def _reference(shard: Shard, ranges: Ranges, control: Control) -> None:
     # Dividing writes every gradient back. On CPU a look at a number costs nothing, and most often it is 1.
     divided = gradient.device.type != "cpu" or float(control.divisor) != 1.0
     in_place = shard.rounded is None and gradient.dtype == torch.float32 and not numbers.nesterov
-    for row, bounds in chunks(shard, ranges, whole=in_place):
+    for _, row, bounds in chunks(shard, ranges, whole=in_place):
         rate, decay = numbers.learning_rate * row.lr_scale, numbers.weight_decay * row.decay_scale
         weights = read(shard, bounds)
         if numbers.nesterov:
@@ -136,13 +137,13 @@ def _reference(shard: Shard, ranges: Ranges, control: Control) -> None:
 # -- parts of the reference, of this and of `adamw_clipped.py` --------------------------------------------------------
 
 
-def chunks(shard: Shard, ranges: Ranges, whole: bool = False) -> Iterator[tuple[Range, slice]]:
-    """The ranges in pieces that bound the temporaries; `whole`: in one piece each, where there are none."""
+def chunks(shard: Shard, ranges: Ranges, whole: bool = False) -> Iterator[tuple[int, Range, slice]]:
+    """The ranges and their indices, in pieces that bound the temporaries; `whole`: in one, where there are none."""
     chunk_numel = CPU_CHUNK_NUMEL if shard.gradient.device.type == "cpu" else GPU_CHUNK_NUMEL
-    for row in ranges.rows:
+    for index, row in enumerate(ranges.rows):
         step = row.end - row.start if whole else chunk_numel
         for start in range(row.start, row.end, step):
-            yield row, slice(start, min(start + step, row.end))
+            yield index, row, slice(start, min(start + step, row.end))
 
 
 def read(shard: Shard, bounds: slice) -> Tensor:

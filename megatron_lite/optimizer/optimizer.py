@@ -25,6 +25,7 @@ from megatron_lite.optimizer.rules.lion import Lion
 from megatron_lite.optimizer.rules.muon import Muon
 from megatron_lite.optimizer.rules.rule import Rule, Step, Trained
 from megatron_lite.optimizer.rules.sgd import SGD
+from megatron_lite.optimizer.schedules import peak_learning_rate
 from megatron_lite.zero.stage import Stage
 
 
@@ -102,8 +103,7 @@ class Optimizer:
 
     def _weight_decay(self, learning_rate: float) -> float:
         """Of this step. AdamC (Defazio 2025) lets it follow the learning rate: lr / peak times the given one."""
-        options, rate = self._config.optimizer, self._config.learning_rate
-        peak = rate.lr * rate.default_lr_scale
+        options, peak = self._config.optimizer, peak_learning_rate(self._config)
         factor = learning_rate / peak if options.adamc_weight_decay and peak else 1.0
         return options.weight_decay * factor
 

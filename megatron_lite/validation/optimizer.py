@@ -10,6 +10,7 @@ from megatron_lite.validation.problem import Problem, typed
 
 def optimizer(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
     """The update and what guards it."""
+    yield from _update_clipping(values)
     if values["training_dtype"] == "fp16" and values["loss_scale"] is None:
         if values["initial_loss_scale"] < values["min_loss_scale"]:
             yield Problem(
@@ -19,3 +20,20 @@ def optimizer(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
             )
     elif values["loss_scale"] is None:
         values["loss_scale"] = 1.0
+
+
+def _update_clipping(values: dict[str, Any]) -> Iterator[Problem]:
+    """Updates of AdamW may be clipped, in one way."""
+    both = [name for name in ("update_rms_clip", "clip_update_norm_sigma") if values[name] is not None]
+    if len(both) == 2:
+        yield Problem(
+            tuple(both),
+            f"{typed(values, *both)}: updates are clipped by the root mean square of each parameter, or by their norm; "
+            f"leave one of the two out",
+        )
+    for name in both:
+        if values["optimizer"] != "adamw":
+            yield Problem(
+                (name, "optimizer"),
+                f"{typed(values, name, 'optimizer')}: only updates of AdamW are clipped; leave {name} out",
+            )

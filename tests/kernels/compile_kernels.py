@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import pkgutil
 import re
@@ -34,8 +35,10 @@ from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 import megatron_lite.kernels  # noqa: E402
+from megatron_lite.kernels import adamw as optimizer  # noqa: E402
 from megatron_lite.kernels import copying  # noqa: E402
 from megatron_lite.kernels.activation import FUNCTIONS, activate, activate_backward  # noqa: E402
+from megatron_lite.kernels.adamw_clipped import adamw_moments, adamw_weights  # noqa: E402
 from megatron_lite.kernels.cross_entropy import Sums, sweep  # noqa: E402
 from megatron_lite.kernels.embedding import embedding  # noqa: E402
 from megatron_lite.kernels.gradient_norm import squared_norm  # noqa: E402
@@ -115,6 +118,27 @@ def run_triton(op: Op, shape: Shape) -> None:
         call()
 
 
+def updates(shape: Shape, rows: int, split: bool, nesterov: bool, passes: int) -> None:
+    """AdamW on a shard of `rows` parameters, in one pass or two."""
+    numel = rows * optimizer.ALIGNMENT * 20
+    values = [shape.random(numel, dtype=torch.float32) for _ in range(3)]
+    rounded, gradient = shape.random(numel, dtype=torch.bfloat16), shape.random(numel)
+    remainder = torch.empty(numel, dtype=torch.int16, device=shape.device)
+    master = (None, rounded, remainder) if split else (values[0], None, None)
+    shard = optimizer.Shard(*master, gradient, *values[1:])
+    borders = range(0, numel, numel // rows)
+    ranges = optimizer.Ranges(
+        [optimizer.Range(start, start + numel // rows, 1.0, 1.0) for start in borders], values[0].device
+    )
+    one = torch.ones((), device=shape.device)
+    control = optimizer.Control(one, one, one, optimizer.Hyperparameters(1e-4, 0.1, 0.9, 0.95, 1e-8, nesterov))
+    if passes == 1:
+        optimizer.adamw(shard, ranges, control, triton=True)
+    else:
+        adamw_moments(shard, ranges, control, triton=True)
+        adamw_weights(shard, ranges, torch.ones(rows, device=shape.device), control, triton=True)
+
+
 def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
     """What the table of operations leaves out: every activation, biases, odd sizes, sizes of one, very wide rows."""
     for name in FUNCTIONS:
@@ -144,6 +168,9 @@ def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
         parts = split_heads(projection * 1, heads, heads, table, triton=True)
         grads = tuple(shape.random(*part.shape) for part in parts)
         yield f"rotary {length} {channels}", backward(parts, (projection,), grads)
+    for rows, split, nesterov, passes in itertools.product((1, 9, 300), (False, True), (False, True), (1, 2)):
+        if rows < 300 or passes == 2:
+            yield f"adamw {rows} {split} {nesterov} {passes}", partial(updates, shape, rows, split, nesterov, passes)
     for numel in (1, 1000):
         target, source = shape.random(numel, dtype=torch.float32), shape.random(numel)
         for operation in (copying.copy, copying.add):
@@ -163,6 +190,8 @@ def main() -> int:
     JITFunction.run = lambda kernel, *args, **more: recorder(kernel, *args, **more)
     shape = Shape(dtype=getattr(torch, options.dtype), device="meta")
     calls: dict[str, Callable[[], Any]] = {op.name: partial(run_triton, op, shape) for op in OPS}
+    for split, nesterov in ((False, False), (True, True)):
+        calls[f"clipped updates, {split}, {nesterov}"] = partial(updates, shape, 12, split, nesterov, 2)
     failures: dict[str, str] = {}
     for name, call in (*calls.items(), *(others(shape) if options.all else ())):
         recorder.common = name in calls

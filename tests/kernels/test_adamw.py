@@ -1,7 +1,10 @@
-"""AdamW on a flat shard against the formula in fp64; in every form of the weights; dropped updates leave no trace."""
+"""AdamW on a flat shard, in one pass and in two, against the formula in fp64; in every form of the weights; dropped
+updates leave no trace.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from unittest import mock
@@ -12,7 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.kernels import adamw as module
-from megatron_lite.kernels.adamw import BLOCK, Control, Hyperparameters, Range, Ranges, Shard, adamw
+from megatron_lite.kernels.adamw import ALIGNMENT, BLOCK, Control, Hyperparameters, Range, Ranges, Shard, adamw
+from megatron_lite.kernels.adamw_clipped import adamw_moments, adamw_weights
 from megatron_lite.kernels.copying import join, split
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -22,8 +26,14 @@ NUMEL = ROWS[-1].end
 NUMBERS = Hyperparameters(learning_rate=0.02, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
 MARGIN, MARK = 64, 7.0  # elements around the shard, and what is in them
 
+FACTORS = (0.25, 1.0, 0.5)  # on the updates of each range, in two passes
+
 FORMS = ["master alone", "bf16 in place", "fp16 in place", "split"]
 GRADIENTS = [torch.float32, torch.bfloat16, torch.float16]
+# In what form, gradients in what dtype, with Nesterov momentum.
+NESTEROV = [("master alone", torch.float32, True), ("split", torch.bfloat16, True)]
+VARIANTS = [*itertools.product(FORMS, GRADIENTS, [False]), *NESTEROV]
+TWO_PASSES = [("master alone", torch.float32, False), ("bf16 in place", torch.bfloat16, False), *NESTEROV]
 
 
 def inside(values: Tensor) -> Tensor:
@@ -78,45 +88,85 @@ class Exact:
     def __init__(self) -> None:
         self.weights, self.m, self.v = draw(0).double(), torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
 
-    def update(self, gradient: Tensor, divisor: float, updates: int, numbers: Hyperparameters = NUMBERS) -> None:
-        g = gradient.double() / divisor
-        self.m = numbers.beta1 * self.m + (1 - numbers.beta1) * g
+    def update(
+        self, gradient: Tensor, divisor: float, updates: int, numbers: Hyperparameters, factors: Sequence[float]
+    ) -> list[float]:
+        """Returns the sum of the squares of the step, before factors and learning rates, in each range."""
+        g, squares, beta = gradient.double() / divisor, [], numbers.beta1
+        self.m = beta * self.m + (1 - beta) * g
         self.v = numbers.beta2 * self.v + (1 - numbers.beta2) * g.square()
-        m, v = self.m / (1 - numbers.beta1**updates), self.v / (1 - numbers.beta2**updates)
-        for start, end, lr_scale, decay_scale in ROWS:
+        m, v = self.m / (1 - beta**updates), self.v / (1 - numbers.beta2**updates)
+        if numbers.nesterov:
+            m = beta * self.m / (1 - beta ** (updates + 1)) + (1 - beta) * g / (1 - beta**updates)
+        for (start, end, lr_scale, decay_scale), factor in zip(ROWS, factors, strict=True):
             rate, own = numbers.learning_rate * lr_scale, slice(start, end)
             step = m[own] / (v[own].sqrt() + numbers.eps) + numbers.weight_decay * decay_scale * self.weights[own]
-            self.weights[own] -= rate * step
+            self.weights[own] -= rate * factor * step
+            squares.append(float(step.square().sum()))
+        return squares
 
 
 def bits(shard: Shard) -> list[bytes]:
     return [t.cpu().view(torch.int16).numpy().tobytes() for t in shard if t is not None and t is not shard.gradient]
 
 
+@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")  # in what is dropped
 @pytest.mark.parametrize("triton", [False, True])
-@pytest.mark.parametrize(("form", "dtype"), list(itertools.product(FORMS, GRADIENTS)), ids=str)
-def test_several_updates_are_those_of_the_formula(form: str, dtype: torch.dtype, triton: bool) -> None:
+@pytest.mark.parametrize(("form", "dtype", "nesterov"), VARIANTS, ids=str)
+def test_several_updates_are_those_of_the_formula(form: str, dtype: torch.dtype, nesterov: bool, triton: bool) -> None:
     """Scaled and clipped gradients, changing learning rates, three ranges; weights in place are the master's copy.
 
     One update between is dropped: nothing changes by a single bit, although its gradients are infinite and NaN.
     """
-    shard, exact = make_shard(form, dtype), Exact()
-    for updates, divisor in enumerate((1.0, 512.0, 2.75, 65536.0), start=1):
-        numbers = Hyperparameters(0.02 / updates, 0.1, 0.9, 0.95, 1e-8)
+    compare(form, dtype, nesterov, triton, passes=1)
+
+
+@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")  # in what is dropped
+@pytest.mark.parametrize("triton", [False, True])
+@pytest.mark.parametrize(("form", "dtype", "nesterov"), TWO_PASSES, ids=str)
+def test_updates_in_two_passes_are_those_of_the_formula(
+    form: str, dtype: torch.dtype, nesterov: bool, triton: bool
+) -> None:
+    """The same with factors on the steps; the sums of their squares are right, and zero where the update is dropped."""
+    compare(form, dtype, nesterov, triton, passes=2)
+
+
+def compare(form: str, dtype: torch.dtype, nesterov: bool, triton: bool, passes: int) -> None:
+    shard, exact, factors = make_shard(form, dtype), Exact(), FACTORS if passes == 2 else (1.0,) * 3
+
+    def update(gradient: Tensor, control: Control) -> list[float]:
+        shard.gradient.copy_(gradient)
+        ranges = Ranges(ROWS, DEVICE)
+        if passes == 1:
+            adamw(shard, ranges, control, triton)
+            return []
+        sums = adamw_moments(shard, ranges, control, triton)
+        assert sums.shape == (3,) and sums.dtype == torch.float64
+        adamw_weights(shard, ranges, torch.tensor(factors, device=DEVICE), control, triton)
+        return sums.tolist()
+
+    def drop(updates: int) -> None:
+        before, poison = bits(shard), torch.full((NUMEL,), torch.inf)
+        poison[::2] = torch.nan
+        assert not any(update(poison, control_of(torch.nan, updates, skipped=True, numbers=numbers)))
+        assert bits(shard) == before, "a dropped update left a trace"
+
+    numbers = Hyperparameters(0.02, 0.1, 0.9, 0.95, 1e-8, nesterov)
+    drop(0)
+    for updates, divisor in enumerate((1.0, 512.0, 65536.0), start=1):
+        numbers = dataclasses.replace(numbers, learning_rate=0.02 / updates)
         scale = min(divisor, 2048.0)  # fp16 holds 65504 at most
         gradient = (draw(updates) * scale).to(dtype)
-        exact.update(gradient, divisor, updates, numbers)
-        update(shard, gradient, control_of(divisor, updates, numbers=numbers), triton)
+        squares = exact.update(gradient, divisor, updates, numbers, factors)
+        assert update(gradient, control_of(divisor, updates, numbers=numbers)) == pytest.approx(
+            squares if passes == 2 else [], rel=1e-6
+        )
         for ours, formula in ((master_of(shard), exact.weights), (shard.exp_avg, exact.m)):
             assert torch.allclose(ours.cpu().double(), formula, rtol=2e-6, atol=2e-6), updates
         assert torch.allclose(shard.exp_avg_sq.cpu().double(), exact.v, rtol=1e-5, atol=0), updates
         if form.endswith("in place"):
             assert shard.rounded is not None and torch.equal(shard.rounded, master_of(shard).to(shard.rounded.dtype))
-        before = bits(shard)
-        poison = torch.full_like(gradient, torch.inf)
-        poison[::2] = torch.nan
-        update(shard, poison, control_of(torch.nan, updates, skipped=True), triton)
-        assert bits(shard) == before, "a dropped update left a trace"
+    drop(updates)
     for tensor in shard:
         if tensor is not None:
             assert (around(tensor) == MARK).all(), "something beside the shard was written"
@@ -134,10 +184,10 @@ def test_split_masters_are_the_unsplit_ones_bit_for_bit(dtype: torch.dtype, trit
         assert torch.equal(halves.exp_avg, plain.exp_avg) and torch.equal(halves.exp_avg_sq, plain.exp_avg_sq)
 
 
-@pytest.mark.parametrize("count", [1, 2, 6])
+@pytest.mark.parametrize("count", [1, 2, 6, 19])
 def test_any_number_of_ranges(count: int) -> None:
-    """One to six, some shorter than a block: the kernel's table against the reference's loop."""
-    borders = [0, 64, 128, BLOCK + 128, BLOCK + 192, 2 * BLOCK + 192, NUMEL]
+    """One to many, some shorter than a block: the kernels' table against the references' loop, in one pass and two."""
+    borders = [0, 64, 128, BLOCK + 128, BLOCK + 192, *range(2 * BLOCK + 192, NUMEL, ALIGNMENT)]
     starts = [0, *borders[1:count]]
     rows = [
         Range(a, b, 1.0 + i, float(i % 2)) for i, (a, b) in enumerate(zip(starts, [*starts[1:], NUMEL], strict=True))
@@ -147,6 +197,29 @@ def test_any_number_of_ranges(count: int) -> None:
     update(kernel, draw(1), control_of(3.0, 1), True, rows)
     assert torch.allclose(master_of(reference), master_of(kernel), rtol=1e-6, atol=1e-6)
     assert not torch.equal(master_of(kernel).cpu(), draw(0))
+
+    before, ranges, factors = master_of(kernel).clone(), Ranges(rows, DEVICE), draw(3, count).to(DEVICE)
+    for shard in (reference, kernel):
+        shard.gradient.copy_(draw(2))
+    sums = adamw_moments(reference, ranges, control_of(3.0, 2))
+    assert torch.allclose(adamw_moments(kernel, ranges, control_of(3.0, 2), triton=True), sums, rtol=1e-6)
+    adamw_weights(reference, ranges, factors, control_of(3.0, 2))
+    adamw_weights(kernel, ranges, factors, control_of(3.0, 2), triton=True)
+    assert torch.allclose(master_of(reference), master_of(kernel), rtol=1e-6, atol=1e-5)
+    assert not torch.equal(master_of(kernel), before)
+
+
+@pytest.mark.parametrize("triton", [False, True])
+def test_sums_have_the_same_bits_each_time_and_wherever_a_range_lies(triton: bool) -> None:
+    """Of a range alone and of one behind others, with other things beside it: what a layout must not change."""
+    rows = [Range(0, 64, 1.0, 1.0), Range(64, 64 + BLOCK + 128, 1.0, 1.0), Range(64 + BLOCK + 128, NUMEL, 1.0, 1.0)]
+    whole = make_shard("master alone", torch.float32)
+    whole.gradient.copy_(draw(1))
+    own = slice(rows[1].start, rows[1].end)
+    alone = Shard(*(None if tensor is None else tensor[own].clone() for tensor in whole))
+    sums = adamw_moments(whole, Ranges(rows, DEVICE), control_of(3.0, 1), triton)
+    again = adamw_moments(alone, Ranges([Range(0, BLOCK + 128, 1.0, 1.0)], DEVICE), control_of(3.0, 1), triton)
+    assert torch.equal(sums[1:2], again) and float(again) > 0.0
 
 
 @pytest.mark.parametrize("triton", [False, True])

@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov & Hutter 2019) on shards: one pass over each, see `kernels/adamw.py`."""
+"""AdamW (Loshchilov & Hutter 2019) on shards: in one pass over each, in two where updates are clipped."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 from megatron_lite.config import OptimizerConfig
 from megatron_lite.distributed import Distributed
 from megatron_lite.kernels.adamw import Control, Hyperparameters, adamw
+from megatron_lite.kernels.adamw_clipped import adamw_moments, adamw_weights
 from megatron_lite.kernels.choice import Kernels
 from megatron_lite.optimizer.rules.rule import Step, Trained, ranges_of, shard_of
+from megatron_lite.optimizer.rules.update_clipping import NormClipping, RmsClipping
 
 
 class AdamW:
@@ -19,23 +21,47 @@ class AdamW:
         self, config: OptimizerConfig, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels
     ) -> None:
         self._config, self._triton = config, kernels.triton
-        self._ranges = {stage.index: ranges_of(part, distributed.rank, distributed.device) for stage, part in trained}
+        apart = config.update_rms_clip is not None
+        self._ranges = {
+            stage.index: ranges_of(part, distributed.rank, distributed.device, apart) for stage, part in trained
+        }
+        self._clipping: RmsClipping | NormClipping | None = None
+        if config.update_rms_clip is not None:
+            self._clipping = RmsClipping(config.update_rms_clip, trained, distributed)
+        elif config.clip_update_norm_sigma is not None:
+            sigma, window = config.clip_update_norm_sigma, config.clip_update_norm_window
+            self._clipping = NormClipping(sigma, window, distributed)
 
     def begin(self, trained: Sequence[Trained], step: Step) -> None:
         """See `Rule`."""
         config = self._config
         numbers = Hyperparameters(
-            step.learning_rate, step.weight_decay, config.adam_beta1, config.adam_beta2, config.adam_eps
-        )
+            step.learning_rate, step.weight_decay, config.adam_beta1, config.adam_beta2, config.adam_eps,
+            config.adam_nesterov,
+        )  # fmt: skip
         self._control = Control(step.divisor, step.updates, step.skipped, numbers)
+        if self._clipping is None:
+            return
+        sums = [
+            adamw_moments(shard_of(part), self._ranges[stage.index], self._control, self._triton)
+            for stage, part in trained
+        ]
+        factors = self._clipping.factors(sums, step.skipped)
+        self._factors = {stage.index: factor for (stage, _), factor in zip(trained, factors, strict=True)}
 
     def apply(self, trained: Trained, step: Step) -> None:
         """See `Rule`."""
-        adamw(shard_of(trained.part), self._ranges[trained.stage.index], self._control, self._triton)
+        stage, shard = trained.stage.index, shard_of(trained.part)
+        if self._clipping is None:
+            adamw(shard, self._ranges[stage], self._control, self._triton)
+        else:
+            adamw_weights(shard, self._ranges[stage], self._factors[stage], self._control, self._triton)
 
     def state(self) -> dict[str, Any]:
         """See `Rule`."""
-        return {}
+        return {} if self._clipping is None else {"clipping": self._clipping.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """See `Rule`."""
+        if self._clipping is not None:
+            self._clipping.load_state(state.get("clipping", {}))

@@ -57,9 +57,11 @@ def shard_of(part: Part) -> Shard:
     )
 
 
-def ranges_of(part: Part, rank: int, device: torch.device) -> Ranges:
-    """The ranges of this rank's shard that are updated alike, without matrices that are updated as a whole."""
-    rows = [row for row in part.layout.update_ranges(rank) if not (row.is_matrix and part.whole_matrices)]
+def ranges_of(part: Part, rank: int, device: torch.device, apart: bool = False) -> Ranges:
+    """The ranges of this rank's shard that are updated alike, without matrices that are updated as a whole; `apart`:
+    one for each parameter.
+    """
+    rows = [row for row in part.layout.update_ranges(rank, apart) if not (row.is_matrix and part.whole_matrices)]
     return Ranges([Range(row.start, row.end, row.lr_scale, float(row.weight_decay)) for row in rows], device)
 
 
