@@ -88,7 +88,7 @@ def _parse_stage(items: Sequence[str], begin: int) -> Stage:
 
 
 def _form(kind: str) -> str:
-    return "constant,iters,lr" if kind == "constant" else FORM.replace("type", kind).replace("[,end_lr[", ",end_lr[,")
+    return f"{kind},iters,lr" + ("" if kind == "constant" else ",end_lr[,power]")
 
 
 def _number(name: str, text: str) -> float:
