@@ -121,9 +121,11 @@ def _cut_in(values: dict[str, Any], options: LearningRateConfig, current: Cycle,
     asked = steps_of(iters, fraction, current.length) or 0
     count, _ = boundaries(options)
     where = f"cycle {current.number + 1} of {count}" if count > 1 else "the schedule"
+    falls = options.lr_decay_style != "constant"
     if asked > current.length:
-        yield f"{_typed(values, kind)}: {where} has only {current.length} iterations, to which the warmup is cut"
-    if options.lr_decay_style == "constant":
+        rest = "; nothing is left for the decay" if falls else ""
+        yield f"{_typed(values, kind)}: {where} has only {current.length} iterations, to which the warmup is cut{rest}"
+    if asked > current.length or not falls:
         return
     left = current.length - current.warmup
     decay = steps_of(options.lr_wsd_decay_iters, options.lr_wsd_decay_fraction, current.length)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
 import pytest
 
-from megatron_lite.config import Config, LearningRateConfig
-from megatron_lite.optimizer.schedules import learning_rate
+from megatron_lite.config import BatchConfig, Config, LearningRateConfig
+from megatron_lite.optimizer.schedules import learning_rate, peak_learning_rate
 
 
-def config(style: str, **options: float) -> Config:
+def config(style: str, **options: Any) -> Config:
     values = {"lr": 1e-3, "min_lr": 1e-4, "lr_warmup_iters": 10, "lr_decay_iters": 110, **options}
     return Config(learning_rate=LearningRateConfig(lr_decay_style=style, **values))  # type: ignore[arg-type]
 
@@ -54,3 +56,76 @@ def test_lr_scale_applies_to_peak_and_floor_alike() -> None:
     for iteration in (1, 10, 60, 200):
         scaled = learning_rate(config("cosine", default_lr_scale=0.5), iteration)
         assert scaled == pytest.approx(learning_rate(config("cosine"), iteration) / 2)
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "power", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 1, 7, 10])
+def test_plain_schedules_to_the_last_bit(style: str, warmup: int) -> None:
+    """One warmup and one decay, as they were before there were cycles: a run begun then goes on with the same rates.
+
+    At the end of the warmup the rate is lr itself, which it was but for rounding.
+    """
+    options = config(style, lr_warmup_iters=warmup, lr_decay_power=1.7, lr=3.7e-4, min_lr=1.3e-5)
+    for iteration in range(1, 130):
+        left = max(110 - iteration, 0) / (110 - warmup)
+        factor = {"constant": 1.0, "cosine": 0.5 * (1.0 - math.cos(math.pi * left**1.7))}.get(style, left**1.7)
+        expected = 1.3e-5 + (3.7e-4 - 1.3e-5) * factor
+        if iteration <= warmup:
+            expected = 3.7e-4 * iteration / warmup
+        if iteration == warmup or style == "constant" and iteration > warmup:
+            expected = 3.7e-4
+        assert learning_rate(options, iteration) == expected
+
+
+def test_exponents_lie_inside_and_outside_of_the_cosine() -> None:
+    """lr_decay_power bends the time, lr_cosine_exponent the falling cosine (optax's `exponent`)."""
+    quarter, half = 35, 60  # a quarter and half of the decay over
+    inside = config("cosine", lr_decay_power=2.0)
+    assert learning_rate(inside, half) == pytest.approx(1e-4 + 9e-4 * 0.5 * (1 - math.cos(math.pi / 4)), rel=1e-12)
+    outside = config("cosine", lr_cosine_exponent=3.0)
+    assert learning_rate(outside, half) == pytest.approx(1e-4 + 9e-4 * 0.5**3, rel=1e-12)
+    falling = 0.5 * (1 + math.cos(math.pi / 4))
+    assert learning_rate(outside, quarter) == pytest.approx(1e-4 + 9e-4 * falling**3, rel=1e-12)
+
+
+def test_levanters_origin() -> None:
+    """lr_step_offset=0: the first update has rate 0, and everything comes one iteration later."""
+    for iteration in range(1, 130):
+        expected = learning_rate(config("cosine"), iteration - 1) if iteration > 1 else 0.0
+        assert learning_rate(config("cosine", lr_step_offset=0), iteration) == expected
+
+
+def tokens(**options: float) -> Config:
+    """power_tokens with 512 samples of 4096 tokens, which decay from iteration 10 on."""
+    return dataclasses.replace(
+        config("power_tokens", lr=0.1, min_lr=0.0, lr_decay_iters=10**6, **options),
+        batch=BatchConfig(batch_size=512, sequence_length=4096),
+    )
+
+
+def test_power_of_tokens() -> None:
+    """batch_size * a * tokens ** b with the tokens since the decay began, at most lr; there is no minimum.
+
+    Levanter counts tokens in 32 bits: beyond 2 ** 31, here 1024 iterations, it has negative ones.
+    """
+    assert learning_rate(tokens(), 10) == learning_rate(tokens(), 1) * 10 == 0.1
+    for elapsed in (1, 100, 1023, 1025, 10**5, 2 * 10**6):
+        expected = min(0.1, 512 * 4.6 * float(elapsed * 512 * 4096) ** -0.51)
+        assert learning_rate(tokens(), 10 + elapsed) == pytest.approx(expected, rel=1e-12), elapsed
+    assert learning_rate(tokens(lr_power_a=1.0, lr_power_b=-1.0), 20) == pytest.approx(1 / (10 * 4096), rel=1e-12)
+
+
+def test_power_of_tokens_in_later_cycles() -> None:
+    """Each cycle counts its own tokens; a rewarmup begins where the formula stood at the end of the cycle before."""
+    cycles = tokens(lr_cycle_minima=(1000,), lr_rewarmup_iters=50)
+    end = 512 * 4.6 * float(990 * 512 * 4096) ** -0.51
+    assert learning_rate(cycles, 1000) == pytest.approx(end, rel=1e-12)
+    assert learning_rate(cycles, 1025) == pytest.approx((end + 0.1) / 2, rel=1e-12)
+    assert learning_rate(cycles, 1050 + 600) == learning_rate(tokens(), 10 + 600) < 0.1
+
+
+def test_peak_of_a_schedule() -> None:
+    """What AdamC divides by: lr, or the highest rate of the stages, times the scale of all rates."""
+    assert peak_learning_rate(config("cosine", default_lr_scale=0.5)) == 5e-4
+    stages = Config(learning_rate=LearningRateConfig(lr_schedule="linear,5,0,2;cosine,5,2,1;linear,5,1,3"))
+    assert peak_learning_rate(stages) == 3.0
