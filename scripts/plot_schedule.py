@@ -20,6 +20,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))  # runs from a plain checkout
 
 from megatron_lite.arguments import HelpRequested, launch_world_size, parse  # noqa: E402
+from megatron_lite.batch_schedule import batch_schedule  # noqa: E402
 from megatron_lite.config import Config  # noqa: E402
 from megatron_lite.errors import EXIT_DONE, RunError, StorageError, UsageError  # noqa: E402
 from megatron_lite.exits import print_page  # noqa: E402
@@ -42,10 +43,9 @@ class Row(NamedTuple):
 
 def schedule(config: Config) -> list[Row]:
     """Every iteration of a run, given its resolved configuration."""
-    size = config.batch.batch_size
-    assert size is not None, "resolved before"
+    sizes = batch_schedule(config.batch)
     return [
-        Row(iteration, learning_rate(config, iteration), size)
+        Row(iteration, learning_rate(config, iteration), sizes.batch_size(iteration))
         for iteration in range(1, config.training.train_iters + 1)
     ]
 

@@ -98,8 +98,8 @@ class LearningRateConfig:
     )
     lr_power_a: float = option(
         4.6,
-        "power_tokens: the rate is batch_size * a * tokens ** b, at most lr; tokens since the decay began, at the "
-        "batch sizes that the run had",
+        "power_tokens: the rate is batch_size * a * tokens ** b, at most lr; batch_size that of the iteration, "
+        "tokens those since the decay began, both as batch_size_schedule says",
         above=0.0,
     )
     lr_power_b: float = option(-0.51, "power_tokens: see lr_power_a", below=0.0)

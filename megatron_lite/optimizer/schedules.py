@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from megatron_lite.batch_schedule import batch_schedule, consumed_tokens
 from megatron_lite.config import Config
 from megatron_lite.optimizer.cycles import Cycle, cooldown_steps, cycle, cycle_at
 from megatron_lite.optimizer.schedule_string import parse_stages, stage_rate
@@ -89,7 +90,7 @@ def _decayed(config: Config, current: Cycle, elapsed: int) -> float:
 
 
 def _power_of_tokens(config: Config, decay_start: int, elapsed: int) -> float:
-    """batch_size * a * tokens ** b with the tokens since the decay began, at the batch sizes that the run had.
+    """batch_size * a * tokens ** b: the size of this iteration, and the tokens since the decay began.
 
     Source: Shen et al. 2024, Power Scheduler (arXiv 2408.13359).
     """
@@ -97,11 +98,12 @@ def _power_of_tokens(config: Config, decay_start: int, elapsed: int) -> float:
     tokens = _tokens_before(config, iteration) - _tokens_before(config, iteration - elapsed)
     if tokens == 0:
         return math.inf
-    assert config.batch.batch_size is not None, "resolved before"
-    return config.batch.batch_size * config.learning_rate.lr_power_a * float(tokens) ** config.learning_rate.lr_power_b
+    batch_size = batch_schedule(config.batch).batch_size(max(iteration, 1))
+    return batch_size * config.learning_rate.lr_power_a * float(tokens) ** config.learning_rate.lr_power_b
 
 
 def _tokens_before(config: Config, iteration: int) -> int:
     """Tokens of the iterations before this one; those before the first, negative, are taken to be as large as it."""
-    assert config.batch.batch_size is not None, "resolved before"
-    return (iteration - 1) * config.batch.batch_size * config.batch.sequence_length
+    if iteration < 1:
+        return (iteration - 1) * consumed_tokens(config.batch, 1)
+    return consumed_tokens(config.batch, iteration - 1)

@@ -124,6 +124,17 @@ def test_power_of_tokens_in_later_cycles() -> None:
     assert learning_rate(cycles, 1050 + 600) == learning_rate(tokens(), 10 + 600) < 0.1
 
 
+def test_power_of_tokens_with_a_batch_schedule() -> None:
+    """The tokens are those that were trained on, whatever the sizes of their batches; the factor is today's size."""
+    batch = BatchConfig(batch_size=64, batch_size_schedule=("0:32", "20:64", "300:512"), sequence_length=4096)
+    config = dataclasses.replace(tokens(lr_power_a=1.0), batch=batch)
+    for iteration, size in ((19, 32), (20, 32), (21, 64), (300, 64), (301, 512), (5000, 512)):
+        trained = sum(32 if past <= 20 else 64 if past <= 300 else 512 for past in range(10, iteration)) * 4096
+        expected = min(0.1, size * float(trained) ** -0.51)
+        assert learning_rate(config, iteration) == pytest.approx(expected, rel=1e-12), iteration
+    assert learning_rate(config, 21) < 0.1
+
+
 def test_peak_of_a_schedule() -> None:
     """What AdamC divides by: lr, or the highest rate of the stages, times the scale of all rates."""
     assert peak_learning_rate(config("cosine", default_lr_scale=0.5)) == 5e-4
