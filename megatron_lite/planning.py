@@ -97,7 +97,7 @@ def make_plan(config: Config, world_size: int, device_type: str, rank: int = 0) 
 
 
 def count_traffic(model: MultiStage, group: SimulatedGroup) -> dict[str, Total]:
-    """The collectives of a step by kind, "gather" and "reduce", from a replay of the schedule without computing.
+    """The collectives of a step by kind, as `Traffic` counts them, from a replay of the schedule without computing.
 
     It is the second step that counts: what a buffer holds from the step before is not gathered again.
     """
@@ -116,6 +116,10 @@ def count_traffic(model: MultiStage, group: SimulatedGroup) -> dict[str, Total]:
             if stage.gradients is not None:
                 stage.gradients.wait()
         for stage in model.stages:
+            if stage.update_buffer is not None:
+                stage.gather_update()
+                stage.update_buffer.wait()
+                stage.reduce_update()
             if stage.trainable is not None:
                 model.updated(stage)
         model.gather_ahead()

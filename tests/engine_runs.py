@@ -129,10 +129,10 @@ class Wrapped:
 class LateGroup(Wrapped):
     """Nothing is sent before somebody waits, and then its input must be what it was when it was started."""
 
-    def all_gather(self, buffer: Tensor) -> Handle:
+    def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
         return _Late(self.inner.all_gather, buffer, buffer.view(self.world_size, -1)[self.rank])
 
-    def reduce_scatter(self, buffer: Tensor) -> Handle:
+    def reduce_scatter(self, buffer: Tensor, kind: str = "reduce") -> Handle:
         return _Late(self.inner.reduce_scatter, buffer, buffer)
 
 
@@ -177,10 +177,10 @@ class DelayedGroup(Wrapped):
         while self._last is not None and not self._last.is_done:
             time.sleep(0.001)
 
-    def all_gather(self, buffer: Tensor) -> Handle:
+    def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
         return self._queue(self._side.all_gather, buffer)
 
-    def reduce_scatter(self, buffer: Tensor) -> Handle:
+    def reduce_scatter(self, buffer: Tensor, kind: str = "reduce") -> Handle:
         return self._queue(self._side.reduce_scatter, buffer)
 
     def _queue(self, start: Callable[[Tensor], Handle], buffer: Tensor) -> Handle:

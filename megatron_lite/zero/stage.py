@@ -212,6 +212,24 @@ class Stage:
         if self.weights.holder in (None, self.index):
             self.weights.wait()
 
+    # -- the same for an optimizer that needs matrices whole --------------------------------------------------------
+
+    @property
+    def full_update(self) -> Tensor:
+        """Of its trainable range, (grad_numel,) in bf16: what the optimizer gathers, and what it makes of that."""
+        assert self.update_buffer is not None, f"stage {self.index} has no matrices"
+        return self.update_buffer.data[: self.grad_numel]
+
+    def gather_update(self) -> None:
+        """Start completing `full_update`, of which this rank has written its shard's slice."""
+        if self.group.world_size > 1:
+            cast(Buffer, self.update_buffer).start(self.group.all_gather(self.full_update, "muon gather"))
+
+    def reduce_update(self) -> None:
+        """Sum `full_update` over all ranks into their shards' slices; each element is zero on all but one."""
+        if self.group.world_size > 1:
+            self.group.reduce_scatter(self.full_update, "muon reduce").wait()
+
     # -- guards: autograd cannot see a wrong buffer behind a parameter --------------------------------------------
 
     def require_weights(self) -> None:

@@ -26,7 +26,8 @@ def allocated(ranks: Any, options: Options, training: bool = True) -> tuple[Mult
     config = tiny_config(ranks.world_size, **options)
     layers = layers_of(config)
     gc.freeze()  # what exists already is not looked at
-    model = MultiStage(layers, config.multi_stage, config.batch, config.distributed.training_dtype, ranks, training)
+    dtype, moments, whole = config.distributed.training_dtype, config.optimizer.moments, config.optimizer.whole_matrices
+    model = MultiStage(layers, config.multi_stage, config.batch, dtype, ranks, training, moments, whole)
     storages = [thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     gc.unfreeze()
     return model, sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -71,6 +72,13 @@ CASES: list[Options] = [
     )
     if not (dtype == "fp32" and ("full_precision_gradients" in more or "split_master_weights" in more))
     and not ("split_master_weights" in more and buffers.get("zero_stage") not in (1, 2))
+] + [
+    {"training_dtype": "bf16", "num_layers": layers, "batch_size": 6, "max_position_embeddings": 16,
+     "tie_word_embeddings": False, "zero_stage": zero_stage, "optimizer": optimizer, **more}
+    for layers in (1, 4)
+    for zero_stage in (1, 3)
+    for optimizer in ("muon", "lion", "sgd")
+    for more in ({}, {"freeze": ("*.mlp.*", "*.bias")}, {"layers_per_stage": 3.0})
 ]  # fmt: skip
 
 
@@ -95,7 +103,7 @@ def expected_bytes(model: MultiStage, options: Options, ranks: int, training: bo
         total += 0 if own[i] and master == weight == 4 else master * trained[i] // ranks
         total += 0 if own[i] and frozen_weight == weight else frozen_weight * frozen[i] // ranks
     if training:
-        total += gradient * in_turn(trained, grad_buffers) + 8 * sum(trained) // ranks
+        total += gradient * in_turn(trained, grad_buffers) + moment_bytes(model, options, ranks)
         needy = [size for size in trained if size]
         shared = [
             size
@@ -104,6 +112,24 @@ def expected_bytes(model: MultiStage, options: Options, ranks: int, training: bo
         ]
         total += gradient * sum(shared) // ranks
     return total
+
+
+def moment_bytes(model: MultiStage, options: Options, ranks: int) -> int:
+    """AdamW 8 bytes an element, Lion and SGD 4, Muon 4 but 8 of what lies before the blocks' matrices in a shard; and,
+    with other ranks, 2 of a second stage's gathered updates beside those of one.
+    """
+    _, trained, _ = sizes(model)
+    optimizer = options.get("optimizer", "adamw")
+    if optimizer != "muon":
+        return (8 if optimizer == "adamw" else 4) * sum(trained) // ranks
+    total, with_matrices = 4 * sum(trained) // ranks, []
+    for stage, size in zip(model.stages, trained, strict=True):
+        own = [parameter.spec for _, parameter in stage.parameters() if parameter.spec.trainable]
+        is_matrix = [len(spec.shape) == 2 and spec.name.startswith("blocks.") for spec in own]
+        before = sum(round_up(spec.numel, 64) for spec, matrix in zip(own, is_matrix, strict=True) if not matrix)
+        total += 4 * (min(before, size // ranks) if any(is_matrix) else size // ranks)
+        with_matrices += [size] if any(is_matrix) else []
+    return total + 2 * in_turn(with_matrices, 1 if ranks == 1 else 2)
 
 
 def measure(ranks: Any, cases: list[Options], training: bool) -> list[tuple[int, int, int, int, int]]:

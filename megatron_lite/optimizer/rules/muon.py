@@ -18,6 +18,7 @@ changes sums of gradients in the last bit, which rounding to bf16 makes larger: 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,20 +94,22 @@ def shape_factor(rows: int, columns: int, style: str) -> float:
 class _Plan:
     """What is to be done for one stage: all that does not change from step to step."""
 
+    following: _Plan | None = None
+
     def __init__(
         self, trained: Trained, matrices: Sequence[Matrix], ranks: Sequence[int], rank: int, style: str
     ) -> None:
         assert trained.stage.update_buffer is not None
-        self.part, self.buffer, layout = trained.part, trained.stage.update_buffer, trained.part.layout
-        self.full, numel = self.buffer.data[: layout.numel], layout.shard_numel
-        low = rank * numel
-        self.own = self.full[low : low + numel]
+        self.stage, self.part, self.buffer = trained.stage, trained.part, trained.stage.update_buffer
+        layout, full = self.part.layout, self.stage.full_update
+        low, numel = rank * layout.shard_numel, layout.shard_numel
+        self.own = full[low : low + numel]
         # Matrices come last: what is behind the beginning of the first is theirs, or padding.
         self.bounds = slice(min(max(layout.first_matrix - low, 0), numel), numel)
         mine = [matrix for matrix, assigned in zip(matrices, ranks, strict=True) if assigned == rank]
-        self.mine = [self.full[m.offset : m.end].view(m.rows, m.columns) for m in mine]
+        self.mine = [full[m.offset : m.end].view(m.rows, m.columns) for m in mine]
         borders = [0, *(border for matrix in mine for border in (matrix.offset, matrix.end)), layout.numel]
-        self.others = [self.full[a:b] for a, b in zip(borders[::2], borders[1::2], strict=True) if a < b]
+        self.others = [full[a:b] for a, b in zip(borders[::2], borders[1::2], strict=True) if a < b]
         self.rows: list[Range] = []
         self.factors: list[float] = []
         for matrix in matrices:
@@ -122,36 +125,35 @@ class Muon:
     def __init__(
         self, config: OptimizerConfig, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels
     ) -> None:
-        self._config, self._distributed = config, distributed
+        self._config = config
         self._adamw = AdamW(config, trained, distributed, kernels)
         found = [(one, matrices) for one in trained if (matrices := matrices_of(one.part.layout))]
         ranks = assign([matrices for _, matrices in found], distributed.world_size)
-        plans = [
+        self._plans = [
             _Plan(one, matrices, assigned, distributed.rank, config.muon_adjust_lr)
             for (one, matrices), assigned in zip(found, ranks, strict=True)
         ]
-        self._plans = {one.stage.index: plan for (one, _), plan in zip(found, plans, strict=True)}
-        self._first = plans[0] if plans else None
-        self._next = dict(zip(self._plans, [*plans[1:], None], strict=True))
+        for plan, following in itertools.pairwise(self._plans):
+            plan.following = following
+        self._by_stage = {plan.stage.index: plan for plan in self._plans}
 
     def begin(self, trained: Sequence[Trained], step: Step) -> None:
         """See `Rule`. Starts to gather the first stage's momentum."""
         self._adamw.begin(trained, step)
-        if self._first is not None:
-            self._start(self._first, step)
+        if self._plans:
+            self._start(self._plans[0], step)
 
     def apply(self, trained: Trained, step: Step) -> None:
         """See `Rule`. Stages come in the order in which they were given."""
         self._adamw.apply(trained, step)
-        index = trained.stage.index
-        if index not in self._plans:
+        plan = self._by_stage.get(trained.stage.index)
+        if plan is None:
             return
-        plan, following = self._plans[index], self._next[index]
-        beside = following is not None and following.buffer is not plan.buffer
-        if following is not None and beside:
+        following = plan.following
+        if following is not None and following.buffer is not plan.buffer:
             self._start(following, step)
         self._finish(plan, step)
-        if following is not None and not beside:
+        if following is not None and following.buffer is plan.buffer:
             self._start(following, step)
 
     def state(self) -> dict[str, Any]:
@@ -169,16 +171,14 @@ class Muon:
             part.grad_shard, part.moments["exp_avg"], plan.own, plan.bounds, numbers_of(step), config.muon_momentum,
             config.muon_nesterov,
         )  # fmt: skip
-        if self._distributed.world_size > 1:
-            plan.buffer.start(self._distributed.all_gather(plan.full, "muon gather"))
+        plan.stage.gather_update()
 
     def _finish(self, plan: _Plan, step: Step) -> None:
         """Orthogonalize, and move the weights."""
         plan.buffer.wait()
         for matrix in plan.mine:
             matrix.copy_(orthogonalize(matrix, self._config.muon_ns_steps))
-        if self._distributed.world_size > 1:
-            if plan.others:
-                torch._foreach_zero_(plan.others)
-            self._distributed.reduce_scatter(plan.full, "muon reduce").wait()
+        if plan.others:
+            torch._foreach_zero_(plan.others)
+        plan.stage.reduce_update()
         descend(weights_of(plan.part), plan.own, plan.rows, numbers_of(step), plan.factors)
