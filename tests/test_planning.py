@@ -115,10 +115,10 @@ def test_state_of_many_ranks(world_size: int, zero_stage: int, optimizer: str) -
     plan = make_plan(config, world_size, "cuda")
     for rank in (0, world_size // 2, world_size - 1):
         group = SimulatedGroup(rank, world_size, "cuda", device="cpu")
-        optimizer_options = (config.optimizer.moments, config.optimizer.whole_matrices)
         model = MultiStage(
-            layers_of(config), config.multi_stage, config.batch, "bf16", group, True, *optimizer_options
-        )
+            layers_of(config), config.multi_stage, config.batch, "bf16", group,
+            moments=config.optimizer.moments, whole_matrices=config.optimizer.whole_matrices,
+        )  # fmt: skip
         assert allocated_bytes(model) == plan.state_bytes, rank
         assert model.memory_table() == plan.model.memory_table(), rank
 

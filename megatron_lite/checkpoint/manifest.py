@@ -119,17 +119,19 @@ def locate_parameters(parts: Sequence[Part], files: Sequence[WrittenFile]) -> di
     for part in parts:
         layout, kinds = part.layout, part.kinds()
         for slot in layout.slots:
-            slices: dict[str, list[Slice]] = {kind: [] for kind in kinds}
+            slices: dict[str, list[Slice]] = {kind: [] for kind in kinds if part.has(kind, slot.spec)}
             parameters[slot.spec.name] = SavedParameter(kinds["weights"], tuple(slot.spec.shape), slices)
         for kind, dtype in kinds.items():
             size = dtype.itemsize
             for rank, file in enumerate(files):
                 for slot, start, end in layout.pieces(rank):
+                    if not part.has(kind, slot.spec):
+                        continue
                     in_shard = slot.offset + start - rank * layout.shard_numel
                     offset = file.data_start + shard_start + in_shard * size
                     piece = Slice(rank_file(rank), offset, (end - start) * size, start)
                     parameters[slot.spec.name].slices[kind].append(piece)
-            shard_start += layout.shard_numel * size
+            shard_start += part.numel(kind) * size
     return parameters
 
 

@@ -137,11 +137,13 @@ def fill(folder: Path, content: Manifest, model: MultiStage, rank: int) -> None:
 
 
 def _fill_shard(opened: _Files, content: Manifest, part: Part, kind: str, rank: int) -> None:
-    """One tensor of a part, (shard_numel,): for each piece of a parameter its overlaps with the saved slices."""
+    """One tensor of a part, (numel,): for each piece of a parameter its overlaps with the saved slices."""
     shard = part.read(kind).detach()
-    assert shard.shape == (part.layout.shard_numel,) and shard.is_contiguous(), (kind, tuple(shard.shape))
+    assert shard.shape == (part.numel(kind),) and shard.is_contiguous(), (kind, tuple(shard.shape))
     assert shard.dtype == part.kinds()[kind], (kind, shard.dtype)
     for slot, start, end in part.layout.pieces(rank):
+        if not part.has(kind, slot.spec):
+            continue
         saved = content.parameters[slot.spec.name]
         in_shard = slot.offset - rank * part.layout.shard_numel  # of the parameter's element 0
         if kind in MOMENTS and kind not in saved.slices:

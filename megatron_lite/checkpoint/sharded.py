@@ -102,7 +102,7 @@ def _tensors(model: MultiStage) -> list[files.TensorToWrite]:
         assert part.frozen or part.has_state, f"stage {index}: a checkpoint needs moments, this model is for inference"
     return [
         files.TensorToWrite(
-            manifest.tensor_name(index, part.frozen, kind), dtype, (part.layout.shard_numel,),
+            manifest.tensor_name(index, part.frozen, kind), dtype, (part.numel(kind),),
             functools.partial(part.read, kind),
         )
         for index, part in model.parts()

@@ -87,6 +87,12 @@ class FakePart:
     def kinds(self) -> dict[str, torch.dtype]:
         return {kind: tensor.dtype for kind, tensor in self.tensors.items()}
 
+    def numel(self, kind: str) -> int:
+        return self.tensors[kind].numel()
+
+    def has(self, kind: str, spec: ParameterSpec) -> bool:
+        return True
+
     def read(self, kind: str) -> Tensor:
         return self.tensors[kind].clone() if self.copies and kind == "weights" else self.tensors[kind]
 

@@ -26,8 +26,10 @@ def allocated(ranks: Any, options: Options, training: bool = True) -> tuple[Mult
     config = tiny_config(ranks.world_size, **options)
     layers = layers_of(config)
     gc.freeze()  # what exists already is not looked at
-    dtype, moments, whole = config.distributed.training_dtype, config.optimizer.moments, config.optimizer.whole_matrices
-    model = MultiStage(layers, config.multi_stage, config.batch, dtype, ranks, training, moments, whole)
+    model = MultiStage(
+        layers, config.multi_stage, config.batch, config.distributed.training_dtype, ranks, training,
+        moments=config.optimizer.moments, whole_matrices=config.optimizer.whole_matrices,
+    )  # fmt: skip
     storages = [thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     gc.unfreeze()
     return model, sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
