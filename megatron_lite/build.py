@@ -172,16 +172,17 @@ def _resume(
     model: MultiStage, optimizer: Optimizer, window: LogWindow,
 ) -> int:  # fmt: skip
     """Load the newest good checkpoint, or initialise; returns the iterations done."""
-    loaded = None
+    loaded, now = None, config.optimizer.optimizer
     if experiment.checkpoints is not None:
-        loaded = sharded.load_newest(experiment.checkpoints, model, distributed, lambda line: logger.warning(line))
+        loaded = sharded.load_newest(experiment.checkpoints, model, distributed, logger.warning, now)
     if loaded is None:
         model.initialize(config.distributed.seed)
         optimizer.averaging.start()
         return 0
     compatibility.check_architecture(loaded.config, config, str(loaded.folder))
     model.invalidate()
-    optimizer.load_state(loaded.state["optimizer"])
+    before = compatibility.saved_optimizer(loaded.config)
+    optimizer.load_state(compatibility.optimizer_state(loaded.state["optimizer"], before, now))
     # Checkpoints without a batch size schedule are those of one size.
     window.load_state(loaded.state["window"], loaded.config["batch_size"] * loaded.config["sequence_length"])
     resharded = f", saved by {loaded.world_size} ranks" if loaded.world_size != distributed.world_size else ""

@@ -24,6 +24,30 @@ _BEFORE: dict[str, Any] = {
 }  # fmt: skip
 
 
+def saved_optimizer(saved: dict[str, Any]) -> str:
+    """The --optimizer of a flat saved configuration; before it could be chosen it was AdamW."""
+    return str(saved.get("optimizer", "adamw"))
+
+
+def keeps_moments(before: str, now: str, is_matrix: bool) -> bool:
+    """Whether the moments of a parameter go on after a change of --optimizer. `is_matrix`: Muon updates it itself.
+
+    They do where the same rule goes on: what Muon leaves to AdamW. The other way round they do not: AdamW counts its
+    updates once for all parameters, to correct moments that began at zero, and those of the matrices begin there.
+    """
+    return before == now or ((before, now) == ("adamw", "muon") and not is_matrix)
+
+
+def optimizer_state(state: dict[str, Any], before: str, now: str) -> dict[str, Any]:
+    """What goes on of an optimizer's saved state, moments aside, after a change of --optimizer: what is no rule's own.
+
+    AdamW's count of updates goes on where any of its moments do.
+    """
+    if before == now:
+        return state
+    return {**state, "updates": state["updates"] if keeps_moments(before, now, False) else 0, "rule": {}}
+
+
 class Difference(NamedTuple):
     """One option of which the checkpoint and the command line have different values."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import files, manifest
 from megatron_lite.checkpoint.agreement import first_problem
+from megatron_lite.checkpoint.compatibility import keeps_moments, saved_optimizer
 from megatron_lite.checkpoint.manifest import MOMENTS, DamagedError, Manifest, dtype_name
 from megatron_lite.errors import CheckpointError
 
@@ -85,18 +86,21 @@ def check_parameters(folder: Path, content: Manifest, model: MultiStage) -> None
         )
 
 
-def changes(content: Manifest, model: MultiStage) -> list[str]:
-    """What does not go over as it is, one line each: moments, averages and precision."""
+def changes(content: Manifest, model: MultiStage, optimizer: str) -> list[str]:
+    """What does not go over as it is, one line each: moments, averages and precision. `optimizer`: that of now."""
     started, num_followed, num_rounded, dtypes = Counter[str](), 0, 0, set()
-    total, averaged = len(content.parameters), any("average" in saved.slices for saved in content.parameters.values())
-    dropped = averaged
+    before, num_others, total = saved_optimizer(content.config), 0, len(content.parameters)
+    averaged = dropped = any("average" in saved.slices for saved in content.parameters.values())
     for _, part in model.parts():
         kinds = part.kinds()
         dropped = dropped and "average" not in kinds
         for slot in part.layout.slots:
             saved = content.parameters[slot.spec.name]
-            missing = " and ".join(kind for kind in MOMENTS if kind in kinds and kind not in saved.slices)
-            if missing:
+            wanted = [kind for kind in MOMENTS if kind in kinds and part.has(kind, slot.spec)]
+            missing = " and ".join(kind for kind in wanted if kind not in saved.slices)
+            if wanted and not keeps_moments(before, optimizer, bool(slot.spec.matrix_rows)):
+                num_others += 1
+            elif missing:
                 started[missing] += 1
             num_followed += averaged and "average" in kinds and "average" not in saved.slices
             if kinds["weights"] not in (saved.dtype, torch.float32):
@@ -107,6 +111,11 @@ def changes(content: Manifest, model: MultiStage) -> list[str]:
         "trained them): those start at zero"
         for missing, number in started.items()
     ]
+    if num_others:
+        lines.append(
+            f"it was trained with --optimizer={before}, whose moments mean something else to --optimizer={optimizer}: "
+            f"those of {num_others} of {total} parameter tensors start at zero"
+        )
     if num_followed:
         lines.append(
             f"{num_followed} of {total} parameter tensors have no average there (they were frozen): it starts from "
@@ -121,11 +130,11 @@ def changes(content: Manifest, model: MultiStage) -> list[str]:
     return lines
 
 
-def fill(folder: Path, content: Manifest, model: MultiStage, rank: int) -> None:
+def fill(folder: Path, content: Manifest, model: MultiStage, rank: int, optimizer: str) -> None:
     """Read this rank's shards, one after the other, opening one file at a time.
 
-    Moments that the checkpoint lacks become zero, averages that it lacks the weights; what the model lacks is not read.
-    Padding is not touched.
+    Moments that the checkpoint lacks, or that mean something else to the `optimizer` of now, become zero, averages that
+    it lacks the weights; what the model lacks is not read. Padding is not touched.
 
     Raises:
         DamagedError, OSError: if a file cannot be read any more.
@@ -133,20 +142,22 @@ def fill(folder: Path, content: Manifest, model: MultiStage, rank: int) -> None:
     with contextlib.closing(_Files(folder)) as opened:
         for _, part in model.parts():
             for kind in part.kinds():
-                _fill_shard(opened, content, part, kind, rank)
+                _fill_shard(opened, content, part, kind, rank, optimizer)
 
 
-def _fill_shard(opened: _Files, content: Manifest, part: Part, kind: str, rank: int) -> None:
+def _fill_shard(opened: _Files, content: Manifest, part: Part, kind: str, rank: int, optimizer: str) -> None:
     """One tensor of a part, (numel,): for each piece of a parameter its overlaps with the saved slices."""
     shard = part.read(kind).detach()
     assert shard.shape == (part.numel(kind),) and shard.is_contiguous(), (kind, tuple(shard.shape))
     assert shard.dtype == part.kinds()[kind], (kind, shard.dtype)
+    before = saved_optimizer(content.config)
     for slot, start, end in part.layout.pieces(rank):
         if not part.has(kind, slot.spec):
             continue
         saved = content.parameters[slot.spec.name]
         in_shard = slot.offset - rank * part.layout.shard_numel  # of the parameter's element 0
-        if kind in MOMENTS and kind not in saved.slices:
+        kept = kind in saved.slices and keeps_moments(before, optimizer, bool(slot.spec.matrix_rows))
+        if kind in MOMENTS and not kept:
             shard[in_shard + start : in_shard + end] = 0.0
             continue
         source = kind if kind in saved.slices else "weights"

@@ -141,12 +141,13 @@ def newest_config(root: Path) -> tuple[int, dict[str, Any]] | None:
 
 
 def load_newest(
-    root: Path, model: MultiStage, distributed: Distributed, report: Callable[[str], None]
+    root: Path, model: MultiStage, distributed: Distributed, report: Callable[[str], None], optimizer: str = "adamw"
 ) -> LoadedCheckpoint | None:
     """Fill the shards of the model from the newest good checkpoint; all ranks call this together.
 
     `report` gets one line, on every rank, for each newer checkpoint that is damaged, and for what had to change:
-    moments that start at zero, weights that were rounded. Padding is not touched. None if there is no checkpoint.
+    moments that start at zero (those of another `optimizer` than that of now do, too), weights that were rounded.
+    Padding is not touched. None if there is no checkpoint.
 
     Raises:
         CheckpointError: on every rank, if there are checkpoints but none is usable, or if the newest good one has
@@ -161,9 +162,10 @@ def load_newest(
         content, problem = verify(folder, iteration, distributed)
         if content is not None:
             check_parameters(folder, content, model)
-            problem = first_problem(distributed, functools.partial(fill, folder, content, model, distributed.rank))
+            read = functools.partial(fill, folder, content, model, distributed.rank, optimizer)
+            problem = first_problem(distributed, read)
             if problem is None:
-                for line in changes(content, model):
+                for line in changes(content, model, optimizer):
                     report(f"checkpoint {folder}: {line}")
                 return LoadedCheckpoint(iteration, content.state, content.config, folder, content.world_size)
         problems.append(f"{folder}: {problem}")
