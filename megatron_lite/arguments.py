@@ -236,7 +236,7 @@ class _Parser:
             self._take_refused(item)
         elif instead := instead_of(item.name):
             self.guesswork = True
-            self._problem(f"{shown(item.spelling)} is not a flag here: {instead}", item.flag)
+            self._problem(f"{item.spelling} is not a flag here: {instead}", item.flag)
         else:
             self.guesswork = True
             self._problem(unknown_flag(item.spelling), item.flag)

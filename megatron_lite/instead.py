@@ -276,6 +276,7 @@ _LOGGING = {
     "tracker.group": "write --wandb_group_name",
     "tracker.id": "a run in Weights & Biases is found again by the id in --experiment_dir",
     "tracker.resume": "a run in Weights & Biases is found again by the id in --experiment_dir",
+    "tracker.tags": "runs in Weights & Biases have no tags yet",
     "tracker.mode": "set the variable WANDB_MODE",
     "save_code": "code is not uploaded",
     "logdir": "TensorBoard is not built yet; metrics.jsonl has every number",

@@ -74,7 +74,7 @@ _ENGINE = (
     _value("sequence_data_parallel", "1", "1", PARALLEL, "context_parallel_size"),
     _switch("pipeline_first", "0", "0", PARALLEL),
     *(_value(name, "from torchrun", "", TORCHRUN) for name in ("rank", "local_world_size")),
-    _value("optimization_dtype", "float32", "float32 fp32 float", "master weights and Adam's moments are fp32"),
+    _value("optimization_dtype", "float32", "float32 fp32 float", "master weights and moments are fp32"),
     _switch("reproducible_init", "0", "1", "initial weights never depend on the number of ranks"),
     *(
         _value(f"{name}_seed_shift", "a large prime", "", _SEED)

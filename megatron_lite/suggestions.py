@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import re
 
 from megatron_lite.flags import SPELLINGS, shown
 from megatron_lite.instead import INSTEAD
 from megatron_lite.refused import REFUSED_SPELLINGS
 
 LONGEST_NAME = 60  # characters; nothing longer was meant to be a flag
-LONGEST_PATH = 120  # characters of a name with dots
 LONG_DASHES = "\u2010\u2011\u2012\u2013\u2014\u2212"  # what word processors and web pages make of dashes
 
 
@@ -19,7 +19,7 @@ def instead_of(name: str) -> str | None:
     Of an option with dots (`trainer.tracker.name`) the longest known end counts (`tracker.name`, or else `name`), and
     where there is none, what is known of the group that it belongs to (`tracker`).
     """
-    parts = name.split(".") if len(name) <= LONGEST_PATH else []
+    parts = name.split(".") if re.fullmatch(r"[A-Za-z0-9_.]{1,120}", name) else []
     for start in range(len(parts)):
         end = ".".join(parts[start:])
         if end in INSTEAD:

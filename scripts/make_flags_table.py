@@ -1,46 +1,37 @@
-"""Write docs/flags.md from the options in megatron_lite/config/ and the refusals in megatron_lite/refused.py.
+"""Write docs/flags.md from megatron_lite/config/, refused.py and instead.py, and what follows from them in two guides.
 
-python scripts/make_flags_table.py            writes the file
-python scripts/make_flags_table.py --check    only compares it; exit code 1 if it is out of date
+In docs/from_levanter.md and docs/from_fast_llm.md the rows of the tables are written by hand, except for our own
+defaults and the reasons why flags are refused; the other programs' defaults in flags.md come from there.
+
+python scripts/make_flags_table.py            writes the three files
+python scripts/make_flags_table.py --check    only compares them; exit code 1 if one is out of date
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))  # runs from a plain checkout
 
 from megatron_lite.config import AREAS  # noqa: E402
-from megatron_lite.usage import instead_table, option_table, refused_table  # noqa: E402
+from megatron_lite.flags import FLAGS  # noqa: E402
+from megatron_lite.refused import REFUSED_SPELLINGS  # noqa: E402
+from megatron_lite.suggestions import instead_of  # noqa: E402
+from megatron_lite.usage import default_words, instead_table, option_table, refused_table  # noqa: E402
 
 TARGET = REPOSITORY / "docs" / "flags.md"
-
-# Defaults of the programs whose flag names are used here, where they differ.
-ELSEWHERE = {
-    "head_groups": "Fast-LLM: 1",
-    "max_position_embeddings": "Fast-LLM: 2048",
-    "batch_size": "Levanter: 512",
-    "lr": "Levanter: 0.0006",
-    "min_lr": "Levanter: 0.1 * lr",
-    "lr_warmup_iters": "Levanter: 0.01 * train_iters",
-    "lr_decay_style": "Levanter: cosine",
-    "weight_decay": "Levanter: 0.1",
-    "adam_beta2": "Levanter: 0.95",
-    "seed": "Levanter: 0",
-    "train_iters": "Levanter: 400000",
-    "validation_iters": "Levanter: the whole validation set",
-    "checkpoint_interval": "Levanter: every 15 minutes",
-    "export_interval": "Levanter: 10000",
-    "wandb_project_name": "Fast-LLM: fast_llm; Levanter: levanter",
-}
+# Guides with tables: option, default there (perhaps of several models), here, default here, remarks.
+GUIDES = {"Levanter": REPOSITORY / "docs" / "from_levanter.md", "Fast-LLM": REPOSITORY / "docs" / "from_fast_llm.md"}
+SAME = "(the same)"  # behind a default here: it is only written differently there
 
 INTRODUCTION = """\
 # Flags
 
-<!-- Written by scripts/make_flags_table.py from megatron_lite/config/ and megatron_lite/refused.py: do not edit. -->
+<!-- Written by scripts/make_flags_table.py from megatron_lite/config/, refused.py and instead.py: do not edit. -->
 
 `--a_b=v`, `--a_b v` and `--a-b=v` are the same flag; names are never abbreviated.
 
@@ -69,28 +60,96 @@ Names that mean the same with the same values are in the column "also spelled" a
 """
 
 
+def table_rows(page: str) -> Iterator[tuple[int, list[str], list[str]]]:
+    """The rows of a guide's tables: (number of the line, names of the columns, cells)."""
+    columns: list[str] = []
+    for number, line in enumerate(page.splitlines()):
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] if line.startswith("| ") else []
+        if not cells or "default here" in cells:
+            columns = cells
+        elif columns and cells[0].strip("-"):
+            yield number, columns, cells
+
+
+def refreshed(page: str) -> str:
+    """A guide with our defaults, and the reasons for what is refused, as they are now."""
+    lines = page.splitlines()
+    for number, columns, cells in table_rows(page):
+        row = dict(zip(columns, cells, strict=True))
+        if row["here"].startswith(("only", "refused")):
+            row["here"], row["remarks"] = refusal(row[columns[0]].split("`")[1])
+        flag = the_flag(row["here"])
+        same = f" {SAME}" if flag and row["default here"].endswith(SAME) else ""
+        row["default here"] = escaped(default_words(FLAGS[flag])) + same if flag else ""
+        lines[number] = "| " + " | ".join(row.values()) + " |"
+    return "\n".join(lines) + "\n"
+
+
+def refusal(name: str) -> tuple[str, str]:
+    """What stands in the columns "here" and "remarks" of an option that is not here."""
+    refused = REFUSED_SPELLINGS.get(name)
+    if refused is None:
+        return "refused", escaped(instead_of(name) or "unknown")
+    values = " or ".join(f"`{value}`" for value in refused.accepted)
+    return f"only {values}" if values else "refused", escaped(refused.reason)
+
+
+def the_flag(cell: str) -> str | None:
+    """The flag that is all of a cell; its default can be compared."""
+    match = re.fullmatch(r"`--(\w+)`", cell)
+    return match[1] if match else None
+
+
+def escaped(text: str) -> str:
+    """Text for a cell of a Markdown table."""
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def other_defaults() -> dict[str, str]:
+    """Flag -> the defaults of other programs, as far as they differ from ours."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for program, guide in GUIDES.items():
+        for _, columns, cells in table_rows(guide.read_text(encoding="utf-8")):
+            row = dict(zip(columns, cells, strict=True))
+            flag, ours = the_flag(row["here"]), row["default here"]
+            theirs = {name: row[name].strip("`") for name in columns[1 : columns.index("here")]}
+            differ = {name: text for name, text in theirs.items() if text not in ("", "none", ours)}
+            if flag is None or not differ or ours.endswith(SAME):
+                continue
+            for name, text in differ.items():
+                text = re.sub(r"none \((.*)\)", r"\1", text) + (f" ({name})" if len(theirs) > 1 else "")
+                found.setdefault(flag, {}).setdefault(program, []).append(text)
+    return {
+        flag: "; ".join(f"{program}: {', '.join(dict.fromkeys(texts))}" for program, texts in programs.items())
+        for flag, programs in found.items()
+    }
+
+
 def flags_page() -> str:
     """The whole text of docs/flags.md."""
-    parts = [INTRODUCTION]
+    parts, elsewhere = [INTRODUCTION], other_defaults()
     for area, owner in AREAS.items():
-        parts += [f"## {owner.__doc__}\n", option_table(area, ELSEWHERE)]
+        parts += [f"## {owner.__doc__}\n", option_table(area, elsewhere)]
     return "\n".join([*parts, REFUSED, refused_table(), INSTEAD, instead_table()])
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write or compare docs/flags.md; returns the exit code."""
+    """Write or compare the three files; returns the exit code."""
     if list(argv) not in ([], ["--check"]):
         print(__doc__, file=sys.stderr)
         return 2
-    current = TARGET.read_text(encoding="utf-8") if TARGET.exists() else ""
-    if argv:
-        if current != flags_page():
-            print(f"{TARGET} is out of date; run python scripts/make_flags_table.py", file=sys.stderr)
-            return 1
-        return 0
-    TARGET.parent.mkdir(exist_ok=True)
-    TARGET.write_text(flags_page(), encoding="utf-8")
-    return 0
+    stale = False
+    for target in (*GUIDES.values(), TARGET):  # in this order: flags.md quotes the guides
+        current = target.read_text(encoding="utf-8") if target.exists() else ""
+        wanted = flags_page() if target == TARGET else refreshed(current)
+        if current == wanted:
+            continue
+        if argv:
+            print(f"{target} is out of date; run python scripts/make_flags_table.py", file=sys.stderr)
+            stale = True
+        else:
+            target.write_text(wanted, encoding="utf-8")
+    return int(stale)
 
 
 if __name__ == "__main__":
