@@ -32,8 +32,8 @@ RANKS = 2
 REPEAT_S = 1.5  # after which a second signal is another request (launchers pass on one that ranks have got already)
 # What metrics.jsonl must have in common with an uninterrupted run; the rest of a line is about time.
 SAME = (
-    "loss", "grad_norm", "learning_rate", "loss_scale", "consumed_samples", "consumed_tokens", "skipped_iters",
-    "nan_iters",
+    "loss", "averaged_loss", "grad_norm", "learning_rate", "loss_scale", "batch_size", "consumed_samples",
+    "consumed_tokens", "skipped_iters", "nan_iters",
 )  # fmt: skip
 
 
@@ -102,7 +102,8 @@ def curve(experiment: Path) -> dict[tuple[str, int], dict[str, Any]]:
     """The lines of metrics.jsonl by phase and iteration, floats by their bits."""
     return {
         (record["phase"], record["iteration"]): {
-            key: float(record[key]).hex() for key in SAME if record.get(key) is not None
+            **{key: float(record[key]).hex() for key in SAME if record.get(key) is not None},
+            "skip_reason": record.get("skip_reason"),
         }
         for record in read_metrics(experiment / "metrics.jsonl")
     }
@@ -209,6 +210,42 @@ def test_killed_run_with_frozen_parameters(corpus: str, tmp_path: Path, how: str
     content = manifest.read(whole / "checkpoints" / str(ITERATIONS))
     frozen = [name for name, parameter in content.parameters.items() if "exp_avg" not in parameter.slices]
     assert 0 < len(frozen) < len(content.parameters)
+
+
+# Three cycles with warmups, steps that are dropped (the limits are low), batches of 8, 16 and 4 samples.
+EVERYTHING = (
+    "--batch_size=none", "--batch_size_schedule=0:8 11:16 19:4", "--lr=0.02", "--lr_decay_style=cosine",
+    "--lr_warmup_iters=3", "--lr_cycle_minima=10,21", "--lr_rewarmup_iters=2", "--min_lr_ratio=0.1",
+    "--skip_bad_steps=1", "--skip_bad_steps_window=8", "--skip_bad_steps_sigma=1.2", "--weight_decay=0.1",
+    "--adamc_weight_decay=1", "--ema_beta=0.9", "--logit_z_loss=0.001",
+)  # fmt: skip
+OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    "adamw": ("--zero_stage=3", "--ema_type=ema", "--adam_nesterov=1", "--clip_update_norm_sigma=1"),
+    "muon": (
+        "--zero_stage=1", "--training_dtype=bf16", "--optimizer=muon", "--ema_type=ema_decay_sqrt",
+        "--ema_switch_iter=9", "--ema_decay_iters=15",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_killed_run_with_every_guard_and_schedule(corpus: str, tmp_path: Path, optimizer: str) -> None:
+    """Cycles, rewarmup, averages, AdamC, dropped steps and a batch schedule, killed twice: nothing differs in the end;
+    what was dropped, and why, is decided again as it was."""
+    more, whole, killed = (*EVERYTHING, *OPTIMIZERS[optimizer]), tmp_path / "whole", tmp_path / "killed"
+    outcome = run(flags(corpus, whole, *more), RANKS)
+    assert outcome.codes == [0, 0], outcome.output
+    story = run_with_kills(flags(corpus, killed, *more), killed, 3, kills=2)
+    try:
+        assert_same_run(killed, whole)
+    except AssertionError as error:
+        raise AssertionError(f"{story}\n{error}") from error
+    lines = {iteration: line for (phase, iteration), line in curve(whole).items() if phase == "training"}
+    assert 0 < float.fromhex(lines[ITERATIONS]["skipped_iters"]) < ITERATIONS / 2
+    assert any(line["skip_reason"] for line in lines.values())
+    assert {float.fromhex(line["batch_size"]) for line in lines.values()} == {8.0, 16.0, 4.0}
+    assert all("averaged_loss" in line for (phase, _), line in curve(whole).items() if phase == "validation")
+    assert any(key.endswith(" average") for key in weights(whole))
 
 
 @pytest.mark.parametrize("reference", [3], indirect=True, ids=["zero3"])
