@@ -34,7 +34,9 @@ class LearningRateConfig:
         basic=True,
     )
     lr_decay_power: float = option(
-        1.0, "exponent on the remaining fraction of a decay (linear, power, cosine)", above=0.0
+        1.0,
+        "exponent on the remaining fraction of a decay: linear, power, cosine (Fast-LLM's is on the part that is over)",
+        above=0.0,
     )
     lr_warmup_iters: int = option(
         0,
