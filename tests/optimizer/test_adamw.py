@@ -83,6 +83,9 @@ FORMS: list[dict[str, Any]] = [
     {}, {"training_dtype": "bf16"}, {"training_dtype": "bf16", "zero_stage": 3}, {"training_dtype": "fp16"},
     {"training_dtype": "bf16", "full_precision_gradients": False},
     {"training_dtype": "bf16", "split_master_weights": True}, {"lr_scales": ("embedding:0.1", "*.bias:2")},
+    {"training_dtype": "bf16", "full_precision_gradients": False, "update_rms_clip": 0.5, "adam_nesterov": True},
+    {"training_dtype": "bf16", "split_master_weights": True, "clip_update_norm_sigma": 1e-3,
+     "clip_update_norm_window": 2},
 ]  # fmt: skip
 triton_too = pytest.mark.parametrize("triton", [False, True])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any
 
@@ -11,14 +10,12 @@ import pytest
 import torch
 from engine_runs import Engine
 from harness import run_distributed, tiny_config
-from torch import Tensor
+from whole_parameters import Weights, fill_gradients, gradient, masters, together
 
 from megatron_lite.distributed import Distributed
 from megatron_lite.parameter import ParameterSpec
-from megatron_lite.seeds import derive_seed
 
 Options = dict[str, Any]
-Weights = dict[str, np.ndarray]
 
 STEPS, RATE = 4, 0.02
 SMALL = {"sequence_length": 8, "optimizer": "muon", "clip_grad": 0.0, "batch_size": 6}
@@ -37,40 +34,6 @@ CASES: list[Options] = [
     {"num_layers": 1, "muon_momentum": 0.0, "freeze": ("embedding",)},
     {"full_precision_gradients": False, "training_dtype": "bf16"},
 ]  # fmt: skip
-
-
-def gradient(spec: ParameterSpec, step: int, scale: float = 1.0) -> Tensor:
-    """(numel,): of the whole parameter, the same on every rank and in every layout."""
-    generator = torch.Generator().manual_seed(derive_seed(7, spec.name, step))
-    return scale * torch.randn(spec.numel, generator=generator)
-
-
-def fill_gradients(engine: Engine, step: int) -> None:
-    """This rank's shards."""
-    for _, part in engine.model.parts():
-        if part.has_state:
-            part.grad_shard.zero_()
-            low = engine.ranks.rank * part.layout.shard_numel
-            for slot, start, end in part.layout.pieces(engine.ranks.rank):
-                place = slice(slot.offset + start - low, slot.offset + end - low)
-                part.grad_shard[place] = gradient(slot.spec, step)[start:end]
-
-
-def masters(engine: Engine) -> Weights:
-    """Name -> the fp32 elements of this rank, NaN elsewhere."""
-    found = {}
-    for _, part in engine.model.parts():
-        shard, low = part.read("weights").float(), engine.ranks.rank * part.layout.shard_numel
-        for slot in part.layout.slots:
-            found[slot.spec.name] = np.full(slot.spec.numel, np.nan, np.float32)
-        for slot, start, end in part.layout.pieces(engine.ranks.rank):
-            found[slot.spec.name][start:end] = shard[slot.offset + start - low : slot.offset + end - low].numpy()
-    return found
-
-
-def together(of_ranks: list[Weights]) -> Weights:
-    """The whole parameters, from the elements of all ranks."""
-    return {name: functools.reduce(np.fmax, (weights[name] for weights in of_ranks)) for name in of_ranks[0]}
 
 
 def update(distributed: Distributed, cases: list[Options]) -> list[tuple[Weights, Weights, list[ParameterSpec]]]:
