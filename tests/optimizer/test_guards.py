@@ -235,7 +235,7 @@ def test_a_resumed_guard_is_the_guard(cut: int) -> None:
 
 
 def test_state_of_a_run_without_history_or_with_another_window() -> None:
-    """The newest values that fit are kept; without any the guard begins to learn."""
+    """The newest values that fit are kept; without any, or any state at all, the guard begins to learn."""
     plain, wide, narrow = guard(), guard(**SKIPPING), guard(**{**SKIPPING, "skip_bad_steps_window": 4})
     feed(plain, [(NAN, 1.0), *usual_steps(8)])
     feed(wide, usual_steps(8))
@@ -244,6 +244,9 @@ def test_state_of_a_run_without_history_or_with_another_window() -> None:
     wide.load_state(plain.state())
     assert wide.state()["usual"] == [] and wide.state()["dropped"]["nan"] == 1
     assert feed(wide, [*usual_steps(4), (9.0, 1.0)]) == [False] * 4 + [True]
+    fresh = guard(**SKIPPING)
+    fresh.load_state({})
+    assert fresh.state() == guard(**SKIPPING).state()
     plain.load_state(narrow.state())
     assert not any(feed(plain, [(99.0, 99.0)]))
 
