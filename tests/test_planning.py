@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -33,6 +34,8 @@ STATE_CASES: list[dict[str, Any]] = [
     *(dict(zero_stage=stage, depth_first_micro_batches=2, **FROZEN) for stage in (1, 2, 3)),
     dict(store_frozen_weights_in_optimization_precision=False, training_dtype="bf16", zero_stage=3, **FROZEN),
     dict(freeze=("embedding",), zero_stage=3),
+    dict(ema_type="ema", zero_stage=1, validation_iters=1),
+    dict(ema_type="ema_decay_sqrt", zero_stage=3, training_dtype="bf16", **FROZEN),
     dict(freeze=("blocks.0", "blocks.1", "blocks.2", "embedding"), tie_word_embeddings=False, zero_stage=2),
     *(dict(optimizer="muon", training_dtype="bf16", zero_stage=stage) for stage in (1, 3)),
     dict(optimizer="muon", layers_per_stage=3.0, depth_first_micro_batches=2, zero_stage=2),
@@ -94,11 +97,15 @@ def test_state_and_traffic_are_those_of_real_runs(ranks: int) -> None:
 def allocated_bytes(model: MultiStage) -> int:
     """The storages of everything that the engine has allocated, each once."""
     storages = {}
-    for stage in model.stages:
-        tensors = [stage.weights.data, *([stage.gradients.data] if stage.gradients is not None else [])]
+    averaged = any(part.average is not None for _, part in model.parts())
+    with model.averaged() if averaged else contextlib.nullcontext():
+        beside = [stage.weights.data for stage in model.stages]
+    for stage, average_buffer in zip(model.stages, beside, strict=True):
+        tensors = [stage.weights.data, *([stage.gradients.data] if stage.gradients is not None else []), average_buffer]
         for part in stage.parts:
             tensors += [part.read("weights")] if not model.precision.split_master or part.frozen else []
             tensors += [part.grad_shard, *part.moments.values()] if part.has_state else []
+            tensors += [part.average] if part.average is not None else []
         tensors += [] if stage.update_buffer is None else [stage.update_buffer.data]
         for tensor in tensors:
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -110,14 +117,14 @@ def allocated_bytes(model: MultiStage) -> int:
 def test_state_of_many_ranks(world_size: int, zero_stage: int, optimizer: str) -> None:
     """What a rank of a large group really allocates, here without the others, is what is planned for it."""
     options = dict(zero_stage=zero_stage, training_dtype="bf16", batch_size=world_size, tie_word_embeddings=False)
-    options["optimizer"] = optimizer
+    options |= dict(optimizer=optimizer, ema_type="ema" if zero_stage > 1 else "none")
     config = tiny_config(world_size, **options)
     plan = make_plan(config, world_size, "cuda")
     for rank in (0, world_size // 2, world_size - 1):
         group = SimulatedGroup(rank, world_size, "cuda", device="cpu")
         model = MultiStage(
-            layers_of(config), config.multi_stage, config.batch, "bf16", group,
-            moments=config.optimizer.moments, whole_matrices=config.optimizer.whole_matrices,
+            layers_of(config), config.multi_stage, config.batch, "bf16", group, moments=config.optimizer.moments,
+            averaged=config.averaging.enabled, whole_matrices=config.optimizer.whole_matrices,
         )  # fmt: skip
         assert allocated_bytes(model) == plan.state_bytes, rank
         assert model.memory_table() == plan.model.memory_table(), rank

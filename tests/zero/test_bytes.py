@@ -28,7 +28,8 @@ def allocated(ranks: Any, options: Options, training: bool = True) -> tuple[Mult
     gc.freeze()  # what exists already is not looked at
     model = MultiStage(
         layers, config.multi_stage, config.batch, config.distributed.training_dtype, ranks, training,
-        moments=config.optimizer.moments, whole_matrices=config.optimizer.whole_matrices,
+        moments=config.optimizer.moments, averaged=config.averaging.enabled,
+        whole_matrices=config.optimizer.whole_matrices,
     )  # fmt: skip
     storages = [thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     gc.unfreeze()
@@ -70,7 +71,8 @@ CASES: list[Options] = [
     for more in (
         {}, {"full_precision_gradients": False}, {"freeze": FREEZE},
         {"freeze": FREEZE, "store_frozen_weights_in_optimization_precision": False}, {"split_master_weights": True},
-        {"split_master_weights": True, "freeze": FREEZE},
+        {"split_master_weights": True, "freeze": FREEZE}, {"ema_type": "ema", "freeze": FREEZE},
+        {"ema_type": "ema", "split_master_weights": True},
     )
     if not (dtype == "fp32" and ("full_precision_gradients" in more or "split_master_weights" in more))
     and not ("split_master_weights" in more and buffers.get("zero_stage") not in (1, 2))
@@ -104,6 +106,8 @@ def expected_bytes(model: MultiStage, options: Options, ranks: int, training: bo
         master = 2 if options.get("split_master_weights") and training else 4
         total += 0 if own[i] and master == weight == 4 else master * trained[i] // ranks
         total += 0 if own[i] and frozen_weight == weight else frozen_weight * frozen[i] // ranks
+    if options.get("ema_type"):
+        total += 4 * sum(trained) // ranks + weight * in_turn(every, 1 if ranks == 1 else 2)
     if training:
         total += gradient * in_turn(trained, grad_buffers) + moment_bytes(model, options, ranks)
         needy = [size for size in trained if size]
@@ -179,6 +183,19 @@ def test_what_options_save(zero_stage: int) -> None:
     assert narrow == (4 if own else 2) * halves // 2
     if zero_stage < 3:
         assert savings(ranks, base, {"split_master_weights": True}) == 2 * sum(every) // 2
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_what_averages_cost(zero_stage: int) -> None:
+    """Two ranks: 4 bytes for each trainable element of a shard, and two buffers of the training dtype that the stages
+    take in turn; one more for an embedding that is tied to the head."""
+    ranks = SimulatedRanks()
+    for tied in (False, True):
+        base = {"training_dtype": "bf16", "num_layers": 4, "zero_stage": zero_stage, "tie_word_embeddings": tied}
+        every, trained, _ = sizes(allocated(ranks, base | {"freeze": ("head",)})[0])
+        buffers = every[0] + in_turn(every[1:], 2) if tied else in_turn(every, 2)
+        cost = -savings(ranks, base | {"freeze": ("head",)}, {"ema_type": "ema"})
+        assert cost == 4 * sum(trained) // 2 + 2 * buffers
 
 
 # -- split master weights --------------------------------------------------------------------------------------------
