@@ -111,6 +111,20 @@ def validation_loss(model: Any, options: dict[str, Any]) -> float:
     return float(np.mean(losses))
 
 
+def test_an_averaged_export_has_the_averaged_loss(tmp_path: Path) -> None:
+    """transformers computes `averaged_loss` from --export_weights=average, to 1e-5 relative: ZeRO 3, a tied head, a
+    frozen block. The loss of the weights is another one."""
+    options = {**options_for(tmp_path, "mistral"), "hidden_dropout": 0.0, "attention_dropout": 0.0, "freeze": ("blocks.0",)}
+    options |= {"ema_type": "ema_decay_sqrt", "ema_switch_iter": 15, "ema_decay_iters": 20, "export_weights": "average"}
+    run_distributed(2, train_and_export, options)
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (validation,) = (record for record in records if record["phase"] == "validation")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export" / "30").eval()
+    found = validation_loss(model, {**options, "export_weights": "raw"})
+    np.testing.assert_allclose(found, validation["averaged_loss"], rtol=1e-5)
+    assert abs(found - validation["loss"]) > 1e-3
+
+
 def test_exports_are_the_same_bits_for_every_zero_stage(tmp_path: Path) -> None:
     """Two ranks, bf16: the files of ZeRO 1, 2 and 3 hold identical weights."""
     from safetensors.numpy import load_file
