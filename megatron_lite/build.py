@@ -260,7 +260,8 @@ def memory_warnings(config: Config, distributed: Distributed) -> list[str]:
     """Whether the logits of one micro-batch could not be held at once here."""
     batch = config.batch
     assert batch.micro_batch_size is not None
-    tokens = batch.micro_batch_size * batch.sequence_length
+    evaluated = batch.eval_micro_batch_size or 0 if config.training.validation_iters else 0
+    tokens = max(batch.micro_batch_size, evaluated) * batch.sequence_length
     itemsize, performance = DTYPES[config.distributed.training_dtype].itemsize, config.performance
     chunk = chunk_tokens(performance.cross_entropy_splits, tokens, distributed.device, itemsize)
     rows, columns = held_logits(tokens, config.model.vocab_size, chunk, performance.cross_entropy_block_size)

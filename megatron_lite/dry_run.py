@@ -12,6 +12,7 @@ import torch
 
 from megatron_lite import exits
 from megatron_lite.automatic import GIB, MIB, RESERVE, Note, device_memory_bytes, resolve_auto
+from megatron_lite.batch_schedule import consumed_tokens
 from megatron_lite.cautions import warnings
 from megatron_lite.config import Config
 from megatron_lite.errors import EXIT_DONE, UsageError
@@ -119,19 +120,26 @@ def _stage_row(plan: Plan, run: Sequence[Stage]) -> str:
 
 
 def _batch(plan: Plan) -> Iterator[str]:
-    batch, iterations = plan.config.batch, plan.config.training.train_iters
-    assert batch.batch_size is not None
-    tokens = batch.batch_size * batch.sequence_length
+    """What the rest of the page is for: of a schedule the largest batch."""
+    batch, training = plan.config.batch, plan.config.training
+    assert batch.batch_size and batch.micro_batch_size and batch.sequential_micro_batches
+    iterations, tokens = training.train_iters, batch.batch_size * batch.sequence_length
+    padding = batch.micro_batch_size * batch.sequential_micro_batches * plan.world_size - batch.batch_size
     yield (
-        f"batch: {batch.batch_size:,} samples = {batch.micro_batch_size:,} in a micro-batch x "
-        f"{batch.depth_first_micro_batches:,} depth-first x {batch.breadth_first_micro_batches:,} breadth-first x "
-        f"{_count(plan.world_size, 'rank')}"
+        f"{'largest batch' if batch.batch_size_schedule else 'batch'}: {batch.batch_size:,} samples = "
+        f"{batch.micro_batch_size:,} in a micro-batch x {batch.depth_first_micro_batches:,} depth-first x "
+        f"{batch.breadth_first_micro_batches:,} breadth-first x {_count(plan.world_size, 'rank')}"
+        + (f" - {padding:,} of padding" if padding else "")
     )
     yield f"  {tokens:,} tokens an iteration, {batch.sequence_length:,} a sample; " + (
-        f"{tokens * iterations:,} tokens in {_count(iterations, 'iteration')}"
+        f"{consumed_tokens(batch, iterations):,} tokens in {_count(iterations, 'iteration')}"
         if iterations
         else "with --train_iters=0 nothing is trained: what follows is for a run that trains"
     )
+    if batch.batch_size_schedule:
+        yield f"  iterations done and samples of those that follow: {' '.join(batch.batch_size_schedule)}"
+    if batch.eval_micro_batch_size and (training.validation_iters or training.test_iters):
+        yield f"  {batch.eval_micro_batch_size:,} samples in a micro-batch of a validation"
 
 
 def _state(plan: Plan) -> Iterator[str]:

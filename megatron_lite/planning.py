@@ -155,16 +155,34 @@ def activation_memory(config: Config, model: MultiStage, device_type: str, level
         if not forward:
             # Between stages: a gradient, and the output of the stage that it goes to.
             (on_way.add if step.stage > first else on_way.discard)(step.micro_batch)
+    if config.training.validation_iters or config.training.test_iters:
+        peak, peak_at = max((peak, peak_at), evaluation_peak(config, model, device_type))
     return ActivationMemory(level, kept, held, peak, peak_at)
 
 
-def one_pass(config: Config, model: MultiStage, device_type: str, level: str) -> Pass:
-    """The sizes that the arithmetic of a micro-batch needs."""
+def evaluation_peak(config: Config, model: MultiStage, device_type: str) -> tuple[int, str]:
+    """The most that the layers need in an evaluation, which keeps nothing for a backward pass, and where."""
+    one = one_pass(config, model, device_type, "none", config.batch.eval_micro_batch_size)
+    peaks, hidden = transients.evaluation_peaks(config.model, one), one.size(config.model.hidden_size)
+    needed = []
+    for stage, layers in zip(model.stages, model.split, strict=True):
+        for index, layer in zip(layers, stage.layers, strict=True):
+            # The layer's input and, if that is another one, the stage's.
+            held = hidden * ((index > 0) + (index > 0 and index != layers[0]))
+            needed.append((held + peaks[index], f"{layer.name} evaluation"))
+    return max(needed, key=lambda entry: entry[0])
+
+
+def one_pass(
+    config: Config, model: MultiStage, device_type: str, level: str, micro_batch_size: int | None = None
+) -> Pass:
+    """The sizes that the arithmetic of a micro-batch needs; None: of one in training."""
     batch, precision = config.batch, model.precision
-    assert batch.micro_batch_size is not None
-    tokens = batch.micro_batch_size * batch.sequence_length
+    size = micro_batch_size or batch.micro_batch_size
+    assert size is not None
+    tokens = size * batch.sequence_length
     return Pass(
-        batch=batch.micro_batch_size,
+        batch=size,
         length=batch.sequence_length,
         itemsize=precision.training.itemsize,
         grad_itemsize=precision.gradients.itemsize,

@@ -75,18 +75,28 @@ def _head(model: ModelConfig, one: Pass) -> Peaks:
     """The norm, then logits and their gradient chunk by chunk; see `kernels/linear_cross_entropy.py`."""
     walk, hidden = Walk(), one.size(model.hidden_size)
     walk.make(hidden, moment=_norm_forward(model, one))
-    block_size, vocab_size = one.kernels.cross_entropy_block_size, model.vocab_size
-    rows, columns = held_logits(one.tokens, vocab_size, one.chunk_tokens, block_size)
-    entries = min(block_size or vocab_size, vocab_size)
-    copied = min(rows, reference_rows(entries, "cuda" if one.on_gpu else "cpu")) * entries * FP32_BYTES
-    copies = bool(one.cast_itemsize) and one.kernels.cross_entropy == "torch"
-    walk.make(rows * columns * one.itemsize, moment=copied if copies else 0)
+    walk.make(*_logits(model, one))
+    rows, entries = min(one.chunk_tokens, one.tokens), _block_entries(model, one)
     # Of several blocks, the hidden gradient is summed up in fp32.
-    walk.make(rows * model.hidden_size * FP32_BYTES if one.cast_itemsize and entries < vocab_size else 0)
+    walk.make(rows * model.hidden_size * FP32_BYTES if one.cast_itemsize and entries < model.vocab_size else 0)
     walk.make(0, moment=_weight_gradient(one, entries, model.hidden_size))
     backward = Walk()
     _norm_backward(backward, model, one, adds=False)
     return Peaks(walk.peak, backward.peak)
+
+
+def _logits(model: ModelConfig, one: Pass) -> tuple[int, int]:
+    """The memory for logits, and momentary bytes beside it."""
+    entries = _block_entries(model, one)
+    rows, columns = held_logits(one.tokens, model.vocab_size, one.chunk_tokens, one.kernels.cross_entropy_block_size)
+    copied = min(rows, reference_rows(entries, "cuda" if one.on_gpu else "cpu")) * entries * FP32_BYTES
+    copies = bool(one.cast_itemsize) and one.kernels.cross_entropy == "torch"
+    return rows * columns * one.itemsize, copied if copies else 0
+
+
+def _block_entries(model: ModelConfig, one: Pass) -> int:
+    """Entries of the vocabulary whose logits exist at a time, padding left out."""
+    return min(one.kernels.cross_entropy_block_size or model.vocab_size, model.vocab_size)
 
 
 def _block_forward(model: ModelConfig, one: Pass, kept: Kept) -> int:
@@ -106,6 +116,36 @@ def _block_forward(model: ModelConfig, one: Pass, kept: Kept) -> int:
     # While attention goes through its blocks, all that comes later is not there yet.
     later = sum(kept.get(what, 0) for what in ("MLP up outputs", "MLP activations", "dropout masks")) + hidden
     return max(walk.peak, _attention_blocks(model, one, backward=False) - later)
+
+
+def evaluation_peaks(model: ModelConfig, one: Pass) -> list[int]:
+    """Of the embedding, each block and the head in a pass that nothing is kept of: beyond their input."""
+    embedding, head, hidden = Walk(), Walk(), one.size(model.hidden_size)
+    embedding.make(hidden * (2 if model.use_position_embeddings else 1))
+    head.make(hidden, moment=_norm_forward(model, one))
+    head.make(*_logits(model, one))
+    return [embedding.peak, *[_block_evaluation(model, one)] * model.num_layers, head.peak]
+
+
+def _block_evaluation(model: ModelConfig, one: Pass) -> int:
+    """Its output remains; until then each function holds what it was given."""
+    assert model.ffn_hidden_size and model.head_groups and model.kv_channels
+    query, group = model.num_attention_heads * model.kv_channels, model.head_groups * model.kv_channels
+    walk, hidden, heads, context = Walk(), one.size(model.hidden_size), one.size(query, group, group), one.size(query)
+    walk.make(hidden, moment=_norm_forward(model, one))
+    walk.make(heads, moment=_rotation(model, one, query + group))
+    walk.make(context, moment=_attention_blocks(model, one, backward=False) if one.attention == "math" else 0)
+    walk.make(hidden)  # the branch, which then becomes the sum
+    walk.drop(heads, context)
+    walk.make(hidden, moment=_norm_forward(model, one))
+    walk.drop(hidden)
+    up_output, activated = one.size(model.ffn_hidden_size * (2 if model.gated else 1)), one.size(model.ffn_hidden_size)
+    walk.make(up_output)
+    walk.make(activated)
+    walk.make(hidden)
+    walk.drop(up_output, activated)
+    walk.make(hidden)
+    return walk.peak
 
 
 def _block_backward(model: ModelConfig, one: Pass, kept: Kept) -> int:

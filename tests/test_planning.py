@@ -217,6 +217,7 @@ PEAK_CASES: list[dict[str, Any]] = [
     dict(vocab_size=20_000, training_dtype="bf16", cross_entropy_splits=8),
     dict(cross_entropy_splits=2, cross_entropy_block_size=3000, vocab_size=8192, training_dtype="bf16"),
     dict(recompute_layers=2),
+    dict(logit_z_loss=1e-3, vocab_size=8192, training_dtype="bf16"),
     dict(recompute_layers=4, gated=True, normalization_type="rms_norm", use_rotary_embeddings=True, hidden_dropout=0.1),
     dict(recompute_layers=3, breadth_first_micro_batches=3, batch_size=6, layers_per_stage=2.0, vocab_size=100),
 ]
@@ -229,6 +230,30 @@ def test_peaks_are_those_of_a_step(options: dict[str, Any], level: str) -> None:
     sizes = dict(num_layers=4, batch_size=2, hidden_size=128, sequence_length=256, vocab_size=512)
     config = tiny_config(1, **{**sizes, "mlp_recompute_level": level, **options})
     assert make_plan(config, 1, "cpu").activations[level].peak == pytest.approx(measured_peak(config), rel=0.005)
+
+
+EVALUATION_CASES: list[dict[str, Any]] = [
+    dict(),
+    dict(training_dtype="bf16", normalization_type="rms_norm", gated=True),
+    dict(use_rotary_embeddings=True, head_groups=2, layers_per_stage=2.0),
+    dict(vocab_size=8192),
+    dict(vocab_size=20_000, training_dtype="bf16", cross_entropy_splits=2, cross_entropy_block_size=3000),
+    dict(ffn_hidden_size=64, num_attention_heads=16, kv_channels=32, training_dtype="bf16", window_size=100),
+]
+
+
+@pytest.mark.parametrize("options", EVALUATION_CASES, ids=str)
+def test_peaks_of_an_evaluation(options: dict[str, Any]) -> None:
+    """Its micro-batches are far larger than those of training, so that they decide: within half a percent."""
+    sizes = dict(num_layers=4, batch_size=16, hidden_size=128, sequence_length=128, vocab_size=512, micro_batch_size=1)
+    config = tiny_config(1, **{**sizes, "validation_iters": 1, "eval_micro_batch_size": 16, **options})
+    model, tokens = a_model(config), torch.zeros(16, 128, dtype=torch.int64)
+    model.evaluate([MicroBatch(tokens, tokens)])
+    with PeakMeter() as meter:
+        model.evaluate([MicroBatch(tokens, tokens)])
+    planned = make_plan(config, 1, "cpu").activations["none"]
+    assert planned.peak_at.endswith("evaluation")
+    assert planned.peak == pytest.approx(meter.peak, rel=0.005)
 
 
 @pytest.mark.parametrize(

@@ -392,3 +392,63 @@ def test_flags_cover_the_configuration() -> None:
         kind = FLAGS[name].kind
         expected = {"int": int, "float": float, "bool": bool, "str": str}.get(kind, tuple)
         assert FLAGS[name].optional if value is None else type(value) is expected
+
+
+SCHEDULES: list[tuple[int, dict[str, Any], str]] = [
+    # (ranks, options, the resolved batch arithmetic: batch, micro, depth, breadth, sequential)
+    (1, dict(batch_size_schedule=("0:32", "10:64")), "64 32 2 1 2"),
+    (2, dict(batch_size_schedule=("0:32", "10:64")), "64 16 2 1 2"),
+    (2, dict(batch_size_schedule=("0:48", "10:32")), "48 8 3 1 3"),
+    (2, dict(batch_size_schedule=("0:32", "10:64"), breadth_first_micro_batches=2), "64 8 2 2 4"),
+    (2, dict(batch_size_schedule=("0:32", "10:64"), micro_batch_size=4), "64 4 8 1 8"),
+    (2, dict(batch_size_schedule=("0:32", "10:64"), sequential_micro_batches=8), "64 4 8 1 8"),
+    (1, dict(batch_size_schedule=("0:32", "10:64"), batch_size=64), "64 32 2 1 2"),  # as resolved
+    (2, dict(batch_size_schedule=("0:5", "10:13"), allow_nondivisible_batch_size=True), "13 3 3 1 3"),
+    (2, dict(batch_size=13, allow_nondivisible_batch_size=True), "13 7 1 1 1"),
+    (2, dict(batch_size=13, micro_batch_size=2, allow_nondivisible_batch_size=True), "13 2 4 1 4"),
+    (2, dict(batch_size=13, micro_batch_size=2, breadth_first_micro_batches=3, allow_nondivisible_batch_size=True),
+     "13 2 2 3 6"),
+    (2, dict(batch_size=13, sequential_micro_batches=4, allow_nondivisible_batch_size=True), "13 2 4 1 4"),
+    (1, dict(batch_size=12, micro_batch_size=3, allow_nondivisible_batch_size=True), "12 3 4 1 4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "options", "expected"), SCHEDULES, ids=str)
+def test_batches_of_a_schedule_and_with_padding(ranks: int, options: dict[str, Any], expected: str) -> None:
+    """batch_size is the largest; resolving again changes nothing."""
+    config = resolve(unflatten({"dataset_source": "random", "batch_size": None, **options}), ranks)
+    batch = config.batch
+    found = (
+        batch.batch_size, batch.micro_batch_size, batch.depth_first_micro_batches, batch.breadth_first_micro_batches,
+        batch.sequential_micro_batches,
+    )  # fmt: skip
+    assert " ".join(map(str, found)) == expected
+    assert resolve(config, ranks) == config
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "message"),
+    [
+        (1, dict(batch_size=32, batch_size_schedule=("0:32", "9:64")), "leave batch_size out (it becomes the"),
+        (1, dict(batch_size_schedule=("5:32",)), "write 0:<size> first"),
+        (2, dict(batch_size_schedule=("0:32", "9:40"), micro_batch_size=16), "its largest size, 40, must be a"),
+        (2, dict(batch_size_schedule=("0:24", "9:64"), micro_batch_size=16),
+         "every size must be a multiple of 16 * 2 = 32, and 24 is not; write a smaller --micro_batch_size, or "
+         "--allow_nondivisible_batch_size=1; nearest: 32"),
+        (2, dict(batch_size_schedule=("0:32", "9:64"), micro_batch_size=8, breadth_first_micro_batches=4),
+         "multiple of 8 * 2 * 4 breadth-first = 64, and 32 is not"),
+        (2, dict(batch_size_schedule=("0:3", "9:6")), "must be a multiple of 1 * 2 = 2, and 3 is not; write --allow_"),
+        (1, dict(batch_size=5, sequential_micro_batches=4, allow_nondivisible_batch_size=True),
+         "micro-batches of 2 are full after 3, and 1 would be padding alone; write --micro_batch_size=2 and leave"),
+        (2, dict(batch_size=13, micro_batch_size=2, sequential_micro_batches=3, allow_nondivisible_batch_size=True),
+         "is 4, not 3"),
+        (2, dict(batch_size=12, eval_micro_batch_size=7), "a validation batch has batch_size samples, 6 for a rank"),
+        (1, dict(validation_iters="all"), "made-up samples have no end; write a number of batches"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_batches_that_cannot_be(ranks: int, options: dict[str, Any], message: str) -> None:
+    """Each message has the rule and the fix."""
+    with pytest.raises(UsageError) as caught:
+        resolve(unflatten({"dataset_source": "random", **options}), ranks)
+    assert message in str(caught.value) and "\n" not in str(caught.value)

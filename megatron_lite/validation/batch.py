@@ -46,7 +46,9 @@ def batch(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
 
 
 def _fill_micro_batch_size(values: dict[str, Any], sizes: Sequence[int], world_size: int) -> None:
-    """The largest one that divides every batch of a schedule; with padding, that of which the smallest has one."""
+    """The largest one that divides every batch of a schedule; with padding, that of which the smallest has one; else 1,
+    which is not to blame if a batch does not divide.
+    """
     given = ("micro_batch_size", "depth_first_micro_batches", "sequential_micro_batches")
     if any(values[name] is not None for name in given):
         return  # it follows from them
@@ -54,8 +56,8 @@ def _fill_micro_batch_size(values: dict[str, Any], sizes: Sequence[int], world_s
     common = math.gcd(*sizes)
     if common % unit == 0:
         values["micro_batch_size"] = common // unit
-    elif values["allow_nondivisible_batch_size"]:
-        values["micro_batch_size"] = -(-sizes[0] // unit)
+    else:
+        values["micro_batch_size"] = -(-sizes[0] // unit) if values["allow_nondivisible_batch_size"] else 1
 
 
 def _largest(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
@@ -116,8 +118,9 @@ def _smaller(values: dict[str, Any], sizes: Sequence[int], world_size: int) -> I
         yield Problem(
             _BATCH_RULE,
             f"{typed(values, 'batch_size_schedule', 'micro_batch_size')} on {_ranks(world_size)}: every size must be a "
-            f"multiple of {product} = {unit}, and {wrong[0]} is not; write a smaller --micro_batch_size, or "
-            f"--allow_nondivisible_batch_size=1; nearest: {nearest_multiples(wrong[0], unit)}",
+            f"multiple of {product} = {unit}, and {wrong[0]} is not; write "
+            + ("a smaller --micro_batch_size, or " if micro > 1 else "")
+            + f"--allow_nondivisible_batch_size=1; nearest: {nearest_multiples(wrong[0], unit)}",
         )
 
 

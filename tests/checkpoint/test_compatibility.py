@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
 
+from megatron_lite.batch_schedule import batch_schedule
 from megatron_lite.checkpoint.compatibility import (
     ARCHITECTURE,
     check_architecture,
     compare_architecture,
     differences,
+    moved_samples,
 )
-from megatron_lite.config import Config, flatten
+from megatron_lite.config import Config, flatten, unflatten
 from megatron_lite.errors import CheckpointError
 
 
@@ -102,3 +105,27 @@ def test_a_longer_context_is_allowed_without_learned_positions() -> None:
     learned = Config(model=dataclasses.replace(rotary.model, use_position_embeddings=True))
     names = [difference.name for difference in compare_architecture(saved, learned)]
     assert names == ["max_position_embeddings", "use_position_embeddings"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "iteration", "expected"),
+    [
+        ({"batch_size": 4}, ("0:4", "3:8"), 3, None),  # an older checkpoint knows no schedule
+        ({"batch_size": 8, "batch_size_schedule": ["0:4", "9:8"]}, ("0:4", "5:8"), 5, None),
+        ({"batch_size": 4}, ("0:4", "3:8"), 5, '8 samples are left out; .*="0:4 5:8"'),
+        ({"batch_size_schedule": ["0:8", "4:2"]}, ("0:4", "9:6"), 6, 'read again; .*="0:8 4:2 6:4 9:6"'),
+    ],
+)  # fmt: skip
+def test_a_batch_size_that_moves_the_samples_is_said(
+    saved: dict[str, Any], now: tuple[str, ...], iteration: int, expected: str | None
+) -> None:
+    """Nothing where the offset stays the same; else how many samples, and the schedule that keeps it."""
+    config = unflatten({"batch_size_schedule": now})
+    saved = {"batch_size": 8, **saved}
+    message = moved_samples(saved, config, iteration)
+    assert (message is None) == (expected is None) and re.search(expected or "", message or ""), message
+    if message is not None:
+        fix = unflatten({"batch_size_schedule": tuple(message.split('"')[1].split())})
+        assert moved_samples(saved, fix, iteration) is None
+        coming = [batch_schedule(some.batch).batch_size(iteration + 1) for some in (fix, config)]
+        assert coming[0] == coming[1]

@@ -108,6 +108,88 @@ def test_resume_continues_the_same_stream(prefixes: tuple[str, str]) -> None:
     assert equal(micro_batches(source, "validation", 0, 2), micro_batches(source, "validation", 0, 2))
 
 
+SCHEDULE: dict[str, Any] = dict(
+    batch_size=13, batch_size_schedule=("0:5", "2:13", "3:1", "5:7"), allow_nondivisible_batch_size=True, train_iters=7
+)
+SIZES = [5, 5, 13, 1, 1, 7, 7]
+
+
+def arranged(values: Config, ranks: int, phase: str, first: int, count: int) -> list[list[list[Tensor]]]:
+    """Iteration, micro-step and rank -> the real samples; padding is checked and left out."""
+    sources = [open_data(values, rank, ranks) for rank in range(ranks)]
+    iterations = []
+    for batches in zip(*(source.batches(phase, first, count) for source in sources), strict=True):
+        iterations.append([])
+        for step in zip(*batches, strict=True):  # as many micro-batches on every rank
+            assert all(len(batch.tokens) == len(step[0].tokens) for batch in step)
+            assert all((batch.tokens[len(batch.tokens) - batch.padding :] == 0).all() for batch in step)
+            iterations[-1].append([batch.tokens[: len(batch.tokens) - batch.padding] for batch in step])
+    return iterations
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_schedule_reads_every_sample_once_in_order(prefixes: tuple[str, str], ranks: int, num_workers: int) -> None:
+    """The samples of a run with batches of 5, 13, 1 and 7 are those of a run with batches of 1, whatever the iteration
+    it resumes at; only the end of a batch is padded."""
+    one = open_data(config(prefixes, batch_size=1, micro_batch_size=1), 0, 1)
+    single = micro_batches(one, "training", 0, sum(SIZES))
+    expected = torch.cat([batch for (batch,) in single]).split(SIZES)
+    values = config(prefixes, **SCHEDULE, num_workers=num_workers)
+    for first in range(len(SIZES)) if num_workers == 0 else (1,):
+        iterations = arranged(values, ranks, "training", first, len(SIZES) - first)
+        for found, batch in zip(iterations, expected[first:], strict=True):
+            assert torch.equal(torch.cat([part for step in found for part in step]), batch)
+            assert len(found) == -(-len(batch) // (3 * ranks))
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("source", ["list", "random"])
+def test_padding_is_documents_of_its_own(prefixes: tuple[str, str], source: str) -> None:
+    """Of a micro-batch with one sample and of one with none: the documents of the samples, then one for each row."""
+    options = dict(cross_document_attention=False, dataset_source=source, micro_batch_size=4)
+    whole = next(open_data(config(prefixes[:1], batch_size=1, **{**options, "micro_batch_size": 1}), 0, 1)
+                 .batches("training", 0, 1))[0]  # fmt: skip
+    padded = config(prefixes[:1], batch_size=1, allow_nondivisible_batch_size=True, **options)
+    some, none = (next(open_data(padded, rank, 2).batches("training", 0, 1))[0] for rank in (0, 1))
+    assert (some.padding, none.padding) == (3, 4) and torch.equal(some.tokens[:1], whole.tokens)
+    assert some.starts is not None and none.starts is not None and whole.starts is not None
+    assert some.starts.tolist() == [*whole.starts.tolist(), 2 * LENGTH, 3 * LENGTH, 4 * LENGTH]
+    assert none.starts.tolist() == [0, LENGTH, 2 * LENGTH, 3 * LENGTH, 4 * LENGTH] and none.starts.dtype == torch.int32
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("data_path", ["{a}", "0.9 {a} 0.1 {b}", "{a} {b} {a}"])
+def test_the_whole_split_is_read_once(prefixes: tuple[str, str], data_path: str, ranks: int) -> None:
+    """Each slot of one epoch of each data set once, the same every time, whatever weights, ranks and micro-batches."""
+    words = tuple(data_path.format(a=prefixes[0], b=prefixes[1]).split())
+    values = config(words, validation_iters="all", eval_micro_batch_size=2, **SCHEDULE)
+    source = open_data(values, 0, ranks)
+    count, total = source.evaluation_iterations("validation"), source.evaluation_samples("validation")
+    iterations = arranged(values, ranks, "validation", 0, count)
+    samples = torch.cat([part for steps in iterations for step in steps for part in step])
+    sizes = np.random.default_rng(1).integers(0, 60, 100)
+    per_epoch = (int(sizes[80:90].sum()) - 1) // LENGTH
+    assert len(samples) == total == per_epoch * (2 if "{b}" in data_path else 1)
+    assert [sum(len(part) for step in steps for part in step) for steps in iterations][:-1] == [13] * (count - 1)
+    for base in (0, 100_000)[: 2 if "{b}" in data_path else 1]:
+        starts = np.sort(samples[(samples[:, 0] >= base) & (samples[:, 0] < base + 100_000), 0].numpy())
+        assert len(starts) == per_epoch and (np.diff(starts) == LENGTH).all()
+    assert equal(*(micro_batches(source, "validation", 0, count) for _ in range(2)))
+    assert source.describe()["validation data"].startswith(f"{total} samples out of ")
+
+
+def test_validation_batches_do_not_follow_the_schedule(prefixes: tuple[str, str]) -> None:
+    """Batches of the largest size, and the same samples for every micro-batch size of an evaluation."""
+    expected = micro_batches(open_data(config(prefixes, batch_size=13, micro_batch_size=13), 0, 1), "validation", 0, 2)
+    for size in (None, 1, 5, 13):
+        values = config(prefixes, **SCHEDULE, eval_micro_batch_size=size)
+        source = open_data(values, 0, 1)
+        assert (source.evaluation_iterations("validation"), source.evaluation_samples("validation")) == (2, 26)
+        found = arranged(values, 1, "validation", 0, 2)
+        assert equal([[torch.cat([part for step in steps for part in step])] for steps in found], expected)
+
+
 @pytest.mark.parametrize("context", ["spawn", "fork", "forkserver"])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_workers_give_the_same_batches(prefixes: tuple[str, str], context: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from harness import layers_of, tiny_config
+from plain_gpt import PlainGPT
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -46,10 +47,19 @@ def build(
     return layers, parameters
 
 
-def run(layers: list[Layer], scale: float | None = 0.5) -> Tensor:
+def some_tokens() -> Tensor:
+    """Of one micro-batch, (3, s + 1)."""
+    return torch.arange(3 * (LENGTH + 1)).view(3, -1) * 11 % 64
+
+
+def run(
+    layers: list[Layer], scale: float | None = 0.5, labels: Tensor | None = None, loss_weight: float = 1.0
+) -> Tensor:
     """The loss of one micro-batch, (), with its graph."""
-    tokens = torch.arange(3 * (LENGTH + 1)).view(3, -1) * 11 % 64
-    micro_batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], None if scale is None else torch.tensor(scale))
+    tokens = some_tokens()
+    labels = tokens[:, 1:] if labels is None else labels
+    scaled = None if scale is None else torch.tensor(scale)
+    micro_batch = MicroBatch(tokens[:, :-1], labels, scaled, loss_weight=loss_weight)
     hidden = None
     for layer in layers:
         hidden = layer(hidden, micro_batch)
@@ -106,6 +116,66 @@ def test_any_choice_of_frozen_parameters_changes_no_gradient_of_the_rest(archite
         assert part.keys() == whole.keys() - frozen
         for name, gradient in part.items():
             assert torch.equal(gradient, whole[name]), (name, frozen, level)
+
+
+def plain_gradients(
+    architecture: str, labels: Tensor, z_loss: float, scale: float, **options: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Summed loss and its gradients by torch alone, from the same weights; labels below zero are left out."""
+    _, parameters = build(architecture, lambda name: False, **options)
+    config = tiny_config(**{**ARCHITECTURES[architecture], "sequence_length": LENGTH, **options})
+    model = PlainGPT(config.model)
+    model.load({name: parameter.detach().numpy() for name, parameter in parameters.items()})
+    kept, real = labels.flatten() >= 0, labels.flatten()
+    logits = model(some_tokens()[:, :-1]).flatten(0, 1)[kept].double()
+    lse = logits.logsumexp(-1)
+    loss = (lse - logits.gather(-1, real[kept, None])[:, 0] + z_loss * lse.square()).sum()
+    (scale * loss).backward()
+    return loss.detach(), {name: cast(Tensor, p.grad) for name, p in model.named_parameters()}
+
+
+LOSSES: list[tuple[str, dict[str, Any]]] = [
+    *(
+        (architecture, {"cross_entropy_splits": splits, "cross_entropy_block_size": size})
+        for architecture in ARCHITECTURES for splits in (None, 5) for size in (None, 7, 24)
+    ),
+    ("llama", {"cross_entropy_impl": "triton"}),
+    ("gpt2", {"cross_entropy_impl": "triton", "cross_entropy_splits": 2, "cross_entropy_block_size": 40}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "options"), LOSSES, ids=str)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+def test_the_z_loss_and_masked_labels_are_those_of_plain_torch(architecture: str, options: dict[str, Any]) -> None:
+    """The loss and every gradient, with half of a sample and a whole one masked; an evaluation has no z-loss."""
+    if "cross_entropy_impl" in options and not is_interpreted():
+        pytest.skip("kernels run natively here: tests/test_gpu.py")
+    layers, parameters = build(architecture, lambda name: False, logit_z_loss=0.3, **options)
+    labels = some_tokens()[:, 1:].clone()
+    labels[0, 5:] = labels[2] = -1
+    loss = run(layers, 0.5, labels)
+    loss.backward()
+    expected, gradients = plain_gradients(architecture, labels, 0.3, 0.5)
+    torch.testing.assert_close(loss.detach(), expected, rtol=1e-6, atol=0)
+    for name, gradient in gradients.items():
+        largest = float(gradient.abs().max())
+        assert float((parameters[name].main_grad - gradient).abs().max()) <= 2e-5 * largest + 1e-6, name
+    without, _ = plain_gradients(architecture, labels, 0.0, 0.5)
+    torch.testing.assert_close(run(layers, None, labels).detach(), without, rtol=1e-6, atol=0)
+    assert abs(float(expected - without)) > 10
+
+
+@architectures
+def test_a_weight_multiplies_the_loss_and_no_gradient(architecture: str) -> None:
+    """The gradient's scale holds it already."""
+    results = []
+    for weight in (1.0, 2.5):
+        layers, parameters = build(architecture, lambda name: False)
+        loss = run(layers, loss_weight=weight)
+        loss.backward()
+        results.append((loss.item() / weight, [parameter.main_grad for parameter in parameters.values()]))
+    (first, ones), (second, others) = results
+    assert first == pytest.approx(second, rel=1e-12) and all(map(torch.equal, ones, others))
 
 
 @architectures

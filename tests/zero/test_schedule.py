@@ -72,6 +72,18 @@ def test_buffers_are_never_taken_too_early_and_counts_match_theory(
     assert len(computed) == len(set(computed)) == 2 * stages * depth * breadth
 
 
+@pytest.mark.parametrize(("stages", "weights", "grads"), [(3, 1, 1), (4, 2, 2), (7, 3, 7), (7, 7, 2)])
+@pytest.mark.parametrize("breadth", [1, 2])
+def test_every_number_of_micro_batches_begins_with_the_same_gathers(
+    stages: int, weights: int, grads: int, breadth: int
+) -> None:
+    """So that a step can start those of the next one, whose batch may have another size, or is evaluated."""
+    plan = plans(stages, weights, grads)
+    schedules = [training_schedule(plan, depth, breadth) for depth in (1, 2, 5)]
+    schedules += [evaluation_schedule(plan, micro_batches) for micro_batches in (1, 3)]
+    assert {schedule[0].gather for schedule in schedules} == {tuple(range(weights))}
+
+
 def test_with_two_buffers_the_next_gather_starts_one_stage_ahead() -> None:
     """The gather of stage i + 1 starts before forward i and is needed only in forward i + 1; likewise backward."""
     schedule = training_schedule(plans(5, 2, 2), 1, 1)
