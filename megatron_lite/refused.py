@@ -182,6 +182,15 @@ REFUSED_VALUES: Mapping[tuple[str, str], str] = MappingProxyType({
     ("mlp_recompute_level", "offload"): "activations are not moved to the host's memory; write activation or full",
     ("mlp_recompute_level", "nested"): "write full, or --recompute_layers=<N> for whole blocks",
     ("mlp_recompute_level", "recompute"): "write activation or full, or --recompute_layers=<N> for whole blocks",
+    **{
+        ("lr_schedule", style): "this is a list of stages; for Levanter's lr_schedule write "
+        f"--lr_decay_style={style}{'_tokens' if style == 'power' else ''}"
+        for style in ("constant", "linear", "cosine", "inv_sqrt", "inv", "power")
+    },
+    ("clip_grad", "none"): "write 0, which turns clipping off",
+    ("validation_iters", "none"): "write all for the whole validation set, 0 for no validation",
+    ("weight_decay_default_mask", "true"): "write levanter",
+    ("weight_decay_default_mask", "false"): "write off, or beside --weight_decay_modules leave it out",
     ("zero_stage", "0"): "strictly worse: a full optimizer state on every rank costs more memory and a slower update; "
     "write 1",
 })  # fmt: skip

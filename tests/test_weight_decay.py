@@ -68,8 +68,11 @@ CASES: list[Options] = [
 UNTIED: Options = {"tie_word_embeddings": False, "random_bias_init": True, "layer_norm_init_range": 0.1}
 
 
+OPTIMIZERS = ("adamw", "muon", "lion", "sgd")
+
+
 def one_update(distributed: Distributed, runs: list[Options]) -> list[dict[str, np.ndarray]]:
-    """The weights after one update of each, from the same start with the same gradient; the first is that start."""
+    """The common start, then the weights after one update of each run; their gradients are the same."""
     weights = [full_weights(Engine(distributed, runs[0]).model)]
     for options in runs:
         engine = Engine(distributed, options)
@@ -81,20 +84,27 @@ def one_update(distributed: Distributed, runs: list[Options]) -> list[dict[str, 
 def test_exactly_the_selected_decay() -> None:
     """Against the update without decay: a selected weight lost lr * weight_decay of itself, every other not a bit.
 
-    Two ranks, ZeRO 1 and 3.
+    By every optimizer on two ranks, ZeRO 1 and 3 in turn.
     """
-    runs: list[Options] = [{**UNTIED, "weight_decay": 0.0}]
-    runs += [{**UNTIED, "weight_decay": 0.3, "zero_stage": stage, **case} for stage in (1, 3) for case in CASES]
-    initial, plain, *others = run_distributed(2, one_update, runs)[0]
-    for case, found in zip(CASES * 2, others, strict=True):
-        expected = set(decayed(**UNTIED, **case))
-        for name, weight in found.items():
+    runs: list[Options] = []
+    for optimizer in OPTIMIZERS:
+        runs.append({**UNTIED, "optimizer": optimizer, "weight_decay": 0.0})
+        for stage, case in zip((1, 3, 1, 3), CASES, strict=True):
+            runs.append({**UNTIED, "optimizer": optimizer, "weight_decay": 0.3, "zero_stage": stage, **case})
+    initial, *found = run_distributed(2, one_update, runs)[0]
+    plain = found[0]
+    for options, weights in zip(runs, found, strict=True):
+        if options["weight_decay"] == 0.0:
+            plain = weights
+            continue
+        expected = set(decayed(**options))
+        for name, weight in weights.items():
             if name in expected:
                 lost = 1e-2 * 0.3 * initial[name]
-                np.testing.assert_allclose(weight, plain[name] - lost, rtol=0, atol=1e-6, err_msg=name)
+                np.testing.assert_allclose(weight, plain[name] - lost, rtol=0, atol=1e-6, err_msg=f"{options}: {name}")
                 assert not lost.any() or np.abs(weight - plain[name]).max() > 1e-5, name
             else:
-                assert np.array_equal(weight, plain[name]), name
+                assert np.array_equal(weight, plain[name]), (options, name)
 
 
 # -- patterns --------------------------------------------------------------------------------------------------------
