@@ -19,10 +19,12 @@ VECTORS = json.loads((Path(__file__).parent.parent / "vectors" / "levanter_lr_ve
 CASES = {case["name"]: case for case in VECTORS["cases"] + VECTORS["error_and_odd_cases"]}
 TOLERANCE = 2e-7  # of the peak, as the file says
 DEFAULTS = {"learning_rate": 6e-4, "min_lr_ratio": 0.1, "warmup": 0.01, "lr_schedule": "cosine"}
+# A number up to 1 is a fraction there, any other is steps; here a flag says which it is.
 LENGTHS = {"warmup": "lr_warmup", "decay": "lr_wsd_decay", "rewarmup": "lr_rewarmup", "cooldown": "lr_cooldown",
            "cycle_length": "lr_cycle"}  # fmt: skip
 
-# What is refused here, with the text that says why. In the first part Levanter raises an error, too.
+# What is refused here, with the text that says why. In the first part Levanter, the older one at least, raises
+# an error, too.
 REFUSED = {
     "both_cycles_and_cycle_length": "--lr_num_cycles=2, --lr_cycle_iters=100: exclude each other",
     "both_haps_and_cycle_length": "--lr_cycle_minima=100, --lr_cycle_iters=100: exclude each other",
@@ -47,7 +49,6 @@ REFUSED = {
 # A minimum beyond the run: one step after the last update, the newer Levanter jumps to the peak, as its list of
 # boundaries is not sorted. Here the cycle goes on until its minimum, as in the older one.
 LEFT_OUT = {"cycles_list_beyond_total_linear": 1000, "cycles_list_beyond_total_cosine": 1000}
-# "A number up to 1 is a fraction, else steps" is Levanter's rule for each of LENGTHS; here a flag says which it is.
 
 
 def flags(args: dict[str, Any], num_train_steps: int) -> list[str]:
