@@ -18,7 +18,8 @@ def warnings(config: Config) -> list[str]:
     values = flatten(config)
     without_effect = (f"--{name} has no effect {reason}" for name, reason in _without_effect(values))
     return [
-        *_nothing_to_train(config), *_risks(values), *schedule_cautions(values), *_multi_stage(values), *without_effect
+        *_nothing_to_train(config), *_risks(values), *schedule_cautions(values), *_averaging(values),
+        *_multi_stage(values), *without_effect,
     ]  # fmt: skip
 
 
@@ -68,6 +69,22 @@ def _risks(values: dict[str, Any]) -> Iterator[str]:
         )
     if values["experiment_dir"] is None and values["train_iters"] > 0 and not values["dry_run"]:
         yield "--experiment_dir is not set: nothing is saved"
+
+
+def _averaging(values: dict[str, Any]) -> Iterator[str]:
+    kind, iterations = values["ema_type"], values["train_iters"]
+    if kind == "ema_decay_sqrt" and 0 < iterations <= values["ema_switch_iter"]:
+        yield (
+            f"--ema_switch_iter={values['ema_switch_iter']} is not reached in {iterations} iterations: the average is "
+            f"the plain mean of the weights after each of them"
+        )
+    evaluated = values["validation_iters"] or values["test_iters"]
+    exported = values["export_interval"] is not None and values["export_weights"] == "average"
+    if kind != "none" and iterations > 0 and not evaluated and not exported:
+        yield (
+            f"--ema_type={kind}: the averages are only saved; --validation_iters would evaluate them, "
+            f"--export_interval with --export_weights=average export them"
+        )
 
 
 def _multi_stage(values: dict[str, Any]) -> Iterator[str]:

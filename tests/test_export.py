@@ -114,7 +114,8 @@ def validation_loss(model: Any, options: dict[str, Any]) -> float:
 def test_an_averaged_export_has_the_averaged_loss(tmp_path: Path) -> None:
     """transformers computes `averaged_loss` from --export_weights=average, to 1e-5 relative: ZeRO 3, a tied head, a
     frozen block. The loss of the weights is another one."""
-    options = {**options_for(tmp_path, "mistral"), "hidden_dropout": 0.0, "attention_dropout": 0.0, "freeze": ("blocks.0",)}
+    options = {**options_for(tmp_path, "mistral"), "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    options |= {"freeze": ("blocks.0",)}
     options |= {"ema_type": "ema_decay_sqrt", "ema_switch_iter": 15, "ema_decay_iters": 20, "export_weights": "average"}
     run_distributed(2, train_and_export, options)
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -212,6 +212,33 @@ def test_averages_follow_the_weights(ranks: int) -> None:
         assert max(moved for _, moved in results) > 1e-3, "averages that are the weights prove nothing"
 
 
+def dropped(ranks: Any, options: Options) -> int:
+    """Three updates, of which the second is dropped everywhere because of one rank's gradient; the updates counted."""
+    engine = Engine(ranks, options)
+    engine.step(1)
+    parts = [part for _, part in engine.model.parts() if part.average is not None]
+    weights = [part.read("weights").clone() for part in parts]
+    expected = [torch.lerp(part.read("average"), part.read("weights"), 1 - 0.8) for part in parts]
+    loss = engine.gradients(2)
+    if ranks.rank == 0:
+        parts[0].grad_shard[0] = math.nan
+    update = engine.optimizer.step(2, 1e-2, loss, engine.tokens, engine.model.updated)
+    assert update.verdict.skipped
+    for part, before, average in zip(parts, weights, expected, strict=True):
+        assert torch.equal(part.read("weights"), before) and torch.equal(part.read("average"), average)
+    engine.model.gather_ahead()
+    engine.step(3)
+    engine.model.finish()
+    return engine.optimizer.averaging.updates
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_dropped_update_counts(ranks: int) -> None:
+    """The average moves on towards the weights, which stay as they are; NaN enters neither."""
+    cases: list[Options] = [EMA, {**EMA, "zero_stage": 2, **SPLIT}]
+    assert all(found == [3, 3] for found in run_distributed(ranks, over(dropped), [*cases]))
+
+
 def never_and_always(ranks: Any, options: Options) -> tuple[Outcome, Outcome]:
     """Evaluations of weights and averages after no iteration, and after every one."""
     return Engine(ranks, options).run(4), Engine(ranks, options, LateGroup(ranks)).run(4, evaluate_every=1)
