@@ -35,7 +35,7 @@ class LearningRateConfig:
     )
     lr_decay_power: float = option(
         1.0,
-        "exponent on the remaining fraction of a decay: linear, power, cosine (Fast-LLM's is on the part that is over)",
+        "exponent on the part of a decay that is over: linear, power, cosine",
         above=0.0,
     )
     lr_warmup_iters: int = option(

@@ -81,12 +81,12 @@ def _decayed(config: Config, current: Cycle, elapsed: int) -> float:
         return max(floor, peak / ((peak / floor - 1.0) * max(elapsed, 1) / current.decay + 1.0))
     if style == "power_tokens":
         return min(peak, _power_of_tokens(config, current.decay_start, elapsed))
-    remaining = max(current.decay - elapsed, 0) / current.decay
+    over = (min(elapsed, current.decay) / current.decay) ** options.lr_decay_power
     if style == "cosine":
-        falling = 0.5 * (1.0 - math.cos(math.pi * remaining**options.lr_decay_power))
+        falling = 0.5 * (1.0 + math.cos(math.pi * over))
         return _between(floor, peak, falling**options.lr_cosine_exponent)
     assert style in ("linear", "power"), style  # linear is power with exponent 1 unless another is given
-    return _between(floor, peak, remaining**options.lr_decay_power)
+    return _between(peak, floor, over)
 
 
 def _power_of_tokens(config: Config, decay_start: int, elapsed: int) -> float:

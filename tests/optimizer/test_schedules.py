@@ -33,7 +33,7 @@ def test_shapes_of_the_decay() -> None:
     }
     for style, expected in middle.items():
         assert learning_rate(config(style), 60) == pytest.approx(expected, rel=1e-12)
-    assert learning_rate(config("power", lr_decay_power=2.0), 60) == pytest.approx(1e-4 + 9e-4 * 0.25, rel=1e-12)
+    assert learning_rate(config("power", lr_decay_power=2.0), 60) == pytest.approx(1e-4 + 9e-4 * 0.75, rel=1e-12)
     quarter = 1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi / 4))
     assert learning_rate(config("cosine"), 35) == pytest.approx(quarter, rel=1e-12)
     for style in ("linear", "power", "cosine"):
@@ -60,28 +60,25 @@ def test_lr_scale_applies_to_peak_and_floor_alike() -> None:
 
 @pytest.mark.parametrize("style", ["constant", "linear", "power", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 1, 7, 10])
-def test_plain_schedules_to_the_last_bit(style: str, warmup: int) -> None:
-    """One warmup and one decay, as they were before there were cycles: a run begun then goes on with the same rates.
-
-    At the end of the warmup the rate is lr itself, which it was but for rounding.
-    """
+def test_plain_schedules_are_fast_llms(style: str, warmup: int) -> None:
+    """One warmup and one decay, by the formulas of Fast-LLM (learning_rate.py): exactly lr and min_lr at the ends."""
     options = config(style, lr_warmup_iters=warmup, lr_decay_power=1.7, lr=3e-4, min_lr=1.9e-5)
     for iteration in range(1, 130):
-        left = max(110 - iteration, 0) / (110 - warmup)
-        factor = {"constant": 1.0, "cosine": 0.5 * (1.0 - math.cos(math.pi * left**1.7))}.get(style, left**1.7)
-        expected = 1.9e-5 + (3e-4 - 1.9e-5) * factor
+        over = max(0.0, min(iteration, 110) - warmup) / (110 - warmup)
+        fallen = {"constant": 0.0, "cosine": 0.5 * (1.0 - math.cos(math.pi * over**1.7))}.get(style, over**1.7)
+        expected = 3e-4 + fallen * (1.9e-5 - 3e-4)
         if iteration <= warmup:
             expected = 3e-4 * iteration / warmup
-        if iteration == warmup or style == "constant" and iteration > warmup:
-            expected = 3e-4
-        assert learning_rate(options, iteration) == expected
+        assert learning_rate(options, iteration) == pytest.approx(expected, rel=1e-14)
+    assert learning_rate(options, warmup or 1) == (3e-4 if warmup else pytest.approx(3e-4, rel=0.02))
+    assert learning_rate(options, 110) == learning_rate(options, 10**6) == (3e-4 if style == "constant" else 1.9e-5)
 
 
 def test_exponents_lie_inside_and_outside_of_the_cosine() -> None:
     """lr_decay_power bends the time, lr_cosine_exponent the falling cosine (optax's `exponent`)."""
     quarter, half = 35, 60  # a quarter and half of the decay over
     inside = config("cosine", lr_decay_power=2.0)
-    assert learning_rate(inside, half) == pytest.approx(1e-4 + 9e-4 * 0.5 * (1 - math.cos(math.pi / 4)), rel=1e-12)
+    assert learning_rate(inside, half) == pytest.approx(1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi / 4)), rel=1e-12)
     outside = config("cosine", lr_cosine_exponent=3.0)
     assert learning_rate(outside, half) == pytest.approx(1e-4 + 9e-4 * 0.5**3, rel=1e-12)
     falling = 0.5 * (1 + math.cos(math.pi / 4))

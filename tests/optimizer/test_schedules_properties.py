@@ -139,12 +139,11 @@ def decayed(values: dict[str, Any], warmup: int, decay: int, step: int) -> float
     peak, floor, style = values["lr"], values["min_lr"], values["lr_decay_style"]
     if decay == 0 or style == "constant":
         return peak
-    left = 1 - min(step, decay) / decay
+    over = (min(step, decay) / decay) ** values["lr_decay_power"]
     if style == "cosine":
-        falling = (1 - math.cos(math.pi * left ** values["lr_decay_power"])) / 2
-        return floor + (peak - floor) * falling ** values["lr_cosine_exponent"]
+        return floor + (peak - floor) * ((1 + math.cos(math.pi * over)) / 2) ** values["lr_cosine_exponent"]
     if style in ("linear", "power"):
-        return floor + (peak - floor) * left ** values["lr_decay_power"]
+        return peak - (peak - floor) * over
     if style == "inv_sqrt":
         return max(floor, peak * min(1, math.sqrt(values["lr_inv_sqrt_timescale"] / max(1, step + warmup))))
     if style == "inv":
