@@ -17,11 +17,8 @@ ARCHITECTURE = (
 )  # fmt: skip
 
 
-# Options that later versions added, and what a run without them did: a change of these is always worth a line.
-_BEFORE: dict[str, Any] = {
-    "cross_document_attention": True, "freeze": [], "lr_scales": [],
-    "weight_decay_default_mask": "fast_llm", "weight_decay_modules": [], "ema_type": "none",
-}  # fmt: skip
+# What a run did without an option that a later version added, where that is not the option's default.
+_BEFORE: dict[str, Any] = {"weight_decay_default_mask": "fast_llm"}
 
 
 def saved_optimizer(saved: dict[str, Any]) -> str:
@@ -109,12 +106,12 @@ def moved_samples(saved: dict[str, Any], config: Config, iterations: int) -> str
 
 
 def _all_differences(saved: dict[str, Any], config: Config) -> list[Difference]:
-    """Options that both know (another version of the program may know more or fewer) and that differ."""
-    saved = {**_BEFORE, **saved}
+    """Options that differ; an older version of the program may have known fewer, and did what their defaults mean."""
+    saved = {**_as_json(flatten(Config())), **_BEFORE, **saved}
     return [
         Difference(name, saved[name], value)
         for name, value in _as_json(flatten(config)).items()
-        if name in saved and saved[name] != value
+        if saved[name] != value
     ]
 
 

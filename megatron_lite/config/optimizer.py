@@ -62,7 +62,7 @@ class OptimizerConfig:
     clip_update_norm_sigma: float | None = option(
         None, "clip the update's norm at mean + this many standard deviations of the latest", above=0.0, unset="off"
     )
-    clip_update_norm_window: int = option(128, "latest updates that count for that", minimum=2, maximum=1_000_000)
+    clip_update_norm_window: int = option(128, "latest updates that count for that", minimum=2, maximum=10_000)
     skip_bad_steps: bool = option(
         False,
         "drop updates whose loss or gradient norm is far above the latest ones; spikes count among these, NaN and "
@@ -72,7 +72,7 @@ class OptimizerConfig:
         128,
         "latest iterations that count for that; none is dropped before half of them are known",
         minimum=2,
-        maximum=1_000_000,
+        maximum=10_000,
     )
     skip_bad_steps_sigma: float = option(6.0, "far above: mean + this many standard deviations", above=0.0)
     on_bad_step: str = option(
