@@ -42,6 +42,8 @@ STATE_CASES: list[dict[str, Any]] = [
     dict(optimizer="muon", full_precision_gradients=False, training_dtype="bf16", **FROZEN),
     dict(optimizer="muon", freeze=("blocks.*.weight",)),
     *(dict(optimizer=name, zero_stage=3) for name in ("lion", "sgd")),
+    dict(weight_decay_modules=("blocks.1.mlp", "*norm.weight"), add_linear_biases=True, hidden_size=24, zero_stage=3),
+    dict(weight_decay_default_mask="levanter", optimizer="muon", zero_stage=1),
 ]
 
 
