@@ -33,7 +33,8 @@ INTRODUCTION = """\
 
 <!-- Written by scripts/make_flags_table.py from megatron_lite/config/, refused.py and instead.py: do not edit. -->
 
-`--a_b=v`, `--a_b v` and `--a-b=v` are the same flag; names are never abbreviated.
+`--a_b=v`, `--a_b v` and `--a-b=v` are the same flag; names are never abbreviated. Option by option from elsewhere:
+[from_levanter.md](from_levanter.md), [from_fast_llm.md](from_fast_llm.md).
 
 - A flag with values 0 and 1 also takes `true` and `false`; bare, it means 1.
 - `none` stands for the default of every flag whose values say so. An empty value (`--wandb_entity_name=$UNSET`)
@@ -56,7 +57,8 @@ refused with every other value. Nothing is accepted and ignored.
 INSTEAD = """\
 ## Flags of Megatron-LM and Levanter that are written differently here
 
-Names that mean the same with the same values are in the column "also spelled" above. These are refused with a message:
+Names that mean the same with the same values are in the column "also spelled" above. These are refused with a message.
+Of a name with dots, such as Levanter's `--trainer.tracker.name`, the longest end counts that is known.
 """
 
 
