@@ -238,9 +238,9 @@ def one_edit_typos(name: str, count: int, generator: random.Random) -> list[str]
 def test_suggestions_for_typos() -> None:
     """For one-edit typos of all flags the right name comes first in at least 95 % and is among the three in 99 %."""
     generator = random.Random(0)
-    cases = [(name, typo) for name in FLAGS for typo in one_edit_typos(name, 5, generator)]
+    cases = [(name, typo) for name in FLAGS for typo in one_edit_typos(name, 3, generator)]
     others = [name for name in (*SPELLINGS, *REFUSED_SPELLINGS, *INSTEAD) if name not in FLAGS]
-    cases += [(name, typo) for name in others for typo in one_edit_typos(name, 2, generator)]
+    cases += [(name, typo) for name in others for typo in one_edit_typos(name, 1, generator)]
     found = [nearest_flags(typo) for _, typo in cases]
     first = [near[:1] == [name] for (name, _), near in zip(cases, found, strict=True)]
     among = [name in near for (name, _), near in zip(cases, found, strict=True)]
