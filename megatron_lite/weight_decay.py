@@ -78,12 +78,12 @@ _BLOCK = re.compile(r"(.*?\.)(\d+)(\..*)")
 
 def _compressed(specs: Sequence[ParameterSpec], of: Sequence[ParameterSpec]) -> list[str]:
     """Names with `*` for the index where all blocks of `of` are meant, else with the ranges of those that are."""
-    groups, every = _by_block(specs), _by_block(of)
-    return [
-        name if not blocks else name.replace("*", "*" if blocks == every[name] else _ranges(blocks))
-        + (f" ({len(blocks)})" if len(blocks) > 1 else "")
-        for name, blocks in groups.items()
-    ]  # fmt: skip
+    every, items = _by_block(of), []
+    for name, blocks in _by_block(specs).items():
+        if blocks != every[name]:
+            name = name.replace("*", _ranges(blocks))
+        items.append(f"{name} ({len(blocks)})" if len(blocks) > 1 else name)
+    return items
 
 
 def _by_block(specs: Sequence[ParameterSpec]) -> dict[str, list[int]]:
