@@ -39,7 +39,7 @@ ALIGNMENT = 64
 BLOCK = 1024
 NUM_WARPS = 8  # 4 elements per thread: 16 bytes of fp32
 # Elements that the reference updates at a time where it casts: on CPU they stay in the cache, on a GPU launches cost.
-CPU_CHUNK_NUMEL, GPU_CHUNK_NUMEL = 2**18, 2**24
+CPU_CHUNK_NUMEL, GPU_CHUNK_NUMEL = 2**17, 2**24
 
 
 class Shard(NamedTuple):
@@ -48,7 +48,7 @@ class Shard(NamedTuple):
     master: Tensor | None  # fp32; None where it is split into `rounded` and `remainder`
     rounded: Tensor | None  # the weights in the training dtype; None: nobody wants them now, or the master is in it
     remainder: Tensor | None  # int16
-    gradient: Tensor  # left alone by the kernel, unscaled by the reference
+    gradient: Tensor  # left alone by the kernel, unscaled by the reference, or overwritten
     exp_avg: Tensor  # m, fp32
     exp_avg_sq: Tensor  # v, fp32
 
@@ -102,6 +102,8 @@ class Control:
         exponents = [updates * rates[0], updates * rates[1], (updates + 1) * rates[0]]
         # 1 - b^t for both betas, and 1 - b^(t + 1) for the first: (3,)
         self.corrections = torch.expm1(torch.stack(exponents)).neg_()
+        # Fused updates that divide gradients write them back. On CPU a look at the divisor costs nothing: often it is 1.
+        self.grad_scale = None if divisor.device.type == "cpu" and float(divisor) == 1.0 else divisor
 
 
 def adamw(shard: Shard, ranges: Ranges, control: Control, triton: bool = False) -> None:
@@ -116,8 +118,6 @@ def adamw(shard: Shard, ranges: Ranges, control: Control, triton: bool = False) 
 
 def _reference(shard: Shard, ranges: Ranges, control: Control) -> None:
     numbers, gradient, exp_avg, exp_avg_sq = control.numbers, *shard[3:]
-    # Dividing writes every gradient back. On CPU a look at a number costs nothing, and most often it is 1.
-    divided = gradient.device.type != "cpu" or float(control.divisor) != 1.0
     in_place = shard.rounded is None and gradient.dtype == torch.float32 and not numbers.nesterov
     for _, row, bounds in chunks(shard, ranges, whole=in_place):
         rate, decay = numbers.learning_rate * row.lr_scale, numbers.weight_decay * row.decay_scale
@@ -128,8 +128,7 @@ def _reference(shard: Shard, ranges: Ranges, control: Control) -> None:
             torch._fused_adamw_(
                 [weights], [gradient[bounds].float()], [exp_avg[bounds]], [exp_avg_sq[bounds]], [], [control.updates],
                 lr=rate, beta1=numbers.beta1, beta2=numbers.beta2, weight_decay=decay, eps=numbers.eps,
-                amsgrad=False, maximize=False, grad_scale=control.divisor if divided else None,
-                found_inf=control.skipped,
+                amsgrad=False, maximize=False, grad_scale=control.grad_scale, found_inf=control.skipped,
             )  # fmt: skip
         write(shard, bounds, weights)
 
@@ -165,27 +164,26 @@ def write(shard: Shard, bounds: slice, weights: Tensor) -> None:
 
 
 def update_moments(shard: Shard, bounds: slice, control: Control) -> Tensor:
-    """Update m and v. Returns the direction of the step in new memory: without learning rate and decay."""
-    numbers = control.numbers
-    gradient = shard.gradient[bounds].float() / control.divisor
+    """Update m and v; unscales an fp32 gradient. Returns the direction of the step, without rate and decay, anew."""
+    numbers, gradient = control.numbers, shard.gradient[bounds].float()
     step = torch.zeros_like(gradient)  # as weights that are zero, and so become the step itself
     torch._fused_adamw_(
         [step], [gradient], [shard.exp_avg[bounds]], [shard.exp_avg_sq[bounds]], [], [control.updates], lr=-1.0,
         beta1=numbers.beta1, beta2=numbers.beta2, weight_decay=0.0, eps=numbers.eps, amsgrad=False, maximize=False,
-        found_inf=control.skipped,
+        grad_scale=control.grad_scale, found_inf=control.skipped,
     )  # fmt: skip
-    return direction(shard, bounds, control) if numbers.nesterov else step
+    return direction(shard, bounds, gradient, control) if numbers.nesterov else step
 
 
-def direction(shard: Shard, bounds: slice, control: Control) -> Tensor:
-    """The direction of the step, from moments that have been updated, in new memory."""
+def direction(shard: Shard, bounds: slice, gradient: Tensor, control: Control) -> Tensor:
+    """The direction of the step, from moments that have been updated and the fp32 gradient, unscaled, in new memory."""
     numbers, (correction1, correction2, next_correction1) = control.numbers, control.corrections
     momentum, root = shard.exp_avg[bounds], shard.exp_avg_sq[bounds].sqrt()
     root.div_(correction2.sqrt()).add_(numbers.eps)
     if not numbers.nesterov:
         return torch.div(momentum, root, out=root).div_(correction1)
-    gradient = shard.gradient[bounds].float() * ((1 - numbers.beta1) / (correction1 * control.divisor))
-    return gradient.addcmul_(momentum, numbers.beta1 / next_correction1).div_(root)
+    step = gradient * ((1 - numbers.beta1) / correction1)
+    return step.addcmul_(momentum, numbers.beta1 / next_correction1).div_(root)
 
 
 def descend(weights: Tensor, direction: Tensor, decay: float, rate: float | Tensor, control: Control) -> None:

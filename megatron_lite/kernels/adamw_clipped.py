@@ -3,8 +3,9 @@
     u = m^ / (sqrt(v^) + eps) + decay * w       m^, v^: the moments without their bias, see `adamw.py`
 
 First pass: the moments are updated in place, and u is squared and added up. Second pass: w = w - lr * factor * u, with
-u made again from what it was made of: keeping it would take as much memory as a moment. The sums are kept apart for the
-ranges of a shard, which also have a factor each: a range is a parameter where each of them is clipped by itself.
+u made again from what it was made of: keeping it would take as much memory as a moment. Only the reference keeps it, in
+the memory of the gradient, where that is in fp32. The sums are kept apart for the ranges of a shard, which also have a
+factor each: a range is a parameter where each of them is clipped by itself.
 
 The sums are in fp64 and depend on the ranges alone: the same bits each time. Kernel: every program adds up its block,
 then one for each range the blocks' sums. Reference: short rows in fp32, and their sums in fp64 (`gradient_norm.py`).
@@ -48,8 +49,9 @@ def adamw_moments(shard: Shard, ranges: Ranges, control: Control, triton: bool =
     nothing = control.skipped.double() * 0
     sums = [nothing] * len(ranges.rows)
     for index, row, bounds in chunks(shard, ranges):
-        update = update_moments(shard, bounds, control)
-        update.add_(read(shard, bounds), alpha=control.numbers.weight_decay * row.decay_scale)
+        step, decay = update_moments(shard, bounds, control), control.numbers.weight_decay * row.decay_scale
+        update = shard.gradient[bounds] if _keeps(shard) else step
+        torch.add(step, read(shard, bounds), alpha=decay, out=update)
         sums[index] = sums[index] + squared_norm([update])
     return torch.where(control.skipped == 0, torch.stack(sums), nothing)
 
@@ -61,10 +63,19 @@ def adamw_weights(shard: Shard, ranges: Ranges, factors: Tensor, control: Contro
         return
     numbers = control.numbers
     for index, row, bounds in chunks(shard, ranges):
-        weights = read(shard, bounds)
+        weights, decay = read(shard, bounds), numbers.weight_decay * row.decay_scale
         rate = factors[index] * (numbers.learning_rate * row.lr_scale)
-        descend(weights, direction(shard, bounds, control), numbers.weight_decay * row.decay_scale, rate, control)
+        if _keeps(shard):
+            descend(weights, shard.gradient[bounds], 0.0, rate, control)
+        else:
+            gradient = shard.gradient[bounds].float() / control.divisor
+            descend(weights, direction(shard, bounds, gradient, control), decay, rate, control)
         write(shard, bounds, weights)
+
+
+def _keeps(shard: Shard) -> bool:
+    """Whether the reference keeps u between the passes."""
+    return shard.gradient.dtype == torch.float32
 
 
 def _launch_moments(shard: Shard, ranges: Ranges, control: Control) -> Tensor:
