@@ -251,6 +251,7 @@ def log_training(run: Run, update: Update) -> float | None:
         "skipped_iters": dropped.skipped,
         "nan_iters": dropped.nan,
         "loss_scale": float(run.optimizer.loss_scale.scale),
+        **run.optimizer.record(),
         "batch_size": run.split(run.iteration).samples,
         "consumed_samples": batch_schedule(config.batch).consumed_samples(run.iteration),
         "consumed_tokens": consumed_tokens(config.batch, run.iteration),

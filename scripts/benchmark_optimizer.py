@@ -102,6 +102,7 @@ class Ours:
         return {name: weight for name, weight in self.model.full_weights()}
 
     def step(self) -> None:
+        """One update, and what belongs to it."""
         self._iteration += 1
         self._optimizer.step(self._iteration, RATE, self._loss, 1, self.model.updated)
 
@@ -125,6 +126,7 @@ class Peer:
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def step(self) -> None:
+        """One update, and what belongs to it."""
         if self._clips:
             torch.nn.utils.clip_grad_norm_(self._parameters.values(), CLIP)
         self._adamw.step()
@@ -223,6 +225,7 @@ def quartiles(ours: Sequence[float], theirs: Sequence[float]) -> str:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options of the program."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

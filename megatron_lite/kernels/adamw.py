@@ -102,7 +102,7 @@ class Control:
         exponents = [updates * rates[0], updates * rates[1], (updates + 1) * rates[0]]
         # 1 - b^t for both betas, and 1 - b^(t + 1) for the first: (3,)
         self.corrections = torch.expm1(torch.stack(exponents)).neg_()
-        # Fused updates that divide gradients write them back. On CPU a look at the divisor costs nothing: often it is 1.
+        # A fused update that divides gradients writes them back. On CPU a look costs nothing, and often it is by 1.
         self.grad_scale = None if divisor.device.type == "cpu" and float(divisor) == 1.0 else divisor
 
 

@@ -232,6 +232,8 @@ FIELDS: tuple[tuple[str, Callable[[Any], str]], ...] = (
     ("learning_rate", _plain("learning rate: {:.3e}")),
     ("loss_scale", _plain("loss scale: {:g}")),
     ("grad_norm", _plain("grad norm: {:.4f}")),
+    ("update_norm", _plain("update norm: {:.4f}")),
+    ("clipped_iters", _plain("clipped updates: {}")),
     ("skipped_iters", _plain("skipped iterations: {}")),
     ("nan_iters", _plain("nan iterations: {}")),
     ("skip_reason", _plain("skip reason: {}")),

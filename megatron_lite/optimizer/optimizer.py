@@ -83,6 +83,10 @@ class Optimizer:
         self.loss_scale.update(verdict.overflow)
         return Update(loss, grad_norm, verdict)
 
+    def record(self) -> dict[str, Any]:
+        """What a line of the log has of the optimizer's own (reads the device)."""
+        return self._rule.record() if isinstance(self._rule, AdamW) else {}
+
     def state(self) -> dict[str, Any]:
         """For a checkpoint, beside the shards (reads the device)."""
         return {

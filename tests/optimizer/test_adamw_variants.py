@@ -41,8 +41,8 @@ def rate_of(options: Options, step: int) -> float:
     return RATE * float(options.get("default_lr_scale", 1.0)) / (1 + step % 3)
 
 
-def updated(distributed: Distributed, cases: list[Options]) -> list[tuple[Weights, list[Weights], list[ParameterSpec]]]:
-    """Of each case: this rank's masters at first and after each step, and what the parameters are."""
+def updated(distributed: Distributed, cases: list[Options]) -> list[Any]:
+    """Of each case: this rank's masters at first and after each step, what the parameters are, what the log has."""
     results = []
     for options in cases:
         engine = Engine(distributed, SMALL | options)
@@ -52,7 +52,7 @@ def updated(distributed: Distributed, cases: list[Options]) -> list[tuple[Weight
             after.append(masters(engine))
         engine.model.finish()
         specs = [parameter.spec for _, parameter in engine.model.parameters() if parameter.spec.trainable]
-        results.append((before, after, specs))
+        results.append((before, after, specs, engine.optimizer.record()))
     return results
 
 
@@ -64,13 +64,13 @@ def make_step(engine: Engine, options: Options, step: int) -> None:
 
 
 class Exact:
-    """The same steps in fp64, one parameter after the other. `clipped`: how many updates were."""
+    """The same steps in fp64, one parameter after the other. `clipped`: in how many something was."""
 
     def __init__(self, options: Options, before: Weights, specs: list[ParameterSpec]) -> None:
         self.options, self.config, self.specs = options, tiny_config(1, **SMALL, **options).optimizer, specs
         self.weights = {spec.name: before[spec.name].astype(np.float64) for spec in specs}
         self.m, self.v = ({spec.name: np.zeros(spec.numel) for spec in specs} for _ in range(2))
-        self.t, self.clipped = 0, 0
+        self.t, self.clipped, self.norm = 0, 0, 0.0
         self.norms: list[float] = []
 
     def step(self, step: int) -> None:
@@ -84,12 +84,13 @@ class Exact:
             factor = min(1.0, config.clip_grad / (norm + 1e-6 * (config.clip_grad_style == "torch")))
             gradients = {name: factor * g for name, g in gradients.items()}
         updates = {spec.name: self.update(spec, gradients[spec.name], rate) for spec in self.specs}
+        self.norm = float(np.sqrt(sum(np.square(u).sum() for u in updates.values())))
         if config.update_rms_clip is not None:
             too_large = {name: np.sqrt(np.square(u).mean()) / config.update_rms_clip for name, u in updates.items()}
-            self.clipped += sum(excess > 1.0 for excess in too_large.values())
+            self.clipped += any(excess > 1.0 for excess in too_large.values())
             updates = {name: u / max(1.0, too_large[name]) for name, u in updates.items()}
         if config.clip_update_norm_sigma is not None:
-            factor = self.norm_factor(float(np.sqrt(sum(np.square(u).sum() for u in updates.values()))))
+            factor = self.norm_factor(self.norm)
             updates = {name: factor * u for name, u in updates.items()}
         for spec in self.specs:
             self.weights[spec.name] -= rate * spec.lr_scale * updates[spec.name]
@@ -121,11 +122,13 @@ class Exact:
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
 def runs(request: pytest.FixtureRequest) -> list[Any]:
-    """Of each case with ZeRO 1, then with ZeRO 3: whole masters at first and after each step, specs; on some ranks."""
+    """Of each case with ZeRO 1, then with ZeRO 3, on some ranks: whole masters at first and after each step, specs and
+    what the log has.
+    """
     cases = [options | {"zero_stage": zero_stage} for zero_stage in (1, 3) for options in CASES]
     return [
         (together([rank[0] for rank in case]),
-         [together([rank[1][step] for rank in case]) for step in range(len(GRADIENTS))], case[0][2])
+         [together([rank[1][step] for rank in case]) for step in range(len(GRADIENTS))], *case[0][2:])
         for case in zip(*run_distributed(request.param, updated, cases), strict=True)
     ]  # fmt: skip
 
@@ -133,14 +136,16 @@ def runs(request: pytest.FixtureRequest) -> list[Any]:
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case])[:60])
 def test_updates_are_those_of_the_formula(runs: list[Any], case: int) -> None:
     """After every step, bad ones included, on any number of ranks; for every ZeRO stage the same bits."""
-    before, after, specs = runs[case]
+    before, after, specs, record = runs[case]
     exact = Exact(CASES[case], before, specs)
     for step, weights in enumerate(after):
         exact.step(step)
         for spec in specs:
             np.testing.assert_allclose(weights[spec.name], exact.weights[spec.name], rtol=1e-5, atol=2e-6)
     clips = CASES[case].keys() & {"update_rms_clip", "clip_update_norm_sigma"}
-    assert len(specs) > 5 and (exact.clipped > 1 if clips else exact.clipped == 0), "the case shows nothing"
+    assert len(specs) > 5 and (exact.clipped > 1) == bool(clips), "the case shows nothing"
+    expected = {"update_norm": exact.norm, "clipped_iters": exact.clipped} if clips else {}
+    assert record == pytest.approx(expected, rel=1e-5)
     for weights, other in zip(after, runs[case + len(CASES)][1], strict=True):
         assert all(np.array_equal(weights[name], other[name]) for name in weights)
 
@@ -173,6 +178,8 @@ def test_a_resumed_run_clips_as_if_it_had_not_stopped(options: Options) -> None:
         forgetful = engine_at(options, ranks, range(stop, 10), origin, forget=True)
         norms = forgetful.optimizer.state()["rule"]["clipping"].get("norms", [])
         assert len(norms) == (min(3, 10 - stop - (stop < 4)) if "clip_update_norm_sigma" in options else 0)
+        record = engine_at(options, ranks, range(stop, 10), origin).optimizer.record()
+        assert record == whole.optimizer.record() and len(record) == 2
 
 
 def test_what_excludes_each_other() -> None:

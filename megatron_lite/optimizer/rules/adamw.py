@@ -11,7 +11,7 @@ from megatron_lite.kernels.adamw import Control, Hyperparameters, adamw
 from megatron_lite.kernels.adamw_clipped import adamw_moments, adamw_weights
 from megatron_lite.kernels.choice import Kernels
 from megatron_lite.optimizer.rules.rule import Step, Trained, ranges_of, shard_of
-from megatron_lite.optimizer.rules.update_clipping import NormClipping, RmsClipping
+from megatron_lite.optimizer.rules.update_clipping import NormClipping, RmsClipping, UpdateClipping
 
 
 class AdamW:
@@ -25,7 +25,7 @@ class AdamW:
         self._ranges = {
             stage.index: ranges_of(part, distributed.rank, distributed.device, apart) for stage, part in trained
         }
-        self._clipping: RmsClipping | NormClipping | None = None
+        self._clipping: UpdateClipping | None = None
         if config.update_rms_clip is not None:
             self._clipping = RmsClipping(config.update_rms_clip, trained, distributed)
         elif config.clip_update_norm_sigma is not None:
@@ -56,6 +56,10 @@ class AdamW:
             adamw(shard, self._ranges[stage], self._control, self._triton)
         else:
             adamw_weights(shard, self._ranges[stage], self._factors[stage], self._control, self._triton)
+
+    def record(self) -> dict[str, Any]:
+        """What a line of the log has of clipped updates (reads the device)."""
+        return {} if self._clipping is None else self._clipping.record()
 
     def state(self) -> dict[str, Any]:
         """See `Rule`."""

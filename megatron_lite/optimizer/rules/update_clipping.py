@@ -18,11 +18,47 @@ from megatron_lite.optimizer.rolling import RollingStatistics
 from megatron_lite.optimizer.rules.rule import Trained
 
 
-class RmsClipping:
-    """u of a parameter = u / max(1, RMS(u) / limit), its root mean square taken over all its elements on all ranks."""
+class UpdateClipping:
+    """What both have in common: the books for the log."""
+
+    def __init__(self, distributed: Distributed) -> None:
+        self._distributed = distributed
+        self._norm = torch.zeros((), dtype=torch.float64, device=distributed.device)  # of the latest u, before clipping
+        self._clipped = torch.zeros((), dtype=torch.int64, device=distributed.device)  # updates, since training began
+
+    def factors(self, sums: Sequence[Tensor], skipped: Tensor) -> list[Tensor]:
+        """A factor for each range of each shard, (ranges,) fp32.
+
+        sums: of the squares of u in each of these ranges on this rank, (ranges,) fp64. skipped: 1 or 0, ().
+        """
+        raise NotImplementedError
+
+    def record(self) -> dict[str, Any]:
+        """For a line of the log (reads the device)."""
+        return {"update_norm": float(self._norm), "clipped_iters": int(self._clipped)}
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint (reads the device)."""
+        return {"clipped": int(self._clipped)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`; an empty one begins anew."""
+        self._clipped.fill_(state.get("clipped", 0))
+
+    def _note(self, norm: Tensor, clipped: Tensor, skipped: Tensor) -> None:
+        self._norm = torch.where(skipped == 0, norm, self._norm)
+        self._clipped.add_(clipped)
+
+
+class RmsClipping(UpdateClipping):
+    """u of a parameter = u / max(1, RMS(u) / limit), its root mean square taken over all its elements on all ranks.
+
+    Of the trained parts the ranges are their parameters.
+    """
 
     def __init__(self, limit: float, trained: Sequence[Trained], distributed: Distributed) -> None:
-        self._limit, self._distributed = limit, distributed
+        super().__init__(distributed)
+        self._limit = limit
         sizes: list[int] = []  # of all parameters
         places: list[int] = []  # of those in this rank's ranges, among all
         for _, part in trained:
@@ -32,42 +68,38 @@ class RmsClipping:
         self._places = torch.tensor(places, device=distributed.device)
 
     def factors(self, sums: Sequence[Tensor], skipped: Tensor) -> list[Tensor]:
-        """A factor for each range, fp32, in the form of `sums`: (ranges,) fp64 of each shard, a parameter each."""
+        """See `UpdateClipping`."""
         own = torch.zeros_like(self._sizes).index_copy_(0, self._places, torch.cat(list(sums)))
-        rms = (self._distributed.sum_in_rank_order(own) / self._sizes).sqrt_()
-        factors = (self._limit / rms).clamp_(max=1.0).float()
-        return list(factors[self._places].split([len(some) for some in sums]))
-
-    def state(self) -> dict[str, Any]:
-        """Nothing has to be remembered."""
-        return {}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`."""
+        total = self._distributed.sum_in_rank_order(own)
+        factors = self._limit / (total / self._sizes).sqrt_()
+        self._note(total.sum().sqrt_(), (factors < 1.0).any(), skipped)
+        return list(factors.clamp_(max=1.0).float()[self._places].split([len(some) for some in sums]))
 
 
-class NormClipping:
+class NormClipping(UpdateClipping):
     """All u are scaled so that their norm is at most mean + sigma * std of the latest norms.
 
     The history gets norms as they were before clipping, lest clipping feed on itself, and none of dropped updates.
     """
 
     def __init__(self, sigma: float, window: int, distributed: Distributed) -> None:
-        self._distributed = distributed
+        super().__init__(distributed)
         self._usual = RollingStatistics(window, sigma, distributed.device)
 
     def factors(self, sums: Sequence[Tensor], skipped: Tensor) -> list[Tensor]:
-        """A factor for each range, fp32, in the form of `sums`: (ranges,) fp64 of each shard."""
+        """See `UpdateClipping`."""
         norm = self._distributed.sum_in_rank_order(torch.cat(list(sums)).sum(0, keepdim=True)).sqrt_()
         limit = self._usual.threshold()
         factor = torch.where(norm > limit, limit / norm.clamp(min=1e-6), 1.0).float()
         self._usual.add(norm, ((skipped == 0) & norm.isfinite()).squeeze())
+        self._note(norm.squeeze(), (norm > limit).squeeze(), skipped)
         return [factor.expand(len(some)).contiguous() for some in sums]
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint (reads the device)."""
-        return {"norms": self._usual.state()}
+        """See `UpdateClipping`."""
+        return {**super().state(), "norms": self._usual.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`; an empty one begins anew."""
+        """See `UpdateClipping`."""
+        super().load_state(state)
         self._usual.load_state(state.get("norms", []))
