@@ -1,0 +1,247 @@
+"""Whole runs with Muon, Lion, SGD: against plain torch, over layouts and late collectives, with bad steps dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_runs import DelayedGroup, Engine, LateGroup, Outcome
+from harness import run_distributed, tiny_config, train_tiny
+from launch import TINY, run
+from plain_gpt import PlainGPT
+
+from megatron_lite.config import Config
+from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.data.loader import open_data
+from megatron_lite.distributed import Distributed
+from megatron_lite.monitor.trackers import read_metrics
+
+Options = dict[str, Any]
+ITERATIONS = 12
+GPT2: Options = {"clip_grad": 0.3}
+LLAMA: Options = {
+    "use_rotary_embeddings": True, "gated": True, "add_linear_biases": False, "normalization_type": "rms_norm",
+    "head_groups": 2, "tie_word_embeddings": False, "ffn_hidden_size": 88,
+}  # fmt: skip
+
+
+# -- against plain torch ----------------------------------------------------------------------------------------------
+
+
+class Piece(torch.nn.Parameter):
+    """Rows of a parameter, in its memory."""
+
+    whole: torch.nn.Parameter
+    rows: slice
+    decay: float
+
+
+def pieces_of(model: PlainGPT, config: Config) -> tuple[list[Piece], list[Piece]]:
+    """The matrices that Muon orthogonalizes, each linear map by itself, and everything else."""
+    heads, groups = config.model.num_attention_heads, config.model.head_groups
+    channels, width = config.model.kv_channels, config.model.ffn_hidden_size
+    fused = {
+        "query_key_value.weight": [heads * channels, groups * channels, groups * channels],
+        "up.weight": [width] * (1 + config.model.gated),
+    }
+    matrices: list[Piece] = []
+    others: list[Piece] = []
+    for name, parameter in model.named_parameters():
+        counts = next((rows for end, rows in fused.items() if name.endswith(end)), [len(parameter)])
+        for start, count in zip(np.cumsum([0, *counts]), counts, strict=False):
+            piece = Piece(parameter.data[start : start + count])
+            piece.whole, piece.rows = parameter, slice(start, start + count)
+            piece.decay = config.optimizer.weight_decay if parameter.dim() > 1 else 0.0
+            (matrices if name.startswith("blocks.") and parameter.dim() > 1 else others).append(piece)
+    return matrices, others
+
+
+def muon(config: Config, matrices: list[Piece], others: list[Piece]) -> Callable[[float], None]:
+    options = config.optimizer
+    optimizers = (
+        torch.optim.Muon(grouped(matrices), adjust_lr_fn=options.muon_adjust_lr),
+        torch.optim.AdamW(grouped(others), betas=(options.adam_beta1, options.adam_beta2), eps=options.adam_eps),
+    )
+
+    def step(rate: float) -> None:
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+
+    return step
+
+
+def grouped(pieces: list[Piece]) -> list[dict[str, Any]]:
+    return [{"params": [piece], "weight_decay": piece.decay} for piece in pieces]
+
+
+def sgd(config: Config, matrices: list[Piece], others: list[Piece]) -> Callable[[float], None]:
+    pieces = [*matrices, *others]
+    optimizer = torch.optim.SGD(pieces, momentum=config.optimizer.sgd_momentum)
+
+    def step(rate: float) -> None:
+        for piece in pieces:
+            piece.data.mul_(1 - rate * piece.decay)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+
+    return step
+
+
+def lion(config: Config, matrices: list[Piece], others: list[Piece]) -> Callable[[float], None]:
+    """Algorithm 2 of the paper."""
+    moments = [(piece, torch.zeros_like(piece)) for piece in [*matrices, *others]]
+    beta1, beta2 = config.optimizer.adam_beta1, config.optimizer.adam_beta2
+
+    def step(rate: float) -> None:
+        for piece, moment in moments:
+            update = (beta1 * moment + (1 - beta1) * piece.grad).sign()
+            piece.data -= rate * (update + piece.decay * piece.data)
+            moment.copy_(beta2 * moment + (1 - beta2) * piece.grad)
+
+    return step
+
+
+def plain_loop(options: Options, initial: dict[str, np.ndarray]) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Losses and final weights."""
+    config = tiny_config(**options)
+    model = PlainGPT(config.model)
+    model.load(initial)
+    pieces = pieces_of(model, config)
+    step = {"muon": muon, "lion": lion, "sgd": sgd}[config.optimizer.optimizer](config, *pieces)
+    losses = []
+    batches = open_data(config, 0, 1).batches("training", 0, ITERATIONS)
+    for iteration, ((tokens, *_),) in enumerate(batches, start=1):
+        model.zero_grad()
+        loss = model.loss(tokens)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
+        for piece in [*pieces[0], *pieces[1]]:
+            assert piece.whole.grad is not None
+            piece.grad = piece.whole.grad[piece.rows]
+        step(config.learning_rate.lr * min(1.0, iteration / 4))
+        losses.append(loss.item())
+    return losses, {name: weight.numpy() for name, weight in model.state_dict().items()}
+
+
+TRAINED: dict[str, Options] = {
+    "muon": GPT2 | {"optimizer": "muon", "lr": 2e-3},
+    "muon, gated": LLAMA | {"optimizer": "muon", "lr": 2e-3, "weight_decay": 0.5},
+    "lion": GPT2 | {"optimizer": "lion", "lr": 3e-4, "adam_beta2": 0.99},
+    "sgd": LLAMA | {"optimizer": "sgd", "lr": 0.5, "sgd_momentum": 0.8},
+}
+# (losses, relative; weights, of their largest movement). Muon rounds to bf16, and Lion looks at signs alone: where
+# gradients differ in their last bits, some of its elements go the other way.
+TOLERANCE = {"muon": (1e-4, 0.02), "lion": (1e-5, 2e-3), "sgd": (1e-6, 2e-5)}
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 3), (3, 1)], ids=["alone", "two ranks, ZeRO 3", "three ranks, ZeRO 1"])
+@pytest.mark.parametrize("case", TRAINED)
+def test_training_equals_plain_torch(case: str, layout: tuple[int, int]) -> None:
+    """Several clipped steps on the same data: the same losses, which fall, and the same weights."""
+    ranks, zero_stage = layout
+    options = {"batch_size": 6, "lr_warmup_iters": 4, **TRAINED[case], "zero_stage": zero_stage}
+    ours = run_distributed(ranks, train_tiny, options, ITERATIONS)[0]
+    losses, weights = plain_loop(options, ours.initial)
+    loss_tolerance, weight_tolerance = TOLERANCE[options["optimizer"]]
+    assert losses[-1] < losses[0]
+    np.testing.assert_allclose(ours.losses, losses, rtol=loss_tolerance)
+    for name, weight in weights.items():
+        if name.endswith("query_key_value.bias"):  # of keys: their exact gradient is zero, but not its sign
+            continue
+        moved = weight - ours.initial[name]
+        assert np.linalg.norm(ours.weights[name] - weight) <= weight_tolerance * np.linalg.norm(moved), name
+
+
+# -- layouts ----------------------------------------------------------------------------------------------------------
+
+SMALL: Options = {"sequence_length": 8, "num_layers": 3, "batch_size": 6}
+LAYOUTS: list[Options] = [
+    {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}, {"num_weight_buffers": 1, "num_grad_buffers": 1},
+    {"num_weight_buffers": 3, "num_grad_buffers": 1},
+]  # fmt: skip
+OPTIMIZERS: list[Options] = [
+    {"optimizer": "muon"}, {"optimizer": "muon", "layers_per_stage": 2.0, "training_dtype": "bf16"},
+    {"optimizer": "lion", "training_dtype": "bf16"}, {"optimizer": "sgd"},
+]  # fmt: skip
+
+
+def outcomes(distributed: Distributed, options: Options) -> list[Outcome]:
+    """Of all layouts, and of two with collectives that are late, or slow, beside the computation."""
+    found = [Engine(distributed, SMALL | options | layout).run(3, 2) for layout in LAYOUTS]
+    for layout in (LAYOUTS[0], LAYOUTS[2]):
+        found.append(Engine(distributed, SMALL | options | layout, LateGroup(distributed)).run(3, 2))
+    if options["optimizer"] == "muon":
+        group = DelayedGroup(distributed)
+        found.append(Engine(distributed, SMALL | options | LAYOUTS[2], group).run(3, 2))
+        group.drain()
+    return found
+
+
+@pytest.mark.parametrize("options", OPTIMIZERS, ids=str)
+def test_layouts_and_late_collectives_change_no_bit(options: Options) -> None:
+    """Two ranks: losses, norms, weights and moments."""
+    for of_rank in run_distributed(2, outcomes, options):
+        assert all(other == of_rank[0] for other in of_rank[1:])
+
+
+# -- bad steps --------------------------------------------------------------------------------------------------------
+
+
+def poisoned(distributed: Distributed, cases: list[Options]) -> list[tuple[bool, bool, bool]]:
+    """(dropped, unchanged, moved by the step after it), where one rank has one bad gradient among its matrices."""
+    results = []
+    for options in cases:
+        engine = Engine(distributed, SMALL | options)
+
+        def state(engine: Engine = engine) -> list[bytes]:
+            parts = [part for _, part in engine.model.parts()]
+            tensors = [part.read(kind) for part in parts for kind in part.kinds()]
+            tensors += [part.weights.rounded for part in parts if part.weights.rounded is not None]
+            return [tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
+        engine.step(1)
+        engine.step(2)
+        before, loss = state(), engine.gradients(3)
+        if distributed.rank == distributed.world_size - 1:
+            engine.model.stages[2].trainable.grad_shard[-7] = options.get("poison", torch.nan)
+        update = engine.optimizer.step(3, 1e-2, loss, engine.tokens, engine.model.updated)
+        unchanged = state() == before
+        engine.step(4)
+        results.append((bool(update.verdict.skipped), unchanged, state() != before))
+        engine.model.finish()
+    return results
+
+
+def test_a_bad_step_leaves_every_bit_as_it_was() -> None:
+    """Weights in all their forms, and moments, on both ranks; the next step goes on."""
+    forms: list[Options] = [{}, {"training_dtype": "bf16"}, {"training_dtype": "bf16", "split_master_weights": True},
+                            {"training_dtype": "fp16", "zero_stage": 3}]  # fmt: skip
+    cases = [{"optimizer": name, **form} for name in ("muon", "lion", "sgd") for form in forms]
+    for results in run_distributed(2, poisoned, cases):
+        for options, result in zip(cases, results, strict=True):
+            assert result == (True, True, True), options
+
+
+# -- from the command line --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "lion", "sgd"])
+def test_a_run_from_the_command_line_learns(optimizer: str, tmp_path: Path) -> None:
+    """One process, a corpus of counting numbers: the loss falls below half of it; memory is logged by kind."""
+    rate = {"muon": 0.01, "lion": 0.002, "sgd": 0.5}[optimizer]
+    with IndexedDatasetWriter(str(tmp_path / "corpus"), "<u2") as writer:
+        for first in range(64):
+            writer.add_document(np.arange(first, first + 64) % 64)
+    flags = [f"--optimizer={optimizer}", f"--lr={rate}", "--dataset_source=list", f"--data_path={tmp_path / 'corpus'}",
+             "--split=1", "--train_iters=60", f"--experiment_dir={tmp_path / 'run'}"]  # fmt: skip
+    outcome = run([*TINY, *flags])
+    assert outcome.codes == [0], outcome.output
+    losses = [record["loss"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert losses[0] > 4.0 and losses[-1] < 0.5 * losses[0], losses
+    assert ("update buffers" in outcome.output) == (optimizer == "muon") and "optimizer moments" in outcome.output
