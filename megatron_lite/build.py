@@ -34,6 +34,7 @@ from megatron_lite.monitor.tensor_debug import TensorDebugger, open_debugger
 from megatron_lite.monitor.trackers import Trackers, open_trackers
 from megatron_lite.monitor.window import LogWindow
 from megatron_lite.optimizer.optimizer import Optimizer
+from megatron_lite.optimizer.rules import muon
 from megatron_lite.parameter import DTYPES
 from megatron_lite.stop_signal import StopSignal
 from megatron_lite.traffic import Traffic
@@ -102,6 +103,8 @@ def build(
     model = together(distributed, lambda: _allocate(config, distributed, layers))
     for line in (*split_lines(model), *memory_lines(model)):
         logger.info(line)
+    if config.optimizer.whole_matrices and model.training:
+        logger.info(muon.describe([part.layout for _, part in model.parts() if part.has_state]))
     logger.info(describe_products(distributed.device, model.precision.training, model.precision.gradients))
     collectives_alone_s = _time_collectives(config, distributed, model)
     optimizer = Optimizer(config, model.stages, distributed, kernels)

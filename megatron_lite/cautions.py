@@ -124,6 +124,14 @@ def _buffer_count(values: dict[str, Any], name: str, shared_from: int) -> Iterat
         yield used + instead
 
 
+# Options that only some optimizers look at. Muon leaves to AdamW what is no matrix.
+OPTIMIZERS_WITH = {
+    "adam_beta1": ("adamw", "muon", "lion"), "adam_beta2": ("adamw", "muon", "lion"), "adam_eps": ("adamw", "muon"),
+    "adam_nesterov": ("adamw", "muon"), "muon_momentum": ("muon",), "muon_nesterov": ("muon",),
+    "muon_ns_steps": ("muon",), "muon_adjust_lr": ("muon",), "sgd_momentum": ("sgd",),
+}  # fmt: skip
+
+
 def _without_effect(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Options that differ from their default although another option makes them idle, with the reason."""
     for name, idle, reason in _idle_conditions(values):
@@ -140,6 +148,8 @@ def _idle_conditions(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
     """(option, whether another option makes it idle, why) for options whose default is not derived from others."""
     for name, plain in (("weight_decay_modules", ()), ("weight_decay_default_mask", "fast_llm")):
         yield name, values["weight_decay"] == 0.0 and values[name] != plain, "with --weight_decay=0"
+    for name, optimizers in OPTIMIZERS_WITH.items():
+        yield name, values["optimizer"] not in optimizers, f"with --optimizer={values['optimizer']}"
     dynamic = values["training_dtype"] == "fp16" and values["loss_scale"] is None
     for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
         yield name, not dynamic, "without dynamic loss scaling (--training_dtype=fp16 and no --loss_scale)"

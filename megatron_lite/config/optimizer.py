@@ -17,11 +17,18 @@ class OptimizerConfig:
 
     optimizer: str = option(
         "adamw",
-        "muon: on the blocks' matrices, and AdamW elsewhere",
+        "muon: orthogonalized momentum for the matrices of the blocks (queries, keys, values and the halves of a gated "
+        "MLP each by itself), AdamW for everything else; lion: sign of the momentum, betas are adam_beta1 and "
+        "adam_beta2; sgd: with momentum. A change starts moments at zero (adamw to muon: those of the matrices)",
         choices=OPTIMIZERS,
         value_aliases={"adam": "adamw"},
     )
-    weight_decay: float = option(0.01, "decoupled weight decay", minimum=0.0, basic=True)
+    weight_decay: float = option(
+        0.01,
+        "decoupled weight decay: weights shrink by lr * this, with every optimizer",
+        minimum=0.0,
+        basic=True,
+    )
     weight_decay_modules: tuple[str, ...] = option(
         (),
         "weights that decay, and no others unless weight_decay_default_mask is given: patterns as of --freeze, any "
@@ -41,15 +48,16 @@ class OptimizerConfig:
     adam_beta2: float = option(0.999, "decay of the second moment", minimum=0.0, below=1.0, basic=True)
     adam_eps: float = option(1e-8, "added to the root of the second moment", above=0.0)
     adam_nesterov: bool = option(False, "look one step ahead with the first moment (NAdam)")
-    muon_momentum: float = option(0.95, "decay of Muon's momentum", minimum=0.0, below=1.0)
+    muon_momentum: float = option(0.95, "decay of Muon's momentum, a running mean of gradients", minimum=0.0, below=1.0)
     muon_nesterov: bool = option(True, "look one step ahead with it")
     muon_ns_steps: int = option(5, "Newton-Schulz iterations that orthogonalise an update", minimum=1, maximum=100)
     muon_adjust_lr: str = option(
         "match_rms_adamw",
-        "scale of an update of shape (m, n): 0.2 * sqrt(max(m, n)), or (original) sqrt(max(1, m / n))",
+        "factor on the learning rate of a matrix (m, n): 0.2 * sqrt(max(m, n)), with which learning rate and weight "
+        "decay of AdamW fit; or (original, with rates about 0.02; see lr_scales for the rest) sqrt(max(1, m / n))",
         choices=("match_rms_adamw", "original"),
     )
-    sgd_momentum: float = option(0.9, "decay of SGD's momentum", minimum=0.0, below=1.0)
+    sgd_momentum: float = option(0.9, "decay of SGD's momentum, a running sum of gradients", minimum=0.0, below=1.0)
     clip_grad: float = option(1.0, "largest global gradient norm; 0 turns clipping off", minimum=0.0, basic=True)
     clip_grad_style: str = option(
         "torch",

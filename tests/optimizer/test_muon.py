@@ -13,7 +13,9 @@ from harness import run_distributed, tiny_config
 from whole_parameters import Weights, fill_gradients, gradient, masters, together
 
 from megatron_lite.distributed import Distributed
-from megatron_lite.parameter import ParameterSpec
+from megatron_lite.optimizer.rules.muon import Matrix, assign, describe, matrices_of, shape_factor
+from megatron_lite.parameter import Initializer, ParameterSpec
+from megatron_lite.zero.layout import lay_out
 
 Options = dict[str, Any]
 
@@ -131,3 +133,68 @@ def test_updates_are_torchs_on_any_number_of_ranks(updates: Any, case: int) -> N
     for layout, results in updates.items():
         for name, weights in results[case][1].items():
             np.testing.assert_array_equal(weights, reference[name], err_msg=f"{layout} {name}")
+
+
+# -- who does what ----------------------------------------------------------------------------------------------------
+
+
+def specs_of_a_block(hidden: int, width: int) -> list[ParameterSpec]:
+    """Grouped queries, a gated MLP."""
+    weights = Initializer("normal", 1.0)
+
+    def weight(name: str, columns: int, *rows: int) -> ParameterSpec:
+        return ParameterSpec(name, (sum(rows), columns), weights, matrix_rows=rows)
+
+    return [
+        ParameterSpec("norm", (hidden,), weights, weight_decay=False),
+        weight("qkv", hidden, hidden, hidden // 4, hidden // 4), weight("out", hidden, hidden),
+        weight("up", hidden, width, width), weight("down", width, hidden),
+    ]  # fmt: skip
+
+
+def test_the_matrices_of_a_layout_are_where_the_parameters_are() -> None:
+    """Every element of every weight is in one matrix, in order; none of anything else."""
+    layout = lay_out(specs_of_a_block(24, 40), 3)
+    matrices = matrices_of(layout)
+    assert [(m.rows, m.columns) for m in matrices] == [
+        (24, 24), (6, 24), (6, 24), (24, 24), (40, 24), (40, 24), (24, 40),
+    ]  # fmt: skip
+    covered = [range(m.offset, m.end) for m in matrices]
+    expected = [range(slot.offset, slot.end) for slot in layout.slots if slot.spec.name != "norm"]
+    assert sorted(i for some in covered for i in some) == sorted(i for some in expected for i in some)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 64])
+def test_work_is_shared_evenly(world_size: int) -> None:
+    """Mistral's blocks: no rank has more than the average and one largest matrix in a stage, and over all stages the
+    same holds; every rank comes to the same assignment."""
+    stages = [matrices_of(lay_out(specs_of_a_block(4096, 14336), world_size)) for _ in range(32)]
+    assigned = assign(stages, world_size)
+    work = [[m.rows * m.columns * min(m.rows, m.columns) for m in stage] for stage in stages]
+    totals = [0] * world_size
+    for ranks, sizes in zip(assigned, work, strict=True):
+        own = [sum(size for rank, size in zip(ranks, sizes, strict=True) if rank == r) for r in range(world_size)]
+        assert max(own) <= sum(sizes) / world_size + max(sizes)
+        totals = [a + b for a, b in zip(totals, own, strict=True)]
+    assert max(totals) <= 1.35 * sum(totals) / world_size + max(max(sizes) for sizes in work)
+    assert assign(stages, world_size) == assigned
+
+
+def test_ties_go_to_who_had_least_to_do() -> None:
+    """Two stages of one matrix: the second rank begins with the next stage while the first works on its own."""
+    one = [Matrix(0, 8, 8, 1.0, True)]
+    assert assign([one, one, one], 2) == [[0], [1], [0]]
+
+
+def test_factors_are_those_of_torch() -> None:
+    for rows, columns in ((8, 32), (32, 8), (5, 5)):
+        for style in ("original", "match_rms_adamw"):
+            shape = torch.Size((rows, columns))
+            assert shape_factor(rows, columns, style) == torch.optim._muon._adjust_lr(1.0, style, shape)
+
+
+def test_the_log_says_what_is_orthogonalized_and_by_how_many() -> None:
+    text = "muon: 14 matrices (8,640 of 8,688 trained weights) are orthogonalized, AdamW updates everything else"
+    for world_size, more in ((1, ""), (7, ""), (8, "; 7 of 8 ranks at a time: more --layers_per_stage give work ")):
+        line = describe([lay_out(specs_of_a_block(24, 40), world_size)] * 2)
+        assert line.startswith(text + more) and (line == text) == (more == "")

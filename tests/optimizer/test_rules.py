@@ -19,6 +19,7 @@ from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.loader import open_data
 from megatron_lite.distributed import Distributed
 from megatron_lite.monitor.trackers import read_metrics
+from megatron_lite.validation import warnings
 
 Options = dict[str, Any]
 ITERATIONS = 12
@@ -245,3 +246,23 @@ def test_a_run_from_the_command_line_learns(optimizer: str, tmp_path: Path) -> N
     losses = [record["loss"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert losses[0] > 4.0 and losses[-1] < 0.5 * losses[0], losses
     assert ("update buffers" in outcome.output) == (optimizer == "muon") and "optimizer moments" in outcome.output
+    described = "muon: 12 matrices (24,576 of 28,032 trained weights) are orthogonalized, AdamW updates everything else"
+    assert (described in outcome.output) == (optimizer == "muon")
+
+
+def test_options_of_other_optimizers_have_no_effect() -> None:
+    """Which is said, one line each."""
+    def idle(optimizer: str) -> set[str]:
+        changed = {
+            "adam_beta1": 0.8, "adam_beta2": 0.8, "adam_eps": 1e-6, "muon_momentum": 0.8, "muon_nesterov": False,
+            "muon_ns_steps": 3, "muon_adjust_lr": "original", "sgd_momentum": 0.8,
+        }  # fmt: skip
+        lines = [line for line in warnings(tiny_config(optimizer=optimizer, **changed)) if "has no effect" in line]
+        assert all(line.endswith(f"has no effect with --optimizer={optimizer}") for line in lines)
+        return {line.split()[0].removeprefix("--") for line in lines}
+
+    of_muon = {"muon_momentum", "muon_nesterov", "muon_ns_steps", "muon_adjust_lr"}
+    assert idle("adamw") == of_muon | {"sgd_momentum"}
+    assert idle("muon") == {"sgd_momentum"}
+    assert idle("lion") == of_muon | {"sgd_momentum", "adam_eps"}
+    assert idle("sgd") == of_muon | {"adam_beta1", "adam_beta2", "adam_eps"}

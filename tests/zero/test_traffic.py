@@ -211,3 +211,38 @@ def test_frozen_stages_are_gathered_once_and_never_reduced() -> None:
     assert shared["gather"].elements == sum(numels) + numels[2]
     assert whole["reduce"].elements == shared["reduce"].elements == sum(trained)
     assert whole["reduce"].collectives == shared["reduce"].collectives == 3
+
+
+def muon_books(distributed: Distributed, cases: list[Options]) -> list[tuple[Books, list[int]]]:
+    results = []
+    for options in cases:
+        engine = Engine(distributed, SMALL | options | {"optimizer": "muon"})
+        engine.model.gather_ahead()
+        for iteration in (1, 2):
+            distributed.traffic.take()
+            engine.step(iteration)
+        engine.model.finish()
+        results.append((distributed.traffic.take(), [stage.grad_numel for stage in engine.model.stages]))
+    return results
+
+
+MUON_CASES: list[Options] = [
+    {"num_layers": 3, "zero_stage": 1},
+    {"num_layers": 3, "zero_stage": 3, "depth_first_micro_batches": 2, "training_dtype": "bf16"},
+    {"num_layers": 4, "layers_per_stage": 3.0, "full_precision_gradients": False, "training_dtype": "bf16"},
+    {"num_layers": 3, "freeze": ("blocks.0", "blocks.1.mlp")},
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_muon_gathers_and_reduces_each_stage_of_blocks_once_in_bf16(ranks: int) -> None:
+    """Momentum there, updates back: 2 bytes an element each way, whatever ZeRO stage, micro-batches or dtypes; of
+    nothing but stages with trained matrices; and nothing alone."""
+    for options, (books, sizes) in zip(MUON_CASES, run_distributed(ranks, muon_books, MUON_CASES)[0], strict=True):
+        of_blocks = [size for size in sizes[1:-1] if size]
+        assert len(of_blocks) == (2 if "freeze" in options or options["num_layers"] == 4 else 3)
+        for kind in ("muon gather", "muon reduce"):
+            if ranks == 1:
+                assert kind not in books
+            else:
+                check(books[kind], [1] * len(of_blocks), of_blocks, ranks, 2)

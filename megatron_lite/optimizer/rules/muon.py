@@ -84,6 +84,21 @@ def assign(stages: Sequence[Sequence[Matrix]], world_size: int) -> list[list[int
     return assigned
 
 
+def describe(layouts: Sequence[FlatLayout]) -> str:
+    """One line for the log: what Muon updates of the trained parameters, and how the ranks share in it."""
+    stages = [matrices for layout in layouts if (matrices := matrices_of(layout))]
+    every = [matrix.rows * matrix.columns for matrices in stages for matrix in matrices]
+    total = sum(slot.numel for layout in layouts for slot in layout.slots)
+    text = (
+        f"muon: {len(every)} matrices ({sum(every):,} of {total:,} trained weights) are orthogonalized, "
+        "AdamW updates everything else"
+    )
+    world_size, most = layouts[0].world_size, max(map(len, stages), default=0)
+    if not 0 < most < world_size:
+        return text
+    return f"{text}; {most} of {world_size} ranks at a time: more --layers_per_stage give work to more of them"
+
+
 def shape_factor(rows: int, columns: int, style: str) -> float:
     """The factor on the learning rate of a matrix: `adjust_lr_fn` of torch.optim.Muon."""
     if style == "match_rms_adamw":  # Liu et al. (2025), "Muon is scalable for LLM training"
