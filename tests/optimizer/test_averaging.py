@@ -291,7 +291,7 @@ def trained(ranks: Any, options: Options) -> Outcome:
     return Engine(ranks, options).run(4, evaluate_every=2)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_zero_stages_agree_to_the_last_bit(ranks: int) -> None:
     """Averages, their loss, and everything else, in fp32 and bf16."""
     cases: list[Options] = [{**SQRT, **more, "zero_stage": stage} for more in ({}, BF16) for stage in (1, 2, 3)]
@@ -314,7 +314,7 @@ def evaluated_twice(ranks: Any, options: Options) -> tuple[float, float]:
     return float(loss), float(other.model.evaluate(other.batches(0)))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_loss_is_that_of_a_model_with_these_weights(ranks: int) -> None:
     """Bit for bit, frozen parameters at their own values."""
     cases: list[Options] = [{"zero_stage": 1}, {"zero_stage": 3, **BF16}, {"freeze": ("blocks.0", "*.bias")}]
