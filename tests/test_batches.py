@@ -13,13 +13,17 @@ from harness import Trajectory, full_weights, layers_of, run_distributed, same_w
 from launch import TINY, run
 from memory_meters import a_model
 from plain_gpt import PlainGPT
+from test_guides import BLOCKS, ROOT
+from test_guides import run as run_command
 from test_resume import weights
 from torch import Tensor
 from torch.nn import functional
 
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.loader import open_data
+from megatron_lite.flags import SPELLINGS
 from megatron_lite.monitor.trackers import read_metrics
+from megatron_lite.monitor.window import LogWindow
 
 SIZES = [3, 3, 8, 8, 8, 5, 5]  # of the iterations of "0:3 2:8 5:5"
 UNEVEN: dict[str, Any] = dict(
@@ -199,3 +203,21 @@ def test_the_whole_validation_split_counts_once(ranks: int, corpus: str, tmp_pat
     lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if line["phase"] == "validation"]
     assert [line["iteration"] for line in lines] == [0, 2, 3]
     assert lines[0]["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_log_window_of_an_older_checkpoint_goes_on() -> None:
+    """It counts updates of one size."""
+    window = LogWindow(torch.device("cpu"))
+    window.load_state({"loss": (300.0).hex(), "good": 3, "skipped": 1, "nan": 0, "streak": 0}, 64)
+    window.add(torch.tensor(50.0, dtype=torch.float64), 128, torch.tensor(False), 0.0)
+    window.add(torch.tensor(torch.nan, dtype=torch.float64), 32, torch.tensor(True), 0.0)  # dropped
+    assert window.close()["loss"] == 350 / (3 * 64 + 128)
+
+
+def test_the_guide_is_true(tmp_path: Path) -> None:
+    """Its command prints what stands below it, and its flags exist."""
+    guide = (ROOT / "docs" / "batches.md").read_text("utf-8")
+    ((command, shown),) = BLOCKS.findall(guide)
+    assert run_command(command, tmp_path).strip() == shown
+    named = set(re.findall(r"--([a-z_]+)", guide)) - {"csv"}
+    assert len(named) > 8 and named <= SPELLINGS.keys()

@@ -120,6 +120,23 @@ def test_one_rank_and_no_iterations(capsys: pytest.CaptureFixture[str]) -> None:
     assert "with --train_iters=0 nothing is trained" in text
 
 
+def test_batches_that_change_or_do_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
+    """The page is that of the largest batch; padding is named, and validations in larger micro-batches decide."""
+    flags = ["--batch_size=none", "--batch_size_schedule=0:4 10:13", "--micro_batch_size=2", "--train_iters=20"]
+    text = page(capsys, *TINY, *flags, "--allow_nondivisible_batch_size=1", "--world_size=2", "--sequence_length=32")
+    assert "largest batch: 13 samples = 2 in a micro-batch x 4 depth-first x 1 breadth-first x 2 ranks" in text
+    assert " - 3 of padding" in text and "416 tokens an iteration" in text
+    assert f"{32 * (10 * 4 + 10 * 13):,} tokens in 20 iterations" in text
+    assert "iterations done and samples of those that follow: 0:4 10:13" in text
+    small = ["--micro_batch_size=1", "--batch_size=64", "--validation_iters=2"]
+    large = page(capsys, *TINY, *small, "--eval_micro_batch_size=64")
+    assert "64 samples in a micro-batch of a validation" in large and "evaluation" in large
+    peaks = [
+        float(numbers(text, "most at any time")[0].replace(",", "")) for text in (page(capsys, *TINY, *small), large)
+    ]
+    assert peaks[0] < peaks[1] / 2
+
+
 def test_only_one_rank_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a launcher starts it on many."""
     launched = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0", "RANK": "0"}

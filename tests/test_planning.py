@@ -26,6 +26,8 @@ STATE_CASES: list[dict[str, Any]] = [
     *(dict(zero_stage=stage, depth_first_micro_batches=2) for stage in (1, 2, 3)),
     *(dict(zero_stage=stage, breadth_first_micro_batches=2) for stage in (2, 3)),
     dict(zero_stage=3, depth_first_micro_batches=2, breadth_first_micro_batches=2),
+    dict(zero_stage=3, batch_size_schedule=("0:12", "2:24")),
+    dict(zero_stage=2, batch_size=13, micro_batch_size=2, allow_nondivisible_batch_size=True),
     dict(zero_stage=3, num_weight_buffers=1, num_grad_buffers=3, depth_first_micro_batches=4),
     dict(zero_stage=3, layers_per_stage=1.5, training_dtype="bf16", depth_first_micro_batches=2),
     dict(zero_stage=2, tie_word_embeddings=False, full_precision_gradients=False, training_dtype="bf16"),

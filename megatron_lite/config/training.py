@@ -35,13 +35,15 @@ class BatchConfig:
         None, "depth_first_micro_batches * breadth_first_micro_batches", minimum=1, unset="derived"
     )
     batch_size_schedule: tuple[str, ...] = option(
-        (), 'iteration:batch_size, as in "0:32 1000:64": 32 samples in the first 1000 iterations, then 64'
+        (),
+        'in place of batch_size, iteration:size: "0:32 1000:64" is 32 samples in each of the first 1000 iterations, then '
+        "64; batch_size becomes the largest",
     )
     allow_nondivisible_batch_size: bool = option(
-        False, "fill up a batch that does not divide into micro-batches with samples that do not count"
+        False, "fill a batch that does not divide into micro-batches up with padding, which does not count in any way"
     )
     eval_micro_batch_size: int | None = option(
-        None, "samples per rank and forward pass of a validation", minimum=1, unset="micro_batch_size"
+        None, "samples per rank and forward pass of a validation or test", minimum=1, unset="micro_batch_size"
     )
     sequence_length: int = option(2048, "tokens per sample", minimum=1, basic=True, aliases=("seq_length",))
 
@@ -82,17 +84,17 @@ class TrainingConfig:
     )
     loss_reduction: str = option(
         "token",
-        "mean over all tokens of a batch, or over the means of its micro-batches (the same unless some are masked)",
+        "mean over all tokens of a batch, or over the means of its micro-batches (the same but for padding)",
         choices=("token", "micro_mean"),
     )
     validation_iters: int | All = option(
         0,
-        "batches per validation; all: every sample of the validation data once",
+        "batches of batch_size samples per validation; all: every sample of the validation data once",
         minimum=0,
         basic=True,
         aliases=("eval_iters",),
     )
-    validation_at_start: bool = option(False, "validate before the first iteration, too", aliases=("eval_at_start",))
+    validation_at_start: bool = option(False, "validate before the first iteration as well", aliases=("eval_at_start",))
     validation_interval: int = option(
         1000, "iterations between validations", minimum=1, basic=True, aliases=("eval_interval",)
     )

@@ -175,6 +175,25 @@ def test_timer_reports_the_lap_and_forecasts_from_all_but_the_first():
     assert console["completion_date"] == datetime(2030, 1, 1, 0, 0, 44, 500_000)
 
 
+def test_timer_follows_the_batch_size():
+    """Rates count the samples of the lap, the forecast those that are left."""
+    model = ModelConfig(
+        num_layers=2, hidden_size=64, num_attention_heads=4, head_groups=4, kv_channels=16, ffn_hidden_size=256
+    )
+    batch = BatchConfig(batch_size=8, batch_size_schedule=("0:2", "3:8"), sequence_length=128)
+    clock = Clock()
+    timer = StepTimer(Config(model=model, batch=batch, training=TrainingConfig(train_iters=10)), 2, 1, None, clock)
+    clock.now += 4.0
+    record, console = timer.lap(5)  # iterations 2 to 5: 2, 2, 8 and 8 samples
+    assert record["step_time_ms"] == pytest.approx(1000)
+    assert record["tokens_per_sec_per_gpu"] == pytest.approx(20 * 128 / 4.0 / 2)
+    assert record["model_tflops"] == pytest.approx(model_flops(model, 128, 20 * 128) / 4.0 / 2 / 1e12)
+    assert record["hardware_tflops"] == pytest.approx(
+        hardware_flops(model, PerformanceConfig(), 128, 20 * 128) / 4.0 / 2 / 1e12
+    )
+    assert console["remaining_seconds"] == pytest.approx(40 * 4.0 / 20)
+
+
 def test_timer_leaves_out_validation_and_saves():
     timer, clock, _ = make_timer()
     clock.now += 1.0
