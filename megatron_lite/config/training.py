@@ -36,8 +36,8 @@ class BatchConfig:
     )
     batch_size_schedule: tuple[str, ...] = option(
         (),
-        'in place of batch_size, iteration:size: "0:32 1000:64" is 32 samples in each of the first 1000 iterations, then '
-        "64; batch_size becomes the largest",
+        'in place of batch_size, iteration:size: "0:32 1000:64" is 32 samples in each of the first 1000 iterations, '
+        "then 64; batch_size becomes the largest",
     )
     allow_nondivisible_batch_size: bool = option(
         False, "fill a batch that does not divide into micro-batches up with padding, which does not count in any way"
