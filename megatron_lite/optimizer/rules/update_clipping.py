@@ -23,7 +23,7 @@ class UpdateClipping:
 
     def __init__(self, distributed: Distributed) -> None:
         self._distributed = distributed
-        self._norm = torch.zeros((), dtype=torch.float64, device=distributed.device)  # of the latest u, before clipping
+        self._norm = torch.zeros((), dtype=torch.float64, device=distributed.device)  # of the last u, before clipping
         self._clipped = torch.zeros((), dtype=torch.int64, device=distributed.device)  # updates, since training began
 
     def factors(self, sums: Sequence[Tensor], skipped: Tensor) -> list[Tensor]:
@@ -39,14 +39,15 @@ class UpdateClipping:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint (reads the device)."""
-        return {"clipped": int(self._clipped)}
+        return {"clipped": int(self._clipped), "norm": float(self._norm)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """The inverse of `state`; an empty one begins anew."""
         self._clipped.fill_(state.get("clipped", 0))
+        self._norm.fill_(state.get("norm", 0.0))
 
     def _note(self, norm: Tensor, clipped: Tensor, skipped: Tensor) -> None:
-        self._norm = torch.where(skipped == 0, norm, self._norm)
+        self._norm = torch.where((skipped == 0) & norm.isfinite(), norm, self._norm)
         self._clipped.add_(clipped)
 
 
