@@ -19,7 +19,8 @@ class OptimizerConfig:
         "adamw",
         "muon: orthogonalized momentum for the matrices of the blocks (queries, keys, values and the halves of a gated "
         "MLP each by itself), AdamW for everything else; lion: sign of the momentum, betas are adam_beta1 and "
-        "adam_beta2; sgd: with momentum. A change starts moments at zero (adamw to muon: those of the matrices)",
+        "adam_beta2 (0.9 and 0.99 in its paper); sgd: with momentum. A change of it starts moments at zero (from adamw "
+        "to muon those of the matrices)",
         choices=OPTIMIZERS,
         value_aliases={"adam": "adamw"},
     )

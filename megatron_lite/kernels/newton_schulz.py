@@ -20,7 +20,7 @@ SMALLEST_NORM = 1e-7
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     """The matrix (m, n) in bf16, orthogonalized by a number of steps, in new memory; a matrix of zeros stays one.
 
-    It takes two more matrices of that size for a moment, and two of the smaller dimension squared.
+    For a moment it takes two matrices of that size, and two that are as large as the smaller dimension squared.
     """
     assert matrix.dtype == torch.bfloat16 and matrix.dim() == 2, (matrix.dtype, matrix.shape)
     is_tall = matrix.shape[0] > matrix.shape[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from memory_meters import PeakMeter
 from torch.optim import _muon
 
 from megatron_lite.kernels.newton_schulz import COEFFICIENTS, SMALLEST_NORM, orthogonalize, orthogonalize_flops
@@ -42,6 +43,16 @@ def test_singular_values_end_near_one_and_directions_stay(shape: tuple[int, int]
 def test_zeros_stay_zeros_and_nothing_finite_overflows() -> None:
     assert not orthogonalize(torch.zeros(8, 12, dtype=torch.bfloat16), 5).any()
     assert orthogonalize(torch.full((8, 12), 1e30, dtype=torch.bfloat16), 5).isfinite().all()
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_its_memory(shape: tuple[int, int]) -> None:
+    """4 (m n + m^2) bytes at most, m <= n, as docs/multi_stage.md says."""
+    small, large = sorted(shape)
+    matrix = draw(shape).bfloat16()
+    with PeakMeter() as meter:
+        orthogonalize(matrix, 5)
+    assert meter.peak == 4 * (small * large + small * small)
 
 
 def test_the_work_counts_every_product() -> None:

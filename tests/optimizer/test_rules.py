@@ -234,20 +234,23 @@ def test_a_bad_step_leaves_every_bit_as_it_was() -> None:
 
 @pytest.mark.parametrize("optimizer", ["muon", "lion", "sgd"])
 def test_a_run_from_the_command_line_learns(optimizer: str, tmp_path: Path) -> None:
-    """One process, a corpus of counting numbers: the loss falls below half of it; memory is logged by kind."""
+    """A corpus of counting numbers: the loss falls below half of it; memory and Muon's traffic are in the log."""
     rate = {"muon": 0.01, "lion": 0.002, "sgd": 0.5}[optimizer]
     with IndexedDatasetWriter(str(tmp_path / "corpus"), "<u2") as writer:
         for first in range(64):
             writer.add_document(np.arange(first, first + 64) % 64)
     flags = [f"--optimizer={optimizer}", f"--lr={rate}", "--dataset_source=list", f"--data_path={tmp_path / 'corpus'}",
              "--split=1", "--train_iters=60", f"--experiment_dir={tmp_path / 'run'}"]  # fmt: skip
-    outcome = run([*TINY, *flags])
-    assert outcome.codes == [0], outcome.output
+    ranks = 2 if optimizer == "muon" else 1
+    outcome = run([*TINY, *flags, "--log_communication=1"], ranks)
+    assert outcome.codes == [0] * ranks, outcome.output
     losses = [record["loss"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert losses[0] > 4.0 and losses[-1] < 0.5 * losses[0], losses
     assert ("update buffers" in outcome.output) == (optimizer == "muon") and "optimizer moments" in outcome.output
     described = "muon: 12 matrices (24,576 of 28,032 trained weights) are orthogonalized, AdamW updates everything else"
     assert (described in outcome.output) == (optimizer == "muon")
+    for kind in ("gathers", "reductions"):
+        assert (f"Muon's {kind} per iteration: 2 | 25,856 elements" in outcome.output) == (optimizer == "muon")
 
 
 def test_options_of_other_optimizers_have_no_effect() -> None:
