@@ -121,13 +121,14 @@ class AveragingConfig:
 
     ema_type: str = option(
         "none",
-        "ema: exponential; ema_decay_sqrt: uniform, then from ema_switch_iter on with weights 1 - sqrt(progress)",
+        "ema: exponential; ema_decay_sqrt: uniform, then from ema_switch_iter on with weights 1 - sqrt(progress) "
+        "(Levanter's formulas; its own trainer cannot run them)",
         choices=EMA_TYPES,
         aliases=("model_averaging",),
     )
     ema_beta: float = option(0.999, "decay of the average", minimum=0.0, below=1.0)
-    ema_switch_iter: int = option(100_000, "ema_decay_sqrt: iterations of the uniform phase", minimum=0)
-    ema_decay_iters: int = option(100_000, "ema_decay_sqrt: iterations of the last phase", minimum=1)
+    ema_switch_iter: int = option(100_000, "ema_decay_sqrt: iterations of the uniform phase, from the start of averaging", minimum=0)
+    ema_decay_iters: int = option(100_000, "ema_decay_sqrt: iterations of the last phase; then the average stands still", minimum=1)
 
     @property
     def enabled(self) -> bool:
