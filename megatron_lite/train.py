@@ -323,14 +323,14 @@ def export(run: Run) -> None:
     if directory is None:
         return
     refuse_broken_weights(run)
+    averaged = run.config.training.export_weights == "average"
     if run.config.training.export_format == "distributed":
         state = {"optimizer": run.optimizer.state(), "window": run.window.state()}
         sharded.save(directory.parent, run.iteration, run.model, state, run.config, run.distributed)
     else:
-        averaged = run.config.training.export_weights == "average"
         with run.model.averaged() if averaged else contextlib.nullcontext():
             save_huggingface(directory, run.model, run.config, run.distributed, run.model.full_weights())
-    run.logger.info("exported %s", directory)
+    run.logger.info("exported %s%s", directory, " (averaged weights)" if averaged else "")
 
 
 def preempted(run: Run) -> tuple[int, str]:

@@ -127,8 +127,12 @@ class AveragingConfig:
         aliases=("model_averaging",),
     )
     ema_beta: float = option(0.999, "decay of the average", minimum=0.0, below=1.0)
-    ema_switch_iter: int = option(100_000, "ema_decay_sqrt: iterations of the uniform phase, from the start of averaging", minimum=0)
-    ema_decay_iters: int = option(100_000, "ema_decay_sqrt: iterations of the last phase; then the average stands still", minimum=1)
+    ema_switch_iter: int = option(
+        100_000, "ema_decay_sqrt: iterations of the uniform phase, from the start of averaging", minimum=0
+    )
+    ema_decay_iters: int = option(
+        100_000, "ema_decay_sqrt: iterations of the last phase; then the average stands still", minimum=1
+    )
 
     @property
     def enabled(self) -> bool:

@@ -253,6 +253,7 @@ CASES: list[Options] = [
     {"zero_stage": 1}, {"zero_stage": 3}, {"zero_stage": 1, **BF16}, {"zero_stage": 2, **SPLIT},
     {"zero_stage": 3, "num_weight_buffers": 1, "depth_first_micro_batches": 2, "batch_size": 12, **BF16},
     {"zero_stage": 1, "tie_word_embeddings": False, "recompute_layers": 1, "freeze": ("blocks.0", "*.norm.*")},
+    {"zero_stage": 2, "optimizer": "muon"},
 ]  # fmt: skip
 
 
