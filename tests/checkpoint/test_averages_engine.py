@@ -80,14 +80,17 @@ def test_continued_training_is_bit_identical(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_validation_never_changes_the_weights(ranks: int, tmp_path: Path) -> None:
-    """fp32, averages evaluated and exported after every iteration or never: the same weights, moments, averages."""
+    """fp32, averages evaluated and exported after every iteration or never: the same weights, moments, averages. Before
+    the first update they are the weights."""
     options = {**EMA, "batch_size": 4, "lr": 1e-2}
-    busy = {"validation_iters": 1, "validation_interval": 1, "export_interval": 1, "export_weights": "average"}
+    busy = {"validation_iters": 1, "validation_interval": 1, "validation_at_start": True}
+    busy |= {"export_interval": 1, "export_weights": "average"}
     for name, more in (("never", {}), ("always", busy)):
         run_distributed(ranks, train_on, {**options, **more, "experiment_dir": str(tmp_path / name)})
     assert_same(read_all(tmp_path / "never" / "checkpoints" / "8"), read_all(tmp_path / "always" / "checkpoints" / "8"))
     never, always = losses(tmp_path / "never"), losses(tmp_path / "always")
-    assert len(never) == 8 and len(always) == 16 and all(always[key] == pair for key, pair in never.items())
+    assert len(never) == 8 and len(always) == 17 and all(always[key] == pair for key, pair in never.items())
+    assert len(set(always["validation", 0])) == 1
 
 
 def test_averaging_switched_on_off_and_over(tmp_path: Path) -> None:
