@@ -98,7 +98,7 @@ def evaluated(distributed: Distributed, values: dict[str, Any]) -> tuple[float, 
     stop.restore()
     records: list[dict[str, Any]] = []
     run.trackers = SimpleNamespace(log=records.append)  # type: ignore[assignment]
-    evaluate(run, "training", ITERATIONS)  # all of the corpus is training data
+    evaluate(run, "training")  # all of the corpus is training data
     return records[0]["loss"], full_weights(run.model)
 
 
