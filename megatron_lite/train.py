@@ -172,6 +172,7 @@ def micro_batch(
     tokens, documents = batch.tokens.to(device, non_blocking=True), None
     labels = tokens[:, 1:].contiguous()
     if batch.padding:
+        labels = labels.clone()  # of a single row they are a view of the tokens so far
         labels[-batch.padding :] = MASKED
     if scale is not None and loss_weight != 1.0:
         scale = scale * loss_weight
