@@ -21,10 +21,9 @@ from megatron_lite.optimizer.averaging import Averaging
 from megatron_lite.optimizer.guards import Guard, Verdict
 from megatron_lite.optimizer.loss_scale import LossScale
 from megatron_lite.optimizer.rules.adamw import AdamW
-from megatron_lite.optimizer.rules.lion import Lion
+from megatron_lite.optimizer.rules.momentum import Momentum
 from megatron_lite.optimizer.rules.muon import Muon
 from megatron_lite.optimizer.rules.rule import Rule, Step, Trained
-from megatron_lite.optimizer.rules.sgd import SGD
 from megatron_lite.optimizer.schedules import peak_learning_rate
 from megatron_lite.zero.stage import Stage
 
@@ -114,5 +113,5 @@ class Optimizer:
 
 def choose_rule(config: Config, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels) -> Rule:
     """The rule of --optimizer."""
-    rules: dict[str, Callable[..., Rule]] = {"adamw": AdamW, "muon": Muon, "lion": Lion, "sgd": SGD}
+    rules: dict[str, Callable[..., Rule]] = {"adamw": AdamW, "muon": Muon, "lion": Momentum, "sgd": Momentum}
     return rules[config.optimizer.optimizer](config.optimizer, trained, distributed, kernels)

@@ -1,24 +1,29 @@
-"""SGD with momentum and decoupled weight decay on shards; see `kernels/momentum.py`."""
+"""SGD with momentum, and Lion (Chen et al. 2023), on shards: one moment, one element at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from megatron_lite.config import OptimizerConfig
 from megatron_lite.distributed import Distributed
 from megatron_lite.kernels.choice import Kernels
-from megatron_lite.kernels.momentum import sgd
+from megatron_lite.kernels.momentum import lion, sgd
 from megatron_lite.optimizer.rules.rule import Step, Trained, numbers_of, ranges_of, weights_of
 
 
-class SGD:
-    """A `Rule`."""
+class Momentum:
+    """A `Rule`: one pass over each shard, see `kernels/momentum.py`. Lion's betas are --adam_beta1 and --adam_beta2."""
 
     def __init__(
         self, config: OptimizerConfig, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels
     ) -> None:
-        self._config = config
+        rules: dict[str, Callable[..., None]] = {
+            "lion": partial(lion, beta1=config.adam_beta1, beta2=config.adam_beta2),
+            "sgd": partial(sgd, momentum=config.sgd_momentum),
+        }
+        self._update = rules[config.optimizer]
         self._ranges = {stage.index: ranges_of(part, distributed.rank, distributed.device) for stage, part in trained}
 
     def begin(self, trained: Sequence[Trained], step: Step) -> None:
@@ -27,8 +32,7 @@ class SGD:
     def apply(self, trained: Trained, step: Step) -> None:
         """See `Rule`."""
         part, rows = trained.part, self._ranges[trained.stage.index].rows
-        momentum, exp_avg = self._config.sgd_momentum, part.moments["exp_avg"]
-        sgd(weights_of(part), part.grad_shard, exp_avg, rows, numbers_of(step), momentum)
+        self._update(weights_of(part), part.grad_shard, part.moments["exp_avg"], rows, numbers_of(step))
 
     def state(self) -> dict[str, Any]:
         """See `Rule`."""
