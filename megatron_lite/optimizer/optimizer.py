@@ -84,7 +84,7 @@ class Optimizer:
 
     def record(self) -> dict[str, Any]:
         """What a line of the log has of the optimizer's own (reads the device)."""
-        return self._rule.record() if isinstance(self._rule, AdamW) else {}
+        return self._rule.record()
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, beside the shards (reads the device)."""

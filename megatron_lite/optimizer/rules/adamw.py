@@ -10,12 +10,12 @@ from megatron_lite.distributed import Distributed
 from megatron_lite.kernels.adamw import Control, Hyperparameters, adamw
 from megatron_lite.kernels.adamw_clipped import adamw_moments, adamw_weights
 from megatron_lite.kernels.choice import Kernels
-from megatron_lite.optimizer.rules.rule import Step, Trained, ranges_of, shard_of
+from megatron_lite.optimizer.rules.rule import Rule, Step, Trained, ranges_of, shard_of
 from megatron_lite.optimizer.rules.update_clipping import NormClipping, RmsClipping, UpdateClipping
 
 
-class AdamW:
-    """A `Rule`."""
+class AdamW(Rule):
+    """See the module."""
 
     def __init__(
         self, config: OptimizerConfig, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels
@@ -58,7 +58,7 @@ class AdamW:
             adamw_weights(shard, self._ranges[stage], self._factors[stage], self._control, self._triton)
 
     def record(self) -> dict[str, Any]:
-        """What a line of the log has of clipped updates (reads the device)."""
+        """See `Rule`."""
         return {} if self._clipping is None else self._clipping.record()
 
     def state(self) -> dict[str, Any]:

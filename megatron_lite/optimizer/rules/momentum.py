@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from megatron_lite.config import OptimizerConfig
 from megatron_lite.distributed import Distributed
 from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.momentum import lion, sgd
-from megatron_lite.optimizer.rules.rule import Step, Trained, numbers_of, ranges_of, weights_of
+from megatron_lite.optimizer.rules.rule import Rule, Step, Trained, numbers_of, ranges_of, weights_of
 
 
-class Momentum:
-    """A `Rule`: one pass over each shard, see `kernels/momentum.py`. Lion's betas are --adam_beta1 and --adam_beta2."""
+class Momentum(Rule):
+    """One pass over each shard, see `kernels/momentum.py`. Lion's betas are --adam_beta1 and --adam_beta2."""
 
     def __init__(
         self, config: OptimizerConfig, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels
@@ -26,17 +25,7 @@ class Momentum:
         self._update = rules[config.optimizer]
         self._ranges = {stage.index: ranges_of(part, distributed.rank, distributed.device) for stage, part in trained}
 
-    def begin(self, trained: Sequence[Trained], step: Step) -> None:
-        """See `Rule`."""
-
     def apply(self, trained: Trained, step: Step) -> None:
         """See `Rule`."""
         part, rows = trained.part, self._ranges[trained.stage.index].rows
         self._update(weights_of(part), part.grad_shard, part.moments["exp_avg"], rows, numbers_of(step))
-
-    def state(self) -> dict[str, Any]:
-        """See `Rule`."""
-        return {}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """See `Rule`."""

@@ -33,7 +33,7 @@ from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.momentum import descend, muon_momentum
 from megatron_lite.kernels.newton_schulz import orthogonalize, orthogonalize_flops
 from megatron_lite.optimizer.rules.adamw import AdamW
-from megatron_lite.optimizer.rules.rule import Step, Trained, numbers_of, weights_of
+from megatron_lite.optimizer.rules.rule import Rule, Step, Trained, numbers_of, weights_of
 from megatron_lite.zero.layout import FlatLayout
 
 
@@ -134,8 +134,8 @@ class _Plan:
                 self.factors.append(shape_factor(matrix.rows, matrix.columns, style))
 
 
-class Muon:
-    """A `Rule`; see the module."""
+class Muon(Rule):
+    """See the module."""
 
     def __init__(
         self, config: OptimizerConfig, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels
@@ -159,7 +159,7 @@ class Muon:
             self._start(self._plans[0], step)
 
     def apply(self, trained: Trained, step: Step) -> None:
-        """See `Rule`. Stages come in the order in which they were given."""
+        """See `Rule`."""
         self._adamw.apply(trained, step)
         plan = self._by_stage.get(trained.stage.index)
         if plan is None:
@@ -170,6 +170,10 @@ class Muon:
         self._finish(plan, step)
         if following is not None and following.buffer is plan.buffer:
             self._start(following, step)
+
+    def record(self) -> dict[str, Any]:
+        """See `Rule`."""
+        return self._adamw.record()
 
     def state(self) -> dict[str, Any]:
         """See `Rule`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,17 +33,23 @@ class Step:
     skipped: Tensor  # 1 where nothing may be written, else 0
 
 
-class Rule(Protocol):
-    """One optimizer."""
+class Rule:
+    """One optimizer; what it does not need it leaves as it is here."""
 
     def begin(self, trained: Sequence[Trained], step: Step) -> None:
         """What must see all shards before any weight changes; all ranks are here, so collectives are possible."""
 
     def apply(self, trained: Trained, step: Step) -> None:
-        """Update one shard in place."""
+        """Update one shard in place. Stages come in the order in which they were given."""
+        raise NotImplementedError
+
+    def record(self) -> dict[str, Any]:
+        """What a line of the log has of its own (reads the device)."""
+        return {}
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, beside the moments: JSON (reads the device)."""
+        return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """The inverse of `state`; an empty one begins anew."""
