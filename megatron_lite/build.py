@@ -185,7 +185,7 @@ def _resume(
     compatibility.check_architecture(loaded.config, config, str(loaded.folder))
     model.invalidate()
     before = compatibility.saved_optimizer(loaded.config)
-    optimizer.load_state(compatibility.optimizer_state(loaded.state["optimizer"], before, now))
+    optimizer.load_state(compatibility.optimizer_state(loaded.state, before, now))
     # Checkpoints without a batch size schedule are those of one size.
     window.load_state(loaded.state["window"], loaded.config["batch_size"] * loaded.config["sequence_length"])
     resharded = f", saved by {loaded.world_size} ranks" if loaded.world_size != distributed.world_size else ""

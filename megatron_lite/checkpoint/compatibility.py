@@ -36,13 +36,16 @@ def keeps_moments(before: str, now: str, is_matrix: bool) -> bool:
 
 
 def optimizer_state(state: dict[str, Any], before: str, now: str) -> dict[str, Any]:
-    """What goes on of an optimizer's saved state, moments aside, after a change of --optimizer: what is no rule's own.
+    """What goes on of an optimizer, moments aside, of all that a checkpoint saved.
 
-    AdamW's count of updates goes on where any of its moments do.
+    After a change of --optimizer it is what is no rule's own, and AdamW's count of updates where any of its moments go
+    on. Before there was a guard, dropped updates were counted beside the log's window.
     """
+    counts = {name: state["window"].get(name, 0) for name in ("skipped", "nan", "streak")}
+    saved = {"guard": {"dropped": {**counts, "new": 0, "last": [(0.0).hex()] * 5}}, **state["optimizer"]}
     if before == now:
-        return state
-    return {**state, "updates": state["updates"] if keeps_moments(before, now, False) else 0, "rule": {}}
+        return saved
+    return {**saved, "updates": saved["updates"] if keeps_moments(before, now, False) else 0, "rule": {}}
 
 
 class Difference(NamedTuple):

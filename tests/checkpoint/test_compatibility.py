@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_lite.batch_schedule import batch_schedule
 from megatron_lite.checkpoint.compatibility import (
@@ -16,9 +17,11 @@ from megatron_lite.checkpoint.compatibility import (
     compare_architecture,
     differences,
     moved_samples,
+    optimizer_state,
 )
 from megatron_lite.config import Config, flatten, unflatten
 from megatron_lite.errors import CheckpointError
+from megatron_lite.optimizer.guards import Guard
 
 
 def saved_config(**changes: Any) -> dict[str, Any]:
@@ -129,3 +132,18 @@ def test_a_batch_size_that_moves_the_samples_is_said(
         assert moved_samples(saved, fix, iteration) is None
         coming = [batch_schedule(some.batch).batch_size(iteration + 1) for some in (fix, config)]
         assert coming[0] == coming[1]
+
+
+def test_dropped_updates_of_an_older_checkpoint_still_count() -> None:
+    """It counted them beside the log's window; a line goes on from there and has nothing new to say of them."""
+    window = {"loss": (1.0).hex(), "good": 2, "skipped": 49, "nan": 3, "streak": 48}
+    saved = optimizer_state({"optimizer": {"updates": 7, "loss_scale": {}}, "window": window}, "adamw", "adamw")
+    guard = Guard(Config().optimizer, False, torch.device("cpu"))
+    guard.load_state(saved["guard"])
+    report = guard.dropped.close()
+    assert (report.skipped, report.nan, report.new, report.reason, report.stop) == (49, 3, 0, None, None)
+    for iteration in (50, 51):
+        guard.judge(iteration, torch.tensor(1.0, dtype=torch.float64), torch.tensor(torch.inf))
+    stop = guard.dropped.close().stop
+    assert stop is not None and "the last 50 updates" in stop
+    assert optimizer_state({"optimizer": saved | {"guard": {}}, "window": window}, "adamw", "adamw")["guard"] == {}
