@@ -104,7 +104,7 @@ def build(
     for line in (*split_lines(model), *memory_lines(model)):
         logger.info(line)
     if config.optimizer.whole_matrices and model.training:
-        logger.info(muon.describe([part.layout for _, part in model.parts() if part.has_state]))
+        logger.info(muon.describe(model.stages))
     logger.info(describe_products(distributed.device, model.precision.training, model.precision.gradients))
     collectives_alone_s = _time_collectives(config, distributed, model)
     optimizer = Optimizer(config, model.stages, distributed, kernels)

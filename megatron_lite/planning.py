@@ -120,6 +120,7 @@ def count_traffic(model: MultiStage, group: SimulatedGroup) -> dict[str, Total]:
                 stage.gather_update()
                 stage.update_buffer.wait()
                 stage.reduce_update()
+                stage.update_buffer.wait()
             if stage.trainable is not None:
                 model.updated(stage)
         model.gather_ahead()

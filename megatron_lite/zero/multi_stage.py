@@ -253,7 +253,7 @@ class MultiStage:
         self.grad_plan = plan_buffers([stage.grad_numel for stage in self.stages], grad_count, self._tied())
         self._weight_buffers = self._buffers(self.weight_plan, self.precision.training)
         self._grad_buffers = self._buffers(self.grad_plan, self.precision.gradients)
-        # Rounded to bf16 by who orthogonalizes. With other ranks two: one is gathered while the other is worked on.
+        # Rounded to bf16 by who orthogonalizes. With other ranks two: one is sent while the other is worked on.
         count = 1 if self.group.world_size == 1 else 2
         update_plan = plan_buffers([stage.update_numel for stage in self.stages], count, frozenset())
         self._update_buffers = self._buffers(update_plan, torch.bfloat16)

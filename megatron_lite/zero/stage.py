@@ -226,9 +226,9 @@ class Stage:
             cast(Buffer, self.update_buffer).start(self.group.all_gather(self.full_update, "muon gather"))
 
     def reduce_update(self) -> None:
-        """Sum `full_update` over all ranks into their shards' slices; each element is zero on all but one."""
+        """Start summing `full_update` over ranks into their shards' slices; each element is zero on all but one."""
         if self.group.world_size > 1:
-            self.group.reduce_scatter(self.full_update, "muon reduce").wait()
+            cast(Buffer, self.update_buffer).start(self.group.reduce_scatter(self.full_update, "muon reduce"))
 
     # -- guards: autograd cannot see a wrong buffer behind a parameter --------------------------------------------
 

@@ -8,7 +8,8 @@ A matrix lies across the shards of several ranks, and has to be orthogonalized a
     reduce_scatter                   the sum of one rank's result and zeros: exact
     descend on the shard             every rank, its own elements
 
-The momentum of the next stage is gathered while this one's matrices are orthogonalized, if there is a second buffer.
+As many stages as there are buffers make a round. Its gathers are started together, and its reductions are waited for
+when all that a rank has to orthogonalize is done: they run beside that, and matrices are shared out over a whole round.
 Weights that are stored as one, but are several linear maps (queries, keys and values; the two halves of a gated MLP),
 are orthogonalized and scaled one by one, as if they were stored apart (`ParameterSpec.matrix_rows`).
 
@@ -34,12 +35,12 @@ from megatron_lite.kernels.momentum import descend, muon_momentum
 from megatron_lite.kernels.newton_schulz import orthogonalize, orthogonalize_flops
 from megatron_lite.optimizer.rules.adamw import AdamW
 from megatron_lite.optimizer.rules.rule import Rule, Step, Trained, numbers_of, weights_of
-from megatron_lite.zero.layout import FlatLayout
+from megatron_lite.zero.stage import Stage
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix (rows, columns) in its part's flat range, in which it begins at element `offset`."""
+    """One matrix (rows, columns) in its stage's trainable range, in which it begins at element `offset`."""
 
     offset: int
     rows: int
@@ -52,10 +53,11 @@ class Matrix:
         return self.offset + self.rows * self.columns
 
 
-def matrices_of(layout: FlatLayout) -> list[Matrix]:
-    """All matrices of a part, in order."""
+def matrices_of(stage: Stage) -> list[Matrix]:
+    """All matrices of a stage that are trained, in order."""
+    assert stage.trainable is not None
     matrices = []
-    for slot in layout.slots:
+    for slot in stage.trainable.layout.slots:
         offset, spec = slot.offset, slot.spec
         for rows in spec.matrix_rows:
             matrices.append(Matrix(offset, rows, spec.shape[1], spec.lr_scale, spec.weight_decay))
@@ -64,36 +66,34 @@ def matrices_of(layout: FlatLayout) -> list[Matrix]:
     return matrices
 
 
-def assign(stages: Sequence[Sequence[Matrix]], world_size: int) -> list[list[int]]:
-    """The rank that orthogonalizes each matrix of each stage: the largest first, each to the rank with least to do.
-
-    A stage is done when its slowest rank is; so that ranks without work there can begin with the next one, ties go to
-    who had least to do before.
-    """
-    before = [0] * world_size
-    assigned = []
-    for matrices in stages:
-        ranks, now = [0] * len(matrices), [0] * world_size
-        work = [orthogonalize_flops(matrix.rows, matrix.columns, 1) for matrix in matrices]
-        for index in sorted(range(len(matrices)), key=lambda index: -work[index]):
-            rank = min(range(world_size), key=lambda rank: (now[rank], before[rank]))
-            ranks[index] = rank
-            now[rank] += work[index]
-        before = [a + b for a, b in zip(before, now, strict=True)]
-        assigned.append(ranks)
-    return assigned
+def assign(matrices: Sequence[Matrix], world_size: int) -> list[int]:
+    """The rank that orthogonalizes each matrix of a round: the largest first, each to the rank with least to do."""
+    ranks, load = [0] * len(matrices), [0] * world_size
+    work = [orthogonalize_flops(matrix.rows, matrix.columns, 1) for matrix in matrices]
+    for index in sorted(range(len(matrices)), key=lambda index: -work[index]):
+        ranks[index] = load.index(min(load))
+        load[ranks[index]] += work[index]
+    return ranks
 
 
-def describe(layouts: Sequence[FlatLayout]) -> str:
+def rounds_of(stages: Sequence[Stage]) -> list[list[Stage]]:
+    """The stages with matrices, in order, as many in each round as there are buffers."""
+    found = [stage for stage in stages if stage.update_buffer is not None]
+    count = len({id(stage.update_buffer) for stage in found})
+    return [found[start : start + count] for start in range(0, len(found), max(count, 1))]
+
+
+def describe(stages: Sequence[Stage]) -> str:
     """One line for the log: what Muon updates of the trained parameters, and how the ranks share in it."""
-    stages = [matrices for layout in layouts if (matrices := matrices_of(layout))]
-    every = [matrix.rows * matrix.columns for matrices in stages for matrix in matrices]
-    total = sum(slot.numel for layout in layouts for slot in layout.slots)
+    rounds = [[m for stage in some for m in matrices_of(stage)] for some in rounds_of(stages)]
+    every = [matrix.rows * matrix.columns for matrices in rounds for matrix in matrices]
+    parts = [stage.trainable for stage in stages if stage.trainable is not None]
+    total = sum(slot.numel for part in parts for slot in part.layout.slots)
     text = (
         f"muon: {len(every)} matrices ({sum(every):,} of {total:,} trained weights) are orthogonalized, "
         "AdamW updates everything else"
     )
-    world_size, most = layouts[0].world_size, max(map(len, stages), default=0)
+    world_size, most = parts[0].layout.world_size, max(map(len, rounds), default=0)
     if not 0 < most < world_size:
         return text
     return f"{text}; {most} of {world_size} ranks at a time: more --layers_per_stage give work to more of them"
@@ -109,14 +109,10 @@ def shape_factor(rows: int, columns: int, style: str) -> float:
 class _Plan:
     """What is to be done for one stage: all that does not change from step to step."""
 
-    following: _Plan | None = None
-
-    def __init__(
-        self, trained: Trained, matrices: Sequence[Matrix], ranks: Sequence[int], rank: int, style: str
-    ) -> None:
-        assert trained.stage.update_buffer is not None
-        self.stage, self.part, self.buffer = trained.stage, trained.part, trained.stage.update_buffer
-        layout, full = self.part.layout, self.stage.full_update
+    def __init__(self, stage: Stage, matrices: Sequence[Matrix], ranks: Sequence[int], rank: int, style: str) -> None:
+        assert stage.update_buffer is not None and stage.trainable is not None
+        self.stage, self.part, self.buffer = stage, stage.trainable, stage.update_buffer
+        layout, full = self.part.layout, stage.full_update
         low, numel = rank * layout.shard_numel, layout.shard_numel
         self.own = full[low : low + numel]
         # Matrices come last: what is behind the beginning of the first is theirs, or padding.
@@ -142,34 +138,36 @@ class Muon(Rule):
     ) -> None:
         self._config = config
         self._adamw = AdamW(config, trained, distributed, kernels)
-        found = [(one, matrices) for one in trained if (matrices := matrices_of(one.part.layout))]
-        ranks = assign([matrices for _, matrices in found], distributed.world_size)
-        self._plans = [
-            _Plan(one, matrices, assigned, distributed.rank, config.muon_adjust_lr)
-            for (one, matrices), assigned in zip(found, ranks, strict=True)
-        ]
-        for plan, following in itertools.pairwise(self._plans):
-            plan.following = following
-        self._by_stage = {plan.stage.index: plan for plan in self._plans}
+        self._rounds: list[list[_Plan]] = []
+        for stages in rounds_of([stage for stage, _ in trained]):
+            matrices = [matrices_of(stage) for stage in stages]
+            ranks = iter(assign(list(itertools.chain(*matrices)), distributed.world_size))
+            of_stages = [list(itertools.islice(ranks, len(some))) for some in matrices]
+            self._rounds.append([
+                _Plan(stage, some, assigned, distributed.rank, config.muon_adjust_lr)
+                for stage, some, assigned in zip(stages, matrices, of_stages, strict=True)
+            ])  # fmt: skip
+        self._places = {plan.stage.index: (i, plan) for i, plans in enumerate(self._rounds) for plan in plans}
 
     def begin(self, trained: Sequence[Trained], step: Step) -> None:
-        """See `Rule`. Starts to gather the first stage's momentum."""
+        """See `Rule`. Starts to gather the first round."""
         self._adamw.begin(trained, step)
-        if self._plans:
-            self._start(self._plans[0], step)
+        if self._rounds:
+            self._gather(self._rounds[0], step)
 
     def apply(self, trained: Trained, step: Step) -> None:
         """See `Rule`."""
         self._adamw.apply(trained, step)
-        plan = self._by_stage.get(trained.stage.index)
-        if plan is None:
+        if trained.stage.index not in self._places:
             return
-        following = plan.following
-        if following is not None and following.buffer is not plan.buffer:
-            self._start(following, step)
-        self._finish(plan, step)
-        if following is not None and following.buffer is plan.buffer:
-            self._start(following, step)
+        index, plan = self._places[trained.stage.index]
+        plans = self._rounds[index]
+        if plan is plans[0]:
+            self._orthogonalize(plans)
+        plan.buffer.wait()
+        descend(weights_of(plan.part), plan.own, plan.rows, numbers_of(step), plan.factors)
+        if plan is plans[-1] and index + 1 < len(self._rounds):
+            self._gather(self._rounds[index + 1], step)
 
     def record(self) -> dict[str, Any]:
         """See `Rule`."""
@@ -183,21 +181,22 @@ class Muon(Rule):
         """See `Rule`."""
         self._adamw.load_state(state)
 
-    def _start(self, plan: _Plan, step: Step) -> None:
-        """Update the momentum, and start to gather what is to be orthogonalized."""
-        config, part = self._config, plan.part
-        muon_momentum(
-            part.grad_shard, part.moments["exp_avg"], plan.own, plan.bounds, numbers_of(step), config.muon_momentum,
-            config.muon_nesterov,
-        )  # fmt: skip
-        plan.stage.gather_update()
+    def _gather(self, plans: Sequence[_Plan], step: Step) -> None:
+        """Update the momentum of a round, and start to gather what is to be orthogonalized."""
+        config = self._config
+        for plan in plans:
+            muon_momentum(
+                plan.part.grad_shard, plan.part.moments["exp_avg"], plan.own, plan.bounds, numbers_of(step),
+                config.muon_momentum, config.muon_nesterov,
+            )  # fmt: skip
+            plan.stage.gather_update()
 
-    def _finish(self, plan: _Plan, step: Step) -> None:
-        """Orthogonalize, and move the weights."""
-        plan.buffer.wait()
-        for matrix in plan.mine:
-            matrix.copy_(orthogonalize(matrix, self._config.muon_ns_steps))
-        if plan.others:
-            torch._foreach_zero_(plan.others)
-        plan.stage.reduce_update()
-        descend(weights_of(plan.part), plan.own, plan.rows, numbers_of(step), plan.factors)
+    def _orthogonalize(self, plans: Sequence[_Plan]) -> None:
+        """Orthogonalize what is this rank's of a round, and start to bring every rank its shard of the results."""
+        for plan in plans:
+            plan.buffer.wait()
+            for matrix in plan.mine:
+                matrix.copy_(orthogonalize(matrix, self._config.muon_ns_steps))
+            if plan.others:
+                torch._foreach_zero_(plan.others)
+            plan.stage.reduce_update()
