@@ -69,7 +69,7 @@ class Ranges:
         assert all(border % ALIGNMENT == 0 for row in rows for border in row[:2]), rows
         self.rows = rows
         counts = [cdiv(row.end - row.start, BLOCK) for row in rows]
-        self.blocks = sum(counts)
+        self.blocks, self.longest = sum(counts), max(counts, default=0)  # of all, and of one range
         places = [(sum(counts[:i]), row.start // ALIGNMENT, row.end // ALIGNMENT) for i, row in enumerate(rows)]
         places.append((self.blocks, 0, 0))
         # (rows + 1, 3): first block; start and end, in units of ALIGNMENT. The last row is where the blocks end.

@@ -89,7 +89,7 @@ def _launch_moments(shard: Shard, ranges: Ranges, control: Control) -> Tensor:
             float(numbers.weight_decay), rows, numbers.beta1, numbers.beta2, numbers.eps, numbers.nesterov,
             next_power_of_2(rows), ALIGNMENT, BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip
-        _sums_kernel[(rows,)](block_sums, sums, ranges.places, SUM_BLOCK, num_warps=4)
+        _sums_kernel[(rows,)](block_sums, sums, ranges.places, ranges.longest, SUM_BLOCK, num_warps=4)
     return sums
 
 
@@ -132,12 +132,12 @@ def _moments_kernel(
 
 
 @jit
-def _sums_kernel(block_sums_ptr, sums_ptr, places_ptr, BLOCK: tl.constexpr) -> None:
+def _sums_kernel(block_sums_ptr, sums_ptr, places_ptr, longest, BLOCK: tl.constexpr) -> None:
     row = tl.program_id(0)
     first, end = tl.load(places_ptr + 3 * row), tl.load(places_ptr + 3 * row + 3)
-    offsets = tl.arange(0, BLOCK)
+    offsets = first + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float64)
-    for start in range(first, end, BLOCK):
+    for start in range(0, longest, BLOCK):
         total += tl.load(block_sums_ptr + start + offsets, mask=start + offsets < end, other=0.0)
     tl.store(sums_ptr + row, tl.sum(total, axis=0))
 
