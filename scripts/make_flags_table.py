@@ -34,7 +34,9 @@ INTRODUCTION = """\
 <!-- Written by scripts/make_flags_table.py from megatron_lite/config/, refused.py and instead.py: do not edit. -->
 
 `--a_b=v`, `--a_b v` and `--a-b=v` are the same flag; names are never abbreviated. Option by option from elsewhere:
-[from_levanter.md](from_levanter.md), [from_fast_llm.md](from_fast_llm.md).
+[from_levanter.md](from_levanter.md), [from_fast_llm.md](from_fast_llm.md). What flags do together: stages and memory in
+[multi_stage.md](multi_stage.md), layers in [performance.md](performance.md), [batches.md](batches.md),
+[schedules.md](schedules.md), and the update in [optimizer.md](optimizer.md).
 
 - A flag with values 0 and 1 also takes `true` and `false`; bare, it means 1.
 - `none` stands for the default of every flag whose values say so. An empty value (`--wandb_entity_name=$UNSET`)
