@@ -141,8 +141,16 @@ TRAINED: dict[str, Options] = {
 TOLERANCE = {"muon": (1e-4, 0.02), "lion": (1e-5, 2e-3), "sgd": (1e-6, 2e-5)}
 
 
-@pytest.mark.parametrize("layout", [(1, 1), (2, 3), (3, 1)], ids=["alone", "two ranks, ZeRO 3", "three ranks, ZeRO 1"])
-@pytest.mark.parametrize("case", TRAINED)
+LAYOUT_NAMES = {(1, 1): "alone", (2, 3): "two ranks, ZeRO 3", (3, 1): "three ranks, ZeRO 1"}
+SHORT = {("muon", (1, 1)), ("muon", (3, 1)), ("muon, gated", (2, 3)), ("lion", (2, 3)), ("sgd", (2, 3))}
+RUNS = [
+    pytest.param(case, layout, id=f"{case}, {name}", marks=[] if (case, layout) in SHORT else [pytest.mark.slow])
+    for case in TRAINED
+    for layout, name in LAYOUT_NAMES.items()
+]
+
+
+@pytest.mark.parametrize(("case", "layout"), RUNS)
 def test_training_equals_plain_torch(case: str, layout: tuple[int, int]) -> None:
     """Several clipped steps on the same data: the same losses, which fall, and the same weights."""
     ranks, zero_stage = layout
