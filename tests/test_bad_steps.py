@@ -177,7 +177,10 @@ def test_the_log_names_what_was_dropped(tmp_path: Path) -> None:
     assert counts == {1: (0, 0), 6: (0, 0), 11: (1, 0), 16: (3, 1), 20: (3, 1)}
     reasons = {iteration: record["skip_reason"] for iteration, record in records.items() if "skip_reason" in record}
     assert re.fullmatch(r"iteration 9: gradient norm [\d.]+ above [\d.]+ \(mean \+ 6 sd\)", reasons.pop(11))
-    assert re.fullmatch(r"iteration 15: loss [\d.]+ above [\d.]+ \(mean \+ 6 sd\)", reasons[16])
+    spike = re.fullmatch(r"iteration 15: loss ([\d.]+) above ([\d.]+) \(mean \+ 6 sd\)", reasons[16])
+    usual = records[11]["loss"]
+    assert spike and usual < float(spike[2]) < 2 * usual, "per token, as in the log"
+    assert float(spike[1]) == pytest.approx(9 * usual, rel=0.2)
     log = (tmp_path / "runs" / "0" / "logs" / "logs_rank_000.txt").read_text("utf-8")
     warnings = [line for line in log.splitlines() if "dropped since" in line]
     assert len(warnings) == 2 and warnings[1].endswith(f"since the last line: 2; the last, {reasons.pop(16)}")

@@ -46,7 +46,9 @@ def test_equal_values_keep_a_margin() -> None:
 @pytest.mark.parametrize("seen", [0, 1, 4, 9])
 @pytest.mark.parametrize("window", [2, 4, 6])
 def test_state_goes_through_json(seen: int, window: int) -> None:
-    """Bit for bit into the same window; into a larger or smaller one the newest values that fit."""
+    """Bit for bit into the same window; into a larger or smaller one the newest values that fit. Then it goes on as ever:
+    what comes pushes out the oldest, and nothing before the window is full.
+    """
     values = np.random.default_rng(seen).normal(size=(seen, 2)).tolist()
     first, second, whole = (RollingStatistics(4, 3.0, CPU, 2), RollingStatistics(window, 3.0, CPU, 2), values[-4:])
     for row in values:
@@ -55,5 +57,10 @@ def test_state_goes_through_json(seen: int, window: int) -> None:
     second.load_state(json.loads(json.dumps(first.state())))
     assert second.state() == whole[-window:]
     assert second.threshold().numpy() == pytest.approx(expected(whole[-window:], window, 3.0), rel=1e-12)
-    if window == 4:
-        assert torch.equal(first.threshold(), second.threshold())
+    for row in np.random.default_rng(10 + seen).normal(size=(7, 2)).tolist():
+        if window == 4:
+            assert torch.equal(first.threshold(), second.threshold())
+        whole.append(row)
+        for statistics in (first, second):
+            statistics.add(torch.tensor(row, dtype=torch.float64), torch.tensor(True))
+        assert second.state() == whole[-window:]
