@@ -15,7 +15,7 @@ import pytest
 import torch
 from engine_runs import Engine, LateGroup, Outcome, SimulatedRanks
 from harness import run_distributed
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -98,6 +98,7 @@ def as_levanter(options: AveragingConfig, iterates: list[float]) -> float:
     return average
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # of a busy machine
 @given(
     st.floats(0.0, 0.9999), st.integers(0, 12), st.integers(1, 12),
     st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=30),

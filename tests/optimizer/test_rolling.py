@@ -46,8 +46,8 @@ def test_equal_values_keep_a_margin() -> None:
 @pytest.mark.parametrize("seen", [0, 1, 4, 9])
 @pytest.mark.parametrize("window", [2, 4, 6])
 def test_state_goes_through_json(seen: int, window: int) -> None:
-    """Bit for bit into the same window; into a larger or smaller one the newest values that fit. Then it goes on as ever:
-    what comes pushes out the oldest, and nothing before the window is full.
+    """Bit for bit into the same window; into a larger or smaller one the newest values that fit. Then what comes
+    pushes out the oldest, and nothing before the window is full.
     """
     values = np.random.default_rng(seen).normal(size=(seen, 2)).tolist()
     first, second, whole = (RollingStatistics(4, 3.0, CPU, 2), RollingStatistics(window, 3.0, CPU, 2), values[-4:])
