@@ -60,11 +60,14 @@ def parse_schedule(items: Sequence[str]) -> BatchSchedule:
     typed = "--batch_size_schedule=" + shown(" ".join(items))
     segments: list[Segment] = []
     for item in items:
+        fix = "write <iteration>:<size>, as in 0:32 1000:64"
         start, _, size = item.partition(":")
+        if not start or not size or ":" in size:
+            raise UsageError(f"{typed}: {shown(item)}: {fix}")
         try:
             segments.append(Segment(parse_int(start), parse_int(size)))
         except BadValueError as error:
-            raise UsageError(f"{typed}: {shown(item)}: {error}; write <iteration>:<size>, as in 0:32 1000:64") from None
+            raise UsageError(f"{typed}: {shown(item)}: {error}; {fix}") from None
         if segments[-1].size < 1:
             raise UsageError(f"{typed}: {shown(item)}: a batch has at least one sample; write a size >= 1")
     if not segments or segments[0].start != 0:

@@ -57,9 +57,12 @@ def _risks(values: dict[str, Any]) -> Iterator[str]:
         )
     if values["training_dtype"] == "fp16" and values["loss_scale"] is not None:
         yield "--loss_scale: a constant loss scale does not follow overflows in fp16; those updates are dropped"
-    needed, window = max(2, values["skip_bad_steps_window"] // 2), values["skip_bad_steps_window"]
-    if values["skip_bad_steps"] and 0 < values["train_iters"] <= needed:
-        yield f"--skip_bad_steps_window={window}: the run ends before half of it is known, so no spike is ever dropped"
+    for name, used, never in (
+        ("skip_bad_steps_window", values["skip_bad_steps"], "no spike is ever dropped"),
+        ("clip_update_norm_window", values["clip_update_norm_sigma"] is not None, "no update is ever clipped"),
+    ):
+        if used and 0 < values["train_iters"] <= max(2, values[name] // 2):
+            yield f"--{name}={values[name]}: the run ends before half of it is known, so {never}"
     if not values["use_rotary_embeddings"] and not values["use_position_embeddings"]:
         yield "neither rotary nor learned positions: the model sees the order of tokens only through the causal mask"
     if values["sequence_length"] > values["max_position_embeddings"]:
@@ -148,6 +151,7 @@ def _idle_conditions(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
     """(option, whether another option makes it idle, why) for options whose default is not derived from others."""
     for name, plain in (("weight_decay_modules", ()), ("weight_decay_default_mask", "fast_llm")):
         yield name, values["weight_decay"] == 0.0 and values[name] != plain, "with --weight_decay=0"
+    yield "adamc_weight_decay", values["weight_decay"] == 0.0, "with --weight_decay=0"
     for name, optimizers in OPTIMIZERS_WITH.items():
         yield name, values["optimizer"] not in optimizers, f"with --optimizer={values['optimizer']}"
     dynamic = values["training_dtype"] == "fp16" and values["loss_scale"] is None

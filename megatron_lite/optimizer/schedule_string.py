@@ -79,6 +79,8 @@ def _parse_stage(items: Sequence[str], begin: int) -> Stage:
         raise BadValueError("iters 0: leave the stage out, or write a number > 0")
     if iters < 0 and not constant:
         raise BadValueError(f"iters {iters}: only a constant stage can go on for ever; write a number > 0")
+    if iters < -1:
+        raise BadValueError(f"iters {iters}: write -1 for ever, or a number > 0")
     rate = _number("lr", items[2])
     end_rate = rate if constant else _number("end_lr", items[3])
     power = _number("power", items[4]) if len(items) > 4 else 1.0

@@ -28,6 +28,7 @@ def learning_rate(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
         yield from _exclusive(values, (f"{kind}_iters", f"{kind}_fraction"))
     yield from _exclusive(values, CYCLES)
     yield from _minimum(values)
+    yield from _finite(values, "lr", values["lr"])
     fill(values, "lr_decay_iters", max(1, values["train_iters"]) + values["lr_schedule_offset"])
     if values["train_iters"] > 0:
         yield from _cycles(values)
@@ -47,9 +48,18 @@ def _stages(values: dict[str, Any]) -> Iterator[Problem]:
             f"--lr_schedule, {typed(values, *others)}: the stages are the whole schedule; leave one or the other out",
         )
     try:
-        parse_stages(values["lr_schedule"])
+        stages = parse_stages(values["lr_schedule"])
     except UsageError as error:
         yield Problem(("lr_schedule",), str(error))
+        return
+    yield from _finite(values, "lr_schedule", max(max(stage.rate, stage.end_rate) for stage in stages))
+
+
+def _finite(values: dict[str, Any], name: str, highest: float) -> Iterator[Problem]:
+    """highest: of all rates that the option `name` sets, before --default_lr_scale."""
+    if not math.isfinite(highest * values["default_lr_scale"]):
+        names = (name, "default_lr_scale")
+        yield Problem(names, f"{typed(values, *names)}: the product overflows; write a smaller factor")
 
 
 def _minimum(values: dict[str, Any]) -> Iterator[Problem]:

@@ -197,3 +197,5 @@ def test_what_excludes_each_other() -> None:
     assert tiny_config(1, **NORM).optimizer.clip_update_norm_window == 3
     (caution,) = [line for line in warnings(tiny_config(1, clip_update_norm_window=3)) if "update" in line]
     assert caution == "--clip_update_norm_window has no effect without --clip_update_norm_sigma"
+    (caution,) = [line for line in warnings(tiny_config(1, clip_update_norm_sigma=2.0)) if "update" in line]
+    assert caution.startswith("--clip_update_norm_window=128: the run ends before half of it is known, so no update")

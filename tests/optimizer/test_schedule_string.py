@@ -55,6 +55,8 @@ def test_offset_and_scale() -> None:
     assert learning_rate(resolved(text, lr_schedule_offset=4), 1) == 0.5
     assert learning_rate(resolved(text, lr_step_offset=0), 1) == 0.0
     assert learning_rate(resolved(text, default_lr_scale=0.5), 5) == 0.25
+    with pytest.raises(UsageError, match="--default_lr_scale=1e\\+200: the product overflows"):
+        resolved("constant,5,1e200", default_lr_scale=1e200)
 
 
 def test_from_the_command_line() -> None:
@@ -83,6 +85,7 @@ def test_from_the_command_line() -> None:
         ("constant,1e3,1", "stage 1 of 1", "iters 1e3: not an integer; write 1000"),
         ("constant,0,1", "stage 1 of 1", "iters 0: leave the stage out"),
         ("linear,-1,0,1", "stage 1 of 1", "iters -1: only a constant stage can go on for ever"),
+        ("constant,-2,1", "stage 1 of 1", "iters -2: write -1 for ever"),
         ("constant,-1,1;constant,5,1", "stage 2 of 2", "the one before it never ends"),
         ("constant,5,", "stage 1 of 1", "lr '': not a number"),
         ("constant,5,-1", "stage 1 of 1", "lr -1: must be >= 0"),

@@ -30,6 +30,7 @@ LINEAR: dict[str, Any] = {"lr_decay_style": "linear"}
         ({"min_lr": 2e-3}, "--min_lr=0.002, --lr=0.001: the rate would grow; write a min_lr of at most lr"),
         ({"min_lr": 1e-5, "min_lr_ratio": 0.1}, "--min_lr=1e-05, --min_lr_ratio=0.1: exclude each other"),
         ({"min_lr_ratio": 1e308, "lr": 1e10}, "the product overflows"),
+        ({"lr": 1e200, "default_lr_scale": 1e200}, "--lr=1e+200, --default_lr_scale=1e+200: the product overflows"),
         ({"lr_decay_style": "inv"}, "--lr_decay_style=inv without a minimum"),
         ({"lr_decay_style": "inv_sqrt", "min_lr_ratio": 2.0}, "--min_lr_ratio=2, --lr=0.001, --lr_decay_style=inv"),
         ({"lr_decay_style": "inv", "min_lr_ratio": 2.0}, "this style only falls; write --min_lr_ratio of at most 1"),
