@@ -31,8 +31,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.kernels.copying import join, narrow, split
+from megatron_lite.kernels.copying import narrow
 from megatron_lite.kernels.jit import cdiv, jit, tl
+from megatron_lite.kernels.weights import Weights
 
 # Ranges begin and end at multiples of this, so that the kernel may use wide accesses.
 ALIGNMENT = 64
@@ -43,14 +44,18 @@ CPU_CHUNK_NUMEL, GPU_CHUNK_NUMEL = 2**17, 2**24
 
 
 class Shard(NamedTuple):
-    """What is updated, (n,) each."""
+    """What is updated, (n,) each; the first three are the `Weights`."""
 
-    master: Tensor | None  # fp32; None where it is split into `rounded` and `remainder`
-    rounded: Tensor | None  # the weights in the training dtype; None: nobody wants them now, or the master is in it
-    remainder: Tensor | None  # int16
+    master: Tensor | None
+    rounded: Tensor | None
+    remainder: Tensor | None
     gradient: Tensor  # left alone by the kernel, unscaled by the reference, or overwritten
     exp_avg: Tensor  # m, fp32
     exp_avg_sq: Tensor  # v, fp32
+
+    @property
+    def weights(self) -> Weights:
+        return Weights(self.master, self.rounded, self.remainder)
 
 
 class Range(NamedTuple):
@@ -121,7 +126,7 @@ def _reference(shard: Shard, ranges: Ranges, control: Control) -> None:
     in_place = shard.rounded is None and gradient.dtype == torch.float32 and not numbers.nesterov
     for _, row, bounds in chunks(shard, ranges, whole=in_place):
         rate, decay = numbers.learning_rate * row.lr_scale, numbers.weight_decay * row.decay_scale
-        weights = read(shard, bounds)
+        weights = shard.weights.read(bounds)
         if numbers.nesterov:
             descend(weights, update_moments(shard, bounds, control), decay, rate, control)
         else:
@@ -130,7 +135,7 @@ def _reference(shard: Shard, ranges: Ranges, control: Control) -> None:
                 lr=rate, beta1=numbers.beta1, beta2=numbers.beta2, weight_decay=decay, eps=numbers.eps,
                 amsgrad=False, maximize=False, grad_scale=control.grad_scale, found_inf=control.skipped,
             )  # fmt: skip
-        write(shard, bounds, weights)
+        shard.weights.write(bounds, weights)
 
 
 # -- parts of the reference, of this and of `adamw_clipped.py` --------------------------------------------------------
@@ -143,24 +148,6 @@ def chunks(shard: Shard, ranges: Ranges, whole: bool = False) -> Iterator[tuple[
         step = row.end - row.start if whole else chunk_numel
         for start in range(row.start, row.end, step):
             yield index, row, slice(start, min(start + step, row.end))
-
-
-def read(shard: Shard, bounds: slice) -> Tensor:
-    """The fp32 weights: live, or a copy."""
-    if shard.master is not None:
-        return shard.master[bounds]
-    assert shard.rounded is not None and shard.remainder is not None
-    return join(shard.rounded[bounds], shard.remainder[bounds])
-
-
-def write(shard: Shard, bounds: slice, weights: Tensor) -> None:
-    """Store what `read` has returned and somebody has changed, in every form in which they are kept."""
-    if shard.rounded is None:
-        return
-    if shard.remainder is None:
-        shard.rounded[bounds].copy_(weights)
-    else:
-        split(weights, shard.rounded[bounds], shard.remainder[bounds])
 
 
 def update_moments(shard: Shard, bounds: slice, control: Control) -> Tensor:

@@ -31,10 +31,8 @@ from megatron_lite.kernels.adamw import (
     elements,
     load_weights,
     pointers,
-    read,
     store_weights,
     update_moments,
-    write,
 )
 from megatron_lite.kernels.gradient_norm import squared_norm
 from megatron_lite.kernels.jit import jit, next_power_of_2, tl
@@ -51,7 +49,7 @@ def adamw_moments(shard: Shard, ranges: Ranges, control: Control, triton: bool =
     for index, row, bounds in chunks(shard, ranges):
         step, decay = update_moments(shard, bounds, control), control.numbers.weight_decay * row.decay_scale
         update = shard.gradient[bounds] if _keeps(shard) else step
-        torch.add(step, read(shard, bounds), alpha=decay, out=update)
+        torch.add(step, shard.weights.read(bounds), alpha=decay, out=update)
         sums[index] = sums[index] + squared_norm([update])
     return torch.where(control.skipped == 0, torch.stack(sums), nothing)
 
@@ -63,14 +61,14 @@ def adamw_weights(shard: Shard, ranges: Ranges, factors: Tensor, control: Contro
         return
     numbers = control.numbers
     for index, row, bounds in chunks(shard, ranges):
-        weights, decay = read(shard, bounds), numbers.weight_decay * row.decay_scale
+        weights, decay = shard.weights.read(bounds), numbers.weight_decay * row.decay_scale
         rate = factors[index] * (numbers.learning_rate * row.lr_scale)
         if _keeps(shard):
             descend(weights, shard.gradient[bounds], 0.0, rate, control)
         else:
             gradient = shard.gradient[bounds].float() / control.divisor
             descend(weights, direction(shard, bounds, gradient, control), decay, rate, control)
-        write(shard, bounds, weights)
+        shard.weights.write(bounds, weights)
 
 
 def _keeps(shard: Shard) -> bool:

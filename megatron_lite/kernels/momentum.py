@@ -17,37 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_lite.kernels.adamw import CPU_CHUNK_NUMEL, GPU_CHUNK_NUMEL, Range
-from megatron_lite.kernels.copying import join, split
-
-
-class Weights(NamedTuple):
-    """What is updated, (n,) each; see `adamw.Shard`."""
-
-    master: Tensor | None
-    rounded: Tensor | None
-    remainder: Tensor | None
-
-    def read(self, bounds: slice) -> Tensor:
-        """Some of the fp32 weights, live or, of split ones, in new memory."""
-        if self.master is not None:
-            return self.master[bounds]
-        assert self.rounded is not None and self.remainder is not None
-        return join(self.rounded[bounds], self.remainder[bounds])
-
-    def write(self, bounds: slice, values: Tensor) -> None:
-        """Store what `read` has returned and somebody has changed."""
-        if self.rounded is None:
-            return
-        if self.remainder is None:
-            self.rounded[bounds].copy_(values)
-        else:
-            split(values, self.rounded[bounds], self.remainder[bounds])
+from megatron_lite.kernels.weights import Weights
 
 
 @dataclass(frozen=True)

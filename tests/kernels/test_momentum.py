@@ -13,7 +13,8 @@ from torch import Tensor
 from megatron_lite.kernels import momentum as module
 from megatron_lite.kernels.adamw import Range
 from megatron_lite.kernels.copying import split
-from megatron_lite.kernels.momentum import Numbers, Weights, descend, lion, muon_momentum, sgd
+from megatron_lite.kernels.momentum import Numbers, descend, lion, muon_momentum, sgd
+from megatron_lite.kernels.weights import Weights
 
 NUMEL, DECAY = 640, 0.1
 ROWS = (Range(0, 64, 1.0, 0.0), Range(64, 320, 0.5, 1.0), Range(320, NUMEL, 2.0, 1.0))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_lite.kernels.adamw import Range, Ranges, Shard
-from megatron_lite.kernels.momentum import Numbers, Weights
+from megatron_lite.kernels.momentum import Numbers
+from megatron_lite.kernels.weights import Weights
 from megatron_lite.zero.part import Part
 from megatron_lite.zero.stage import Stage
 
@@ -57,10 +58,7 @@ class Rule:
 
 def shard_of(part: Part) -> Shard:
     """What is updated, as the kernels take it; for optimizers with Adam's moments."""
-    weights, moments = part.weights, part.moments
-    return Shard(
-        weights.master, weights.rounded, weights.remainder, part.grad_shard, moments["exp_avg"], moments["exp_avg_sq"]
-    )
+    return Shard(*weights_of(part), part.grad_shard, part.moments["exp_avg"], part.moments["exp_avg_sq"])
 
 
 def ranges_of(part: Part, rank: int, device: torch.device, apart: bool = False) -> Ranges:
