@@ -195,8 +195,9 @@ def _resume(
     for difference in compatibility.differences(loaded.config, config):
         logger.info("  changed since that checkpoint (the command line wins): %s", difference)
     moved = compatibility.moved_samples(loaded.config, config, loaded.iteration)
-    if moved is not None:
-        logger.warning(moved)
+    for caution in (moved, compatibility.other_decay(loaded.config, config)):
+        if caution is not None:
+            logger.warning(caution)
     return loaded.iteration
 
 

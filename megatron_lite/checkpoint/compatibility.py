@@ -108,6 +108,18 @@ def moved_samples(saved: dict[str, Any], config: Config, iterations: int) -> str
     )
 
 
+def other_decay(saved: dict[str, Any], config: Config) -> str | None:
+    """What the meaning of --lr_decay_power does to a checkpoint of a version in which it was another; None: nothing."""
+    options = config.learning_rate
+    by_power = options.lr_decay_style in ("linear", "power", "cosine") and options.lr_decay_power != 1.0
+    if "lr_schedule" in saved or options.lr_schedule is not None or not by_power:
+        return None
+    return (
+        f"--lr_decay_power={options.lr_decay_power:g} is the exponent of the part of the decay that is over; the "
+        "version that saved this checkpoint took it of the part that remains: the rate does not go on as it was"
+    )
+
+
 def _all_differences(saved: dict[str, Any], config: Config) -> list[Difference]:
     """Options that differ; an older version of the program may have known fewer, and did what their defaults mean."""
     saved = {**_as_json(flatten(Config())), **_BEFORE, **saved}

@@ -18,6 +18,7 @@ from megatron_lite.checkpoint.compatibility import (
     differences,
     moved_samples,
     optimizer_state,
+    other_decay,
 )
 from megatron_lite.config import Config, flatten, unflatten
 from megatron_lite.errors import CheckpointError
@@ -132,6 +133,18 @@ def test_a_batch_size_that_moves_the_samples_is_said(
         assert moved_samples(saved, fix, iteration) is None
         coming = [batch_schedule(some.batch).batch_size(iteration + 1) for some in (fix, config)]
         assert coming[0] == coming[1]
+
+
+def test_an_older_checkpoint_knew_another_exponent_of_the_decay() -> None:
+    """Said where it counts: not of checkpoints that mean the same, not where the exponent is 1 or has no effect."""
+    new = saved_config(lr_decay_style="cosine", lr_decay_power=2.0)
+    old = {name: value for name, value in new.items() if name != "lr_schedule"}
+    config = unflatten({"lr_decay_style": "cosine", "lr_decay_power": 2.0})
+    line = other_decay(old, config)
+    assert line is not None and line.startswith("--lr_decay_power=2 is the exponent of the part of the decay that is")
+    assert other_decay(new, config) is None
+    for options in ({"lr_decay_style": "cosine"}, {"lr_decay_style": "inv", "lr_decay_power": 2.0}):
+        assert other_decay(old, unflatten(options)) is None
 
 
 def test_dropped_updates_of_an_older_checkpoint_still_count() -> None:
