@@ -202,12 +202,15 @@ def test_reports_between_log_lines() -> None:
     ("growing", {**SKIPPING, "skip_bad_steps_window": 60}, 60),
 ])  # fmt: skip
 def test_a_hopeless_streak_stops_the_run(step: Any, options: dict[str, Any], needed: int) -> None:
-    """50 dropped updates in a row; spikes only once all of a whole window was dropped."""
+    """50 dropped updates in a row, a resume in between; spikes only once all of a whole window was dropped."""
     a_guard = guard(**options)
     feed(a_guard, usual_steps(60))
     for index in range(needed):
         assert a_guard.dropped.close().stop is None
         assert judge(a_guard, index, *((10.0 ** (2 + index), 1.0) if step == "growing" else step)).skipped
+        if index == 20:
+            state, a_guard = a_guard.state(), guard(**options)
+            a_guard.load_state(json.loads(json.dumps(state)))
     stop = a_guard.dropped.close().stop
     assert stop is not None and f"the last {needed} updates were dropped" in stop
     assert ("--skip_bad_steps_sigma" in stop) == (step == "growing")
