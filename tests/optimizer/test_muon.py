@@ -26,6 +26,7 @@ LLAMA = {
     "use_rotary_embeddings": True, "gated": True, "add_linear_biases": False, "normalization_type": "rms_norm",
     "head_groups": 2, "tie_word_embeddings": False, "ffn_hidden_size": 88,
 }  # fmt: skip
+ADAMC: Options = {"adamc_weight_decay": True, "lr": RATE, "weight_decay": 1.0}
 CASES: list[Options] = [
     {},
     LLAMA | {"num_layers": 3, "layers_per_stage": 2.0, "weight_decay": 0.5},
@@ -33,7 +34,7 @@ CASES: list[Options] = [
     {"hidden_size": 36, "head_groups": 1, "kv_channels": 1, "ffn_hidden_size": 1, "vocab_size": 61},
     LLAMA | {"freeze": ("blocks.0", "*.mlp.down.*", "head"), "num_layers": 3},
     {"lr_scales": ("*.query_key_value.*:0.5", "embedding:0.1", "*.down.*:2", "*.bias:3"), "freeze": ("*.mlp.up.*",)},
-    {"muon_adjust_lr": "original", "muon_nesterov": False, "muon_momentum": 0.8, "muon_ns_steps": 3},
+    {"muon_adjust_lr": "original", "muon_nesterov": False, "muon_momentum": 0.8, "muon_ns_steps": 3} | ADAMC,
     {"num_layers": 1, "muon_momentum": 0.0, "add_linear_biases": False, "freeze": ("embedding", "*norm*")},
     {"full_precision_gradients": False, "training_dtype": "bf16"},
 ]  # fmt: skip
@@ -85,7 +86,10 @@ def oracle(options: Options, before: Weights, specs: list[ParameterSpec]) -> Wei
             if options.get("training_dtype") == "bf16":
                 whole = whole.bfloat16().float()
             piece.grad = whole.view(spec.shape)[part]
-            optimizer.param_groups[0]["lr"] = RATE / step * spec.lr_scale
+            (group,) = optimizer.param_groups
+            group["lr"] = RATE / step * spec.lr_scale
+            if config.adamc_weight_decay:  # in proportion to the rate
+                group["weight_decay"] = (config.weight_decay if len(spec.shape) > 1 else 0.0) / step
             optimizer.step()
     return {name: weight.flatten().numpy() for name, weight in weights.items()}
 
