@@ -60,6 +60,7 @@ class Run:
     trackers: Trackers
     stop: StopSignal
     iteration: int  # iterations done
+    evaluation_due: bool  # the last start was told to stop before it had evaluated what it saved
     collectives_alone_s: dict[str, float]  # see `MultiStage.time_collectives`; empty without --log_communication
     debugger: TensorDebugger
 
@@ -109,7 +110,7 @@ def build(
     collectives_alone_s = _time_collectives(config, distributed, model)
     optimizer = Optimizer(config, model.stages, distributed, kernels)
     window = LogWindow(distributed.device)
-    iteration = _resume(config, distributed, experiment, logger, model, optimizer, window)
+    iteration, evaluation_due = _resume(config, distributed, experiment, logger, model, optimizer, window)
     debugger = _debug(config, distributed, experiment, logger, model)
     with distributed.traffic.paused():
         model.gather_ahead()  # as every iteration leaves it for the next one
@@ -122,7 +123,7 @@ def build(
     )
     return Run(
         config, distributed, experiment, logger, data, model, optimizer, window, timer, trackers, stop, iteration,
-        collectives_alone_s, debugger,
+        evaluation_due, collectives_alone_s, debugger,
     )  # fmt: skip
 
 
@@ -173,15 +174,15 @@ def _check_architecture(config: Config, experiment: Experiment) -> None:
 def _resume(
     config: Config, distributed: Distributed, experiment: Experiment, logger: logging.Logger,
     model: MultiStage, optimizer: Optimizer, window: LogWindow,
-) -> int:  # fmt: skip
-    """Load the newest good checkpoint, or initialise; returns the iterations done."""
+) -> tuple[int, bool]:  # fmt: skip
+    """Load the newest good checkpoint, or initialise; returns the iterations done, and whether an evaluation is due."""
     loaded, now = None, config.optimizer.optimizer
     if experiment.checkpoints is not None:
         loaded = sharded.load_newest(experiment.checkpoints, model, distributed, logger.warning, now)
     if loaded is None:
         model.initialize(config.distributed.seed)
         optimizer.averaging.start()
-        return 0
+        return 0, False
     compatibility.check_architecture(loaded.config, config, str(loaded.folder))
     model.invalidate()
     before = compatibility.saved_optimizer(loaded.config)
@@ -198,7 +199,7 @@ def _resume(
     for caution in (moved, compatibility.other_decay(loaded.config, config)):
         if caution is not None:
             logger.warning(caution)
-    return loaded.iteration
+    return loaded.iteration, loaded.state.get("evaluation_due", False)
 
 
 def _debug(

@@ -79,8 +79,15 @@ def train(run: Run) -> tuple[int, str]:
     """Run the remaining iterations; returns exit code and how it ended."""
     config, training = run.config, run.config.training
     if training.train_iters == 0:
-        evaluate_and_export(run, last=True)
+        if not evaluate_and_export(run, last=True):
+            return 1, "stopped by a signal during an evaluation; there is nothing to save: --train_iters=0"
         return EXIT_DONE, "nothing to train: --train_iters=0"
+    if run.evaluation_due:
+        last = run.iteration >= training.train_iters
+        if not evaluate_and_export(run, last):
+            return preempted(run, evaluation_due=True)
+        if last:
+            save(run)
     if run.iteration >= training.train_iters:
         message = f"the run is complete: iteration {run.iteration} of {training.train_iters}; nothing to do"
         run.logger.info(message)
@@ -90,7 +97,8 @@ def train(run: Run) -> tuple[int, str]:
     first = run.iteration + 1
     if run.iteration == 0 and training.validation_at_start and training.validation_iters:
         with run.timer.excluded(), run.distributed.traffic.paused():
-            evaluate(run, "validation")
+            if not evaluate(run, "validation"):
+                return preempted(run)
     with contextlib.closing(open_bar(run)) as bar:
         for iteration in range(first, training.train_iters + 1):
             # The first wait holds the start of the workers: nothing to warn of.
@@ -105,7 +113,8 @@ def train(run: Run) -> tuple[int, str]:
                 loss = log_training(run, update)
             bar.update(iteration, loss)
             with run.timer.excluded(), run.distributed.traffic.paused():
-                evaluate_and_export(run, last)
+                if not evaluate_and_export(run, last):
+                    return preempted(run, evaluation_due=True)
                 if is_save_due(run, last):
                     save(run)
             if not last and is_due(iteration, training.stop_interval, training.stop_offset):
@@ -122,15 +131,20 @@ def open_bar(run: Run) -> ProgressBar:
     return progress_bar(run.config.training.train_iters, run.iteration)
 
 
-def evaluate_and_export(run: Run, last: bool) -> None:
-    """What is due after an iteration, before its checkpoint: resuming from that repeats none of it."""
+def evaluate_and_export(run: Run, last: bool) -> bool:
+    """What is due after an iteration, before its checkpoint: resuming from that repeats none of it.
+
+    False: a rank was told to stop, and not all of it was done.
+    """
     training, iteration = run.config.training, run.iteration
-    if training.validation_iters and (last or iteration % training.validation_interval == 0):
-        evaluate(run, "validation")
-    if training.test_iters and last:
-        evaluate(run, "test")
+    validated = bool(training.validation_iters) and (last or iteration % training.validation_interval == 0)
+    if validated and not evaluate(run, "validation"):
+        return False
+    if training.test_iters and last and not evaluate(run, "test"):
+        return False
     if training.export_interval is not None and (last or iteration % training.export_interval == 0):
         export(run)
+    return True
 
 
 def is_save_due(run: Run, last: bool) -> bool:
@@ -210,16 +224,18 @@ def is_due(iteration: int, interval: int | None, offset: int = 0) -> bool:
     return interval is not None and iteration >= offset and (iteration - offset) % interval == 0
 
 
-def evaluate(run: Run, phase: str) -> None:
+def evaluate(run: Run, phase: str) -> bool:
     """Log the mean loss over the tokens of a phase's batches, the same ones every time: that of the weights and, where
-    they are averaged, that of the averages.
+    they are averaged, that of the averages. False: a rank was told to stop before all batches were read.
     """
     refuse_bad_steps(run)
     batches, device = run.data.evaluation_batches(phase), run.distributed.device
     kinds = ("loss", "averaged_loss") if run.config.averaging.enabled else ("loss",)
     losses = torch.zeros(len(kinds), dtype=torch.float64, device=device)  # summed over tokens
     for _ in range(run.data.evaluation_iterations(phase)):
-        micro_batches, _, _ = next_batch(run, batches)
+        micro_batches, _, stop = next_batch(run, batches)
+        if stop:
+            return False
         inputs = [micro_batch(batch, device, None, None) for batch in micro_batches]
         losses[0] += run.model.evaluate(inputs)
         if run.config.averaging.enabled:
@@ -236,6 +252,7 @@ def evaluate(run: Run, phase: str) -> None:
     }
     run.trackers.log(record)
     run.logger.info(format_record(record))
+    return True
 
 
 def log_training(run: Run, update: Update) -> float | None:
@@ -302,7 +319,7 @@ def refuse_broken_weights(run: Run) -> None:
         )
 
 
-def save(run: Run) -> None:
+def save(run: Run, evaluation_due: bool = False) -> None:
     """Write a checkpoint, then delete those beyond --max_checkpoints."""
     refuse_bad_steps(run)
     root = run.experiment.checkpoints
@@ -310,7 +327,7 @@ def save(run: Run) -> None:
         return
     refuse_broken_weights(run)
     start_s = time.perf_counter()
-    state = {"optimizer": run.optimizer.state(), "window": run.window.state()}
+    state = {"optimizer": run.optimizer.state(), "window": run.window.state(), "evaluation_due": evaluation_due}
     sharded.save(root, run.iteration, run.model, state, run.config, run.distributed)
     if run.distributed.rank == 0:
         sharded.prune(root, run.config.training.max_checkpoints, run.iteration)
@@ -334,14 +351,14 @@ def export(run: Run) -> None:
     run.logger.info("exported %s%s", directory, " (averaged weights)" if averaged else "")
 
 
-def preempted(run: Run) -> tuple[int, str]:
-    """Save and stop, as a signal to any rank asked."""
+def preempted(run: Run, evaluation_due: bool = False) -> tuple[int, str]:
+    """Save and stop, as a signal to any rank asked. An evaluation that it cut short is made again by the next start."""
     refuse_bad_steps(run)
     if run.experiment.checkpoints is None:
         message = f"stopped by a signal at iteration {run.iteration}; nothing was saved (no --experiment_dir)"
         run.logger.info(message)
         return 1, message
-    save(run)
+    save(run, evaluation_due)
     message = f"stopped by a signal: saved at iteration {run.iteration}; the same command resumes"
     run.logger.info(message)
     return EXIT_PREEMPTED, message

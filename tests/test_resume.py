@@ -8,6 +8,7 @@ accumulated, and log lines sum over steps of two starts.
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import os
 import random
@@ -269,6 +270,36 @@ def test_signal_to_one_rank_or_to_all(reference: Path, corpus: str, tmp_path: Pa
     assert outcome.codes == [0, 0], outcome.output
     assert f"resumed from {experiment}/checkpoints/{newest} at iteration {newest}" in outcome.stdouts[0]
     assert_same_run(experiment, reference)
+
+
+def test_signal_during_a_long_validation(tmp_path: Path) -> None:
+    """A validation that was told to stop does: the ranks save, and the next start validates what it has loaded, before
+    anything else, also when the run was at its end. In the log nothing is missing, and nothing differs."""
+    more = ("--train_iters=4", "--validation_iters=150", "--validation_interval=2", "--test_iters=1", "--ema_type=ema")
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    outcome = run([*TINY, *more, f"--experiment_dir={whole}"], RANKS)
+    assert outcome.codes == [0, 0], outcome.output
+
+    def validates(number: int, iteration: int) -> bool:
+        """Whether start `number` is about to validate a new step or, every other one, what it has loaded."""
+        log = stopped / "runs" / str(number) / "logs" / "logs_rank_000.txt"
+        line = "resumed from" if number % 2 else f"training @ iteration {iteration}"
+        return log.exists() and line in log.read_text("utf-8") and read_exit(stopped).get("status") == "running"
+
+    for number, iteration in enumerate((2, 2, 4, 4)):
+        with Start([*TINY, *more, f"--experiment_dir={stopped}"], RANKS) as start:
+            reached = start.wait_until(functools.partial(validates, number, iteration), f"iteration {iteration}")
+            assert reached, "ended too early"
+            start.signal(signal.SIGTERM)
+            outcome = start.wait()
+            start.assert_nothing_left()
+        assert outcome.codes == [75, 75], outcome.output
+        assert checkpoints(stopped)[-1] == iteration and ("validation", iteration) not in curve(stopped)
+    outcome = run([*TINY, *more, f"--experiment_dir={stopped}"], RANKS)
+    assert outcome.codes == [0, 0], outcome.output
+    assert_same_run(stopped, whole)
+    outcome = run([*TINY, *more, f"--experiment_dir={stopped}"], RANKS)
+    assert "nothing to do" in outcome.output and "validation @" not in outcome.output
 
 
 @pytest.mark.slow

@@ -134,6 +134,12 @@ def _consequences(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
             f"--cross_entropy_splits={splits}: a micro-batch has only {tokens} tokens; write at most that",
         )
     share = -(-batch // world_size)
+    if micro > share:
+        yield Problem(
+            _BATCH_RULE,
+            f"{typed(values, 'micro_batch_size', 'batch_size')} on {_ranks(world_size)}: a rank never has more than "
+            f"{share} sample{'s' if share > 1 else ''}, the rest would always be padding; write at most that",
+        )
     if evaluated is not None and evaluated > share:
         yield Problem(
             ("eval_micro_batch_size", *_BATCH_RULE),
