@@ -84,10 +84,11 @@ def train(run: Run) -> tuple[int, str]:
         return EXIT_DONE, "nothing to train: --train_iters=0"
     if run.evaluation_due:
         last = run.iteration >= training.train_iters
-        if not evaluate_and_export(run, last):
-            return preempted(run, evaluation_due=True)
-        if last:
-            save(run)
+        with run.timer.excluded(), run.distributed.traffic.paused():
+            if not evaluate_and_export(run, last):
+                return preempted(run, evaluation_due=True)
+            if last:
+                save(run)
     if run.iteration >= training.train_iters:
         message = f"the run is complete: iteration {run.iteration} of {training.train_iters}; nothing to do"
         run.logger.info(message)
