@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import gc
 import json
+import multiprocessing
 import os
 import statistics
 import sys
@@ -155,8 +155,10 @@ class Contestant:
         self.seconds.append(elapsed_s / steps)
 
 
-def measure(row: Row, options: argparse.Namespace, distributed: Distributed) -> dict[str, Any]:
+def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     """Times of one row and its peers in seconds, by turn, and how far the weights are apart in the end."""
+    torch.set_num_threads(options.threads)
+    distributed = launch.initialize(unflatten({"device": "cpu"}).distributed)
     ours = Ours(row, options, distributed)
     weights = ours.weights()
     contestants = {
@@ -181,6 +183,7 @@ def measure(row: Row, options: argparse.Namespace, distributed: Distributed) -> 
         theirs, mine = contestants[row.same_as].optimizer.weights(), ours.weights()
         result["largest_difference"] = max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
         result["steps"] = len(contestants["ours"].seconds) * options.steps_per_turn
+    distributed.close()
     return result
 
 
@@ -247,16 +250,16 @@ def main(argv: Sequence[str]) -> int:
     """Measure, print, write; returns the exit code."""
     options = parse(argv)
     torch.set_num_threads(options.threads)
-    distributed, load_before = launch.initialize(unflatten({"device": "cpu"}).distributed), machine.load_average()
-    rows = []
-    for row in (row for row in ROWS if options.only in row.name):
-        rows.append(measure(row, options, distributed))
-        gc.collect()
+    load_before = machine.load_average()
+    # Each row in a process of its own: memory that an earlier row has freed made a later one up to a third slower.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "benchmark_model"])  # which import what takes time
+    with context.Pool(1, maxtasksperchild=1) as pool:
+        rows = [pool.apply(measure, (row, options)) for row in ROWS if options.only in row.name]
     result = {
         "date": datetime.date.today().isoformat(), "versions": machine.versions(), "threads": options.threads,
-        "machine": machine.describe(distributed.device, load_before), "rows": rows,
+        "machine": machine.describe(torch.device("cpu"), load_before), "rows": rows,
     }  # fmt: skip
-    distributed.close()
     if options.output is not None:
         options.output.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     print(to_markdown(result), flush=True)
