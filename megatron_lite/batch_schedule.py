@@ -6,7 +6,7 @@ change of the batch size neither repeats nor skips any, and where a run goes on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from dataclasses import dataclass
 
 from megatron_lite.config import BatchConfig
@@ -50,7 +50,8 @@ class BatchSchedule:
         return " ".join(f"{segment.start}:{segment.size}" for segment in self.segments)
 
 
-def parse_schedule(items: Sequence[str]) -> BatchSchedule:
+@functools.cache  # it is asked for several times a step
+def parse_schedule(items: tuple[str, ...]) -> BatchSchedule:
     """The schedule that --batch_size_schedule describes: `0:32 1000:64` is 32 samples for iterations 1 to 1000.
 
     Raises:

@@ -43,7 +43,7 @@ def test_offsets_are_sums_of_the_sizes_before(schedule: BatchSchedule) -> None:
     sizes = counted(schedule, 80)
     assert [schedule.batch_size(iteration) for iteration in range(1, 81)] == sizes
     assert [schedule.consumed_samples(iterations) for iterations in range(81)] == [sum(sizes[:n]) for n in range(81)]
-    assert parse_schedule(str(schedule).split()) == schedule
+    assert parse_schedule(tuple(str(schedule).split())) == schedule
     assert schedule.sizes == sorted({segment.size for segment in schedule.segments})
 
 
@@ -73,7 +73,7 @@ def test_a_constant_size_is_a_schedule_of_one() -> None:
 def test_what_is_no_schedule_is_refused(items: str, message: str) -> None:
     """Each with the flag, the item and what to write."""
     with pytest.raises(UsageError, match=message) as caught:
-        parse_schedule(items.split())
+        parse_schedule(tuple(items.split()))
     assert str(caught.value).startswith("--batch_size_schedule=")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -24,7 +25,8 @@ class Stage(NamedTuple):
     power: float
 
 
-def parse_stages(text: str) -> list[Stage]:
+@functools.cache  # it is asked for at every step
+def parse_stages(text: str) -> tuple[Stage, ...]:
     """The stages of --lr_schedule in their order; each begins where the one before it ends.
 
     Raises:
@@ -41,7 +43,7 @@ def parse_stages(text: str) -> list[Stage]:
             stages.append(_parse_stage([item.strip() for item in word.split(",")], begin))
         except BadValueError as error:
             raise UsageError(f"{stage}: {error}") from None
-    return stages
+    return tuple(stages)
 
 
 def stage_rate(stages: Sequence[Stage], step: int) -> float:
