@@ -27,12 +27,12 @@ from megatron_lite.kernels.weights import Weights
 
 @dataclass(frozen=True)
 class Numbers:
-    """Of one step. divisor, skipped: () in fp32, on the device; 1 where nothing may change, else 0."""
+    """Of one step. Tensors: () in fp32, on the device."""
 
     learning_rate: float
     weight_decay: float
-    divisor: Tensor
-    skipped: Tensor
+    divisor: Tensor  # of the gradients
+    skipped: Tensor  # 1 where nothing may change, else 0
 
 
 def sgd(

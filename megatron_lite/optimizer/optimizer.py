@@ -70,7 +70,7 @@ class Optimizer:
         self._updates.add_(~verdict.skipped)
         divisor = scale / self.guard.clipping_factor(grad_norm)
         step = Step(
-            learning_rate, self._weight_decay(learning_rate), divisor, self._updates, verdict.skipped.float()
+            learning_rate, self._weight_decay(learning_rate), divisor, verdict.skipped.float(), self._updates
         )
         self._rule.begin(self._trained, step)
         self.averaging.begin()

@@ -24,14 +24,10 @@ class Trained(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
-    """Numbers of one update. Tensors are on the device, () in fp32, and never read on the host."""
+class Step(Numbers):
+    """All numbers of one update. Tensors are on the device, () in fp32, and never read on the host."""
 
-    learning_rate: float
-    weight_decay: float  # of this step
-    divisor: Tensor  # of the gradients: loss scale / clipping factor
     updates: Tensor  # good updates, this one included: Adam's t
-    skipped: Tensor  # 1 where nothing may be written, else 0
 
 
 class Rule:
@@ -72,8 +68,3 @@ def ranges_of(part: Part, rank: int, device: torch.device, apart: bool = False) 
 def weights_of(part: Part) -> Weights:
     """The weights alone, for optimizers with other moments."""
     return Weights(part.weights.master, part.weights.rounded, part.weights.remainder)
-
-
-def numbers_of(step: Step) -> Numbers:
-    """What those need of a step."""
-    return Numbers(step.learning_rate, step.weight_decay, step.divisor, step.skipped)
