@@ -82,13 +82,8 @@ def train(run: Run) -> tuple[int, str]:
         if not evaluate_and_export(run, last=True):
             return 1, "stopped by a signal during an evaluation; there is nothing to save: --train_iters=0"
         return EXIT_DONE, "nothing to train: --train_iters=0"
-    if run.evaluation_due:
-        last = run.iteration >= training.train_iters
-        with run.timer.excluded(), run.distributed.traffic.paused():
-            if not evaluate_and_export(run, last):
-                return preempted(run, evaluation_due=True)
-            if last:
-                save(run)
+    if (stopped := evaluate_first(run)) is not None:
+        return stopped
     if run.iteration >= training.train_iters:
         message = f"the run is complete: iteration {run.iteration} of {training.train_iters}; nothing to do"
         run.logger.info(message)
@@ -96,10 +91,6 @@ def train(run: Run) -> tuple[int, str]:
     batches = run.data.batches("training", run.iteration, training.train_iters - run.iteration)
     loss: float | None = None
     first = run.iteration + 1
-    if run.iteration == 0 and training.validation_at_start and training.validation_iters:
-        with run.timer.excluded(), run.distributed.traffic.paused():
-            if not evaluate(run, "validation"):
-                return preempted(run)
     with contextlib.closing(open_bar(run)) as bar:
         for iteration in range(first, training.train_iters + 1):
             # The first wait holds the start of the workers: nothing to warn of.
@@ -123,6 +114,23 @@ def train(run: Run) -> tuple[int, str]:
     message = f"training complete: {run.iteration} iterations"
     run.logger.info(message)
     return EXIT_DONE, message
+
+
+def evaluate_first(run: Run) -> tuple[int, str] | None:
+    """What is evaluated before the next iteration: what the last start was told to leave, or a fresh run.
+
+    Returns how the run ended, if a rank was told to stop meanwhile.
+    """
+    training, last = run.config.training, run.iteration >= run.config.training.train_iters
+    fresh = run.iteration == 0 and training.validation_at_start and training.validation_iters
+    with run.timer.excluded(), run.distributed.traffic.paused():
+        if run.evaluation_due and not evaluate_and_export(run, last):
+            return preempted(run, evaluation_due=True)
+        if run.evaluation_due and last:
+            save(run)
+        if fresh and not evaluate(run, "validation"):
+            return preempted(run)
+    return None
 
 
 def open_bar(run: Run) -> ProgressBar:
@@ -185,9 +193,9 @@ def micro_batch(
     The labels of padding are masked; `loss_weight` becomes part of the gradient's scale.
     """
     tokens, documents = batch.tokens.to(device, non_blocking=True), None
-    labels = tokens[:, 1:].contiguous()
+    # A copy: `contiguous` makes none of a single row, and padding is masked in the labels alone.
+    labels = tokens[:, 1:].clone(memory_format=torch.contiguous_format)
     if batch.padding:
-        labels = labels.clone()  # of a single row they are a view of the tokens so far
         labels[-batch.padding :] = MASKED
     if scale is not None and loss_weight != 1.0:
         scale = scale * loss_weight
@@ -320,6 +328,11 @@ def refuse_broken_weights(run: Run) -> None:
         )
 
 
+def _state(run: Run, evaluation_due: bool = False) -> dict[str, Any]:
+    """What a checkpoint holds besides the shards (reads the device)."""
+    return {"optimizer": run.optimizer.state(), "window": run.window.state(), "evaluation_due": evaluation_due}
+
+
 def save(run: Run, evaluation_due: bool = False) -> None:
     """Write a checkpoint, then delete those beyond --max_checkpoints."""
     refuse_bad_steps(run)
@@ -328,8 +341,7 @@ def save(run: Run, evaluation_due: bool = False) -> None:
         return
     refuse_broken_weights(run)
     start_s = time.perf_counter()
-    state = {"optimizer": run.optimizer.state(), "window": run.window.state(), "evaluation_due": evaluation_due}
-    sharded.save(root, run.iteration, run.model, state, run.config, run.distributed)
+    sharded.save(root, run.iteration, run.model, _state(run, evaluation_due), run.config, run.distributed)
     if run.distributed.rank == 0:
         sharded.prune(root, run.config.training.max_checkpoints, run.iteration)
     run.logger.info("saved %s (%.1f s)", root / str(run.iteration), time.perf_counter() - start_s)
@@ -344,8 +356,7 @@ def export(run: Run) -> None:
     refuse_broken_weights(run)
     averaged = run.config.training.export_weights == "average"
     if run.config.training.export_format == "distributed":
-        state = {"optimizer": run.optimizer.state(), "window": run.window.state()}
-        sharded.save(directory.parent, run.iteration, run.model, state, run.config, run.distributed)
+        sharded.save(directory.parent, run.iteration, run.model, _state(run), run.config, run.distributed)
     else:
         with run.model.averaged() if averaged else contextlib.nullcontext():
             save_huggingface(directory, run.model, run.config, run.distributed, run.model.full_weights())
