@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
         if config.distributed.dry_run:
             from megatron_lite.dry_run import dry_run
 
-            return dry_run(config, world_size, arguments.warnings, prints=launch_rank() == 0)
+            return dry_run(config, world_size, arguments.notes, prints=launch_rank() == 0)
     except HelpRequested as request:
         if launch_rank() == 0:
             exits.print_page(str(request))
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
 
     from megatron_lite.train import pretrain
 
-    return pretrain(config, arguments.warnings)
+    return pretrain(config, arguments.notes)
 
 
 if __name__ == "__main__":

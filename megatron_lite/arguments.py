@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 from megatron_lite.config import Config, unflatten
 from megatron_lite.errors import UsageError
 from megatron_lite.flags import SPELLINGS, BadValueError, Flag, parse_list, parse_value, shown, written
+from megatron_lite.note import Note
+from megatron_lite.pretrained import with_source
 from megatron_lite.refused import REFUSED_SPELLINGS, REFUSED_VALUES
 from megatron_lite.suggestions import LONG_DASHES, instead_of, unknown_flag
 from megatron_lite.usage import banner as banner
@@ -36,7 +38,11 @@ class Arguments:
 
     config: Config
     given: dict[str, Any]  # the options that were typed, by name
-    warnings: tuple[str, ...]
+    notes: tuple[Note, ...]  # warnings, and where options come from that were not typed
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(note.text for note in self.notes if note.is_warning)
 
 
 class ParseError(UsageError):
@@ -97,12 +103,14 @@ def parse(argv: Sequence[str]) -> Arguments:
             raise HelpRequested(help_text(everything=item.name == "help_all"))
     for item in items:
         parser.take(item)
-    config = unflatten(parser.given)
+    values, notes = with_source(parser.given)
+    config = unflatten(values)
     if parser.problems:
         if not parser.guesswork:  # else the value that is missing may be the reason of any contradiction
             parser.problems += _contradictions(config, parser.wrong)
         raise ParseError("\n".join(parser.problems), folder_of(config))
-    return Arguments(config, parser.given, tuple(parser.warnings))
+    warnings = (Note(text, is_warning=True) for text in parser.warnings)
+    return Arguments(config, parser.given, (*warnings, *notes))
 
 
 def _contradictions(config: Config, wrong: set[str]) -> list[str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from typing import NamedTuple
 
 import torch
 
 from megatron_lite.config import Config, MultiStageConfig
 from megatron_lite.gpt import model_layers
 from megatron_lite.kernels.choice import REFERENCES
+from megatron_lite.note import Note
 from megatron_lite.parameter import DTYPES, Parameter
 from megatron_lite.planning import make_plan
 
@@ -25,13 +25,6 @@ NCCL_COST = (20e-6, 2e-6, 50e9)
 GLOO_COST = (100e-6, 50e-6, 1e9)
 LATENCY_SHARE = 0.1
 SMALLEST_NCCL_GATHER = 32 * MIB
-
-
-class Note(NamedTuple):
-    """One line about a choice; a warning if nothing fits."""
-
-    text: str
-    is_warning: bool = False
 
 
 def resolve_auto(

@@ -14,7 +14,7 @@ import torch
 
 from megatron_lite import arguments, weight_decay
 from megatron_lite.agreement import together
-from megatron_lite.automatic import Note, device_memory_bytes, resolve_auto
+from megatron_lite.automatic import device_memory_bytes, resolve_auto
 from megatron_lite.batch_schedule import Split, batch_schedule, consumed_tokens
 from megatron_lite.checkpoint import compatibility, sharded
 from megatron_lite.checkpoint.huggingface import check_exportable
@@ -33,6 +33,7 @@ from megatron_lite.monitor.metrics import StepTimer, known_peak_tflops
 from megatron_lite.monitor.tensor_debug import TensorDebugger, open_debugger
 from megatron_lite.monitor.trackers import Trackers, open_trackers
 from megatron_lite.monitor.window import LogWindow
+from megatron_lite.note import Note
 from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.optimizer.rules import muon
 from megatron_lite.parameter import DTYPES
@@ -74,7 +75,7 @@ class Run:
 
 
 def build(
-    config: Config, distributed: Distributed, experiment: Experiment, stop: StopSignal, notes: tuple[str, ...]
+    config: Config, distributed: Distributed, experiment: Experiment, stop: StopSignal, notes: tuple[Note, ...]
 ) -> Run:
     """Open, check, allocate, resume. Every rank calls this; an error on any of them is raised on all.
 
@@ -95,10 +96,10 @@ def build(
         logger.info(weight_decay.describe(parameters_of(layers)))
     if config.distributed.deterministic:
         logger.info(deterministic_ways(distributed.device, kernels.triton))
-    for choice in choices:
-        logger.log(logging.WARNING if choice.is_warning else logging.INFO, choice.text)
-    for note in (*notes, *warnings(config), *memory_warnings(config, distributed)):
-        logger.warning(note)
+    for note in (*choices, *notes):
+        logger.log(logging.WARNING if note.is_warning else logging.INFO, note.text)
+    for warning in (*warnings(config), *memory_warnings(config, distributed)):
+        logger.warning(warning)
     if experiment.checkpoints is not None:
         together(distributed, lambda: _check_architecture(config, experiment))
     model = together(distributed, lambda: _allocate(config, distributed, layers))

@@ -169,7 +169,8 @@ def _idle_conditions(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
     yield "num_workers", random and values["num_workers"] > 0, "with --dataset_source=random"
     for name in ("data_path", "split", "multiprocessing_context", "data_sample_warn_time_ms"):
         yield name, random, "with --dataset_source=random"
-    yield "rotary_embedding_scale", not values["use_rotary_embeddings"], "without --use_rotary_embeddings=1"
+    unrotated = not values["use_rotary_embeddings"] and values["rotary_base"] != 10000.0
+    yield "rotary_base", unrotated, "without --use_rotary_embeddings=1"
     yield "random_bias_init", not values["add_linear_biases"], "with --add_linear_biases=0"
     yield from _idle_debugging(values)
     nothing_frozen = all(scale != 0.0 for _, scale in lr_scale_patterns(values["freeze"], values["lr_scales"]))
@@ -189,8 +190,19 @@ def _idle_conditions(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
     yield "stop_offset", values["stop_interval"] is None, "without --stop_interval"
     yield "max_checkpoints", values["experiment_dir"] is None, "without --experiment_dir"
     no_exports = values["export_interval"] is None
-    for name in ("tokenizer_file", "export_format", "export_weights"):
+    unread = no_exports and values["sample_interval"] is None
+    yield "tokenizer_file", unread, "without --export_interval or --sample_interval"
+    for name in ("export_format", "export_weights", "export_shard_size", "export_callback_script"):
         yield name, no_exports, "without --export_interval"
+    yield "export_callback_env", values["export_callback_script"] == "", "without --export_callback_script"
+    for name in ("sample_prompts", "sample_tokens", "sample_temperature", "sample_top_k", "sample_top_p"):
+        yield name, values["sample_interval"] is None, "without --sample_interval"
+    unused = values["pretrained_checkpoint_path"] is None
+    for name in (
+        "pretrained_checkpoint_type", "use_pretrained_config", "ignore_pretrained_config", "load_pretrained_weights",
+        "load_pretrained_optimizer",
+    ):  # fmt: skip
+        yield name, unused, "without --pretrained_checkpoint_path"
     yield "ema_beta", values["ema_type"] == "none", "without --ema_type"
     for name in ("ema_switch_iter", "ema_decay_iters"):
         yield name, values["ema_type"] != "ema_decay_sqrt", "without --ema_type=ema_decay_sqrt"

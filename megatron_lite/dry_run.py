@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatron_lite import exits
-from megatron_lite.automatic import GIB, MIB, RESERVE, Note, device_memory_bytes, resolve_auto
+from megatron_lite.automatic import GIB, MIB, RESERVE, device_memory_bytes, resolve_auto
 from megatron_lite.batch_schedule import consumed_tokens
 from megatron_lite.cautions import warnings
 from megatron_lite.config import Config
 from megatron_lite.errors import EXIT_DONE, UsageError
+from megatron_lite.note import Note
 from megatron_lite.planning import Plan, make_plan
 from megatron_lite.zero.stage import Stage
 
@@ -24,10 +25,10 @@ PLANNED_GPU_BYTES = 79 * GIB
 WIDTH = 118
 
 
-def dry_run(config: Config, world_size: int, notes: Sequence[str], prints: bool) -> int:
+def dry_run(config: Config, world_size: int, notes: Sequence[Note], prints: bool) -> int:
     """Print the plan of a resolved configuration for `world_size` ranks, if this process `prints`; the exit code.
 
-    `notes` are warnings of the command line. `--device=auto` plans for GPUs.
+    `notes` are those of the command line. `--device=auto` plans for GPUs.
 
     Raises:
         UsageError: if a pattern of --freeze or --lr_scales matches nothing, or no address reaches to a tensor's end.
@@ -40,7 +41,7 @@ def dry_run(config: Config, world_size: int, notes: Sequence[str], prints: bool)
         plan = make_plan(dataclasses.replace(config, multi_stage=multi_stage), world_size, device_type)
     except (RuntimeError, OverflowError) as error:  # of a tensor of more than 2**63 bytes, be it on the meta device
         raise UsageError(f"--dry_run=1: {error}; write smaller sizes (--hidden_size, --vocab_size ...)") from error
-    cautions = [Note(text, is_warning=True) for text in (*notes, *warnings(config))]
+    cautions = [*notes, *(Note(text, is_warning=True) for text in warnings(config))]
     if prints:
         exits.print_page("\n".join([*describe(plan, memory, choices), *_notes(cautions)]))
     return EXIT_DONE

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megatron_lite.refused import COMPILE, PARALLEL, PRETRAINED, PROFILE, TORCHRUN
+from megatron_lite.refused import COMPILE, PARALLEL, PROFILE, TORCHRUN
 
 _RECOMPUTE = (
     "write --mlp_recompute_level=activation or =full for the MLPs of all layers, --recompute_layers=<N> for everything "
@@ -43,35 +43,26 @@ _HARNESS = "evaluations other than the loss are not built"
 _MODEL = {
     "group_query_attention": "write --head_groups=<number of key/value heads>",
     "position_embedding_type": "write --use_rotary_embeddings=1 for rope, =0 for learned_absolute",
-    "rotary_base": "write --rotary_embedding_scale=<minus its natural logarithm>: "
-    "-9.210340371976184 for 10000, -13.122363377404328 for 500000, -13.815510557964274 for 1000000",
-    "rotary_percent": "rotary positions turn all channels of a head",
     "normalization": "write --normalization_type=layer_norm or --normalization_type=rms_norm",
     "swiglu": "write --gated=1 --activation_type=silu",
     "squared_relu": "write --activation_type=squared_relu",
     "disable_bias_linear": "write --add_linear_biases=0",
-    "use_bias": "write --add_linear_biases=1; norms of type layer_norm have a bias in any case",
+    "use_bias": "write --add_linear_biases=1; norms of type layer_norm have a bias unless --use_layer_norm_weight=0",
     "untie_embeddings_and_output_weights": "write --tie_word_embeddings=0",
-    "qk_layernorm": "norms on queries and keys are not built yet",
-    "make_vocab_size_divisible_by": "the vocabulary is not padded; write --vocab_size=<padded size>",
     "initializer_range": "write --init_method_std",
     # Levanter
     "model.type": "there is one model; write --use_rotary_embeddings=1 --normalization_type=rms_norm --gated=1 "
     "--add_linear_biases=0 --tie_word_embeddings=0 for llama, none of them for gpt2",
     "mlp_scale": "write --ffn_hidden_size=<this * hidden_size>",
-    "embed_pdrop": "write --hidden_dropout, which drops on embeddings and on residual branches",
-    "resid_pdrop": "write --hidden_dropout, which drops on embeddings and on residual branches",
+    "embed_pdrop": "write --embedding_dropout",
+    "resid_pdrop": "write --hidden_dropout, and --embedding_dropout for the embeddings",
     "attn_pdrop": "write --attention_dropout; in Levanter it had no effect",
     "activation_function": "write --activation_type: gelu_new is gelu here, gelu is gelu_exact",
-    "scale_attn_by_inverse_layer_idx": "scores are divided by the root of kv_channels alone",
-    "upcast_attn": "scores and softmax are in fp32 in any case",
-    "hybrid_norm": "norms behind attention and MLP are not built yet",
-    "use_qk_norm": "norms on queries and keys are not built yet",
-    "input_embedding_norm": "a norm behind the embedding is not built yet",
-    "use_layer_norm_weight": "norms have weights in any case",
     "scan_layers": _JAX + "; layers are never stacked here",
-    "rope": "write --use_rotary_embeddings=1 and --rotary_embedding_scale=<minus the logarithm of theta>; "
-    "scaled rotary positions are not built yet",
+    "rope": "write --use_rotary_embeddings=1 --rope_type=<type>, and --rotary_base for theta",
+    "rope.type": "write --rope_type",
+    "rope.theta": "write --rotary_base",
+    "rope.factor": "write --rope_factor, with --rope_type=linear, llama3 or yarn",
     "reference_checkpoint": "exports need no other model; write --tokenizer_file=<tokenizer.json>",
 }
 
@@ -247,14 +238,14 @@ _SAVING = {
     "load_checkpoint": "a run resumes by itself where --experiment_dir has a checkpoint; "
     "to demand one or to ignore it is not built yet",
     "load_checkpoint_path": "a run resumes from its own folder alone; write --experiment_dir=<folder>",
-    "initialize_from": PRETRAINED,
-    "initialize_from_checkpoint_path": PRETRAINED,
-    "initialize_from_hf": PRETRAINED,
-    "use_hf_model_config": PRETRAINED,
+    "initialize_from": "write --pretrained_checkpoint_path=<folder of a checkpoint>",
+    "initialize_from_checkpoint_path": "write --pretrained_checkpoint_path=<folder of a checkpoint>",
+    "initialize_from_hf": "write --pretrained_checkpoint_path=<folder of a Hugging Face model>",
+    "use_hf_model_config": "write --use_pretrained_config=1 or =0",
     "allow_partial_checkpoint": "a checkpoint is loaded whole",
     "hf_save_path": "write --export_interval; exports go to <experiment_dir>/export",
     "hf_save_steps": "write --export_interval=<iterations>",
-    "hf_save_dtype": "exports have the training dtype; write --training_dtype",
+    "hf_save_dtype": "write --export_dtype",
     "hf_upload": "nothing is uploaded; exports are in <experiment_dir>/export",
 }
 

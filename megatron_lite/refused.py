@@ -41,7 +41,6 @@ def _value(name: str, default: str, accepted: str, reason: str, *aliases: str) -
     return Refused(name, default, tuple(accepted.split()), reason, False, aliases)
 
 
-_CALLBACK = "nothing is run after an export; run it yourself, or watch the export folder"
 _OVERLAP = (
     "gathers and reduces run beside the computation; for none of that write --num_weight_buffers=1 --num_grad_buffers=1"
 )
@@ -49,7 +48,8 @@ PARALLEL = "only data parallelism for now"
 _SEED = "every random number derives from the seed and its own place (weight, sample, layer), not from shifted seeds"
 _EXPERTS = "mixture of experts comes later"
 _FIM = "fill-in-the-middle is not built"
-PRETRAINED = "starting from other weights is not built yet; the same experiment_dir resumes by itself"
+_MODEL_TYPE = "the folder's config.json says which model it is"
+_WHOLE_CONFIG = "of a pretrained folder only the architecture is taken; write everything else as flags"
 PROFILE = "the profiler is not built yet"
 _TRITON = "matrix products are the vendor's own; write --enable_triton_kernels=0 or =1 for everything else"
 COMPILE = (
@@ -61,8 +61,6 @@ TORCHRUN = "torchrun sets it through the environment: torchrun --nproc-per-node=
 
 
 _BATCH = (
-    _value("export_callback_script", "", "none", _CALLBACK),
-    _value("export_callback_env", "", "none", _CALLBACK),
     _value("micro_sequence_length", "none", "none", "a micro-batch holds whole samples of sequence_length tokens"),
 )
 
@@ -92,10 +90,8 @@ _ENGINE = (
 
 _MODEL = (
     _switch("triton_rotary", "1", "1", "write --enable_triton_kernels=0, for all operations"),
-    _switch("zero_centered_normalization", "0", "0", "norm weights are stored as they are multiplied"),
     _value("normalization_implementation", "auto", "auto", "the implementation is chosen by the program"),
     _switch("transposed_mlp_weight", "1", "0", "every matrix is stored as (outputs, inputs)"),
-    _switch("full_precision_residual", "0", "0", "the residual stream has the training dtype"),
     _switch("use_flash_attention", "1", "1", "write --attention_backend=math for the formula itself", "use_flash_attn"),
     _switch("parallel_embeddings", "1", "1", PARALLEL),
     _value("sequence_first", "none", "none", "the batch dimension always comes first"),
@@ -136,15 +132,9 @@ _FILL_IN_THE_MIDDLE = tuple(
 )  # fmt: skip
 
 _OTHER_WEIGHTS = (
-    _value("pretrained_checkpoint_path", "none", "none", PRETRAINED),
-    _value("pretrained_checkpoint_type", "distributed", "distributed", PRETRAINED),
-    _value("imported_model_type", "none", "none", PRETRAINED),
-    _switch("use_pretrained_config", "1", "1", PRETRAINED),
-    _switch("ignore_pretrained_config", "0", "0", PRETRAINED),
-    _switch("load_full_base_model_config", "0", "0", PRETRAINED),
-    _switch("load_full_fast_llm_config", "0", "0", PRETRAINED),
-    _switch("load_pretrained_weights", "1", "1", PRETRAINED),
-    _switch("load_pretrained_optimizer", "0", "0", PRETRAINED),
+    _value("imported_model_type", "none", "none", _MODEL_TYPE),
+    _switch("load_full_base_model_config", "0", "0", _WHOLE_CONFIG),
+    _switch("load_full_fast_llm_config", "0", "0", _WHOLE_CONFIG),
 )
 
 _PROFILING = (
@@ -188,6 +178,7 @@ REFUSED_VALUES: Mapping[tuple[str, str], str] = MappingProxyType({
         for style in ("constant", "linear", "cosine", "inv_sqrt", "inv", "power")
     },
     ("clip_grad", "none"): "write 0, which turns clipping off",
+    ("pretrained_checkpoint_type", "state_dict"): "pickles are never loaded; write the weights as safetensors",
     ("validation_iters", "none"): "write all for the whole validation set, 0 for no validation",
     ("weight_decay_default_mask", "true"): "write levanter",
     ("weight_decay_default_mask", "false"): "write off, or beside --weight_decay_modules leave it out",

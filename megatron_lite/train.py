@@ -28,6 +28,7 @@ from megatron_lite.layers.layer import MicroBatch
 from megatron_lite.monitor.communication import communication_lines
 from megatron_lite.monitor.metrics import format_record
 from megatron_lite.monitor.progress import ProgressBar, progress_bar
+from megatron_lite.note import Note
 from megatron_lite.optimizer.optimizer import Update
 from megatron_lite.optimizer.schedules import learning_rate
 from megatron_lite.seeds import derive_seed
@@ -39,10 +40,10 @@ FAILED = 1 << 16
 MASKED = -1
 
 
-def pretrain(config: Config, notes: tuple[str, ...]) -> int:
+def pretrain(config: Config, notes: tuple[Note, ...]) -> int:
     """Train as configured; returns the exit code, which is also left in exit.json.
 
-    `notes` are warnings of the command line, printed under the banner.
+    `notes` are those of the command line, printed under the banner.
     """
     rank, run_number, run = launch_rank(), 0, None
     stop = StopSignal()

@@ -193,7 +193,7 @@ class PlainGPT(nn.Module):
     def __init__(self, config: Config, loss: str, device: torch.device) -> None:
         super().__init__()
         model, length = config.model, config.batch.sequence_length
-        assert model.kv_channels
+        assert model.kv_channels and model.rotary_base
         table = rotary_table(length, model.kv_channels, model.rotary_base, device)
         self.scale = 1.0 / tokens_per_rank(config)
         with torch.device("meta"):

@@ -101,6 +101,6 @@ def norm(config: ModelConfig) -> nn.Module:
 def rotate(x: Tensor, config: ModelConfig) -> Tensor:
     """Rotary positions through complex numbers: channel j and j + d / 2 are one complex number."""
     d, s = x.shape[-1], x.shape[-2]
-    angles = torch.arange(s)[:, None] * torch.exp(config.rotary_embedding_scale * torch.arange(0, d, 2) / d)
+    angles = torch.arange(s)[:, None] * config.rotary_base ** (-torch.arange(0, d, 2) / d)
     turned = torch.complex(x[..., : d // 2], x[..., d // 2 :]) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat([turned.real, turned.imag], dim=-1)

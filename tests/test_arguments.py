@@ -105,7 +105,10 @@ def some_value(flag: Flag) -> str:
         return option.choices[-1]
     if option.below is not None:
         return "0.5" if option.below > 0.5 else "-1"
-    own = {"rotary_embedding_scale": "-1", "batch_size_schedule": "0:1", "lr_schedule": "constant,-1,1"}
+    own = {
+        "rotary_embedding_scale": "-1", "rotary_base": "10", "batch_size_schedule": "0:1",
+        "lr_schedule": "constant,-1,1",
+    }  # fmt: skip
     return own.get(flag.name, "1" if option.minimum is None else str(max(1, int(option.minimum))))
 
 
@@ -438,7 +441,7 @@ def test_refused_flags(refused: Any) -> None:
 
 def test_accepted_values_in_other_notations() -> None:
     """1, 1.0 and true are the same, and so are an empty value and none."""
-    for text in ("tensor_parallel=1.0", "fim_rate=0.0", "pretrained_checkpoint_path=", "profile_ranks=[]",
+    for text in ("tensor_parallel=1.0", "fim_rate=0.0", "imported_model_type=", "profile_ranks=[]",
                  "reproducible_init=true", "compile_all=False", "optimization_dtype=FP32"):  # fmt: skip
         assert parse([f"--{text}"]).given == {}
 

@@ -288,7 +288,11 @@ def test_pairs_of_options() -> None:
         "prefetch_factor", "world_size", "enable_triton_kernels", "cross_entropy_block_size",
         "min_lr_ratio", "lr_warmup_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_fraction", "lr_rewarmup_fraction",
         "lr_cycle_iters", "lr_cycle_fraction", "lr_cooldown_fraction", "lr_schedule", "update_rms_clip",
-        "clip_update_norm_sigma", "weight_decay_default_mask", "eval_micro_batch_size",
+        "clip_update_norm_sigma", "weight_decay_default_mask", "eval_micro_batch_size", "model",
+        "pretrained_checkpoint_path", "pretrained_checkpoint_type", "sample_interval", "sample_prompts", "sample_top_k",
+        "rope_factor", "rope_original_max_position_embeddings", "rope_low_freq_factor", "rope_high_freq_factor",
+        "rope_beta_fast", "rope_beta_slow", "rope_attention_factor", "rope_mscale", "rope_mscale_all_dim",
+        "rope_truncate",
     }  # fmt: skip
     good = 0
     for row in rows:
@@ -356,7 +360,7 @@ def test_bad_weighted_paths(words: str) -> None:
         (dict(lr_decay_iters=5), "--lr_decay_iters has no effect"),
         (dict(hysteresis=3), "--hysteresis has no effect without dynamic loss scaling"),
         (dict(data_path=("a",)), "--data_path has no effect with --dataset_source=random"),
-        (dict(rotary_embedding_scale=-1.0), "--rotary_embedding_scale has no effect"),
+        (dict(rotary_embedding_scale=-1.0), "--rotary_base has no effect"),
         (dict(add_linear_biases=False, random_bias_init=True), "--random_bias_init has no effect"),
         (dict(full_precision_gradients=False), "--full_precision_gradients has no effect in fp32 training"),
         (dict(validation_interval=5), "--validation_interval has no effect"),

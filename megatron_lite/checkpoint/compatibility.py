@@ -6,19 +6,30 @@ from typing import Any, NamedTuple
 
 from megatron_lite.batch_schedule import batch_schedule, continued
 from megatron_lite.config import BatchConfig, Config, flatten
+from megatron_lite.config.model import rotary_base
 from megatron_lite.errors import CheckpointError
 
 # Options that change the parameters, or the function that they were trained for.
 ARCHITECTURE = (
     "num_layers", "hidden_size", "num_attention_heads", "head_groups", "kv_channels", "ffn_hidden_size", "vocab_size",
     "max_position_embeddings", "use_position_embeddings", "use_rotary_embeddings", "rotary_embedding_scale",
-    "tie_word_embeddings", "add_linear_biases", "gated", "activation_type", "normalization_type", "layer_norm_eps",
-    "window_size",
+    "rotary_base", "rotary_percent", "rope_type", "rope_factor", "rope_original_max_position_embeddings",
+    "rope_low_freq_factor", "rope_high_freq_factor", "rope_beta_fast", "rope_beta_slow", "rope_attention_factor",
+    "rope_mscale", "rope_mscale_all_dim", "rope_truncate", "tie_word_embeddings", "make_vocab_size_divisible_by",
+    "add_linear_biases", "add_qkv_biases", "add_mlp_biases", "gated", "activation_type", "normalization_type",
+    "layer_norm_eps", "zero_centered_normalization", "use_layer_norm_weight", "input_embedding_norm", "hybrid_norm",
+    "qk_layernorm", "full_precision_residual", "scale_attn_by_inverse_layer_idx", "attention_softmax_in_fp32",
+    "logit_soft_cap", "window_size",
 )  # fmt: skip
 
 
 # What a run did without an option that a later version added, where that is not the option's default.
 _BEFORE: dict[str, Any] = {"weight_decay_default_mask": "fast_llm"}
+# Such an option, and the one that it was part of.
+_FOLLOWED = {
+    "add_qkv_biases": "add_linear_biases", "add_mlp_biases": "add_linear_biases", "embedding_dropout": "hidden_dropout",
+    "export_dtype": "training_dtype",
+}  # fmt: skip
 
 
 def saved_optimizer(saved: dict[str, Any]) -> str:
@@ -122,7 +133,10 @@ def other_decay(saved: dict[str, Any], config: Config) -> str | None:
 
 def _all_differences(saved: dict[str, Any], config: Config) -> list[Difference]:
     """Options that differ; an older version of the program may have known fewer, and did what their defaults mean."""
-    saved = {**_as_json(flatten(Config())), **_BEFORE, **saved}
+    derived = {name: saved[other] for name, other in _FOLLOWED.items() if other in saved}
+    if saved.get("rotary_embedding_scale") is not None:
+        derived["rotary_base"] = rotary_base(saved["rotary_embedding_scale"])
+    saved = {**_as_json(flatten(Config())), **_BEFORE, **derived, **saved}
     return [
         Difference(name, saved[name], value)
         for name, value in _as_json(flatten(config)).items()

@@ -17,6 +17,7 @@ from megatron_lite.config.learning_rate import LearningRateConfig
 from megatron_lite.config.model import RECOMPUTE_LEVELS as RECOMPUTE_LEVELS
 from megatron_lite.config.model import ModelConfig, PerformanceConfig
 from megatron_lite.config.optimizer import AveragingConfig, OptimizerConfig
+from megatron_lite.config.source import SourceConfig
 from megatron_lite.config.system import DistributedConfig, MultiStageConfig, RunConfig
 from megatron_lite.config.training import BatchConfig, DataConfig, TrainingConfig
 
@@ -25,6 +26,7 @@ from megatron_lite.config.training import BatchConfig, DataConfig, TrainingConfi
 class Config:
     """All options of one run. Each is reached as `config.<area>.<name>`; names are unique over the areas."""
 
+    source: SourceConfig = dataclasses.field(default_factory=SourceConfig)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
     learning_rate: LearningRateConfig = dataclasses.field(default_factory=LearningRateConfig)
@@ -39,9 +41,10 @@ class Config:
 
 
 AREAS: dict[str, type] = {
-    "model": ModelConfig, "batch": BatchConfig, "learning_rate": LearningRateConfig, "optimizer": OptimizerConfig,
-    "averaging": AveragingConfig, "performance": PerformanceConfig, "multi_stage": MultiStageConfig,
-    "distributed": DistributedConfig, "data": DataConfig, "training": TrainingConfig, "run": RunConfig,
+    "source": SourceConfig, "model": ModelConfig, "batch": BatchConfig, "learning_rate": LearningRateConfig,
+    "optimizer": OptimizerConfig, "averaging": AveragingConfig, "performance": PerformanceConfig,
+    "multi_stage": MultiStageConfig, "distributed": DistributedConfig, "data": DataConfig, "training": TrainingConfig,
+    "run": RunConfig,
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from megatron_lite.option import option
 
 ACTIVATIONS = ("gelu", "gelu_exact", "silu", "relu", "squared_relu", "identity")
 ACTIVATION_ALIASES = {"gelu_tanh": "gelu", "swiglu": "silu"}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 RECOMPUTE_LEVELS = ("none", "activation", "full")
 ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "varlen", "flex", "math")
 
@@ -33,16 +34,61 @@ class ModelConfig:
         None, "width of the MLP (of each half when gated)", minimum=1, unset="4 * hidden_size", basic=True
     )
     vocab_size: int = option(49152, "entries of the vocabulary", minimum=2, basic=True)
+    make_vocab_size_divisible_by: int = option(
+        1, "rows of embedding and head are padded up to a multiple of this; padding never counts", minimum=1
+    )
     max_position_embeddings: int | None = option(
         None, "learned positions (and the length an export states)", minimum=1, unset="max(2048, sequence_length)"
     )
     use_position_embeddings: bool | None = option(None, "learned absolute positions", unset="not use_rotary_embeddings")
     use_rotary_embeddings: bool = option(False, "rotary positions (RoPE)", basic=True)
-    rotary_embedding_scale: float = option(
-        -math.log(10000.0), "minus the logarithm of the rotary base", below=0.0, minimum=-100.0
+    rotary_embedding_scale: float | None = option(
+        None, "minus the logarithm of the rotary base", below=0.0, minimum=-100.0, unset="-log(rotary_base)"
     )
+    rotary_base: float | None = option(
+        None,
+        "base of the rotary wavelengths (theta); or --rotary_embedding_scale",
+        above=1.0,
+        maximum=1e44,
+        unset="10000",
+    )
+    rotary_percent: float = option(1.0, "part of a head's channels that rotates, the first", above=0.0, maximum=1.0)
+    rope_type: str = option(
+        "default", "how rotary frequencies are stretched for long sequences (Hugging Face's)", choices=ROPE_TYPES
+    )
+    rope_factor: float | None = option(
+        None, "linear, llama3, yarn: sequences are this many times longer", minimum=1.0, unset="1"
+    )
+    rope_original_max_position_embeddings: int | None = option(
+        None,
+        "llama3, yarn: the length before it was stretched",
+        minimum=1,
+        unset="max_position_embeddings",
+    )
+    rope_low_freq_factor: float | None = option(
+        None, "llama3: longer wavelengths than the original length / this are stretched whole", above=0.0, unset="1"
+    )
+    rope_high_freq_factor: float | None = option(
+        None, "llama3: shorter wavelengths than the original length / this are left alone", above=0.0, unset="4"
+    )
+    rope_beta_fast: float | None = option(
+        None, "yarn: frequencies of more turns over the original length are left alone", above=0.0, unset="32"
+    )
+    rope_beta_slow: float | None = option(
+        None, "yarn: frequencies of fewer turns are stretched whole", above=0.0, unset="1"
+    )
+    rope_attention_factor: float | None = option(
+        None, "yarn: factor on cos and sin", above=0.0, unset="from rope_factor and the mscales"
+    )
+    rope_mscale: float | None = option(None, "yarn: see rope_attention_factor", above=0.0, unset="not used")
+    rope_mscale_all_dim: float | None = option(None, "yarn: see rope_attention_factor", above=0.0, unset="not used")
+    rope_truncate: bool | None = option(None, "yarn: round the borders of the ramp to channels", unset="1")
     tie_word_embeddings: bool = option(True, "one matrix for input embedding and output head", basic=True)
     add_linear_biases: bool = option(True, "biases in the linear layers", basic=True)
+    add_qkv_biases: bool | None = option(
+        None, "biases of query, key and value", unset="add_linear_biases", aliases=("add_qkv_bias",)
+    )
+    add_mlp_biases: bool | None = option(None, "biases of the MLP", unset="add_linear_biases")
     gated: bool = option(False, "gated MLP: activation(gate) * up", basic=True)
     activation_type: str | None = option(
         None,
@@ -56,11 +102,31 @@ class ModelConfig:
     layer_norm_eps: float = option(
         1e-5, "added to the variance", above=0.0, maximum=1.0, aliases=("norm_epsilon", "layernorm_epsilon")
     )
+    zero_centered_normalization: bool = option(
+        False, "norm weights are stored as their difference from 1", aliases=("apply_layernorm_1p",)
+    )
+    use_layer_norm_weight: bool = option(True, "norms have weights (and layer norms biases)")
+    input_embedding_norm: bool = option(False, "a norm behind the embedding")
+    hybrid_norm: bool = option(False, "norms on the outputs of attention and MLP, too, before they are added")
+    qk_layernorm: bool = option(False, "norms on each head's queries and keys", aliases=("use_qk_norm",))
+    full_precision_residual: bool = option(
+        False, "the residual stream is fp32 whatever the training dtype", aliases=("fp32_residual_connection",)
+    )
+    scale_attn_by_inverse_layer_idx: bool = option(
+        False, "attention scores are divided by 1, 2, 3 ... from block to block"
+    )
+    attention_softmax_in_fp32: bool = option(
+        False, "attention scores and softmax in fp32 from fp32 queries and keys", aliases=("upcast_attn",)
+    )
+    logit_soft_cap: float = option(0.0, "logits become cap * tanh(logits / cap); 0: they are left alone", minimum=0.0)
     window_size: int | None = option(
         None, "sliding attention window in tokens", minimum=1, unset="full causal attention"
     )
     attention_dropout: float = option(0.0, "dropout on attention probabilities", minimum=0.0, below=1.0)
-    hidden_dropout: float = option(0.0, "dropout on embeddings and on each residual branch", minimum=0.0, below=1.0)
+    hidden_dropout: float = option(0.0, "dropout on each residual branch", minimum=0.0, below=1.0)
+    embedding_dropout: float | None = option(
+        None, "dropout on embeddings", minimum=0.0, below=1.0, unset="hidden_dropout"
+    )
     init_method_std: float | None = option(
         None, "standard deviation of initial weights", minimum=0.0, unset="hidden_size ** -0.5"
     )
@@ -82,11 +148,11 @@ class ModelConfig:
     )
     random_bias_init: bool = option(False, "biases start like their layer's weights instead of at zero")
 
-    @property
-    def rotary_base(self) -> float:
-        """exp(-rotary_embedding_scale), rounded to the nearest integer when within 1e-9 of it."""
-        base = math.exp(-self.rotary_embedding_scale)
-        return float(round(base)) if abs(base - round(base)) <= 1e-9 * base else base
+
+def rotary_base(rotary_embedding_scale: float) -> float:
+    """exp(-rotary_embedding_scale), rounded to the nearest integer when within 1e-9 of it."""
+    base = math.exp(-rotary_embedding_scale)
+    return float(round(base)) if abs(base - round(base)) <= 1e-9 * base else base
 
 
 @dataclass(frozen=True)

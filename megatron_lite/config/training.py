@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_lite.config.system import DTYPE_ALIASES, DTYPES
 from megatron_lite.option import All, option
 
 
@@ -117,6 +118,26 @@ class TrainingConfig:
     )
     export_weights: str = option(
         "raw", "weights of a Hugging Face export: as trained, or their running average", choices=("raw", "average")
+    )
+    export_dtype: str | None = option(
+        None,
+        "dtype of the weights of a Hugging Face export",
+        choices=DTYPES,
+        value_aliases=DTYPE_ALIASES,
+        unset="training_dtype",
+    )
+    export_shard_size: str = option("5GB", "largest file of a Hugging Face export, as 5GB, 500MB, 2GiB or bytes")
+    export_callback_script: str = option("", "program that is run with every export's folder as its argument")
+    export_callback_env: str = option("", "environment variables for it, a JSON object of texts; never logged")
+    sample_interval: int | None = option(
+        None, "iterations between samples, texts that the model writes", minimum=1, unset="no samples"
+    )
+    sample_prompts: str | None = option(None, "text file with the prompts of samples, one a line", unset="none")
+    sample_tokens: int = option(64, "tokens of a sample behind its prompt", minimum=1, maximum=65536)
+    sample_temperature: float = option(0.0, "temperature of samples; 0: the most probable token", minimum=0.0)
+    sample_top_k: int | None = option(None, "samples draw from this many tokens", minimum=1, unset="all")
+    sample_top_p: float = option(
+        1.0, "samples draw from the fewest tokens whose probabilities add up to this", above=0.0, maximum=1.0
     )
     stop_interval: int | None = option(None, "save and stop at multiples of this iteration", minimum=1, unset="no stop")
     stop_offset: int = option(0, "shift of stop_interval", minimum=0)

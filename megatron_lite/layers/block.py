@@ -25,7 +25,7 @@ class Rotary:
     def table(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, (length, d / 2) in fp32, on the device of `like`."""
         if self._table is None or self._table[0].device != like.device:
-            assert self._config.kv_channels is not None
+            assert self._config.kv_channels is not None and self._config.rotary_base is not None
             self._table = rotary_table(self._length, self._config.kv_channels, self._config.rotary_base, like.device)
         return self._table
 

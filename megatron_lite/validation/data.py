@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_lite.errors import UsageError
 from megatron_lite.items import weighted_paths
-from megatron_lite.validation.problem import Problem, typed
+from megatron_lite.validation.problem import Problem, fill, typed
 
 PHASE_ITERS = ("train_iters", "validation_iters", "test_iters")
 
@@ -56,6 +56,7 @@ def data(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
 
 def training(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
     """What is saved, and where."""
+    fill(values, "export_dtype", values["training_dtype"])
     for name in ("checkpoint_interval", "export_interval", "stop_interval"):
         if values[name] is not None and values["experiment_dir"] is None and not values["dry_run"]:
             yield Problem(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_lite.config.model import rotary_base
 from megatron_lite.validation.problem import Problem, fill, nearest_multiples, typed
 
 
@@ -45,7 +46,25 @@ def model(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
             f"{typed(values, 'sequence_length', 'max_position_embeddings')}: positions beyond the last learned one; "
             f"write --max_position_embeddings={sequence_length}",
         )
+    for name in ("add_qkv_biases", "add_mlp_biases"):
+        fill(values, name, values["add_linear_biases"])
+    fill(values, "embedding_dropout", values["hidden_dropout"])
+    yield from _rotary(values)
     _fill_initialization(values)
+
+
+def _rotary(values: dict[str, Any]) -> Iterator[Problem]:
+    """The base of rotary positions, given as it is or as minus its logarithm."""
+    base, scale = values["rotary_base"], values["rotary_embedding_scale"]
+    if base is None:
+        values["rotary_base"] = 10000.0 if scale is None else rotary_base(scale)
+    fill(values, "rotary_embedding_scale", -math.log(values["rotary_base"]))
+    if abs(values["rotary_embedding_scale"] + math.log(values["rotary_base"])) > 1e-9:
+        yield Problem(
+            ("rotary_base", "rotary_embedding_scale"),
+            f"{typed(values, 'rotary_base', 'rotary_embedding_scale')}: two names of one number (the scale is minus "
+            "the base's logarithm), and they differ; write one of them",
+        )
 
 
 def _fill_initialization(values: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ def test_every_architecture_option_is_an_option_of_the_model() -> None:
     """The list names real options; all others of the model do not change its function."""
     names = {field.name for field in dataclasses.fields(Config().model)}
     assert set(ARCHITECTURE) <= names
-    others = ("attention_dropout", "hidden_dropout", "init_", "layer_norm_init", "random_bias")
+    others = ("attention_dropout", "embedding_dropout", "hidden_dropout", "init_", "layer_norm_init", "random_bias")
     others += ("cross_entropy", "mlp_recompute")
     assert all(name.startswith(others) for name in names - set(ARCHITECTURE))
 

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import files, huggingface
 from megatron_lite.checkpoint.architectures import check_exportable, hugging_face_config
-from megatron_lite.config import Config, ModelConfig
+from megatron_lite.config import BatchConfig, Config, DataConfig, DistributedConfig, ModelConfig
+from megatron_lite.config.model import rotary_base
 from megatron_lite.errors import StorageError, UsageError
+from megatron_lite.validation import resolve
 from tests.checkpoint.fakes import FakeDistributed, Layout, World, empty_model, make_specs
 
 SEQUENCE_LENGTH = 24
@@ -53,11 +55,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_config(dtype: str = "fp32", **changes: Any) -> Config:
-    config = Config(model=dataclasses.replace(BASE, **changes))
-    return dataclasses.replace(
-        config,
-        batch=dataclasses.replace(config.batch, sequence_length=SEQUENCE_LENGTH),
-        distributed=dataclasses.replace(config.distributed, training_dtype=dtype),
+    return resolve(
+        Config(
+            model=dataclasses.replace(BASE, **changes),
+            batch=BatchConfig(sequence_length=SEQUENCE_LENGTH),
+            distributed=DistributedConfig(training_dtype=dtype),
+            data=DataConfig(dataset_source="random"),
+        ),
+        world_size=1,
     )
 
 
@@ -126,7 +131,7 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
         }[str(model.activation_type)]()  # fmt: skip
 
     positions = torch.arange(length)
-    theta = math.exp(-model.rotary_embedding_scale)
+    theta = model.rotary_base or 0.0
     angles = positions[:, None] * theta ** (-torch.arange(0, d, 2).float() / d)  # (s, d/2)
 
     def rotate(x: Tensor) -> Tensor:  # (b, n, s, d), halves (first, second) are the pairs
@@ -387,7 +392,7 @@ def test_the_config_states_both_spellings() -> None:
 def test_the_rotary_base_is_the_models(theta: float) -> None:
     """The export states the base that the model computes with, whole where a whole number was meant."""
     scale = -math.log(theta)
-    base = ModelConfig(rotary_embedding_scale=scale).rotary_base
+    base = rotary_base(scale)
     assert base == pytest.approx(theta, rel=1e-12)
     assert base == theta or theta == 12345.678
 
