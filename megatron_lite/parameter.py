@@ -21,9 +21,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Initializer:
-    """Initial values: normal(0, scale), uniform(1 - scale, 1 + scale) or all equal to scale."""
+    """Initial values: normal(0, scale), uniform in 0 +- scale or in 1 +- scale, or all equal to scale."""
 
-    distribution: Literal["normal", "around_one", "constant"]
+    distribution: Literal["normal", "around_zero", "around_one", "constant"]
     scale: float
 
     def fill(self, tensor: Tensor, generator: torch.Generator) -> None:
@@ -33,7 +33,8 @@ class Initializer:
         elif self.distribution == "normal":
             tensor.normal_(0.0, self.scale, generator=generator)
         else:
-            tensor.uniform_(1.0 - self.scale, 1.0 + self.scale, generator=generator)
+            middle = 1.0 if self.distribution == "around_one" else 0.0
+            tensor.uniform_(middle - self.scale, middle + self.scale, generator=generator)
 
 
 @dataclass(frozen=True)

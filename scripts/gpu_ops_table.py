@@ -27,11 +27,12 @@ from megatron_lite.kernels.embedding import embedding
 from megatron_lite.kernels.gradient_norm import squared_norm
 from megatron_lite.kernels.linear import accumulate_product
 from megatron_lite.kernels.linear_cross_entropy import linear_cross_entropy
-from megatron_lite.kernels.normalization import add_norm, layer_norm, rms_norm
+from megatron_lite.kernels.normalization import Kind, add_norm, layer_norm, rms_norm
 from megatron_lite.kernels.rotary import rotary_table, split_heads
 from megatron_lite.parameter import Parameter
 
 EPS = 1e-5
+RMS = Kind(EPS, centered=False)
 FULL, WINDOWED = ("cudnn", "flash", "varlen"), ("varlen", "flex")  # flex takes long to compile
 Call = Callable[[], Any]
 
@@ -134,7 +135,7 @@ def make_add_norm(shape: Shape) -> dict[str, Call]:
     """hidden + branch, and its norm."""
     hidden, weight = shape.input(shape.tokens, shape.hidden), shape.parameter(shape.hidden)
     branch = shape.random(shape.tokens, shape.hidden)
-    return both(lambda triton: add_norm(hidden, branch, weight, None, EPS, triton=triton))
+    return both(lambda triton: add_norm(hidden, branch, weight, None, RMS, triton=triton))
 
 
 def make_add_norm_backward(shape: Shape) -> dict[str, Call]:
@@ -142,7 +143,7 @@ def make_add_norm_backward(shape: Shape) -> dict[str, Call]:
     size, weight = (shape.tokens, shape.hidden), shape.parameter(shape.hidden)
     hidden, grads = shape.input(*size), (shape.random(*size), shape.random(*size))
     return {
-        name: backward(add_norm(hidden, shape.random(*size), weight, None, EPS, triton=triton), (hidden,), grads)
+        name: backward(add_norm(hidden, shape.random(*size), weight, None, RMS, triton=triton), (hidden,), grads)
         for name, triton in (("triton", True), ("torch", False))
     }
 

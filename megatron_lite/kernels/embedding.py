@@ -59,21 +59,21 @@ def _add_rows_triton(total: Tensor, tokens: Tensor, grads: Tensor) -> None:
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Parameter, tokens: Tensor, triton: bool) -> Tensor:
+    def forward(ctx: Any, weight: Parameter, tokens: Tensor, triton: bool, dtype: torch.dtype | None) -> Tensor:
         ctx.save_for_backward(tokens)
         ctx.weight, ctx.triton = weight, triton
-        return torch.nn.functional.embedding(tokens, weight)
+        return torch.nn.functional.embedding(tokens, weight).to(dtype or weight.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, ...]:
         (tokens,) = ctx.saved_tensors
         main_grad = ctx.weight.main_grad
         if ctx.weight.begin_gradient():
             main_grad.zero_()
         add_rows = _add_rows_triton if ctx.triton else _add_rows_torch
         add_rows(main_grad, tokens.reshape(-1), grad_output.reshape(-1, grad_output.shape[-1]))
-        return None, None, None
+        return None, None, None, None
 
 
 class _Positions(torch.autograd.Function):
@@ -96,11 +96,11 @@ class _Positions(torch.autograd.Function):
         return grad_output, None
 
 
-def embedding(weight: Parameter, tokens: Tensor, triton: bool = False) -> Tensor:
-    """weight (v, h), tokens (b, s) int64 -> (b, s, h)."""
-    return _Embedding.apply(weight, tokens, triton)
+def embedding(weight: Parameter, tokens: Tensor, triton: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+    """weight (v, h), tokens (b, s) int64 -> (b, s, h), in another dtype than the weight's if one is given."""
+    return _Embedding.apply(weight, tokens, triton, dtype)
 
 
 def add_positions(hidden: Tensor, weight: Parameter) -> Tensor:
-    """hidden (b, s, h) + weight (p, h)[:s]."""
+    """hidden (b, s, h) + weight (p, h)[:s], whose dtype may be narrower."""
     return _Positions.apply(hidden, weight)

@@ -133,20 +133,34 @@ def _triton_put_together(grads: tuple[Tensor, ...], target: Tensor, table: tuple
     )  # fmt: skip
 
 
+def rotate_in_place(heads: Tensor, rotated: int, table: tuple[Tensor, Tensor] | None, triton: bool = False) -> None:
+    """Rotate the first `rotated` heads of each token of heads (b, s, n, d); nothing without a table."""
+    if table is not None and triton:
+        _triton_rotate(heads, rotated, table)
+    elif table is not None:
+        cos, sin = (angles[: heads.shape[1], None] for angles in table)
+        _rotate(heads[:, :, :rotated], heads[:, :, :rotated], cos, sin)
+
+
+def put_together(
+    grads: tuple[Tensor, ...], target: Tensor, table: tuple[Tensor, Tensor] | None, triton: bool = False
+) -> None:
+    """Gradients of query, key and value, (b, n or g, s, d), side by side in target (b, s, n + 2 g, d), rotated back."""
+    if triton and table is not None:
+        _triton_put_together(grads, target, table)
+    else:
+        _put_together(grads, target, table)
+
+
 class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, projection: Tensor, num_heads: int, head_groups: int, table: tuple[Tensor, Tensor] | None,
         triton: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        ctx.table, ctx.triton = table, triton and table is not None
+        ctx.table, ctx.triton = table, triton
         heads = projection.unflatten(-1, (num_heads + 2 * head_groups, -1))  # (b, s, n + 2 g, d)
-        rotated = num_heads + head_groups
-        if table is not None and triton:
-            _triton_rotate(heads, rotated, table)
-        elif table is not None:
-            cos, sin = (angles[: projection.shape[1], None] for angles in table)
-            _rotate(heads[:, :, :rotated], heads[:, :, :rotated], cos, sin)
+        rotate_in_place(heads, num_heads + head_groups, table, triton)
         query, key, value = heads.split([num_heads, head_groups, head_groups], dim=2)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
@@ -155,7 +169,7 @@ class _SplitHeads(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         batch, _, length, channels = grads[0].shape
         grad = grads[0].new_empty(batch, length, sum(part.shape[1] for part in grads), channels)
-        (_triton_put_together if ctx.triton else _put_together)(grads, grad, ctx.table)
+        put_together(grads, grad, ctx.table, ctx.triton)
         return grad.flatten(2), None, None, None, None
 
 

@@ -42,7 +42,8 @@ from megatron_lite.kernels.adamw_clipped import adamw_moments, adamw_weights  # 
 from megatron_lite.kernels.cross_entropy import Sums, sweep  # noqa: E402
 from megatron_lite.kernels.embedding import embedding  # noqa: E402
 from megatron_lite.kernels.gradient_norm import squared_norm  # noqa: E402
-from megatron_lite.kernels.normalization import add_norm  # noqa: E402
+from megatron_lite.kernels.head_norm import normalized_heads  # noqa: E402
+from megatron_lite.kernels.normalization import Kind, add_norm  # noqa: E402
 from megatron_lite.kernels.rotary import rotary_table, split_heads  # noqa: E402
 
 
@@ -150,8 +151,12 @@ def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
         x, weight, bias = shape.input(rows, width), shape.parameter(width), shape.parameter(width)
         grads = (shape.random(rows, width), shape.random(rows, width))
         for what, chosen in (("rms", None), ("layer", bias)):
-            sum_and_norm = add_norm(x, shape.random(rows, width), weight, chosen, 1e-5, triton=True)
+            kind = Kind(1e-5, centered=chosen is not None)
+            sum_and_norm = add_norm(x, shape.random(rows, width), weight, chosen, kind, triton=True)
             yield f"{what} norm {width}", backward(sum_and_norm, (x,), grads)
+            wide = shape.random(rows, width, dtype=torch.float32).requires_grad_()
+            sum_and_norm = add_norm(wide, x, None, None, kind, triton=True, dtype=shape.dtype)
+            yield f"{what} norm of a wide sum {width}", backward(sum_and_norm, (wide, x), (grads[0].float(), grads[1]))
     for columns, start, adds_up, scaled in ((1, 0, True, True), (50257, 0, True, True), (300, 0, True, False),
                                             (300, 300, True, False), (300, 300, False, True)):  # fmt: skip
         labels = torch.zeros(4, dtype=torch.int64, device=shape.device)
@@ -168,6 +173,11 @@ def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
         parts = split_heads(projection * 1, heads, heads, table, triton=True)
         grads = tuple(shape.random(*part.shape) for part in parts)
         yield f"rotary {length} {channels}", backward(parts, (projection,), grads)
+        for zero_centered in (False, True):
+            pairs = [(shape.parameter(channels), shape.parameter(channels) if zero_centered else None)] * 2
+            kind = Kind(1e-5, zero_centered, zero_centered)
+            parts = normalized_heads(projection * 1, heads, heads, table, *pairs, kind, triton=True)
+            yield f"norms of heads {length} {channels} {zero_centered}", backward(parts, (projection,), grads)
     for rows, split, nesterov, passes in itertools.product((1, 9, 300), (False, True), (False, True), (1, 2)):
         if rows < 300 or passes == 2:
             yield f"adamw {rows} {split} {nesterov} {passes}", partial(updates, shape, rows, split, nesterov, passes)

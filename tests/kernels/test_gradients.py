@@ -18,7 +18,7 @@ from megatron_lite.kernels.embedding import add_positions, embedding
 from megatron_lite.kernels.gradients import ProductAccumulation, product_accumulation
 from megatron_lite.kernels.linear import accumulate_product, linear
 from megatron_lite.kernels.linear_cross_entropy import linear_cross_entropy
-from megatron_lite.kernels.normalization import add_norm, layer_norm, rms_norm
+from megatron_lite.kernels.normalization import Kind, add_norm, layer_norm, rms_norm
 from megatron_lite.parameter import Parameter
 
 # (training dtype, dtype of the gradient buffer) -> tolerance, of the largest value
@@ -62,12 +62,12 @@ OPERATIONS = {
         lambda x, w: rms_norm(x, w, 1e-5), lambda x, w: functional.rms_norm(x, (5,), w, 1e-5), [(2, 3, 5)], [(5,)]
     ),
     "sum and layer norm": Operation(
-        lambda x, y, w, b: torch.cat(add_norm(x, y * 1, w, b, 1e-5)),
+        lambda x, y, w, b: torch.cat(add_norm(x, y * 1, w, b, Kind(1e-5, True))),
         lambda x, y, w, b: torch.cat([x + y, functional.layer_norm(x + y, (5,), w, b, 1e-5)]),
         [(2, 3, 5), (2, 3, 5)], [(5,), (5,)],
     ),
     "sum and rms norm": Operation(
-        lambda x, y, w: torch.cat(add_norm(x, y * 1, w, None, 1e-5)),
+        lambda x, y, w: torch.cat(add_norm(x, y * 1, w, None, Kind(1e-5, False))),
         lambda x, y, w: torch.cat([x + y, functional.rms_norm(x + y, (5,), w, 1e-5)]),
         [(2, 3, 5), (2, 3, 5)], [(5,)],
     ),

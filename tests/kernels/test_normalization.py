@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
-from megatron_lite.kernels.normalization import LARGEST_ROW, add_norm, layer_norm, rms_norm
+from megatron_lite.kernels.normalization import LARGEST_ROW, Kind, add_norm, layer_norm, rms_norm
 from megatron_lite.parameter import Parameter
 
 EPS = 1e-5
@@ -24,6 +24,10 @@ def formula(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if bias is not None:
         return functional.layer_norm(x, (x.shape[-1],), weight, bias, EPS)
     return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
+
+
+def kind_of(bias: Tensor | None) -> Kind:
+    return Kind(EPS, centered=bias is not None)
 
 
 def make(values: Tensor, grad_dtype: torch.dtype | None) -> Parameter:
@@ -47,7 +51,7 @@ def run(values: dict[str, Tensor], triton: bool, grad_dtype: torch.dtype | None,
     hidden, branch = (values[name].clone().requires_grad_() for name in ("hidden", "branch"))
     weight, bias = (None if values.get(name) is None else make(values[name], grad_dtype) for name in ("weight", "bias"))
     for _ in range(times):
-        total, output = add_norm(hidden, branch * 1, cast(Parameter, weight), bias, EPS, triton)
+        total, output = add_norm(hidden, branch * 1, cast(Parameter, weight), bias, kind_of(bias), triton)
         torch.autograd.backward([total, output], [values["grad_sum"], values["grad"]])
     results = {"sum": total, "output": output, "hidden": hidden.grad, "branch": branch.grad}
     if grad_dtype is not None:
@@ -121,7 +125,7 @@ def test_each_output_may_be_left_unused(kind: str, triton: bool) -> None:
     for used, grad in ((0, "grad_sum"), (1, "grad")):
         hidden, branch = values["hidden"].clone(), values["branch"].clone().requires_grad_()
         weight, bias = make(values["weight"], torch.float32), None if kind == "rms" else make(values["bias"], None)
-        add_norm(hidden, branch * 1, weight, bias, EPS, triton)[used].backward(values[grad])
+        add_norm(hidden, branch * 1, weight, bias, kind_of(bias), triton)[used].backward(values[grad])
         zero = torch.zeros_like(values["grad"])
         reference = exact(values | {name: zero for name in ("grad_sum", "grad") if name != grad})
         assert hidden.grad is None and branch.grad is not None
@@ -177,7 +181,7 @@ def test_the_sum_takes_the_memory_of_the_branch_and_is_kept_alone(kind: str, tri
         kept: list[Tensor] = []
         hidden = values["hidden"].clone().requires_grad_()
         with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):  # noqa: B023
-            total, _ = add_norm(hidden, branch, weight, bias, EPS, triton)
+            total, _ = add_norm(hidden, branch, weight, bias, kind_of(bias), triton)
         memory = (hidden if branch is None else branch).data_ptr()
         assert total.data_ptr() == memory and memory in {tensor.data_ptr() for tensor in kept}
         assert sum(tensor.nbytes for tensor in kept) == 2 * 300 + 6 * 4 * (1 if kind == "rms" else 2)

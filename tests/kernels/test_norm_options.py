@@ -1,0 +1,219 @@
+"""Norms without weights, with weights around zero and of a wider sum, and norms of heads: against float64."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+import torch
+from kernel_checks import DEVICE, close, dtypes, implementations, randn
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+
+from megatron_lite.kernels.head_norm import normalized_heads
+from megatron_lite.kernels.normalization import Kind, add_norm
+from megatron_lite.kernels.rotary import rotary_table
+from megatron_lite.parameter import Parameter
+
+EPS = 1e-3  # so large that a wrong one shows
+kinds = pytest.mark.parametrize("centered", [True, False], ids=["layer", "rms"])
+weights = pytest.mark.parametrize("weighted", ["none", "around one", "around zero"])
+
+
+def parameters(centered: bool, weighted: str, size: int, dtype: torch.dtype) -> list[Parameter | None]:
+    """Weight and bias, with gradient buffers of garbage; of an RMS norm no bias, and neither if there are none."""
+    made: list[Parameter | None] = [None, None]
+    for i in range(0 if weighted == "none" else 2 if centered else 1):
+        made[i] = cast(Parameter, Parameter(randn(size, seed=5 + i).to(DEVICE, dtype)))
+        made[i].main_grad, made[i].gradient_is_empty = torch.full((size,), torch.nan, device=DEVICE), True
+    return made
+
+
+def doubles(given: list[Parameter | None]) -> list[Tensor | None]:
+    return [None if one is None else one.detach().double().requires_grad_() for one in given]
+
+
+def formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: Kind) -> Tensor:
+    scale = None if weight is None else weight + 1 if kind.zero_centered else weight
+    if kind.centered:
+        return functional.layer_norm(x, x.shape[-1:], scale, bias, kind.eps)
+    return functional.rms_norm(x, x.shape[-1:], scale, kind.eps)
+
+
+def check_gradients(ours: list[Parameter | None], exact: list[Tensor | None], dtype: torch.dtype) -> None:
+    for mine, reference in zip(ours, exact, strict=True):
+        if mine is not None and reference is not None:
+            close(mine.main_grad, cast(Tensor, reference.grad), dtype)
+
+
+@dtypes
+@implementations
+@kinds
+@weights
+@pytest.mark.parametrize("wide", [False, True], ids=["", "fp32 stream"])
+def test_norm_of_a_sum(wide: bool, weighted: str, centered: bool, dtype: torch.dtype, triton: bool) -> None:
+    """The sum has the dtype of the stream, the norm that of the branch, and each gradient that of what it is for."""
+    shape, stream = (5, 7, 33), torch.float32 if wide else dtype
+    hidden, grad_sum = (randn(*shape, seed=i).to(DEVICE, stream) for i in (0, 1))
+    branch, grad = (randn(*shape, seed=i).to(DEVICE, dtype) for i in (2, 3))
+    ours = parameters(centered, weighted, 33, dtype)
+    exact, kind = doubles(ours), Kind(EPS, centered, zero_centered=weighted == "around zero")
+    exact_hidden, exact_branch = (tensor.double().requires_grad_() for tensor in (hidden, branch))
+    total = exact_hidden + exact_branch
+    output = formula(total, *exact, kind)
+    torch.autograd.backward([total, output], [grad_sum.double(), grad.double()])
+
+    hidden.requires_grad_()
+    branch.requires_grad_()
+    our_total, our_output = add_norm(hidden, branch * 1, *ours, kind, triton, dtype=dtype)
+    torch.autograd.backward([our_total, our_output], [grad_sum, grad])
+    assert (our_total.dtype, our_output.dtype) == (stream, dtype)
+    close(our_total, total, stream)
+    close(our_output, output, dtype)
+    assert hidden.grad is not None and branch.grad is not None
+    assert (hidden.grad.dtype, branch.grad.dtype) == (stream, dtype)
+    close(hidden.grad, cast(Tensor, exact_hidden.grad), stream)
+    close(branch.grad, cast(Tensor, exact_branch.grad), dtype)
+    check_gradients(ours, exact, dtype)
+
+
+@implementations
+@kinds
+def test_a_wide_sum_is_new_and_is_kept_alone(centered: bool, triton: bool) -> None:
+    """Of an fp32 stream with bf16 branches: not the branch, which has no room for it, and not the stream before."""
+    hidden, branch = (randn(6, 50, seed=i).to(DEVICE).requires_grad_() for i in (0, 1))
+    narrow, kept = branch.to(torch.bfloat16), list[Tensor]()
+    before = hidden.detach().clone(), narrow.detach().clone()
+    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        total, _ = add_norm(hidden, narrow, None, None, Kind(EPS, centered), triton, dtype=torch.bfloat16)
+    assert torch.equal(hidden, before[0]) and torch.equal(narrow, before[1])
+    assert sum(tensor.nbytes for tensor in kept) == 4 * 300 + 6 * 4 * (2 if centered else 1)
+    assert total.data_ptr() in {tensor.data_ptr() for tensor in kept}
+
+
+@implementations
+def test_each_output_of_a_wide_sum_may_be_left_unused(triton: bool) -> None:
+    grad_sum, grad = randn(4, 6, seed=8).to(DEVICE), randn(4, 6, seed=9).to(DEVICE, torch.bfloat16)
+    for used, incoming in ((0, grad_sum), (1, grad)):
+        hidden, branch = (randn(4, 6, seed=i).to(DEVICE).requires_grad_() for i in (0, 1))
+        narrow = branch.to(torch.bfloat16).detach().requires_grad_()
+        outputs = add_norm(hidden, narrow * 1, None, None, Kind(EPS, False), triton, dtype=torch.bfloat16)
+        outputs[used].backward(incoming)
+        exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, narrow)]
+        total = exact[0] + exact[1]
+        (total if used == 0 else formula(total, None, None, Kind(EPS, False))).backward(incoming.double())
+        for ours, reference in zip((hidden.grad, narrow.grad), exact, strict=True):
+            close(cast(Tensor, ours), cast(Tensor, reference.grad), torch.bfloat16)
+
+
+# Samples, positions, query heads, key heads, channels: one of everything, odd ones, several programs of a kernel.
+HEADS = [(1, 1, 1, 1, 2), (2, 3, 3, 1, 6), (1, 5, 4, 2, 20), (2, 11, 6, 3, 128)]
+
+
+def exact_heads(
+    projection: Tensor, shape: tuple[int, ...], table: tuple[Tensor, Tensor] | None, exact: list[Tensor | None],
+    kind: Kind,
+) -> list[Tensor]:  # fmt: skip
+    b, s, n, g, d = shape
+    parts = projection.view(b, s, n + 2 * g, d).split([n, g, g], dim=2)
+    made = []
+    for part, *pair in ((parts[0], *exact[:2]), (parts[1], *exact[2:])):
+        x = formula(part, *pair, kind)
+        if table is not None:
+            turn = torch.complex(table[0].double(), table[1].double())[:s, None]
+            turned = torch.complex(x[..., : d // 2], x[..., d // 2 :]) * turn
+            x = torch.cat([turned.real, turned.imag], dim=-1)
+        made.append(x)
+    return [part.transpose(1, 2) for part in (*made, parts[2])]
+
+
+@dtypes
+@implementations
+@kinds
+@weights
+@pytest.mark.parametrize("shape", HEADS[1:2], ids=str)
+def test_norms_of_heads(
+    shape: tuple[int, ...], weighted: str, centered: bool, dtype: torch.dtype, triton: bool
+) -> None:
+    """Queries and keys, each by a weight of its own, then rotated; values as they were; every gradient."""
+    heads_against_the_formula(shape, weighted, centered, dtype, triton, rotated=True)
+
+
+@implementations
+@kinds
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("shape", [HEADS[0], *HEADS[2:]], ids=str)
+def test_norms_of_heads_of_other_shapes(shape: tuple[int, ...], rotated: bool, centered: bool, triton: bool) -> None:
+    heads_against_the_formula(shape, "around one", centered, torch.float32, triton, rotated)
+
+
+def heads_against_the_formula(
+    shape: tuple[int, ...], weighted: str, centered: bool, dtype: torch.dtype, triton: bool, rotated: bool
+) -> None:
+    b, s, n, g, d = shape
+    ours = [*parameters(centered, weighted, d, dtype), *parameters(centered, weighted, d, dtype)]
+    for one in ours[2:]:
+        if one is not None:
+            one.data.neg_()
+    exact, kind = doubles(ours), Kind(EPS, centered, zero_centered=weighted == "around zero")
+    projection = randn(b, s, (n + 2 * g) * d).to(DEVICE, dtype)
+    exact_projection = projection.double().requires_grad_()
+    table = rotary_table(s + 3, d, 1e4, DEVICE) if rotated else None
+    expected = exact_heads(exact_projection, shape, table, exact, kind)
+    grads = [randn(*part.shape, seed=i).to(DEVICE, dtype) for i, part in enumerate(expected)]
+    torch.autograd.backward(expected, [grad.double() for grad in grads])
+
+    projection.requires_grad_()
+    made = normalized_heads(projection * 1, n, g, table, (ours[0], ours[1]), (ours[2], ours[3]), kind, triton)
+    torch.autograd.backward(made, grads)
+    for mine, reference in zip(made, expected, strict=True):
+        assert mine.dtype == dtype and mine.shape == reference.shape
+        close(mine, reference, dtype)
+    close(cast(Tensor, projection.grad), cast(Tensor, exact_projection.grad), dtype)
+    check_gradients(ours, exact, dtype)
+
+
+@implementations
+@kinds
+def test_what_norms_of_heads_keep(centered: bool, triton: bool) -> None:
+    """The projection, of which the values are a view, and the statistics; queries and keys are in other memory."""
+    b, s, n, g, d = 2, 3, 4, 2, 6
+    pairs = [parameters(centered, "around one", d, torch.float32) for _ in range(2)]
+    projection, kept = randn(b, s, (n + 2 * g) * d).to(DEVICE).requires_grad_() * 1, list[Tensor]()
+    before = projection.detach().clone()
+    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        table = rotary_table(s, d, 1e4, DEVICE)
+        query, key, value = normalized_heads(projection, n, g, table, *map(tuple, pairs), Kind(EPS, centered), triton)
+    assert torch.equal(projection, before)
+    memory = projection.untyped_storage().data_ptr()
+    assert value.untyped_storage().data_ptr() == memory != query.untyped_storage().data_ptr()
+    assert query.untyped_storage().data_ptr() == key.untyped_storage().data_ptr()
+    assert query.untyped_storage().nbytes() == 4 * b * s * (n + g) * d
+    assert sum(tensor.nbytes for tensor in kept) == projection.nbytes + 4 * b * s * (n + g) * (2 if centered else 1)
+
+
+@implementations
+@kinds
+def test_frozen_norms_of_heads(centered: bool, triton: bool) -> None:
+    """A frozen weight changes no other gradient; a frozen projection leaves those of the weights."""
+    b, s, n, g, d = 2, 3, 4, 2, 6
+    grads = [randn(b, heads, s, d, seed=i).to(DEVICE) for i, heads in enumerate((n, g, g))]
+    results = []
+    for projection_needs, query_needs in ((True, True), (True, False), (False, True)):
+        pairs = [parameters(centered, "around one", d, torch.float32) for _ in range(2)]
+        for one in pairs[0]:
+            if one is not None:
+                one.requires_grad_(query_needs)
+        projection = randn(b, s, (n + 2 * g) * d).to(DEVICE).requires_grad_(projection_needs)
+        made = normalized_heads(projection, n, g, None, *map(tuple, pairs), Kind(EPS, centered), triton)
+        wanted = [(part, grad) for part, grad in zip(made, grads, strict=True) if part.requires_grad]
+        torch.autograd.backward(*zip(*wanted, strict=True))
+        found = [None if one is None else one.main_grad for pair in pairs for one in pair]
+        results.append((projection.grad, found))
+    (grad, whole), (without_query, part), (nothing, of_weights) = results
+    assert torch.equal(grad, without_query) and nothing is None
+    for everything, some, others, is_query in zip(whole, part, of_weights, (True, True, False, False), strict=True):
+        if everything is not None:
+            assert torch.equal(everything, others)
+            assert bool(some.isnan().all()) if is_query else torch.equal(everything, some)
