@@ -1,4 +1,7 @@
-"""A pre-norm transformer block: x += attention(norm(x)); x += mlp(norm(x))."""
+"""A pre-norm transformer block: x += attention(norm(x)); x += mlp(norm(x)).
+
+With `hybrid_norm` each branch is normalized once more, before it is dropped from and added.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.attention import attention
 from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.dropout import dropout
+from megatron_lite.kernels.head_norm import normalized_heads
 from megatron_lite.kernels.mlp import mlp
 from megatron_lite.kernels.rotary import rotary_table, split_heads
 from megatron_lite.layers.layer import Layer, Linear, MicroBatch
@@ -49,6 +53,11 @@ class Attention(torch.nn.Module):
             config.init_method_std_qkv,
             config,
         )
+        self.query_norm: Norm | None = None
+        self.key_norm: Norm | None = None
+        if config.qk_layernorm:
+            self.query_norm = Norm(f"{name}.query_norm", config, kernels, config.kv_channels)
+            self.key_norm = Norm(f"{name}.key_norm", config, kernels, config.kv_channels)
         std = config.init_method_std_attn_proj
         self.output = Linear(f"{name}.output", query_size, (config.hidden_size,), std, config)
 
@@ -56,11 +65,19 @@ class Attention(torch.nn.Module):
         """(b, s, h) -> (b, s, h), from the norm to the residual sum."""
         table = self.rotary.table(hidden) if self.rotary is not None else None
         projection = self.query_key_value(hidden)  # (b, s, (n + 2 g) d)
-        heads = split_heads(projection, self.num_heads, self.head_groups, table, self.kernels.triton)
+        heads = self.heads(projection, table)
         seed = micro_batch.site_seed(self.name)
         documents, backend = micro_batch.documents, self.kernels.attention
         context = attention(*heads, self.window, self.dropout, seed, backend=backend, documents=documents)
         return self.output(context.transpose(1, 2).flatten(2))  # (b, s, n d) -> (b, s, h)
+
+    def heads(self, projection: Tensor, table: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(b, s, (n + 2 g) d) -> query (b, n, s, d), key and value (b, g, s, d), normalized and rotated if they are."""
+        query, key, shape = self.query_norm, self.key_norm, (self.num_heads, self.head_groups, table)
+        if query is None or key is None:
+            return split_heads(projection, *shape, self.kernels.triton)
+        parameters = (query.weight, query.bias), (key.weight, key.bias)
+        return normalized_heads(projection, *shape, *parameters, query.kind, self.kernels.triton)
 
 
 class MLP(torch.nn.Module):
@@ -95,15 +112,27 @@ class Block(Layer):
         self.recomputed = index < kernels.recompute_layers
         self.attention_norm = Norm(f"{self.name}.attention_norm", config, kernels)
         self.attention = Attention(f"{self.name}.attention", config, rotary, kernels)
+        self.attention_output_norm = self.mlp_output_norm = None
+        if config.hybrid_norm:
+            self.attention_output_norm = Norm(f"{self.name}.attention_output_norm", config, kernels)
         self.mlp_norm = Norm(f"{self.name}.mlp_norm", config, kernels)
         self.mlp = MLP(f"{self.name}.mlp", config, kernels)
+        if config.hybrid_norm:
+            self.mlp_output_norm = Norm(f"{self.name}.mlp_output_norm", config, kernels)
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         assert hidden is not None
-        hidden, normalized = self.attention_norm.add(hidden, None)
-        branch = self._drop(self.attention(normalized, micro_batch), micro_batch, "attention_branch")
-        hidden, normalized = self.mlp_norm.add(hidden, branch)
-        return hidden + self._drop(self.mlp(normalized), micro_batch, "mlp_branch")
+        dtype = self.mlp.up.weight.dtype  # of everything but the residual stream, which the embedding decides about
+        hidden, normalized = self.attention_norm.add(hidden, None, dtype)
+        branch = self._branch(
+            self.attention(normalized, micro_batch), self.attention_output_norm, micro_batch, "attention_branch"
+        )
+        hidden, normalized = self.mlp_norm.add(hidden, branch, dtype)
+        del branch
+        return hidden + self._branch(self.mlp(normalized), self.mlp_output_norm, micro_batch, "mlp_branch")
 
-    def _drop(self, branch: Tensor, micro_batch: MicroBatch, site: str) -> Tensor:
+    def _branch(self, branch: Tensor, norm: Norm | None, micro_batch: MicroBatch, site: str) -> Tensor:
+        """What is added to the residual stream."""
+        if norm is not None:
+            branch = norm(branch)
         return dropout(branch, self.hidden_dropout, micro_batch.site_seed(f"{self.name}.{site}"))

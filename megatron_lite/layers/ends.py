@@ -20,7 +20,6 @@ class Embedding(Layer):
     """Token and learned position embeddings: tokens (b, s) -> (b, s, h)."""
 
     name = "embedding"
-    backward_needs_weights = False
 
     def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
@@ -29,17 +28,22 @@ class Embedding(Layer):
         weights = Initializer("normal", config.init_method_std_embed)
         self.hidden_dropout = config.hidden_dropout
         shape = (config.vocab_size, config.hidden_size)
+        self.dtype = torch.float32 if config.full_precision_residual else None  # of the residual stream
         self.word = declare(ParameterSpec("embedding.word.weight", shape, weights, embedding=True))
         self.position = None
         if config.use_position_embeddings:
             shape = (config.max_position_embeddings, config.hidden_size)
             self.position = declare(ParameterSpec("embedding.position.weight", shape, weights, embedding=True))
+        self.norm = Norm("embedding.norm", config, kernels) if config.input_embedding_norm else None
+        self.backward_needs_weights = self.norm is not None and self.norm.weight is not None
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         assert hidden is None
-        hidden = embedding(self.word, micro_batch.tokens, self.kernels.triton)
+        hidden = embedding(self.word, micro_batch.tokens, self.kernels.triton, self.dtype)
         if self.position is not None:
             hidden = add_positions(hidden, self.position)
+        if self.norm is not None:
+            hidden = self.norm(hidden)
         return dropout(hidden, self.hidden_dropout, micro_batch.site_seed("embedding"))
 
 
@@ -81,19 +85,19 @@ class Head(Layer):
 
     def _summed_loss(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         assert hidden is not None
-        normalized = self.norm(hidden).flatten(0, 1)  # (t, h), t = b s
+        normalized = self.norm(hidden, self.weight.dtype).flatten(0, 1)  # (t, h), t = b s
         labels = micro_batch.labels.flatten()
         kernels = self.kernels
         return linear_cross_entropy(
             normalized, self.weight, labels, micro_batch.gradient_scale,
-            chunk_tokens(kernels.cross_entropy_splits, labels.shape[0], hidden.device, hidden.itemsize),
+            chunk_tokens(kernels.cross_entropy_splits, labels.shape[0], hidden.device, normalized.itemsize),
             kernels.cross_entropy_block_size, self.logit_z_loss if micro_batch.gradient_scale is not None else 0.0,
             triton=kernels.cross_entropy == "triton",
         )  # fmt: skip
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(b, s, h) -> (b, s, v), for generation."""
-        return self.norm(hidden) @ self.weight.t()
+        return self.norm(hidden, self.weight.dtype) @ self.weight.t()
 
 
 def chunk_tokens(splits: int | None, tokens: int, device: torch.device, itemsize: int) -> int:
