@@ -88,7 +88,14 @@ class Distributed:
         self._reduction: Handle | None = None
 
     def close(self) -> None:
-        """Leave the process groups."""
+        """Leave the process groups for good, after the last collective has been waited for.
+
+        A thread of gloo's drops its references to a collective's tensors after those who waited for it have gone on,
+        and needs Python's lock for that. If it still waits for the lock when the interpreter ends, Python ends it by
+        force in the middle of a destructor, and with it the process, by SIGABRT. A group waits for its threads when the
+        last reference to it goes; `destroy_process_group` drops torch's own.
+        """
+        del self.group, self._cpu_group
         dist.destroy_process_group()
 
     # -- the three collectives of a training step ---------------------------------------------------------------

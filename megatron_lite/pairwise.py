@@ -63,7 +63,8 @@ class PairwiseSum:
         self._chunks = []
         for work in self._sends:
             work.wait()
-        self._sends = []
+        # Whoever keeps this handle keeps neither transfers nor group, of which `Distributed.close` drops the last one.
+        self._sends, self._receives, self._group = [], [], None
 
 
 def add_in_rank_order(own: Tensor, rank: int, others: list[Tensor]) -> None:

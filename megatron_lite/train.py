@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -71,9 +69,7 @@ def pretrain(config: Config, notes: tuple[Note, ...]) -> int:
         code = exits.report(error, config.run.experiment_dir, rank, run_number)
         if run is not None:
             run.trackers.close(code)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # peers may be waiting for us in a collective: leaving by the front door could hang
+        exits.leave(code)  # peers may be waiting for us in a collective: leaving by the front door could hang
 
 
 def train(run: Run) -> tuple[int, str]:

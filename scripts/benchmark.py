@@ -20,6 +20,7 @@ import argparse
 import datetime
 import json
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from benchmark_settings import engine_config, has_known_shape, parse  # noqa: E4
 from benchmark_targets import compare  # noqa: E402
 
 from megatron_lite import distributed as launch  # noqa: E402
+from megatron_lite import exits  # noqa: E402
 from megatron_lite.config import Config, unflatten  # noqa: E402
 from megatron_lite.distributed import Distributed  # noqa: E402
 from megatron_lite.monitor.metrics import known_peak_tflops, model_flops  # noqa: E402
@@ -200,4 +202,10 @@ def verdict(result: dict[str, Any], rank: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        exit_code = main(sys.argv[1:])
+    except Exception:
+        traceback.print_exc()
+        exit_code = 1
+    # FSDP2's caches keep a process group, whose threads `Distributed.close` then cannot wait for.
+    exits.leave(exit_code)
