@@ -1,4 +1,4 @@
-"""Causal attention: softmax(q k^T / sqrt(d)) v over the positions up to one's own.
+"""Causal attention: softmax(scale q k^T) v over the positions up to one's own; the scale is 1 / sqrt(d) unless given.
 
 Or over the last `window` of them, or over those of one's own document only. Grouped queries share keys without copies
 of them. Which implementation computes it, and what each can do, is in `attention_choice.py`.
@@ -27,11 +27,13 @@ class Documents:
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, window: int | None, dropout_p: float, dropout_seed: int | None,
-    *, backend: str = "auto", documents: Documents | None = None,
+    *, backend: str = "auto", documents: Documents | None = None, scale: float | None = None,
+    softmax_in_fp32: bool = False,
 ) -> Tensor:  # fmt: skip
     """query (b, n, s, d), key and value (b, g, s, d) -> (b, n, s, d); head i uses key/value head i // (n / g).
 
     `backend`: a name of `attention_choice.py`. With dropout, and for a single position, it is "math" in any case.
+    `scale` stands for 1 / sqrt(d). `softmax_in_fp32` is for "math" alone, whose scores then are in fp32 backward, too.
 
     Raises:
         UsageError: if the backend cannot do it.
@@ -46,15 +48,18 @@ def attention(
         )  # fmt: skip
     if backend == "math" or drops or length == 1:
         lengths = documents.lengths if documents is not None else None
-        return block_attention(query, key, value, window, lengths, dropout_p, dropout_seed)
+        return block_attention(
+            query, key, value, window, lengths, dropout_p, dropout_seed, scale, softmax_in_fp32
+        )  # fmt: skip
+    assert not softmax_in_fp32, f"{backend} attention has no softmax of its own"
     starts = documents.starts if documents is not None else None
     if backend == "varlen":
         longest = max(documents.lengths) if documents is not None else length
-        return varlen_attention(query, key, value, window, starts, longest)
+        return varlen_attention(query, key, value, window, starts, longest, scale)
     if backend == "flex":
-        return flex_attention(query, key, value, window, starts)
+        return flex_attention(query, key, value, window, starts, scale)
     assert window is None and documents is None, f"{backend} attention takes neither windows nor documents"
-    return fused_attention(query, key, value, backend)
+    return fused_attention(query, key, value, backend, scale)
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Attention by kernels of torch and cuDNN on a GPU. Each takes query (b, n, s, d) and keys (b, g, s, d) as they are,
-views of one projection with d side by side in memory, and returns (b, n, s, d), (b, s, n, d) in memory.
+views of one projection with d side by side in memory, and returns (b, n, s, d), (b, s, n, d) in memory. A `scale` of
+None is 1 / sqrt(d).
 
 Nothing here reads the host: borders of documents come as a tensor, and their greatest length as a number.
 """
@@ -18,18 +19,21 @@ from torch.nn import functional
 FLEX_BLOCK = 128  # positions on a side of the blocks of flex_attention's masks
 
 
-def fused_attention(query: Tensor, key: Tensor, value: Tensor, backend: str) -> Tensor:
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, backend: str, scale: float | None = None) -> Tensor:
     """Full causal attention by "cudnn" or "flash"; any other kernel than that is an error."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     grouped = query.shape[1] != key.shape[1]
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if backend == "cudnn" else SDPBackend.FLASH_ATTENTION):
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        return functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
+        )  # fmt: skip
 
 
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, window: int | None, starts: Tensor | None, longest: int
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, window: int | None, starts: Tensor | None, longest: int,
+    scale: float | None = None,
+) -> Tensor:  # fmt: skip
     """`starts` (documents + 1,) int32 in the flattened (b s,) micro-batch; None: samples are documents."""
     b, n, s, _ = query.shape
     if starts is None:
@@ -40,7 +44,7 @@ def varlen_attention(
     rows = [heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value)]  # (b s, heads, d), views
     # Of (left, right) neighbours besides oneself; (-1, 0) is all that came before.
     reach = (-1, 0) if window is None or window >= longest else (window - 1, 0)
-    output: Tensor = varlen_attn(*rows, starts, starts, longest, longest, window_size=reach, **grouped)
+    output: Tensor = varlen_attn(*rows, starts, starts, longest, longest, scale=scale, window_size=reach, **grouped)
     return output.unflatten(0, (b, s)).transpose(1, 2)
 
 
@@ -52,7 +56,9 @@ def _varlen() -> tuple[Callable[..., Any], bool]:
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def flex_attention(query: Tensor, key: Tensor, value: Tensor, window: int | None, starts: Tensor | None) -> Tensor:
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, window: int | None, starts: Tensor | None, scale: float | None = None
+) -> Tensor:
     """As `varlen_attention`, by torch's compiled flex_attention."""
     b, n, s, _ = query.shape
     lowest = lowest_keys(starts, b, s, window, query.device)
@@ -66,7 +72,7 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, window: int | None
     mask = BlockMask.from_kv_blocks(
         counts, columns, full_counts, full_columns, BLOCK_SIZE=FLEX_BLOCK, mask_mod=allowed, seq_lengths=(s, s)
     )
-    return _compiled_flex()(query, key, value, block_mask=mask, enable_gqa=n != key.shape[1])
+    return _compiled_flex()(query, key, value, block_mask=mask, scale=scale, enable_gqa=n != key.shape[1])
 
 
 @functools.cache

@@ -167,17 +167,17 @@ def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
     for vocab, width in ((1, 1), (50, 123)):
         rows, tokens = shape.parameter(vocab, width), torch.zeros(1, 5, dtype=torch.int64, device=shape.device)
         yield f"embedding {vocab}", embedding(rows, tokens, triton=True).sum().backward
-    for length, heads, channels in ((1, 1, 2), (5, 3, 6), (9, 4, 80)):
+    for length, heads, channels, turned in ((1, 1, 2, 2), (5, 3, 6, 6), (9, 4, 80, 80), (5, 3, 7, 4), (9, 4, 80, 32)):
         projection = shape.input(1, length, 3 * heads * channels)
-        table = rotary_table(length, channels, 1e4, projection.device)
+        table = rotary_table(length, turned, 1e4, projection.device)
         parts = split_heads(projection * 1, heads, heads, table, triton=True)
         grads = tuple(shape.random(*part.shape) for part in parts)
-        yield f"rotary {length} {channels}", backward(parts, (projection,), grads)
+        yield f"rotary {length} {channels} {turned}", backward(parts, (projection,), grads)
         for zero_centered in (False, True):
             pairs = [(shape.parameter(channels), shape.parameter(channels) if zero_centered else None)] * 2
             kind = Kind(1e-5, zero_centered, zero_centered)
             parts = normalized_heads(projection * 1, heads, heads, table, *pairs, kind, triton=True)
-            yield f"norms of heads {length} {channels} {zero_centered}", backward(parts, (projection,), grads)
+            yield f"norms of heads {channels} {turned} {zero_centered}", backward(parts, (projection,), grads)
     for rows, split, nesterov, passes in itertools.product((1, 9, 300), (False, True), (False, True), (1, 2)):
         if rows < 300 or passes == 2:
             yield f"adamw {rows} {split} {nesterov} {passes}", partial(updates, shape, rows, split, nesterov, passes)

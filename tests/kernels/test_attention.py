@@ -38,6 +38,7 @@ class Case:
     d: int
     window: int | None = None
     lengths: tuple[int, ...] | None = None
+    scale: float | None = None
 
     def inputs(self, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
         """Query, key and value (b, n or g, s, d), views of one projection, and a gradient of the output."""
@@ -62,7 +63,8 @@ class Case:
     def formula(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         repeats = self.n // self.g
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-        scores = (q @ k.transpose(-1, -2) / self.d**0.5).masked_fill(~self.allowed()[:, None], float("-inf"))
+        scores = q @ k.transpose(-1, -2) * (self.scale or self.d**-0.5)
+        scores = scores.masked_fill(~self.allowed()[:, None], float("-inf"))
         return scores.softmax(-1) @ v
 
 
@@ -78,6 +80,8 @@ CASES = [
     Case(2, 6, 3, 75, 8, lengths=(0, 70, 1, 0, 4, *[3] * 25, 0)),
     Case(2, 2, 1, 200, 5, window=70, lengths=(130, 70, 1, 199)),
     Case(1, 4, 1, 200, 8, window=2, lengths=(1, 2, 3, 66, 128)),
+    Case(2, 4, 2, 100, 8, scale=0.05),
+    Case(1, 2, 1, 100, 8, 30, (60, 40), scale=0.7),
 ]
 
 
@@ -87,14 +91,18 @@ def close(ours: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
     assert float((ours.detach().cpu().double() - exact).abs().max()) <= TOLERANCE[dtype] * largest
 
 
-def compare(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu") -> None:
+def compare(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu", softmax_in_fp32: bool = False) -> None:
     """Output and gradients against the formula in float64 on the same rounded values."""
     *inputs, grad = case.inputs(dtype)
     exact = [tensor.double().requires_grad_() for tensor in inputs]
     formula = case.formula(*exact)
     formula.backward(grad.double())
     ours = [tensor.to(device).requires_grad_() for tensor in inputs]
-    output = attention(*ours, case.window, 0.0, None, backend=backend, documents=case.documents(device))
+    documents = case.documents(device)
+    output = attention(
+        *ours, case.window, 0.0, None, backend=backend, documents=documents, scale=case.scale,
+        softmax_in_fp32=softmax_in_fp32,
+    )  # fmt: skip
     assert output.shape == formula.shape and output.dtype == dtype
     output.backward(grad.to(device))
     for mine, reference in zip([output, *(t.grad for t in ours)], [formula, *(t.grad for t in exact)], strict=True):
@@ -106,6 +114,51 @@ def compare(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu") -
 def test_blocks_equal_the_formula(case: Case, dtype: torch.dtype) -> None:
     """Grouped queries; windows and documents over, on and beside the borders of blocks; odd sizes of everything."""
     compare(case, dtype, "math")
+    if dtype != torch.float32:
+        compare(case, dtype, "math", softmax_in_fp32=True)
+
+
+def upcast(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """As models are written with queries and keys cast to fp32 for scores and softmax, differentiated by torch."""
+    scores = (q.float() @ k.float().transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~allowed, float("-inf"))
+    return scores.softmax(-1).to(v.dtype) @ v
+
+
+def test_softmax_in_fp32_is_fp32_backward_too() -> None:
+    """In bf16: the output is the same, as its scores are in fp32 in any case; the gradients of queries and keys are
+    those of the formula with casts, half as far from float64 as those whose scores' gradients are rounded to bf16.
+    """
+    case = Case(1, 2, 2, 60, 16)
+    *inputs, grad = case.inputs(BF16)
+    inputs[0] *= 20  # sharp probabilities, in which dP - rowsum(P dP) cancels
+    exact = [tensor.double().requires_grad_() for tensor in inputs]
+    case.formula(*exact).backward(grad.double())
+    outputs, gradients = [], []
+    for function in (
+        lambda q, k, v: attention(q, k, v, None, 0.0, None, backend="math"),
+        lambda q, k, v: attention(q, k, v, None, 0.0, None, backend="math", softmax_in_fp32=True),
+        lambda q, k, v: upcast(q, k, v, case.allowed()[:, None]),
+    ):
+        ours = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+        outputs.append(function(*ours))
+        outputs[-1].backward(grad)
+        gradients.append([cast(Tensor, tensor.grad).double() for tensor in ours])
+    assert torch.equal(outputs[0], outputs[1])
+    for rounded, precise, reference, formula in zip(*gradients, exact, strict=True):
+        assert float((precise - reference).norm()) <= 2e-3 * float(reference.norm())
+        if formula is not exact[2]:
+            error, half = (float((found - cast(Tensor, formula.grad)).norm()) for found in (rounded, precise))
+            assert half < 0.6 * error
+
+
+def test_softmax_in_fp32_changes_nothing_in_fp32() -> None:
+    case = Case(1, 4, 2, 70, 8, 30)
+    runs = []
+    for in_fp32 in (False, True):
+        inputs = [tensor.requires_grad_() for tensor in case.inputs(FP32)[:3]]
+        output = attention(*inputs, 30, 0.2, 3, softmax_in_fp32=in_fp32)
+        runs.append([output, *torch.autograd.grad(output.square().sum(), inputs)])
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
 def test_gradients_of_float64_are_derivatives() -> None:
@@ -274,7 +327,7 @@ def test_varlen_is_asked_for_the_right_thing(case: Case, says_grouped: bool, mon
     """With a varlen_attn of the same arguments that is written out in torch, as the real one needs a GPU."""
 
     def written_out(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, max_q: int, max_k: int, *,
-                    window_size: tuple[int, int], **more: bool) -> Tensor:  # fmt: skip
+                    scale: float | None, window_size: tuple[int, int], **more: bool) -> Tensor:  # fmt: skip
         assert starts_q.dtype == torch.int32 and torch.equal(starts_q, starts_k) and max_q == max_k
         assert more == ({"enable_gqa": case.n != case.g} if says_grouped else {})
         assert q.data_ptr() == inputs[0].data_ptr(), "no copy"
@@ -282,14 +335,14 @@ def test_varlen_is_asked_for_the_right_thing(case: Case, says_grouped: bool, mon
         parts = []
         for start, end in zip(starts_q.tolist(), starts_q.tolist()[1:], strict=False):
             assert end - start <= max_q
-            whole = Case(1, case.n, case.g, end - start, case.d, None if left < 0 else left + 1)
+            whole = Case(1, case.n, case.g, end - start, case.d, None if left < 0 else left + 1, scale=scale)
             assert right == 0
             parts.append(whole.formula(*(t[start:end].transpose(0, 1)[None] for t in (q, k, v)))[0].transpose(0, 1))
         return torch.cat(parts)
 
     monkeypatch.setattr(attention_gpu, "_varlen", lambda: (written_out, says_grouped))
     inputs = case.inputs(torch.float64)[:3]
-    output = attention(*inputs, case.window, 0.0, None, backend="varlen", documents=case.documents())
+    output = attention(*inputs, case.window, 0.0, None, backend="varlen", documents=case.documents(), scale=case.scale)
     torch.testing.assert_close(output, case.formula(*inputs))
 
 
@@ -338,10 +391,10 @@ def test_flex_attention_takes_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.nn.attention import flex_attention as module
 
     monkeypatch.setattr(attention_gpu, "_compiled_flex", lambda: module.flex_attention)
-    for case in (Case(2, 4, 2, 300, 16, 150), Case(2, 4, 2, 300, 16, None, (100, 200, 300))):
-        inputs = case.inputs(torch.float32)[:3]
+    for case in (Case(2, 4, 2, 300, 16, 150, scale=0.1), Case(2, 4, 2, 300, 16, None, (100, 200, 300))):
+        inputs, documents = case.inputs(torch.float32)[:3], case.documents()
         with torch.no_grad():
-            output = attention(*inputs, case.window, 0.0, None, backend="flex", documents=case.documents())
+            output = attention(*inputs, case.window, 0.0, None, backend="flex", documents=documents, scale=case.scale)
         close(output, case.formula(*(tensor.double() for tensor in inputs)), torch.float32)
 
 
@@ -349,7 +402,7 @@ def test_flex_attention_takes_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fused_attention_is_told_of_groups(case: Case) -> None:
     """The flash kernel that torch has for a CPU stands in for the one of a GPU."""
     inputs = case.inputs(torch.float32)[:3]
-    output = attention_gpu.fused_attention(*inputs, "flash")
+    output = attention_gpu.fused_attention(*inputs, "flash", case.scale)
     close(output, case.formula(*(tensor.double() for tensor in inputs)), torch.float32)
 
 
@@ -363,6 +416,8 @@ GPU_CASES = [
     Case(1, 4, 2, 300, 64, lengths=(*[3] * 50, 150)),
     Case(2, 4, 2, 700, 64, window=100, lengths=(700, 1, 130, 569)),
     Case(1, 2, 1, 200, 7, window=9),
+    Case(2, 4, 2, 300, 64, scale=0.03),
+    Case(2, 4, 2, 300, 64, 100, scale=0.3),
 ]
 
 

@@ -7,21 +7,23 @@ import torch
 from kernel_checks import DEVICE, close, compare, dtypes, implementations, randn
 from torch import Tensor
 
-from megatron_lite.kernels.rotary import rotary_table, split_heads
+from megatron_lite.kernels.rotary import Table, angle_table, rotary_table, split_heads
 
 B, S = 2, 3
 # Query heads, key heads, channels: groups, odd numbers, more heads than one program takes.
 heads = pytest.mark.parametrize(("n", "g", "d"), [(4, 4, 6), (6, 2, 8), (3, 1, 2), (20, 5, 128)])
 
 
-def formula(x: Tensor, n: int, g: int) -> Tensor:
-    """Complex multiplication: (b, s, (n + 2 g) d) -> (b, s, n + 2 g, d)."""
+def formula(x: Tensor, n: int, g: int, r: int | None = None, positions: Tensor | None = None) -> Tensor:
+    """Complex multiplication: (b, s, (n + 2 g) d) -> (b, s, n + 2 g, d); of the first r channels."""
     parts = x.unflatten(-1, (n + 2 * g, -1))
-    d = parts.shape[-1]
-    angles = torch.arange(S, device=x.device)[:, None] * 100.0 ** (-torch.arange(0, d, 2, device=x.device) / d)
-    turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex128)[:, None]
-    turned = torch.complex(parts[:, :, : n + g, : d // 2], parts[:, :, : n + g, d // 2 :]) * turn
-    return torch.cat([torch.cat([turned.real, turned.imag], -1), parts[:, :, n + g :]], 2)
+    r = parts.shape[-1] if r is None else r
+    positions = torch.arange(S, device=x.device) if positions is None else positions
+    angles = positions[..., None] * 100.0 ** (-torch.arange(0, r, 2, device=x.device) / r)
+    turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex128)[..., None, :]
+    heads = parts[:, :, : n + g]
+    turned = torch.complex(heads[..., : r // 2], heads[..., r // 2 : r]) * turn
+    return torch.cat([torch.cat([turned.real, turned.imag, heads[..., r:]], -1), parts[:, :, n + g :]], 2)
 
 
 @dtypes
@@ -69,3 +71,48 @@ def test_queries_keys_and_values_are_views_of_the_projection(triton: bool) -> No
         parts = split_heads(x, 4, 1, table, triton)
         assert {part.untyped_storage().data_ptr() for part in parts} == {x.untyped_storage().data_ptr()}
         assert torch.equal(x, untouched) == (table is None)
+
+
+def in_one(x: Tensor, n: int, g: int, table: Table, triton: bool) -> Tensor:
+    """(b, s, (n + 2 g) d) -> (b, s, n + 2 g, d)."""
+    return torch.cat(split_heads(x * 1, n, g, table, triton), dim=1).transpose(1, 2)
+
+
+@dtypes
+@implementations
+@pytest.mark.parametrize(("n", "g", "d", "r"), [(4, 4, 6, 2), (6, 2, 8, 6), (3, 1, 7, 4), (2, 1, 9, 2), (5, 5, 80, 32)])
+def test_only_the_first_channels_turn(n: int, g: int, d: int, r: int, dtype: torch.dtype, triton: bool) -> None:
+    """GPT-NeoX's way, with odd numbers of heads, channels and of those left alone; forward and backward."""
+    table = rotary_table(9, r, 100.0, DEVICE)
+    x = randn(B, S, (n + 2 * g) * d).to(DEVICE)
+    compare(lambda x: in_one(x, n, g, table, triton), lambda x: formula(x, n, g, r), [x], [], dtype)
+
+
+@implementations
+@pytest.mark.parametrize("r", [8, 4])
+def test_tokens_may_be_at_any_positions(r: int, triton: bool) -> None:
+    """Rows of their own for every token of a batch, or rows from a later one on: as in generation."""
+    n, g, d = 3, 1, 8
+    x = randn(B, S, (n + 2 * g) * d).to(DEVICE)
+    cos, sin = angle_table(100.0 ** (-torch.arange(0, r, 2, device=DEVICE) / r), 50)
+    positions = torch.tensor([[7, 8, 49], [0, 3, 1]], device=DEVICE)
+    table = (cos[positions], sin[positions])
+    compare(lambda x: in_one(x, n, g, table, triton), lambda x: formula(x, n, g, r, positions), [x], [], torch.float32)
+    late, later = (cos[11:], sin[11:]), torch.arange(11, 11 + S, device=DEVICE)
+    compare(lambda x: in_one(x, n, g, late, triton), lambda x: formula(x, n, g, r, later), [x], [], torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@implementations
+def test_infinite_channels_that_do_not_turn_stay_what_they_are(triton: bool) -> None:
+    """Not even multiplied by 0, forward or backward."""
+    table = rotary_table(S, 4, 100.0, DEVICE)
+    x = randn(B, S, 3 * 8).to(DEVICE)
+    x.view(B, S, 3, 8)[..., 4:] = torch.inf
+    x.requires_grad_()
+    parts = split_heads(x * 1, 1, 1, table, triton)
+    torch.autograd.backward(parts, [part.detach() for part in parts])
+    assert x.grad is not None
+    for found in (torch.cat(parts, 1)[..., :4], x.grad.view(B, S, 3, 8)[..., :4]):
+        assert torch.isfinite(found).all()
+    assert x.grad.view(B, S, 3, 8)[..., 4:].isposinf().all()
