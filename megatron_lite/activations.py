@@ -84,7 +84,7 @@ def made_by_layer(model: ModelConfig, one: Pass) -> list[Kept]:
     """What the backward passes of embedding, each block and head read; nothing before the first layer that is trained.
     """
     embedding, reached = Kept(), one.trains("embedding.")
-    embedding.add("dropout masks", one.size(model.hidden_size), reached and model.hidden_dropout > 0)
+    embedding.add("dropout masks", one.size(model.hidden_size), reached and bool(model.embedding_dropout))
     layers = [embedding]
     for index in range(model.num_layers):
         block, reached = _block(model, one, f"blocks.{index}.", reached)

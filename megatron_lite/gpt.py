@@ -8,9 +8,10 @@ from typing import cast
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.items import lr_scale_patterns
 from megatron_lite.kernels.choice import REFERENCES, Kernels
-from megatron_lite.layers.block import Block, Rotary
+from megatron_lite.layers.block import Block
 from megatron_lite.layers.ends import Embedding, Head
 from megatron_lite.layers.layer import Layer
+from megatron_lite.layers.rotary import Rotary
 from megatron_lite.parameter import Parameter, set_lr_scales
 from megatron_lite.weight_decay import set_weight_decay
 

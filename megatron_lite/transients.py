@@ -66,7 +66,7 @@ def _recomputed(model: ModelConfig, one: Pass, made: Kept, plain: Peaks) -> Peak
 def _embedding(model: ModelConfig, one: Pass) -> Peaks:
     """The rows looked up, perhaps with positions or dropped from; backward, their gradient in the buffer's dtype."""
     hidden = one.size(model.hidden_size)
-    again = bool(model.use_position_embeddings) or model.hidden_dropout > 0
+    again = bool(model.use_position_embeddings) or bool(model.embedding_dropout)
     casts = one.grad_itemsize != one.itemsize and not one.kernels.triton
     return Peaks(hidden * (2 if again else 1), one.tokens * model.hidden_size * one.grad_itemsize if casts else 0)
 
@@ -204,6 +204,9 @@ def _attention_blocks(model: ModelConfig, one: Pass, backward: bool) -> int:
     # Then the gradient of the output's rows, and dropped probabilities or those of the scores beside the probabilities.
     part = model.head_groups * keys * channels * one.itemsize if one.cast_itemsize else 0
     gradients = narrow + drops + queries * one.itemsize + max(narrow, drops + part)
+    if model.attention_softmax_in_fp32 and one.cast_itemsize:  # both in fp32, and either one cast for a moment, too
+        peak = single + queries * FP32_BYTES
+        gradients = single + narrow + drops + queries * one.itemsize + max(drops + part, single)
     return always + 2 * keys_of_all * FP32_BYTES + max(peak, gradients)
 
 
@@ -245,7 +248,9 @@ def _rotation(model: ModelConfig, one: Pass, query: int) -> int:
     """Momentary bytes while the gradient of the queries is rotated back: of one half, in another dtype of all."""
     if not model.use_rotary_embeddings or one.kernels.triton:
         return 0
-    return (3 if one.cast_itemsize else 1) * one.tokens * query // 2 * FP32_BYTES
+    assert model.kv_channels is not None
+    half = query // model.kv_channels * (model.rotated_channels // 2)
+    return (3 if one.cast_itemsize else 1) * one.tokens * half * FP32_BYTES
 
 
 def _weight_gradient(one: Pass, rows: int, columns: int) -> int:

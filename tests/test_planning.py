@@ -162,6 +162,8 @@ KEPT_CASES: list[dict[str, Any]] = [
     dict(freeze=ALL_BUT_DOWN, tie_word_embeddings=False, mlp_recompute_level="activation", hidden_dropout=0.1),
     dict(recompute_layers=1, mlp_recompute_level="full"),
     dict(recompute_layers=2, hidden_dropout=0.1, attention_dropout=0.1, training_dtype="bf16"),
+    dict(embedding_dropout=0.1),
+    dict(embedding_dropout=0.0, hidden_dropout=0.1, use_rotary_embeddings=True, rotary_percent=0.5),
     dict(recompute_layers=3, num_layers=4, freeze=("embedding", "blocks.0"), tie_word_embeddings=False),
     dict(recompute_layers=2, freeze=("embedding", "*.weight", "head"), tie_word_embeddings=False),
 ]  # fmt: skip
@@ -211,7 +213,9 @@ PEAK_CASES: list[dict[str, Any]] = [
     dict(gated=True, normalization_type="rms_norm", training_dtype="bf16", vocab_size=100),
     dict(training_dtype="bf16", normalization_type="rms_norm", ffn_hidden_size=64, vocab_size=100, num_layers=1),
     dict(hidden_dropout=0.1),
+    dict(embedding_dropout=0.1, training_dtype="bf16"),
     dict(attention_dropout=0.1),
+    dict(use_rotary_embeddings=True, rotary_percent=0.25, training_dtype="bf16", head_groups=1),
     dict(window_size=100),
     dict(num_attention_heads=32, head_groups=1, kv_channels=32, vocab_size=100),
     dict(breadth_first_micro_batches=3, batch_size=6),
@@ -262,7 +266,14 @@ def test_peaks_of_an_evaluation(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, dict(window_size=20, head_groups=2), dict(sequence_length=600, window_size=130), dict(attention_dropout=0.1)],
+    [
+        {},
+        dict(window_size=20, head_groups=2),
+        dict(sequence_length=600, window_size=130),
+        dict(attention_dropout=0.1),
+        dict(attention_softmax_in_fp32=True),
+        dict(attention_softmax_in_fp32=True, attention_dropout=0.1),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("training_dtype", ["fp32", "bf16"])

@@ -148,6 +148,12 @@ class ModelConfig:
     )
     random_bias_init: bool = option(False, "biases start like their layer's weights instead of at zero")
 
+    @property
+    def rotated_channels(self) -> int:
+        """Of each head, the first; kv_channels is resolved."""
+        assert self.kv_channels is not None
+        return int(self.kv_channels * self.rotary_percent)
+
 
 def rotary_base(rotary_embedding_scale: float) -> float:
     """exp(-rotary_embedding_scale), rounded to the nearest integer when within 1e-9 of it."""

@@ -71,8 +71,9 @@ def _attention(config: Config, device: torch.device, planned: bool) -> str:
     assert model.kv_channels is not None
     shorter = model.window_size is not None and model.window_size < config.batch.sequence_length
     looks = device.type == "cuda" and not planned
+    wanted = "math" if model.attention_softmax_in_fp32 else config.performance.attention_backend
     return choose_attention(
-        config.performance.attention_backend, device, dtype, model.window_size if shorter else None,
+        wanted, device, dtype, model.window_size if shorter else None,
         not config.data.cross_document_attention, model.kv_channels, config.distributed.deterministic,
         model.attention_dropout > 0, PLANNED_GPU if device.type == "cuda" and planned else None,
         lambda backend: not looks or works(backend, device, dtype, model.kv_channels or 0),

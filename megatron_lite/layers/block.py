@@ -14,36 +14,26 @@ from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.dropout import dropout
 from megatron_lite.kernels.head_norm import normalized_heads
 from megatron_lite.kernels.mlp import mlp
-from megatron_lite.kernels.rotary import rotary_table, split_heads
+from megatron_lite.kernels.rotary import Table, split_heads
 from megatron_lite.layers.layer import Layer, Linear, MicroBatch
 from megatron_lite.layers.norm import Norm
-
-
-class Rotary:
-    """The cos/sin table of a model, made once and shared by its blocks."""
-
-    def __init__(self, config: ModelConfig, length: int) -> None:
-        self._config, self._length = config, length
-        self._table: tuple[Tensor, Tensor] | None = None
-
-    def table(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, (length, d / 2) in fp32, on the device of `like`."""
-        if self._table is None or self._table[0].device != like.device:
-            assert self._config.kv_channels is not None and self._config.rotary_base is not None
-            self._table = rotary_table(self._length, self._config.kv_channels, self._config.rotary_base, like.device)
-        return self._table
+from megatron_lite.layers.rotary import Rotary
 
 
 class Attention(torch.nn.Module):
-    """Multi-head, grouped-query or multi-query causal attention: (b, s, h) -> (b, s, h)."""
+    """Multi-head, grouped-query or multi-query causal attention: (b, s, h) -> (b, s, h). `index` is its block's."""
 
-    def __init__(self, name: str, config: ModelConfig, rotary: Rotary | None, kernels: Kernels) -> None:
+    def __init__(self, name: str, config: ModelConfig, rotary: Rotary | None, kernels: Kernels, index: int) -> None:
         super().__init__()
         assert config.head_groups and config.kv_channels
         assert config.init_method_std_qkv is not None and config.init_method_std_attn_proj is not None
         self.num_heads, self.head_groups = config.num_attention_heads, config.head_groups
         self.window = config.window_size
         self.dropout, self.rotary, self.name = config.attention_dropout, rotary, name
+        self.softmax_in_fp32 = config.attention_softmax_in_fp32
+        self.scale = None  # 1 / sqrt(d)
+        if config.scale_attn_by_inverse_layer_idx:
+            self.scale = config.kv_channels**-0.5 / (index + 1)
         self.kernels = kernels
         query_size, group_size = self.num_heads * config.kv_channels, self.head_groups * config.kv_channels
         self.query_key_value = Linear(
@@ -68,10 +58,13 @@ class Attention(torch.nn.Module):
         heads = self.heads(projection, table)
         seed = micro_batch.site_seed(self.name)
         documents, backend = micro_batch.documents, self.kernels.attention
-        context = attention(*heads, self.window, self.dropout, seed, backend=backend, documents=documents)
+        context = attention(
+            *heads, self.window, self.dropout, seed, backend=backend, documents=documents, scale=self.scale,
+            softmax_in_fp32=self.softmax_in_fp32,
+        )  # fmt: skip
         return self.output(context.transpose(1, 2).flatten(2))  # (b, s, n d) -> (b, s, h)
 
-    def heads(self, projection: Tensor, table: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, projection: Tensor, table: Table | None) -> tuple[Tensor, Tensor, Tensor]:
         """(b, s, (n + 2 g) d) -> query (b, n, s, d), key and value (b, g, s, d), normalized and rotated if they are."""
         query, key, shape = self.query_norm, self.key_norm, (self.num_heads, self.head_groups, table)
         if query is None or key is None:
@@ -111,7 +104,7 @@ class Block(Layer):
         self.name, self.hidden_dropout = f"blocks.{index}", config.hidden_dropout
         self.recomputed = index < kernels.recompute_layers
         self.attention_norm = Norm(f"{self.name}.attention_norm", config, kernels)
-        self.attention = Attention(f"{self.name}.attention", config, rotary, kernels)
+        self.attention = Attention(f"{self.name}.attention", config, rotary, kernels, index)
         self.attention_output_norm = self.mlp_output_norm = None
         if config.hybrid_norm:
             self.attention_output_norm = Norm(f"{self.name}.attention_output_norm", config, kernels)

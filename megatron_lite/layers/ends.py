@@ -26,7 +26,8 @@ class Embedding(Layer):
         assert config.init_method_std_embed is not None and config.max_position_embeddings is not None
         self.kernels = kernels
         weights = Initializer("normal", config.init_method_std_embed)
-        self.hidden_dropout = config.hidden_dropout
+        assert config.embedding_dropout is not None
+        self.dropout = config.embedding_dropout
         shape = (config.vocab_size, config.hidden_size)
         self.dtype = torch.float32 if config.full_precision_residual else None  # of the residual stream
         self.word = declare(ParameterSpec("embedding.word.weight", shape, weights, embedding=True))
@@ -44,7 +45,7 @@ class Embedding(Layer):
             hidden = add_positions(hidden, self.position)
         if self.norm is not None:
             hidden = self.norm(hidden)
-        return dropout(hidden, self.hidden_dropout, micro_batch.site_seed("embedding"))
+        return dropout(hidden, self.dropout, micro_batch.site_seed("embedding"))
 
 
 class Head(Layer):

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_lite.config.model import rotary_base
 from megatron_lite.validation.problem import Problem, fill, nearest_multiples, typed
+from megatron_lite.validation.rotary import rotary
 
 
 def model(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
@@ -29,12 +29,6 @@ def model(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
             )
             return
         values["kv_channels"] = hidden // heads
-    if values["use_rotary_embeddings"] and values["kv_channels"] % 2:
-        yield Problem(
-            ("kv_channels", "use_rotary_embeddings", "hidden_size", "num_attention_heads"),
-            f"--use_rotary_embeddings=1: a head of {values['kv_channels']} channels (kv_channels) cannot be rotated in "
-            f"pairs; write an even --kv_channels",
-        )
     fill(values, "ffn_hidden_size", 4 * hidden)
     fill(values, "activation_type", "silu" if values["gated"] else "gelu")
     fill(values, "use_position_embeddings", not values["use_rotary_embeddings"])
@@ -49,22 +43,8 @@ def model(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
     for name in ("add_qkv_biases", "add_mlp_biases"):
         fill(values, name, values["add_linear_biases"])
     fill(values, "embedding_dropout", values["hidden_dropout"])
-    yield from _rotary(values)
+    yield from rotary(values)
     _fill_initialization(values)
-
-
-def _rotary(values: dict[str, Any]) -> Iterator[Problem]:
-    """The base of rotary positions, given as it is or as minus its logarithm."""
-    base, scale = values["rotary_base"], values["rotary_embedding_scale"]
-    if base is None:
-        values["rotary_base"] = 10000.0 if scale is None else rotary_base(scale)
-    fill(values, "rotary_embedding_scale", -math.log(values["rotary_base"]))
-    if abs(values["rotary_embedding_scale"] + math.log(values["rotary_base"])) > 1e-9:
-        yield Problem(
-            ("rotary_base", "rotary_embedding_scale"),
-            f"{typed(values, 'rotary_base', 'rotary_embedding_scale')}: two names of one number (the scale is minus "
-            "the base's logarithm), and they differ; write one of them",
-        )
 
 
 def _fill_initialization(values: dict[str, Any]) -> None:
@@ -78,6 +58,12 @@ def _fill_initialization(values: dict[str, Any]) -> None:
 
 def performance(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
     """How it is computed."""
+    if values["attention_softmax_in_fp32"] and values["attention_backend"] not in ("auto", "math"):
+        yield Problem(
+            ("attention_softmax_in_fp32", "attention_backend"),
+            f"{typed(values, 'attention_softmax_in_fp32', 'attention_backend')}: only math computes so; leave one of "
+            "them out",
+        )
     for name, limit in (("recompute_layers", "num_layers"), ("cross_entropy_block_size", "vocab_size")):
         if values[name] is not None and values[name] > values[limit]:
             yield Problem((name, limit), f"{typed(values, name, limit)}: write at most {values[limit]}")

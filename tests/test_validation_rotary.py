@@ -1,0 +1,116 @@
+"""Options of rotary positions and of attention's arithmetic: what is filled in, and what is refused in which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_lite.config import ModelConfig, unflatten
+from megatron_lite.errors import UsageError
+from megatron_lite.validation import resolve
+
+
+def model(**options: Any) -> ModelConfig:
+    """Resolved, with heads of 10 channels; resolving again changes nothing."""
+    sizes = dict(dataset_source="random", hidden_size=80, use_rotary_embeddings=True)
+    config = resolve(unflatten({**sizes, **options}), 1)
+    assert resolve(config, 1) == config
+    return config.model
+
+
+def test_the_base_has_two_names() -> None:
+    """Both are filled in, whichever is given, or none."""
+    assert (model().rotary_base, model().rotary_embedding_scale) == (10000.0, -9.210340371976184)
+    assert model(rotary_base=500000.0).rotary_embedding_scale == -13.122363377404328
+    assert model(rotary_embedding_scale=-13.122363377404328).rotary_base == 500000.0
+    assert model(rotary_embedding_scale=-13.815510557964274).rotary_base == 1000000.0
+    assert model(rotary_base=1e6, rotary_embedding_scale=-13.815510557964274).rotary_base == 1e6
+
+
+@pytest.mark.parametrize(
+    ("options", "filled"),
+    [
+        (dict(), (None,) * 10),
+        (dict(rope_type="linear", rope_factor=2.0), (2.0, *(None,) * 9)),
+        (dict(rope_type="llama3", rope_factor=8.0), (8.0, 2048, 1.0, 4.0, *(None,) * 6)),
+        (dict(rope_type="yarn", rope_factor=4.0), (4.0, 2048, None, None, 32.0, 1.0, None, None, None, True)),
+        (dict(rope_type="yarn", rope_original_max_position_embeddings=512, rope_truncate=False),
+         (4.0, 512, None, None, 32.0, 1.0, None, None, None, False)),
+        (dict(rope_type="yarn", rope_original_max_position_embeddings=512, rope_factor=3.0),
+         (3.0, 512, None, None, 32.0, 1.0, None, None, None, True)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_rope_is_filled_in_as_far_as_its_type_reads_it(options: dict[str, Any], filled: tuple[Any, ...]) -> None:
+    found = model(**options)
+    assert filled == (
+        found.rope_factor, found.rope_original_max_position_embeddings, found.rope_low_freq_factor,
+        found.rope_high_freq_factor, found.rope_beta_fast, found.rope_beta_slow, found.rope_attention_factor,
+        found.rope_mscale, found.rope_mscale_all_dim, found.rope_truncate,
+    )  # fmt: skip
+
+
+YARN = dict(rope_type="yarn", rope_factor=2.0)
+LLAMA3 = dict(rope_type="llama3", rope_factor=2.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(rotary_base=100.0, rotary_embedding_scale=-9.0),
+         "--rotary_base=100, --rotary_embedding_scale=-9: two names of one number"),
+        (dict(rotary_percent=0.55), "--rotary_percent=0.55: of the 10 channels of a head (kv_channels) 5 would be "
+         "rotated, and they are in pairs; write an even part of them: --rotary_percent=0.4 rotates 4"),
+        (dict(rotary_percent=0.1), "1 would be rotated, and they are in pairs; write an even part of them: "
+         "--rotary_percent=0.2 rotates 2"),
+        (dict(rotary_percent=0.01), "0 would be rotated"),
+        (dict(rotary_percent=0.35, kv_channels=67), "--rotary_percent=0.33 rotates 22"),
+        (dict(rotary_percent=0.5, kv_channels=1), "more --kv_channels"),
+        (dict(kv_channels=7), "write an even --kv_channels"),
+        (dict(rotary_percent=0.0), "--rotary_percent=0: must be > 0 and <= 1"),
+        (dict(rotary_percent=1.5), "--rotary_percent=1.5: must be > 0 and <= 1"),
+        (dict(rope_type="ntk"), "--rope_type=ntk: takes default, linear, llama3, yarn"),
+        (dict(rope_factor=2.0), "--rope_factor=2: --rope_type=default does not use it; leave it out, or write "
+         "--rope_type=linear or llama3 or yarn"),
+        (dict(rope_factor=0.5, rope_type="linear"), "--rope_factor=0.5: must be >= 1"),
+        (dict(rope_type="linear"), "--rope_type=linear: by how much is not said; write --rope_factor=<times>"),
+        (dict(rope_type="llama3", rope_original_max_position_embeddings=64), "write --rope_factor=<times>"),
+        (dict(rope_type="yarn"),
+         "write --rope_factor=<times> or --rope_original_max_position_embeddings=<positions>"),
+        (dict(rope_type="yarn", rope_original_max_position_embeddings=4096), "their quotient, must be >= 1"),
+        (dict(rope_type="linear", rope_factor=2.0, rope_original_max_position_embeddings=64),
+         "--rope_type=linear does not use it; leave it out, or write --rope_type=llama3 or yarn"),
+        (dict(rope_beta_fast=32.0, **LLAMA3), "--rope_beta_fast=32: --rope_type=llama3 does not use it"),
+        (dict(rope_truncate=True, **LLAMA3), "--rope_truncate=1: --rope_type=llama3 does not use it"),
+        (dict(rope_low_freq_factor=1.0, **YARN), "does not use it; leave it out, or write --rope_type=llama3"),
+        (dict(rope_high_freq_factor=1.0, **LLAMA3), "--rope_high_freq_factor=1, --rope_low_freq_factor=1: the high"),
+        (dict(rope_low_freq_factor=5.0, **LLAMA3), "--rope_high_freq_factor=4, --rope_low_freq_factor=5: the high"),
+        (dict(rope_beta_fast=0.5, **YARN), "--rope_beta_fast=0.5, --rope_beta_slow=1: turns of the fast end"),
+        (dict(rope_mscale=0.7, **YARN), "--rope_mscale=0.7: has an effect only together with rope_mscale_all_dim"),
+        (dict(rope_mscale_all_dim=0.7, **YARN), "write --rope_mscale, too"),
+        (dict(rope_mscale=0.7, rope_mscale_all_dim=1.0, rope_attention_factor=1.0, **YARN),
+         "--rope_attention_factor=1, --rope_mscale=0.7, --rope_mscale_all_dim=1: the factor is given"),
+        (dict(use_rotary_embeddings=False, rope_type="yarn"),
+         "--rope_type=yarn: nothing is rotated; write --use_rotary_embeddings=1, or leave it out"),
+        (dict(use_rotary_embeddings=False, rotary_percent=0.5), "--rotary_percent=0.5: nothing is rotated"),
+        (dict(use_rotary_embeddings=False, rope_factor=2.0), "--rope_factor=2: --rope_type=default does not use it"),
+        (dict(attention_softmax_in_fp32=True, attention_backend="flash"),
+         "--attention_softmax_in_fp32=1, --attention_backend=flash: only math computes so"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_would_be_ignored_or_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    """One line with flag, value, rule and fix."""
+    with pytest.raises(UsageError) as caught:
+        model(**options)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_is_advised_is_accepted() -> None:
+    assert model(rotary_percent=0.4).rotated_channels == 4
+    assert model(rotary_percent=0.2).rotated_channels == 2
+    assert model(rotary_percent=0.33, kv_channels=67).rotated_channels == 22
+    assert model(attention_softmax_in_fp32=True, attention_backend="math").attention_softmax_in_fp32
+    assert model(hidden_dropout=0.3).embedding_dropout == 0.3
+    assert model(hidden_dropout=0.3, embedding_dropout=0.0).embedding_dropout == 0.0
