@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite import transients
-from megatron_lite.activations import Kept, Pass, kept_by_layer, made_by_layer
+from megatron_lite.activations import FP32_BYTES, Kept, Pass, kept_by_layer, made_by_layer
 from megatron_lite.config import RECOMPUTE_LEVELS, Config
 from megatron_lite.distributed import reduction_scratch_bytes
 from megatron_lite.gpt import model_layers
@@ -135,7 +135,7 @@ def activation_memory(config: Config, model: MultiStage, device_type: str, level
     peaks = transients.peaks_by_layer(config.model, one, made)
     names = [layer.name for stage in model.stages for layer in stage.layers]
     totals = [layer.total for layer in kept]
-    hidden = one.size(config.model.hidden_size)
+    hidden = one.residual(config.model.hidden_size)
     live = peak = held = 0
     peak_at = ""
     on_way: set[int] = set()  # micro-batches that are on their way back
@@ -164,7 +164,7 @@ def activation_memory(config: Config, model: MultiStage, device_type: str, level
 def evaluation_peak(config: Config, model: MultiStage, device_type: str) -> tuple[int, str]:
     """The most that the layers need in an evaluation, which keeps nothing for a backward pass, and where."""
     one = one_pass(config, model, device_type, "none", config.batch.eval_micro_batch_size)
-    peaks, hidden = transients.evaluation_peaks(config.model, one), one.size(config.model.hidden_size)
+    peaks, hidden = transients.evaluation_peaks(config.model, one), one.residual(config.model.hidden_size)
     needed = []
     for stage, layers in zip(model.stages, model.split, strict=True):
         for index, layer in zip(layers, stage.layers, strict=True):
@@ -186,6 +186,7 @@ def one_pass(
         batch=size,
         length=batch.sequence_length,
         itemsize=precision.training.itemsize,
+        residual_itemsize=FP32_BYTES if config.model.full_precision_residual else precision.training.itemsize,
         grad_itemsize=precision.gradients.itemsize,
         on_gpu=device_type == "cuda",
         chunk_tokens=chunk_tokens(

@@ -58,30 +58,56 @@ def _recomputed(model: ModelConfig, one: Pass, made: Kept, plain: Peaks) -> Peak
 
     What is made for a moment in its first forward pass is never the most: the same is made again in the backward pass.
     """
-    hidden = one.size(model.hidden_size)
+    hidden = one.residual(model.hidden_size)
     again = made.total - hidden if made else 0
     return Peaks(plain.forward, again + max(plain.forward, hidden + plain.backward))
 
 
 def _embedding(model: ModelConfig, one: Pass) -> Peaks:
-    """The rows looked up, perhaps with positions or dropped from; backward, their gradient in the buffer's dtype."""
-    hidden = one.size(model.hidden_size)
-    again = bool(model.use_position_embeddings) or bool(model.embedding_dropout)
-    casts = one.grad_itemsize != one.itemsize and not one.kernels.triton
-    return Peaks(hidden * (2 if again else 1), one.tokens * model.hidden_size * one.grad_itemsize if casts else 0)
+    """The rows looked up, perhaps with positions, normalized or dropped from; backward, their gradient in the buffer's
+    dtype.
+    """
+    stream, walk, backward = one.residual(model.hidden_size), _embedded(model, one), Walk()
+    dropped = stream if model.embedding_dropout else 0
+    kept = stream if model.input_embedding_norm else 0
+    walk.make(dropped)
+    if model.input_embedding_norm:
+        backward.make(dropped)
+        backward.drop(dropped)  # the mask
+        _norm_backward(backward, model, one, stream, stream)
+        backward.drop(dropped, kept)
+    casts = one.grad_itemsize != one.residual_itemsize and not one.kernels.triton
+    backward.make(one.tokens * model.hidden_size * one.grad_itemsize if casts else 0)
+    return Peaks(walk.peak - kept, backward.peak)
+
+
+def _embedded(model: ModelConfig, one: Pass) -> Walk:
+    """Up to where its elements are dropped from."""
+    walk, stream = Walk(), one.residual(model.hidden_size)
+    looked_up = one.size(model.hidden_size)
+    walk.make(looked_up)
+    if stream != looked_up:
+        walk.make(stream)
+        walk.drop(looked_up)
+    if model.use_position_embeddings:
+        walk.make(stream)
+        walk.drop(stream)
+    if model.input_embedding_norm:
+        walk.make(stream, moment=_norm_forward(model, one, stream, stream))
+    return walk
 
 
 def _head(model: ModelConfig, one: Pass) -> Peaks:
     """The norm, then logits and their gradient chunk by chunk; see `kernels/linear_cross_entropy.py`."""
-    walk, hidden = Walk(), one.size(model.hidden_size)
-    walk.make(hidden, moment=_norm_forward(model, one))
+    walk, hidden, stream = Walk(), one.size(model.hidden_size), one.residual(model.hidden_size)
+    walk.make(hidden, moment=_norm_forward(model, one, stream, hidden))
     walk.make(*_logits(model, one))
     rows, entries = min(one.chunk_tokens, one.tokens), _block_entries(model, one)
     # Of several blocks, the hidden gradient is summed up in fp32.
     walk.make(rows * model.hidden_size * FP32_BYTES if one.cast_itemsize and entries < model.vocab_size else 0)
     walk.make(0, moment=_weight_gradient(one, entries, model.hidden_size))
     backward = Walk()
-    _norm_backward(backward, model, one, adds=False)
+    _norm_backward(backward, model, one, stream, hidden)
     return Peaks(walk.peak, backward.peak)
 
 
@@ -103,66 +129,95 @@ def _block_forward(model: ModelConfig, one: Pass, kept: Kept) -> int:
     """What the level of recomputation does not keep, the branch and the output."""
     assert model.ffn_hidden_size is not None
     width = model.ffn_hidden_size
-    walk, hidden = Walk(), one.size(model.hidden_size)
+    walk, hidden, stream = Walk(), one.size(model.hidden_size), one.residual(model.hidden_size)
     if one.level == "full":
         walk.make(one.size(2 * width if model.gated else width))
     if one.level != "none":
         walk.make(one.size(width))
-    walk.make(hidden)
-    walk.drop(walk.live - hidden)
-    walk.make(hidden)
+    walk.make(0 if model.hybrid_norm else hidden)  # else it is what the norm keeps
+    walk.drop(walk.live)
+    walk.make(hidden, moment=_norm_forward(model, one, hidden, hidden) if model.hybrid_norm else 0)
+    walk.make(stream)
     if one.attention != "math":
         return walk.peak
     # While attention goes through its blocks, all that comes later is not there yet.
-    later = sum(kept.get(what, 0) for what in ("MLP up outputs", "MLP activations", "dropout masks")) + hidden
+    later = sum(kept.get(what, 0) for what in ("MLP up outputs", "MLP activations", "dropout masks")) + stream
     return max(walk.peak, _attention_blocks(model, one, backward=False) - later)
 
 
 def evaluation_peaks(model: ModelConfig, one: Pass) -> list[int]:
     """Of the embedding, each block and the head in a pass that nothing is kept of: beyond their input."""
-    embedding, head, hidden = Walk(), Walk(), one.size(model.hidden_size)
-    embedding.make(hidden * (2 if model.use_position_embeddings else 1))
-    head.make(hidden, moment=_norm_forward(model, one))
+    head, hidden, stream = Walk(), one.size(model.hidden_size), one.residual(model.hidden_size)
+    head.make(hidden, moment=_norm_forward(model, one, stream, hidden))
     head.make(*_logits(model, one))
-    return [embedding.peak, *[_block_evaluation(model, one)] * model.num_layers, head.peak]
+    return [_embedded(model, one).peak, *[_block_evaluation(model, one)] * model.num_layers, head.peak]
 
 
 def _block_evaluation(model: ModelConfig, one: Pass) -> int:
     """Its output remains; until then each function holds what it was given."""
     assert model.ffn_hidden_size and model.head_groups and model.kv_channels
     query, group = model.num_attention_heads * model.kv_channels, model.head_groups * model.kv_channels
-    walk, hidden, heads, context = Walk(), one.size(model.hidden_size), one.size(query, group, group), one.size(query)
-    walk.make(hidden, moment=_norm_forward(model, one))
-    walk.make(heads, moment=_rotation(model, one, query + group))
+    walk, hidden, stream = Walk(), one.size(model.hidden_size), one.residual(model.hidden_size)
+    heads, context = one.size(query, group, group), one.size(query)
+    normalized = one.size(query, group) if model.qk_layernorm else 0
+    walk.make(hidden, moment=_norm_forward(model, one, stream, hidden))
+    walk.make(heads, moment=_rotation(model, one, query + group) if not normalized else 0)
+    walk.make(normalized, moment=_rotation(model, one, query + group) if normalized else 0)
     walk.make(context, moment=_attention_blocks(model, one, backward=False) if one.attention == "math" else 0)
-    walk.make(hidden)  # the branch, which then becomes the sum
-    walk.drop(heads, context)
-    walk.make(hidden, moment=_norm_forward(model, one))
-    walk.drop(hidden)
+    walk.make(hidden)  # the branch, which then becomes the sum where that has its dtype
+    walk.drop(heads, normalized, context)
+    _branch_norm(walk, model, one)
+    walk.make(stream if stream != hidden else 0)
+    walk.make(hidden, moment=_norm_forward(model, one, stream, hidden))
+    walk.drop(hidden, hidden if stream != hidden else 0)
     up_output, activated = one.size(model.ffn_hidden_size * (2 if model.gated else 1)), one.size(model.ffn_hidden_size)
     walk.make(up_output)
     walk.make(activated)
     walk.make(hidden)
     walk.drop(up_output, activated)
-    walk.make(hidden)
+    _branch_norm(walk, model, one)
+    walk.make(stream)
     return walk.peak
+
+
+def _branch_norm(walk: Walk, model: ModelConfig, one: Pass) -> None:
+    """Its output takes the place of its input."""
+    if model.hybrid_norm:
+        hidden = one.size(model.hidden_size)
+        walk.make(hidden, moment=_norm_forward(model, one, hidden, hidden))
+        walk.drop(hidden)
 
 
 def _block_backward(model: ModelConfig, one: Pass, kept: Kept) -> int:
     assert model.ffn_hidden_size and model.head_groups and model.kv_channels
-    walk, hidden = Walk(), one.size(model.hidden_size)
-    dropped = hidden if model.hidden_dropout > 0 else 0
-    walk.make(dropped)
-    walk.drop(dropped)  # the mask
+    walk, hidden, stream = Walk(), one.size(model.hidden_size), one.residual(model.hidden_size)
+    wide = hidden if stream != hidden else 0
+    walk.make(wide)  # the gradient of the MLP's branch
+    own = _branch_backward(walk, model, one, wide)
     _mlp_backward(walk, model, one, model.ffn_hidden_size)
-    walk.drop(dropped, kept.get("MLP up outputs", 0), kept.get("MLP activations", 0), kept.get("linear inputs", 0) // 2)
-    _norm_backward(walk, model, one, adds=True)
+    walk.drop(own, kept.get("MLP up outputs", 0), kept.get("MLP activations", 0), kept.get("linear inputs", 0) // 2)
+    _norm_backward(walk, model, one, stream, hidden, adds=True, branch=wide)
     walk.drop(kept.get("norm inputs", 0) // 2)
-    walk.make(dropped)
+    own = _branch_backward(walk, model, one, wide)
     _attention_backward(walk, model, one, kept)
-    walk.drop(dropped)
-    _norm_backward(walk, model, one, adds=True)
+    walk.drop(own)
+    _norm_backward(walk, model, one, stream, hidden, adds=True)
     return walk.peak
+
+
+def _branch_backward(walk: Walk, model: ModelConfig, one: Pass, own: int) -> int:
+    """Through dropout and the norm of a branch. `own`, in and out: bytes of its gradient, none while it is the stream's.
+    """
+    hidden = one.size(model.hidden_size)
+    if model.hidden_dropout > 0:
+        walk.make(hidden)
+        walk.drop(hidden, own)  # the mask
+        own = hidden
+    if model.hybrid_norm:
+        _norm_backward(walk, model, one, hidden, 0)
+        walk.drop(own, hidden)  # what the norm has kept
+        own = hidden
+    return own
 
 
 def _attention_backward(walk: Walk, model: ModelConfig, one: Pass, kept: Kept) -> None:
@@ -182,6 +237,9 @@ def _attention_backward(walk: Walk, model: ModelConfig, one: Pass, kept: Kept) -
     walk.drop(context, kept.get("query, key, value", 0), kept.get("attention statistics", 0))
     walk.make(heads, moment=_rotation(model, one, query))
     walk.drop(heads)
+    if model.qk_layernorm:
+        walk.make(0, moment=_head_norm_backward(model, one, query))
+        walk.drop(kept.get("normalized query, key", 0))
     walk.make(one.size(model.hidden_size), moment=_weight_gradient(one, query + 2 * group, model.hidden_size))
     walk.drop(heads)
 
@@ -229,19 +287,43 @@ def _mlp_backward(walk: Walk, model: ModelConfig, one: Pass, width: int) -> None
     walk.drop(up_output if one.level == "full" else 0)
 
 
-def _norm_forward(model: ModelConfig, one: Pass) -> int:
-    """Momentary bytes beside the output: the references compute in fp32 tensors of their own."""
-    if not one.cast_itemsize or one.kernels.triton:
+def _norm_forward(model: ModelConfig, one: Pass, read: int, written: int) -> int:
+    """Momentary bytes beside the output: the references compute in fp32 tensors of their own. `read`, `written`: bytes
+    of input and output.
+    """
+    single = one.tokens * model.hidden_size * FP32_BYTES
+    if not one.cast_itemsize or one.kernels.triton or written == single:
         return 0
-    return one.tokens * model.hidden_size * FP32_BYTES * (1 if model.normalization_type == "rms_norm" else 2)
+    return single * (1 if read == single or model.normalization_type == "rms_norm" else 2)
 
 
-def _norm_backward(walk: Walk, model: ModelConfig, one: Pass, adds: bool) -> None:
-    """Its input's gradient takes the place of its output's; `adds`: that of the sum is added."""
-    hidden, single = one.size(model.hidden_size), one.tokens * model.hidden_size * FP32_BYTES
-    casts = one.cast_itemsize and not one.kernels.triton
-    walk.make(hidden, moment=(4 * single - hidden if adds else 3 * single) if casts else 0)
-    walk.drop(hidden)
+def _norm_backward(
+    walk: Walk, model: ModelConfig, one: Pass, read: int, written: int, adds: bool = False, branch: int = 0
+) -> None:
+    """The gradient of its input, of `read` bytes, takes the place of its output's; `adds`: that of the sum is added.
+
+    `branch`: bytes of another gradient, which remains, too.
+    """
+    single = one.tokens * model.hidden_size * FP32_BYTES
+    moment = 0
+    if one.cast_itemsize and not one.kernels.triton:
+        if read != single:
+            moment = 4 * single - read if adds else 3 * single
+        elif written != single:
+            moment = single
+    walk.make(read, moment)
+    walk.make(branch)
+    walk.drop(written)
+
+
+def _head_norm_backward(model: ModelConfig, one: Pass, query: int) -> int:
+    """Momentary bytes of the norm of the queries; the references compute in fp32 tensors of their own."""
+    if one.kernels.triton:
+        return 0
+    single = one.tokens * query * FP32_BYTES
+    if one.cast_itemsize:
+        return 3 * single
+    return single if model.normalization_type == "rms_norm" else 3 * single
 
 
 def _rotation(model: ModelConfig, one: Pass, query: int) -> int:

@@ -136,7 +136,23 @@ def test_state_of_many_ranks(world_size: int, zero_stage: int, optimizer: str) -
 
 # Of the embedding and the first block; the second is trained.
 ALL_BUT_DOWN = ("embedding", "blocks.0.attention*", "blocks.0.mlp_norm", "blocks.0.mlp.up")
+EVERY_NORM = dict(qk_layernorm=True, hybrid_norm=True, input_embedding_norm=True)
+RMS: dict[str, Any] = dict(normalization_type="rms_norm", head_groups=2, use_rotary_embeddings=True)
+KEPT_NORMS: list[dict[str, Any]] = [
+    *(dict(training_dtype=dtype, full_precision_residual=True, **EVERY_NORM) for dtype in ("fp32", "bf16")),
+    dict(qk_layernorm=True, **RMS),
+    dict(hybrid_norm=True, hidden_dropout=0.1, training_dtype="fp16", use_layer_norm_weight=False, **RMS),
+    dict(full_precision_residual=True, hidden_dropout=0.1, training_dtype="bf16", zero_centered_normalization=True),
+    dict(freeze=("embedding.word", "blocks.0", "*.query_norm.*"), tie_word_embeddings=False, **EVERY_NORM),
+    dict(freeze=("embedding.word", "embedding.position", "blocks.0"), tie_word_embeddings=False, **EVERY_NORM, **RMS),
+    dict(lr_scales=("*:0", "blocks.1.attention.key_norm:1"), **EVERY_NORM),
+    dict(lr_scales=("*:0", "blocks.0.mlp_output_norm:1"), **EVERY_NORM),
+    dict(freeze=("embedding", "blocks.0.attention_norm", "blocks.0.attention.*_norm", "*.query_key_value.*"),
+         tie_word_embeddings=False, qk_layernorm=True),
+    dict(recompute_layers=1, full_precision_residual=True, training_dtype="bf16", **EVERY_NORM),
+]  # fmt: skip
 KEPT_CASES: list[dict[str, Any]] = [
+    *KEPT_NORMS,
     *(
         dict(training_dtype=dtype, gated=gated, normalization_type=norm, mlp_recompute_level=level)
         for dtype in ("fp32", "bf16")
@@ -206,6 +222,15 @@ def test_recomputation_saves_what_theory_says() -> None:
 
 
 PEAK_CASES: list[dict[str, Any]] = [
+    dict(hybrid_norm=True, input_embedding_norm=True, hidden_dropout=0.1),
+    dict(hybrid_norm=True, input_embedding_norm=True, training_dtype="bf16", vocab_size=100, **RMS),
+    dict(full_precision_residual=True, training_dtype="bf16", vocab_size=100),
+    dict(full_precision_residual=True, training_dtype="bf16", gated=True, hidden_dropout=0.1, vocab_size=100, **RMS),
+    dict(full_precision_residual=True, training_dtype="bf16", layers_per_stage=2.0, **EVERY_NORM, **RMS),
+    dict(full_precision_residual=True, training_dtype="bf16", recompute_layers=2, breadth_first_micro_batches=3,
+         batch_size=6, vocab_size=100),
+    dict(qk_layernorm=True, vocab_size=100, **RMS),
+    dict(qk_layernorm=True, vocab_size=100, training_dtype="bf16"),
     dict(),
     dict(training_dtype="bf16"),
     dict(training_dtype="bf16", full_precision_gradients=False, vocab_size=100),
@@ -241,6 +266,10 @@ def test_peaks_are_those_of_a_step(options: dict[str, Any], level: str) -> None:
 
 
 EVALUATION_CASES: list[dict[str, Any]] = [
+    dict(**EVERY_NORM),
+    dict(training_dtype="bf16", full_precision_residual=True, vocab_size=100, **EVERY_NORM, **RMS),
+    dict(training_dtype="bf16", full_precision_residual=True, vocab_size=100, ffn_hidden_size=64),
+    dict(qk_layernorm=True, ffn_hidden_size=64, num_attention_heads=16, kv_channels=32, vocab_size=100),
     dict(),
     dict(training_dtype="bf16", normalization_type="rms_norm", gated=True),
     dict(use_rotary_embeddings=True, head_groups=2, layers_per_stage=2.0),
@@ -268,6 +297,7 @@ def test_peaks_of_an_evaluation(options: dict[str, Any]) -> None:
     "options",
     [
         {},
+        dict(qk_layernorm=True, **RMS),
         dict(window_size=20, head_groups=2),
         dict(sequence_length=600, window_size=130),
         dict(attention_dropout=0.1),
