@@ -236,10 +236,10 @@ def _attention_backward(walk: Walk, model: ModelConfig, one: Pass, kept: Kept) -
         walk.drop(kept.get("attention outputs", 0))
     walk.drop(context, kept.get("query, key, value", 0), kept.get("attention statistics", 0))
     walk.make(heads, moment=_rotation(model, one, query))
-    walk.drop(heads)
     if model.qk_layernorm:
         walk.make(0, moment=_head_norm_backward(model, one, query))
         walk.drop(kept.get("normalized query, key", 0))
+    walk.drop(heads)
     walk.make(one.size(model.hidden_size), moment=_weight_gradient(one, query + 2 * group, model.hidden_size))
     walk.drop(heads)
 
@@ -322,7 +322,7 @@ def _head_norm_backward(model: ModelConfig, one: Pass, query: int) -> int:
         return 0
     single = one.tokens * query * FP32_BYTES
     if one.cast_itemsize:
-        return 3 * single
+        return 3 * single + one.size(query)
     return single if model.normalization_type == "rms_norm" else 3 * single
 
 

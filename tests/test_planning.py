@@ -144,10 +144,10 @@ KEPT_NORMS: list[dict[str, Any]] = [
     dict(hybrid_norm=True, hidden_dropout=0.1, training_dtype="fp16", use_layer_norm_weight=False, **RMS),
     dict(full_precision_residual=True, hidden_dropout=0.1, training_dtype="bf16", zero_centered_normalization=True),
     dict(freeze=("embedding.word", "blocks.0", "*.query_norm.*"), tie_word_embeddings=False, **EVERY_NORM),
-    dict(freeze=("embedding.word", "embedding.position", "blocks.0"), tie_word_embeddings=False, **EVERY_NORM, **RMS),
+    dict(freeze=("embedding.word", "blocks.0"), tie_word_embeddings=False, **EVERY_NORM, **RMS),
     dict(lr_scales=("*:0", "blocks.1.attention.key_norm:1"), **EVERY_NORM),
     dict(lr_scales=("*:0", "blocks.0.mlp_output_norm:1"), **EVERY_NORM),
-    dict(freeze=("embedding", "blocks.0.attention_norm", "blocks.0.attention.*_norm", "*.query_key_value.*"),
+    dict(freeze=("embedding", "blocks.0.attention_norm", "blocks.0.attention.*_norm.*", "*.query_key_value.*"),
          tie_word_embeddings=False, qk_layernorm=True),
     dict(recompute_layers=1, full_precision_residual=True, training_dtype="bf16", **EVERY_NORM),
 ]  # fmt: skip
