@@ -139,15 +139,18 @@ class BufferPlan:
     own: tuple[bool, ...]  # stage -> nobody else uses its buffer
 
 
-def plan_buffers(stage_sizes: Sequence[int], num_buffers: int, keep_apart: frozenset[int]) -> BufferPlan:
+def plan_buffers(
+    stage_sizes: Sequence[int], num_buffers: int, keep_apart: frozenset[int], every: bool = False
+) -> BufferPlan:
     """The i-th stage uses buffer i mod `num_buffers`, as large as the largest stage in it.
 
-    Stages of size 0 need none (gradients of frozen stages) and are not counted. Stages in `keep_apart` (a tied
-    embedding: needed first and last) get a buffer of their own and are not counted either.
+    Stages of size 0 need none (gradients of frozen stages) and are not counted; with `every` they get one of size 0
+    (weights of a tied head whose norm has none). Stages in `keep_apart` (a tied embedding: needed first and last) get a
+    buffer of their own and are not counted either.
     """
-    needy = [stage for stage, size in enumerate(stage_sizes) if size]
-    apart = [stage for stage in needy if stage in keep_apart]
-    shared = [stage for stage in needy if stage not in keep_apart]
+    needy = [stage for stage, size in enumerate(stage_sizes) if size or every]
+    apart = [stage for stage in needy if stage in keep_apart or not stage_sizes[stage]]
+    shared = [stage for stage in needy if stage not in apart]
     count = min(num_buffers, len(shared))
     placement = {stage: position % count for position, stage in enumerate(shared)}
     placement |= {stage: count + position for position, stage in enumerate(apart)}

@@ -243,13 +243,13 @@ class MultiStage:
 
     def buffer_counts(self) -> tuple[int, int]:
         """Weight buffers, gradient buffers."""
-        return len(self._weight_buffers), len(self._grad_buffers)
+        return sum(buffer.data.numel() > 0 for buffer in self._weight_buffers), len(self._grad_buffers)
 
     # -- building -----------------------------------------------------------------------------------------------------
 
     def _allocate(self, config: MultiStageConfig) -> None:
         weight_count, grad_count = self._buffer_counts(config)
-        self.weight_plan = plan_buffers([stage.numel for stage in self.stages], weight_count, self._tied())
+        self.weight_plan = plan_buffers([stage.numel for stage in self.stages], weight_count, self._tied(), every=True)
         self.grad_plan = plan_buffers([stage.grad_numel for stage in self.stages], grad_count, self._tied())
         self._weight_buffers = self._buffers(self.weight_plan, self.precision.training)
         self._grad_buffers = self._buffers(self.grad_plan, self.precision.gradients)
@@ -273,7 +273,7 @@ class MultiStage:
         ZeRO stage. Alone there is nothing to gather ahead: one. Taken now, so that no validation runs out of memory.
         """
         count = 1 if self.group.world_size == 1 else 2
-        plan = plan_buffers([stage.numel for stage in self.stages], count, self._tied())
+        plan = plan_buffers([stage.numel for stage in self.stages], count, self._tied(), every=True)
         self._average_buffers = self._buffers(plan, self.precision.training)
         self._average_plans = [self._plan(stage, plan) for stage in self.stages]
         for stage, one in zip(self.stages, self._average_plans, strict=True):
