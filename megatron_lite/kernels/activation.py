@@ -6,7 +6,8 @@ The backward can make z again on its way, where the forward pass did not keep it
 Without autograd: the MLP calls both directions itself (see `mlp.py`).
 
     gelu: u s(2 k (u + c u^3)), k = sqrt(2 / pi), c = 0.044715       gelu_exact: u (1 + erf(u / sqrt 2)) / 2
-    silu: u s(u)        relu: max(u, 0)        squared_relu: max(u, 0)^2        with the sigmoid s(x) = 1 / (1 + e^-x)
+    silu: u s(u)        quick_gelu: u s(1.702 u)        with the sigmoid s(x) = 1 / (1 + e^-x)
+    relu: max(u, 0)        squared_relu: max(u, 0)^2        tanh: tanh(u)        identity: u
 
 (k (u + c u^3) through tanh, as it is mostly written, is the same: 1 + tanh(x) = 2 s(2 x).)
 """
@@ -20,8 +21,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_lite.kernels.jit import cdiv, jit, next_power_of_2, tl
+from megatron_lite.kernels.tanh import tanh
 
 aten = torch.ops.aten
+QUICK = 1.702  # of quick_gelu: Hendrycks and Gimpel 2016, section 2
 
 # name -> (a(u) in new memory, dz * a'(u) from (dz, u) into the memory of u)
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
@@ -31,8 +34,14 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor]
     ),
     "gelu_exact": (functional.gelu, lambda grad, u: aten.gelu_backward.grad_input(grad, u, grad_input=u)),
     "silu": (functional.silu, lambda grad, u: aten.silu_backward.grad_input(grad, u, grad_input=u)),
+    # Its derivative is silu's at 1.702 u; that is 0 or 1 long before 100, and fp16 may have no 1.702 u.
+    "quick_gelu": (
+        lambda u: torch.sigmoid(u * QUICK).mul_(u),
+        lambda grad, u: aten.silu_backward.grad_input(grad, u.mul_(QUICK).clamp_(-100, 100), grad_input=u),
+    ),
     "relu": (functional.relu, lambda grad, u: aten.threshold_backward.grad_input(grad, u, 0.0, grad_input=u)),
     "squared_relu": (lambda u: functional.relu(u).square_(), lambda grad, u: u.relu_().mul_(grad).mul_(2)),
+    "tanh": (torch.tanh, lambda grad, u: aten.tanh_backward.grad_input(grad, u.tanh_(), grad_input=u)),
     "identity": (torch.clone, lambda grad, u: u.copy_(grad)),
 }
 
@@ -68,6 +77,13 @@ def _function(u, NAME: tl.constexpr):
         s = tl.sigmoid(u)
         value = u * s
         slope = s + value * (1.0 - s)
+    elif NAME == "quick_gelu":
+        s = tl.sigmoid(1.702 * u)
+        value = u * s
+        slope = s + 1.702 * value * (1.0 - s)
+    elif NAME == "tanh":
+        value = tanh(u)
+        slope = 1.0 - value * value
     elif NAME == "identity":
         value = u
         slope = tl.full(u.shape, 1.0, tl.float32)

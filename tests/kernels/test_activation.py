@@ -15,8 +15,10 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
     "gelu_exact": lambda x: 0.5 * x * (1 + torch.erf(x / 2**0.5)),
     "silu": lambda x: x * torch.sigmoid(x),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": lambda x: x.clamp(min=0),
     "squared_relu": lambda x: x.clamp(min=0) ** 2,
+    "tanh": torch.tanh,
     "identity": lambda x: x * 1,
 }
 names = pytest.mark.parametrize("name", FUNCTIONS)
@@ -70,6 +72,15 @@ def test_what_is_not_finite_stays_so(name: str, triton: bool) -> None:
     gradient, _ = activate_backward(torch.ones_like(x), x.clone(), name, False, False, triton)
     assert output[0, 0].isnan() and output[0, 1:].isfinite().all() and gradient[0, 1:].isfinite().all()
     close(output[:, 1:], FORMULAS[name](x[:, 1:].double()), torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@implementations
+def test_quick_gelu_of_the_largest_numbers_in_fp16(triton: bool) -> None:
+    """1.702 u may be none of them."""
+    x = torch.tensor([[65504.0, -65504.0]], device=DEVICE, dtype=torch.float16)
+    gradient, output = activate_backward(torch.ones_like(x), x.clone(), "quick_gelu", False, True, triton)
+    assert output is not None and output.tolist() == [[65504.0, 0.0]] and gradient.tolist() == [[1.0, 0.0]]
 
 
 @implementations

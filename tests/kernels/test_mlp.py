@@ -98,7 +98,7 @@ def test_mlp_by_kernels_equals_its_formula(gated: bool, biases: bool, dtype: tor
         assert all(torch.equal(ours, first[name]) for name, ours in results.items()), (trained, level)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "squared_relu", "identity"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "squared_relu", "quick_gelu", "tanh", "identity"])
 @shapes
 def test_no_level_and_no_freezing_changes_a_bit(gated: bool, biases: bool, activation: str) -> None:
     """Each level, with every choice of what needs a gradient, gives the bits that level "none" gives for everything."""
