@@ -50,10 +50,17 @@ class ParameterSpec:
     # none, or none between two hidden layers (embeddings, head), which is what Muon is for.
     matrix_rows: tuple[int, ...] = ()
     embedding: bool = False  # of tokens or positions
+    # Rows of zeros that lie behind it in memory and are no part of it: see `padded`.
+    padding_rows: int = 0
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements that it takes in memory."""
+        return self.numel + self.padding_rows * math.prod(self.shape[1:])
 
     @property
     def trainable(self) -> bool:
@@ -86,6 +93,16 @@ def declare(spec: ParameterSpec) -> Parameter:
     parameter = Parameter(torch.empty(spec.shape, device="meta"))
     parameter.spec = spec
     return parameter
+
+
+def padded(tensor: Tensor, rows: int) -> Tensor:
+    """A parameter (v, h) or its gradient with the rows of zeros that lie behind it: a view, (v + rows, h).
+
+    They belong to the padding of the stage's flat range, which is zero, gets gradients of zero and is neither saved
+    nor exported. So only who computes with them has to know of them.
+    """
+    shape = (tensor.shape[0] + rows, *tensor.shape[1:])
+    return tensor.detach().as_strided(shape, tensor.stride()) if rows else tensor.detach()
 
 
 def set_lr_scales(parameters: Iterable[Parameter], scales: Sequence[tuple[str, float]]) -> None:

@@ -5,6 +5,9 @@
 z is the coefficient of the z-loss, which holds the log-sum-exp near zero (PaLM, Chowdhery et al. 2022, section 5). A
 label below zero masks its token: no loss, no gradient.
 
+With a soft cap c the loss is that of y = c tanh(x / c), which stays within +-c (Gemma 2, 2024, section 2), in place of
+x, and dx = dy (1 - (y / c)^2).
+
 The vocabulary may come in blocks: `sweep` adds the entries of one block to the sums `lse` and x[label], or turns the
 block into its gradient, which needs the sums over all blocks. Where one block is everything, it does both at once.
 
@@ -21,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.kernels.jit import jit, next_power_of_2, tl
+from megatron_lite.kernels.tanh import tanh
 
 LOG2_E = math.log2(math.e)
 LOWEST = -3.0e38  # stands for the largest of no entries: minus infinity less minus infinity would be no number
@@ -57,7 +61,7 @@ class Sums:
 
 def sweep(
     logits: Tensor, labels: Tensor, sums: Sums, scale: Tensor | None, z_loss: float = 0.0, *,
-    columns: int | None = None, start: int = 0, adds_up: bool = True, triton: bool = False,
+    soft_cap: float = 0.0, columns: int | None = None, start: int = 0, adds_up: bool = True, triton: bool = False,
 ) -> None:  # fmt: skip
     """Go through a block of logits once: add it to the sums, replace it by its gradient, or both.
 
@@ -67,6 +71,7 @@ def sweep(
         sums: of the blocks before; they are begun where `start` is 0.
         scale: (), factor of the gradient; None: no gradient is wanted.
         z_loss: coefficient of the square of the log-sum-exp.
+        soft_cap: what the logits stay within; 0: anything.
         columns: entries in the block, where w has padding behind them. Padding may hold anything, and holds anything
             afterwards.
         start: the first entry's number in the vocabulary.
@@ -74,7 +79,12 @@ def sweep(
     """
     columns = logits.shape[1] if columns is None else columns
     run = _sweep_with_triton if triton else _sweep_with_torch
-    run(logits, labels, sums, scale, z_loss, columns, start, adds_up)
+    run(logits, labels, sums, scale, z_loss, soft_cap, columns, start, adds_up)
+
+
+def capped(logits: Tensor, soft_cap: float) -> Tensor:
+    """c tanh(x / c) in new memory; without a cap (0) the logits themselves."""
+    return logits.div(soft_cap).tanh_().mul_(soft_cap) if soft_cap else logits
 
 
 def reference_rows(columns: int, device_type: str) -> int:
@@ -83,19 +93,23 @@ def reference_rows(columns: int, device_type: str) -> int:
 
 
 def _sweep_with_torch(
-    logits: Tensor, labels: Tensor, sums: Sums, scale: Tensor | None, z_loss: float, columns: int, start: int,
-    adds_up: bool,
+    logits: Tensor, labels: Tensor, sums: Sums, scale: Tensor | None, z_loss: float, soft_cap: float, columns: int,
+    start: int, adds_up: bool,
 ) -> None:  # fmt: skip
     place = labels[:, None] - start  # of the label in the block, (t, 1)
     inside = (place >= 0) & (place < columns)
     place = place.clamp(0, columns - 1)
     step, narrow = reference_rows(columns, logits.device.type), logits.dtype != torch.float32
     scratch = logits.new_empty(min(step, len(logits)) if narrow else 0, columns, dtype=torch.float32)
+    parts = logits.new_empty(min(step, len(logits)) if soft_cap else 0, columns, dtype=torch.float32)
     for begin in range(0, logits.shape[0], step):
         rows = slice(begin, begin + step)
         here, at, found = logits[rows, :columns], place[rows], inside[rows]
         lse, at_label = sums.lse[rows, None], sums.at_label[rows, None]
         x = scratch[: len(here)].copy_(here) if narrow else here
+        if soft_cap:
+            part = torch.tanh(x.div_(soft_cap), out=parts[: len(here)])  # y / c
+            torch.mul(part, soft_cap, out=x)
         if adds_up:
             shift = x.amax(dim=-1, keepdim=True).clamp_(min=LOWEST)
             of_label = torch.where(found, x.gather(-1, at), 0.0 if start == 0 else at_label)
@@ -112,6 +126,8 @@ def _sweep_with_torch(
             _exp_(x.sub_(lse))
         x.mul_(factor.masked_fill(labels[rows, None] < 0, 0.0))
         x.scatter_add_(-1, at, torch.where(found, -scale, 0.0))
+        if soft_cap:
+            x.mul_(part.square_().neg_().add_(1.0))
         if narrow:
             here.copy_(x)
 
@@ -123,9 +139,9 @@ def _exp_(x: Tensor) -> Tensor:
 
 @jit
 def _sweep_kernel(
-    logits_ptr, labels_ptr, lse_ptr, at_label_ptr, scale_ptr, z_loss, start, width, columns, row_stride,
-    FIRST: tl.constexpr, ADDS_UP: tl.constexpr, GRADIENT: tl.constexpr, LOWEST: tl.constexpr, RUNS: tl.constexpr,
-    RUN: tl.constexpr,
+    logits_ptr, labels_ptr, lse_ptr, at_label_ptr, scale_ptr, z_loss, soft_cap, start, width, columns, row_stride,
+    FIRST: tl.constexpr, ADDS_UP: tl.constexpr, GRADIENT: tl.constexpr, CAPPED: tl.constexpr, LOWEST: tl.constexpr,
+    RUNS: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """One row. Each run of a block keeps a largest value and a sum of its own, so that no thread waits for others."""
     row = tl.program_id(0).to(tl.int64)
@@ -137,11 +153,15 @@ def _sweep_kernel(
     if ADDS_UP:
         found = (place >= 0) & (place < columns)
         at_label = tl.load(logits_ptr + place, mask=found, other=0.0).to(tl.float32)  # before it is overwritten
+        if CAPPED:
+            at_label = soft_cap * tanh(at_label / soft_cap)
         largest = tl.full((RUNS,), LOWEST, tl.float32)
         total = tl.zeros((RUNS,), tl.float32)
         for block in range(0, blocks):
             offsets = block * (RUNS * RUN) + lanes
             x = tl.load(logits_ptr + offsets, mask=offsets < width, other=0.0).to(tl.float32)
+            if CAPPED:
+                x = soft_cap * tanh(x / soft_cap)
             x = tl.where(offsets < columns, x, float("-inf"))
             larger = tl.maximum(largest, tl.max(x, axis=1))
             total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger[:, None]), axis=1)
@@ -164,21 +184,26 @@ def _sweep_kernel(
         for block in range(0, blocks):  # from the end, which the cache may still hold
             offsets = (blocks - 1 - block) * (RUNS * RUN) + lanes
             x = tl.load(logits_ptr + offsets, mask=offsets < width, other=0.0).to(tl.float32)
+            if CAPPED:
+                part = tanh(x / soft_cap)
+                x = soft_cap * part
             grad = tl.exp(x - lse) * factor
             grad = tl.where(offsets == place, grad - scale, grad)
+            if CAPPED:
+                grad *= 1.0 - part * part
             grad = tl.where(offsets < columns, grad, 0.0)
             tl.store(logits_ptr + offsets, grad.to(logits_ptr.dtype.element_ty), mask=offsets < width)
 
 
 def _sweep_with_triton(
-    logits: Tensor, labels: Tensor, sums: Sums, scale: Tensor | None, z_loss: float, columns: int, start: int,
-    adds_up: bool,
+    logits: Tensor, labels: Tensor, sums: Sums, scale: Tensor | None, z_loss: float, soft_cap: float, columns: int,
+    start: int, adds_up: bool,
 ) -> None:  # fmt: skip
     assert logits.stride(1) == 1 and labels.is_contiguous()
     tokens, width = logits.shape
     block = min(LARGEST_BLOCK, max(next_power_of_2(width), 32 * RUN))
     _sweep_kernel[(tokens,)](
-        logits, labels, sums.lse, sums.at_label, sums.lse if scale is None else scale, z_loss, start, width, columns,
-        logits.stride(0), FIRST=start == 0, ADDS_UP=adds_up, GRADIENT=scale is not None, LOWEST=LOWEST,
-        RUNS=block // RUN, RUN=RUN, num_warps=max(1, min(32, block // 512)),
+        logits, labels, sums.lse, sums.at_label, sums.lse if scale is None else scale, z_loss, soft_cap, start, width,
+        columns, logits.stride(0), FIRST=start == 0, ADDS_UP=adds_up, GRADIENT=scale is not None,
+        CAPPED=soft_cap != 0.0, LOWEST=LOWEST, RUNS=block // RUN, RUN=RUN, num_warps=max(1, min(32, block // 512)),
     )  # fmt: skip

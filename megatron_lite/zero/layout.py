@@ -114,7 +114,7 @@ def lay_out(specs: Sequence[ParameterSpec], world_size: int) -> FlatLayout:
     slots, offset = [], 0
     for spec in sorted(specs, key=_update_kind):  # stable: else as declared
         slots.append(ParameterSlot(spec, offset))
-        offset = round_up(offset + spec.numel, ALIGNMENT)
+        offset = round_up(offset + spec.padded_numel, ALIGNMENT)
     return FlatLayout(tuple(slots), world_size, round_up(offset, world_size * ALIGNMENT) // world_size)
 
 

@@ -140,6 +140,13 @@ def updates(shape: Shape, rows: int, split: bool, nesterov: bool, passes: int) -
         adamw_weights(shard, ranges, torch.ones(rows, device=shape.device), control, triton=True)
 
 
+def capped_loss(shape: Shape) -> None:
+    """Of a large vocabulary, with a soft cap on its logits."""
+    labels = torch.zeros(4, dtype=torch.int64, device=shape.device)
+    sums, scale = Sums.empty(4, labels.device), torch.ones((), device=shape.device)
+    sweep(shape.random(4, 128256), labels, sums, scale, 1e-4, soft_cap=30.0, triton=True)
+
+
 def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
     """What the table of operations leaves out: every activation, biases, odd sizes, sizes of one, very wide rows."""
     for name in FUNCTIONS:
@@ -202,6 +209,7 @@ def main() -> int:
     calls: dict[str, Callable[[], Any]] = {op.name: partial(run_triton, op, shape) for op in OPS}
     for split, nesterov in ((False, False), (True, True)):
         calls[f"clipped updates, {split}, {nesterov}"] = partial(updates, shape, 12, split, nesterov, 2)
+    calls["soft-capped cross-entropy"] = partial(capped_loss, shape)
     failures: dict[str, str] = {}
     for name, call in (*calls.items(), *(others(shape) if options.all else ())):
         recorder.common = name in calls

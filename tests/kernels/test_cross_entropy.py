@@ -16,11 +16,11 @@ from torch.nn import functional
 
 from megatron_lite.gpt import build_gpt
 from megatron_lite.kernels.choice import Kernels
-from megatron_lite.kernels.cross_entropy import LARGEST_BLOCK, REFERENCE_ELEMENTS, Sums, sweep
+from megatron_lite.kernels.cross_entropy import LARGEST_BLOCK, REFERENCE_ELEMENTS, Sums, capped, sweep
 from megatron_lite.kernels.jit import runs_on
 from megatron_lite.kernels.linear_cross_entropy import held_logits, linear_cross_entropy
 from megatron_lite.layers.ends import chunk_tokens
-from megatron_lite.parameter import Parameter
+from megatron_lite.parameter import Parameter, padded
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # of the largest value
@@ -46,9 +46,10 @@ def some_labels(t: int, v: int) -> Tensor:
     return labels.masked_fill(torch.arange(t, device=DEVICE) % 4 == 3, -100)
 
 
-def exact_loss(logits: Tensor, labels: Tensor, z_loss: float) -> Tensor:
+def exact_loss(logits: Tensor, labels: Tensor, z_loss: float, soft_cap: float = 0.0) -> Tensor:
     """The formula, summed over tokens."""
     kept = labels >= 0
+    logits = soft_cap * (logits / soft_cap).tanh() if soft_cap else logits
     entropy = functional.cross_entropy(logits[kept], labels[kept], reduction="sum")
     return entropy + z_loss * logits[kept].logsumexp(-1).square().sum()
 
@@ -58,6 +59,16 @@ def make_parameter(values: Tensor, trained: bool = True) -> Parameter:
     made = cast(Parameter, Parameter(values.clone(), requires_grad=trained))
     if trained:
         made.main_grad, made.gradient_is_empty = torch.full(values.shape, torch.nan, device=DEVICE), True
+    return made
+
+
+def make_padded_parameter(values: Tensor, padding_rows: int) -> Parameter:
+    """With zeros behind it and behind its gradient, as the engine lays parameters out, and NaN behind those."""
+    v, h = values.shape
+    memory = functional.pad(functional.pad(values, (0, 0, 0, padding_rows)), (0, 0, 0, 3), value=torch.nan)
+    made = cast(Parameter, Parameter(memory[:v]))
+    made.main_grad, made.gradient_is_empty = torch.full(memory.shape, torch.nan, device=DEVICE)[:v], True
+    padded(made.main_grad, padding_rows)[v:] = 0.0
     return made
 
 
@@ -110,6 +121,68 @@ def test_head_against_float64(
     close(loss, exact, TOLERANCE[dtype])
     close(grad_hidden, exact_hidden.grad, TOLERANCE[dtype])
     close(grad_weight, exact_weight.grad, TOLERANCE[dtype])
+
+
+@implementations
+@dtypes
+@pytest.mark.parametrize(("t", "h", "v", "chunk", "block", "z_loss"), SIZES[:3])
+def test_soft_capped_head_against_float64(
+    t: int, h: int, v: int, chunk: int, block: int | None, z_loss: float, dtype: torch.dtype, triton: bool
+) -> None:
+    """Logits from far within the cap to far beyond it; the z-loss is of the capped ones."""
+    cap = 2.5
+    hidden, weight, labels = randn(t, h).to(dtype), (2 * randn(v, h) / h**0.5).to(dtype), some_labels(t, v)
+    exact_hidden, exact_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    exact = exact_loss(exact_hidden @ exact_weight.t(), labels, z_loss, cap)
+    (exact * SCALE).backward()
+    options: dict[str, Any] = dict(z_loss=z_loss, soft_cap=cap, triton=triton)
+    loss, grad_hidden, grad_weight = run(hidden, weight, labels, chunk, block, **options)
+    close(loss, exact, TOLERANCE[dtype])
+    close(grad_hidden, exact_hidden.grad, TOLERANCE[dtype])
+    close(grad_weight, exact_weight.grad, TOLERANCE[dtype])
+    with torch.no_grad():
+        evaluated = linear_cross_entropy(hidden, make_parameter(weight), labels, None, chunk, block, **options)
+    assert torch.equal(evaluated, loss)
+
+
+@implementations
+def test_soft_cap_of_extreme_logits(triton: bool) -> None:
+    """Infinities become the cap, broken values stay broken, and the logits that sampling sees are the same ones."""
+    logits = torch.tensor([[torch.inf, -torch.inf, 1e30, -1e30, 0.0, 1e-3, 0.29, 0.31]], device=DEVICE) * 30
+    labels = torch.tensor([4], device=DEVICE)
+    exact = exact_loss(logits.double(), labels, 0.1, 30.0)
+    sums, grad = Sums.empty(1, DEVICE), logits.clone()
+    sweep(grad, labels, sums, scale(), 0.1, soft_cap=30.0, triton=triton)
+    close(sums.loss(labels, 0.1), exact, 1e-6)
+    assert bool(grad.isfinite().all()) and not bool(grad[0, :4].any()), "nothing moves a logit far beyond the cap"
+    close(capped(logits, 30.0), 30 * (logits.double() / 30).tanh(), 1e-6)
+    assert capped(logits, 0.0) is logits
+    broken = torch.tensor([[torch.nan, 1.0]], device=DEVICE)
+    sweep(broken, labels.fill_(1), sums, scale(), soft_cap=30.0, triton=triton)
+    assert bool(sums.loss(labels).isnan())
+
+
+@implementations
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("block", "padding_rows"), [(None, 1), (None, 200), (5, 1), (5, 20)])
+def test_rows_of_zeros_behind_the_weight_have_no_part(
+    block: int | None, padding_rows: int, dtype: torch.dtype, triton: bool
+) -> None:
+    """Loss, z-loss and gradients are those without, and the rows' own gradient is zero. A second backward adds up."""
+    t, h, v = 5, 6, 13
+    hidden, weight, labels = randn(t, h).to(dtype), randn(v, h).to(dtype), some_labels(t, v)
+    options: dict[str, Any] = dict(z_loss=0.1, soft_cap=4.0, triton=triton)
+    loss, grad_hidden, grad_weight = run(hidden, weight, labels, 3, block, **options)
+    ours, parameter = hidden.clone().requires_grad_(), make_padded_parameter(weight, padding_rows)
+    for times in (1, 2):
+        ours.grad = None
+        found = linear_cross_entropy(ours, parameter, labels, scale(), 3, block, padding_rows=padding_rows, **options)
+        found.backward()
+        close(found, loss, 1e-6)
+        close(ours.grad, cast(Tensor, grad_hidden).double(), 1e-5 if dtype == torch.float32 else TOLERANCE[dtype])
+        exact = times * cast(Tensor, grad_weight).double()
+        close(parameter.main_grad, exact, 1e-5 if dtype == torch.float32 else TOLERANCE[dtype])
+        assert not bool(padded(parameter.main_grad, padding_rows)[v:].any())
 
 
 @implementations
