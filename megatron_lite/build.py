@@ -270,7 +270,7 @@ def memory_warnings(config: Config, distributed: Distributed) -> list[str]:
     tokens = max(batch.micro_batch_size, evaluated) * batch.sequence_length
     itemsize, performance = DTYPES[config.distributed.training_dtype].itemsize, config.performance
     chunk = chunk_tokens(performance.cross_entropy_splits, tokens, distributed.device, itemsize)
-    rows, columns = held_logits(tokens, config.model.vocab_size, chunk, performance.cross_entropy_block_size)
+    rows, columns = held_logits(tokens, config.model.padded_vocab_size, chunk, performance.cross_entropy_block_size)
     logits_bytes, held_bytes = tokens * config.model.vocab_size * itemsize, rows * columns * itemsize
     free = free_bytes(distributed.device)
     if free is None or logits_bytes <= free:

@@ -171,7 +171,8 @@ def _idle_conditions(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
         yield name, random, "with --dataset_source=random"
     unrotated = not values["use_rotary_embeddings"] and values["rotary_base"] != 10000.0
     yield "rotary_base", unrotated, "without --use_rotary_embeddings=1"
-    yield "random_bias_init", not values["add_linear_biases"], "with --add_linear_biases=0"
+    biased = any(values[name] for name in ("add_linear_biases", "add_qkv_biases", "add_mlp_biases"))
+    yield "random_bias_init", not biased, "with --add_linear_biases=0"
     yield from _idle_debugging(values)
     nothing_frozen = all(scale != 0.0 for _, scale in lr_scale_patterns(values["freeze"], values["lr_scales"]))
     reason = "without --freeze or a scale of 0 in --lr_scales" if nothing_frozen else "in fp32 training"

@@ -113,16 +113,16 @@ def _head(model: ModelConfig, one: Pass) -> Peaks:
 
 def _logits(model: ModelConfig, one: Pass) -> tuple[int, int]:
     """The memory for logits, and momentary bytes beside it."""
-    entries = _block_entries(model, one)
-    rows, columns = held_logits(one.tokens, model.vocab_size, one.chunk_tokens, one.kernels.cross_entropy_block_size)
+    entries, block = min(_block_entries(model, one), model.vocab_size), one.kernels.cross_entropy_block_size
+    rows, columns = held_logits(one.tokens, model.padded_vocab_size, one.chunk_tokens, block)
     copied = min(rows, reference_rows(entries, "cuda" if one.on_gpu else "cpu")) * entries * FP32_BYTES
-    copies = bool(one.cast_itemsize) and one.kernels.cross_entropy == "torch"
-    return rows * columns * one.itemsize, copied if copies else 0
+    copies = bool(one.cast_itemsize) + bool(model.logit_soft_cap)  # in fp32; and of what capping has made of them
+    return rows * columns * one.itemsize, copies * copied if one.kernels.cross_entropy == "torch" else 0
 
 
 def _block_entries(model: ModelConfig, one: Pass) -> int:
-    """Entries of the vocabulary whose logits exist at a time, padding left out."""
-    return min(one.kernels.cross_entropy_block_size or model.vocab_size, model.vocab_size)
+    """Entries of the vocabulary, its padding included, whose logits exist at a time."""
+    return min(one.kernels.cross_entropy_block_size or model.padded_vocab_size, model.padded_vocab_size)
 
 
 def _block_forward(model: ModelConfig, one: Pass, kept: Kept) -> int:

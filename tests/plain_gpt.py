@@ -17,6 +17,8 @@ ACTIVATIONS = {
     "silu": functional.silu,
     "relu": functional.relu,
     "squared_relu": lambda x: functional.relu(x) ** 2,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "tanh": torch.tanh,
     "identity": lambda x: x,
 }
 
@@ -27,11 +29,14 @@ class PlainBlock(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        h, d, f, bias = config.hidden_size, config.kv_channels, config.ffn_hidden_size, config.add_linear_biases
+        h, d, f, bias = config.hidden_size, config.kv_channels, config.ffn_hidden_size, config.add_mlp_biases
         n, g = config.num_attention_heads, config.head_groups
         self.attention_norm, self.mlp_norm = norm(config), norm(config)
         self.attention = nn.ModuleDict(
-            {"query_key_value": nn.Linear(h, (n + 2 * g) * d, bias), "output": nn.Linear(n * d, h, bias)}
+            {
+                "query_key_value": nn.Linear(h, (n + 2 * g) * d, config.add_qkv_biases),
+                "output": nn.Linear(n * d, h, config.add_linear_biases),
+            }
         )
         self.mlp = nn.ModuleDict({"up": nn.Linear(h, f * (1 + config.gated), bias), "down": nn.Linear(f, h, bias)})
 
@@ -83,7 +88,8 @@ class PlainGPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         weight = self.embedding["word"].weight if self.config.tie_word_embeddings else self.head["output"].weight
-        return self.head["norm"](x) @ weight.T
+        logits, cap = self.head["norm"](x) @ weight.T, self.config.logit_soft_cap
+        return cap * torch.tanh(logits / cap) if cap else logits
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Mean cross-entropy of (b, s + 1) tokens."""

@@ -46,6 +46,8 @@ STATE_CASES: list[dict[str, Any]] = [
     *(dict(optimizer=name, zero_stage=3) for name in ("lion", "sgd")),
     dict(weight_decay_modules=("blocks.1.mlp", "*norm.weight"), add_linear_biases=True, hidden_size=24, zero_stage=3),
     dict(weight_decay_default_mask="levanter", optimizer="muon", zero_stage=1),
+    dict(make_vocab_size_divisible_by=100, tie_word_embeddings=False, add_linear_biases=False, add_qkv_biases=True),
+    dict(make_vocab_size_divisible_by=48, ema_type="ema", training_dtype="bf16", add_mlp_biases=False, zero_stage=3),
 ]
 
 
@@ -182,6 +184,8 @@ KEPT_CASES: list[dict[str, Any]] = [
     dict(embedding_dropout=0.0, hidden_dropout=0.1, use_rotary_embeddings=True, rotary_percent=0.5),
     dict(recompute_layers=3, num_layers=4, freeze=("embedding", "blocks.0"), tie_word_embeddings=False),
     dict(recompute_layers=2, freeze=("embedding", "*.weight", "head"), tie_word_embeddings=False),
+    dict(add_linear_biases=False, add_qkv_biases=True, freeze=("*.weight",), tie_word_embeddings=False),
+    dict(add_mlp_biases=False, freeze=("*.weight",), logit_soft_cap=5.0, make_vocab_size_divisible_by=100),
 ]  # fmt: skip
 
 
@@ -251,6 +255,10 @@ PEAK_CASES: list[dict[str, Any]] = [
     dict(cross_entropy_splits=2, cross_entropy_block_size=3000, vocab_size=8192, training_dtype="bf16"),
     dict(recompute_layers=2),
     dict(logit_z_loss=1e-3, vocab_size=8192, training_dtype="bf16"),
+    dict(logit_soft_cap=30.0, vocab_size=8192, training_dtype="bf16", make_vocab_size_divisible_by=5000),
+    dict(vocab_size=8100, make_vocab_size_divisible_by=1000, cross_entropy_block_size=3000, training_dtype="bf16"),
+    dict(activation_type="quick_gelu", training_dtype="bf16", ffn_hidden_size=1024),
+    dict(activation_type="tanh", training_dtype="bf16", ffn_hidden_size=1024, gated=True),
     dict(recompute_layers=4, gated=True, normalization_type="rms_norm", use_rotary_embeddings=True, hidden_dropout=0.1),
     dict(recompute_layers=3, breadth_first_micro_batches=3, batch_size=6, layers_per_stage=2.0, vocab_size=100),
 ]
@@ -275,6 +283,7 @@ EVALUATION_CASES: list[dict[str, Any]] = [
     dict(use_rotary_embeddings=True, head_groups=2, layers_per_stage=2.0),
     dict(vocab_size=8192),
     dict(vocab_size=20_000, training_dtype="bf16", cross_entropy_splits=2, cross_entropy_block_size=3000),
+    dict(vocab_size=8192, make_vocab_size_divisible_by=3000, logit_soft_cap=30.0),
     dict(ffn_hidden_size=64, num_attention_heads=16, kv_channels=32, training_dtype="bf16", window_size=100),
 ]
 

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 
 from megatron_lite.option import option
 
-ACTIVATIONS = ("gelu", "gelu_exact", "silu", "relu", "squared_relu", "identity")
-ACTIVATION_ALIASES = {"gelu_tanh": "gelu", "swiglu": "silu"}
+ACTIVATIONS = ("gelu", "gelu_exact", "quick_gelu", "silu", "relu", "squared_relu", "tanh", "identity")
+ACTIVATION_ALIASES = {
+    "gelu_tanh": "gelu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu",
+    "gelu_erf": "gelu_exact", "gelu_python": "gelu_exact", "swish": "silu", "swiglu": "silu",
+    "relu2": "squared_relu", "relu_squared": "squared_relu", "linear": "identity",
+}  # fmt: skip
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 RECOMPUTE_LEVELS = ("none", "activation", "full")
 ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "varlen", "flex", "math")
@@ -153,6 +157,12 @@ class ModelConfig:
         """Of each head, the first; kv_channels is resolved."""
         assert self.kv_channels is not None
         return int(self.kv_channels * self.rotary_percent)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows that embedding and head take in memory: those of the vocabulary, and zeros behind them."""
+        unit = self.make_vocab_size_divisible_by
+        return -(-self.vocab_size // unit) * unit
 
 
 def rotary_base(rotary_embedding_scale: float) -> float:

@@ -36,7 +36,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor]
     "silu": (functional.silu, lambda grad, u: aten.silu_backward.grad_input(grad, u, grad_input=u)),
     # Its derivative is silu's at 1.702 u; that is 0 or 1 long before 100, and fp16 may have no 1.702 u.
     "quick_gelu": (
-        lambda u: torch.sigmoid(u * QUICK).mul_(u),
+        lambda u: (u * QUICK).sigmoid_().mul_(u),
         lambda grad, u: aten.silu_backward.grad_input(grad, u.mul_(QUICK).clamp_(-100, 100), grad_input=u),
     ),
     "relu": (functional.relu, lambda grad, u: aten.threshold_backward.grad_input(grad, u, 0.0, grad_input=u)),

@@ -42,6 +42,7 @@ class Attention(torch.nn.Module):
             (query_size, group_size, group_size),
             config.init_method_std_qkv,
             config,
+            bool(config.add_qkv_biases),
         )
         self.query_norm: Norm | None = None
         self.key_norm: Norm | None = None
@@ -49,7 +50,9 @@ class Attention(torch.nn.Module):
             self.query_norm = Norm(f"{name}.query_norm", config, kernels, config.kv_channels)
             self.key_norm = Norm(f"{name}.key_norm", config, kernels, config.kv_channels)
         std = config.init_method_std_attn_proj
-        self.output = Linear(f"{name}.output", query_size, (config.hidden_size,), std, config)
+        self.output = Linear(
+            f"{name}.output", query_size, (config.hidden_size,), std, config, config.add_linear_biases
+        )
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         """(b, s, h) -> (b, s, h), from the norm to the residual sum."""
@@ -83,9 +86,10 @@ class MLP(torch.nn.Module):
         self.activation_type, self.gated = config.activation_type, config.gated
         self.kernels = kernels
         up_sizes = (config.ffn_hidden_size,) * (2 if config.gated else 1)  # gate rows first
-        self.up = Linear(f"{name}.up", config.hidden_size, up_sizes, config.init_method_std_mlp_1, config)
+        biased = bool(config.add_mlp_biases)
+        self.up = Linear(f"{name}.up", config.hidden_size, up_sizes, config.init_method_std_mlp_1, config, biased)
         self.down = Linear(
-            f"{name}.down", config.ffn_hidden_size, (config.hidden_size,), config.init_method_std_mlp_2, config
+            f"{name}.down", config.ffn_hidden_size, (config.hidden_size,), config.init_method_std_mlp_2, config, biased
         )
 
     def forward(self, hidden: Tensor) -> Tensor:

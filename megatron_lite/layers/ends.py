@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.choice import Kernels
+from megatron_lite.kernels.cross_entropy import capped
 from megatron_lite.kernels.dropout import dropout
 from megatron_lite.kernels.embedding import add_positions, embedding
 from megatron_lite.kernels.jit import cdiv
@@ -28,9 +29,8 @@ class Embedding(Layer):
         weights = Initializer("normal", config.init_method_std_embed)
         assert config.embedding_dropout is not None
         self.dropout = config.embedding_dropout
-        shape = (config.vocab_size, config.hidden_size)
         self.dtype = torch.float32 if config.full_precision_residual else None  # of the residual stream
-        self.word = declare(ParameterSpec("embedding.word.weight", shape, weights, embedding=True))
+        self.word = declare(_vocabulary("embedding.word.weight", config, embedding=True))
         self.position = None
         if config.use_position_embeddings:
             shape = (config.max_position_embeddings, config.hidden_size)
@@ -65,10 +65,8 @@ class Head(Layer):
         if config.tie_word_embeddings:
             self.borrows_from = (embedding,)  # a tuple, so that torch does not count it as part of this module
         else:
-            weights = Initializer("normal", config.init_method_std_embed)
-            shape = (config.vocab_size, config.hidden_size)
-            self.output = declare(ParameterSpec("head.output.weight", shape, weights))
-        self.kernels, self.logit_z_loss = kernels, logit_z_loss
+            self.output = declare(_vocabulary("head.output.weight", config, embedding=False))
+        self.kernels, self.logit_z_loss, self.soft_cap = kernels, logit_z_loss, config.logit_soft_cap
 
     @property
     def weight(self) -> Parameter:
@@ -93,12 +91,22 @@ class Head(Layer):
             normalized, self.weight, labels, micro_batch.gradient_scale,
             chunk_tokens(kernels.cross_entropy_splits, labels.shape[0], hidden.device, normalized.itemsize),
             kernels.cross_entropy_block_size, self.logit_z_loss if micro_batch.gradient_scale is not None else 0.0,
-            triton=kernels.cross_entropy == "triton",
+            triton=kernels.cross_entropy == "triton", soft_cap=self.soft_cap,
+            padding_rows=self.weight.spec.padding_rows,
         )  # fmt: skip
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(b, s, h) -> (b, s, v), for generation."""
-        return self.norm(hidden, self.weight.dtype) @ self.weight.t()
+        """(b, s, h) -> (b, s, v), for generation: those of the vocabulary, without its padding."""
+        return capped(self.norm(hidden, self.weight.dtype) @ self.weight.t(), self.soft_cap)
+
+
+def _vocabulary(name: str, config: ModelConfig, embedding: bool) -> ParameterSpec:
+    """A row for each entry of the vocabulary, and rows of zeros behind them in memory."""
+    assert config.init_method_std_embed is not None
+    return ParameterSpec(
+        name, (config.vocab_size, config.hidden_size), Initializer("normal", config.init_method_std_embed),
+        embedding=embedding, padding_rows=config.padded_vocab_size - config.vocab_size,
+    )  # fmt: skip
 
 
 def chunk_tokens(splits: int | None, tokens: int, device: torch.device, itemsize: int) -> int:

@@ -50,12 +50,14 @@ class Layer(torch.nn.Module):
 
 
 class Linear(torch.nn.Module):
-    """Parameters of a linear layer: weight (o, i) and, if the model has them, bias (o,).
+    """Parameters of a linear layer: weight (o, i) and, where it is `biased`, bias (o,).
 
     out_sizes: of each linear map in it, their rows one after the other; they add up to o.
     """
 
-    def __init__(self, name: str, in_size: int, out_sizes: Sequence[int], std: float, config: ModelConfig) -> None:
+    def __init__(
+        self, name: str, in_size: int, out_sizes: Sequence[int], std: float, config: ModelConfig, biased: bool
+    ) -> None:
         super().__init__()
         weights, out_size = Initializer("normal", std), sum(out_sizes)
         shape = (out_size, in_size)
@@ -63,7 +65,7 @@ class Linear(torch.nn.Module):
         biases = weights if config.random_bias_init else Initializer("constant", 0.0)
         self.bias = (
             declare(ParameterSpec(f"{name}.bias", (out_size,), biases, weight_decay=False))
-            if config.add_linear_biases
+            if biased
             else None
         )
 

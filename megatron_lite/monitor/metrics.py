@@ -82,8 +82,8 @@ def model_flops(model: ModelConfig, sequence_length: int, tokens: int, full_atte
       + 6 * T * L * heads * d * s                                             attention, causal: half the square
 
     with 2 * w * (1 - w / 2s) in place of s for a window of w tokens. Embedding look-ups, norms, activations and the
-    optimizer are not counted, borders of documents and frozen parameters not taken off. `model` must be resolved. The
-    same numbers as Fast-LLM's "tflop/s (model)".
+    optimizer are not counted, nor is padding of the vocabulary; borders of documents and frozen parameters are not
+    taken off. `model` must be resolved. The same numbers as Fast-LLM's "tflop/s (model)".
 
     `full_attention` counts the whole square of scores, 12 * T * L * heads * d * s whatever the mask, as PaLM (Chowdhery
     et al. 2022, appendix B) and nanoGPT do.
