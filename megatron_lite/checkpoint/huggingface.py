@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_lite.checkpoint import files
 from megatron_lite.checkpoint.agreement import together
 from megatron_lite.checkpoint.architectures import check_exportable, hugging_face_config
+from megatron_lite.checkpoint.mapping import Piece, pieces
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.durable import sync_folder
 
@@ -29,51 +30,21 @@ __all__ = ["check_exportable", "convert", "save_huggingface"]
 
 MAX_FILE_BYTES = 4 * 2**30
 
-_ENDS = {
-    "embedding.word": "model.embed_tokens", "head.norm": "model.norm", "head.output": "lm_head",
-}  # fmt: skip
-_LAYER = {
-    "attention_norm": "input_layernorm", "attention.output": "self_attn.o_proj", "mlp_norm": "post_attention_layernorm",
-    "mlp.down": "mlp.down_proj",
-}  # fmt: skip
-_STARCODER2_LAYER = _LAYER | {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
-_GPT2_ENDS = {
-    "embedding.word": "transformer.wte", "embedding.position": "transformer.wpe", "head.norm": "transformer.ln_f",
-    "head.output": "lm_head",
-}  # fmt: skip
-_GPT2_LAYER = {
-    "attention_norm": "ln_1", "attention.query_key_value": "attn.c_attn", "attention.output": "attn.c_proj",
-    "mlp_norm": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
-}  # fmt: skip
-
-
 def convert(name: str, tensor: Tensor, architecture: str, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """One parameter of ours as the architecture's: names and views (no copies).
+    """One parameter of ours as the architecture's: names and views (copies only where rows change their order).
 
     Raises:
         KeyError: if the architecture has no such parameter.
     """
-    owner, kind = name.rsplit(".", 1)  # kind: weight or bias
-    is_gpt2 = architecture == "gpt2"
-    if not owner.startswith("blocks."):
-        yield f"{(_GPT2_ENDS if is_gpt2 else _ENDS)[owner]}.{kind}", tensor
-        return
-    _, index, part = owner.split(".", 2)
-    if is_gpt2:
-        # GPT-2's linear layers (Conv1D) store (inputs, outputs).
-        yield f"transformer.h.{index}.{_GPT2_LAYER[part]}.{kind}", tensor.t() if tensor.dim() == 2 else tensor
-    elif part == "attention.query_key_value":
-        assert model.head_groups and model.kv_channels, (model.head_groups, model.kv_channels)
-        keys = model.head_groups * model.kv_channels
-        pieces = tensor.split([model.num_attention_heads * model.kv_channels, keys, keys])
-        for letter, piece in zip("qkv", pieces, strict=True):
-            yield f"model.layers.{index}.self_attn.{letter}_proj.{kind}", piece
-    elif part == "mlp.up" and model.gated:
-        for half, piece in zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True):
-            yield f"model.layers.{index}.mlp.{half}.{kind}", piece
-    else:
-        names = _STARCODER2_LAYER if architecture == "starcoder2" else _LAYER
-        yield f"model.layers.{index}.{names[part]}.{kind}", tensor
+    by_name: dict[str, list[Piece]] = {}
+    for piece in pieces(name, tuple(tensor.shape), architecture, model):
+        by_name.setdefault(piece.name, []).append(piece)
+    for theirs, parts in by_name.items():
+        parts.sort(key=lambda piece: piece.their_first_row)
+        rows = [tensor[piece.first_row : piece.first_row + piece.rows] for piece in parts]
+        whole = rows[0] if len(rows) == 1 else torch.cat(rows)
+        whole = whole.t() if parts[0].transposed else whole
+        yield theirs, whole + parts[0].plus if parts[0].plus else whole
 
 
 def save_huggingface(

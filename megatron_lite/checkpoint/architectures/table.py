@@ -1,0 +1,205 @@
+"""The architectures, what each fixes, and which of them expresses a model.
+
+The keys of config.json and their defaults are those of the configuration classes of transformers 5.23, which are the
+same in version 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from megatron_lite.config import ModelConfig
+from megatron_lite.errors import UsageError
+
+# Hugging Face's name of an activation -> ours. Exports write the first name of each.
+ACTIVATIONS: Mapping[str, str] = MappingProxyType({
+    "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_python_tanh": "gelu",
+    "gelu_accurate": "gelu", "gelu": "gelu_exact", "gelu_python": "gelu_exact", "silu": "silu", "swish": "silu",
+    "relu": "relu", "relu2": "squared_relu", "linear": "identity", "quick_gelu": "quick_gelu", "tanh": "tanh",
+})  # fmt: skip
+
+# What no architecture has.
+_PLAIN: dict[str, Any] = {
+    "hybrid_norm": False, "input_embedding_norm": False, "qk_layernorm": False, "logit_soft_cap": 0.0,
+    "scale_attn_by_inverse_layer_idx": False,
+}  # fmt: skip
+_ROTARY = _PLAIN | {"use_rotary_embeddings": True, "use_position_embeddings": False, "rotary_percent": 1.0}
+_LLAMA = _ROTARY | {"normalization_type": "rms_norm", "gated": True}
+_LEARNED = _PLAIN | {
+    "use_rotary_embeddings": False, "use_position_embeddings": True, "normalization_type": "layer_norm", "gated": False,
+    "window_size": None,
+}  # fmt: skip
+
+# Keys of config.json that are options of ours; those that need more than a new name are in reading.py and writing.py.
+_DECODER_KEYS = {
+    "vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads", "num_key_value_heads": "head_groups", "head_dim": "kv_channels",
+    "intermediate_size": "ffn_hidden_size", "hidden_act": "activation_type",
+    "max_position_embeddings": "max_position_embeddings", "initializer_range": "init_method_std",
+    "attention_dropout": "attention_dropout", "tie_word_embeddings": "tie_word_embeddings",
+}  # fmt: skip
+_RMS_KEYS = _DECODER_KEYS | {"rms_norm_eps": "layer_norm_eps"}
+_STARCODER2_KEYS = _DECODER_KEYS | {
+    "norm_epsilon": "layer_norm_eps", "residual_dropout": "hidden_dropout", "embedding_dropout": "embedding_dropout",
+}  # fmt: skip
+_GPT_KEYS = {
+    "vocab_size": "vocab_size", "n_embd": "hidden_size", "n_layer": "num_layers", "n_head": "num_attention_heads",
+    "n_inner": "ffn_hidden_size", "activation_function": "activation_type", "n_positions": "max_position_embeddings",
+    "initializer_range": "init_method_std", "layer_norm_epsilon": "layer_norm_eps", "attn_pdrop": "attention_dropout",
+    "resid_pdrop": "hidden_dropout", "embd_pdrop": "embedding_dropout", "tie_word_embeddings": "tie_word_embeddings",
+}  # fmt: skip
+_GPT2_KEYS = _GPT_KEYS | {
+    "scale_attn_by_inverse_layer_idx": "scale_attn_by_inverse_layer_idx",
+    "reorder_and_upcast_attn": "attention_softmax_in_fp32",
+}  # fmt: skip
+
+# What transformers takes for a key that config.json leaves out. None: derived from others, as in our options.
+_LLAMA_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": None, "head_dim": None, "intermediate_size": 11008, "hidden_act": "silu",
+    "max_position_embeddings": 2048, "initializer_range": 0.02, "attention_dropout": 0.0,
+    "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+_MISTRAL_DEFAULTS = _LLAMA_DEFAULTS | {
+    "num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072, "sliding_window": 4096
+}  # fmt: skip
+_QWEN_DEFAULTS = _LLAMA_DEFAULTS | {
+    "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768,
+    "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28,
+}  # fmt: skip
+_STARCODER2_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 49152, "hidden_size": 3072, "num_hidden_layers": 30, "num_attention_heads": 24,
+    "num_key_value_heads": 2, "head_dim": None, "intermediate_size": 12288, "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 4096, "initializer_range": 0.018042, "attention_dropout": 0.0,
+    "tie_word_embeddings": True, "norm_epsilon": 1e-5, "residual_dropout": 0.0, "embedding_dropout": 0.0,
+    "use_bias": True, "sliding_window": None,
+}  # fmt: skip
+_GPT2_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
+    "activation_function": "gelu_new", "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
+    "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "tie_word_embeddings": True,
+    "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
+}  # fmt: skip
+_BIGCODE_DEFAULTS = {key: value for key, value in _GPT2_DEFAULTS.items() if key in _GPT_KEYS} | {
+    "activation_function": "gelu_pytorch_tanh", "multi_query": True
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One `model_type`."""
+
+    class_name: str
+    fixed: Mapping[str, Any]  # options that it fixes
+    keys: Mapping[str, str]  # key of config.json -> option
+    defaults: Mapping[str, Any]  # of its keys, those that are no option alone included
+    constants: Mapping[str, Any] = field(default_factory=dict)  # other keys, and the only value of each that is ours
+
+
+_GPT_CONSTANTS = {"scale_attn_weights": True, "add_cross_attention": False}
+# In order of preference.
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
+    "llama": Architecture(
+        "LlamaForCausalLM", _LLAMA | {"window_size": None}, _RMS_KEYS,
+        _LLAMA_DEFAULTS | {"attention_bias": False, "mlp_bias": False}, {"rope_interleaved": False},
+    ),
+    "mistral": Architecture(
+        "MistralForCausalLM",
+        _LLAMA | {"add_linear_biases": False, "add_qkv_biases": False, "add_mlp_biases": False},
+        _RMS_KEYS, _MISTRAL_DEFAULTS,
+    ),
+    "gpt2": Architecture(
+        "GPT2LMHeadModel",
+        {key: value for key, value in _LEARNED.items() if key != "scale_attn_by_inverse_layer_idx"},
+        _GPT2_KEYS, _GPT2_DEFAULTS, _GPT_CONSTANTS,
+    ),
+    "gpt_bigcode": Architecture("GPTBigCodeForCausalLM", _LEARNED, _GPT_KEYS, _BIGCODE_DEFAULTS, _GPT_CONSTANTS),
+    "starcoder2": Architecture(
+        "Starcoder2ForCausalLM", _ROTARY | {"normalization_type": "layer_norm", "gated": False}, _STARCODER2_KEYS,
+        _STARCODER2_DEFAULTS, {"norm_type": "layer_norm", "mlp_type": "default"},
+    ),
+    "qwen2": Architecture(
+        "Qwen2ForCausalLM", _LLAMA | {"add_linear_biases": False, "add_mlp_biases": False}, _RMS_KEYS, _QWEN_DEFAULTS,
+        {"use_mrope": False},
+    ),
+    "qwen3": Architecture(
+        "Qwen3ForCausalLM", _LLAMA | {"qk_layernorm": True, "add_mlp_biases": False}, _RMS_KEYS,
+        _QWEN_DEFAULTS | {"head_dim": 128, "attention_bias": False},
+    ),
+})  # fmt: skip
+
+
+class Biases(NamedTuple):
+    """Which linear layers have biases."""
+
+    qkv: bool
+    output: bool
+    mlp: bool
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> Biases:
+        """Those of a resolved model."""
+        assert model.add_qkv_biases is not None and model.add_mlp_biases is not None
+        return cls(model.add_qkv_biases, model.add_linear_biases, model.add_mlp_biases)
+
+
+def biases_of(architecture: str, model: ModelConfig) -> Biases:
+    """The biases of an architecture that expresses a model: those of the model, and some that are zero beside them."""
+    ours = Biases.of(model)
+    attention = ours.qkv or ours.output
+    if architecture in ("llama", "qwen3"):
+        return Biases(attention, attention, ours.mlp)
+    if architecture == "starcoder2":
+        return Biases(*[any(ours)] * 3)
+    return {"mistral": Biases(False, False, False), "qwen2": Biases(True, False, False)}.get(
+        architecture, Biases(True, True, True)
+    )
+
+
+def check_exportable(model: ModelConfig) -> str:
+    """The `model_type` that expresses a resolved model; of several the one with the fewest biases that must be zero.
+
+    Raises:
+        UsageError: if none does, listing for each the flags that it would need.
+    """
+    needs = {architecture: _needs(architecture, model) for architecture in ARCHITECTURES}
+    able = [architecture for architecture, missing in needs.items() if not missing]
+    if able:
+        return min(able, key=lambda architecture: sum(biases_of(architecture, model)))
+    lines = [
+        f"  {ARCHITECTURES[architecture].class_name}: {', '.join(missing)}"
+        for architecture, missing in sorted(needs.items(), key=lambda item: len(item[1]))
+    ]
+    raise UsageError(
+        "--export_format=huggingface: no Hugging Face architecture can express this model. Use "
+        "--export_format=distributed, leave out --export_interval, or train with what one of these needs:\n"
+        + "\n".join(lines)
+    )
+
+
+def _needs(architecture: str, model: ModelConfig) -> list[str]:
+    """The flags, with values, that the model would have to change."""
+    needs = []
+    for name, value in ARCHITECTURES[architecture].fixed.items():
+        actual = getattr(model, name)
+        assert actual is not None or name == "window_size", f"{name} is not resolved"
+        if actual != value:
+            needs.append(f"--{name}={_as_flag(value)} (not {_as_flag(actual)})")
+    heads, groups, channels, width = model.num_attention_heads, model.head_groups, model.kv_channels, model.hidden_size
+    learned = architecture in ("gpt2", "gpt_bigcode")
+    if learned and groups not in ((heads,) if architecture == "gpt2" else (1, heads)):
+        needs.append(f"--head_groups={heads if architecture == 'gpt2' else 1} (not {groups})")
+    if learned and heads * (channels or 0) != width:
+        needs.append(f"--kv_channels * --num_attention_heads={heads} = --hidden_size={width} (not {channels})")
+    if architecture == "llama" and width % heads:
+        needs.append(f"a multiple of --num_attention_heads={heads} as --hidden_size (not {width})")
+    return needs
+
+
+def _as_flag(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(int(value)) if isinstance(value, bool) else "none" if value is None else str(value)
