@@ -54,7 +54,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "optimizer": {"batch_schedule", "config", "distributed", "flags", "kernels", "zero"},
     "data": {"batch_schedule", "config", "durable", "seeds", "validation"},
     "monitor": {"batch_schedule", "config", "durable", "traffic"},
-    "checkpoint": {"batch_schedule", "config", "data", "distributed", "durable", "zero"},
+    "checkpoint": {"batch_schedule", "config", "data", "distributed", "durable", "flags", "zero"},
     "experiment": {"agreement", "config", "distributed", "durable"},
     "agreement": {"distributed", "exits"},
 }

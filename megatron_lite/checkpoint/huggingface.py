@@ -30,6 +30,7 @@ __all__ = ["check_exportable", "convert", "save_huggingface"]
 
 MAX_FILE_BYTES = 4 * 2**30
 
+
 def convert(name: str, tensor: Tensor, architecture: str, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """One parameter of ours as the architecture's: names and views (copies only where rows change their order).
 

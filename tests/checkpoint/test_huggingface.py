@@ -352,7 +352,6 @@ def test_transformers_generates(case: str, tmp_path: Path) -> None:
         (dict(normalization_type="layer_norm"), ["--normalization_type=rms_norm (not layer_norm)", "--gated=0"]),
         (dict(gated=False), ["--gated=1 (not 0)", "--normalization_type=layer_norm (not rms_norm)"]),
         (dict(LEARNED, head_groups=2), ["--head_groups=4 (not 2)"]),
-        (dict(LEARNED, add_linear_biases=False), ["--add_linear_biases=1 (not 0)"]),
         (dict(LEARNED, kv_channels=8), ["--kv_channels * --num_attention_heads=4 = --hidden_size=24 (not 8)"]),
         (dict(LEARNED, window_size=8), ["--window_size=none (not 8)"]),
         (dict(use_rotary_embeddings=False), ["--use_rotary_embeddings=1 (not 0)"]),
@@ -365,7 +364,7 @@ def test_transformers_generates(case: str, tmp_path: Path) -> None:
 def test_a_model_without_an_architecture_is_refused(changes: dict[str, Any], flags: list[str]) -> None:
     """The error names the flags in the way, for each architecture, and the two other ways out."""
     with pytest.raises(UsageError) as caught:
-        check_exportable(dataclasses.replace(BASE, **changes))
+        check_exportable(make_config(**changes).model)
     for text in [*flags, "--export_format=distributed", "--export_interval"]:
         assert text in str(caught.value)
 

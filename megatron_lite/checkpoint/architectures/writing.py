@@ -24,7 +24,7 @@ def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -
     name = check_exportable(model)
     architecture = ARCHITECTURES[name]
     dtype = _DTYPES[config.training.export_dtype or config.distributed.training_dtype]
-    content = {
+    content: dict[str, Any] = {
         "architectures": [architecture.class_name], "model_type": name, "dtype": dtype, "torch_dtype": dtype,
         "bos_token_id": special_tokens.get("bos_token_id"), "eos_token_id": special_tokens.get("eos_token_id"),
         "pad_token_id": None, "use_cache": True,
