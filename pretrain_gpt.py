@@ -12,7 +12,7 @@ from megatron_lite.arguments import (
     parse,
     speaks_for_its_machine,
 )
-from megatron_lite.errors import EXIT_DONE, UsageError
+from megatron_lite.errors import EXIT_DONE, CheckpointError, UsageError
 from megatron_lite.validation import planned_world_size, resolve
 
 
@@ -32,8 +32,8 @@ def main(argv: list[str]) -> int:
         if launch_rank() == 0:
             exits.print_page(str(request))
         return EXIT_DONE
-    except UsageError as error:
-        directory = getattr(error, "experiment_dir", None) or experiment_dir
+    except (CheckpointError, UsageError) as error:
+        directory = error.experiment_dir or experiment_dir
         return exits.report(error, directory, rank=0 if speaks_for_its_machine() else 1)
 
     from megatron_lite.train import pretrain

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_lite.config import Config, unflatten
-from megatron_lite.errors import UsageError
+from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.flags import SPELLINGS, BadValueError, Flag, parse_list, parse_value, shown, written
 from megatron_lite.note import Note
-from megatron_lite.pretrained import with_source
+from megatron_lite.pretrained import with_preset, with_source
 from megatron_lite.refused import REFUSED_SPELLINGS, REFUSED_VALUES
 from megatron_lite.suggestions import LONG_DASHES, instead_of, unknown_flag
 from megatron_lite.usage import banner as banner
@@ -28,7 +28,11 @@ from megatron_lite.validation import examine, planned_world_size
 
 LARGEST_FILE_BYTES = 2**20
 MOST_FILES = 100
-PATHS = ("experiment_dir", "data_path", "tokenizer_file")  # the shell leaves the ~ of --flag=~/folder alone
+# The shell leaves the ~ of --flag=~/folder alone.
+PATHS = (
+    "experiment_dir", "data_path", "tokenizer_file", "pretrained_checkpoint_path", "sample_prompts",
+    "export_callback_script",
+)  # fmt: skip
 QUOTES = "'\"\u2018\u2019\u201c\u201d"
 
 
@@ -94,6 +98,7 @@ def parse(argv: Sequence[str]) -> Arguments:
 
     Raises:
         ParseError: with every problem, one a line.
+        CheckpointError: if the pretrained checkpoint that it names cannot be used.
         HelpRequested: for --help and --help_all.
     """
     parser = _Parser()
@@ -103,14 +108,19 @@ def parse(argv: Sequence[str]) -> Arguments:
             raise HelpRequested(help_text(everything=item.name == "help_all"))
     for item in items:
         parser.take(item)
-    values, notes = with_source(parser.given)
-    config = unflatten(values)
+    config = unflatten(with_preset(parser.given)[0])
     if parser.problems:
-        if not parser.guesswork:  # else the value that is missing may be the reason of any contradiction
+        # Else what is missing, or what a folder would say, may be the reason of any contradiction.
+        if not parser.guesswork and config.source.pretrained_checkpoint_path is None:
             parser.problems += _contradictions(config, parser.wrong)
         raise ParseError("\n".join(parser.problems), folder_of(config))
+    try:
+        values, notes = with_source(parser.given)
+    except CheckpointError as error:
+        error.experiment_dir = folder_of(config)
+        raise
     warnings = (Note(text, is_warning=True) for text in parser.warnings)
-    return Arguments(config, parser.given, (*warnings, *notes))
+    return Arguments(unflatten(values), parser.given, (*warnings, *notes))
 
 
 def _contradictions(config: Config, wrong: set[str]) -> list[str]:

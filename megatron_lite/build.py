@@ -16,8 +16,9 @@ from megatron_lite import arguments, weight_decay
 from megatron_lite.agreement import together
 from megatron_lite.automatic import device_memory_bytes, resolve_auto
 from megatron_lite.batch_schedule import Split, batch_schedule, consumed_tokens
-from megatron_lite.checkpoint import compatibility, sharded
+from megatron_lite.checkpoint import compatibility, sharded, starting
 from megatron_lite.checkpoint.huggingface import check_exportable
+from megatron_lite.checkpoint.sources import WeightSource
 from megatron_lite.config import Config
 from megatron_lite.data.loader import DataSource, open_data
 from megatron_lite.distributed import Distributed, deterministic_ways
@@ -102,6 +103,7 @@ def build(
         logger.warning(warning)
     if experiment.checkpoints is not None:
         together(distributed, lambda: _check_architecture(config, experiment))
+    source = _open_source(config, distributed, experiment, logger, layers)
     model = together(distributed, lambda: _allocate(config, distributed, layers))
     for line in (*split_lines(model), *memory_lines(model)):
         logger.info(line)
@@ -111,7 +113,7 @@ def build(
     collectives_alone_s = _time_collectives(config, distributed, model)
     optimizer = Optimizer(config, model.stages, distributed, kernels)
     window = LogWindow(distributed.device)
-    iteration, evaluation_due = _resume(config, distributed, experiment, logger, model, optimizer, window)
+    iteration, evaluation_due = _resume(config, distributed, experiment, logger, model, optimizer, window, source)
     debugger = _debug(config, distributed, experiment, logger, model)
     with distributed.traffic.paused():
         model.gather_ahead()  # as every iteration leaves it for the next one
@@ -172,16 +174,51 @@ def _check_architecture(config: Config, experiment: Experiment) -> None:
         compatibility.check_architecture(saved, config, str(experiment.checkpoints / str(iteration)))
 
 
+def _open_source(
+    config: Config, distributed: Distributed, experiment: Experiment, logger: logging.Logger, layers: list[Layer]
+) -> WeightSource | None:
+    """The pretrained weights to start from; None: there are none, or the run has a checkpoint of its own."""
+    if config.source.pretrained_checkpoint_path is None or not config.source.load_pretrained_weights:
+        return None
+    root = experiment.checkpoints
+    own = together(distributed, lambda: sharded.newest_iteration(root) if root and distributed.rank == 0 else None)
+    if distributed.broadcast_object(own) is not None:
+        return None
+    shapes = {parameter.spec.name: tuple(parameter.spec.shape) for parameter in parameters_of(layers)}
+    return starting.open_pretrained(config, shapes, distributed, logger.warning)
+
+
+def _start_from(
+    source: WeightSource, config: Config, distributed: Distributed, logger: logging.Logger, model: MultiStage,
+    optimizer: Optimizer,
+) -> None:  # fmt: skip
+    """Pretrained weights, and the state of the optimizer if asked for; iterations, schedule and data begin anew."""
+    with source:
+        starting.load_weights(source, model, distributed)
+        logger.info("weights of %s (%s)", source.folder, source.describe())
+        if config.source.load_pretrained_optimizer and model.training:
+            state, note = starting.load_moments(source, model, distributed, config.optimizer.optimizer)
+            optimizer.load_rule(state)
+            logger.info("  with the state of its optimizer, after %s updates", f"{state['updates']:,}")
+            if note is not None:
+                logger.warning(note)
+
+
 def _resume(
     config: Config, distributed: Distributed, experiment: Experiment, logger: logging.Logger,
-    model: MultiStage, optimizer: Optimizer, window: LogWindow,
+    model: MultiStage, optimizer: Optimizer, window: LogWindow, source: WeightSource | None,
 ) -> tuple[int, bool]:  # fmt: skip
-    """Load the newest good checkpoint, or initialise; returns the iterations done, and whether an evaluation is due."""
+    """Load the newest good checkpoint, or start from the pretrained weights in `source`, or initialise; returns the
+    iterations done, and whether an evaluation is due.
+    """
     loaded, now = None, config.optimizer.optimizer
     if experiment.checkpoints is not None:
         loaded = sharded.load_newest(experiment.checkpoints, model, distributed, logger.warning, now)
     if loaded is None:
-        model.initialize(config.distributed.seed)
+        if source is None:
+            model.initialize(config.distributed.seed)
+        else:
+            _start_from(source, config, distributed, logger, model, optimizer)
         optimizer.averaging.start()
         return 0, False
     compatibility.check_architecture(loaded.config, config, str(loaded.folder))

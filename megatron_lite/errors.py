@@ -10,6 +10,7 @@ class RunError(ValueError):
     exit_code = 1
     agreed = False  # whether every rank raises it together, so that rank 0 speaks for all
     recorded = True  # whether it belongs in exit.json
+    experiment_dir: str | None = None  # of an error of the command line: where exit.json may be left
 
 
 class UsageError(RunError):

@@ -1,24 +1,167 @@
-"""The options that a preset or a pretrained folder sets, in place of those that were not typed. Imports no torch."""
+"""Where a model's options come from that nobody typed: a preset, or pretrained weights.
+
+With pretrained weights it is two flags that say whose word counts:
+
+    --use_pretrained_config  --ignore_pretrained_config
+    1                        0       the checkpoint fills in the options; a flag that contradicts it is an error
+    1                        1       the checkpoint fills in the options; flags win, and the shapes must fit
+    0                        0       flags and defaults alone; where they differ from the checkpoint is an error
+    0                        1       flags and defaults alone, and the shapes must fit
+
+Some options say nothing about the weights and may always differ: see `FREE`. Once the experiment directory holds a
+checkpoint, that is what speaks: a resumed run needs the pretrained folder no more.
+
+This happens while the command line is parsed, so that validation, banner and dry run see the model; so no torch is
+imported for a Hugging Face folder.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from megatron_lite.checkpoint import folders, stated
+from megatron_lite.checkpoint.compatibility import Difference
+from megatron_lite.config import unflatten
+from megatron_lite.errors import CheckpointError
 from megatron_lite.flags import written
 from megatron_lite.note import Note
 from megatron_lite.presets import PRESETS
+from megatron_lite.validation import examine
+
+# What weights mean does not depend on these: noise, initial values, precision, padding.
+FREE = frozenset({
+    "attention_dropout", "hidden_dropout", "embedding_dropout", "init_method_std", "init_method_std_embed",
+    "init_method_std_qkv", "init_method_std_attn_proj", "init_method_std_mlp_1", "init_method_std_mlp_2",
+    "layer_norm_init_range", "random_bias_init", "full_precision_residual", "attention_softmax_in_fp32",
+    "make_vocab_size_divisible_by",
+})  # fmt: skip
+# Options that follow from another one unless they are given: with that one the checkpoint's values of them go, too.
+FOLLOW: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "hidden_dropout": ("embedding_dropout",),
+    "init_method_std": tuple(sorted(name for name in FREE if name.startswith("init_method_std_"))),
+    "rotary_base": ("rotary_embedding_scale",),
+    "rotary_embedding_scale": ("rotary_base",),
+})  # fmt: skip
 
 
-def with_source(given: dict[str, Any]) -> tuple[dict[str, Any], tuple[Note, ...]]:
-    """The options that were typed and those that their --model stands for, with a note on the latter.
+def with_source(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, ...]]:
+    """The options that were given, and those that they bring along: of a preset, of the pretrained checkpoint's model.
 
-    given: the typed options by name; they win.
+    The notes say which are used, and from where.
+
+    Raises:
+        CheckpointError: if the checkpoint cannot be used, or contradicts what was given.
     """
+    typed, notes = with_preset(given)
+    path = typed.get("pretrained_checkpoint_path")
+    if path is None:
+        return typed, notes
+    values, where = _with_stated_model(typed, Path(path))
+    if where is not None:
+        notes = (*notes, Note(f"the model is that of {where}"))
+    return values, notes
+
+
+def with_preset(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, ...]]:
+    """The options that were given and those that their --model stands for, with a note on the latter."""
     name = given.get("model")
     if name is None:
-        return given, ()
+        return dict(given), ()
     preset = PRESETS[name]
     flags = " ".join(f"--{option}={written(value)}" for option, value in preset.items())
     overridden = [f"--{option}={written(given[option])}" for option in preset if option in given]
     others = f"; overridden: {' '.join(overridden)}" if overridden else ""
     return {**preset, **given}, (Note(f"--model={name} stands for {flags}{others}"),)
+
+
+def _with_stated_model(given: dict[str, Any], folder: Path) -> tuple[dict[str, Any], str | None]:
+    """With the model of the pretrained checkpoint, and where that is; None: the flags speak."""
+    use, ignore = given.get("use_pretrained_config", True), given.get("ignore_pretrained_config", False)
+    own = _own_values(given)
+    if not use and (ignore or own is not None):  # resuming compares with what was saved
+        return given, None
+    where, values = own or _stated(
+        folder, given.get("pretrained_checkpoint_type"), given.get("load_pretrained_weights", True)
+    )
+    theirs = stated.resolved_values(values, where)
+    # Theirs are stored as they are multiplied; what ours are stored as is then a choice.
+    free = FREE | ({"zero_centered_normalization"} - values.keys())
+    typed = {name: given[name] for name in stated.MODEL_OPTIONS if name in given}
+    if not use:
+        _refuse(_differences(given, theirs, theirs.keys() - free), where, use)
+        return given, None
+    dropped = {name for first, names in FOLLOW.items() if first in typed for name in names}
+    filled = {**{name: value for name, value in values.items() if name not in dropped}, **given}
+    if not ignore:
+        _refuse(_differences(filled, theirs, typed.keys() - free), where, use)
+    return filled, where
+
+
+def _stated(folder: Path, kind: str | None, weights: bool) -> tuple[str, dict[str, Any]]:
+    """Where the pretrained checkpoint is, and the options of the model that it states. `weights`: they are needed."""
+    try:
+        if folders.kind_of(folder, kind) == "huggingface":
+            if weights:
+                folders.weight_files(folder)  # noticed now if it is an adapter, or a pickle
+            return str(folder), stated.hugging_face_values(folder)[0]
+        from megatron_lite.checkpoint.sources import open_source
+
+        with open_source(folder, "distributed") as source:
+            return str(source.folder), source.values()
+    except CheckpointError as error:
+        raise CheckpointError(f"--pretrained_checkpoint_path: {error}") from None
+
+
+def _own_values(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """The same of the newest checkpoint of the run itself; None: it has none, or none that can be read."""
+    directory = given.get("experiment_dir")
+    root = None if directory is None else Path(directory).expanduser() / "checkpoints"
+    if root is None or not root.is_dir():
+        return None
+    from megatron_lite.checkpoint.sharded import newest_config
+
+    newest = newest_config(root)
+    if newest is None:
+        return None
+    where = str(root / str(newest[0]))
+    return where, stated.checkpoint_values(newest[1], where)
+
+
+def _differences(ours: Mapping[str, Any], theirs: dict[str, Any], names: Collection[str]) -> list[Difference]:
+    """Of these options those that differ. What else is wrong with ours is said elsewhere."""
+    resolved, problems = examine(unflatten(dict(ours)), 1)
+    wrong = {name for problem in problems for name in problem.names}
+    values = stated.model_options(resolved)
+    positions = values["use_position_embeddings"] or theirs["use_position_embeddings"]
+    found = []
+    for name in (name for name in theirs if name in names and (positions or name != "max_position_embeddings")):
+        now = ours[name] if name in wrong and name in ours else values[name]
+        if not _same(theirs[name], now) and (now is not None or name not in wrong):
+            found.append(Difference(name, theirs[name], now))
+    return found
+
+
+def _same(saved: Any, current: Any) -> bool:
+    """Numbers may come through a logarithm (the rotary base)."""
+    if isinstance(saved, float) and isinstance(current, float):
+        return math.isclose(saved, current, rel_tol=1e-9)
+    return bool(saved == current)
+
+
+def _refuse(differences: list[Difference], where: str, filled: bool) -> None:
+    if not differences:
+        return
+    fix = (
+        "leave them out, and its values are used; or let the flags win, where the weights fit them: "
+        "--ignore_pretrained_config=1"
+        if filled
+        else "give its values, or compare nothing but shapes: --ignore_pretrained_config=1"
+    )
+    raise CheckpointError(
+        f"the pretrained checkpoint {where} has another model than the flags; {fix}:\n  "
+        + "\n  ".join(f"--{difference}" for difference in differences)
+    )

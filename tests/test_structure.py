@@ -35,7 +35,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "cautions": {"config", "flags", "items", "optimizer", "option"},
     "items": {"flags"},
     "validation": {"batch_schedule", "cautions", "config", "flags", "items", "optimizer", "refused"},
-    "pretrained": {"checkpoint", "config", "flags", "note", "presets"},
+    "pretrained": {"checkpoint", "config", "flags", "note", "presets", "validation"},
     "arguments": {"config", "flags", "note", "pretrained", "refused", "suggestions", "usage", "validation"},
     "traffic": set(),
     "pairwise": {"traffic"},
@@ -54,7 +54,9 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "optimizer": {"batch_schedule", "config", "distributed", "flags", "kernels", "zero"},
     "data": {"batch_schedule", "config", "durable", "seeds", "validation"},
     "monitor": {"batch_schedule", "config", "durable", "traffic"},
-    "checkpoint": {"batch_schedule", "config", "data", "distributed", "durable", "flags", "zero"},
+    "checkpoint": {
+        "agreement", "batch_schedule", "config", "data", "distributed", "durable", "flags", "validation", "zero",
+    },  # fmt: skip
     "experiment": {"agreement", "config", "distributed", "durable"},
     "agreement": {"distributed", "exits"},
 }

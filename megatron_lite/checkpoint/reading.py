@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_lite.checkpoint import files, manifest
 from megatron_lite.checkpoint.agreement import first_problem
 from megatron_lite.checkpoint.compatibility import keeps_moments, saved_optimizer
-from megatron_lite.checkpoint.manifest import MOMENTS, DamagedError, Manifest, dtype_name
+from megatron_lite.checkpoint.manifest import MOMENTS, DamagedError, Manifest, SavedParameter, dtype_name
 from megatron_lite.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -139,13 +139,13 @@ def fill(folder: Path, content: Manifest, model: MultiStage, rank: int, optimize
     Raises:
         DamagedError, OSError: if a file cannot be read any more.
     """
-    with contextlib.closing(_Files(folder)) as opened:
+    with contextlib.closing(Files(folder)) as opened:
         for _, part in model.parts():
             for kind in part.kinds():
                 _fill_shard(opened, content, part, kind, rank, optimizer)
 
 
-def _fill_shard(opened: _Files, content: Manifest, part: Part, kind: str, rank: int, optimizer: str) -> None:
+def _fill_shard(opened: Files, content: Manifest, part: Part, kind: str, rank: int, optimizer: str) -> None:
     """One tensor of a part, (numel,): for each piece of a parameter its overlaps with the saved slices."""
     shard = part.read(kind).detach()
     assert shard.shape == (part.numel(kind),) and shard.is_contiguous(), (kind, tuple(shard.shape))
@@ -161,20 +161,28 @@ def _fill_shard(opened: _Files, content: Manifest, part: Part, kind: str, rank: 
             shard[in_shard + start : in_shard + end] = 0.0
             continue
         source = kind if kind in saved.slices else "weights"
-        dtype = saved.dtype_of(source)
-        numel_found = 0
-        for piece in saved.slices[source]:
-            first, last = max(start, piece.first), min(end, piece.end(dtype))
-            if first < last:
-                offset = piece.offset + (first - piece.first) * dtype.itemsize
-                opened.read(piece.file, offset, dtype, shard[in_shard + first : in_shard + last])
-                numel_found += last - first
-        assert numel_found == end - start, (slot.spec.name, kind, start, end, numel_found)
+        read_elements(opened, saved, source, start, shard[in_shard + start : in_shard + end])
     part.write(kind, shard)
 
 
-class _Files:
-    """The files of a checkpoint, of which the one read last is open."""
+def read_elements(opened: Files, saved: SavedParameter, kind: str, first: int, target: Tensor) -> None:
+    """Read elements of one kind of a flattened parameter, from `first` on, into a tensor (n,), rounding to its dtype.
+
+    Raises:
+        DamagedError, OSError: if a file cannot be read any more.
+    """
+    dtype, last, numel_found = saved.dtype_of(kind), first + target.numel(), 0
+    for piece in saved.slices[kind]:
+        start, end = max(first, piece.first), min(last, piece.end(dtype))
+        if start < end:
+            offset = piece.offset + (start - piece.first) * dtype.itemsize
+            opened.read(piece.file, offset, dtype, target[start - first : end - first])
+            numel_found += end - start
+    assert numel_found == target.numel(), (kind, first, last, numel_found)
+
+
+class Files:
+    """The files of a folder, of which the one read last is open."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._name = folder, ""

@@ -118,6 +118,18 @@ def _is_checkpoint(folder: Path) -> bool:
         return False
 
 
+def newest_iteration(root: Path) -> int | None:
+    """Of what should be checkpoints, good or not; None: there is nothing to resume.
+
+    Raises:
+        CheckpointError: if the directory cannot be read.
+    """
+    listing = _listing(root)
+    if isinstance(listing, str):
+        raise CheckpointError(f"cannot read the checkpoints in {root}: {listing}")
+    return listing[0][0] if listing else None
+
+
 def newest_config(root: Path) -> tuple[int, dict[str, Any]] | None:
     """Iteration and flat config of the newest checkpoint with a good manifest; reads and changes nothing else.
 

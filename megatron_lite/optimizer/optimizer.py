@@ -104,6 +104,13 @@ class Optimizer:
         self._rule.load_state(state.get("rule", {}))
         self.averaging.load_state(state.get("averaging", {}))
 
+    def load_rule(self, state: dict[str, Any]) -> None:
+        """Of `state` what belongs to the moments, for weights that were trained elsewhere: Adam's count, the rule's
+        own. Loss scale and guards judge the run that begins.
+        """
+        self._updates.fill_(state["updates"])
+        self._rule.load_state(state.get("rule", {}))
+
     def _weight_decay(self, learning_rate: float) -> float:
         """Of this step. AdamC (Defazio 2025) lets it follow the learning rate: lr / peak times the given one."""
         options, peak = self._config.optimizer, peak_learning_rate(self._config)
