@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron_lite.config import Config, unflatten
 from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.flags import SPELLINGS, BadValueError, Flag, parse_list, parse_value, shown, written
+from megatron_lite.items import environment_values
 from megatron_lite.note import Note
 from megatron_lite.pretrained import with_preset, with_source
 from megatron_lite.refused import REFUSED_SPELLINGS, REFUSED_VALUES
@@ -25,8 +25,8 @@ from megatron_lite.suggestions import LONG_DASHES, instead_of, unknown_flag
 from megatron_lite.usage import banner as banner
 from megatron_lite.usage import help_text
 from megatron_lite.validation import examine, planned_world_size
+from megatron_lite.words import read_words
 
-LARGEST_FILE_BYTES = 2**20
 MOST_FILES = 100
 # The shell leaves the ~ of --flag=~/folder alone.
 PATHS = (
@@ -43,6 +43,8 @@ class Arguments:
     config: Config
     given: dict[str, Any]  # the options that were typed, by name
     notes: tuple[Note, ...]  # warnings, and where options come from that were not typed
+    # Of --export_callback_env. Secrets may be among them: they are in no other object, and nobody prints this one.
+    environment: dict[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -120,7 +122,7 @@ def parse(argv: Sequence[str]) -> Arguments:
         error.experiment_dir = folder_of(config)
         raise
     warnings = (Note(text, is_warning=True) for text in parser.warnings)
-    return Arguments(unflatten(values), parser.given, (*warnings, *notes))
+    return Arguments(unflatten(values), parser.given, (*warnings, *notes), parser.environment)
 
 
 def _contradictions(config: Config, wrong: set[str]) -> list[str]:
@@ -180,6 +182,7 @@ class _Parser:
         self.given: dict[str, Any] = {}
         self.problems: list[str] = []
         self.warnings: list[str] = []
+        self.environment: dict[str, str] = {}
         self.wrong: set[str] = set()  # options whose value is unknown
         self.guesswork = False  # whether a flag that is meant may be missing
         self._files_read = 0
@@ -267,7 +270,7 @@ class _Parser:
             value = self._value(item, flag, values)
         except BadValueError as error:
             self.wrong.add(flag.name)
-            typed = f"{item.spelling}={shown(' '.join(values))}" if values else item.spelling
+            typed = f"{item.spelling}={shown(' '.join(values))}" if values and not flag.option.secret else item.spelling
             self._problem(f"{typed}: {error}", item.flag)
             if values and _quoted(values):
                 return  # the words behind belong to the quoted value
@@ -277,7 +280,10 @@ class _Parser:
                 self.warnings.append(f"--{flag.name} is given twice: {now} is used, {before} is not{item.flag.where}")
             self.given[flag.name] = value
         stray = item.words[1 if item.inline is None else 0 :]
-        if stray and not flag.is_list:
+        if stray and flag.option.secret:
+            self.guesswork = True
+            self._problem(f"{item.spelling}: more words follow its value; quote the JSON object, or use an @file", item.flag)
+        elif stray and not flag.is_list:
             self._stray(stray, f"{item.spelling}={shown(values[0])}")
 
     def _value(self, item: Item, flag: Flag, values: list[str]) -> Any:
@@ -288,6 +294,8 @@ class _Parser:
         """
         if not values:
             raise BadValueError(f"a value must follow, as in {item.spelling}={_example(flag)}")
+        if flag.option.secret:
+            return self._names(values[0])
         for text in values:
             _check_shell(text, item)
         if (flag.name, values[0]) in REFUSED_VALUES:
@@ -299,6 +307,15 @@ class _Parser:
             raise BadValueError("the value is empty (an unset variable?); write a value or leave the flag out")
         items = parse_list(flag, values)
         return tuple(os.path.expanduser(text) for text in items) if flag.name in PATHS else items
+
+    def _names(self, text: str) -> str:
+        """The names of the variables in a JSON object; their values are kept apart.
+
+        Raises:
+            BadValueError: if it is none.
+        """
+        self.environment = environment_values(text) if text and text.lower() != "none" else {}
+        return ",".join(self.environment)
 
     def _take_refused(self, item: Item) -> None:
         refused = REFUSED_SPELLINGS[item.name]
@@ -360,28 +377,3 @@ def _stray_hint(text: str) -> str:
     if text.partition("=")[0].replace("-", "_") in SPELLINGS:
         return f"flags begin with two dashes; write --{shown(text)}"
     return "every word must be a flag or the value of one; a value with spaces goes into an @file in quotes"
-
-
-# Quoted text and escaped characters are kept (group 1); comments and joined lines go.
-_COMMENT = re.compile(r"""('[^']*'|"(?:\\.|[^"\\])*"|\\[^\r\n])|(?<!\S)\#[^\n]*|\\\r?\n""", re.DOTALL)
-
-
-def read_words(path: str) -> list[str]:
-    """The shell words of an @file: quotes and backslashes as in a shell, `#` begins a comment, lines do not matter.
-
-    Raises:
-        OSError: if the file cannot be read.
-        ValueError: if it is no text, too large, or a quote is not closed.
-    """
-    with open(path, "rb") as file:
-        data = file.read(LARGEST_FILE_BYTES + 1)
-    if len(data) > LARGEST_FILE_BYTES:
-        raise ValueError(f"larger than {LARGEST_FILE_BYTES} bytes; this is no file of flags")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError("not a UTF-8 text file") from None
-    try:
-        return shlex.split(_COMMENT.sub(lambda match: match[1] or "", text))
-    except ValueError as error:
-        raise ValueError(f"{str(error).lower()}; close the quote, or escape it with a backslash") from None

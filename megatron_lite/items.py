@@ -1,14 +1,29 @@
-"""Lists whose items have a form of their own: weights with data sets, scales with name patterns. Imports no torch."""
+"""Options whose text has a form of its own: weights with data sets, scales with name patterns, sizes, an environment.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import warnings
 from collections.abc import Sequence
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any
 
 from megatron_lite.errors import UsageError
 from megatron_lite.flags import BadValueError, is_number, parse_float, shown
+
+# As transformers reads them: a thousand or 1,024 bytes to the step. The b is upper case: a lower one would be bits.
+SIZE_UNITS = MappingProxyType({
+    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+})  # fmt: skip
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]{0,3})")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def weighted_paths(data_path: Sequence[str]) -> list[tuple[float, str]]:
@@ -100,3 +115,57 @@ def decay_expression(pattern: str) -> re.Pattern[str] | None:
             f"--weight_decay_modules={_shortened([pattern])}: no regular expression: {error}; an item ends at a comma "
             "or a space, so write the expression without"
         ) from None
+
+
+def size_bytes(text: str, name: str = "export_shard_size") -> int:
+    """Bytes of a size as transformers writes it: 5GB, 500MB, 2GiB, 1.5GB, or plain bytes. `name`: of the flag.
+
+    Raises:
+        UsageError: for anything else, or less than a byte.
+    """
+    typed, match = f"--{name}={shown(text)}", _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{typed}: no size; write a number and a unit, as in 5GB, 500MB or 2GiB, or plain bytes")
+    number, unit = match.groups()
+    if unit not in SIZE_UNITS:
+        near = next((known for known in SIZE_UNITS if known.lower() == unit.lower()), "GB")
+        known = ", ".join(known for known in SIZE_UNITS if known)
+        raise UsageError(f"{typed}: {unit} is no unit of bytes, {known} are; write {number}{near}")
+    size = int(Fraction(number) * SIZE_UNITS[unit])
+    if not 0 < size < 2**63:
+        raise UsageError(f"{typed}: must be at least one byte, and less than 2**63; write 5GB")
+    return size
+
+
+def environment_values(text: str) -> dict[str, str]:
+    """The variables of a JSON object of strings, {"NAME": "value"}. No message shows a part of a value.
+
+    Raises:
+        BadValueError: for anything else, or names and values that no environment can hold.
+    """
+    example = """write a JSON object of strings, as in '{"NAME": "value"}'"""
+    if text[:1] in ("'", "\u2018", "\u201c"):
+        raise BadValueError("begins with a literal quote, which a shell keeps in a variable; put the flag into an @file")
+    try:
+        pairs: Any = json.loads(text, object_pairs_hook=_Pairs)
+    except ValueError as error:
+        place = f" ({error.msg.lower()} at character {error.pos + 1})" if isinstance(error, json.JSONDecodeError) else ""
+        raise BadValueError(f"not JSON{place}; {example}") from None
+    except RecursionError:
+        raise BadValueError(f"nested too deeply; {example}") from None
+    if not isinstance(pairs, _Pairs):
+        raise BadValueError(f"no JSON object; {example}")
+    for place, (variable, value) in enumerate(pairs, start=1):
+        if not _VARIABLE.fullmatch(variable):
+            raise BadValueError(f"name {place} is no name of a variable: letters, digits and _, no digit first")
+        if not isinstance(value, str):
+            raise BadValueError(f"the value of {variable} is no text; write it in double quotes")
+        if "\0" in value or any("\ud800" <= c <= "\udfff" for c in value):
+            raise BadValueError(f"the value of {variable} holds a character that no environment can hold")
+    if len(dict(pairs)) != len(pairs):
+        raise BadValueError("a name is given twice; leave one out")
+    return dict(pairs)
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """A JSON object, with its repetitions."""

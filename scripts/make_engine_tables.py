@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))  # runs from a plain checkout
 
 from megatron_lite.arguments import parse as parse_flags  # noqa: E402
-from megatron_lite.arguments import read_words  # noqa: E402
+from megatron_lite.words import read_words  # noqa: E402
 from megatron_lite.automatic import RESERVE  # noqa: E402
 from megatron_lite.dry_run import PLANNED_GPU_BYTES  # noqa: E402
 from megatron_lite.planning import Plan, make_plan  # noqa: E402

@@ -36,7 +36,11 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "items": {"flags"},
     "validation": {"batch_schedule", "cautions", "config", "flags", "items", "optimizer", "refused"},
     "pretrained": {"checkpoint", "config", "flags", "note", "presets", "validation"},
-    "arguments": {"config", "flags", "note", "pretrained", "refused", "suggestions", "usage", "validation"},
+    "masking": {"flags"},
+    "words": set(),
+    "arguments": {
+        "config", "flags", "items", "note", "pretrained", "refused", "suggestions", "usage", "validation", "words",
+    },
     "traffic": set(),
     "pairwise": {"traffic"},
     "distributed": {"config", "pairwise", "traffic"},
@@ -53,10 +57,11 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "dry_run": {"automatic", "batch_schedule", "cautions", "config", "exits", "note", "planning", "zero"},
     "optimizer": {"batch_schedule", "config", "distributed", "flags", "kernels", "zero"},
     "data": {"batch_schedule", "config", "durable", "seeds", "validation"},
-    "monitor": {"batch_schedule", "config", "durable", "traffic"},
+    "monitor": {"batch_schedule", "config", "durable", "masking", "traffic"},
     "checkpoint": {
-        "agreement", "batch_schedule", "config", "data", "distributed", "durable", "flags", "validation", "zero",
-    },  # fmt: skip
+        "agreement", "batch_schedule", "config", "data", "distributed", "durable", "flags", "items", "parameter",
+        "validation", "zero",
+    },
     "experiment": {"agreement", "config", "distributed", "durable"},
     "agreement": {"distributed", "exits"},
 }

@@ -18,7 +18,7 @@ import re
 import secrets
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +36,10 @@ SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float1
 _OUR_FILE = re.compile(
     r"rank_[0-9]{3,7}\.safetensors|manifest\.json"
     r"|model(-[0-9]{5}(-of-[0-9]{5})?)?\.safetensors|model\.safetensors\.index\.json"
-    r"|(config|generation_config|tokenizer|tokenizer_config|special_tokens_map)\.json"
+    r"|(config|generation_config)\.json"
+    # Of a tokenizer: data/tokenizing.py copies these.
+    r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json"
+    r"|(vocab|merges)\.txt|chat_template\.jinja"
 )
 _WORK_NAME = re.compile(r"\.(tmp|ready|trash)-([^/]+)-([0-9a-f]{16})")
 
@@ -114,24 +117,29 @@ def write_tensors(path: Path, tensors: Sequence[TensorToWrite], metadata: dict[s
     Raises:
         OSError: if the file exists or cannot be written.
     """
+    header = safetensors_header({tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}, metadata)
+    crc = zlib.crc32(header)
+    with new_file(path) as write:
+        write(memoryview(header))
+        for tensor in tensors:
+            crc = _write_tensor(tensor, write, crc)
+    num_bytes = sum(tensor.num_bytes for tensor in tensors)
+    return WrittenFile(size=len(header) + num_bytes, crc32=crc, data_start=len(header))
+
+
+def safetensors_header(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]
+) -> bytes:
+    """What stands before the values of tensors, which follow without gaps: its length and a JSON object."""
     header: dict[str, object] = {"__metadata__": metadata}
     offset = 0
-    for tensor in tensors:
-        end = offset + tensor.num_bytes
-        header[tensor.name] = {
-            "dtype": SAFETENSORS_DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end],
-        }  # fmt: skip
+    for name, (dtype, shape) in tensors.items():
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # values begin at a multiple of 8
-    crc = 0
-    with _new_file(path) as write:
-        for piece in (len(text).to_bytes(8, "little"), text):
-            write(memoryview(piece))
-            crc = zlib.crc32(piece, crc)
-        for tensor in tensors:
-            crc = _write_tensor(tensor, write, crc)
-    return WrittenFile(size=8 + len(text) + offset, crc32=crc, data_start=8 + len(text))
+    return len(text).to_bytes(8, "little") + text
 
 
 def _write_tensor(tensor: TensorToWrite, write: Callable[[memoryview], None], crc: int) -> int:
@@ -147,12 +155,12 @@ def _write_tensor(tensor: TensorToWrite, write: Callable[[memoryview], None], cr
 
 def write_text(path: Path, text: str) -> None:
     """Write a new text file and sync it."""
-    with _new_file(path) as write:
+    with new_file(path) as write:
         write(memoryview(text.encode()))
 
 
 @contextlib.contextmanager
-def _new_file(path: Path) -> Iterator[Callable[[memoryview], None]]:
+def new_file(path: Path) -> Iterator[Callable[[memoryview], None]]:
     """A function that appends to a new file; the file is synced at the end."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
@@ -235,15 +243,19 @@ def publish(temporary: Path, directory: Path, is_ours: Callable[[Path], bool]) -
         remove_folder(old)
 
 
-def recover(root: Path) -> None:
-    """Finish interrupted replacements in `root` and delete what interrupted saves have left there."""
+def recover(root: Path, only: str | None = None) -> None:
+    """Finish interrupted replacements in `root` and delete what interrupted saves have left there.
+
+    `only`: of the folder of that name, where `root` is not ours alone.
+    """
     for path, name in work_folders(root, "ready"):
-        if not os.path.lexists(root / name):
+        if only in (None, name) and not os.path.lexists(root / name):
             os.rename(path, root / name)
             sync_folder(root)
     for kind in ("ready", "tmp", "trash"):
-        for path, _ in work_folders(root, kind):
-            remove_folder(path)
+        for path, name in work_folders(root, kind):
+            if only in (None, name):
+                remove_folder(path)
 
 
 def remove_folder(path: Path) -> None:

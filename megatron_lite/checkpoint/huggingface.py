@@ -1,51 +1,73 @@
 """Exports: folders that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
-Parameters arrive one at a time, are renamed and cut to the names of the architecture, gathered on rank 0 up to
-`MAX_FILE_BYTES` and written. The folder is complete when it appears under its name.
+Parameters arrive one at a time on every rank; rank 0 writes each where it belongs (`export_folder`). The folder is
+complete when it appears under its name.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import files
 from megatron_lite.checkpoint.agreement import together
-from megatron_lite.checkpoint.architectures import check_exportable, hugging_face_config
+from megatron_lite.checkpoint.architectures import check_exportable
+from megatron_lite.checkpoint.export_folder import ExportFolder, FilePlan, their_tensor
 from megatron_lite.checkpoint.mapping import Piece, pieces
+from megatron_lite.checkpoint.masters import master_weights
 from megatron_lite.config import Config, ModelConfig
-from megatron_lite.durable import sync_folder
+from megatron_lite.errors import NumericsError
+from megatron_lite.items import size_bytes
+from megatron_lite.parameter import DTYPES
 
 if TYPE_CHECKING:
     from megatron_lite.distributed import Distributed
     from megatron_lite.zero.multi_stage import MultiStage
 
-__all__ = ["check_exportable", "convert", "save_huggingface"]
+__all__ = ["check_exportable", "convert", "export_config", "export_weights", "save_huggingface"]
 
-MAX_FILE_BYTES = 4 * 2**30
+# After so many bytes the ranks wait for rank 0: its disk may be slower than a collective of the next gather may be.
+AGREE_BYTES = 2**28
+
 
 
 def convert(name: str, tensor: Tensor, architecture: str, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """One parameter of ours as the architecture's: names and views (copies only where rows change their order).
+    """One parameter of ours as the architecture's: names, and views where a tensor lies in ours in one piece.
 
     Raises:
         KeyError: if the architecture has no such parameter.
     """
-    by_name: dict[str, list[Piece]] = {}
+    by_tensor: dict[str, list[Piece]] = {}
     for piece in pieces(name, tuple(tensor.shape), architecture, model):
-        by_name.setdefault(piece.name, []).append(piece)
-    for theirs, parts in by_name.items():
-        parts.sort(key=lambda piece: piece.their_first_row)
-        rows = [tensor[piece.first_row : piece.first_row + piece.rows] for piece in parts]
-        whole = rows[0] if len(rows) == 1 else torch.cat(rows)
-        whole = whole.t() if parts[0].transposed else whole
-        yield theirs, whole + parts[0].plus if parts[0].plus else whole
+        by_tensor.setdefault(piece.name, []).append(piece)
+    for their_name, parts in by_tensor.items():
+        yield their_name, their_tensor(tensor, parts)
+
+
+def export_config(config: Config) -> Config:
+    """The configuration that an export describes: its dtype is that of --export_dtype, where that is given."""
+    dtype = config.training.export_dtype or config.distributed.training_dtype
+    return dataclasses.replace(config, distributed=dataclasses.replace(config.distributed, training_dtype=dtype))
+
+
+def export_weights(model: MultiStage, config: Config, distributed: Distributed) -> Iterator[tuple[str, Tensor]]:
+    """(name, full weight) for `save_huggingface`: as trained, or averaged; every rank has to iterate to the end.
+
+    In the training dtype these are the very weights that the model computes with; for another --export_dtype they come
+    from the fp32 masters (or averages), so that they are rounded once.
+    """
+    averaged, training_dtype = config.training.export_weights == "average", config.distributed.training_dtype
+    if training_dtype not in ("fp32", config.training.export_dtype or training_dtype):
+        yield from master_weights(model, distributed, averaged)
+    elif averaged:
+        with model.averaged():
+            yield from model.full_weights()
+    else:
+        yield from model.full_weights()
 
 
 def save_huggingface(
@@ -57,114 +79,71 @@ def save_huggingface(
 ) -> None:
     """Write a Hugging Face folder; all ranks call this together. A folder of that name is replaced.
 
-    `weights` yields (parameter name, full weight in the training dtype) of the whole model, in the same order on every
-    rank; each tensor may be overwritten when the next one is asked for. Rank 0 holds at most `MAX_FILE_BYTES` of
-    copies (or the largest parameter) and writes; after each file the ranks agree that it worked.
+    `weights` yields (parameter name, full weight) of the whole model, in the same order on every rank; each tensor may
+    be overwritten when the next one is asked for, and only that of rank 0 is looked at. Rank 0 rounds to --export_dtype
+    and writes; the bytes of the files do not depend on the order.
 
     Raises:
         UsageError: if no architecture can express the model.
+        NumericsError: on every rank, if a weight is too large for --export_dtype: no folder appears.
         StorageError: on every rank, if the folder cannot be written.
     """
-    architecture = check_exportable(config.model)
+    architecture, described = check_exportable(config.model), export_config(config)
     temporary = files.work_path(directory, "tmp", distributed.broadcast_object(files.new_nonce()))
-    what = f"the export {directory}"
-    is_writer = distributed.rank == 0
+    what, is_writer = f"the export {directory}", distributed.rank == 0
+    specs = [slot.spec for _, part in model.parts() for slot in part.layout.slots]
+    dtype = DTYPES[described.distributed.training_dtype]
+    limit_bytes = size_bytes(config.training.export_shard_size)
+    plan = FilePlan([(spec.name, tuple(spec.shape)) for spec in specs], architecture, config.model, dtype, limit_bytes)
+    folder: ExportFolder | None = None
 
     def prepare() -> None:
+        nonlocal folder
         if is_writer:
             directory.parent.mkdir(parents=True, exist_ok=True)
             files.recover(directory.parent)
-            temporary.mkdir()
+            folder = ExportFolder(temporary, plan)
+
+    def finish() -> None:
+        if folder is not None:
+            folder.finish(described, config.data.tokenizer_file)
+            files.publish(temporary, directory, files.has_only_our_files)
 
     try:
         together(distributed, what, directory.parent, 0, prepare)
-        expected = {slot.spec.name for _, part in model.parts() for slot in part.layout.slots}
-        parts: list[list[str]] = []
-        total_bytes = 0
-        for part, num_bytes in _parts(weights, architecture, config.model, is_writer, expected):
-
-            def write(part: dict[str, Tensor] = part) -> None:
-                if is_writer:
-                    tensors = [files.TensorToWrite.of(name, value) for name, value in part.items()]
-                    files.write_tensors(_part_path(temporary, len(parts)), tensors, {"format": "pt"})
-
-            together(distributed, what, _part_path(temporary, len(parts)), num_bytes, write)
-            parts.append(list(part))
-            total_bytes += num_bytes
-
-        def finish() -> None:
-            if is_writer:
-                _name_parts(temporary, parts, total_bytes)
-                _write_configs(temporary, config)
-                for path in temporary.iterdir():
-                    files.sync_file(path)
-                sync_folder(temporary)
-                files.publish(temporary, directory, files.has_only_our_files)
-
+        num_bytes = {spec.name: spec.numel * dtype.itemsize for spec in specs}
+        _write_all(distributed, what, temporary, num_bytes, folder, weights)
         together(distributed, what, directory, 0, finish)
-    except Exception:
+    except BaseException:
         if is_writer:
             files.remove_folder(temporary)
         raise
 
 
-def _parts(
-    weights: Iterator[tuple[str, Tensor]], architecture: str, model: ModelConfig, is_writer: bool, expected: set[str]
-) -> Iterator[tuple[dict[str, Tensor], int]]:
-    """The tensors of one file after the other and their bytes; the same cuts on every rank, copies on the writer only.
+def _write_all(
+    distributed: Distributed, what: str, path: Path, num_bytes: Mapping[str, int], folder: ExportFolder | None,
+    weights: Iterator[tuple[str, Tensor]],
+) -> None:  # fmt: skip
+    """Let rank 0 write every weight; if it cannot, all ranks know by the next agreement. `num_bytes`: by name."""
+    failure: Exception | None = None
+    waiting_bytes, total_bytes = 0, sum(num_bytes.values())
 
-    Every rank cuts at the same place, because writing may take longer than a collective of the next gather may.
-    """
-    part: dict[str, Tensor] = {}
-    part_bytes = 0
-    missing = set(expected)
+    def settle() -> str:
+        if failure is not None:
+            raise failure
+        return "" if folder is None else folder.overflow
+
     for name, tensor in weights:
-        missing.discard(name)
-        if part and part_bytes + tensor.nbytes > MAX_FILE_BYTES:
-            yield part, part_bytes
-            part, part_bytes = {}, 0
-        for new_name, view in convert(name, tensor, architecture, model):
-            part[new_name] = _copy(view) if is_writer else torch.empty(0)
-        part_bytes += tensor.nbytes
-    assert not missing, f"weights left out: {sorted(missing)[:5]}"
-    yield part, part_bytes
-
-
-def _copy(view: Tensor) -> Tensor:
-    """A contiguous copy in host memory."""
-    return torch.empty(view.shape, dtype=view.dtype).copy_(view.detach())
-
-
-def _part_path(folder: Path, index: int) -> Path:
-    return folder / f"model-{index + 1:05d}.safetensors"
-
-
-def _name_parts(folder: Path, parts: list[list[str]], total_bytes: int) -> None:
-    """Give the files their final names, now that their number is known, and write the index if there are several."""
-    if len(parts) == 1:
-        os.rename(_part_path(folder, 0), folder / "model.safetensors")
-        return
-    weight_map = {}
-    for index, names in enumerate(parts):
-        file_name = f"model-{index + 1:05d}-of-{len(parts):05d}.safetensors"
-        os.rename(_part_path(folder, index), folder / file_name)
-        weight_map.update(dict.fromkeys(names, file_name))
-    content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    _write_json(folder / "model.safetensors.index.json", content)
-
-
-def _write_configs(folder: Path, config: Config) -> None:
-    """config.json, generation_config.json, and the tokenizer if one is known."""
-    special_tokens: dict[str, int | None] = {}
-    if config.data.tokenizer_file is not None:
-        from megatron_lite.data.tokenizing import copy_tokenizer
-
-        special_tokens = copy_tokenizer(config.data.tokenizer_file, folder)
-    content = hugging_face_config(config, special_tokens)
-    _write_json(folder / "config.json", content)
-    generation = {key: content[key] for key in ("bos_token_id", "eos_token_id") if content[key] is not None}
-    _write_json(folder / "generation_config.json", {"_from_model_config": True, **generation})
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    files.write_text(path, json.dumps(content, indent=2) + "\n")
+        if folder is not None and failure is None:
+            try:
+                folder.write(name, tensor)
+            except Exception as error:
+                failure = error
+        waiting_bytes += num_bytes[name]
+        if waiting_bytes >= AGREE_BYTES:
+            together(distributed, what, path, total_bytes, settle)
+            waiting_bytes = 0
+    if overflow := together(distributed, what, path, total_bytes, settle)[0]:
+        raise NumericsError(
+            f"{overflow}, which --export_dtype cannot hold: nothing was exported; write --export_dtype=bf16 or fp32"
+        )

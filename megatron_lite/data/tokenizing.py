@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +23,13 @@ LARGEST_VOCABULARY = 2**24  # of a tokenizer trained here: more than any text ha
 END_OF_DOCUMENT = "<|endoftext|>"
 # Tokens that end a document in common tokenizers, in the order of preference.
 END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eot_id|>", "<EOT>")
+CONFIG_NAME = "tokenizer_config.json"
+# What an export takes along of a tokenizer's other files, where they are: nothing else is ever copied.
+BESIDE = (
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
+    "chat_template.json",
+)  # fmt: skip
+_PLAIN_DECODING = MappingProxyType({"clean_up_tokenization_spaces": False})
 _SPECIAL_KEYS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -142,27 +150,47 @@ def save_byte_tokenizer(path: str) -> None:
 
 
 def copy_tokenizer(tokenizer_file: str | Path, directory: str | Path) -> dict[str, int | None]:
-    """Put `tokenizer.json` and a minimal `tokenizer_config.json` into an export, so that transformers loads them.
+    """Put a tokenizer into an export, so that transformers loads it: `tokenizer.json`, `tokenizer_config.json`, and
+    those of BESIDE that lie beside a file called tokenizer.json (another name may have a stranger's files beside it).
 
-    Only the special tokens are taken over from a tokenizer_config.json beside `tokenizer_file`: the rest of it may name
-    classes that need more files. A tokenizer without an end of document is copied without one.
+    A tokenizer_config.json beside it is copied as it is, but for a class and an end of document that it does not name;
+    of one beside a file of another name only the special tokens are taken. A tokenizer without an end of document is
+    copied without one.
 
     Returns: bos_token_id and eos_token_id, None where unknown.
     Raises: DataError if `tokenizer_file` is not a tokenizer; StorageError if `directory` cannot be written.
     """
-    tokenizer = read_tokenizer_file(tokenizer_file)
-    special_tokens: dict[str, str | None] = dict(_special_tokens(Path(tokenizer_file)))
-    special_tokens["eos_token"] = _find_end_of_document(tokenizer, tokenizer_file)
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        **{key: token for key, token in special_tokens.items() if token is not None},
+    source, directory = Path(tokenizer_file), Path(directory)
+    tokenizer = read_tokenizer_file(source)
+    replace_file(directory / "tokenizer.json", _bytes_of(source))
+    beside = [source.parent / name for name in BESIDE if source.name == "tokenizer.json"]
+    for path in filter(Path.is_file, beside):
+        replace_file(directory / path.name, _bytes_of(path))
+    tokens = {**(_special_tokens(source, BESIDE[0]) if beside else {}), **_special_tokens(source)}
+    if tokenizer.token_to_id(tokens.get("eos_token", "")) is None:
+        tokens |= {"eos_token": token} if (token := _find_end_of_document(tokenizer, source)) is not None else {}
+    config_path = source.parent / CONFIG_NAME
+    config = _read_object(config_path) if beside else {}
+    missing = {"tokenizer_class": "PreTrainedTokenizerFast", **({} if config else _PLAIN_DECODING), **tokens}
+    if missing.keys() <= config.keys():
+        replace_file(directory / CONFIG_NAME, _bytes_of(config_path))
+    else:
+        text = json.dumps({**missing, **config}, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+        replace_file(directory / CONFIG_NAME, text.encode())
+    return {
+        f"{key}_id": tokenizer.token_to_id(tokens[key]) if key in tokens else None for key in ("bos_token", "eos_token")
     }
-    replace_file(Path(directory) / "tokenizer.json", Path(tokenizer_file).read_bytes())
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    replace_file(Path(directory) / "tokenizer_config.json", text.encode())
-    tokens = {f"{key}_id": special_tokens.get(key) for key in ("bos_token", "eos_token")}
-    return {key: None if token is None else tokenizer.token_to_id(token) for key, token in tokens.items()}
+
+
+def _bytes_of(path: Path) -> bytes:
+    """The content of a file.
+
+    Raises: DataError if it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def read_tokenizer_file(path: str | Path) -> Any:
@@ -187,13 +215,19 @@ def _find_end_of_document(tokenizer: Any, path: str | Path) -> str | None:
     return next((name for name in names if name is not None and tokenizer.token_to_id(name) is not None), None)
 
 
-def _special_tokens(tokenizer_file: Path) -> dict[str, str]:
-    """Special tokens of the tokenizer_config.json beside a tokenizer.json; empty if there is no readable one."""
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object; empty if there is no readable one."""
     try:
-        values = json.loads((tokenizer_file.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
-        found = {key: values.get(key) for key in _SPECIAL_KEYS}
-    except (OSError, ValueError, AttributeError, RecursionError):
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _special_tokens(tokenizer_file: Path, name: str = CONFIG_NAME) -> dict[str, str]:
+    """Special tokens of the tokenizer_config.json beside a tokenizer.json; empty if there is no readable one."""
+    values = _read_object(tokenizer_file.parent / name)
+    found = {key: values.get(key) for key in _SPECIAL_KEYS}
     tokens = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
     return {key: value for key, value in tokens.items() if isinstance(value, str)}
 

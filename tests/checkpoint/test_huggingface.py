@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint import files, huggingface
+from megatron_lite.checkpoint import export_folder, files, huggingface
 from megatron_lite.checkpoint.architectures import check_exportable, hugging_face_config
 from megatron_lite.config import BatchConfig, Config, DataConfig, DistributedConfig, ModelConfig
 from megatron_lite.config.model import rotary_base
@@ -228,10 +228,10 @@ def test_half_precision_weights_arrive_bit_for_bit(dtype: str, torch_dtype: torc
     assert torch.equal(model.model.layers[1].mlp.up_proj.weight, weights["blocks.1.mlp.up.weight"].chunk(2)[1])
 
 
-def test_several_files_and_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_files_and_ranks(tmp_path: Path) -> None:
     """Cut into files by size, with an index that names them all; only rank 0 writes; transformers loads it."""
-    monkeypatch.setattr(huggingface, "MAX_FILE_BYTES", 12_000)
     config = make_config(head_groups=2)
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, export_shard_size="12KB"))
     weights = random_weights(config.model)
     export(tmp_path / "100", config, weights, world_size=3)
     names = sorted(path.name for path in (tmp_path / "100").glob("*.safetensors"))
@@ -275,7 +275,7 @@ def test_exporting_again_replaces_the_folder_and_keeps_foreign_ones(tmp_path: Pa
     assert (aside / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("fails", ["write_tensors", "write_text", "publish", "sync_folder"])
+@pytest.mark.parametrize("fails", ["new_file", "write_text", "publish", "sync_folder"])
 def test_a_full_disk_is_a_storage_error_on_every_rank(
     fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +284,7 @@ def test_a_full_disk_is_a_storage_error_on_every_rank(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(huggingface if fails == "sync_folder" else files, fails, full)
+    monkeypatch.setattr(export_folder if fails == "sync_folder" else files, fails, full)
     config = make_config()
     with pytest.raises(StorageError, match=r"rank 0: .*No space left on device .*bytes free"):
         export(tmp_path / "1", config, random_weights(config.model), world_size=2)

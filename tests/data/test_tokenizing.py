@@ -133,4 +133,50 @@ def test_copy_keeps_special_tokens_and_needs_no_end_of_document(byte_file: str, 
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "[STOP]", "tokenizer_class": "Other"}))
     assert copy_tokenizer(str(folder / "tokenizer.json"), tmp_path) == {"bos_token_id": 256, "eos_token_id": None}
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert config["bos_token"] == "[STOP]" and config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert config["bos_token"] == "[STOP]" and config["tokenizer_class"] == "Other"
+
+
+BESIDE = {
+    "tokenizer_config.json": {"eos_token": END_OF_DOCUMENT, "tokenizer_class": "PreTrainedTokenizerFast", "x": [1]},
+    "special_tokens_map.json": {"eos_token": END_OF_DOCUMENT}, "added_tokens.json": {END_OF_DOCUMENT: 256},
+    "vocab.json": {}, "merges.txt": "", "chat_template.jinja": "{{ messages }}",
+}  # fmt: skip
+
+
+def write_beside(folder: Path, tokenizer: str) -> None:
+    """A tokenizer as the hub has them, with files that are not its own."""
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes(Path(tokenizer).read_bytes())
+    for name, content in BESIDE.items():
+        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    for name in ("README.md", "pytorch_model.bin", "modeling_evil.py", "config.json", ".env"):
+        (folder / name).write_text("not to be copied")
+
+
+def test_files_of_the_tokenizer_come_along_and_no_others(byte_file: str, tmp_path: Path) -> None:
+    """Byte for byte what belongs to a tokenizer; beside a file of another name nothing but special tokens is taken."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    write_beside(source, byte_file)
+    target.mkdir()
+    assert copy_tokenizer(source / "tokenizer.json", target) == {"bos_token_id": None, "eos_token_id": 256}
+    assert {path.name for path in target.iterdir()} == {"tokenizer.json", *BESIDE}
+    assert all(path.read_bytes() == (source / path.name).read_bytes() for path in target.iterdir())
+    (source / "tokenizer.json").rename(source / "mine.tokenizer.json")
+    other = tmp_path / "other"
+    other.mkdir()
+    assert copy_tokenizer(source / "mine.tokenizer.json", other)["eos_token_id"] == 256
+    assert {path.name for path in other.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
+
+
+def test_what_a_tokenizer_config_leaves_out_is_added(byte_file: str, tmp_path: Path) -> None:
+    """A class that loads tokenizer.json and the end of a document; a special_tokens_map.json has the last word on it."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "tokenizer.json").write_bytes(Path(byte_file).read_bytes())
+    (source / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 77}))
+    assert copy_tokenizer(source / "tokenizer.json", tmp_path)["eos_token_id"] == 256
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    added = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
+    assert config == {"model_max_length": 77, **added}
+    (source / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "A"}, "bos_token": "B"}))
+    assert copy_tokenizer(source / "tokenizer.json", tmp_path) == {"bos_token_id": 66, "eos_token_id": 65}
