@@ -12,7 +12,9 @@ from megatron_lite.arguments import (
     parse,
     speaks_for_its_machine,
 )
+from megatron_lite.checkpoint.export_checks import check_exports
 from megatron_lite.errors import EXIT_DONE, CheckpointError, UsageError
+from megatron_lite.masking import without_secrets
 from megatron_lite.validation import planned_world_size, resolve
 
 
@@ -24,6 +26,7 @@ def main(argv: list[str]) -> int:
         experiment_dir = folder_of(arguments.config)
         world_size = planned_world_size(arguments.config, launch_world_size())
         config = resolve(arguments.config, world_size)
+        check_exports(config)
         if config.distributed.dry_run:
             from megatron_lite.dry_run import dry_run
 
@@ -38,7 +41,8 @@ def main(argv: list[str]) -> int:
 
     from megatron_lite.train import pretrain
 
-    return pretrain(config, arguments.notes)
+    sys.argv[1:] = without_secrets(argv)  # some libraries record the command line
+    return pretrain(config, arguments.notes, arguments.environment)
 
 
 if __name__ == "__main__":

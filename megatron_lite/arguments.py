@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -175,6 +175,11 @@ def launch_world_size() -> int:
     return world_size
 
 
+def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment of this process and some more variables, for a process that it starts."""
+    return {**os.environ, **variables}
+
+
 class _Parser:
     """The state of one pass over a command line."""
 
@@ -282,7 +287,7 @@ class _Parser:
         stray = item.words[1 if item.inline is None else 0 :]
         if stray and flag.option.secret:
             self.guesswork = True
-            self._problem(f"{item.spelling}: more words follow its value; quote the JSON object, or use an @file", item.flag)
+            self._problem(f"{item.spelling}: words follow its value; quote the JSON object, or use an @file", item.flag)
         elif stray and not flag.is_list:
             self._stray(stray, f"{item.spelling}={shown(values[0])}")
 

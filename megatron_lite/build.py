@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from megatron_lite.agreement import together
 from megatron_lite.automatic import device_memory_bytes, resolve_auto
 from megatron_lite.batch_schedule import Split, batch_schedule, consumed_tokens
 from megatron_lite.checkpoint import compatibility, sharded, starting
-from megatron_lite.checkpoint.huggingface import check_exportable
+from megatron_lite.checkpoint.export_checks import check_exports
 from megatron_lite.checkpoint.sources import WeightSource
 from megatron_lite.config import Config
 from megatron_lite.data.loader import DataSource, open_data
@@ -29,6 +29,7 @@ from megatron_lite.kernels.linear import describe_products
 from megatron_lite.kernels.linear_cross_entropy import held_logits
 from megatron_lite.layers.ends import chunk_tokens
 from megatron_lite.layers.layer import Layer
+from megatron_lite.monitor.export_callback import ExportCallback, open_callback
 from megatron_lite.monitor.logging import start_logging
 from megatron_lite.monitor.metrics import StepTimer, known_peak_tflops
 from megatron_lite.monitor.tensor_debug import TensorDebugger, open_debugger
@@ -65,6 +66,7 @@ class Run:
     evaluation_due: bool  # the last start was told to stop before it had evaluated what it saved
     collectives_alone_s: dict[str, float]  # see `MultiStage.time_collectives`; empty without --log_communication
     debugger: TensorDebugger
+    callback: ExportCallback
 
     def split(self, iteration: int) -> Split:
         """How the samples of an iteration of training are shared by ranks and micro-batches."""
@@ -76,16 +78,21 @@ class Run:
 
 
 def build(
-    config: Config, distributed: Distributed, experiment: Experiment, stop: StopSignal, notes: tuple[Note, ...]
-) -> Run:
+    config: Config, distributed: Distributed, experiment: Experiment, stop: StopSignal, notes: tuple[Note, ...],
+    environment: Mapping[str, str] | None = None,
+) -> Run:  # fmt: skip
     """Open, check, allocate, resume. Every rank calls this; an error on any of them is raised on all.
+
+    `environment`: of --export_callback_env, which `config` does not hold.
 
     Raises:
         RunError: of the kind that fits, before any training.
     """
     logger = _open_log(config, distributed, experiment)
-    if config.training.export_interval is not None and config.training.export_format == "huggingface":
-        check_exportable(config.model)
+    check_exports(config)
+    script = config.training.export_callback_script if distributed.rank == 0 else ""
+    variables = environment or {}
+    callback = together(distributed, lambda: open_callback(script, arguments.environment_with(variables), variables))
     config, choices = _choose(config, distributed)
     data = together(distributed, lambda: open_data(config, distributed.rank, distributed.world_size))
     kernels = together(distributed, lambda: choose_kernels(config, distributed.device))
@@ -126,7 +133,7 @@ def build(
     )
     return Run(
         config, distributed, experiment, logger, data, model, optimizer, window, timer, trackers, stop, iteration,
-        evaluation_due, collectives_alone_s, debugger,
+        evaluation_due, collectives_alone_s, debugger, callback,
     )  # fmt: skip
 
 

@@ -193,7 +193,7 @@ def _idle_conditions(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
     no_exports = values["export_interval"] is None
     unread = no_exports and values["sample_interval"] is None
     yield "tokenizer_file", unread, "without --export_interval or --sample_interval"
-    for name in ("export_format", "export_weights", "export_shard_size", "export_callback_script"):
+    for name in ("export_format", "export_weights", "export_shard_size", "export_dtype", "export_callback_script"):
         yield name, no_exports, "without --export_interval"
     yield "export_callback_env", values["export_callback_script"] == "", "without --export_callback_script"
     for name in ("sample_prompts", "sample_tokens", "sample_temperature", "sample_top_k", "sample_top_p"):
@@ -204,6 +204,8 @@ def _idle_conditions(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
         "load_pretrained_optimizer",
     ):  # fmt: skip
         yield name, unused, "without --pretrained_checkpoint_path"
+    resumable = not no_exports and values["export_format"] == "distributed"
+    yield "export_shard_size", resumable, "with --export_format=distributed, which has one file for each rank"
     yield "ema_beta", values["ema_type"] == "none", "without --ema_type"
     for name in ("ema_switch_iter", "ema_decay_iters"):
         yield name, values["ema_type"] != "ema_decay_sqrt", "without --ema_type=ema_decay_sqrt"

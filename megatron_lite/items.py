@@ -145,19 +145,21 @@ def environment_values(text: str) -> dict[str, str]:
     """
     example = """write a JSON object of strings, as in '{"NAME": "value"}'"""
     if text[:1] in ("'", "\u2018", "\u201c"):
-        raise BadValueError("begins with a literal quote, which a shell keeps in a variable; put the flag into an @file")
+        raise BadValueError("begins with a literal quote, which a shell keeps in a variable; use an @file")
     try:
         pairs: Any = json.loads(text, object_pairs_hook=_Pairs)
     except ValueError as error:
-        place = f" ({error.msg.lower()} at character {error.pos + 1})" if isinstance(error, json.JSONDecodeError) else ""
-        raise BadValueError(f"not JSON{place}; {example}") from None
+        where = ""
+        if isinstance(error, json.JSONDecodeError):
+            where = f" ({error.msg.lower()} at character {error.pos + 1})"
+        raise BadValueError(f"not JSON{where}; {example}") from None
     except RecursionError:
         raise BadValueError(f"nested too deeply; {example}") from None
     if not isinstance(pairs, _Pairs):
         raise BadValueError(f"no JSON object; {example}")
-    for place, (variable, value) in enumerate(pairs, start=1):
+    for number, (variable, value) in enumerate(pairs, start=1):
         if not _VARIABLE.fullmatch(variable):
-            raise BadValueError(f"name {place} is no name of a variable: letters, digits and _, no digit first")
+            raise BadValueError(f"name {number} is no name of a variable: letters, digits and _, no digit first")
         if not isinstance(value, str):
             raise BadValueError(f"the value of {variable} is no text; write it in double quotes")
         if "\0" in value or any("\ud800" <= c <= "\udfff" for c in value):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from megatron_lite.arguments import launch_rank
 from megatron_lite.batch_schedule import batch_schedule, consumed_tokens
 from megatron_lite.build import MIB, Run, build
 from megatron_lite.checkpoint import sharded
-from megatron_lite.checkpoint.huggingface import save_huggingface
+from megatron_lite.checkpoint.huggingface import export_weights, save_huggingface
 from megatron_lite.config import Config
 from megatron_lite.data.loader import HostBatch
 from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, NumericsError, RunError
@@ -24,6 +24,7 @@ from megatron_lite.experiment import Experiment
 from megatron_lite.kernels.attention import Documents
 from megatron_lite.layers.layer import MicroBatch
 from megatron_lite.monitor.communication import communication_lines
+from megatron_lite.monitor.export_callback import STOPPED_WAIT_S
 from megatron_lite.monitor.metrics import format_record
 from megatron_lite.monitor.progress import ProgressBar, progress_bar
 from megatron_lite.note import Note
@@ -38,10 +39,10 @@ FAILED = 1 << 16
 MASKED = -1
 
 
-def pretrain(config: Config, notes: tuple[Note, ...]) -> int:
+def pretrain(config: Config, notes: tuple[Note, ...], environment: Mapping[str, str] | None = None) -> int:
     """Train as configured; returns the exit code, which is also left in exit.json.
 
-    `notes` are those of the command line, printed under the banner.
+    `notes` are those of the command line, printed under the banner; `environment` is that of --export_callback_env.
     """
     rank, run_number, run = launch_rank(), 0, None
     stop = StopSignal()
@@ -49,7 +50,7 @@ def pretrain(config: Config, notes: tuple[Note, ...]) -> int:
         group = distributed.initialize(config.distributed)
         experiment = Experiment(config, group)
         run_number = experiment.run
-        run = build(config, group, experiment, stop, notes)
+        run = build(config, group, experiment, stop, notes, environment)
         stop.saves = True
         together(group, lambda: experiment.record(run.config) if rank == 0 else None)
         if rank == 0:
@@ -57,6 +58,8 @@ def pretrain(config: Config, notes: tuple[Note, ...]) -> int:
         code, message = train(run)
         run.data.close()
         run.model.finish()
+        limit_s = STOPPED_WAIT_S if code == EXIT_PREEMPTED else config.distributed.startup_timeout / 2
+        run.callback.close(limit_s, lambda: code != EXIT_PREEMPTED and bool(stop.received))
         run.trackers.close(code)
         if rank == 0:
             exits.write_exit(
@@ -68,6 +71,7 @@ def pretrain(config: Config, notes: tuple[Note, ...]) -> int:
     except BaseException as error:
         code = exits.report(error, config.run.experiment_dir, rank, run_number)
         if run is not None:
+            run.callback.close(0.0)
             run.trackers.close(code)
         exits.leave(code)  # peers may be waiting for us in a collective: leaving by the front door could hang
 
@@ -355,9 +359,14 @@ def export(run: Run) -> None:
     if run.config.training.export_format == "distributed":
         sharded.save(directory.parent, run.iteration, run.model, _state(run), run.config, run.distributed)
     else:
-        with run.model.averaged() if averaged else contextlib.nullcontext():
-            save_huggingface(directory, run.model, run.config, run.distributed, run.model.full_weights())
+        weights = export_weights(run.model, run.config, run.distributed)
+        try:
+            save_huggingface(directory, run.model, run.config, run.distributed, weights)
+        except NumericsError as error:  # what was trained is fine, and is saved
+            run.logger.warning("no export of iteration %d: %s", run.iteration, error)
+            return
     run.logger.info("exported %s%s", directory, " (averaged weights)" if averaged else "")
+    run.callback.start(directory)
 
 
 def preempted(run: Run, evaluation_due: bool = False) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""Writing a Hugging Face folder: which tensor lies where follows from names and shapes alone, before any value is known.
+"""Writing a Hugging Face folder: where each tensor lies follows from names and shapes, before any value is known.
 
 So every value is written where it belongs as soon as it is there, in any order, and never more than one parameter is
 in memory. The bytes do not depend on who brings them: the number of ranks, the ZeRO stage, or a converter.

@@ -1,4 +1,4 @@
-"""Whole weights out of the masters, where an export is of another dtype than the training: nothing is rounded on the way.
+"""Whole weights out of the masters, for exports of another dtype than the training's: nothing is rounded on the way.
 
 A flat range is put together in the memory of one rank's host, a window of every shard at a time, so that no device
 needs more than a small, fixed amount beside what it holds.
@@ -29,7 +29,8 @@ def master_weights(model: MultiStage, distributed: Distributed, average: bool = 
     for _, part in model.parts():
         whole = _put_together(part, distributed, average)
         for slot in part.layout.slots:
-            yield slot.spec.name, whole[slot.offset : slot.offset + slot.numel].view(slot.spec.shape if whole.numel() else 0)
+            found = whole[slot.offset : slot.offset + slot.numel]
+            yield slot.spec.name, found.view(slot.spec.shape) if distributed.rank == 0 else found
 
 
 def _put_together(part: Part, distributed: Distributed, average: bool) -> Tensor:

@@ -33,12 +33,16 @@ _KILL_AFTER_S = 5.0  # between SIGTERM and SIGKILL
 _DRAIN_S = 1.0  # for the last lines of a script that has ended
 
 
-def check_script(script: str) -> None:
-    """Refuse, before any training, a script that cannot be run here.
+def open_callback(script: str, environment: Mapping[str, str], variables: Collection[str]) -> ExportCallback:
+    """What runs a script, which is looked at now, before any training; "": no script.
+
+    environment: the whole of the script's. variables: names of those in it that may be secrets.
 
     Raises:
         UsageError: if it is no file, or not executable.
     """
+    if not script:
+        return ExportCallback()
     typed = f"--export_callback_script={script}"
     if not os.path.exists(script):
         raise UsageError(f"{typed}: there is no such file; give the path of a program")
@@ -46,6 +50,7 @@ def check_script(script: str) -> None:
         raise UsageError(f"{typed}: it is no file; give the path of a program")
     if not os.access(script, os.X_OK):
         raise UsageError(f"{typed}: it is not executable; run: chmod +x {script}")
+    return ExportCallback(script, environment, [environment[name] for name in variables])
 
 
 class ExportCallback:
@@ -124,7 +129,7 @@ class ExportCallback:
             get_logger().warning("--export_callback_script=%s cannot be started: %s", self._script, reason)
             return
         # Apart from the wait: something that the script leaves behind may hold its output open.
-        reader = threading.Thread(target=self._log, args=(process, folder.name), daemon=True, name="export-callback-log")
+        reader = threading.Thread(target=self._log, args=(process, folder.name), daemon=True)
         reader.start()
         code = process.wait()
         reader.join(_DRAIN_S)

@@ -20,6 +20,7 @@ from megatron_lite.validation.averaging import averaging
 from megatron_lite.validation.batch import BATCH as BATCH
 from megatron_lite.validation.batch import batch
 from megatron_lite.validation.data import data, training
+from megatron_lite.validation.export import export
 from megatron_lite.validation.learning_rate import learning_rate
 from megatron_lite.validation.model import model, performance
 from megatron_lite.validation.optimizer import optimizer
@@ -31,7 +32,7 @@ from megatron_lite.validation.weight_decay import weight_decay
 PREFETCH_FACTOR = 2
 RULES = (
     source, model, batch, learning_rate, optimizer, weight_decay, averaging, performance, multi_stage, distributed,
-    data, training, run,
+    data, training, export, run,
 )  # fmt: skip
 
 

@@ -169,7 +169,7 @@ def test_files_of_the_tokenizer_come_along_and_no_others(byte_file: str, tmp_pat
 
 
 def test_what_a_tokenizer_config_leaves_out_is_added(byte_file: str, tmp_path: Path) -> None:
-    """A class that loads tokenizer.json and the end of a document; a special_tokens_map.json has the last word on it."""
+    """A class that loads tokenizer.json, and the end of a document; a special_tokens_map.json says which."""
     source = tmp_path / "source"
     source.mkdir()
     (source / "tokenizer.json").write_bytes(Path(byte_file).read_bytes())
