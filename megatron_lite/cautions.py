@@ -193,8 +193,10 @@ def _idle_conditions(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
     no_exports = values["export_interval"] is None
     unread = no_exports and values["sample_interval"] is None
     yield "tokenizer_file", unread, "without --export_interval or --sample_interval"
-    for name in ("export_format", "export_weights", "export_shard_size", "export_dtype", "export_callback_script"):
+    for name in ("export_format", "export_weights", "export_shard_size", "export_callback_script"):
         yield name, no_exports, "without --export_interval"
+    other_dtype = values["export_dtype"] != values["training_dtype"]
+    yield "export_dtype", no_exports and other_dtype, "without --export_interval"
     yield "export_callback_env", values["export_callback_script"] == "", "without --export_callback_script"
     for name in ("sample_prompts", "sample_tokens", "sample_temperature", "sample_top_k", "sample_top_p"):
         yield name, values["sample_interval"] is None, "without --sample_interval"

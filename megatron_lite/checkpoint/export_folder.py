@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import files
 from megatron_lite.checkpoint.architectures import hugging_face_config
-from megatron_lite.checkpoint.mapping import Piece, pieces
+from megatron_lite.checkpoint.mapping import Constant, Piece, constants, pieces
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.data.tokenizing import copy_tokenizer
 from megatron_lite.durable import sync_folder
@@ -49,7 +49,8 @@ class FilePlan:
     ) -> None:  # fmt: skip
         self.dtype = dtype
         self.pieces = {name: pieces(name, shape, architecture, model) for name, shape in parameters}
-        shapes: dict[str, tuple[int, ...]] = {}
+        self.constants = list(constants(architecture, model))
+        shapes = {constant.name: constant.shape for constant in self.constants}
         for piece in (piece for every in self.pieces.values() for piece in every):
             assert shapes.setdefault(piece.name, piece.their_shape) == piece.their_shape, piece.name
         sizes = {name: math.prod(shapes[name]) * dtype.itemsize for name in sorted(shapes, key=_natural)}
@@ -114,6 +115,8 @@ class ExportFolder:
         self._missing = set(plan.pieces)
         folder.mkdir()
         self._starts = [self._begin(index, names) for index, names in enumerate(plan.names)]
+        for constant in plan.constants:
+            self._write(constant.name, _constant(constant), 0.0)
 
     def _begin(self, index: int, names: Sequence[str]) -> int:
         """Make a file with its header; returns where its values begin."""
@@ -176,20 +179,23 @@ class ExportFolder:
         sync_folder(self.folder)
 
 
+def _constant(constant: Constant) -> Tensor:
+    """All its values."""
+    return torch.full((math.prod(constant.shape),), constant.value)
+
+
 def their_tensor(values: Tensor, parts: Sequence[Piece]) -> Tensor:
     """A tensor of theirs put together from rows of one parameter of ours: a view where it is one, else on the host."""
     first = parts[0]
     if len(parts) == 1:
         ours = values[first.first_row : first.first_row + first.rows]
         ours = ours.t() if first.transposed else ours
-        return ours + first.plus if first.plus else ours
+        return ours.float() + first.plus if first.plus else ours
     made = torch.empty(first.their_shape, dtype=values.dtype)
     for piece in parts:
         target = made.t() if piece.transposed else made
         rows = target[piece.their_first_row : piece.their_first_row + piece.rows]
         rows.copy_(values[piece.first_row : piece.first_row + piece.rows])
-        if piece.plus:
-            rows.add_(piece.plus)
     return made
 
 

@@ -6,7 +6,6 @@ complete when it appears under its name.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from megatron_lite.distributed import Distributed
     from megatron_lite.zero.multi_stage import MultiStage
 
-__all__ = ["check_exportable", "convert", "export_config", "export_weights", "save_huggingface"]
+__all__ = ["check_exportable", "convert", "export_weights", "save_huggingface"]
 
 # After so many bytes the ranks wait for rank 0: its disk may be slower than a collective of the next gather may be.
 AGREE_BYTES = 2**28
@@ -46,12 +45,6 @@ def convert(name: str, tensor: Tensor, architecture: str, model: ModelConfig) ->
         by_tensor.setdefault(piece.name, []).append(piece)
     for their_name, parts in by_tensor.items():
         yield their_name, their_tensor(tensor, parts)
-
-
-def export_config(config: Config) -> Config:
-    """The configuration that an export describes: its dtype is that of --export_dtype, where that is given."""
-    dtype = config.training.export_dtype or config.distributed.training_dtype
-    return dataclasses.replace(config, distributed=dataclasses.replace(config.distributed, training_dtype=dtype))
 
 
 def export_weights(model: MultiStage, config: Config, distributed: Distributed) -> Iterator[tuple[str, Tensor]]:
@@ -88,11 +81,11 @@ def save_huggingface(
         NumericsError: on every rank, if a weight is too large for --export_dtype: no folder appears.
         StorageError: on every rank, if the folder cannot be written.
     """
-    architecture, described = check_exportable(config.model), export_config(config)
+    architecture = check_exportable(config.model)
     temporary = files.work_path(directory, "tmp", distributed.broadcast_object(files.new_nonce()))
     what, is_writer = f"the export {directory}", distributed.rank == 0
     specs = [slot.spec for _, part in model.parts() for slot in part.layout.slots]
-    dtype = DTYPES[described.distributed.training_dtype]
+    dtype = DTYPES[config.training.export_dtype or config.distributed.training_dtype]
     limit_bytes = size_bytes(config.training.export_shard_size)
     plan = FilePlan([(spec.name, tuple(spec.shape)) for spec in specs], architecture, config.model, dtype, limit_bytes)
     folder: ExportFolder | None = None
@@ -106,7 +99,7 @@ def save_huggingface(
 
     def finish() -> None:
         if folder is not None:
-            folder.finish(described, config.data.tokenizer_file)
+            folder.finish(config, config.data.tokenizer_file)
             files.publish(temporary, directory, files.has_only_our_files)
 
     try:

@@ -128,7 +128,9 @@ class TrainingConfig:
     )
     export_shard_size: str = option("5GB", "largest file of a Hugging Face export, as 5GB, 500MB, 2GiB or bytes")
     export_callback_script: str = option("", "program that is run with every export's folder as its argument")
-    export_callback_env: str = option("", "environment variables for it, a JSON object of texts; never logged", secret=True)
+    export_callback_env: str = option(
+        "", "environment variables for it, a JSON object of texts; only their names are kept", secret=True
+    )
     sample_interval: int | None = option(
         None, "iterations between samples, texts that the model writes", minimum=1, unset="no samples"
     )

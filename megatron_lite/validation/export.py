@@ -16,7 +16,7 @@ def export(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
         size_bytes(values["export_shard_size"])
     except UsageError as error:
         yield Problem(("export_shard_size",), str(error))
-    if values["export_dtype"] is not None and values["export_format"] == "distributed":
+    if values["export_dtype"] not in (None, values["training_dtype"]) and values["export_format"] == "distributed":
         yield Problem(
             ("export_dtype", "export_format"),
             f"{typed(values, 'export_dtype', 'export_format')}: a resumable checkpoint holds the fp32 masters; leave "

@@ -131,15 +131,17 @@ def test_something_left_in_the_background_does_not_hold_up_the_run(tmp_path: Pat
 
 def test_no_value_of_its_variables_is_logged(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     """Whole, in a line, cut off at the end of a long line, or a line of several: only words of up to 3 letters stay."""
-    lines = "\n".join(["echo key=$KEY", "echo $LINES_ | tr '|' '\\n'", "head -c 4090 /dev/zero | tr '\\0' x",
-                       "echo $KEY", "head -c 9000 /dev/zero | tr '\\0' y; echo; echo short $SHORT; exit 1"])  # fmt: skip
-    run(script(tmp_path, lines), [tmp_path / "1"], KEY=SECRET, LINES_=f"line {SECRET}\nof several", SHORT="yes")
+    text = 'echo key=$KEY; echo "$MANY"; head -c 4090 /dev/zero | tr "\\0" x; echo $KEY; head -c 9000 /dev/zero | '
+    text += 'tr "\\0" y; echo; echo short $SHORT; exit 1'
+    run(script(tmp_path, text), [tmp_path / "1"], KEY=SECRET, MANY=f"line {SECRET}\nof several", SHORT="yes")
     assert SECRET not in log.text and SECRET[:6] not in log.text and "of several" not in log.text
     assert "export 1: key=..." in log.messages and "export 1: short yes" in log.messages
     assert max(map(len, log.messages)) < 5000
 
 
-def test_a_flood_of_lines_is_cut(tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flood_of_lines_is_cut(
+    tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is read to its end, so the script ends; the log stays readable."""
     monkeypatch.setattr(export_callback, "MOST_LINES", 10)
     run(script(tmp_path, "seq 1 100000; printf '\\033[1mbold\\007\\377\\n' >&2"), [tmp_path / "1"])
