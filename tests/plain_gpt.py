@@ -31,17 +31,22 @@ class PlainBlock(nn.Module):
         self.config = config
         h, d, f, bias = config.hidden_size, config.kv_channels, config.ffn_hidden_size, config.add_mlp_biases
         n, g = config.num_attention_heads, config.head_groups
-        self.attention_norm, self.mlp_norm = norm(config), norm(config)
+        self.attention_norm, self.mlp_norm = PlainNorm(config), PlainNorm(config)
+        if config.hybrid_norm:
+            self.attention_output_norm, self.mlp_output_norm = PlainNorm(config), PlainNorm(config)
         self.attention = nn.ModuleDict(
             {
                 "query_key_value": nn.Linear(h, (n + 2 * g) * d, config.add_qkv_biases),
                 "output": nn.Linear(n * d, h, config.add_linear_biases),
             }
         )
+        if config.qk_layernorm:
+            self.attention["query_norm"], self.attention["key_norm"] = PlainNorm(config, d), PlainNorm(config, d)
         self.mlp = nn.ModuleDict({"up": nn.Linear(h, f * (1 + config.gated), bias), "down": nn.Linear(f, h, bias)})
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attend(self.attention_norm(x))
+        branch = self.attend(self.attention_norm(x))
+        x = x + (self.attention_output_norm(branch) if self.config.hybrid_norm else branch)
         up = self.mlp["up"](self.mlp_norm(x))
         act = ACTIVATIONS[self.config.activation_type]
         if self.config.gated:
@@ -49,13 +54,16 @@ class PlainBlock(nn.Module):
             up = act(gate) * up
         else:
             up = act(up)
-        return x + self.mlp["down"](up)
+        branch = self.mlp["down"](up)
+        return x + (self.mlp_output_norm(branch) if self.config.hybrid_norm else branch)
 
     def attend(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
         n, g, d = self.config.num_attention_heads, self.config.head_groups, self.config.kv_channels
         q, k, v = self.attention["query_key_value"](x).split([n * d, g * d, g * d], dim=-1)
         q, k, v = (t.view(b, s, -1, d).transpose(1, 2) for t in (q, k, v))
+        if self.config.qk_layernorm:
+            q, k = self.attention["query_norm"](q), self.attention["key_norm"](k)
         if self.config.use_rotary_embeddings:
             q, k = rotate(q, self.config), rotate(k, self.config)
         k, v = k.repeat_interleave(n // g, dim=1), v.repeat_interleave(n // g, dim=1)
@@ -76,8 +84,10 @@ class PlainGPT(nn.Module):
         self.embedding = nn.ModuleDict({"word": nn.Embedding(config.vocab_size, config.hidden_size)})
         if config.use_position_embeddings:
             self.embedding["position"] = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        if config.input_embedding_norm:
+            self.embedding["norm"] = PlainNorm(config)
         self.blocks = nn.ModuleList(PlainBlock(config) for _ in range(config.num_layers))
-        self.head = nn.ModuleDict({"norm": norm(config)})
+        self.head = nn.ModuleDict({"norm": PlainNorm(config)})
         if not config.tie_word_embeddings:
             self.head["output"] = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -85,6 +95,8 @@ class PlainGPT(nn.Module):
         x = self.embedding["word"](tokens)
         if self.config.use_position_embeddings:
             x = x + self.embedding["position"](torch.arange(tokens.shape[1]))
+        if self.config.input_embedding_norm:
+            x = self.embedding["norm"](x)
         for block in self.blocks:
             x = block(x)
         weight = self.embedding["word"].weight if self.config.tie_word_embeddings else self.head["output"].weight
@@ -99,9 +111,22 @@ class PlainGPT(nn.Module):
         self.load_state_dict({name: torch.from_numpy(weight) for name, weight in weights.items()})
 
 
-def norm(config: ModelConfig) -> nn.Module:
-    kind = nn.LayerNorm if config.normalization_type == "layer_norm" else nn.RMSNorm
-    return kind(config.hidden_size, eps=config.layer_norm_eps)
+class PlainNorm(nn.Module):
+    def __init__(self, config: ModelConfig, size: int | None = None) -> None:
+        super().__init__()
+        self.config, self.weight, self.bias = config, None, None
+        if config.use_layer_norm_weight:
+            self.weight = nn.Parameter(torch.empty(size or config.hidden_size))
+            if config.normalization_type == "layer_norm":
+                self.bias = nn.Parameter(torch.empty(size or config.hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        if self.config.zero_centered_normalization:
+            weight = weight + 1
+        if self.config.normalization_type == "layer_norm":
+            return functional.layer_norm(x, x.shape[-1:], weight, self.bias, self.config.layer_norm_eps)
+        return functional.rms_norm(x, x.shape[-1:], weight, self.config.layer_norm_eps)
 
 
 def rotate(x: Tensor, config: ModelConfig) -> Tensor:

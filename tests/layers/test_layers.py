@@ -19,12 +19,14 @@ from megatron_lite.layers.layer import Layer, MicroBatch
 from megatron_lite.parameter import Parameter
 
 LENGTH = 16
+BOTH = {"use_rotary_embeddings": True, "use_position_embeddings": True}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": {
         "use_rotary_embeddings": True, "gated": True, "add_linear_biases": False, "normalization_type": "rms_norm",
         "head_groups": 2, "tie_word_embeddings": False,
     },
+    "every norm": {"qk_layernorm": True, "hybrid_norm": True, "input_embedding_norm": True, **BOTH},
 }  # fmt: skip
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
