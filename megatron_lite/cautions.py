@@ -173,6 +173,8 @@ def _idle_conditions(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
     yield "rotary_base", unrotated, "without --use_rotary_embeddings=1"
     biased = any(values[name] for name in ("add_linear_biases", "add_qkv_biases", "add_mlp_biases"))
     yield "random_bias_init", not biased, "with --add_linear_biases=0"
+    for name in ("layer_norm_init_range", "zero_centered_normalization"):
+        yield name, not values["use_layer_norm_weight"], "with --use_layer_norm_weight=0"
     yield from _idle_debugging(values)
     nothing_frozen = all(scale != 0.0 for _, scale in lr_scale_patterns(values["freeze"], values["lr_scales"]))
     reason = "without --freeze or a scale of 0 in --lr_scales" if nothing_frozen else "in fp32 training"
@@ -182,7 +184,8 @@ def _idle_conditions(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
     yield "throttle_cpu", on_cpu, "with --device=cpu"
     for name in ("throttle_cpu_rate", "throttle_cpu_delay"):
         yield name, on_cpu or free, "with --throttle_cpu=0" if free else "with --device=cpu"
-    yield "full_precision_gradients", values["training_dtype"] == "fp32", "in fp32 training"
+    for name in ("full_precision_gradients", "full_precision_residual"):
+        yield name, values["training_dtype"] == "fp32", "in fp32 training"
     yield "validation_interval", values["validation_iters"] == 0, "with --validation_iters=0"
     yield "validation_at_start", values["validation_iters"] == 0, "with --validation_iters=0"
     no_evaluation = values["validation_iters"] == 0 and values["test_iters"] == 0

@@ -206,8 +206,7 @@ def _block_backward(model: ModelConfig, one: Pass, kept: Kept) -> int:
 
 
 def _branch_backward(walk: Walk, model: ModelConfig, one: Pass, own: int) -> int:
-    """Through dropout and the norm of a branch. `own`, in and out: bytes of its gradient, none while it is the stream's.
-    """
+    """Through dropout and norm of a branch. `own`, in and out: bytes of its gradient, 0 while it is the stream's."""
     hidden = one.size(model.hidden_size)
     if model.hidden_dropout > 0:
         walk.make(hidden)

@@ -21,6 +21,7 @@ from megatron_lite.zero.multi_stage import MultiStage
 Books = tuple[dict[str, int], dict[str, tuple[int, int, int, int]]]
 
 FROZEN = dict(freeze=("embedding", "blocks.1", "*.norm.*", "blocks.0.mlp"), tie_word_embeddings=False)
+EVERY_NORM = dict(qk_layernorm=True, hybrid_norm=True, input_embedding_norm=True)
 STATE_CASES: list[dict[str, Any]] = [
     *(dict(zero_stage=stage, training_dtype=dtype) for stage in (1, 2, 3) for dtype in ("fp32", "bf16")),
     *(dict(zero_stage=stage, depth_first_micro_batches=2) for stage in (1, 2, 3)),
@@ -36,6 +37,9 @@ STATE_CASES: list[dict[str, Any]] = [
     *(dict(zero_stage=stage, depth_first_micro_batches=2, **FROZEN) for stage in (1, 2, 3)),
     dict(store_frozen_weights_in_optimization_precision=False, training_dtype="bf16", zero_stage=3, **FROZEN),
     dict(freeze=("embedding",), zero_stage=3),
+    *(dict(zero_stage=stage, use_layer_norm_weight=False, hybrid_norm=True) for stage in (1, 3)),
+    dict(zero_stage=2, use_layer_norm_weight=False, ema_type="ema", validation_iters=1, freeze=("embedding",)),
+    dict(zero_stage=3, training_dtype="bf16", full_precision_residual=True, **EVERY_NORM),
     dict(ema_type="ema", zero_stage=1, validation_iters=1),
     dict(ema_type="ema_decay_sqrt", zero_stage=3, training_dtype="bf16", **FROZEN),
     dict(freeze=("blocks.0", "blocks.1", "blocks.2", "embedding"), tie_word_embeddings=False, zero_stage=2),
@@ -138,7 +142,6 @@ def test_state_of_many_ranks(world_size: int, zero_stage: int, optimizer: str) -
 
 # Of the embedding and the first block; the second is trained.
 ALL_BUT_DOWN = ("embedding", "blocks.0.attention*", "blocks.0.mlp_norm", "blocks.0.mlp.up")
-EVERY_NORM = dict(qk_layernorm=True, hybrid_norm=True, input_embedding_norm=True)
 RMS: dict[str, Any] = dict(normalization_type="rms_norm", head_groups=2, use_rotary_embeddings=True)
 KEPT_NORMS: list[dict[str, Any]] = [
     *(dict(training_dtype=dtype, full_precision_residual=True, **EVERY_NORM) for dtype in ("fp32", "bf16")),

@@ -148,7 +148,7 @@ class ModelConfig:
         None, "the same, second MLP layer", minimum=0.0, unset="init_method_std / sqrt(2 * num_layers)"
     )
     layer_norm_init_range: float = option(
-        0.0, "initial norm weights are uniform in 1 +- this", minimum=0.0, maximum=1.0
+        0.0, "initial norm weights are uniform in 1 +- this (zero-centered: 0 +- this)", minimum=0.0, maximum=1.0
     )
     random_bias_init: bool = option(False, "biases start like their layer's weights instead of at zero")
 
