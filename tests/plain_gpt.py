@@ -26,9 +26,9 @@ ACTIVATIONS = {
 class PlainBlock(nn.Module):
     documents: Tensor | None = None  # (b, s): a number for each token's document, which attention does not leave
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.divisor = config, index + 1 if config.scale_attn_by_inverse_layer_idx else 1
         h, d, f, bias = config.hidden_size, config.kv_channels, config.ffn_hidden_size, config.add_mlp_biases
         n, g = config.num_attention_heads, config.head_groups
         self.attention_norm, self.mlp_norm = PlainNorm(config), PlainNorm(config)
@@ -71,7 +71,7 @@ class PlainBlock(nn.Module):
         allowed = (distance >= 0) & (distance < (self.config.window_size or s))
         if self.documents is not None:
             allowed = allowed & (self.documents[:, None, :, None] == self.documents[:, None, None, :])
-        scores = (q @ k.transpose(-1, -2) / math.sqrt(d)).masked_fill(~allowed, -math.inf)
+        scores = (q @ k.transpose(-1, -2) / math.sqrt(d) / self.divisor).masked_fill(~allowed, -math.inf)
         return self.attention["output"]((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, n * d))
 
 
@@ -86,7 +86,7 @@ class PlainGPT(nn.Module):
             self.embedding["position"] = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         if config.input_embedding_norm:
             self.embedding["norm"] = PlainNorm(config)
-        self.blocks = nn.ModuleList(PlainBlock(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(PlainBlock(config, index) for index in range(config.num_layers))
         self.head = nn.ModuleDict({"norm": PlainNorm(config)})
         if not config.tie_word_embeddings:
             self.head["output"] = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -130,8 +130,11 @@ class PlainNorm(nn.Module):
 
 
 def rotate(x: Tensor, config: ModelConfig) -> Tensor:
-    """Rotary positions through complex numbers: channel j and j + d / 2 are one complex number."""
-    d, s = x.shape[-1], x.shape[-2]
-    angles = torch.arange(s)[:, None] * config.rotary_base ** (-torch.arange(0, d, 2) / d)
-    turned = torch.complex(x[..., : d // 2], x[..., d // 2 :]) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat([turned.real, turned.imag], dim=-1)
+    """Rotary positions through complex numbers: of the first r channels, j and j + r / 2 are one complex number.
+
+    Only plain and linear frequencies; tests/layers/test_rotary.py has the others.
+    """
+    r, s = int(x.shape[-1] * config.rotary_percent), x.shape[-2]
+    angles = torch.arange(s)[:, None] * config.rotary_base ** (-torch.arange(0, r, 2) / r) / (config.rope_factor or 1)
+    turned = torch.complex(x[..., : r // 2], x[..., r // 2 : r]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([turned.real, turned.imag, x[..., r:]], dim=-1)

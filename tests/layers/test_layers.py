@@ -55,13 +55,14 @@ def some_tokens() -> Tensor:
 
 
 def run(
-    layers: list[Layer], scale: float | None = 0.5, labels: Tensor | None = None, loss_weight: float = 1.0
-) -> Tensor:
+    layers: list[Layer], scale: float | None = 0.5, labels: Tensor | None = None, loss_weight: float = 1.0,
+    dropout_seed: int | None = None,
+) -> Tensor:  # fmt: skip
     """The loss of one micro-batch, (), with its graph."""
     tokens = some_tokens()
     labels = tokens[:, 1:] if labels is None else labels
     scaled = None if scale is None else torch.tensor(scale)
-    micro_batch = MicroBatch(tokens[:, :-1], labels, scaled, loss_weight=loss_weight)
+    micro_batch = MicroBatch(tokens[:, :-1], labels, scaled, dropout_seed, loss_weight=loss_weight)
     hidden = None
     for layer in layers:
         hidden = layer(hidden, micro_batch)
@@ -165,6 +166,45 @@ def test_the_z_loss_and_masked_labels_are_those_of_plain_torch(architecture: str
     without, _ = plain_gradients(architecture, labels, 0.0, 0.5)
     torch.testing.assert_close(run(layers, None, labels).detach(), without, rtol=1e-6, atol=0)
     assert abs(float(expected - without)) > 10
+
+
+ATTENTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "attention_softmax_in_fp32": True}),
+    ("llama", {"rotary_percent": 0.5, "rope_type": "linear", "rope_factor": 3.0, "rotary_base": 30.0}),
+    ("llama", {"rotary_percent": 0.4, "kv_channels": 11, "scale_attn_by_inverse_layer_idx": True, "window_size": 5}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "options"), ATTENTIONS, ids=str)
+def test_options_of_attention_are_those_of_plain_torch(architecture: str, options: dict[str, Any]) -> None:
+    """Loss and every gradient: a part of the channels rotated, stretched positions, scores divided by the layer."""
+    layers, parameters = build(architecture, lambda name: False, **options)
+    for name, parameter in parameters.items():
+        if name.endswith("query_key_value.weight"):
+            parameter.data *= 10  # scores that tell positions apart
+    loss = run(layers)
+    loss.backward()
+    model = PlainGPT(tiny_config(**{**ARCHITECTURES[architecture], "sequence_length": LENGTH, **options}).model)
+    model.load({name: parameter.detach().numpy() for name, parameter in parameters.items()})
+    expected = 3 * LENGTH * model.loss(some_tokens())
+    (0.5 * expected).backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for name, plain in model.named_parameters():
+        assert plain.grad is not None
+        difference = float((parameters[name].main_grad - plain.grad).abs().max())
+        assert difference <= 2e-5 * float(plain.grad.abs().max()) + 1e-6, name
+
+
+@pytest.mark.parametrize("option", ["hidden_dropout", "attention_dropout", "embedding_dropout"])
+@pytest.mark.parametrize("more", [{}, {"recompute_layers": 2}, {"mlp_recompute_level": "full"}], ids=str)
+@architectures
+def test_each_dropout_drops_in_training_alone(architecture: str, more: dict[str, Any], option: str) -> None:
+    """Its seed decides, in training; without one nothing is dropped; the others drop nothing of their own."""
+    plain, _ = build(architecture, lambda name: False)
+    dropped = {"hidden_dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0} | {option: 0.3}
+    layers, _ = build(architecture, lambda name: False, **dropped, **more)
+    losses = [float(run(layers, dropout_seed=seed).detach()) for seed in (1, 1, 2, None)]
+    assert losses[0] == losses[1] != losses[2] and losses[3] == float(run(plain).detach()) not in losses[:3]
 
 
 @architectures
