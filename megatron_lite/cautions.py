@@ -65,6 +65,12 @@ def _risks(values: dict[str, Any]) -> Iterator[str]:
             yield f"--{name}={values[name]}: the run ends before half of it is known, so {never}"
     if not values["use_rotary_embeddings"] and not values["use_position_embeddings"]:
         yield "neither rotary nor learned positions: the model sees the order of tokens only through the causal mask"
+    original, longest = values["rope_original_max_position_embeddings"], values["max_position_embeddings"]
+    if values["rope_type"] == "yarn" and longest not in (original, original * values["rope_factor"]):
+        yield (
+            f"--rope_factor={values['rope_factor']:g}: max_position_embeddings {longest} is another multiple of "
+            f"rope_original_max_position_embeddings {original}"
+        )
     if values["sequence_length"] > values["max_position_embeddings"]:
         yield (
             f"--max_position_embeddings={values['max_position_embeddings']}: exports state a shorter context than "
@@ -184,7 +190,7 @@ def _idle_conditions(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
     yield "throttle_cpu", on_cpu, "with --device=cpu"
     for name in ("throttle_cpu_rate", "throttle_cpu_delay"):
         yield name, on_cpu or free, "with --throttle_cpu=0" if free else "with --device=cpu"
-    for name in ("full_precision_gradients", "full_precision_residual"):
+    for name in ("full_precision_gradients", "full_precision_residual", "attention_softmax_in_fp32"):
         yield name, values["training_dtype"] == "fp32", "in fp32 training"
     yield "validation_interval", values["validation_iters"] == 0, "with --validation_iters=0"
     yield "validation_at_start", values["validation_iters"] == 0, "with --validation_iters=0"

@@ -248,7 +248,10 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "test_iters": (0, 3), "checkpoint_interval": (None, 2), "export_interval": (None, 2),
     "experiment_dir": (None, "/x"), "cross_entropy_splits": (None, 1, 500),
     "cross_entropy_block_size": (None, 7, 10**6), "recompute_layers": (0, 2, 100),
-    "enable_triton_kernels": (None, False, True),
+    "enable_triton_kernels": (None, False, True), "rotary_base": (None, 100.0), "rotary_percent": (1.0, 0.5, 0.3),
+    "rope_type": ("default", "linear", "llama3", "yarn"), "rope_factor": (None, 4.0),
+    "rope_original_max_position_embeddings": (None, 64), "attention_softmax_in_fp32": (False, True),
+    "attention_backend": ("auto", "flash", "math"),
     "wandb_entity_name": (None, "me"), "wandb_status_interval": (None, 2),
 }  # fmt: skip
 
@@ -360,6 +363,11 @@ def test_bad_weighted_paths(words: str) -> None:
         (dict(lr_decay_iters=5), "--lr_decay_iters has no effect"),
         (dict(hysteresis=3), "--hysteresis has no effect without dynamic loss scaling"),
         (dict(data_path=("a",)), "--data_path has no effect with --dataset_source=random"),
+        (
+            dict(use_rotary_embeddings=True, rope_type="yarn", rope_factor=2., rope_original_max_position_embeddings=9),
+            "--rope_factor=2: max_position_embeddings 2048 is another multiple of rope_original",
+        ),
+        (dict(attention_softmax_in_fp32=True), "--attention_softmax_in_fp32 has no effect in fp32 training"),
         (dict(rotary_embedding_scale=-1.0), "--rotary_base has no effect"),
         (dict(add_linear_biases=False, random_bias_init=True), "--random_bias_init has no effect"),
         (dict(full_precision_gradients=False), "--full_precision_gradients has no effect in fp32 training"),

@@ -61,7 +61,10 @@ class ModelConfig:
         "default", "how rotary frequencies are stretched for long sequences (Hugging Face's)", choices=ROPE_TYPES
     )
     rope_factor: float | None = option(
-        None, "linear, llama3, yarn: sequences are this many times longer", minimum=1.0, unset="1"
+        None,
+        "linear, llama3, yarn: sequences are this many times longer",
+        minimum=1.0,
+        unset="yarn: max_position_embeddings / rope_original_max_position_embeddings",
     )
     rope_original_max_position_embeddings: int | None = option(
         None,
@@ -82,10 +85,14 @@ class ModelConfig:
         None, "yarn: frequencies of fewer turns are stretched whole", above=0.0, unset="1"
     )
     rope_attention_factor: float | None = option(
-        None, "yarn: factor on cos and sin", above=0.0, unset="from rope_factor and the mscales"
+        None, "yarn: factor on cos and sin", above=0.0, unset="from rope_factor and, if given, the mscales"
     )
-    rope_mscale: float | None = option(None, "yarn: see rope_attention_factor", above=0.0, unset="not used")
-    rope_mscale_all_dim: float | None = option(None, "yarn: see rope_attention_factor", above=0.0, unset="not used")
+    rope_mscale: float | None = option(
+        None, "yarn: scale of log(rope_factor) in the attention factor's numerator", above=0.0, unset="not used"
+    )
+    rope_mscale_all_dim: float | None = option(
+        None, "yarn: the same in its denominator; both or neither", above=0.0, unset="not used"
+    )
     rope_truncate: bool | None = option(None, "yarn: round the borders of the ramp to channels", unset="1")
     tie_word_embeddings: bool = option(True, "one matrix for input embedding and output head", basic=True)
     add_linear_biases: bool = option(True, "biases in the linear layers", basic=True)
@@ -120,7 +127,7 @@ class ModelConfig:
         False, "attention scores are divided by 1, 2, 3 ... from block to block"
     )
     attention_softmax_in_fp32: bool = option(
-        False, "attention scores and softmax in fp32 from fp32 queries and keys", aliases=("upcast_attn",)
+        False, "attention by its formula, its scores and their gradients in fp32", aliases=("upcast_attn",)
     )
     logit_soft_cap: float = option(0.0, "logits become cap * tanh(logits / cap); 0: they are left alone", minimum=0.0)
     window_size: int | None = option(
