@@ -24,6 +24,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "use_rotary_embeddings": True, "gated": True, "add_linear_biases": False, "normalization_type": "rms_norm",
         "head_groups": 1, "window_size": 5, "kv_channels": 12, "tie_word_embeddings": True,
     },
+    "qwen2": {
+        "use_rotary_embeddings": True, "gated": True, "add_linear_biases": False, "add_qkv_biases": True,
+        "normalization_type": "rms_norm", "head_groups": 2, "logit_soft_cap": 5.0, "make_vocab_size_divisible_by": 100,
+    },
+    "llama with biases in attention alone": {
+        "use_rotary_embeddings": True, "gated": True, "add_mlp_biases": False, "normalization_type": "rms_norm",
+        "random_bias_init": True, "activation_type": "quick_gelu",
+    },
     "starcoder2": {"use_rotary_embeddings": True, "head_groups": 2, "window_size": 7, "random_bias_init": True},
     "relu_squared": {"activation_type": "squared_relu", "layer_norm_init_range": 0.2, "gated": True},
     "qwen3": {

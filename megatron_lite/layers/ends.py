@@ -67,6 +67,7 @@ class Head(Layer):
         else:
             self.output = declare(_vocabulary("head.output.weight", config, embedding=False))
         self.kernels, self.logit_z_loss, self.soft_cap = kernels, logit_z_loss, config.logit_soft_cap
+        self.padding_rows = config.padded_vocab_size - config.vocab_size
 
     @property
     def weight(self) -> Parameter:
@@ -91,8 +92,7 @@ class Head(Layer):
             normalized, self.weight, labels, micro_batch.gradient_scale,
             chunk_tokens(kernels.cross_entropy_splits, labels.shape[0], hidden.device, normalized.itemsize),
             kernels.cross_entropy_block_size, self.logit_z_loss if micro_batch.gradient_scale is not None else 0.0,
-            triton=kernels.cross_entropy == "triton", soft_cap=self.soft_cap,
-            padding_rows=self.weight.spec.padding_rows,
+            triton=kernels.cross_entropy == "triton", soft_cap=self.soft_cap, padding_rows=self.padding_rows,
         )  # fmt: skip
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -141,19 +141,32 @@ def manifest_names(experiment: Path) -> list[str]:
 
 
 OTHERS: tuple[tuple[int, dict[str, Any]], ...] = (
-    (1, {"zero_stage": 1}), (2, {"zero_stage": 3, "layers_per_stage": 2.0}), (3, {"zero_stage": 2}),
+    (1, {"zero_stage": 1}), (2, {"zero_stage": 3, "layers_per_stage": 2.0}), (3, {"zero_stage": 2, "make_vocab_size_divisible_by": 100}),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ["mixed, low precision, zero 3", "frozen embedding, fp32, zero 1"])
 def test_any_layout_reads_the_engines_checkpoints(case: str, tmp_path: Path) -> None:
-    """Other world sizes, ZeRO stages and layers per stage: loaded and saved again, not a bit has changed."""
+    """Other world sizes, ZeRO stages, layers per stage and padding: loaded and saved again, not a bit has changed."""
     options = {**CASES[case], "experiment_dir": str(tmp_path / "run"), "batch_size": 6}
     run_distributed(2, train_on, options)
     expected = read_all(tmp_path / "run" / "checkpoints" / "8")
     for number, (world_size, layout) in enumerate(OTHERS):
         run_distributed(world_size, save_again, {**options, **layout}, str(tmp_path / str(number)))
         assert_same(read_all(tmp_path / str(number) / "8"), expected)
+
+
+def test_padding_of_the_vocabulary_may_change(tmp_path: Path) -> None:
+    """What was saved with padding goes on without it as the run that goes on with it, and one line says so."""
+    padded = {"make_vocab_size_divisible_by": 100, "tie_word_embeddings": False, "zero_stage": 3}
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    losses = run_distributed(2, train_on, {**padded, "experiment_dir": str(whole)})[0]
+    copy_checkpoint(whole, 4, resumed)
+    plain = {**padded, "make_vocab_size_divisible_by": 1, "experiment_dir": str(resumed)}
+    np.testing.assert_allclose(run_distributed(2, train_on, plain)[0], losses[4:], rtol=1e-6)
+    assert "make_vocab_size_divisible_by: 100 in the checkpoint, 1 now" in log_of(resumed)
+    saved = manifest.read(whole / "checkpoints" / "8").parameters
+    assert saved["embedding.word.weight"].shape == saved["head.output.weight"].shape == (64, 32)
 
 
 @pytest.mark.parametrize("split_first", [True, False], ids=["joined later", "split later"])
