@@ -81,10 +81,10 @@ class Attention(nn.Module):
         super().__init__()
         assert config.head_groups and config.kv_channels and config.window_size is None
         self.sizes = (config.num_attention_heads, config.head_groups, config.head_groups)
-        self.table, biases = table, config.add_linear_biases
+        self.table, biases = table, bool(config.add_qkv_biases)
         query_size = config.num_attention_heads * config.kv_channels
         self.query_key_value = nn.Linear(config.hidden_size, sum(self.sizes) * config.kv_channels, bias=biases)
-        self.output = nn.Linear(query_size, config.hidden_size, bias=biases)
+        self.output = nn.Linear(query_size, config.hidden_size, bias=config.add_linear_biases)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(b, s, h) -> (b, s, h)."""
@@ -114,8 +114,8 @@ class MLP(nn.Module):
         assert config.ffn_hidden_size and config.activation_type
         self.gated, self.activation = config.gated, ACTIVATIONS[config.activation_type]
         width = config.ffn_hidden_size * (2 if config.gated else 1)  # gate rows first
-        self.up = nn.Linear(config.hidden_size, width, bias=config.add_linear_biases)
-        self.down = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=config.add_linear_biases)
+        self.up = nn.Linear(config.hidden_size, width, bias=bool(config.add_mlp_biases))
+        self.down = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=bool(config.add_mlp_biases))
 
     def forward(self, hidden: Tensor) -> Tensor:
         if not self.gated:

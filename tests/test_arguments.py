@@ -308,7 +308,12 @@ def test_bounds_are_named() -> None:
 def test_choices() -> None:
     """A name is one of those offered or an alias; else all are listed and the nearest is named."""
     assert value(["--training_dtype=bfloat16"], "training_dtype") == "bf16"
-    assert value(["--activation_type", "gelu_tanh"], "activation_type") == "gelu"
+    other_names = {
+        "gelu_tanh": "gelu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "swish": "silu", "relu2": "squared_relu",
+        "linear": "identity",
+    }  # fmt: skip
+    for other, name in other_names.items():
+        assert value(["--activation_type", other], "activation_type") == name
     assert "did you mean cosine?" in problem(["--lr_decay_style=cosin"])
     assert "takes constant, linear, cosine, power, inv_sqrt" in problem(["--lr_decay_style=x"])
 

@@ -9,6 +9,7 @@ import torch
 from kernel_checks import DEVICE, close, dtypes, implementations, randn
 from torch import Tensor
 
+from megatron_lite.config.model import ACTIVATIONS
 from megatron_lite.kernels.activation import FUNCTIONS, activate, activate_backward
 
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -22,6 +23,11 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x * 1,
 }
 names = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+def test_every_activation_that_can_be_chosen_is_there() -> None:
+    """And no other."""
+    assert set(FUNCTIONS) == set(ACTIVATIONS) == set(FORMULAS)
 
 
 @dtypes
