@@ -195,7 +195,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"use_sliding_window": True, "max_window_layers": 28},
         "a window in 4 of 32 layers (use_sliding_window, sliding_window, max_window_layers, layer_types)",
     ),
-    ("qwen3", {"layer_types": ["full_attention"]}, "it must be one of sliding_attention, full_attention for each"),
+    ("qwen3", {"layer_types": ["full_attention"]}, "it must be sliding_attention or full_attention for each"),
     ("qwen3", {"layer_types": ["sliding_attention"] * 32}, "there is no window (use_sliding_window)"),
     ("qwen3", {"layer_types": 7}, "layer_types 7"),
 ]
@@ -214,6 +214,26 @@ def test_what_cannot_be_expressed_is_refused_by_name(name: str, keys: dict[str, 
 def test_an_unknown_model_type(name: Any) -> None:
     with pytest.raises(CheckpointError, match=r"model_type .* is not known; supported: llama, mistral, gpt2"):
         model_values({"model_type": name})
+
+
+@families
+def test_damaged_values_never_end_in_anything_but_a_checkpoint_error(family: str) -> None:
+    """Whatever stands behind a key, of the rotary parameters too: values, or one error that names the file."""
+    content = content_of(make_config(family))
+    odd: list[Any] = [None, True, -1, 0, 10**400, 0.5, -0.0, float("inf"), "", "x", [], [[]], {}, {"a": 1}, ["x"], [{}]]
+    contents = [{**content, key: value} for key in content for value in odd]
+    rope = content.get("rope_parameters") or {}
+    contents += [{**content, "rope_parameters": {**rope, key: value}} for key in rope for value in odd]
+    read = 0
+    for damaged in contents:
+        try:
+            values = model_values(damaged)
+        except CheckpointError as error:
+            assert str(error).startswith("config.json")
+            continue
+        assert all(not isinstance(value, (list, dict)) for value in values.values())
+        read += 1
+    assert 0 < read < len(contents)
 
 
 def test_every_problem_is_told() -> None:

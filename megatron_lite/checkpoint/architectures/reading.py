@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_lite.checkpoint.architectures import rope
-from megatron_lite.checkpoint.architectures.table import ACTIVATIONS, ARCHITECTURES
+from megatron_lite.checkpoint.architectures.table import ACTIVATIONS, ARCHITECTURES, shown
 from megatron_lite.errors import CheckpointError
 from megatron_lite.flags import FLAGS, LARGEST_INTEGER, BadValueError, check_bounds
 
@@ -44,6 +44,7 @@ _MEANINGLESS = frozenset(
     """.split()
 )
 _MAY_BE_NONE = ("window_size", *rope.OPTIONS)
+_TYPES = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
 _WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
 
@@ -57,7 +58,7 @@ def model_values(content: Mapping[str, Any]) -> dict[str, Any]:
     name = content.get("model_type")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise CheckpointError(
-            f"config.json: model_type {_shown(name)} is not known; supported: {', '.join(ARCHITECTURES)}"
+            f"config.json: model_type {shown(name)} is not known; supported: {', '.join(ARCHITECTURES)}"
         )
     reading = _Reading(name, content)
     values = reading.fixed() | reading.named() | reading.positions() | reading.biases()
@@ -86,7 +87,7 @@ class _Reading:
         """A key that is true or false."""
         value = self.get(key)
         if not isinstance(value, bool):
-            self.problems.append(f"{key} is {_shown(value)}; it must be true or false")
+            self.problems.append(f"{key} is {shown(value)}; it must be true or false")
         return bool(value)
 
     def fixed(self) -> dict[str, Any]:
@@ -103,7 +104,7 @@ class _Reading:
             self._multi_query(values)
         for option in ("hidden_size", "num_attention_heads"):
             if not _is_count(values[option]):
-                self.problems.append(f"{option} is {_shown(values[option])}; it must be a number of at least 1")
+                self.problems.append(f"{option} is {shown(values[option])}; it must be a number of at least 1")
                 return {}
         heads, width = values["num_attention_heads"], values["hidden_size"]
         _fill(values, "head_groups", heads)
@@ -111,7 +112,7 @@ class _Reading:
         _fill(values, "ffn_hidden_size", 4 * width)
         activation = values["activation_type"]
         if not isinstance(activation, str) or activation not in ACTIVATIONS:
-            self.problems.append(f"activation {_shown(activation)} is not known; known: {', '.join(ACTIVATIONS)}")
+            self.problems.append(f"activation {shown(activation)} is not known; known: {', '.join(ACTIVATIONS)}")
             activation = "silu"
         values["activation_type"] = ACTIVATIONS[activation]
         # A choice of precision: where transformers leaves it open, so do we.
@@ -123,7 +124,7 @@ class _Reading:
         groups = 1 if self.flag("multi_query") else values["num_attention_heads"]
         stated = self.get("num_key_value_heads")  # version 5 writes what it derives from multi_query
         if stated not in (None, groups):
-            self.problems.append(f"num_key_value_heads is {_shown(stated)}; multi_query makes it {groups}")
+            self.problems.append(f"num_key_value_heads is {shown(stated)}; multi_query makes it {groups}")
         values["head_groups"] = groups
 
     def positions(self) -> dict[str, Any]:
@@ -154,16 +155,7 @@ class _Reading:
         if "use_sliding_window" not in self.architecture.defaults:
             return window
         window = window if self.flag("use_sliding_window") else None
-        num_layers, types = self.get("num_hidden_layers"), self._layer_types(window)
-        if not _is_count(num_layers):
-            return None  # which is told elsewhere
-        kinds = ("sliding_attention", "full_attention", "attention")
-        if not isinstance(types, list) or len(types) != num_layers or any(kind not in kinds for kind in types):
-            self.problems.append(
-                f"layer_types {_shown(types)}: it must be one of {', '.join(kinds[:2])} for each layer"
-            )
-            return None
-        with_window = types.count("sliding_attention")
+        num_layers, with_window = self.get("num_hidden_layers"), self._layers_with_window(window)
         if with_window not in (0, num_layers):
             self.problems.append(
                 f"a window in {with_window} of {num_layers} layers ({', '.join(_WINDOW_KEYS)}) cannot be expressed: "
@@ -173,14 +165,21 @@ class _Reading:
             self.problems.append("layer_types says sliding_attention, but there is no window (use_sliding_window)")
         return window if with_window else None
 
-    def _layer_types(self, window: Any) -> Any:
-        """As stated, or as transformers derives them: only layers from max_window_layers on have a window."""
+    def _layers_with_window(self, window: Any) -> int:
+        """How many, as stated, or as transformers derives it: those from max_window_layers on."""
         types, first, num_layers = self.get("layer_types"), self.get("max_window_layers"), self.get("num_hidden_layers")
-        if types is not None or not _is_count(num_layers):
-            return types
-        if window is None or not isinstance(first, int):
-            return ["full_attention"] * num_layers
-        return ["sliding_attention" if index >= first else "full_attention" for index in range(num_layers)]
+        if not _is_count(num_layers):
+            return 0  # which is told elsewhere
+        if types is None:
+            if not isinstance(first, int):
+                self.problems.append(f"max_window_layers is {shown(first)}; it must be a number")
+                return 0
+            return 0 if window is None else max(0, num_layers - max(0, first))
+        kinds = ("sliding_attention", "full_attention", "attention")
+        if not isinstance(types, list) or len(types) != num_layers or any(kind not in kinds for kind in types):
+            self.problems.append(f"layer_types {shown(types)}: it must be {' or '.join(kinds[:2])} for each layer")
+            return 0
+        return types.count("sliding_attention")
 
     def refuse_other_keys(self) -> None:
         """Keys with one possible value, and unknown ones."""
@@ -190,27 +189,27 @@ class _Reading:
                 continue
             if key not in constants:
                 self.problems.append(
-                    f"{key}: {_shown(value)} is not known, and might change what the model computes; remove it if not"
+                    f"{key}: {shown(value)} is not known, and might change what the model computes; remove it if not"
                 )
             elif value not in constants[key]:
-                self.problems.append(f"{key} is {_shown(value)}; only {_shown(constants[key][0])} can be expressed")
+                self.problems.append(f"{key} is {shown(value)}; only {shown(constants[key][0])} can be expressed")
 
     def checked(self, option: str, value: Any) -> Any:
         """A value, held against the type and the bounds of its option; the message names its key."""
         if value is None and option in _MAY_BE_NONE:
             return None
         flag = FLAGS[option]
-        types: tuple[type, ...] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}[flag.kind]
         key = next((key for key, name in self.architecture.keys.items() if name == option), option)
         try:
-            if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            if type(value) not in _TYPES[flag.kind]:
                 raise BadValueError(f"must be of type {flag.kind}")
             if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
                 raise BadValueError("too large")
             check_bounds(flag, value)
         except BadValueError as error:
-            self.problems.append(f"{key} is {_shown(self.content.get(key, value))}: {error}")
-        return float(value) if flag.kind == "float" and isinstance(value, int) else value
+            self.problems.append(f"{key} is {shown(self.content.get(key, value))}: {error}")
+            return None
+        return float(value) if flag.kind == "float" else value
 
 
 def _fill(values: dict[str, Any], option: str, default: Any) -> None:
@@ -220,8 +219,3 @@ def _fill(values: dict[str, Any], option: str, default: Any) -> None:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:70] + "..."

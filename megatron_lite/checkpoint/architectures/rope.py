@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_lite.checkpoint.architectures.table import shown
 from megatron_lite.config import ModelConfig
+from megatron_lite.flags import LARGEST_INTEGER
 
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 # Options that only some types use, None with the others, under the names of rope_parameters.
@@ -39,7 +41,7 @@ def read(content: Mapping[str, Any], max_position_embeddings: Any) -> tuple[dict
     for key in ("rope_scaling", "rope_parameters"):
         given = content.get(key)
         if given is not None and not isinstance(given, dict):
-            problems.append(f"{key} is {given!r}; it must be an object or null")
+            problems.append(f"{key} is {shown(given)}; it must be an object or null")
         elif given:
             values, wrong = _read_one(key, given, content.get("rope_theta"), max_position_embeddings)
             found.append(values)
@@ -47,7 +49,8 @@ def read(content: Mapping[str, Any], max_position_embeddings: Any) -> tuple[dict
     if not found:
         found.append(_read_one("rope_scaling", {}, content.get("rope_theta"), max_position_embeddings)[0])
     problems += [
-        f"rope_scaling and rope_parameters contradict each other in {option}: {value!r} and {found[-1][option]!r}"
+        f"rope_scaling and rope_parameters contradict each other in {option}: "
+        f"{shown(value)} and {shown(found[-1][option])}"
         for option, value in found[0].items()
         if found[-1][option] != value
     ]
@@ -63,13 +66,13 @@ def _read_one(key: str, given: dict[str, Any], theta: Any, length: Any) -> tuple
         problems.append(f"{key}: type and rope_type differ")
     base = given.pop("rope_theta", theta if theta is not None else 10000.0)
     if theta is not None and theta != base:
-        problems.append(f"rope_theta is {theta!r}, but {base!r} in {key}")
+        problems.append(f"rope_theta is {shown(theta)}, but {shown(base)} in {key}")
     if given.pop("partial_rotary_factor", 1.0) != 1.0:
         problems.append(f"{key}: partial_rotary_factor: this architecture rotates whole heads")
     values: dict[str, Any] = {"rope_type": kind, "rotary_base": base, "rotary_percent": 1.0}
     values |= dict.fromkeys(OPTIONS)
     if not isinstance(kind, str) or kind not in _USED:
-        problems.append(f"{key}: rope_type {kind!r} is not known; known: {', '.join(_USED)}")
+        problems.append(f"{key}: rope_type {shown(kind)} is not known; known: {', '.join(_USED)}")
         return values, problems
     problems += [f"{key}: {name} means nothing for rope_type {kind}" for name in given if name not in _USED[kind]]
     problems += [f"{key}: rope_type {kind} needs {name}" for name in _REQUIRED.get(kind, ()) if name not in given]
@@ -84,7 +87,7 @@ def _read_one(key: str, given: dict[str, Any], theta: Any, length: Any) -> tuple
 def _derive_yarn(given: dict[str, Any], length: Any) -> None:
     """Fill in what transformers derives, and drop what it does not look at."""
     original = given[_ORIGINAL]
-    if "factor" not in given and all(isinstance(number, int) and number > 0 for number in (length, original)):
+    if "factor" not in given and all(isinstance(n, int) and 0 < n <= LARGEST_INTEGER for n in (length, original)):
         given["factor"] = length / original
     for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
         given[name] = given.get(name) or default

@@ -203,3 +203,9 @@ def _as_flag(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return str(int(value)) if isinstance(value, bool) else "none" if value is None else str(value)
+
+
+def shown(value: Any) -> str:
+    """A value of config.json as an error message can print it; never long."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:70] + "..."
