@@ -186,6 +186,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False; only True"),
     ("gpt2", {"scale_attn_weights": None}, "scale_attn_weights is None; only True"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True; only False"),
+    ("gpt2", {"n_embd": 96, "hidden_size": 192}, "hidden_size is 192, but n_embd is 96"),
     ("gpt_bigcode", {"num_key_value_heads": 4}, "num_key_value_heads is 4; multi_query makes it 1"),
     ("gpt_bigcode", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: True is not known"),
     ("starcoder2", {"norm_type": "rms_norm"}, "norm_type is 'rms_norm'; only 'layer_norm'"),
@@ -214,6 +215,16 @@ def test_what_cannot_be_expressed_is_refused_by_name(name: str, keys: dict[str, 
 def test_an_unknown_model_type(name: Any) -> None:
     with pytest.raises(CheckpointError, match=r"model_type .* is not known; supported: llama, mistral, gpt2"):
         model_values({"model_type": name})
+
+
+def test_second_names_of_keys() -> None:
+    """transformers reads the sizes of GPT-2 under the names that other architectures have for them, too."""
+    from transformers import GPT2Config
+
+    sizes = {"hidden_size": 96, "num_hidden_layers": 5, "num_attention_heads": 6, "max_position_embeddings": 77}
+    values = model_values({"model_type": "gpt2", **sizes})
+    assert values == model_values(content_of(GPT2Config(**sizes)))
+    assert (values["hidden_size"], values["num_layers"], values["max_position_embeddings"]) == (96, 5, 77)
 
 
 @families

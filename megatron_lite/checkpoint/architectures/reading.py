@@ -45,6 +45,11 @@ _MEANINGLESS = frozenset(
 )
 _MAY_BE_NONE = ("window_size", *rope.OPTIONS)
 _TYPES = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+# Under these names, too, transformers reads keys of GPT-2 and GPTBigCode.
+_SECOND_NAMES = {
+    "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+}  # fmt: skip
 _WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
 
@@ -79,9 +84,16 @@ class _Reading:
         self.problems: list[str] = []
 
     def get(self, key: str) -> Any:
-        """The value of a key, or the default of transformers."""
+        """The value of a key, or of its second name, or the default of transformers."""
         self.used.add(key)
-        return self.content.get(key, self.architecture.defaults.get(key))
+        value = self.content.get(key, self.architecture.defaults.get(key))
+        second = _SECOND_NAMES.get(key)
+        if second in self.content:
+            self.used.add(second)
+            if key in self.content and self.content[second] != value:
+                self.problems.append(f"{second} is {shown(self.content[second])}, but {key} is {shown(value)}")
+            return self.content[second]
+        return value
 
     def flag(self, key: str) -> bool:
         """A key that is true or false."""
