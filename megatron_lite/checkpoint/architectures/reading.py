@@ -14,11 +14,12 @@ from megatron_lite.checkpoint.architectures.table import ACTIVATIONS, ARCHITECTU
 from megatron_lite.errors import CheckpointError
 from megatron_lite.flags import FLAGS, LARGEST_INTEGER, BadValueError, check_bounds
 
-# Of any architecture: keys that must have one of these values, if they are there.
+# Keys that must have one of these values, if they are there and the architecture does not read them.
 _CONSTANTS: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False, None), "add_cross_attention": (False, None), "cross_attention_hidden_size": (None,),
     "pruned_heads": ({}, None), "per_layer_config": (None,), "partial_rotary_factor": (1.0, None), "auto_map": (None,),
-    "quantization_config": (None,),
+    "quantization_config": (None,), "attention_bias": (False, None), "mlp_bias": (False, None),
+    "sliding_window": (None,), "use_sliding_window": (False, None),
 }  # fmt: skip
 # Keys that mean nothing for what a model computes: where it comes from, in which precision it is kept, tokens, how
 # transformers generates, labels of classifiers, and what older versions of transformers wrote into every file.
@@ -95,6 +96,10 @@ class _Reading:
             return self.content[second]
         return value
 
+    def key_of(self, option: str) -> str:
+        """The key that is this option alone, or the option itself."""
+        return next((key for key, name in self.architecture.keys.items() if name == option), option)
+
     def flag(self, key: str) -> bool:
         """A key that is true or false."""
         value = self.get(key)
@@ -116,7 +121,7 @@ class _Reading:
             self._multi_query(values)
         for option in ("hidden_size", "num_attention_heads"):
             if not _is_count(values[option]):
-                self.problems.append(f"{option} is {shown(values[option])}; it must be a number of at least 1")
+                self.problems.append(f"{self.key_of(option)} is {shown(values[option])}; it must be a number >= 1")
                 return {}
         heads, width = values["num_attention_heads"], values["hidden_size"]
         _fill(values, "head_groups", heads)
@@ -211,7 +216,7 @@ class _Reading:
         if value is None and option in _MAY_BE_NONE:
             return None
         flag = FLAGS[option]
-        key = next((key for key, name in self.architecture.keys.items() if name == option), option)
+        key = self.key_of(option)
         try:
             if type(value) not in _TYPES[flag.kind]:
                 raise BadValueError(f"must be of type {flag.kind}")
