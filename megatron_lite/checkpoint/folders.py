@@ -1,9 +1,9 @@
 """What a folder of pretrained weights holds, before anything heavy is imported.
 
-Two kinds are read: `huggingface` (config.json beside safetensors files) and `distributed` (checkpoints of this program).
-Everything else is refused by name with the way out of it. A folder is untrusted input: its files may be links, as in
-the cache of the Hugging Face hub, but names that an index gives must be those of files in the folder itself, JSON has a
-size, and pickles are never opened. Every message begins with the folder. Imports no torch.
+Two kinds are read: `huggingface` (config.json beside safetensors files) and `distributed` (checkpoints of this
+program). Everything else is refused by name with the way out of it. A folder is untrusted input: its files may be
+links, as in the cache of the Hugging Face hub, but names that an index gives must be those of files in the folder
+itself, JSON has a size, and pickles are never opened. Every message begins with the folder. Imports no torch.
 """
 
 from __future__ import annotations

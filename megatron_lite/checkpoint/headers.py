@@ -19,7 +19,7 @@ from megatron_lite.checkpoint import files
 from megatron_lite.checkpoint.manifest import DamagedError
 
 _MOST_HEADER_BYTES = 10**8  # the limit of the safetensors library
-_MOST_ELEMENTS = 2**62
+_MOST_ELEMENTS, _MOST_DIMENSIONS = 2**62, 8
 # Those whose values can become weights. Files may hold others: masks, counters.
 FLOATING = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -74,22 +74,21 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _tensor(file: str, data_start: int, name: str, entry: Any) -> StoredTensor:
     """One entry of a header."""
-    dtype, shape, offsets = (entry.get(key) if isinstance(entry, dict) else None for key in _ENTRY)
-    sound = isinstance(dtype, str) and _are_counts(shape, 8) and _are_counts(offsets, 2) and len(offsets) == 2
-    if not sound or offsets[0] > offsets[1]:
+    values: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = (values.get(key) for key in ("dtype", "shape", "data_offsets"))
+    sound = isinstance(dtype, str) and _are_counts(shape) and _are_counts(offsets)
+    if not sound or len(offsets or ()) != 2 or offsets != sorted(offsets or ()):
         raise DamagedError(f"{file}: the entry of {name[:100]!r} in its header is malformed")
+    assert dtype is not None and shape is not None and offsets is not None
     num_bytes = offsets[1] - offsets[0]
     if dtype in FLOATING and num_bytes != math.prod(shape) * FLOATING[dtype].itemsize:
         raise DamagedError(f"{file}: {name[:100]!r} has {num_bytes:,} bytes, which its shape and dtype contradict")
     return StoredTensor(file, data_start + offsets[0], num_bytes, dtype, tuple(shape))
 
 
-_ENTRY = ("dtype", "shape", "data_offsets")
-
-
-def _are_counts(values: Any, most: int) -> bool:
+def _are_counts(values: Any) -> bool:
     return (
         isinstance(values, list)
-        and len(values) <= most
+        and len(values) <= _MOST_DIMENSIONS
         and all(type(value) is int and 0 <= value <= _MOST_ELEMENTS for value in values)
     )

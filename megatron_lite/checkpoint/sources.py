@@ -125,6 +125,8 @@ class CheckpointSource(WeightSource):
     def __init__(self, folder: Path, average: bool = False) -> None:
         super().__init__(folder)
         self.content = manifest.read(folder)
+        if folder.name.isdecimal() and int(folder.name) != self.content.iteration:
+            raise DamagedError(f"{manifest.MANIFEST_NAME}: it is of iteration {self.content.iteration}")
         for name, file in self.content.files.items():
             try:
                 with files.open_regular(folder / name) as opened:
@@ -142,14 +144,15 @@ class CheckpointSource(WeightSource):
         return f"a checkpoint of iteration {self.content.iteration:,}"
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """See `WeightSource.check`."""
         saved = {name: parameter.shape for name, parameter in self.content.parameters.items()}
         problems = [f"{name} is not in it" for name in shapes if name not in saved]
-        problems += [f"{name} is not in the model" for name in saved if name not in shapes]
         problems += [
             f"{name} has shape {list(saved[name])}, the model's has {list(shape)}"
             for name, shape in shapes.items()
             if name in saved and saved[name] != tuple(shape)
         ]
+        problems += [f"{name} is not in the model" for name in saved if name not in shapes]
         self._refuse(problems, "give the flags it was trained with, or none of the model's: it knows them")
 
     def damage(self, rank: int = 0, world_size: int = 1) -> str | None:

@@ -63,6 +63,7 @@ class HuggingFaceSource(WeightSource):
         return tensors
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """See `WeightSource.check`; finds the pieces of every parameter."""
         problems = []
         left = set(self._tensors)
         for name, shape in shapes.items():
@@ -102,6 +103,7 @@ class HuggingFaceSource(WeightSource):
         return [f"{_HEAD} is no copy of the embedding, to which the model ties it"]
 
     def damage(self, rank: int = 0, world_size: int = 1) -> str | None:
+        """See `WeightSource.damage`; files have no checksums, but the copy of a tied head must be one."""
         if self._tied_copy is None:
             return None
         (first, *_), _ = self._pieces[_EMBEDDING]

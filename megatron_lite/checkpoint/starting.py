@@ -15,7 +15,7 @@ from megatron_lite.errors import CheckpointError
 
 if TYPE_CHECKING:
     from megatron_lite.distributed import Distributed
-    from megatron_lite.parameter import ParameterSpec
+    from megatron_lite.zero.layout import ParameterSlot
     from megatron_lite.zero.multi_stage import MultiStage
 
 FLAG = "--pretrained_checkpoint_path"
@@ -88,7 +88,8 @@ def load_weights(source: WeightSource, model: MultiStage, distributed: Distribut
     together(distributed, lambda: _named(fill))
     if distributed.agree_max(int(not model.is_finite())):
         raise CheckpointError(
-            f"{FLAG}: {source.folder}: some weights are not finite; they cannot be trained: restore or download it again"
+            f"{FLAG}: {source.folder}: some weights are not finite, so nothing can be trained from them; restore or "
+            "download it again"
         )
 
 
@@ -106,27 +107,28 @@ def load_moments(
     content = source.content
     before = saved_optimizer(content.config)
 
-    def goes_on(kind: str, spec: ParameterSpec) -> bool:
-        return kind in content.parameters[spec.name].slices and keeps_moments(before, optimizer, bool(spec.matrix_rows))
+    def goes_on(kind: str, slot: ParameterSlot) -> bool:
+        is_there = kind in content.parameters[slot.spec.name].slices
+        return is_there and keeps_moments(before, optimizer, bool(slot.spec.matrix_rows))
 
     def fill() -> None:
         for _, part in model.parts():
             for kind in (kind for kind in part.kinds() if kind in MOMENTS):
                 moment = part.read(kind)
                 for slot, start, end in part.layout.pieces(distributed.rank):
-                    if part.has(kind, slot.spec) and goes_on(kind, slot.spec):
+                    if part.has(kind, slot.spec) and goes_on(kind, slot):
                         at = slot.offset - distributed.rank * part.layout.shard_numel
                         source.read_state(slot.spec.name, kind, start, moment[at + start : at + end])
 
     together(distributed, lambda: _named(fill))
     wanted = [
-        (kind, slot.spec)
+        (kind, slot)
         for _, part in model.parts()
         for kind in part.kinds()
         for slot in part.layout.slots
         if kind in MOMENTS and part.has(kind, slot.spec)
     ]
-    kept = sum(goes_on(kind, spec) for kind, spec in wanted)
+    kept = sum(goes_on(kind, slot) for kind, slot in wanted)
     lost = len(wanted) - kept
     if lost and not kept:
         raise CheckpointError(

@@ -14,54 +14,21 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, load_model, write_folder
+from families import FAMILIES, write_folder
 from safetensors.torch import load_file, save_file
 
-from megatron_lite.checkpoint import files, folders, mapping
-from megatron_lite.checkpoint.sources import WeightSource, open_source
+from megatron_lite.checkpoint import files, folders
+from megatron_lite.checkpoint.sources import open_source
 from megatron_lite.errors import CheckpointError
-from megatron_lite.gpt import build_gpt, parameters_of
+from tests.checkpoint.folder_checks import checked, expected, read_whole
 
 SOME = ("llama, llama3 rope, tied, attention biases", "gpt2", "gpt_bigcode, multi-head, untied", "starcoder2, window")
 FAST = "mistral, yarn, tied"
-Shapes = dict[str, tuple[int, ...]]
-
-
-def shapes_of(source: WeightSource) -> Shapes:
-    """Of the parameters of the model that a source states."""
-    return {p.spec.name: tuple(p.spec.shape) for p in parameters_of(build_gpt(source.model, 24))}
-
-
-def checked(folder: Path, **options: Any) -> tuple[WeightSource, Shapes]:
-    source = open_source(folder, **options)
-    shapes = shapes_of(source)
-    source.check(shapes)
-    source.verify()
-    return source, shapes
-
-
-def read_whole(source: WeightSource, shapes: Shapes) -> dict[str, torch.Tensor]:
-    values = {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
-    for name, value in values.items():
-        source.read(name, 0, value.view(-1))
-    return values
-
-
-def expected(folder: Path, source: WeightSource, shapes: Shapes) -> dict[str, torch.Tensor]:
-    """Our parameters, put together from what transformers loads."""
-    theirs, ours = load_model(folder).state_dict(), {}
-    for name, shape in shapes.items():
-        ours[name] = torch.full(shape, float("nan"))
-        for piece in mapping.pieces(name, shape, source.architecture, source.model):  # type: ignore[attr-defined]
-            tensor = theirs[piece.name].t() if piece.transposed else theirs[piece.name]
-            rows = tensor[piece.their_first_row : piece.their_first_row + piece.rows]
-            ours[name][piece.first_row : piece.first_row + piece.rows] = rows - piece.plus
-    return ours
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_every_slice_is_read_from_its_place(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any range of any parameter, in chunks far smaller than a matrix, out of several files, is what transformers has."""
+    """Any range of any parameter, in chunks smaller than a matrix, out of several files, is what transformers has."""
     folder = write_folder(name, tmp_path / "model", max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     monkeypatch.setattr(files, "CHUNK_BYTES", 600)
@@ -223,11 +190,16 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a folder for a file": (lambda f: (only(f, "config.json"), (f / "model.safetensors").mkdir()), "regular file"),
     "header is a list": (lambda f: edit_header(f, lambda h: [1]), "header is not readable (no object)"),
     "header overlaps": (lambda f: edit_header(f, overlap), "overlap or leave gaps"),
-    "header lies about a shape": (lambda f: edit_header(f, lambda h: h[QUERY].update(shape=[10**9, 10**9])), "contradict"),
+    "header lies about a shape": (
+        lambda f: edit_header(f, lambda h: h[QUERY].update(shape=[10**9, 10**9])), "contradict",
+    ),
     "header with negative offsets": (
         lambda f: edit_header(f, lambda h: h[QUERY].update(data_offsets=[-8, 0])), "malformed",
     ),
-    "header with a dtype of the wrong kind": (lambda f: edit_header(f, lambda h: h[QUERY].update(dtype=7)), "malformed"),
+    "header with offsets that run back": (
+        lambda f: edit_header(f, lambda h: h[QUERY].update(dtype="U8", data_offsets=[8, 0])), "malformed",
+    ),
+    "header with a number for a dtype": (lambda f: edit_header(f, lambda h: h[QUERY].update(dtype=7)), "malformed"),
     "wrong shape": (lambda f: edit_tensors(f, widen), "q_proj.weight has shape [7, 7], the model needs [60, 30]"),
     "wrong dtype": (lambda f: edit_tensors(f, quantize), "quantized ones are not read"),
     "missing tensor": (lambda f: edit_tensors(f, lambda t: t.pop(QUERY)), f"{QUERY} is missing"),
@@ -243,8 +215,8 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a tied head of another shape": (
         lambda f: edit_tensors(f, lambda t: t.update({"lm_head.weight": t[WORDS][:3].clone()})), "is no copy",
     ),
-    "missing shard": (lambda f: index(f, lambda n: "model-00002-of-00002.safetensors"), "00002-of-00002.safetensors: No"),
-    "index points outside": (lambda f: index(f, lambda n: "../model.safetensors"), "not the name of a safetensors file"),
+    "missing shard": (lambda f: index(f, lambda n: "model-00002-of-00002.safetensors"), "00002.safetensors: No such"),
+    "index points outside": (lambda f: index(f, lambda n: "../a.safetensors"), "not the name of a safetensors file"),
     "index points to /etc": (lambda f: index(f, lambda n: "/etc/passwd"), "not the name of a safetensors file"),
     "index names a pickle": (lambda f: index(f, lambda n: "pytorch_model.bin"), "not the name of a safetensors file"),
     "index names a number": (lambda f: index(f, lambda n: 3), "not the name of a safetensors file"),  # type: ignore
@@ -312,7 +284,7 @@ def test_hostile_folders_end_in_one_line(name: str, good: Path, tmp_path: Path) 
         (lambda f: f.mkdir() or (f / "readme.md").touch(), None, "neither config.json"),
         (lambda f: f.mkdir() or (f / "manifest.json").touch(), "huggingface", "no huggingface weights but distributed"),
         (lambda f: f.mkdir() or (f / "config.json").touch(), "distributed", "no distributed weights but huggingface"),
-        (lambda f: f.mkdir() or (f / "manifest.json").touch(), None, "no usable checkpoint: manifest.json: not readable"),
+        (lambda f: f.mkdir() or (f / "manifest.json").touch(), None, "usable checkpoint: manifest.json: not readable"),
         (lambda f: (f / "3").mkdir(parents=True), None, "no usable checkpoint: manifest.json: No such file"),
     ],
 )

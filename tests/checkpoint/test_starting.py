@@ -1,0 +1,328 @@
+"""Runs that begin with pretrained weights: the same weights on every layout, and nothing else of the checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import write_folder
+from harness import full_weights, run_distributed, same_weights
+from launch import run
+from memory_meters import PeakMeter
+from safetensors.torch import load_file, save_file
+from test_resume import curve, weights
+
+from megatron_lite.checkpoint import files, starting
+from megatron_lite.checkpoint.manifest import MOMENTS
+from megatron_lite.checkpoint.sources import CheckpointSource, open_source
+from megatron_lite.config import unflatten
+from megatron_lite.distributed import Distributed
+from megatron_lite.errors import CheckpointError
+from megatron_lite.pretrained import with_source
+from megatron_lite.validation import resolve
+from tests.checkpoint.folder_checks import checked, expected
+
+# GPT-2 stores its matrices the other way round, StarCoder2 has them in several tensors.
+FAMILIES = {"gpt2": "gpt2", "starcoder2": "starcoder2, window"}
+RUN = dict(
+    device="cpu", sequence_length=16, dataset_source="random", num_workers=0, batch_size=4, lr=1e-3, log_interval=1,
+)  # fmt: skip
+FLAGS = [f"--{name}={value}" for name, value in RUN.items()]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of two or three files."""
+    path = tmp_path_factory.mktemp("pretrained") / request.param
+    return write_folder(FAMILIES[request.param], path, max_shard_size="50KB", **_quiet(request.param))
+
+
+def _quiet(name: str) -> dict[str, Any]:
+    return {} if name == "gpt2" else dict(residual_dropout=0.0, embedding_dropout=0.0)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A short run from pretrained weights."""
+
+    initial: dict[str, np.ndarray]
+    averaged: dict[str, np.ndarray]  # at the beginning, if there are averages
+    moments: dict[str, float]  # at the beginning: sum of the absolute values of each kind
+    updates: int  # Adam's count at the beginning
+    iteration: int
+    losses: list[float]
+    weights: dict[str, np.ndarray]
+
+
+def train(distributed: Distributed, given: dict[str, Any], iterations: int = 2) -> Trained:
+    """Build and train with the program's own step; to be run by `run_distributed`."""
+    from megatron_lite.build import build
+    from megatron_lite.experiment import Experiment
+    from megatron_lite.stop_signal import StopSignal
+    from megatron_lite.train import save, train_step
+
+    values, _ = with_source({**RUN, "train_iters": iterations, **given})
+    config = resolve(unflatten(values), distributed.world_size)
+    stop = StopSignal()
+    started = build(config, distributed, Experiment(config, distributed), stop, ())
+    model = started.model
+    initial, averaged, iteration = full_weights(model), {}, started.iteration
+    if config.averaging.enabled:
+        with model.averaged():
+            averaged = full_weights(model)
+    moments = {
+        kind: sum(float(part.read(kind).abs().sum()) for _, part in model.parts() if kind in part.kinds())
+        for kind in MOMENTS
+    }
+    updates, losses = started.optimizer.state()["updates"], []
+    for number, micro_batches in enumerate(started.data.batches("training", 0, iterations), start=1):
+        losses.append(float(train_step(started, micro_batches, number).loss))
+    started.iteration = iterations
+    save(started)
+    stop.restore()
+    return Trained(initial, averaged, moments, updates, iteration, losses, full_weights(model))
+
+
+def ours(folder: Path) -> dict[str, np.ndarray]:
+    """What the parameters must be, by transformers."""
+    source, shapes = checked(folder)
+    return {name: value.numpy() for name, value in expected(folder, source, shapes).items()}
+
+
+def test_every_layout_begins_and_trains_alike(folder: Path) -> None:
+    """On 1 and 2 ranks, ZeRO 1 and 3, the weights are those of the folder bit for bit; on 2 ranks, so they stay."""
+    given = {"pretrained_checkpoint_path": str(folder)}
+    wanted = ours(folder)
+    runs = {
+        (ranks, zero): run_distributed(ranks, train, {**given, "zero_stage": zero})
+        for ranks, zero in ((1, 1), (1, 3), (2, 1), (2, 3))
+    }
+    for results in runs.values():
+        for result in results:
+            assert same_weights(result.initial, wanted)
+            assert result.updates == result.iteration == 0 and not any(result.moments.values())
+    first, second = runs[2, 1][0], runs[2, 3][0]
+    assert first.losses == second.losses and same_weights(first.weights, second.weights)
+    assert not same_weights(first.weights, first.initial)
+    for name, value in runs[1, 1][0].weights.items():
+        np.testing.assert_allclose(first.weights[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(training_dtype="bf16"),
+        dict(training_dtype="bf16", split_master_weights=True),
+        dict(freeze="embedding blocks.0", training_dtype="bf16", store_frozen_weights_in_optimization_precision=False),
+        dict(lr_scales="head.norm:0.5"),
+        dict(ema_type="ema"),
+        dict(optimizer="muon", zero_stage=3),
+        dict(make_vocab_size_divisible_by=64),
+    ],
+    ids=str,
+)
+def test_every_kind_of_shard_is_filled(options: dict[str, Any], folder: Path) -> None:
+    """Rounded once to the training dtype, masters in full; averages begin with the weights that were loaded."""
+    [result] = run_distributed(1, train, {**_typed(options), "pretrained_checkpoint_path": str(folder)})
+    wanted = ours(folder)
+    if options.get("training_dtype") == "bf16":
+        wanted = {name: torch.from_numpy(value).bfloat16().float().numpy() for name, value in wanted.items()}
+    assert same_weights(result.initial, wanted)
+    assert not options.get("ema_type") or same_weights(result.averaged, wanted)
+
+
+def _typed(options: dict[str, Any]) -> dict[str, Any]:
+    """As the command line would have them."""
+    lists = ("freeze", "lr_scales")
+    return {name: tuple(value.split()) if name in lists else value for name, value in options.items()}
+
+
+def test_masters_are_not_rounded(folder: Path, tmp_path: Path) -> None:
+    """bf16 training, split masters or not: what a checkpoint holds before anything is learned is the file's fp32."""
+    for number, split in enumerate((False, True)):
+        directory = tmp_path / str(number)
+        given = dict(training_dtype="bf16", split_master_weights=split, experiment_dir=str(directory), lr=0.0)
+        run_distributed(1, train, {**given, "pretrained_checkpoint_path": str(folder)}, 1)
+        source, shapes = checked(directory / "checkpoints")
+        for name, value in ours(folder).items():
+            target = torch.empty(shapes[name])
+            source.read(name, 0, target.view(-1))
+            assert np.array_equal(target.numpy(), value), name
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of a run of two ranks with ZeRO 3, whose weights were averaged."""
+    directory = tmp_path_factory.mktemp("saved")
+    folder = write_folder("gpt2", directory / "model")
+    given = dict(zero_stage=3, experiment_dir=str(directory / "run"), ema_type="ema", layers_per_stage=2.0)
+    run_distributed(2, train, {**given, "pretrained_checkpoint_path": str(folder)}, 3)
+    return directory / "run" / "checkpoints"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_of_another_layout(ranks: int, saved: Path) -> None:
+    """Its newest weights, bit for bit; iterations, averages and Adam begin anew, or with its moments and count."""
+    source, shapes = checked(saved)
+    wanted = {name: torch.empty(shape) for name, shape in shapes.items()}
+    for name, value in wanted.items():
+        source.read(name, 0, value.view(-1))
+    values = {name: value.numpy() for name, value in wanted.items()}
+    given = {"pretrained_checkpoint_path": str(saved), "ema_type": "ema"}
+    plain = run_distributed(ranks, train, given)
+    moved = run_distributed(ranks, train, {**given, "load_pretrained_optimizer": True})
+    for result in (*plain, *moved):
+        assert result.iteration == 0 and same_weights(result.initial, values) and same_weights(result.averaged, values)
+    assert {result.updates for result in plain} == {0} and not any(plain[0].moments.values())
+    assert {result.updates for result in moved} == {3}
+    assert isinstance(source, CheckpointSource)
+    for kind in MOMENTS:
+        total = 0.0
+        for name, value in wanted.items():
+            source.read_state(name, kind, 0, value.view(-1))
+            total += float(value.abs().sum())
+        assert sum(result.moments[kind] for result in moved) == pytest.approx(total, rel=1e-5)
+
+
+def test_moments_are_those_of_resuming(saved: Path, tmp_path: Path) -> None:
+    """One more update from weights, moments and count is the one that the checkpoint's own run would make."""
+    root = tmp_path / "resumed" / "checkpoints"
+    shutil.copytree(saved, root)
+    constant = dict(lr_decay_style="constant", weight_decay=0.0, ema_type="ema")
+    values, _ = with_source({**RUN, **constant, "train_iters": 4, "pretrained_checkpoint_path": str(saved)})
+    [resumed] = run_distributed(1, one_more_step, {**values, "experiment_dir": str(root.parent)}, 3)
+    [moved] = run_distributed(1, one_more_step, {**values, "load_pretrained_optimizer": True}, 0)
+    assert same_weights(resumed, moved)
+
+
+def one_more_step(distributed: Distributed, values: dict[str, Any], done: int) -> dict[str, np.ndarray]:
+    """The weights after one update on the first samples."""
+    from megatron_lite.build import build
+    from megatron_lite.experiment import Experiment
+    from megatron_lite.stop_signal import StopSignal
+    from megatron_lite.train import train_step
+
+    config = resolve(unflatten(values), distributed.world_size)
+    stop = StopSignal()
+    started = build(config, distributed, Experiment(config, distributed), stop, ())
+    assert started.iteration == done
+    train_step(started, next(iter(started.data.batches("training", 0, 1))), 1)
+    stop.restore()
+    return full_weights(started.model)
+
+
+def test_another_optimizer(saved: Path) -> None:
+    """Moments of AdamW mean nothing to SGD: refused; to Muon those go over that AdamW goes on with."""
+    with pytest.raises(RuntimeError, match="nothing of the optimizer"):
+        run_distributed(
+            1, train, {"pretrained_checkpoint_path": str(saved), "load_pretrained_optimizer": True, "optimizer": "sgd"}
+        )
+    given = {"pretrained_checkpoint_path": str(saved), "load_pretrained_optimizer": True, "optimizer": "muon"}
+    [result] = run_distributed(1, train, given)
+    assert result.updates == 3 and result.moments["exp_avg_sq"] > 0
+
+
+def test_a_damaged_newest_checkpoint(saved: Path, tmp_path: Path) -> None:
+    """The newest good one is taken, and the damaged one named; with none left, one line says so."""
+    root = tmp_path / "checkpoints"
+    shutil.copytree(saved, root)
+    newest = root / "7"
+    shutil.copytree(root / "3", newest)
+    flags = [*FLAGS, "--train_iters=1", f"--pretrained_checkpoint_path={root}"]
+    outcome = run(flags)
+    assert outcome.codes == [0], outcome.output
+    assert f"checkpoint {newest}: manifest.json: it is of iteration 3; skipped" in outcome.output
+    assert f"weights of {root / '3'} (a checkpoint of iteration 3)" in outcome.output
+    rank_file = root / "3" / "rank_001.safetensors"
+    data = bytearray(rank_file.read_bytes())
+    data[-1] ^= 1
+    rank_file.write_bytes(data)
+    shutil.rmtree(newest)
+    outcome = run(flags)
+    assert outcome.codes == [4] and len(outcome.error_lines()) == 1
+    assert "no usable checkpoint: rank_001.safetensors: its checksum does not match" in outcome.output
+
+
+def test_weights_that_are_not_finite(tmp_path: Path) -> None:
+    folder = write_folder("gpt2", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["transformer.h.1.mlp.c_fc.weight"][3, 5] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    outcome = run([*FLAGS, "--train_iters=1", f"--pretrained_checkpoint_path={folder}"], 2)
+    assert outcome.codes == [4, 4] and len(outcome.error_lines()) == 1
+    assert "some weights are not finite" in outcome.output
+
+
+def test_an_optimizer_from_a_hugging_face_folder(folder: Path) -> None:
+    outcome = run([*FLAGS, f"--pretrained_checkpoint_path={folder}", "--load_pretrained_optimizer=1"])
+    assert outcome.codes == [4] and len(outcome.error_lines()) == 1
+    assert "which holds no optimizer; leave it out" in outcome.output
+
+
+def test_resuming_needs_the_folder_no_more(tmp_path: Path) -> None:
+    """Stopped after 2 of 5 iterations, resumed without the pretrained folder: bit for bit as if never stopped."""
+    folder = write_folder("gpt2", tmp_path / "model", resid_pdrop=0.1, embd_pdrop=0.2)
+    command = [*FLAGS, f"--pretrained_checkpoint_path={folder}", "--train_iters=5", "--checkpoint_interval=2"]
+    whole = run([*command, f"--experiment_dir={tmp_path / 'whole'}"])
+    assert whole.codes == [0], whole.output
+    again = [*command, f"--experiment_dir={tmp_path / 'again'}"]
+    assert run([*again, "--stop_interval=2"]).codes == [0]
+    shutil.rmtree(folder)
+    outcome = run(again)
+    assert outcome.codes == [0], outcome.output
+    assert "at iteration 2" in outcome.output and "weights of" not in outcome.output
+    assert weights(tmp_path / "whole") == weights(tmp_path / "again")
+    assert curve(tmp_path / "whole") == curve(tmp_path / "again")
+    contradicting = run([*again, "--num_layers=7"])
+    assert contradicting.codes == [4] and "--num_layers: 3 in the checkpoint, 7 now" in contradicting.output
+
+
+def test_only_the_architecture(folder: Path) -> None:
+    """--load_pretrained_weights=0: the initial weights are those of the same model without the folder."""
+    values, _ = with_source({**RUN, "pretrained_checkpoint_path": str(folder), "load_pretrained_weights": False})
+    without = {name: value for name, value in values.items() if "pretrained" not in name}
+    [one], [other] = run_distributed(1, train, values), run_distributed(1, train, without)
+    assert same_weights(one.initial, other.initial) and one.losses == other.losses
+    assert not same_weights(one.initial, ours(folder))
+
+
+def test_no_rank_ever_holds_the_model(tmp_path: Path) -> None:
+    """Beside its shards a rank needs two chunks, however large a matrix is: a model of 2 MB, chunks of 4 kB."""
+    folder = write_folder("gpt2", tmp_path / "model", n_embd=96, n_head=3, vocab_size=2000)
+    for peaks in run_distributed(2, peak_of_loading, str(folder)):
+        assert peaks["model"] > 2e6
+        assert peaks["weights"] < 3 * 4096, peaks
+
+
+def peak_of_loading(distributed: Distributed, folder: str) -> dict[str, int]:
+    """The most bytes of tensors beside the shards while they are filled."""
+    from harness import layers_of
+
+    from megatron_lite.zero.multi_stage import MultiStage
+
+    files.CHUNK_BYTES = 4096
+    values, _ = with_source({**RUN, "pretrained_checkpoint_path": folder, "zero_stage": 3})
+    config = resolve(unflatten(values), distributed.world_size)
+    model = MultiStage(layers_of(config), config.multi_stage, config.batch, "fp32", distributed)
+    shapes = {slot.spec.name: slot.spec.shape for _, part in model.parts() for slot in part.layout.slots}
+    source = starting.open_pretrained(config, shapes, distributed, print)
+    with source, PeakMeter() as meter:
+        for _, part in model.parts():
+            part.read("weights")
+        before = meter.live
+        starting.load_weights(source, model, distributed)
+    return {"weights": meter.peak - before, "model": 4 * sum(int(np.prod(shape)) for shape in shapes.values())}
+
+
+def test_a_checkpoint_that_does_not_fit(saved: Path) -> None:
+    """With --ignore_pretrained_config=1 shapes decide: every one that differs is named in one line."""
+    source = open_source(saved)
+    with pytest.raises(CheckpointError, match="does not fit the model") as caught:
+        source.check({"embedding.word.weight": (61, 25), "head.output.weight": (61, 24)})
+    assert "embedding.word.weight has shape [61, 24], the model's has [61, 25]" in str(caught.value)
+    assert "head.output.weight is not in it" in str(caught.value) and "\n" not in str(caught.value)
