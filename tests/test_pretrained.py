@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from families import make_config, write_folder
 from harness import TINY
+from launch import run
 
 from megatron_lite.arguments import ParseError, parse
 from megatron_lite.checkpoint.stated import MODEL_OPTIONS
@@ -202,20 +202,15 @@ def test_only_the_architecture(folder: Path, tmp_path: Path) -> None:
     assert pretrained(tmp_path, "--load_pretrained_weights=0") == pretrained(folder)
 
 
-def start(*flags: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *RUN, *flags]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-
-
 def test_the_command_line_ends_with_code_4(folder: Path, tmp_path: Path) -> None:
     """One line on stderr, exit code 4, the same in exit.json."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "rwkv"}))
-    done = start(f"--pretrained_checkpoint_path={tmp_path / 'model'}", f"--experiment_dir={tmp_path / 'run'}",
-                 "--load_pretrained_weights=0")  # fmt: skip
-    assert done.returncode == 4, done.stderr
-    assert len(done.stderr.splitlines()) == 1 and "rwkv" in done.stderr and not done.stdout
+    (tmp_path / "model" / "model.safetensors").touch()
+    path, experiment = tmp_path / "model", tmp_path / "run"
+    outcome = run([*RUN, f"--pretrained_checkpoint_path={path}", f"--experiment_dir={experiment}"], 2)
+    assert outcome.codes == [4, 4], outcome.output
+    assert len(outcome.error_lines()) == 1 and "rwkv" in outcome.output and not any(outcome.stdouts)
     assert json.loads((tmp_path / "run" / "exit.json").read_text())["exit_code"] == 4
 
 
@@ -225,9 +220,9 @@ def test_dry_run_sees_the_model(folder: Path) -> None:
 
     changes = dict(rope_parameters=dict(rope_type="default", rope_theta=500.0), sliding_window=7)
     model = AutoModelForCausalLM.from_config(make_config("mistral, yarn, tied", **changes))
-    done = start("--dry_run=1", f"--pretrained_checkpoint_path={folder}")
-    assert done.returncode == 0, done.stderr
-    assert f"parameters: {sum(p.numel() for p in model.parameters()):,} " in done.stdout
+    outcome = run([*RUN, "--dry_run=1", f"--pretrained_checkpoint_path={folder}"])
+    assert outcome.codes == [0], outcome.output
+    assert f"parameters: {sum(p.numel() for p in model.parameters()):,} " in outcome.output
 
 
 def test_no_torch_for_a_hugging_face_folder(folder: Path) -> None:
