@@ -163,14 +163,22 @@ class ExportFolder:
         finally:
             os.close(descriptor)
 
-    def finish(self, config: Config, tokenizer_file: str | Path | None) -> None:
-        """Add the index and what describes the model, and make everything durable; then it can be published."""
+    def finish(
+        self, config: Config, tokenizer_file: str | Path | None, special_tokens: Mapping[str, int | None] | None = None
+    ) -> None:
+        """Add the index and what describes the model, and make everything durable; then it can be published.
+
+        special_tokens: ids by their names in config.json, where no tokenizer says them.
+        """
         assert not self._missing, f"weights left out: {sorted(self._missing)[:5]}"
         assert not self.overflow, self.overflow
         if (index := self.plan.index()) is not None:
             _write_json(self.folder / INDEX_NAME, index)
-        special_tokens = {} if tokenizer_file is None else copy_tokenizer(tokenizer_file, self.folder)
-        content = hugging_face_config(config, special_tokens)
+        tokens = dict(special_tokens or {})
+        if tokenizer_file is not None:
+            found = copy_tokenizer(tokenizer_file, self.folder)
+            tokens |= {key: token for key, token in found.items() if token is not None}
+        content = hugging_face_config(config, tokens)
         _write_json(self.folder / "config.json", content)
         generation = {key: content[key] for key in ("bos_token_id", "eos_token_id") if content[key] is not None}
         _write_json(self.folder / "generation_config.json", {"_from_model_config": True, **generation})

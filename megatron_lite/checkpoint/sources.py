@@ -113,7 +113,7 @@ class WeightSource(abc.ABC):
 
 class CheckpointSource(WeightSource):
     """One of our checkpoints. `average`: the running averages of its weights instead of the weights; frozen parameters
-    have none, and do not change.
+    have none, and do not change. `averaged` says which they are.
 
     Raises:
         DamagedError: if its manifest is not usable, or a file is missing or of another size.
@@ -136,7 +136,7 @@ class CheckpointSource(WeightSource):
             if size != file.size:
                 raise DamagedError(f"{name}: {size:,} bytes, the manifest says {file.size:,}")
         self.model = stated.resolved_model(stated.checkpoint_values(self.content.config, str(folder)), str(folder))
-        self._average = average
+        self.averaged = average
         if average and not any("average" in saved.slices for saved in self.content.parameters.values()):
             raise CheckpointError(f"{folder}: it holds no averaged weights (it was trained without --ema_type)")
 
@@ -165,7 +165,7 @@ class CheckpointSource(WeightSource):
 
     def _read(self, name: str, first: int, target: Tensor) -> None:
         saved = self.content.parameters[name]
-        kind = "average" if self._average and "average" in saved.slices else "weights"
+        kind = "average" if self.averaged and "average" in saved.slices else "weights"
         read_elements(self._files, saved, kind, first, target)
 
     def read_state(self, name: str, kind: str, first: int, target: Tensor) -> None:

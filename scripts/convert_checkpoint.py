@@ -1,0 +1,254 @@
+"""Convert a model: checkpoints of this program to Hugging Face folders and back, one tensor in memory at a time.
+
+    python scripts/convert_checkpoint.py --from=mine/checkpoints --to=exports/mine --format=huggingface --dtype=bf16
+    python scripts/convert_checkpoint.py --from=models/Mistral-7B --to=start/0 --format=distributed --verify
+
+--from is a Hugging Face folder, a checkpoint, or a folder of checkpoints (the newest good one). --to is made aside and
+renamed when it is complete; an existing folder is replaced with --exist_ok alone, and only if all in it could be of a
+checkpoint or an export. A Hugging Face folder becomes a checkpoint of iteration 0 with fp32 weights and no optimizer,
+for --pretrained_checkpoint_path, or to be resumed as <experiment_dir>/checkpoints/0. A checkpoint that becomes another
+one keeps all that it holds (with --weights=average: iteration and averages alone). --verify computes logits of random
+tokens from both sides with this program's own layers, one layer in memory at a time, before the folder appears.
+
+Exit codes: 0 done, 2 usage, 3 data (a tokenizer that cannot be read), 4 checkpoint (what is read cannot be used, or the
+two sides differ), 5 numerics (a weight is too large for --dtype), 8 storage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain checkout, not installed
+
+from megatron_lite.checkpoint import conversion, files  # noqa: E402
+from megatron_lite.checkpoint.folders import KINDS, weight_files  # noqa: E402
+from megatron_lite.checkpoint.headers import FLOATING, read_header  # noqa: E402
+from megatron_lite.checkpoint.sources import CheckpointSource, WeightSource, open_source  # noqa: E402
+from megatron_lite.config import Config  # noqa: E402
+from megatron_lite.errors import EXIT_DONE, CheckpointError, RunError, StorageError, UsageError  # noqa: E402
+from megatron_lite.gpt import build_gpt, parameters_of  # noqa: E402
+from megatron_lite.items import size_bytes  # noqa: E402
+from megatron_lite.kernels.choice import Kernels  # noqa: E402
+from megatron_lite.layers.ends import Head  # noqa: E402
+from megatron_lite.layers.layer import Layer, MicroBatch  # noqa: E402
+from megatron_lite.parameter import DTYPES, Parameter  # noqa: E402
+
+VERIFIED_ROWS, VERIFIED_TOKENS = 4, 64
+# Largest difference of logits over the largest logit. Weights that were rounded: 16 times the distance of two numbers.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-4, torch.float16: 2.0**-7}
+
+
+def shapes_of(source: WeightSource) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the parameters of a source's model, in its order."""
+    specs = [parameter.spec for parameter in parameters_of(build_gpt(source.model, 1))]
+    return [(spec.name, tuple(spec.shape)) for spec in specs]
+
+
+def stored_dtype(source: WeightSource) -> str:
+    """What the weights are meant to be used in: the dtype of a run, or the widest of a Hugging Face folder."""
+    if isinstance(source, CheckpointSource):
+        return str(source.content.config.get("training_dtype", "fp32"))
+    names, _ = weight_files(source.folder)
+    found = {FLOATING.get(tensor.dtype) for name in names for tensor in read_header(source.folder, name).values()}
+    found.discard(None)
+    return next((name for name, dtype in DTYPES.items() if found == {dtype}), "fp32")
+
+
+def tokenizer_of(options: argparse.Namespace, source: WeightSource) -> Path | None:
+    """The tokenizer that goes with the model: the one that is given, or the one that is there."""
+    if options.tokenizer_file is not None:
+        given: Path = options.tokenizer_file
+        return given
+    if isinstance(source, CheckpointSource):
+        named = source.content.config.get("tokenizer_file")
+        if named is not None and not Path(named).is_file():
+            print(f"WARNING: its tokenizer {named} is not there; give --tokenizer_file to take one along")
+        return Path(named) if named is not None and Path(named).is_file() else None
+    beside = source.folder / "tokenizer.json"
+    return beside if beside.is_file() else None
+
+
+def check_target(options: argparse.Namespace, source: WeightSource) -> None:
+    """Refuse a target that would cost anything.
+
+    Raises:
+        UsageError: if it exists, or is the source, or cannot be resumed under its name.
+    """
+    target, origin = options.to.resolve(), source.folder.resolve()
+    typed = f"--to={options.to}"
+    if target == origin or origin in target.parents or target in origin.parents:
+        raise UsageError(f"{typed}: one of this folder and {source.folder} is inside the other; choose another")
+    iteration = source.content.iteration if isinstance(source, CheckpointSource) else 0
+    if options.format == "distributed" and options.to.name.isdecimal() and options.to.name != str(iteration):
+        raise UsageError(
+            f"{typed}: checkpoints are named after their iteration, which is {iteration}; write "
+            f"--to={options.to.with_name(str(iteration))}"
+        )
+    if not options.to.is_symlink() and options.to.is_dir() and not any(options.to.iterdir()):
+        return
+    if options.to.is_symlink() or options.to.exists():
+        if not options.exist_ok:
+            raise UsageError(f"{typed}: it exists; choose another, or replace it with --exist_ok")
+        if not files.has_only_our_files(options.to):
+            raise UsageError(
+                f"{typed}: it holds other things than a checkpoint or an export, which are not replaced; choose another"
+            )
+
+
+def convert(options: argparse.Namespace) -> str:
+    """Do it; returns what to say at the end.
+
+    Raises:
+        RunError: of the kind that fits; nothing appears under --to then.
+    """
+    limit_bytes = size_bytes(options.shard_size, "shard_size")
+    if options.dtype is not None and options.format == "distributed":
+        raise UsageError(f"--dtype={options.dtype}: a checkpoint holds fp32 weights; leave --dtype out")
+    if options.tokenizer_file is not None and options.format == "distributed":
+        raise UsageError("--tokenizer_file: a checkpoint holds no tokenizer; leave it out")
+    with open_source(options.source, weights=options.weights) as source:
+        check_target(options, source)
+        shapes = shapes_of(source)
+        source.check(dict(shapes))
+        source.verify()
+        averages = " (its averages)" if options.weights == "average" else ""
+        print(f"from {source.folder}: {source.describe()}{averages}", flush=True)
+        used = stored_dtype(source)
+        config = conversion.described_config(source, used)
+        training = dataclasses.replace(config.training, export_dtype=options.dtype or used)
+        config = dataclasses.replace(config, training=training)
+        options.to.parent.mkdir(parents=True, exist_ok=True)
+        files.recover(options.to.parent, options.to.name)
+        temporary = files.work_path(options.to, "tmp", files.new_nonce())
+        try:
+            said = write(options, temporary, source, shapes, config, limit_bytes)
+            files.publish(temporary, options.to, files.has_only_our_files)
+        except BaseException:
+            files.remove_folder(temporary)
+            raise
+    return said
+
+
+def write(
+    options: argparse.Namespace, temporary: Path, source: WeightSource, shapes: list[tuple[str, tuple[int, ...]]],
+    config: Config, limit_bytes: int,
+) -> str:  # fmt: skip
+    """Write and verify the folder before it gets its name; returns what it is.
+
+    Raises:
+        RunError, OSError: if that does not work.
+    """
+    if options.format == "huggingface":
+        tokenizer_file = tokenizer_of(options, source)
+        plan = conversion.write_huggingface(temporary, source, shapes, config, limit_bytes, tokenizer_file)
+        said = f"a Hugging Face folder, {config.training.export_dtype}, {plan.total_bytes:,} bytes of weights"
+        said += " with a tokenizer" if tokenizer_file else ", no tokenizer"
+        num_files = len(plan.names)
+    else:
+        content = conversion.write_checkpoint(temporary, source, shapes, config, limit_bytes)
+        said = f"a checkpoint of iteration {content.iteration}, to be resumed as checkpoints/{content.iteration} of an "
+        said, num_files = said + "--experiment_dir", len(content.files)
+    print(f"written: {num_files} file{'' if num_files == 1 else 's'}", flush=True)
+    if options.verify:
+        dtype = config.training.export_dtype
+        own = config.distributed.training_dtype if source.kind == "huggingface" else "fp32"  # of what is read
+        is_rounded = options.format == "huggingface" and dtype not in ("fp32", own)
+        verify(source, temporary, DTYPES[dtype if is_rounded and dtype else "fp32"])
+    return f"{options.to}: {said}"
+
+
+def verify(source: WeightSource, folder: Path, dtype: torch.dtype) -> None:
+    """Compare logits of both sides; `dtype`: what the weights were rounded to (fp32: they were not).
+
+    Raises:
+        CheckpointError: if they differ by more than rounding explains.
+    """
+    length = min(VERIFIED_TOKENS, source.model.max_position_embeddings or VERIFIED_TOKENS)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(source.model.vocab_size, (VERIFIED_ROWS, length), generator=generator)
+    with open_source(folder) as written:
+        written.check(dict(shapes_of(written)))
+        before, after = logits_of(source, tokens), logits_of(written, tokens)
+    largest, difference = float(before.abs().max()), float((after - before).abs().max())
+    found = f"largest difference of {VERIFIED_ROWS} x {length} x {before.shape[-1]} logits: {difference:.3g}"
+    limit = TOLERANCE[dtype] * max(largest, 1e-30)
+    text = f"{found} (at most {limit:.3g}; the largest logit is {largest:.3g})"
+    if not difference <= limit:  # NaN is not
+        raise CheckpointError(f"--verify: {text}: nothing was kept; please report this")
+    print(f"verified: {text}", flush=True)
+
+
+@torch.no_grad()
+def logits_of(source: WeightSource, tokens: torch.Tensor) -> torch.Tensor:
+    """(b, s) tokens -> (b, s, v) logits in fp32, with the weights of one layer (and a tied head's) at a time."""
+    model = dataclasses.replace(source.model, make_vocab_size_divisible_by=1)
+    hidden, micro_batch = None, MicroBatch(tokens, tokens)
+    *layers, head = build_gpt(model, tokens.shape[1], Kernels(attention="math"))
+    for layer in layers:
+        fill(layer, source)
+        hidden = layer(hidden, micro_batch)
+        if layer not in head.borrows_from:
+            layer.to("meta")
+    fill(head, source)
+    assert isinstance(head, Head) and hidden is not None
+    return head.logits(hidden)
+
+
+def fill(layer: Layer, source: WeightSource) -> None:
+    """Give a layer its parameters."""
+    for module in layer.modules():
+        for attribute, declared in list(module.named_parameters(recurse=False)):
+            assert isinstance(declared, Parameter)
+            values = conversion.read_whole(source, declared.spec.name, tuple(declared.spec.shape))
+            parameter = Parameter(values, requires_grad=False)
+            parameter.spec = declared.spec
+            setattr(module, attribute, parameter)
+
+
+def folder(text: str) -> Path:
+    """A path as typed behind a flag, where the shell leaves a ~ alone."""
+    return Path(text).expanduser()
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n")[0], epilog="Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, "
+        "5 numerics, 8 storage.", allow_abbrev=False,
+    )  # fmt: skip
+    whence = "Hugging Face folder, checkpoint, or folder of checkpoints"
+    parser.add_argument("--from", dest="source", type=folder, required=True, help=whence)
+    parser.add_argument("--to", type=folder, required=True, help="the folder that is made")
+    parser.add_argument("--format", choices=KINDS, required=True, help="what it will be")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of a Hugging Face folder (default: as trained or read)")
+    parser.add_argument("--shard_size", default="5GB", help="largest file, as 5GB, 500MB, 2GiB or bytes (default: 5GB)")
+    parser.add_argument("--weights", choices=("raw", "average"), default="raw", help="which of a checkpoint's own")
+    parser.add_argument("--tokenizer_file", type=folder, help="tokenizer.json to take along (default: its own)")
+    parser.add_argument("--exist_ok", action="store_true", help="replace --to, if it is a checkpoint or an export")
+    parser.add_argument("--verify", action="store_true", help="compare logits of both sides")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Convert; returns the exit code."""
+    options = parse(arguments)
+    try:
+        print(convert(options))
+    except RunError as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        reason = f"{error.filename or options.to}: {error.strerror or error}"
+        print(f"ERROR: {reason}; make room or choose another --to", file=sys.stderr)
+        return StorageError.exit_code
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
