@@ -64,6 +64,10 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     },
     "experiment": {"agreement", "config", "distributed", "durable"},
     "agreement": {"distributed", "exits"},
+    "generation": {
+        "agreement", "checkpoint", "config", "data", "distributed", "experiment", "gpt", "kernels", "layers", "monitor",
+        "parameter", "seeds", "stop_signal", "validation", "zero",
+    },
 }
 # Modules at the top: they put the parts together.
 IMPORT_ALL = {"train", "build", "__init__"}

@@ -8,6 +8,7 @@ programs can load it. `tokenizers` is imported only where it is used: reading to
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -39,13 +40,17 @@ class Tokenizer(Protocol):
     vocab_size: int
     end_of_document: int
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, template: bool = False) -> list[int]:
+        """template: with the tokens that the tokenizer's file puts around a text (a beginning <s>), if any."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """One array of ids for each text."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids, without the end-of-document token; bytes that are not UTF-8 become U+FFFD."""
+
+    def token_bytes(self) -> NDArray[np.int64]:
+        """Of each id, the bytes of UTF-8 that it adds to a text, (vocab_size,): none for special tokens."""
 
 
 class ByteTokenizer:
@@ -54,7 +59,7 @@ class ByteTokenizer:
     vocab_size = 257
     end_of_document = 256
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, template: bool = False) -> list[int]:
         return list(text.encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
@@ -62,6 +67,9 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(number for number in ids if number < 256).decode(errors="replace")
+
+    def token_bytes(self) -> NDArray[np.int64]:
+        return np.array([1] * 256 + [0])
 
 
 class JsonTokenizer:
@@ -89,8 +97,8 @@ class JsonTokenizer:
         self.end_of_document_token = token
         self.end_of_document = int(self._tokenizer.token_to_id(token))
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+    def encode(self, text: str, template: bool = False) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=template).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -99,6 +107,28 @@ class JsonTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         kept = [int(number) for number in ids if number != self.end_of_document]
         return str(self._tokenizer.decode(kept, skip_special_tokens=False))
+
+    def token_bytes(self) -> NDArray[np.int64]:
+        """In a byte-level vocabulary each character stands for a byte. Elsewhere a token counts as what it adds to the
+        text behind another one, and one of byte fallback, <0x0A>, as one byte.
+        """
+        added = self._tokenizer.get_added_tokens_decoder()
+        vocabulary, counts = self._tokenizer.get_vocab(), np.zeros(self.vocab_size, dtype=np.int64)
+        anchor = max((token for token in vocabulary if token.isascii() and token.isalpha()), default="")
+        is_byte_level = '"ByteLevel"' in json.dumps(json.loads(self._tokenizer.to_str())["decoder"])
+        for token, number in vocabulary.items():
+            if number in added:
+                special = added[number].special or number == self.end_of_document
+                counts[number] = 0 if special else len(added[number].content.encode())
+            elif is_byte_level:
+                counts[number] = len(token)
+            elif re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
+                counts[number] = 1
+            else:
+                first = [self._tokenizer.token_to_id(anchor)] if anchor else []
+                both, alone = self._tokenizer.decode([*first, number]), self._tokenizer.decode(first)
+                counts[number] = len(both.encode()) - len(alone.encode())
+        return counts
 
 
 def load_tokenizer(path: str, end_of_document: str | None = None, special_tokens: bool = False) -> Tokenizer:

@@ -56,11 +56,16 @@ class Attention(torch.nn.Module):
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         """(b, s, h) -> (b, s, h), from the norm to the residual sum."""
-        table = self.rotary.table(hidden) if self.rotary is not None else None
+        positions, table = micro_batch.positions, None
+        if self.rotary is not None:
+            table = self.rotary.table(hidden) if positions is None else self.rotary.at(positions)
         projection = self.query_key_value(hidden)  # (b, s, (n + 2 g) d)
         heads = self.heads(projection, table)
         seed = micro_batch.site_seed(self.name)
         documents, backend = micro_batch.documents, self.kernels.attention
+        if micro_batch.cache is not None:
+            context = micro_batch.cache.attend(self.name, *heads, self.window, self.scale, self.softmax_in_fp32)
+            return self.output(context.transpose(1, 2).flatten(2))
         context = attention(
             *heads, self.window, self.dropout, seed, backend=backend, documents=documents, scale=self.scale,
             softmax_in_fp32=self.softmax_in_fp32,

@@ -39,10 +39,13 @@ class Embedding(Layer):
         self.backward_needs_weights = self.norm is not None and self.norm.weight is not None
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
+        """From tokens alone; at the positions of the micro-batch, or counting from 0."""
         assert hidden is None
         hidden = embedding(self.word, micro_batch.tokens, self.kernels.triton, self.dtype)
-        if self.position is not None:
+        if self.position is not None and micro_batch.positions is None:
             hidden = add_positions(hidden, self.position)
+        elif self.position is not None:
+            hidden = hidden + self.position[micro_batch.positions]
         if self.norm is not None:
             hidden = self.norm(hidden)
         return dropout(hidden, self.dropout, micro_batch.site_seed("embedding"))
@@ -79,7 +82,10 @@ class Head(Layer):
         return embedding.word
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        """Without a gradient scale nothing but the cross-entropy is computed."""
+        """Without a gradient scale nothing but the cross-entropy is computed; with a cache, logits (t, v) are."""
+        if micro_batch.cache is not None:
+            assert hidden is not None
+            return self.logits(hidden[:, micro_batch.cache.answered])[0]
         loss = self._summed_loss(hidden, micro_batch)
         return loss if micro_batch.loss_weight == 1.0 else loss * micro_batch.loss_weight
 

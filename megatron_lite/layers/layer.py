@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.attention import Documents
 from megatron_lite.kernels.linear import linear
+from megatron_lite.layers.cache import CachePass
 from megatron_lite.parameter import Initializer, ParameterSpec, declare
 from megatron_lite.seeds import derive_seed
 
@@ -25,6 +26,8 @@ class MicroBatch:
     dropout_seed: int | None = None  # None: nothing is dropped
     documents: Documents | None = None  # None: attention crosses their borders
     loss_weight: float = 1.0  # of the summed loss; `gradient_scale` holds it, too
+    cache: CachePass | None = None  # what grows; the head then gives logits (t, v) and no loss
+    positions: Tensor | None = None  # (b, s) int64; None: 0, 1, 2, ... in every sample
 
     def site_seed(self, site: str) -> int | None:
         """The seed of one place that drops."""

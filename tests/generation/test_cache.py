@@ -1,0 +1,112 @@
+"""Texts that grow with a cache are those that transformers generates, whatever grows beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.generation.choosing import Choice, Chooser
+from megatron_lite.generation.continuation import Limits, Text, continue_texts
+from megatron_lite.generation.model import LocalModel, load_model
+from megatron_lite.layers.cache import KeyValueCache
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+import families  # noqa: E402
+
+CPU = torch.device("cpu")
+LENGTHS = (1, 3, 12, 20, 6)  # of prompts; the windows of the families have 7 tokens
+NEW_TOKENS = 14
+
+
+class Recorder(Chooser):
+    """Takes the most probable token, and keeps the logits."""
+
+    def __init__(self) -> None:
+        super().__init__(Choice(), 0)
+        self.logits: list[Tensor] = []
+
+    def __call__(self, logits: Tensor) -> int:
+        self.logits.append(logits.clone())
+        return super().__call__(logits)
+
+
+def grow(model: LocalModel, prompts: list[list[int]], rows: int, new_tokens: int = NEW_TOKENS) -> list[Text]:
+    texts = [Text(prompt, Recorder()) for prompt in prompts]
+    ended = list(continue_texts(model, texts, Limits(new_tokens, 40), rows))
+    assert len(ended) == len(texts) and all(text.finish is not None for text in texts)
+    return texts
+
+
+def prompts_of(seed: int = 0) -> list[list[int]]:
+    return [families.random_tokens(1, length, seed=seed + length)[0].tolist() for length in LENGTHS]
+
+
+def generated(model: Any, prompt: list[int], new_tokens: int = NEW_TOKENS) -> list[int]:
+    """By transformers, alone, without ends."""
+    tokens = torch.tensor([prompt])
+    more = dict(max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+    found = model.generate(tokens, attention_mask=torch.ones_like(tokens), **more)
+    return found[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_greedy_texts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Token for token, prompts of different lengths side by side; logits to 1e-5 of those of the whole text."""
+    families.write_folder(name, tmp_path)
+    theirs, ours = families.load_model(tmp_path), load_model(tmp_path, 40, "fp32", CPU)
+    texts = grow(ours, prompts_of(), rows=3)
+    assert [text.tokens for text in texts] == [generated(theirs, text.prompt) for text in texts]
+    for text in texts:
+        whole = families.logits_of(theirs, torch.tensor([text.prompt + text.tokens[:-1]]))[0]
+        assert isinstance(text.choose, Recorder)
+        torch.testing.assert_close(torch.stack(text.choose.logits), whole[len(text.prompt) - 1 :], rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory: pytest.TempPathFactory) -> LocalModel:
+    folder = tmp_path_factory.mktemp("mistral")
+    return load_model(families.write_folder("mistral, window", folder), 40, "fp32", CPU)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_text_does_not_depend_on_its_neighbours(dtype: str, rows: int, tmp_path: Path) -> None:
+    """Not in a bit: alone, in another order, beside others that end sooner and make room."""
+    model = load_model(families.write_folder("starcoder2, window", tmp_path), 40, dtype, CPU)
+    together = grow(model, prompts_of(), rows)
+    backwards = grow(model, prompts_of()[::-1], rows)[::-1]
+    for one, other in zip(together, backwards, strict=True):
+        (alone,) = grow(model, [one.prompt], rows)
+        for text in (other, alone):
+            assert text.tokens == one.tokens
+            assert torch.equal(torch.stack(text.choose.logits), torch.stack(one.choose.logits))  # type: ignore[attr-defined]
+
+
+def test_texts_end_one_by_one_and_where_the_model_ends(mistral: LocalModel) -> None:
+    """Texts of different lengths to come: each has its own end, and none loses its place."""
+    prompts = prompts_of()
+    alone = {len(prompt): grow(mistral, [prompt], 1)[0].tokens for prompt in prompts}
+    texts = [Text(prompt, Recorder()) for prompt in prompts]
+    limits = Limits(NEW_TOKENS, 24, stops=lambda text: len(text.tokens) * 2 > len(text.prompt) + 3)
+    order = [len(text.prompt) for text in continue_texts(mistral, texts, limits, 2)]
+    assert order == [1, 3, 6, 20, 12] or sorted(order) == sorted(LENGTHS)
+    for text in texts:
+        assert text.tokens == alone[len(text.prompt)][: len(text.tokens)]
+    assert {len(text.prompt): text.finish for text in texts} == {
+        1: "stop", 3: "stop", 12: "stop", 20: "context", 6: "stop",
+    }  # fmt: skip
+
+
+def test_a_cache_holds_what_can_be_looked_at() -> None:
+    """A window of 7 needs 7 slots; without one there are as many as the longest text, whatever is read."""
+    cache = KeyValueCache(3, 30)
+    like = torch.zeros(1, 2, 5, 8)
+    for block, window, slots in (("a", 7, 7), ("b", None, 30), ("c", 100, 30)):
+        texts = cache.of(block, like, window)
+        assert [keys.shape for keys, _ in texts] == [values.shape for _, values in texts] == [(2, slots, 8)] * 3
+        assert cache.of(block, like, window) is texts
+    assert cache.nbytes() == 2 * 4 * 3 * 2 * 8 * (7 + 30 + 30)

@@ -1,0 +1,146 @@
+"""Prompts, stop strings and the text of a continuation, with tokenizers whose tokens are not letters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer, Tokenizer, save_byte_tokenizer, train_tokenizer
+from megatron_lite.errors import DataError
+from megatron_lite.generation.choosing import Choice, Chooser
+from megatron_lite.generation.continuation import Limits, Text
+from megatron_lite.generation.prompts import (
+    Continuations,
+    encode_prompt,
+    end_tokens,
+    numbered,
+    open_tokenizer,
+    read_prompts,
+)
+
+CHOOSE = Chooser(Choice(), 0)
+
+
+def metaspace_tokenizer(folder: Path) -> JsonTokenizer:
+    """As those of Llama 2 and Mistral: a space is part of the word behind it, a text begins with <s>."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, normalizers, processors
+
+    words = ["<unk>", "<s>", "</s>", "<0x0A>", "▁", "▁the", "▁cat", "s", "▁s", "a", "t", "é", "▁a"]
+    tokenizer = Library(models.BPE({w: i for i, w in enumerate(words)}, [], unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return JsonTokenizer(str(folder / "tokenizer.json"))
+
+
+def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int], stops: tuple[str, ...] = ()) -> str:
+    return Continuations(tokenizer, stops).text(Text(prompt, CHOOSE, tokens))
+
+
+def test_a_continuation_keeps_the_space_before_its_first_word(tmp_path: Path) -> None:
+    tokenizer = metaspace_tokenizer(tmp_path)
+    assert tokenizer.decode([6]) == "cat", "alone, a first word loses its space"
+    assert continuation(tokenizer, [1, 5], [6, 7, 3, 9]) == " cats\na"
+    assert tokenizer.encode("a", template=True) == [1, *tokenizer.encode("a")]
+
+
+@pytest.mark.parametrize("cuts", [(1,), (2,), (3, 1), (5,)], ids=str)
+def test_a_stop_string_ends_a_text_wherever_its_tokens_begin(cuts: tuple[int, ...], tmp_path: Path) -> None:
+    """Growing token by token, a text ends with the token that completes the stop string, and is cut before it."""
+    whole, stop = "one two END three", "END"
+    tokenizer = train_tokenizer(iter([whole, " END", "two EN", "D three"] * 20), 290, str(tmp_path / "t.json"))
+    pieces, at = [], 0
+    while at < len(whole):
+        size = cuts[len(pieces) % len(cuts)]
+        pieces += tokenizer.encode(whole[at : at + size])
+        at += size
+    text, continuations = Text([], CHOOSE), Continuations(tokenizer, ("unused", stop))
+    limits = Limits(1000, 1000, stops=continuations.stopped)
+    for token in pieces:
+        limits.finish(text, token)
+        if text.finish:
+            break
+    assert text.finish == "stop" and continuations.text(text) == "one two "
+    assert stop not in tokenizer.decode(text.tokens[:-1])
+
+
+def test_of_several_stop_strings_the_first_to_be_complete_counts() -> None:
+    letters = list(b"xabcab")
+    tokenizer = ByteTokenizer()
+    assert continuation(tokenizer, [65], letters, ("cab", "bc")) == "xa"
+    assert continuation(tokenizer, [65], letters, ("bc", "abc", "c")) == "x"  # complete together: the longest
+    assert continuation(tokenizer, [65], letters, ("A",)) == "xabcab"  # the prompt has it
+    assert continuation(tokenizer, [0xC3], [0xA9, 65], ()) in ("\ufffdA", "é" + "A")
+
+
+def test_a_text_ends_at_the_first_limit() -> None:
+    def finish(limits: Limits, tokens: list[int]) -> tuple[str | None, list[int]]:
+        text = Text([1, 2], CHOOSE)
+        for token in tokens:
+            if text.finish is None:
+                limits.finish(text, token)
+        return text.finish, text.tokens
+
+    assert finish(Limits(3, 100, {9}), [4, 5, 6, 7]) == ("length", [4, 5, 6])
+    assert finish(Limits(3, 4, {9}), [4, 5, 6, 7]) == ("context", [4, 5])
+    assert finish(Limits(3, 5, {9}), [4, 5, 6, 7]) == ("length", [4, 5, 6])
+    assert finish(Limits(3, 100, {9, 5}), [4, 5, 6, 7]) == ("end", [4])
+
+
+def test_end_tokens_are_those_of_the_folder_too(tmp_path: Path) -> None:
+    tokenizer = ByteTokenizer()
+    assert end_tokens(tmp_path, tokenizer) == {256}
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
+    assert end_tokens(tmp_path, tokenizer) == {256, 5}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    assert end_tokens(tmp_path, tokenizer) == {256, 7, 8}
+    (tmp_path / "generation_config.json").write_text("[")
+    assert end_tokens(tmp_path, tokenizer) == {256, 5}
+
+
+def test_prompts_are_lines_and_equal_ones_are_numbered() -> None:
+    assert read_prompts("\ufeffa\r\n\n \nb c\n\u2028d".encode(), "--x") == ["a", "b c", "\u2028d"]
+    assert numbered(["a", "b", "a", "a"]) == [("a", 0), ("b", 0), ("a", 1), ("a", 2)]
+
+
+def test_prompts_fit_the_model_or_are_refused() -> None:
+    tokenizer = ByteTokenizer()
+    assert encode_prompt(tokenizer, "", True, 257, 4) == [256]
+    assert encode_prompt(tokenizer, "abc", True, 257, 4) == [97, 98, 99]
+    with pytest.raises(DataError, match="4 tokens.*4 at most"):
+        encode_prompt(tokenizer, "abcd", True, 257, 4)
+    with pytest.raises(DataError, match="vocabulary of 99"):
+        encode_prompt(tokenizer, "abc", True, 99, 10)
+    with pytest.raises(DataError, match="vocabulary of 99"):
+        encode_prompt(tokenizer, "", True, 99, 10)
+
+
+def test_token_bytes_add_up_to_the_text(tmp_path: Path) -> None:
+    """Of byte-level vocabularies exactly, of others but for the space that a decoder strips from the beginning."""
+    text = "the cats' café, zoë\n\n日本語 🎉 END"
+    save_byte_tokenizer(str(tmp_path / "bytes.json"))
+    trained = train_tokenizer(iter([text * 5]), 300, str(tmp_path / "trained.json"))
+    for tokenizer in (ByteTokenizer(), JsonTokenizer(str(tmp_path / "bytes.json")), trained):
+        counts = tokenizer.token_bytes()
+        assert counts.shape == (tokenizer.vocab_size,) and counts[tokenizer.end_of_document] == 0
+        assert counts[tokenizer.encode(text)].sum() == len(text.encode())
+    other = metaspace_tokenizer(tmp_path)
+    tokens = [5, 6, 7, 3, 11, 12]
+    assert other.token_bytes()[tokens].sum() == len(" the cats\né a".encode())
+    assert other.token_bytes()[[0, 1, 2]].tolist() == [0, 0, 0]
+
+
+def test_tokenizers_of_folders(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no tokenizer.json; name one with --tokenizer_file"):
+        open_tokenizer(tmp_path, None, False)
+    save_byte_tokenizer(str(tmp_path / "tokenizer.json"))
+    spelled = "<|endoftext|>"
+    assert open_tokenizer(tmp_path, None, True).encode(spelled) == [256]
+    assert len(open_tokenizer(tmp_path, None, False).encode(spelled)) == len(spelled)
+    assert open_tokenizer(tmp_path, "byte", False).encode("a") == [97]
