@@ -1,138 +1,180 @@
-"""scripts/generate.py: the tokens that transformers would generate, from the same folder, and clear errors."""
+"""scripts/generate.py: what it prints for prompts of every kind, from every kind of folder, and clear errors."""
 
-import dataclasses
+from __future__ import annotations
+
 import importlib.util
-import itertools
+import io
 import json
-import math
 import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from harness import run_distributed, tiny_config
 
-from megatron_lite.checkpoint.architectures import hugging_face_config
-from megatron_lite.config import BatchConfig, Config, DataConfig, ModelConfig
 from megatron_lite.data.tokenizing import save_byte_tokenizer
-from megatron_lite.validation import resolve
+from megatron_lite.distributed import Distributed
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "generate.py"
-VOCABULARY = 257  # the byte tokenizer's
-PROMPT = "def f("
-ROTARY = dict(
-    vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    intermediate_size=48, max_position_embeddings=40, initializer_range=0.3,
+PROMPTS = ("def f(", "a", "the quick brown fox", "a")
+MODEL = dict(
+    vocab_size=257, sequence_length=64, max_position_embeddings=64, use_rotary_embeddings=True, gated=True,
+    normalization_type="rms_norm", add_linear_biases=False, head_groups=2, init_method_std=0.4, window_size=9,
 )  # fmt: skip
-CASES = {
-    "llama": ("Llama", ROTARY | dict(tie_word_embeddings=False)),
-    "llama, tied, biases": ("Llama", ROTARY | dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True)),
-    "mistral, window": ("Mistral", ROTARY | dict(sliding_window=7, head_dim=16)),
-    "starcoder2": ("Starcoder2", ROTARY | dict(use_bias=True, sliding_window=None)),
-    "gpt2": ("GPT2", dict(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=40,
-                          initializer_range=0.3)),
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def script():
+def script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("generate", SCRIPT)
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def save_model(folder, name, options):
-    """A random model of transformers', with values large enough that the most probable token is clear."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    config = getattr(transformers, f"{name}Config")(**options, bos_token_id=None, eos_token_id=None, pad_token_id=0)
-    torch.manual_seed(3)
-    model = getattr(transformers, f"{name}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}")(config).eval()
-    with torch.no_grad():  # biases and norms that start at 0 and 1 would hide mistakes
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    save_byte_tokenizer(str(folder / "tokenizer.json"))
-    return model
+def save_model(distributed: Distributed, folder: str) -> None:
+    """A run without training leaves both: the checkpoint of its last iteration, and an export."""
+    from megatron_lite.build import build
+    from megatron_lite.experiment import Experiment
+    from megatron_lite.stop_signal import StopSignal
+    from megatron_lite.train import train
+
+    options = MODEL | dict(
+        train_iters=1, lr=1e-6, lr_warmup_iters=0, experiment_dir=f"{folder}/run", export_interval=1, zero_stage=3,
+        tokenizer_file=f"{folder}/tokenizer.json", checkpoint_interval=1,
+    )  # fmt: skip
+    config, stop = tiny_config(distributed.world_size, **options), StopSignal()
+    assert train(build(config, distributed, Experiment(config, distributed), stop, ()))[0] == 0
+    stop.restore()
 
 
 @pytest.fixture(scope="module")
-def export(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("export")
-    save_model(folder, *CASES["llama"])
-    return folder
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_byte_tokenizer(str(folder / "tokenizer.json"))
+    run_distributed(2, save_model, str(folder))
+    return folder / "run"
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_greedy_text_is_that_of_transformers(case, tmp_path, script):
-    model = save_model(tmp_path, *CASES[case])
-    tokens = list(PROMPT.encode())
-    expected = model.generate(torch.tensor([tokens]), max_new_tokens=25, do_sample=False)[0, len(tokens) :].tolist()
-    config, layers = script.load_model(tmp_path, 40, torch.device("cpu"))
-    generated = script.generate(layers, tokens, config.max_position_embeddings, 0.0, None, 0)
-    assert list(itertools.islice(generated, 25)) == expected
-    assert len(set(expected)) > 5, "a text of few tokens proves little"
+@pytest.fixture(scope="module")
+def export(run: Path) -> Path:
+    return run / "export" / "1"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(use_rotary_embeddings=True, gated=True, normalization_type="rms_norm", add_linear_biases=False),
-        dict(use_rotary_embeddings=True, gated=True, normalization_type="rms_norm", tie_word_embeddings=False,
-             rotary_embedding_scale=-math.log(500_000), head_groups=2, kv_channels=24, activation_type="relu"),
-        dict(use_rotary_embeddings=True, gated=True, normalization_type="rms_norm", add_linear_biases=False,
-             window_size=5),
-        dict(use_rotary_embeddings=True, window_size=9, layer_norm_eps=1e-3, activation_type="gelu_exact"),
-        dict(max_position_embeddings=100, ffn_hidden_size=50, activation_type="squared_relu"),
-    ],
-)  # fmt: skip
-def test_our_exports_describe_the_model_that_was_trained(options, tmp_path, script):
-    model = ModelConfig(num_layers=3, hidden_size=64, num_attention_heads=4, vocab_size=99, **options)
-    data = DataConfig(dataset_source="random")
-    config = resolve(Config(model=model, batch=BatchConfig(sequence_length=100), data=data), 1)
-    (tmp_path / "config.json").write_text(json.dumps(hugging_face_config(config, {})))
-    names = {"c_proj.bias"} if config.model.add_linear_biases else set()
-    names |= set() if config.model.tie_word_embeddings else {"lm_head.weight"}
-    _, found = script.model_config(tmp_path / "config.json", names)
-    assert dataclasses.replace(found, max_position_embeddings=None) == dataclasses.replace(
-        config.model, max_position_embeddings=None, rotary_embedding_scale=found.rotary_embedding_scale
-    )
-    if model.use_rotary_embeddings:
-        assert found.rotary_embedding_scale == pytest.approx(config.model.rotary_embedding_scale, rel=1e-12)
-    assert found.max_position_embeddings >= 100
+@pytest.fixture
+def call(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """The script in this process: exit code, standard output, standard error."""
+
+    def start(*arguments: Any) -> tuple[int, str, str]:
+        code = script.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return start
 
 
-def test_beyond_the_longest_text_the_oldest_tokens_are_forgotten(export, script):
-    config, layers = script.load_model(export, 8, torch.device("cpu"))
-    first = list(itertools.islice(script.generate(layers, [9] * 50 + [1, 2, 3, 4], 4, 0.0, None, 0), 20))
-    second = list(itertools.islice(script.generate(layers, [1, 2, 3, 4], 4, 0.0, None, 0), 20))
-    assert first == second
+def objects(output: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.splitlines()]
 
 
-def test_draws_repeat_with_the_seed_and_stay_within_top_k(export, script):
-    _, layers = script.load_model(export, 64, torch.device("cpu"))
-
-    def draw(temperature, top_k, seed):
-        return list(itertools.islice(script.generate(layers, [1, 2, 3], 40, temperature, top_k, seed), 20))
-
-    assert draw(1.0, None, 1) == draw(1.0, None, 1) != draw(1.0, None, 2)
-    assert draw(5.0, 1, 1) == draw(0.0, None, 2)  # the best one of one
-    assert draw(1.0, 10_000, 1) == draw(1.0, None, 1)
+def repeated(flag: str, values: tuple[str, ...]) -> list[str]:
+    return [f"{flag}={value}" for value in values]
 
 
-def test_command_prints_prompt_and_continuation(export, script, capsys):
-    arguments = ["--model", str(export), "--prompt", PROMPT, "--max_new_tokens", "5", "--seed", "3", "--top_k=20"]
-    assert script.main(arguments) == 0
-    first = capsys.readouterr().out
-    assert first.startswith(PROMPT) and len(first) > len(PROMPT) + 1
-    assert script.main(arguments) == 0 and capsys.readouterr().out == first
-    assert script.main(["--model", str(export), "--prompt", "", "--max_new_tokens", "2"]) == 0
+def test_greedy_texts_are_those_of_transformers_on_the_export(export: Path, call: Callable[..., Any]) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    model = transformers.AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(export)
+    options = ("--temperature=0", "--max_new_tokens=30", "--json_lines", "--batch_size=2")
+    code, output, _ = call("--model", export, *repeated("--prompt", PROMPTS), *options)
+    assert code == 0
+    for line, prompt in zip(objects(output), PROMPTS, strict=True):
+        inputs = tokenizer(prompt, return_tensors="pt")
+        expected = model.generate(**inputs, max_new_tokens=30, do_sample=False, pad_token_id=0)
+        expected = expected[0, inputs["input_ids"].shape[1] :].tolist()
+        found = line["tokens"] + [256] * (line["finish"] == "end")
+        assert (line["prompt"], found) == (prompt, expected)
+        assert line["prompt_tokens"] == len(prompt)
+        assert line["text"].encode() == bytes(line["tokens"]).decode(errors="replace").encode()
+    assert len({token for line in objects(output) for token in line["tokens"]}) > 10, "few tokens prove little"
 
 
-def test_text_ends_at_the_end_of_document(export, script, monkeypatch, capsys):
-    monkeypatch.setattr(script, "generate", lambda *_: iter([72, 105, 256, 72, 105]))
-    assert script.main(["--model", str(export), "--prompt", "Oh, "]) == 0
-    assert capsys.readouterr().out == "Oh, Hi\n"
+def test_a_checkpoint_gives_the_texts_of_its_export(run: Path, export: Path, call: Callable[..., Any]) -> None:
+    """From the export, the checkpoint, and the folder of checkpoints; the tokenizer is the one it was trained with."""
+    options = ("--prompt", "the", "--temperature=0", "--max_new_tokens=12", "--json_lines")
+    first = call("--model", export, *options)
+    assert first[0] == 0
+    for folder in (run / "checkpoints", run / "checkpoints" / "1"):
+        assert call("--model", folder, *options) == first
+        assert call("--model", folder, *options, "--tokenizer_file", export / "tokenizer.json") == first
+
+
+def test_a_text_does_not_depend_on_other_prompts(export: Path, call: Callable[..., Any]) -> None:
+    """Draws, too: in any order, at any place in the batch. A prompt that comes twice draws twice."""
+    options = ("--max_new_tokens=15", "--temperature=0.9", "--top_k=40", "--top_p=0.95", "--json_lines")
+    options += ("--batch_size=3", "--seed=7")
+    together = objects(call("--model", export, *repeated("--prompt", PROMPTS), *options)[1])
+    again = objects(call("--model", export, *repeated("--prompt", PROMPTS[::-1]), *options)[1])
+    assert [line["index"] for line in together] == [0, 1, 2, 3]
+    assert together[1]["tokens"] != together[3]["tokens"]
+    for line, prompt in zip(together[:3], PROMPTS, strict=False):
+        (alone,) = objects(call("--model", export, "--prompt", prompt, *options)[1])
+        assert alone["tokens"] == line["tokens"]
+    assert [line["tokens"] for line in again] == [together[i]["tokens"] for i in (1, 2, 3, 0)]
+    other = objects(call("--model", export, "--prompt", "a", *options[:-1], "--seed=8")[1])
+    assert other[0]["tokens"] != together[1]["tokens"]
+
+
+def test_prompts_come_from_files_and_standard_input(
+    export: Path, call: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n\ntwo é\n")
+    options = ("--max_new_tokens=3", "--temperature=0")
+    code, output, _ = call("--model", export, "--prompt", "zero", "--prompts_file", file, *options)
+    assert code == 0
+    heads = [line for line in output.splitlines() if line.startswith("--- ")]
+    assert heads == ["--- 1 ---", "--- 2 ---", "--- 3 ---"]
+    assert "\nzero" in output and "\none" in output and "\ntwo é" in output
+    stream = io.TextIOWrapper(io.BytesIO(file.read_bytes()))
+    monkeypatch.setattr(sys, "stdin", stream)
+    found = call("--model", export, "--prompts_file", "-", *options, "--json_lines")[1]
+    assert [line["prompt"] for line in objects(found)] == ["one", "two é"]
+
+
+def test_one_text_is_printed_as_it_is(export: Path, call: Callable[..., Any]) -> None:
+    code, output, error = call("--model", export, "--prompt", "def f(", "--max_new_tokens=5", "--seed=3", "--top_k=20")
+    assert code == 0 and output.startswith("def f(") and not error
+    assert call("--model", export, "--prompt", "", "--max_new_tokens=2")[0] == 0
+
+
+def test_a_stop_string_cuts_a_text(export: Path, call: Callable[..., Any]) -> None:
+    options = ("--model", export, "--prompt", "the", "--temperature=0", "--max_new_tokens=20", "--json_lines")
+    (whole,) = objects(call(*options)[1])
+    stop = whole["text"][4:6]
+    (cut,) = objects(call(*options, "--stop", "nowhere", "--stop", stop)[1])
+    assert cut["finish"] == "stop" and cut["text"] == whole["text"][: whole["text"].index(stop)]
+    assert cut["tokens"] == whole["tokens"][: len(cut["tokens"])]
+
+
+def test_a_text_ends_where_the_model_ends(export: Path, call: Callable[..., Any]) -> None:
+    prompts = tuple(letter * 60 for letter in "abcdefgh")
+    options = ("--max_new_tokens=20", "--json_lines", "--temperature=0")
+    code, output, error = call("--model", export, *repeated("--prompt", prompts), *options)
+    lines = [line for line in objects(output) if line["finish"] != "end"]
+    assert code == 0 and lines
+    assert all(line["finish"] == "context" and len(line["tokens"]) == 4 for line in lines)
+    note = "NOTE: text {} ends at 64 tokens, the most that this model takes (max_position_embeddings)"
+    assert error.splitlines() == [note.format(line["index"] + 1) for line in lines]
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 @pytest.mark.parametrize(
@@ -140,33 +182,56 @@ def test_text_ends_at_the_end_of_document(export, script, monkeypatch, capsys):
     [
         (lambda folder: shutil.rmtree(folder), 3, "no tokenizer.json"),
         (lambda folder: (folder / "tokenizer.json").unlink(), 3, "--tokenizer_file"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), 3, "not a tokenizer.json"),
         (lambda folder: (folder / "config.json").unlink(), 4, "config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), 4, "is not JSON"),
-        (lambda folder: (folder / "config.json").write_text('{"model_type": "bert"}'), 4, "model_type=bert"),
-        (lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2"}'), 4, "does not describe a model"),
-        (lambda folder: (folder / "model.safetensors").unlink(), 4, "model.safetensors"),
+        (lambda folder: (folder / "config.json").write_text('{"model_type": "bert"}'), 4, "bert"),
+        (lambda folder: (folder / "model.safetensors").unlink(), 4, "safetensors"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100), 4, "model.safetensors"),
-        (lambda folder: edit(folder, num_hidden_layers=3), 4, "lacks the tensor model.layers.2"),
-        (lambda folder: edit(folder, num_hidden_layers=1), 4, "tensors of another kind of model"),
-        (lambda folder: edit(folder, intermediate_size=47), 4, "has the shape"),
+        (lambda folder: edit(folder, num_hidden_layers=3), 4, "model.layers.2"),
+        (lambda folder: edit(folder, num_hidden_layers=1), 4, "model.layers.1"),
+        (lambda folder: edit(folder, vocab_size=90), 4, "90"),
     ],
 )
-def test_damage_ends_in_one_clear_line(export, script, tmp_path, capsys, damage, code, fact):
+def test_damage_ends_in_one_clear_line(
+    export: Path, call: Callable[..., Any], tmp_path: Path, damage: Callable[[Path], None], code: int, fact: str
+) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(export, folder)
     damage(folder)
-    assert script.main(["--model", str(folder), "--prompt", "x"]) == code
-    error = capsys.readouterr().err
+    found, output, error = call("--model", folder, "--prompt", "x")
+    assert found == code and not output
     assert fact in error and error.startswith("ERROR: ") and error.count("\n") == 1
 
 
-def edit(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+@pytest.mark.parametrize(
+    "options, fact",
+    [
+        (["--prompt", "x" * 64], "64 at most"),
+        (["--prompts_file", "nowhere.txt"], "--prompts_file=nowhere.txt: cannot be read"),
+        (["--prompts_file", __file__.replace("test_generate.py", "__init__.py")], "--prompts_file"),
+    ],
+)
+def test_prompts_that_are_no_use_are_data_errors(
+    export: Path, call: Callable[..., Any], options: list[str], fact: str
+) -> None:
+    code, _, error = call("--model", export, *options)
+    assert code == 3 and fact in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("flag", ["--temperature=-1", "--temperature=nan", "--max_new_tokens=0", "--top_k=x"])
-def test_wrong_numbers_are_usage_errors(script, flag):
+@pytest.mark.parametrize(
+    "options, fact",
+    [
+        (["--temperature=-1"], "at least 0"), (["--temperature=nan"], "at least 0"), (["--top_k=x"], "x"),
+        (["--max_new_tokens=0"], "at least 1"), (["--top_p=0"], "above 0"), (["--top_p=1.5"], "at most 1"),
+        (["--stop="], "empty"), (["--temperature=0", "--top_k=3"], "nothing is drawn"), (["--dtype=fp8"], "fp8"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_usage_errors(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], options: list[str], fact: str
+) -> None:
     with pytest.raises(SystemExit) as error:
-        script.main(["--model", "x", "--prompt", "x", flag])
-    assert error.value.code == 2
+        script.main(["--model", "x", "--prompt", "x", *options])
+    assert error.value.code == 2 and fact in capsys.readouterr().err
+    with pytest.raises(SystemExit) as error:
+        script.main(["--model", "x"])
+    assert error.value.code == 2 and "--prompt" in capsys.readouterr().err
