@@ -23,6 +23,7 @@ from megatron_lite.config import Config
 from megatron_lite.data.loader import DataSource, open_data
 from megatron_lite.distributed import Distributed, deterministic_ways
 from megatron_lite.experiment import Experiment
+from megatron_lite.generation.samples import Samples, open_samples
 from megatron_lite.gpt import model_layers, parameters_of
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.kernels.linear import describe_products
@@ -67,6 +68,7 @@ class Run:
     collectives_alone_s: dict[str, float]  # see `MultiStage.time_collectives`; empty without --log_communication
     debugger: TensorDebugger
     callback: ExportCallback
+    samples: Samples | None  # None: none are asked for
 
     def split(self, iteration: int) -> Split:
         """How the samples of an iteration of training are shared by ranks and micro-batches."""
@@ -95,6 +97,7 @@ def build(
     callback = together(distributed, lambda: open_callback(script, arguments.environment_with(variables), variables))
     config, choices = _choose(config, distributed)
     data = together(distributed, lambda: open_data(config, distributed.rank, distributed.world_size))
+    samples = open_samples(config, distributed, experiment, stop)
     kernels = together(distributed, lambda: choose_kernels(config, distributed.device))
     layers = together(distributed, lambda: model_layers(config, kernels))
     for line in arguments.banner(config, derived_numbers(config, layers, distributed, data)).splitlines():
@@ -133,7 +136,7 @@ def build(
     )
     return Run(
         config, distributed, experiment, logger, data, model, optimizer, window, timer, trackers, stop, iteration,
-        evaluation_due, collectives_alone_s, debugger, callback,
+        evaluation_due, collectives_alone_s, debugger, callback, samples,
     )  # fmt: skip
 
 

@@ -152,6 +152,9 @@ def evaluate_and_export(run: Run, last: bool) -> bool:
         return False
     if training.test_iters and last and not evaluate(run, "test"):
         return False
+    if training.sample_interval is not None and (last or iteration % training.sample_interval == 0):
+        if not sample(run):
+            return False
     if training.export_interval is not None and (last or iteration % training.export_interval == 0):
         export(run)
     return True
@@ -263,6 +266,13 @@ def evaluate(run: Run, phase: str) -> bool:
     run.trackers.log(record)
     run.logger.info(format_record(record))
     return True
+
+
+def sample(run: Run) -> bool:
+    """Let the model continue the prompts of --sample_prompts. False: a rank was told to stop meanwhile."""
+    refuse_bad_steps(run)
+    assert run.samples is not None
+    return run.samples.write(run.model, run.iteration, run.logger)
 
 
 def log_training(run: Run, update: Update) -> float | None:

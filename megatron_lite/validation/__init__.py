@@ -25,6 +25,7 @@ from megatron_lite.validation.learning_rate import learning_rate
 from megatron_lite.validation.model import model, performance
 from megatron_lite.validation.optimizer import optimizer
 from megatron_lite.validation.problem import Problem, fill, typed
+from megatron_lite.validation.samples import samples
 from megatron_lite.validation.source import source
 from megatron_lite.validation.system import distributed, multi_stage, run
 from megatron_lite.validation.weight_decay import weight_decay
@@ -32,7 +33,7 @@ from megatron_lite.validation.weight_decay import weight_decay
 PREFETCH_FACTOR = 2
 RULES = (
     source, model, batch, learning_rate, optimizer, weight_decay, averaging, performance, multi_stage, distributed,
-    data, training, export, run,
+    data, training, export, samples, run,
 )  # fmt: skip
 
 

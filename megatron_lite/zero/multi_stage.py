@@ -113,6 +113,12 @@ class MultiStage:
         kind = "average" if self._shows_average else "evaluation"
         return runner.evaluate(self.stages, self._schedule(kind, len(micro_batches)), micro_batches)
 
+    def output(self, micro_batch: Any) -> Tensor:
+        """What the last layer makes of one micro-batch, without gradients."""
+        assert not self._shows_average, "the averages are there to be evaluated"
+        (result,) = runner.outputs(self.stages, self._schedule("evaluation", 1), [micro_batch])
+        return result
+
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Inside, the averages stand for the weights: `evaluate` and `full_weights` use them.

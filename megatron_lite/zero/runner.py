@@ -46,6 +46,11 @@ def forward_backward(
 
 def evaluate(stages: Sequence[Stage], schedule: Sequence[Step], micro_batches: Sequence[Any]) -> Tensor:
     """The summed loss of the micro-batches, () on this rank; gradients and shards are left alone."""
+    return torch.stack(outputs(stages, schedule, micro_batches)).sum()
+
+
+def outputs(stages: Sequence[Stage], schedule: Sequence[Step], micro_batches: Sequence[Any]) -> list[Tensor]:
+    """What the last stage makes of each micro-batch, by forward passes alone."""
     hidden: dict[int, Tensor] = {}
     for step in schedule:
         for index in step.gather:
@@ -55,4 +60,4 @@ def evaluate(stages: Sequence[Stage], schedule: Sequence[Step], micro_batches: S
         hidden[step.micro_batch] = stages[step.stage].evaluate(
             hidden.get(step.micro_batch), micro_batches[step.micro_batch]
         )
-    return torch.stack([hidden[micro] for micro in range(len(micro_batches))]).sum()
+    return [hidden[micro] for micro in range(len(micro_batches))]
