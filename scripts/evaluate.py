@@ -1,0 +1,249 @@
+"""Loss, perplexity and bits per byte of a model on a data set.
+
+    python scripts/evaluate.py --model experiments/mine/export/1000 --data_path data/mine --split 969,30,1
+    python scripts/evaluate.py --model experiments/mine/checkpoints --text held_out.txt more.jsonl --json
+
+The model is an export, any Hugging Face folder, one of our checkpoints or a folder of them (the newest). The data are
+token files with --data_path and --split as in training, of which the validation share is read in the samples, and in
+the order, of --validation_iters=all (or the first --samples of them): the loss is the one that training logs for these
+weights, sequence length and seed. Or they are texts (a file is a document, a line of a .jsonl file is one), tokenized
+here as scripts/prepare_data.py does, of which every token but the first is predicted once.
+
+`loss` is the mean over predicted tokens in nats. Bits per byte is the sum of their losses in bits over the bytes of
+UTF-8 that they spell; special tokens such as the end of a document cost bits and spell nothing. It needs a tokenizer:
+that of the model's folder, or --tokenizer_file.
+
+Exit codes: 0 done, 2 usage, 3 data, 4 model, 5 numerics, 7 memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain checkout, not installed
+
+from megatron_lite.config import BatchConfig, Config, DataConfig, DistributedConfig, TrainingConfig  # noqa: E402
+from megatron_lite.config.system import DTYPE_ALIASES, DTYPES  # noqa: E402
+from megatron_lite.data.loader import open_data  # noqa: E402
+from megatron_lite.data.tokenizing import Tokenizer  # noqa: E402
+from megatron_lite.errors import EXIT_DONE, DataError, NumericsError, UsageError  # noqa: E402
+from megatron_lite.exits import as_run_error, print_page  # noqa: E402
+from megatron_lite.generation.evaluation import Totals, evaluate, text_batches  # noqa: E402
+from megatron_lite.generation.model import LocalModel, load_model  # noqa: E402
+from megatron_lite.generation.prompts import open_tokenizer  # noqa: E402
+from megatron_lite.layers.layer import MicroBatch  # noqa: E402
+from megatron_lite.train import micro_batch  # noqa: E402
+from megatron_lite.validation import resolve  # noqa: E402
+
+LONGEST_DEFAULT = 2048
+TERMINAL_INTERVAL_S, LINE_INTERVAL_S = 0.5, 30.0
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; argparse leaves with code 2 if it is wrong."""
+    parser = argparse.ArgumentParser(description="Loss of a model on a data set.", allow_abbrev=False)
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="an export, a Hugging Face folder, a checkpoint or a folder of them")
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument("--data_path", nargs="+", help="prefix of .bin/.idx files, or weight prefix weight prefix ...")
+    data.add_argument("--text", nargs="+", type=Path, help="text files, and .jsonl files with a text on each line")
+    add("--json_key", help='where a line of a .jsonl file has its text (default: "text")')
+    add("--split", help="--split of training; its second share is read; 0,1,0: everything (default: 969,30,1)")
+    add("--samples", type=positive, help="so many samples of --data_path (default: all)")
+    add("--seed", type=int, help="--seed of training, which decides where samples begin (default: 1234)")
+    add("--sequence_length", type=positive, help=f"tokens a sample (default: the model's, up to {LONGEST_DEFAULT})")
+    add("--micro_batch_size", type=positive, default=1, help="samples at a time (default: 1)")
+    add("--cross_document_attention", type=int, choices=(0, 1), default=1, help="as in training (default: 1)")
+    add("--tokenizer_file", help="tokenizer.json (default: that of the model's folder, or the checkpoint's own)")
+    add("--weights", choices=("raw", "average"), default="raw",
+        help="average: those that a checkpoint of a run with --ema_type keeps beside (default: raw)")  # fmt: skip
+    add("--dtype", choices=(*DTYPES, *DTYPE_ALIASES), help="of weights (default: fp32 on a CPU, bf16 on a GPU)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if there is one)")
+    add("--json", action="store_true", help="one JSON object in place of words")
+    options = parser.parse_args(arguments)
+    others = ("json_key",) if options.data_path else ("split", "samples", "seed")
+    for name in others:
+        if getattr(options, name) is not None:
+            parser.error(f"argument --{name}: has no use with {'--data_path' if options.data_path else '--text'}")
+    return options
+
+
+def positive(text: str) -> int:
+    """What argparse makes of a count."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return value
+
+
+def indexed_batches(options: argparse.Namespace, model: LocalModel, length: int) -> Iterator[MicroBatch]:
+    """The validation samples of token files, as training reads them.
+
+    Raises:
+        UsageError, DataError: if the options contradict each other, or the files cannot be read.
+    """
+    try:
+        split = tuple(float(share) for share in (options.split or "969,30,1").split(","))
+    except ValueError:
+        raise UsageError(f"--split={options.split}: not numbers with commas between them") from None
+    batch_size = options.samples or options.micro_batch_size
+    batch = BatchConfig(
+        batch_size=batch_size, micro_batch_size=min(batch_size, options.micro_batch_size), sequence_length=length,
+        allow_nondivisible_batch_size=True,
+    )  # fmt: skip
+    data = DataConfig(
+        data_path=tuple(options.data_path), split=split, num_workers=0,
+        cross_document_attention=bool(options.cross_document_attention),
+    )  # fmt: skip
+    seed = DistributedConfig().seed if options.seed is None else options.seed
+    whole = Config(
+        model=model.config, batch=batch, data=data, distributed=DistributedConfig(seed=seed, device=model.device.type),
+        training=TrainingConfig(validation_iters=1 if options.samples else "all"),
+    )  # fmt: skip
+    source = open_data(resolve(whole, 1), 0, 1)
+    for host_batches in source.evaluation_batches("validation"):
+        for host_batch in host_batches:
+            yield micro_batch(host_batch, model.device, None, None)
+
+
+def texts(paths: Sequence[Path], key: str) -> Iterator[str]:
+    """Every text file, and the text of every line of a .jsonl file, but for empty ones.
+
+    Raises:
+        DataError: naming file and line, if one cannot be read.
+    """
+    for path in paths:
+        try:
+            if not path.name.endswith(".jsonl"):
+                whole = path.read_text(encoding="utf-8")
+                if whole.strip():
+                    yield whole
+                continue
+            with path.open("rb") as file:
+                for number, line in enumerate(file, start=1):
+                    if line.strip():
+                        yield _text_of(line, key, f"{path}: line {number}")
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: not UTF-8: {error}") from None
+
+
+def _text_of(line: bytes, key: str, place: str) -> str:
+    try:
+        text = json.loads(line)[key]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise DataError(f"{place}: not a JSON object with {key!r} (--json_key)") from None
+    if not isinstance(text, str):
+        raise DataError(f"{place}: {key!r} is not a text (--json_key)")
+    return text
+
+
+class Progress:
+    """What is done so far, on standard error: over and over on a terminal, a line now and then elsewhere."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._start_s = self._shown_s = time.monotonic()
+
+    def __call__(self, totals: Totals) -> None:
+        now_s = time.monotonic()
+        if now_s - self._shown_s >= (TERMINAL_INTERVAL_S if self._terminal else LINE_INTERVAL_S):
+            self._shown_s = now_s
+            rate = totals.tokens / (now_s - self._start_s)
+            line = f"{totals.tokens:,} tokens, loss {totals.loss:.4f}, {rate:,.0f} tokens/s"
+            print(f"\r\033[K{line}" if self._terminal else line, end="" if self._terminal else "\n", file=sys.stderr)
+
+    def close(self) -> None:
+        """Leave no line on a terminal."""
+        if self._terminal:
+            print("\r\033[K", end="", file=sys.stderr)
+
+
+def find_tokenizer(options: argparse.Namespace) -> Tokenizer | None:
+    """Texts cannot be read without one, token files can.
+
+    Raises:
+        DataError: if there is none and texts are to be read, or it is damaged.
+    """
+    try:
+        return open_tokenizer(options.model, options.tokenizer_file, special_tokens=False)
+    except DataError:
+        if options.text or options.tokenizer_file is not None:
+            raise
+    return None
+
+
+def result(options: argparse.Namespace) -> dict[str, object]:
+    """What is found out.
+
+    Raises:
+        RunError: of the kind that says what is wrong.
+    """
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device=cuda: no CUDA device is available here; use --device=cpu or leave it out")
+    device = torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
+    tokenizer = find_tokenizer(options)
+    length = options.sequence_length
+    model = load_model(
+        options.model, length or LONGEST_DEFAULT, DTYPE_ALIASES.get(options.dtype, options.dtype), device,
+        options.weights,
+    )
+    longest = model.config.max_position_embeddings or 0
+    if length is not None and length > longest:
+        raise UsageError(f"--sequence_length={length}: texts of this model have {longest:,} tokens at most")
+    length = length or min(longest, LONGEST_DEFAULT)
+    if options.text:
+        assert tokenizer is not None
+        micro_batches = text_batches(
+            texts(options.text, options.json_key or "text"), tokenizer, model.config.vocab_size, length,
+            options.micro_batch_size, device, separate=not options.cross_document_attention,
+        )  # fmt: skip
+    else:
+        micro_batches = indexed_batches(options, model, length)
+    table = None if tokenizer is None else tokenizer.token_bytes()
+    progress = Progress()
+    try:
+        totals = evaluate(model, micro_batches, table, progress)
+    finally:
+        progress.close()
+    if not math.isfinite(totals.nats):
+        raise NumericsError("the loss is not finite: the model's weights are broken, or too large for the dtype")
+    return totals.record() | {"sequence_length": length, "model": str(options.model)}
+
+
+def in_words(record: dict[str, object]) -> str:
+    """The record on one line."""
+    perplexity, bits = record["perplexity"], record["bits_per_byte"]
+    parts = [f"loss {record['loss']:.6f}"]
+    parts += [] if perplexity is None else [f"perplexity {perplexity:.4f}"]
+    parts += ["bits per byte unknown (no tokenizer)" if bits is None else f"bits per byte {bits:.6f}"]
+    bytes_ = "" if record["bytes"] is None else f", {record['bytes']:,} bytes"
+    return f"{' | '.join(parts)} | {record['tokens']:,} tokens{bytes_}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the result; returns the exit code."""
+    options = parse_options(arguments)
+    try:
+        record = result(options)
+    except Exception as error:
+        expected = as_run_error(error)
+        if expected is None:
+            raise
+        print(f"ERROR: {expected}", file=sys.stderr)
+        return expected.exit_code
+    print_page(json.dumps(record) if options.json else in_words(record))
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
