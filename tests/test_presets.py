@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from public_configs import PUBLIC, public_config
 
@@ -30,6 +32,15 @@ def test_a_preset_is_its_public_config(preset: str) -> None:
 @presets
 def test_the_dry_run_prints_the_published_number_of_parameters(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--dry_run=1", "--device=cpu", "--training_dtype=bf16", *COMMAND, f"--model={preset}"]) == 0
+    assert f"parameters: {PUBLIC[preset][1]:,} (" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("preset", ["mistral-7b", "llama-3.1-8b", "qwen3-8b", "gpt2", "starcoder2-3b"])
+def test_the_dry_run_of_a_published_config(preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same number out of a folder with the publisher's config.json, without a preset and without weights."""
+    (tmp_path / "config.json").write_text(PUBLIC[preset][0])
+    source = [f"--pretrained_checkpoint_path={tmp_path}", "--load_pretrained_weights=0"]
+    assert main(["--dry_run=1", "--device=cpu", "--training_dtype=bf16", *COMMAND, *source]) == 0
     assert f"parameters: {PUBLIC[preset][1]:,} (" in capsys.readouterr().out
 
 
