@@ -216,6 +216,8 @@ def _idle_conditions(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
     ):  # fmt: skip
         yield name, unused, "without --pretrained_checkpoint_path"
     resumable = not no_exports and values["export_format"] == "distributed"
+    untrained = values["train_iters"] == 0 and not resumable
+    yield "load_pretrained_optimizer", untrained, "with --train_iters=0, which updates nothing"
     yield "export_shard_size", resumable, "with --export_format=distributed, which has one file for each rank"
     yield "ema_beta", values["ema_type"] == "none", "without --ema_type"
     for name in ("ema_switch_iter", "ema_decay_iters"):

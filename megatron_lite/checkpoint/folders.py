@@ -86,6 +86,8 @@ def _what_else(folder: Path, names: set[str], kind: str | None, found: str | Non
         return "the folder is empty; give one that holds a model"
     if _is_experiment(names):
         return f"this is an experiment directory; give {folder / 'checkpoints'}"
+    if "snapshots" in names:
+        return f"this is a model in the cache of the hub; give one of the folders in {folder / 'snapshots'}"
     inside = sorted((int(name) for name in names if name.isdecimal() and (folder / name).is_dir()), reverse=True)
     if inside:
         return f"this is a folder of exports; give one of them, such as {folder / str(inside[0])}"

@@ -38,7 +38,8 @@ def model(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
         yield Problem(
             ("sequence_length", "max_position_embeddings", "use_position_embeddings"),
             f"{typed(values, 'sequence_length', 'max_position_embeddings')}: positions beyond the last learned one; "
-            f"write --max_position_embeddings={sequence_length}",
+            f"write --sequence_length={values['max_position_embeddings']}, or --max_position_embeddings="
+            f"{sequence_length} for a model that is not trained yet",
         )
     for name in ("add_qkv_biases", "add_mlp_biases"):
         fill(values, name, values["add_linear_biases"])

@@ -282,6 +282,7 @@ def test_hostile_folders_end_in_one_line(name: str, good: Path, tmp_path: Path) 
         (lambda f: (f / "runs").mkdir(parents=True) or (f / "checkpoints").mkdir(), None, "experiment directory; give"),
         (lambda f: (f / "7").mkdir(parents=True) or (f / "7" / "config.json").touch(), None, "folder of exports"),
         (lambda f: f.mkdir() or (f / "readme.md").touch(), None, "neither config.json"),
+        (lambda f: (f / "snapshots").mkdir(parents=True), None, "give one of the folders in"),
         (lambda f: f.mkdir() or (f / "manifest.json").touch(), "huggingface", "no huggingface weights but distributed"),
         (lambda f: f.mkdir() or (f / "config.json").touch(), "distributed", "no distributed weights but huggingface"),
         (lambda f: f.mkdir() or (f / "manifest.json").touch(), None, "usable checkpoint: manifest.json: not readable"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import resource
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from launch import run
 from safetensors.torch import load_file, save_file
 from test_resume import curve, weights
 
-from megatron_lite.checkpoint import files, starting
+from megatron_lite.checkpoint import files, manifest, starting
 from megatron_lite.checkpoint.manifest import MOMENTS
 from megatron_lite.checkpoint.sources import CheckpointSource, open_source
 from megatron_lite.config import unflatten
@@ -26,7 +29,7 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.pretrained import with_source
 from megatron_lite.validation import resolve
 from megatron_lite.zero.multi_stage import MultiStage
-from tests.checkpoint.folder_checks import checked, expected
+from tests.checkpoint.folder_checks import checked, expected, read_whole
 
 # GPT-2 stores its matrices the other way round, StarCoder2 has them in several tensors.
 FAMILIES = {"gpt2": "gpt2", "starcoder2": "starcoder2, window"}
@@ -326,3 +329,56 @@ def test_a_checkpoint_that_does_not_fit(saved: Path) -> None:
         source.check({"embedding.word.weight": (61, 25), "head.output.weight": (61, 24)})
     assert "embedding.word.weight has shape [61, 24], the model's has [61, 25]" in str(caught.value)
     assert "head.output.weight is not in it" in str(caught.value) and "\n" not in str(caught.value)
+
+
+# Name -> what is done to a checkpoint of two ranks, and words of the refusal.
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json: No such file"),
+    "an edited manifest": (lambda f: _edit(f, b'"lr": 0.001', b'"lr": 0.002'), "it was damaged or edited"),
+    "a newer format": (lambda f: _edit(f, b'"version": 3', b'"version": 9'), "written by format 9"),
+    "a missing file": (lambda f: (f / "rank_001.safetensors").unlink(), "rank_001.safetensors: No such file"),
+    "a file cut off": (lambda f: os.truncate(f / "rank_000.safetensors", 999), "999 bytes, the manifest says"),
+    "a changed byte": (lambda f: _edit(f, b"exp_avg", b"exp_axg", "rank_000.safetensors"), "checksum does not match"),
+}
+
+
+def _edit(folder: Path, before: bytes, after: bytes, name: str = "manifest.json") -> None:
+    data = (folder / name).read_bytes()
+    assert before in data
+    (folder / name).write_bytes(data.replace(before, after, 1))
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_checkpoints_end_in_one_line(name: str, saved: Path, tmp_path: Path) -> None:
+    """Each is a CheckpointError of one line that begins with the folder."""
+    folder = tmp_path / "3"
+    shutil.copytree(saved / "3", folder)
+    change, words = DAMAGES[name]
+    change(folder)
+    with pytest.raises(CheckpointError) as caught:
+        checked(tmp_path)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(str(tmp_path))
+
+
+def test_options_of_another_version(saved: Path, tmp_path: Path) -> None:
+    """A checkpoint from before an option existed has its default; one with an option that is not known is refused."""
+    content = manifest.read(saved / "3")
+    old = {name: value for name, value in content.config.items() if name not in ("qk_layernorm", "rotary_base")}
+    for name, config in (("old", old), ("new", {**old, "num_wings": 2})):
+        shutil.copytree(saved / "3", tmp_path / name)
+        text = manifest.dump(dataclasses.replace(content, config=config))
+        (tmp_path / name / "manifest.json").write_text(text)
+    assert open_source(tmp_path / "old").values() == open_source(saved).values()
+    with pytest.raises(CheckpointError, match="does not know: num_wings; use the version that saved it"):
+        open_source(tmp_path / "new")
+
+
+def test_averages_as_weights(saved: Path) -> None:
+    """`weights="average"`: the running averages, which are neither the first nor the last weights."""
+    averages, shapes = checked(saved, weights="average")
+    newest, _ = checked(saved)
+    values = [read_whole(source, shapes)["blocks.0.mlp.up.weight"] for source in (averages, newest)]
+    assert not torch.equal(*values) and torch.allclose(*values, atol=1e-2)
+    with pytest.raises(CheckpointError, match="one set of weights"):
+        open_source(saved.parent.parent / "model", weights="average")
