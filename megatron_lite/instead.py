@@ -246,7 +246,7 @@ _SAVING = {
     "hf_save_path": "write --export_interval; exports go to <experiment_dir>/export",
     "hf_save_steps": "write --export_interval=<iterations>",
     "hf_save_dtype": "write --export_dtype",
-    "hf_upload": "nothing is uploaded; exports are in <experiment_dir>/export",
+    "hf_upload": "nothing is uploaded by itself; write --export_callback_script=<program>, which gets the folder",
 }
 
 _LOGGING = {

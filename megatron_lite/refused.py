@@ -56,7 +56,7 @@ COMPILE = (
     "torch.compile is not used: the operations are autograd functions fused by hand, which it does not take whole, "
     "and one by one, compiled on a CPU, they take as long"
 )
-_CONVERT = "belongs to Fast-LLM's conversion tool, not to pretraining; exports are made in Hugging Face's format"
+_CONVERT = "belongs to Fast-LLM's conversion tool; scripts/convert_checkpoint.py is ours"
 TORCHRUN = "torchrun sets it through the environment: torchrun --nproc-per-node=N --nnodes=M"
 
 
