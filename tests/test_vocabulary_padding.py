@@ -28,7 +28,7 @@ def padding_of(values: torch.Tensor, name: str, rank: int, part: Any) -> torch.T
 
 
 def train(distributed: Distributed, cases: list[dict[str, Any]]) -> list[Result]:
-    """For each case: losses, weights, the elements of padded rows that are not zero by kind, and all of their weights."""
+    """For each case: losses, weights, elements of padded rows that are not zero by kind, and all of their weights."""
     from engine_runs import Engine
 
     results = []

@@ -141,7 +141,8 @@ def manifest_names(experiment: Path) -> list[str]:
 
 
 OTHERS: tuple[tuple[int, dict[str, Any]], ...] = (
-    (1, {"zero_stage": 1}), (2, {"zero_stage": 3, "layers_per_stage": 2.0}), (3, {"zero_stage": 2, "make_vocab_size_divisible_by": 100}),
+    (1, {"zero_stage": 1}), (2, {"zero_stage": 3, "layers_per_stage": 2.0}),
+    (3, {"zero_stage": 2, "make_vocab_size_divisible_by": 100}),
 )  # fmt: skip
 
 

@@ -89,7 +89,7 @@ class _Reading:
         self.used.add(key)
         value = self.content.get(key, self.architecture.defaults.get(key))
         second = _SECOND_NAMES.get(key)
-        if second in self.content:
+        if second is not None and second in self.content:
             self.used.add(second)
             if key in self.content and self.content[second] != value:
                 self.problems.append(f"{second} is {shown(self.content[second])}, but {key} is {shown(value)}")
