@@ -30,15 +30,14 @@ class Rotary:
         self._config, self._length = config, length
         self._table: Table | None = None
 
-    def table(self, like: Tensor, first: int = 0) -> Table:
-        """cos and sin of positions `first` to length - 1, (length - first, r / 2) in fp32, on the device of `like`."""
+    def table(self, like: Tensor) -> Table:
+        """cos and sin of all positions, (length, r / 2) in fp32, on the device of `like`."""
         if self._table is None or self._table[0].device != like.device:
             frequencies = rotary_frequencies(self._config, like.device)
             cos, sin = angle_table(frequencies, self._length)
             factor = attention_factor(self._config)
             self._table = (cos, sin) if factor == 1.0 else (cos.mul_(factor), sin.mul_(factor))
-        cos, sin = self._table
-        return (cos[first:], sin[first:]) if first else (cos, sin)
+        return self._table
 
     def at(self, positions: Tensor) -> Table:
         """cos and sin of any positions (b, s) below length: (b, s, r / 2)."""
