@@ -17,16 +17,18 @@ imported for a Hugging Face folder.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_lite.checkpoint import folders, stated
+from megatron_lite.checkpoint.architectures import check_exportable
 from megatron_lite.checkpoint.compatibility import Difference
 from megatron_lite.config import unflatten
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.flags import written
 from megatron_lite.note import Note
 from megatron_lite.presets import PRESETS
@@ -48,6 +50,14 @@ FOLLOW: Mapping[str, tuple[str, ...]] = MappingProxyType({
 })  # fmt: skip
 
 
+class Stated(NamedTuple):
+    """The model that a checkpoint states."""
+
+    where: str  # the checkpoint is
+    values: dict[str, Any]  # of options of the model
+    model_type: str | None  # Hugging Face's name of its architecture, if it has one
+
+
 def with_source(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, ...]]:
     """The options that were given, and those that they bring along: of a preset, of the pretrained checkpoint's model.
 
@@ -60,9 +70,10 @@ def with_source(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, .
     path = typed.get("pretrained_checkpoint_path")
     if path is None:
         return typed, notes
-    values, where = _with_stated_model(typed, Path(path))
-    if where is not None:
-        notes = (*notes, Note(f"the model is that of {where}"))
+    values, found = _with_stated_model(typed, Path(path))
+    if found is not None:
+        notes = (*notes, Note(f"the model is that of {found.where}"))
+        values = _with_export_type(values, found.model_type)
     return values, notes
 
 
@@ -78,15 +89,15 @@ def with_preset(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, .
     return {**preset, **given}, (Note(f"--model={name} stands for {flags}{others}"),)
 
 
-def _with_stated_model(given: dict[str, Any], folder: Path) -> tuple[dict[str, Any], str | None]:
-    """With the model of the pretrained checkpoint, and where that is; None: the flags speak."""
+def _with_stated_model(given: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Stated | None]:
+    """With the model of the pretrained checkpoint, and what it states; None: the flags speak."""
     use, ignore = given.get("use_pretrained_config", True), given.get("ignore_pretrained_config", False)
     own = _own_values(given)
     if not use and (ignore or own is not None):  # resuming compares with what was saved
         return given, None
-    where, values = own or _stated(
-        folder, given.get("pretrained_checkpoint_type"), given.get("load_pretrained_weights", True)
-    )
+    kind, weights = given.get("pretrained_checkpoint_type"), given.get("load_pretrained_weights", True)
+    found = own or _stated(folder, kind, weights)
+    where, values, _ = found
     theirs = stated.resolved_values(values, where)
     # Theirs are stored as they are multiplied; what ours are stored as is then a choice.
     free = FREE | ({"zero_centered_normalization"} - values.keys())
@@ -98,25 +109,36 @@ def _with_stated_model(given: dict[str, Any], folder: Path) -> tuple[dict[str, A
     filled = {**{name: value for name, value in values.items() if name not in dropped}, **given}
     if not ignore:
         _refuse(_differences(filled, theirs, typed.keys() - free), where, use)
-    return filled, where
+    return filled, found
 
 
-def _stated(folder: Path, kind: str | None, weights: bool) -> tuple[str, dict[str, Any]]:
-    """Where the pretrained checkpoint is, and the options of the model that it states. `weights`: they are needed."""
+def _with_export_type(values: dict[str, Any], model_type: str | None) -> dict[str, Any]:
+    """Exports are of the architecture that the model came in, if it can still express it and no other is asked for."""
+    if model_type is None or "export_model_type" in values:
+        return values
+    resolved, problems = examine(unflatten(dict(values)), 1)
+    if not problems:
+        with contextlib.suppress(UsageError):
+            return {**values, "export_model_type": check_exportable(resolved.model, model_type)}
+    return values
+
+
+def _stated(folder: Path, kind: str | None, weights: bool) -> Stated:
+    """What the pretrained checkpoint states. `weights`: they are needed."""
     try:
         if folders.kind_of(folder, kind) == "huggingface":
             if weights:
                 folders.weight_files(folder)  # noticed now if it is an adapter, or a pickle
-            return str(folder), stated.hugging_face_values(folder)[0]
+            return Stated(str(folder), *stated.hugging_face_values(folder))
         from megatron_lite.checkpoint.sources import open_source
 
         with open_source(folder, "distributed") as source:
-            return str(source.folder), source.values()
+            return Stated(str(source.folder), source.values(), source.model_type)
     except CheckpointError as error:
         raise CheckpointError(f"--pretrained_checkpoint_path: {error}") from None
 
 
-def _own_values(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+def _own_values(given: Mapping[str, Any]) -> Stated | None:
     """The same of the newest checkpoint of the run itself; None: it has none, or none that can be read."""
     directory = given.get("experiment_dir")
     root = None if directory is None else Path(directory).expanduser() / "checkpoints"
@@ -128,7 +150,7 @@ def _own_values(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     if newest is None:
         return None
     where = str(root / str(newest[0]))
-    return where, stated.checkpoint_values(newest[1], where)
+    return Stated(where, stated.checkpoint_values(newest[1], where), stated.saved_model_type(newest[1]))
 
 
 def _differences(ours: Mapping[str, Any], theirs: dict[str, Any], names: Collection[str]) -> list[Difference]:

@@ -14,6 +14,7 @@ from harness import TINY
 from launch import run
 
 from megatron_lite.arguments import ParseError, parse
+from megatron_lite.checkpoint.export_checks import check_exports
 from megatron_lite.checkpoint.stated import MODEL_OPTIONS
 from megatron_lite.config import flatten, unflatten
 from megatron_lite.errors import CheckpointError, UsageError
@@ -238,3 +239,16 @@ def test_defaults_are_untouched() -> None:
     """Without the flag nothing is filled in: the options are those that were typed."""
     arguments = parse([f"--{name}={value}" for name, value in TINY.items()])
     assert arguments.config == unflatten(arguments.given) and not arguments.notes
+
+
+def test_the_architecture_of_the_folder_is_kept(tmp_path: Path) -> None:
+    """A Mistral without a window goes out as one, unless flags make it another model; a type that is typed must do."""
+    folder = write_folder("mistral, yarn, tied", tmp_path / "model")
+    start = f"--pretrained_checkpoint_path={folder}"
+    assert parse([start, "--dataset_source=random"]).config.training.export_model_type == "mistral"
+    other = [start, "--dataset_source=random", "--ignore_pretrained_config=1"]
+    assert parse([*other, "--add_mlp_biases=1"]).config.training.export_model_type is None
+    assert parse([*other, "--export_model_type=llama"]).config.training.export_model_type == "llama"
+    wrong = resolve(parse([*other, "--export_model_type=gpt2", "--export_interval=1", "--experiment_dir=/x"]).config, 1)
+    with pytest.raises(UsageError, match=r"--export_model_type=gpt2: it cannot express this model.*--gated=0 \(not 1\)"):
+        check_exports(wrong)

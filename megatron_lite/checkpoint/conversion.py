@@ -22,7 +22,7 @@ from megatron_lite.checkpoint.architectures import check_exportable
 from megatron_lite.checkpoint.export_folder import ExportFolder, FilePlan, split
 from megatron_lite.checkpoint.manifest import Manifest, SavedFile, SavedParameter, Slice
 from megatron_lite.checkpoint.sources import CheckpointSource, WeightSource
-from megatron_lite.config import BatchConfig, Config, DataConfig, flatten
+from megatron_lite.config import BatchConfig, Config, DataConfig, TrainingConfig, flatten
 from megatron_lite.durable import sync_folder
 from megatron_lite.errors import NumericsError
 from megatron_lite.parameter import DTYPES
@@ -37,7 +37,8 @@ def described_config(source: WeightSource, dtype: str) -> Config:
     length = min(positions, BatchConfig.sequence_length)
     if isinstance(source, CheckpointSource):
         length = source.content.config.get("sequence_length", length)
-    config = Config(model=source.model, batch=BatchConfig(sequence_length=length, batch_size=1))
+    training = TrainingConfig(export_model_type=source.model_type)
+    config = Config(model=source.model, batch=BatchConfig(sequence_length=length, batch_size=1), training=training)
     distributed = dataclasses.replace(config.distributed, training_dtype=dtype)
     return resolve(dataclasses.replace(config, distributed=distributed, data=DataConfig(dataset_source="random")), 1)
 
@@ -55,7 +56,8 @@ def write_huggingface(
         OSError: if it cannot be written.
     """
     shapes, dtype = list(shapes), config.training.export_dtype or config.distributed.training_dtype
-    plan = FilePlan(shapes, check_exportable(config.model), config.model, DTYPES[dtype], limit_bytes)
+    architecture = check_exportable(config.model, config.training.export_model_type)
+    plan = FilePlan(shapes, architecture, config.model, DTYPES[dtype], limit_bytes)
     written = ExportFolder(folder, plan)
     for name, shape in shapes:
         written.write(name, read_whole(source, name, shape))

@@ -13,4 +13,4 @@ def check_exports(config: Config) -> None:
         UsageError: if no Hugging Face architecture can, saying what each would need.
     """
     if config.training.export_interval is not None and config.training.export_format == "huggingface":
-        check_exportable(config.model)
+        check_exportable(config.model, config.training.export_model_type)

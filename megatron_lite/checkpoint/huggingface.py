@@ -81,7 +81,7 @@ def save_huggingface(
         NumericsError: on every rank, if a weight is too large for --export_dtype: no folder appears.
         StorageError: on every rank, if the folder cannot be written.
     """
-    architecture = check_exportable(config.model)
+    architecture = check_exportable(config.model, config.training.export_model_type)
     temporary = files.work_path(directory, "tmp", distributed.broadcast_object(files.new_nonce()))
     what, is_writer = f"the export {directory}", distributed.rank == 0
     specs = [slot.spec for _, part in model.parts() for slot in part.layout.slots]

@@ -27,11 +27,13 @@ class WeightSource(abc.ABC):
     """Weights of a model in some files.
 
     First `check` with the shapes of the model's parameters, then `read`; `verify` where damage must be found. `kind` is
-    one of `folders.KINDS`, `model` the resolved model that the files state.
+    one of `folders.KINDS`, `model` the resolved model that the files state, `model_type` the Hugging Face architecture
+    that it has there, or would be exported as (None: any).
     """
 
     kind: str
     model: ModelConfig
+    model_type: str | None
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -136,6 +138,7 @@ class CheckpointSource(WeightSource):
             if size != file.size:
                 raise DamagedError(f"{name}: {size:,} bytes, the manifest says {file.size:,}")
         self.model = stated.resolved_model(stated.checkpoint_values(self.content.config, str(folder)), str(folder))
+        self.model_type = stated.saved_model_type(self.content.config)
         self.averaged = average
         if average and not any("average" in saved.slices for saved in self.content.parameters.values()):
             raise CheckpointError(f"{folder}: it holds no averaged weights (it was trained without --ema_type)")

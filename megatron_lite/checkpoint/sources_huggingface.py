@@ -30,11 +30,12 @@ class HuggingFaceSource(WeightSource):
     """
 
     kind = "huggingface"
+    model_type: str
 
     def __init__(self, folder: Path, model: ModelConfig | None = None) -> None:
         super().__init__(folder)
         names, index = folders.weight_files(folder)
-        values, self.architecture = stated.hugging_face_values(folder)
+        values, self.model_type = stated.hugging_face_values(folder)
         self.model = stated.resolved_model(values, f"{folder}: {folders.CONFIG_NAME}")
         self._filled = model or self.model
         with self._reported():
@@ -43,7 +44,7 @@ class HuggingFaceSource(WeightSource):
         self._tied_copy: StoredTensor | None = None
 
     def describe(self) -> str:
-        return f"a Hugging Face folder, {self.architecture}"
+        return f"a Hugging Face folder, {self.model_type}"
 
     def _named(self, names: list[str], index: dict[str, str]) -> dict[str, StoredTensor]:
         """All tensors but buffers, by the full names of the architecture."""
@@ -54,7 +55,7 @@ class HuggingFaceSource(WeightSource):
             if absent:
                 raise DamagedError(f"{file}: {absent[0][:100]!r} is not in it, though {folders.INDEX_NAME} says so")
             for name, tensor in header.items():
-                full = name if name == _HEAD else known_name(name, self.architecture, self._filled)
+                full = name if name == _HEAD else known_name(name, self.model_type, self._filled)
                 if full is None:
                     continue
                 if full in tensors:
@@ -68,9 +69,9 @@ class HuggingFaceSource(WeightSource):
         left = set(self._tensors)
         for name, shape in shapes.items():
             try:
-                found = pieces(name, tuple(shape), self.architecture, self._filled)
+                found = pieces(name, tuple(shape), self.model_type, self._filled)
             except KeyError:
-                problems.append(f"{name} of the model does not exist in {self.architecture}")
+                problems.append(f"{name} of the model does not exist in {self.model_type}")
                 continue
             self._pieces[name] = found, math.prod(shape[1:])
             for piece in found:

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_lite.checkpoint import folders
 from megatron_lite.checkpoint.architectures import model_values
 from megatron_lite.config import BatchConfig, Config, ModelConfig, flatten
+from megatron_lite.config.training import MODEL_TYPES
 from megatron_lite.errors import CheckpointError
 from megatron_lite.flags import FLAGS, Flag
 from megatron_lite.validation import examine
@@ -52,6 +53,12 @@ def checkpoint_values(config: dict[str, Any], where: str) -> dict[str, Any]:
     values = {name: config[name] for name in MODEL_OPTIONS if name in config}
     check_types(values, where)
     return values
+
+
+def saved_model_type(config: dict[str, Any]) -> str | None:
+    """The --export_model_type of a checkpoint's flat configuration; None: it names none that this version knows."""
+    name = config.get("export_model_type")
+    return name if name in MODEL_TYPES else None
 
 
 def resolved_model(values: dict[str, Any], where: str) -> ModelConfig:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from megatron_lite.config.system import DTYPE_ALIASES, DTYPES
 from megatron_lite.option import All, option
 
+# The architectures of Hugging Face that models come from and go out as.
+MODEL_TYPES = ("llama", "mistral", "gpt2", "gpt_bigcode", "starcoder2", "qwen2", "qwen3")
+
 
 @dataclass(frozen=True)
 class BatchConfig:
@@ -118,6 +121,12 @@ class TrainingConfig:
     )
     export_weights: str = option(
         "raw", "weights of a Hugging Face export: as trained, or their running average", choices=("raw", "average")
+    )
+    export_model_type: str | None = option(
+        None,
+        "architecture of a Hugging Face export",
+        choices=MODEL_TYPES,
+        unset="that of the pretrained folder, else the simplest that can express the model",
     )
     export_dtype: str | None = option(
         None,

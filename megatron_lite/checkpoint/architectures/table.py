@@ -159,13 +159,22 @@ def biases_of(architecture: str, model: ModelConfig) -> Biases:
     )
 
 
-def check_exportable(model: ModelConfig) -> str:
+def check_exportable(model: ModelConfig, model_type: str | None = None) -> str:
     """The `model_type` that expresses a resolved model; of several the one with the fewest biases that must be zero.
+
+    model_type: the one that is asked for; None: any.
 
     Raises:
         UsageError: if none does, listing for each the flags that it would need.
     """
     needs = {architecture: _needs(architecture, model) for architecture in ARCHITECTURES}
+    if model_type is not None and needs[model_type]:
+        raise UsageError(
+            f"--export_model_type={model_type}: it cannot express this model; leave it out, or train with what "
+            f"{ARCHITECTURES[model_type].class_name} needs: {', '.join(needs[model_type])}"
+        )
+    if model_type is not None:
+        return model_type
     able = [architecture for architecture, missing in needs.items() if not missing]
     if able:
         return min(able, key=lambda architecture: sum(biases_of(architecture, model)))

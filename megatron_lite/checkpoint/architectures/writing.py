@@ -21,7 +21,7 @@ def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -
         UsageError: if no architecture can express the model.
     """
     model = config.model
-    name = check_exportable(model)
+    name = check_exportable(model, config.training.export_model_type)
     architecture = ARCHITECTURES[name]
     dtype = _DTYPES[config.training.export_dtype or config.distributed.training_dtype]
     content: dict[str, Any] = {
