@@ -34,17 +34,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "starcoder2": {"use_rotary_embeddings": True, "head_groups": 2, "window_size": 7, "random_bias_init": True},
     "relu_squared": {"activation_type": "squared_relu", "layer_norm_init_range": 0.2, "gated": True},
-    "qwen3": {
-        "use_rotary_embeddings": True, "gated": True, "add_linear_biases": False, "normalization_type": "rms_norm",
-        "head_groups": 2, "kv_channels": 12, "qk_layernorm": True, "zero_centered_normalization": True,
-        "layer_norm_init_range": 0.3,
-    },
     "every norm": {
-        "qk_layernorm": True, "hybrid_norm": True, "input_embedding_norm": True, "full_precision_residual": True,
+        "qk_layernorm": True, "hybrid_norm": True, "input_embedding_norm": True, "zero_centered_normalization": True,
         "layer_norm_init_range": 0.3, "use_rotary_embeddings": True, "use_position_embeddings": True,
     },
     "norms without weights": {
         "qk_layernorm": True, "hybrid_norm": True, "use_layer_norm_weight": False, "normalization_type": "rms_norm",
+        "head_groups": 2, "kv_channels": 12,
     },
     "exact": {"activation_type": "gelu_exact", "hidden_size": 36, "vocab_size": 61, "num_attention_heads": 3},
 }  # fmt: skip

@@ -28,6 +28,10 @@ LLAMA = dict(
     gated=True, normalization_type="rms_norm", use_rotary_embeddings=True, head_groups=2, add_linear_biases=False,
     tie_word_embeddings=False, num_layers=3,
 )  # fmt: skip
+NORMS = LLAMA | dict(
+    qk_layernorm=True, hybrid_norm=True, input_embedding_norm=True, full_precision_residual=True,
+    zero_centered_normalization=True,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +69,7 @@ def losses(distributed: Distributed, iterations: int = 20, **options: Any) -> li
     return [float(train_step(run, batch, i).loss) / run.tokens(i) for i, batch in batches]
 
 
-@pytest.mark.parametrize("model", [dict(num_layers=3), LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("model", [dict(num_layers=3), LLAMA, NORMS], ids=["gpt", "llama", "norms"])
 @pytest.mark.parametrize("training_dtype", ["fp32", "bf16", "fp16"])
 def test_zero_stages_agree_bit_for_bit_on_a_gpu(
     one_gpu: Distributed, training_dtype: str, model: dict[str, Any]

@@ -125,3 +125,16 @@ def test_a_wide_stream_keeps_small_contributions() -> None:
         losses.append(float(model.forward_backward(batches)))
     exact, narrow, wide = losses
     assert abs(wide - exact) < 0.5 * abs(narrow - exact), losses
+
+
+def test_the_weights_of_an_embedding_norm_are_there_for_its_backward_pass() -> None:
+    """Where another stage has taken their buffer in the meantime: every gradient is that of a buffer for each stage."""
+    gradients = []
+    for buffers in (None, 1):
+        options = dict(tie_word_embeddings=False, num_weight_buffers=buffers, layer_norm_init_range=0.5)
+        config = tiny_config(training_dtype="bf16", input_embedding_norm=True, **options)
+        model = a_model(config)
+        model.forward_backward(micro_batches(config))
+        assert model.buffer_counts()[0] == (buffers or 4)
+        gradients.append([part.grad_shard.clone() for _, part in model.parts()])
+    assert all(map(torch.equal, *gradients))
