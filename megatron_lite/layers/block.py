@@ -123,6 +123,7 @@ class Block(Layer):
             self.mlp_output_norm = Norm(f"{self.name}.mlp_output_norm", config, kernels)
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
+        """(b, s, h) -> (b, s, h), in the residual stream's dtype."""
         assert hidden is not None
         dtype = self.mlp.up.weight.dtype  # of everything but the residual stream, which the embedding decides about
         hidden, normalized = self.attention_norm.add(hidden, None, dtype)
