@@ -15,7 +15,7 @@ import pytest
 
 from megatron_lite.arguments import HelpRequested, ParseError, launch_rank, launch_world_size, parse
 from megatron_lite.config import flatten
-from megatron_lite.errors import UsageError
+from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.flags import FLAGS, SPELLINGS, Flag
 from megatron_lite.instead import INSTEAD
 from megatron_lite.refused import REFUSED, REFUSED_SPELLINGS, REFUSED_VALUES
@@ -107,7 +107,7 @@ def some_value(flag: Flag) -> str:
         return "0.5" if option.below > 0.5 else "-1"
     own = {
         "rotary_embedding_scale": "-1", "rotary_base": "10", "batch_size_schedule": "0:1",
-        "lr_schedule": "constant,-1,1",
+        "lr_schedule": "constant,-1,1", "pretrained_checkpoint_path": "none",
     }  # fmt: skip
     return own.get(flag.name, "1" if option.minimum is None else str(max(1, int(option.minimum))))
 
@@ -256,13 +256,17 @@ def test_suggestions_for_typos() -> None:
 
 @pytest.mark.parametrize("hostile", HOSTILE, ids=lambda text: ascii(text)[:20])
 def test_every_flag_survives_hostile_values(hostile: str) -> None:
-    """Any value of any flag is legal or ends in a UsageError of one short line; numbers stay finite."""
+    """Any value of any flag is legal or ends in a UsageError of one short line; numbers stay finite.
+
+    So is any path of a pretrained checkpoint, which is looked for: a CheckpointError.
+    """
     for name in (*SPELLINGS, *REFUSED_SPELLINGS, *INSTEAD):
         for argv in ([f"--{name}={hostile}"], [f"--{name}", hostile])[: 2 if name in FLAGS else 1]:
             try:
                 arguments = parse(argv)
                 config = resolve(arguments.config, 2)
-            except UsageError as error:
+            except (CheckpointError, UsageError) as error:
+                assert isinstance(error, UsageError) or name == "pretrained_checkpoint_path"
                 message = str(error)
                 assert message and len(message) < 2000
                 message.encode()  # can be printed and written to a JSON file

@@ -165,7 +165,7 @@ def test_cross_entropy_splits() -> None:
         (dict(head_groups=16), "--num_attention_heads=8, --head_groups=16: "),
         (dict(kv_channels=7, use_rotary_embeddings=True), "write an even --kv_channels"),
         (dict(hidden_size=8, use_rotary_embeddings=True), "write an even --kv_channels"),
-        (dict(max_position_embeddings=100), "write --max_position_embeddings=2048"),
+        (dict(max_position_embeddings=100), "write --sequence_length=100, or --max_position_embeddings=2048"),
         (dict(min_lr=1.0), "--min_lr=1, --lr=0.0001: the rate would grow"),
         (dict(training_dtype="fp16", initial_loss_scale=1.0, min_loss_scale=2.0), "first loss scale is below"),
         (dict(split=()), "--split=: takes up to three proportions"),
