@@ -107,7 +107,7 @@ def some_value(flag: Flag) -> str:
         return "0.5" if option.below > 0.5 else "-1"
     own = {
         "rotary_embedding_scale": "-1", "rotary_base": "10", "batch_size_schedule": "0:1",
-        "lr_schedule": "constant,-1,1", "pretrained_checkpoint_path": "none",
+        "lr_schedule": "constant,-1,1", "pretrained_checkpoint_path": "none", "export_callback_env": "{}",
     }  # fmt: skip
     return own.get(flag.name, "1" if option.minimum is None else str(max(1, int(option.minimum))))
 
