@@ -18,6 +18,7 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.flags import FLAGS, Flag
 from megatron_lite.validation import examine
 
+_NUM_NAMED = 5  # problems that an error message names at most, beside the first
 MODEL_OPTIONS = tuple(field.name for field in dataclasses.fields(ModelConfig))
 
 
@@ -31,7 +32,10 @@ def hugging_face_values(folder: Path) -> tuple[dict[str, Any], str]:
     try:
         values = model_values(content)
     except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
+        first, *others = str(error).splitlines()
+        rest = [line.removeprefix(f"{line.partition(': ')[0]}: ") for line in others]  # without the name of the file
+        more = f" (and {len(rest) - _NUM_NAMED} more)" if len(rest) > _NUM_NAMED else ""
+        raise CheckpointError(f"{folder}: {'; '.join([first, *rest[:_NUM_NAMED]])}{more}") from None
     check_types(values, f"{folder}: {folders.CONFIG_NAME}")
     return values, content["model_type"]
 

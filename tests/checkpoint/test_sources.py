@@ -237,6 +237,9 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "unknown model_type": (lambda f: edit(f, "config.json", lambda c: c.update(model_type="rwkv")), "rwkv"),
     "no model_type": (lambda f: edit(f, "config.json", lambda c: {**c, "model_type": None}), "model_type"),
     "extra key": (lambda f: edit(f, "config.json", lambda c: c.update(secret_sauce=1)), "secret_sauce"),
+    "extra keys": (
+        lambda f: edit(f, "config.json", lambda c: {**c, **{f"key_{i}": i for i in range(9)}}), "(and 3 more)",
+    ),
     "quantized": (
         lambda f: edit(f, "config.json", lambda c: c.update(quantization_config={"bits": 4})), "quantization_config",
     ),
