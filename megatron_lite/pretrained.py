@@ -41,12 +41,13 @@ FREE = frozenset({
     "layer_norm_init_range", "random_bias_init", "full_precision_residual", "attention_softmax_in_fp32",
     "make_vocab_size_divisible_by",
 })  # fmt: skip
-# Options that follow from another one unless they are given: with that one the checkpoint's values of them go, too.
+# Options that follow from another one, or belong to its value: where that is changed, those brought along go, too.
 FOLLOW: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "hidden_dropout": ("embedding_dropout",),
     "init_method_std": tuple(sorted(name for name in FREE if name.startswith("init_method_std_"))),
     "rotary_base": ("rotary_embedding_scale",),
     "rotary_embedding_scale": ("rotary_base",),
+    "rope_type": tuple(name for name in stated.MODEL_OPTIONS if name.startswith("rope_") and name != "rope_type"),
 })  # fmt: skip
 
 
@@ -82,11 +83,18 @@ def with_preset(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, .
     name = given.get("model")
     if name is None:
         return dict(given), ()
-    preset = PRESETS[name]
+    preset = _brought_along(PRESETS[name], given)
     flags = " ".join(f"--{option}={written(value)}" for option, value in preset.items())
     overridden = [f"--{option}={written(given[option])}" for option in preset if option in given]
     others = f"; overridden: {' '.join(overridden)}" if overridden else ""
     return {**preset, **given}, (Note(f"--model={name} stands for {flags}{others}"),)
+
+
+def _brought_along(values: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
+    """What is left of a model's options beside those that were typed."""
+    changed = {first for first in FOLLOW if first in typed and typed[first] != values.get(first)}
+    dropped = {name for first in changed for name in FOLLOW[first]}
+    return {name: value for name, value in values.items() if name not in dropped}
 
 
 def _with_stated_model(given: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Stated | None]:
@@ -105,8 +113,7 @@ def _with_stated_model(given: dict[str, Any], folder: Path) -> tuple[dict[str, A
     if not use:
         _refuse(_differences(given, theirs, theirs.keys() - free), where, use)
         return given, None
-    dropped = {name for first, names in FOLLOW.items() if first in typed for name in names}
-    filled = {**{name: value for name, value in values.items() if name not in dropped}, **given}
+    filled = {**_brought_along(values, typed), **given}
     if not ignore:
         _refuse(_differences(filled, theirs, typed.keys() - free), where, use)
     return filled, found

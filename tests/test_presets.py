@@ -51,6 +51,19 @@ def test_typed_flags_win_over_a_preset() -> None:
         assert (model.hidden_size, model.ffn_hidden_size, model.kv_channels, model.num_layers) == (96, 384, 8, 12)
 
 
+def test_what_belongs_to_a_changed_option_goes_with_it() -> None:
+    """Llama 3.1 with plain rotary positions, another stretch of them, or its base under its other name."""
+    for argv, factor, base in (
+        (["--rope_type=default"], None, 500000.0),
+        (["--rope_type=linear", "--rope_factor=2"], 2.0, 500000.0),
+        (["--rope_type=llama3"], 8.0, 500000.0),
+        (["--rotary_embedding_scale=-9.210340371976184"], 8.0, 10000.0),
+    ):
+        model = resolve(parse([*COMMAND, "--model=llama-3.1-8b", *argv]).config, world_size=1).model
+        assert (model.rope_factor, model.rotary_base) == (factor, base)
+        assert (model.rope_low_freq_factor is None) == (model.rope_type != "llama3")
+
+
 @pytest.mark.slow
 @presets
 def test_the_published_number_is_that_of_transformers(preset: str) -> None:
