@@ -28,10 +28,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "use_rotary_embeddings": True, "gated": True, "add_linear_biases": False, "add_qkv_biases": True,
         "normalization_type": "rms_norm", "head_groups": 2, "logit_soft_cap": 5.0, "make_vocab_size_divisible_by": 100,
     },
-    "llama with biases in attention alone": {
-        "use_rotary_embeddings": True, "gated": True, "add_mlp_biases": False, "normalization_type": "rms_norm",
-        "random_bias_init": True, "activation_type": "quick_gelu",
-    },
     "starcoder2": {"use_rotary_embeddings": True, "head_groups": 2, "window_size": 7, "random_bias_init": True},
     "relu_squared": {"activation_type": "squared_relu", "layer_norm_init_range": 0.2, "gated": True},
     "every norm": {
@@ -42,7 +38,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "qk_layernorm": True, "hybrid_norm": True, "use_layer_norm_weight": False, "normalization_type": "rms_norm",
         "head_groups": 2, "kv_channels": 12,
     },
-    "exact": {"activation_type": "gelu_exact", "hidden_size": 36, "vocab_size": 61, "num_attention_heads": 3},
+    "exact, biases in attention alone": {
+        "activation_type": "gelu_exact", "hidden_size": 36, "vocab_size": 61, "num_attention_heads": 3,
+        "add_mlp_biases": False, "random_bias_init": True,
+    },
 }  # fmt: skip
 
 SCHEDULES: dict[str, dict[str, Any]] = {

@@ -124,7 +124,7 @@ def test_head_against_float64(
 
 
 @implementations
-@dtypes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("t", "h", "v", "chunk", "block", "z_loss"), SIZES[:3])
 def test_soft_capped_head_against_float64(
     t: int, h: int, v: int, chunk: int, block: int | None, z_loss: float, dtype: torch.dtype, triton: bool
@@ -163,8 +163,10 @@ def test_soft_cap_of_extreme_logits(triton: bool) -> None:
 
 
 @implementations
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("block", "padding_rows"), [(None, 1), (None, 200), (5, 1), (5, 20)])
+@pytest.mark.parametrize(
+    ("block", "padding_rows", "dtype"),
+    [(None, 1, torch.bfloat16), (None, 200, torch.float32), (5, 1, torch.float32), (5, 20, torch.bfloat16)],
+)
 def test_rows_of_zeros_behind_the_weight_have_no_part(
     block: int | None, padding_rows: int, dtype: torch.dtype, triton: bool
 ) -> None:
