@@ -275,7 +275,7 @@ def test_exporting_again_replaces_the_folder_and_keeps_foreign_ones(tmp_path: Pa
     assert (aside / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("fails", ["new_file", "write_text", "publish", "sync_folder"])
+@pytest.mark.parametrize("fails", ["new_file", "pwrite", "write_text", "publish", "sync_folder"])
 def test_a_full_disk_is_a_storage_error_on_every_rank(
     fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +284,9 @@ def test_a_full_disk_is_a_storage_error_on_every_rank(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export_folder if fails == "sync_folder" else files, fails, full)
+    owners = {"sync_folder": export_folder, "pwrite": os}
+    monkeypatch.setattr(owners.get(fails, files), fails, full)
+    monkeypatch.setattr(huggingface, "AGREE_BYTES", 1000)  # noticed in between
     config = make_config()
     with pytest.raises(StorageError, match=r"rank 0: .*No space left on device .*bytes free"):
         export(tmp_path / "1", config, random_weights(config.model), world_size=2)
