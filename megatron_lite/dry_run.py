@@ -17,6 +17,7 @@ from megatron_lite.cautions import warnings
 from megatron_lite.config import Config
 from megatron_lite.errors import EXIT_DONE, UsageError
 from megatron_lite.note import Note
+from megatron_lite.parameter import DTYPES
 from megatron_lite.planning import Plan, make_plan
 from megatron_lite.zero.stage import Stage
 
@@ -141,6 +142,15 @@ def _batch(plan: Plan) -> Iterator[str]:
         yield f"  iterations done and samples of those that follow: {' '.join(batch.batch_size_schedule)}"
     if batch.eval_micro_batch_size and (training.validation_iters or training.test_iters):
         yield f"  {batch.eval_micro_batch_size:,} samples in a micro-batch of a validation"
+    if training.sample_interval is not None:
+        yield f"  samples (--sample_interval) keep {_kept_of_a_token(plan):,} bytes for each token of 8 texts at a time"
+
+
+def _kept_of_a_token(plan: Plan) -> int:
+    """Bytes of keys and values of one token in all blocks."""
+    model, dtype = plan.config.model, DTYPES[plan.config.distributed.training_dtype]
+    assert model.head_groups and model.kv_channels
+    return 2 * model.num_layers * model.head_groups * model.kv_channels * dtype.itemsize
 
 
 def _state(plan: Plan) -> Iterator[str]:

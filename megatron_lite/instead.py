@@ -38,7 +38,7 @@ _KEPT = (
     "intervals that change during a run are not built yet"
 )
 _SECRET = "secrets stay out of command lines; set the variable WANDB_API_KEY or WANDB_API_KEY_PATH"
-_HARNESS = "evaluations other than the loss are not built"
+_HARNESS = "tasks are not evaluated; scripts/evaluate.py gives loss, perplexity and bits per byte"
 
 _MODEL = {
     "group_query_attention": "write --head_groups=<number of key/value heads>",

@@ -54,7 +54,9 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "transients": {"activations", "config", "kernels"},
     "planning": {"activations", "config", "distributed", "gpt", "kernels", "layers", "traffic", "transients", "zero"},
     "automatic": {"config", "gpt", "kernels", "note", "parameter", "planning", "zero"},
-    "dry_run": {"automatic", "batch_schedule", "cautions", "config", "exits", "note", "planning", "zero"},
+    "dry_run": {
+        "automatic", "batch_schedule", "cautions", "config", "exits", "note", "parameter", "planning", "zero",
+    },
     "optimizer": {"batch_schedule", "config", "distributed", "flags", "kernels", "zero"},
     "data": {"batch_schedule", "config", "durable", "seeds", "validation"},
     "monitor": {"batch_schedule", "config", "durable", "masking", "traffic"},

@@ -141,7 +141,11 @@ class TrainingConfig:
         "", "environment variables for it, a JSON object of texts; only their names are kept", secret=True
     )
     sample_interval: int | None = option(
-        None, "iterations between samples, texts that the model writes", minimum=1, unset="no samples"
+        None,
+        "iterations between samples, texts that the model writes: a pass through all stages for each prompt, and one "
+        "for each further token of 8 texts",
+        minimum=1,
+        unset="no samples",
     )
     sample_prompts: str | None = option(None, "text file with the prompts of samples, one a line", unset="none")
     sample_tokens: int = option(64, "tokens of a sample behind its prompt", minimum=1, maximum=65536)

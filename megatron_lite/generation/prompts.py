@@ -78,7 +78,6 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, template: bool, vocab_size:
     Raises:
         DataError: if it does not fit the model, which has `vocab_size` tokens and takes texts of `longest` of them.
     """
-    prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     tokens = tokenizer.encode(prompt, template) or [tokenizer.end_of_document]
     shown = repr(prompt if len(prompt) <= 40 else prompt[:37] + "...")
     if max(tokens) >= vocab_size:

@@ -25,7 +25,7 @@ from megatron_lite.agreement import together
 from megatron_lite.config import Config
 from megatron_lite.data.tokenizing import Tokenizer, load_tokenizer
 from megatron_lite.distributed import Distributed
-from megatron_lite.errors import DataError
+from megatron_lite.errors import DataError, NumericsError
 from megatron_lite.experiment import Experiment
 from megatron_lite.generation.choosing import Choice, Chooser
 from megatron_lite.generation.continuation import Limits, Text, continue_texts
@@ -58,6 +58,22 @@ class Stopped(Exception):  # noqa: N818 (not an error)
     """A rank was told to stop."""
 
 
+class Broken(Exception):  # noqa: N818 (not an error)
+    """Logits are not finite: there is nothing to choose from."""
+
+
+class TrainingChooser(Chooser):
+    """Says NONE where there is nothing to choose from, so that all ranks hear of it: no sample ends a training."""
+
+    NONE = -1
+
+    def __call__(self, logits: Tensor) -> int:
+        try:
+            return super().__call__(logits)
+        except NumericsError:
+            return self.NONE
+
+
 class Samples:
     """The prompts of a run, and where their continuations go. Made by `open_samples`."""
 
@@ -71,8 +87,7 @@ class Samples:
     def write(self, model: MultiStage, iteration: int, logger: logging.Logger) -> bool:
         """Continue every prompt; all ranks call this together. False: a rank was told to stop, and nothing is written.
 
-        Raises:
-            NumericsError: if the logits are not finite.
+        Nothing is written but a warning, either, if logits are not finite.
         """
         texts = self._texts(iteration)
         training = self._config.training
@@ -83,6 +98,9 @@ class Samples:
                 pass
         except Stopped:
             return False
+        except Broken:
+            logger.warning("no samples @ iteration %d: logits are not finite", iteration)
+            return True
         continuations = Continuations(self._tokenizer)
         samples: list[dict[str, Any]] = []
         for (prompt, _), text in zip(self._prompts, texts, strict=True):
@@ -100,7 +118,7 @@ class Samples:
         choice = Choice(training.sample_temperature, training.sample_top_k, training.sample_top_p)
         repetitions = numbered([prompt for prompt, _ in self._prompts])
         return [
-            Text(list(tokens), Chooser(choice, derive_seed("sample", seed, iteration, prompt, repetition)))
+            Text(list(tokens), TrainingChooser(choice, derive_seed("sample", seed, iteration, prompt, repetition)))
             for (prompt, tokens), (_, repetition) in zip(self._prompts, repetitions, strict=True)
         ]
 
@@ -109,6 +127,8 @@ class Samples:
         if any(received for received, _ in every):
             raise Stopped
         chosen: list[int] = every[0][1]
+        if TrainingChooser.NONE in chosen:
+            raise Broken
         return chosen
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ import pytest
 import torch
 from harness import full_weights, run_distributed, same_weights, tiny_config
 
-from megatron_lite.data.tokenizing import save_byte_tokenizer
+from megatron_lite.data.tokenizing import ByteTokenizer, save_byte_tokenizer
 from megatron_lite.distributed import Distributed
 from megatron_lite.errors import DataError, UsageError
-from megatron_lite.generation.samples import load_prompts
+from megatron_lite.generation.samples import Samples, load_prompts
+from megatron_lite.layers.cache import KeyValueCache
+from megatron_lite.monitor.trackers import MetricsFile
 
 PROMPTS = ("the", "a longer one", "", "the")
 KEPT = ("the", "a longer one", "the")
@@ -34,19 +38,22 @@ def options(folder: Path, **more: Any) -> dict[str, Any]:
     ) | more  # fmt: skip
 
 
-def train_whole(distributed: Distributed, values: dict[str, Any]) -> dict[str, Any]:
-    """A whole run; its weights and losses."""
+def train_whole(distributed: Distributed, *every: dict[str, Any]) -> list[dict[str, Any]]:
+    """Whole runs, one after the other; of each its weights, and what the global random generator gives next."""
     from megatron_lite.build import build
     from megatron_lite.experiment import Experiment
     from megatron_lite.stop_signal import StopSignal
     from megatron_lite.train import train
 
-    config, stop = tiny_config(distributed.world_size, **values), StopSignal()
-    torch.manual_seed(5)
-    run = build(config, distributed, Experiment(config, distributed), stop, ())
-    assert train(run)[0] == 0
-    stop.restore()
-    return {"weights": full_weights(run.model), "random": torch.rand(3).tolist()}
+    results: list[dict[str, Any]] = []
+    for values in every:
+        config, stop = tiny_config(distributed.world_size, **values), StopSignal()
+        torch.manual_seed(5)
+        run = build(config, distributed, Experiment(config, distributed), stop, ())
+        assert train(run)[0] == 0
+        stop.restore()
+        results.append({"weights": full_weights(run.model), "random": torch.rand(3).tolist()})
+    return results
 
 
 def lines(values: dict[str, Any]) -> list[dict[str, Any]]:
@@ -54,42 +61,104 @@ def lines(values: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-def test_samples_leave_no_trace_and_do_not_depend_on_the_partition(architecture: str, tmp_path: Path) -> None:
-    """With one rank or two, at every ZeRO stage, training is the same bit for bit as without samples, and the texts are
-    those of one rank.
-    """
-    model = {} if architecture == "gpt2" else LLAMA
+@pytest.mark.parametrize(
+    "model, layouts",
+    [
+        pytest.param({"hidden_dropout": 0.0}, ((1, 1), (2, 3)), id="gpt2: 1 rank, 2 with ZeRO 3"),
+        pytest.param(LLAMA, ((2, 1), (2, 2), (2, 3)), id="llama: 2 ranks with ZeRO 1, 2, 3", marks=pytest.mark.slow),
+    ],
+)
+def test_samples_leave_no_trace_and_do_not_depend_on_the_partition(
+    model: dict[str, Any], layouts: tuple[tuple[int, int], ...], tmp_path: Path
+) -> None:
+    """Training is the same bit for bit as without samples, and the texts are the same whatever the layout."""
     texts = []
-    for name, ranks, zero_stage in (("one", 1, 1), ("two", 2, 1), ("three", 2, 3)):
-        with_samples = options(tmp_path / name, zero_stage=zero_stage, **model)
+    for ranks, zero_stage in layouts:
+        with_samples = options(tmp_path / f"{ranks} {zero_stage}", zero_stage=zero_stage, **model)
         without = {key: value for key, value in with_samples.items() if not key.startswith("sample_")}
         without["experiment_dir"] = None
-        sampled = run_distributed(ranks, train_whole, with_samples)
-        plain = run_distributed(ranks, train_whole, without)
-        for a, b in zip(sampled, plain, strict=True):
-            assert same_weights(a["weights"], b["weights"]) and a["random"] == b["random"]
+        for sampled, plain in run_distributed(ranks, train_whole, with_samples, without):
+            assert same_weights(sampled["weights"], plain["weights"]) and sampled["random"] == plain["random"]
         found = lines(with_samples)
         assert [line["iteration"] for line in found] == [2, 4]
         assert [[sample["prompt"] for sample in line["samples"]] for line in found] == [list(KEPT)] * 2
         assert all(len(sample["tokens"]) == 9 for line in found for sample in line["samples"])
-        texts.append([sample["tokens"] for sample in found[0]["samples"]])
-    assert texts[1] == texts[2] and texts[0][0] == texts[0][2]
+        texts.append([sample["tokens"] for line in found for sample in line["samples"]])
+    assert texts[0] == texts[1] and texts[0][0] == texts[0][2]
     assert len({token for tokens in texts[0] for token in tokens}) > 4, "texts of few tokens prove little"
 
 
 def test_a_resumed_run_appends_and_draws_repeat(tmp_path: Path) -> None:
     """A run that is stopped and resumed writes the lines of one that was not; equal prompts draw differently."""
     whole = options(tmp_path / "whole", sample_temperature=1.0, sample_top_k=50, sample_top_p=0.9, hidden_dropout=0.0)
-    run_distributed(1, train_whole, whole)
     parts = whole | {"experiment_dir": str(tmp_path / "parts")}
-    run_distributed(1, train_whole, parts | {"stop_interval": 2})
+    run_distributed(1, train_whole, whole, parts | {"stop_interval": 2})
     run_distributed(1, train_whole, parts)
     expected, found = lines(whole), lines(parts)
     assert [line["samples"] for line in found] == [line["samples"] for line in expected]
     assert [line["run"] for line in found] == [0, 1]
     first = expected[0]["samples"]
     assert first[0]["prompt"] == first[2]["prompt"] and first[0]["tokens"] != first[2]["tokens"]
+
+
+class FakeRank:
+    """The only rank, without processes."""
+
+    device, rank = torch.device("cpu"), 0
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def end_step(self) -> None:
+        pass
+
+
+class FakeModel:
+    """Logits out of nowhere; counts its passes."""
+
+    def __init__(self, value: float) -> None:
+        self.value, self.passes = value, 0
+
+    def output(self, micro_batch: Any) -> torch.Tensor:
+        self.passes += 1
+        return torch.full((micro_batch.tokens.shape[1], 257), self.value)
+
+
+class Told:
+    """A stop signal that comes, or does not."""
+
+    def __init__(self, received: int) -> None:
+        self.received = received
+
+
+@pytest.mark.parametrize("value, received, done", [(math.nan, 0, True), (0.0, 15, False), (0.0, 0, True)])
+def test_neither_broken_logits_nor_a_signal_leave_half_a_line(
+    value: float, received: int, done: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Broken logits are a warning and no error: no sample ends a training. A signal ends a sampling at once."""
+    config = tiny_config(**options(tmp_path))
+    file, model = MetricsFile(tmp_path / "run" / "samples.jsonl"), FakeModel(value)
+    fakes: tuple[Any, ...] = (FakeRank(), Told(received))
+    samples = Samples(config, *fakes, ByteTokenizer(), load_prompts(config), file, 0)
+    with caplog.at_level(logging.INFO):
+        assert samples.write(model, 3, logging.getLogger("test")) is done  # type: ignore[arg-type]
+    written = value == 0.0 and done
+    assert len(lines(options(tmp_path))) == written
+    assert ("logits are not finite" in caplog.text) is math.isnan(value)
+    # A pass for each prompt, and one for each of 8 further tokens, of all prompts together.
+    assert model.passes == (len(KEPT) + 8 if written else 1)
+
+
+def test_a_dry_run_says_what_samples_keep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As many bytes for each token as a cache takes."""
+    from megatron_lite.dry_run import dry_run
+
+    config = tiny_config(**(options(tmp_path) | LLAMA | {"dry_run": True}))
+    assert dry_run(config, 1, (), prints=True) == 0
+    cache, like = KeyValueCache(1, 1), torch.zeros(1, config.model.head_groups or 0, 1, config.model.kv_channels or 0)
+    for block in range(config.model.num_layers):
+        cache.of(str(block), like, None)
+    assert f"keep {cache.nbytes():,} bytes for each token" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
