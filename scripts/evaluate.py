@@ -193,10 +193,8 @@ def result(options: argparse.Namespace) -> dict[str, object]:
     device = torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
     tokenizer = find_tokenizer(options)
     length = options.sequence_length
-    model = load_model(
-        options.model, length or LONGEST_DEFAULT, DTYPE_ALIASES.get(options.dtype, options.dtype), device,
-        options.weights,
-    )
+    dtype = DTYPE_ALIASES.get(options.dtype, options.dtype)
+    model = load_model(options.model, length or LONGEST_DEFAULT, dtype, device, options.weights)
     longest = model.config.max_position_embeddings or 0
     if length is not None and length > longest:
         raise UsageError(f"--sequence_length={length}: texts of this model have {longest:,} tokens at most")

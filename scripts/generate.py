@@ -105,14 +105,16 @@ def all_prompts(options: argparse.Namespace) -> list[str]:
     Raises:
         DataError: if the file cannot be read or holds none.
     """
+    # Bytes of the command line that are no UTF-8 become U+FFFD.
+    prompts = [prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for prompt in options.prompt]
     name = options.prompts_file
     if name is None:
-        return list(options.prompt)
+        return prompts
     try:
         content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:
         raise DataError(f"--prompts_file={name}: cannot be read: {error.strerror}") from None
-    return [*options.prompt, *read_prompts(content, f"--prompts_file={name}")]
+    return [*prompts, *read_prompts(content, f"--prompts_file={name}")]
 
 
 def choose_device(name: str) -> torch.device:
@@ -137,7 +139,7 @@ def continued(options: argparse.Namespace) -> Iterator[tuple[int, str, Text, str
     # Special tokens that a prompt spells out are meant: nobody else's text is in it.
     tokenizer = open_tokenizer(options.model, options.tokenizer_file, special_tokens=True)
     template = bool(options.add_special_tokens)
-    lengths = [len(tokenizer.encode(prompt.encode("utf-8", "replace").decode(), template)) for prompt in prompts]
+    lengths = [len(tokenizer.encode(prompt, template)) for prompt in prompts]
     dtype = DTYPE_ALIASES.get(options.dtype, options.dtype)
     longest_text = max(lengths) + options.max_new_tokens + 1
     model = load_model(options.model, longest_text, dtype, device, options.weights)

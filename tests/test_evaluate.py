@@ -84,8 +84,7 @@ def call(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> Callable[...
 def test_the_loss_is_that_of_the_runs_validation(
     model: str, size: int, folder: Path, call: Callable[..., dict[str, Any]]
 ) -> None:
-    """On the same split, whatever the micro-batch size, with documents kept apart as in the run, which counts.
-    """
+    """On the same split, whatever the micro-batch size, with documents kept apart as in the run, which counts."""
     (expected,) = (r for r in read_metrics(folder / "run" / "metrics.jsonl") if r["phase"] == "validation")
     options = ("--model", folder / "run" / model, "--data_path", folder / "data", "--split=50,50,0")
     options += ("--sequence_length=16", f"--micro_batch_size={size}", "--cross_document_attention=0")
