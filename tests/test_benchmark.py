@@ -23,6 +23,7 @@ OWN = {"ZeRO-1", "ZeRO-2", "ZeRO-2 breadth-first", "ZeRO-3", "ZeRO-3 breadth-fir
 PLAIN = {f"plain {name}" for name in OWN}
 FSDP = {"FSDP2", "FSDP2 all resharded", "FSDP2 no reshard", "FSDP2 no sync", "FSDP2 compiled"}
 HF = {"HF DDP", "HF DDP compiled"}
+COMPILED = {"DDP compiled", "FSDP2 compiled", "HF DDP compiled"}
 # Keys of our rows alone, and of rows whose weights have our names alone.
 OURS_ONLY = {"formula_bytes", "padding_bytes", "wire_theory_bytes", "wire_counted_bytes"}
 WEIGHTS = {"weights_difference", "weights_equal"}
@@ -52,34 +53,34 @@ def run_on_ranks(ranks: int, output: Path, *options: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All configurations, two micro-batches."""
+    """All configurations but compiled ones, two micro-batches."""
     output = tmp_path_factory.mktemp("benchmark") / "results.json"
-    return run_on_ranks(2, output, "--layers=both", "--micro_batches=2")
-
-
-@pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The plain layers in fp32 under the engine and its peers, one micro-batch."""
-    output = tmp_path_factory.mktemp("benchmark") / "results.json"
-    return run_on_ranks(2, output, "--layers=plain", "--only=DDP,plain ZeRO-?,FSDP2")
+    names = ",".join({"DDP", *(["HF DDP"] if find_spec("transformers") else []), *OWN, *PLAIN, *FSDP} - COMPILED)
+    return run_on_ranks(2, output, "--layers=both", "--micro_batches=2", f"--only={names}")
 
 
 def test_peers_compute_the_same_losses(result: dict[str, Any]) -> None:
     """Every configuration has the same loss as ZeRO-1 at every step, and the loss moves, so that training took part."""
     rows = result["configurations"]
     hugging_face = HF if find_spec("transformers") else set()
-    assert set(rows) == {"DDP", "DDP compiled"} | OWN | PLAIN | FSDP | hugging_face
+    assert set(rows) == ({"DDP"} | OWN | PLAIN | FSDP | hugging_face) - COMPILED
     for row in rows.values():
         assert len(row["losses"]) == 8
         assert row["losses"] == pytest.approx(rows["ZeRO-1"]["losses"], rel=0, abs=1e-5)
     assert len(set(rows["ZeRO-1"]["losses"])) == 8
+    assert "torchtitan" in result["unavailable"]
     assert result["largest_loss_difference"] <= result["loss_tolerance"] == 1e-5
 
 
-def test_what_cannot_run_is_listed_with_the_reason(result: dict[str, Any]) -> None:
-    """No row disappears without a word: here those that need a GPU, or a package that is not installed."""
+@pytest.mark.slow
+def test_no_row_disappears_without_a_word(tmp_path: Path) -> None:
+    """Without --only every row of these layers is there, or listed with what it lacks: a GPU, or a package."""
+    result = run_on_ranks(2, tmp_path / "results.json", "--layers=both", "--micro_batches=2")
+    hugging_face = HF if find_spec("transformers") else set()
+    assert set(result["configurations"]) == {"DDP", "DDP compiled"} | OWN | PLAIN | FSDP | hugging_face
     assert {"HF Liger DDP", "torchtitan"} <= set(result["unavailable"])
     assert not set(result["unavailable"]) & set(result["configurations"])
+    assert result["largest_loss_difference"] <= 1e-5
 
 
 def test_one_rank_at_a_time_in_gpt2s_shape(tmp_path: Path) -> None:
@@ -103,11 +104,11 @@ def test_one_rank_at_a_time_in_gpt2s_shape(tmp_path: Path) -> None:
 
 def test_bf16_rows_agree_to_its_rounding(tmp_path: Path) -> None:
     """Each side in bf16 as it is meant: ours with fp32 masters, autocast under DDP, MixedPrecisionPolicy in FSDP2."""
-    result = run_on_ranks(2, tmp_path / "results.json", "--dtype=bf16", "--only=DDP,ZeRO-?,plain ZeRO-2,FSDP2")
+    result = run_on_ranks(2, tmp_path / "results.json", "--dtype=bf16", "--only=DDP,ZeRO-1,ZeRO-3,plain ZeRO-2,FSDP2")
     rows = result["configurations"]
     assert 1e-5 < result["largest_loss_difference"] <= result["loss_tolerance"]
-    assert {"DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "plain ZeRO-2", "FSDP2"} <= set(rows)
-    for name in ("ZeRO-1", "ZeRO-2", "ZeRO-3", "plain ZeRO-2"):
+    assert {"DDP", "ZeRO-1", "ZeRO-3", "plain ZeRO-2", "FSDP2"} <= set(rows)
+    for name in ("ZeRO-1", "ZeRO-3", "plain ZeRO-2"):
         assert 0 <= rows[name]["padding_bytes"] <= 0.01 * rows[name]["formula_bytes"], name
     # fp32 weights, gradients and moments everywhere; ours have bf16 weights besides.
     assert rows["DDP"]["state_bytes"] == 16 * result["parameters"]
@@ -146,10 +147,9 @@ def test_state_memory_is_the_formula_plus_padding(result: dict[str, Any]) -> Non
         assert row["state_bytes"] == row["formula_bytes"] + row["padding_bytes"]
 
 
-def test_traffic_is_what_the_schedule_says(result: dict[str, Any], single: dict[str, Any]) -> None:
+def test_traffic_is_what_the_schedule_says(result: dict[str, Any]) -> None:
     """The books of the schedule equal what the engine counts; ZeRO-1 moves every parameter out of every rank twice."""
-    rows = [*single["configurations"].items(), *result["configurations"].items()]
-    ours = {name: row for name, row in rows if "ZeRO" in name}
+    ours = {name: row for name, row in result["configurations"].items() if "ZeRO" in name}
     for name, row in ours.items():
         assert row["wire_counted_bytes"] == row["wire_theory_bytes"], name
     # Two ranks: half of the gradients and half of the weights each, in fp32, padding of at most 1 % included.
@@ -157,16 +157,12 @@ def test_traffic_is_what_the_schedule_says(result: dict[str, Any], single: dict[
     assert ours["plain ZeRO-3"]["wire_theory_bytes"] > ours["plain ZeRO-3 breadth-first"]["wire_theory_bytes"]
 
 
-def test_plain_layers_train_to_the_weights_of_ddp(result: dict[str, Any], single: dict[str, Any]) -> None:
+def test_plain_layers_train_to_the_weights_of_ddp(result: dict[str, Any]) -> None:
     """With the same layers the engine ends with DDP's very weights, at every ZeRO stage.
 
     Depth-first accumulation reduces every micro-batch: equal to rounding only. So do our own layers, with their own
     order of sums; that tells that the comparison is one of trained weights.
     """
-    rows = single["configurations"]
-    assert {name: rows[name]["weights_equal"] for name in rows if "ZeRO" in name} == {
-        "plain ZeRO-1": True, "plain ZeRO-2": True, "plain ZeRO-3": True,
-    }  # fmt: skip
     rows = result["configurations"]
     for name in ("plain ZeRO-1", "plain ZeRO-2 breadth-first", "plain ZeRO-3 breadth-first"):
         assert rows[name]["weights_equal"], name
@@ -176,10 +172,10 @@ def test_plain_layers_train_to_the_weights_of_ddp(result: dict[str, Any], single
 
 def test_memory_is_measured_one_configuration_at_a_time(tmp_path: Path) -> None:
     """Peaks are above a bare process, and at least what the state takes where that is more than a little."""
-    program = [str(SCRIPTS / "benchmark_memory.py"), *TINY, "--layers=plain", "--only=DDP,plain ZeRO-3"]
+    program = [str(SCRIPTS / "benchmark_memory.py"), *TINY, "--ranks=1", "--layers=plain", "--only=torch,plain ZeRO-3"]
     text, memory = run([*program, "--vocab_size=65536", "--turns=2"], tmp_path / "memory.json")
-    assert set(memory["configurations"]) == {"DDP", "plain ZeRO-3"}
-    assert memory["configurations"]["DDP"]["ratios"]["DDP"] == 1.0
+    assert set(memory["configurations"]) == {"torch", "plain ZeRO-3"}
+    assert memory["configurations"]["torch"]["ratios"]["torch"] == 1.0
     for name, row in memory["configurations"].items():
         assert f"| {name} |" in text
         assert row["peak_bytes"] > row["state_bytes"] > 50 * 2**20

@@ -118,7 +118,9 @@ def assert_same_run(experiment: Path, reference: Path) -> None:
     assert exports(experiment) == exports(reference)
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=lambda zero_stage: f"zero{zero_stage}")
+@pytest.fixture(
+    scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3], ids=lambda zero_stage: f"zero{zero_stage}"
+)
 def reference(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The experiment directory of a run without interruption."""
     experiment = tmp_path_factory.mktemp(f"zero{request.param}") / "reference"
@@ -197,7 +199,7 @@ FREEZING: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", FREEZING)
+@pytest.mark.parametrize("how", [pytest.param("low precision", marks=pytest.mark.slow), "split masters"])
 def test_killed_run_with_frozen_parameters(corpus: str, tmp_path: Path, how: str) -> None:
     """The same with frozen parameters, which lie in no moments, and with masters that no buffer holds whole."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -229,7 +231,7 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "muon"])
 def test_killed_run_with_every_guard_and_schedule(corpus: str, tmp_path: Path, optimizer: str) -> None:
     """Cycles, rewarmup, averages, AdamC, dropped steps and a batch schedule, killed twice: nothing differs in the end;
     what was dropped, and why, is decided again as it was."""

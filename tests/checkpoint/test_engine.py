@@ -116,7 +116,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if i in (1, 4) else []) for i, case in enumerate(CASES)]
+)
 def test_continued_training_is_bit_identical(case: str, tmp_path: Path) -> None:
     """From the checkpoint of iteration 4, iteration 8 is that of the run that was not interrupted, and so are the
     losses; frozen weights never change and are stored in the dtype that was asked for, without moments."""

@@ -203,7 +203,7 @@ def followed(ranks: Any, options: Options) -> tuple[float, float]:
     return worst, moved
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_averages_follow_the_weights(ranks: int) -> None:
     """Both types, ZeRO 1 to 3, fp32, bf16, split masters, with frozen parameters in between: to rounding."""
     ways: list[Options] = [{"zero_stage": 1}, {"zero_stage": 3, **BF16}, {"zero_stage": 2, **SPLIT}]

@@ -151,7 +151,7 @@ def measure(ranks: Any, cases: list[Options], training: bool) -> list[tuple[int,
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_option_costs_what_the_formula_says(ranks: int, training: bool) -> None:
     """Found over all tensors that exist, booked for the log and computed by hand: the same to the byte."""
     results = run_distributed(ranks, measure, CASES, training)

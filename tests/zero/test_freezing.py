@@ -74,7 +74,12 @@ def plain_loop(options: Options, initial: dict[str, np.ndarray]) -> tuple[list[f
     return losses, {name: weight.numpy() for name, weight in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("case", FREEZING)
+MORE = {"a middle one", "all but the embedding", "all but a tied embedding"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in MORE else []) for case in FREEZING]
+)
 def test_frozen_runs_equal_plain_torch(case: str) -> None:
     """Frozen weights keep every bit, all others move; losses and weights are those of requires_grad False.
 

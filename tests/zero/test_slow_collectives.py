@@ -108,8 +108,11 @@ def compare(ranks: int, layouts: list[Options]) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_slow_collectives_change_no_bit(ranks: int) -> None:
-    """Every buffer count, order and kind of parameter, with an evaluation in between: the numbers are the same."""
-    compare(ranks, SOME if ranks == 2 else SOME[::2])
+    """Half of the buffer counts, orders and kinds of parameters, with an evaluation in between: the same numbers.
+
+    All of them are held against late collectives of simulated ranks below.
+    """
+    compare(ranks, SOME[::2] if ranks == 2 else SOME[1::4])
 
 
 @pytest.mark.slow

@@ -124,7 +124,9 @@ def len_of(value: int | list[Options]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cases"), [(2, CASES), (3, CASES[::3]), pytest.param(3, CASES, marks=pytest.mark.slow)], ids=len_of
+    ("ranks", "cases"),
+    [(2, CASES[::3]), (3, CASES[1::6]), *(pytest.param(ranks, CASES, marks=pytest.mark.slow) for ranks in (2, 3))],
+    ids=len_of,
 )
 def test_every_step_moves_what_theory_says(ranks: int, cases: list[Options]) -> None:
     """Collectives, elements, bytes and wire bytes of gathers and reductions, exactly, on every rank."""
