@@ -26,27 +26,35 @@ def relative_difference(a: Trajectory, b: Trajectory) -> float:
     return float(np.max(np.abs(np.array(a.losses) / np.array(b.losses) - 1)))
 
 
-@pytest.mark.parametrize("training_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("breadth_first", [1, 2])
-def test_zero_stage_and_buffers_change_no_bit(training_dtype: str, tied: bool, breadth_first: int) -> None:
-    """Two ranks, 20 iterations: every loss, gradient norm and weight is identical for every stage and buffer count."""
+@pytest.mark.parametrize(
+    ("training_dtype", "tied", "breadth_first", "iterations"),
+    [
+        ("bf16", True, 2, 6),
+        ("fp32", False, 1, 6),
+        *(pytest.param(*case, 20, marks=pytest.mark.slow)
+          for case in itertools.product(("fp32", "bf16"), (True, False), (1, 2))),
+    ],
+)  # fmt: skip
+def test_zero_stage_and_buffers_change_no_bit(
+    training_dtype: str, tied: bool, breadth_first: int, iterations: int
+) -> None:
+    """Two ranks: every loss, gradient norm and weight is identical for every stage and buffer count."""
     common = {
         "training_dtype": training_dtype, "tie_word_embeddings": tied, "num_layers": 3,
         "breadth_first_micro_batches": breadth_first, "depth_first_micro_batches": 1,
     }  # fmt: skip
-    rank_0, rank_1 = run_distributed(2, several, [common | layout for layout in BUFFERS], 20)
+    rank_0, rank_1 = run_distributed(2, several, [common | layout for layout in BUFFERS], iterations)
     for a, b in zip(rank_0, rank_1, strict=True):
         assert a.losses == b.losses and same_weights(a.weights, b.weights)
     first, *others = rank_0
-    assert len(set(first.losses)) == 20, "the losses do not move: nothing is trained"
+    assert len(set(first.losses)) == iterations, "the losses do not move: nothing is trained"
     for layout, other in zip(BUFFERS[1:], others, strict=True):
         assert other.losses == first.losses, layout
         assert other.grad_norms == first.grad_norms, layout
         assert same_weights(other.weights, first.weights), layout
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_depth_first_accumulation_agrees_to_rounding(tied: bool) -> None:
     """ZeRO 2 and 3 reduce every micro-batch, ZeRO 1 once: the same to 1e-6 relative in fp32, on one rank and on two."""
     runs = [
@@ -55,7 +63,7 @@ def test_depth_first_accumulation_agrees_to_rounding(tied: bool) -> None:
     ]
     runs += [{"depth_first_micro_batches": 1, "batch_size": 8, "tie_word_embeddings": tied}]
     for ranks in (1, 2):
-        *accumulated, reference = run_distributed(ranks, several, runs, 20)[0]
+        *accumulated, reference = run_distributed(ranks, several, runs, 10)[0]
         for trajectory in accumulated:
             assert relative_difference(trajectory, reference) < 1e-6
         assert accumulated[1].losses == accumulated[2].losses and same_weights(
@@ -68,15 +76,15 @@ def test_ranks_and_micro_batches_do_not_matter() -> None:
     splits: dict[int, list[dict[str, Any]]] = {
         ranks: [
             {"batch_size": 12, "depth_first_micro_batches": depth, "breadth_first_micro_batches": breadth}
-            for depth, breadth in itertools.product((1, 2, 3, 4, 6, 12), repeat=2)
+            for depth, breadth in itertools.product((1, 2, 6), repeat=2)
             if (12 // ranks) % (depth * breadth) == 0
         ]
         for ranks in (1, 2, 3)
     }
     trajectories = [
-        trajectory for ranks, runs in splits.items() for trajectory in run_distributed(ranks, several, runs, 20)[0]
+        trajectory for ranks, runs in splits.items() for trajectory in run_distributed(ranks, several, runs, 6)[0]
     ]
-    assert len(trajectories) > 25
+    assert len(trajectories) > 15
     reference = trajectories[0]
     for trajectory in trajectories[1:]:
         assert relative_difference(trajectory, reference) < 1e-6

@@ -21,7 +21,7 @@ from megatron_lite.monitor.trackers import read_metrics
 # The README's command that needs no file, with fewer iterations and lines to compare.
 NO_FILE = [
     "--num_layers=2", "--hidden_size=64", "--num_attention_heads=4", "--vocab_size=256", "--sequence_length=128",
-    "--train_iters=25", "--batch_size=32", "--dataset_source=random", "--log_interval=5", "--validation_iters=1",
+    "--train_iters=25", "--batch_size=8", "--dataset_source=random", "--log_interval=5", "--validation_iters=1",
     "--test_iters=1",
 ]  # fmt: skip
 KEYS = {
