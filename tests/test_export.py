@@ -80,7 +80,10 @@ def options_for(folder: Path, architecture: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in ("llama", "starcoder2") else []) for name in ARCHITECTURES],
+)
 def test_transformers_computes_the_same_logits_and_validation_loss(tmp_path: Path, architecture: str) -> None:
     """Logits to 1e-5 and the mean validation loss to 1e-5 relative, fp32, after training on two ranks with ZeRO 3."""
     options = options_for(tmp_path, architecture)

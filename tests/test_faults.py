@@ -520,8 +520,10 @@ def test_secrets_stay_secret(tmp_path: Path) -> None:
     for command in (good, [*good, "--hidden_size=64"], [*good, "--wrong=1"]):
         outcome = run(command, RANKS, variables=variables)
         assert CANARY not in outcome.output
+    metrics = experiment / "metrics.jsonl"
+    size = metrics.stat().st_size
     with Start(endless(experiment), RANKS, variables=variables) as start:
-        time.sleep(1)
+        assert start.wait_until(lambda: metrics.stat().st_size > size, "another line of metrics.jsonl")
         start.signal(signal.SIGKILL, 0)
         assert CANARY not in start.wait().output
     files = [path for path in experiment.rglob("*") if path.is_file()]

@@ -94,12 +94,17 @@ def planned(ranks: int, options: dict[str, Any]) -> Books:
     return plan.model.memory_bytes(), traffic
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_state_and_traffic_are_those_of_real_runs(ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [(1, STATE_CASES[::2]), (2, STATE_CASES), (3, STATE_CASES[1::3]),
+     *(pytest.param(ranks, STATE_CASES, marks=pytest.mark.slow) for ranks in (1, 3))],
+    ids=lambda value: str(value) if isinstance(value, int) else f"{len(value)} cases",
+)  # fmt: skip
+def test_state_and_traffic_are_those_of_real_runs(ranks: int, cases: list[dict[str, Any]]) -> None:
     """Every kind of memory to the byte, and the collectives, elements, bytes and bytes on the wire of a step."""
-    real = run_distributed(ranks, run_steps, STATE_CASES)
+    real = run_distributed(ranks, run_steps, cases)
     for rank in range(ranks):
-        for options, books in zip(STATE_CASES, real[rank], strict=True):
+        for options, books in zip(cases, real[rank], strict=True):
             assert planned(ranks, options) == books, (rank, options)
     assert bool(real[0][0][1]) == (ranks > 1), "one rank sends nothing, more do"
 

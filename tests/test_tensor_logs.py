@@ -133,7 +133,7 @@ def test_debugging_changes_no_number(tmp_path: Path) -> None:
 # --- Tensor logs as the judge
 
 
-@pytest.mark.parametrize("training_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("training_dtype", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_zero_stages_have_the_same_tensors(tmp_path: Path, compare: Any, training_dtype: str) -> None:
     """Two ranks, ZeRO 1, 2, 3: every output, gradient and weight is bit-identical, whole or gathered."""
     runs = {f"zero {stage}": {"zero_stage": stage, "training_dtype": training_dtype} for stage in (1, 2, 3)}
@@ -206,7 +206,7 @@ class Scaled(torch.autograd.Function):
 
 
 @pytest.mark.parametrize(("where", "first"), [("output", "blocks.1 fw, mb=1/2"), ("gradient", "blocks.1 bw, mb=1/2")])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_damaged_layer_is_located(tmp_path: Path, compare: Any, where: str, first: str, ranks: int) -> None:
     """A block whose output or gradient is off by 0.1 % is the first tensor that differs, with tolerances too."""
     (good,) = log_runs(tmp_path, ranks, {"good": {}})
