@@ -233,6 +233,20 @@ def test_recomputation_saves_what_theory_says() -> None:
     assert held["none"] - held["full"] == 21504 * 2**20
 
 
+def test_norms_keep_what_the_guide_says() -> None:
+    """docs/models.md, for Mistral-7B: bytes of a token in all 32 blocks, and in embedding and head."""
+    h, n, g, d = 4096, 32, 8, 128
+    plain = make_plan(mistral(), 1, "cuda").activations["none"].held
+    for option, expected in {
+        "qk_layernorm": 32 * (2 * d + 4) * (n + g),
+        "hybrid_norm": 32 * (4 * h + 8),
+        "input_embedding_norm": 2 * h + 4,
+        "full_precision_residual": 32 * 4 * h + 2 * h,
+    }.items():
+        held = make_plan(mistral(**{option: True}), 1, "cuda").activations["none"].held
+        assert held - plain == 8192 * expected, option
+
+
 PEAK_CASES: list[dict[str, Any]] = [
     dict(hybrid_norm=True, input_embedding_norm=True, hidden_dropout=0.1),
     dict(hybrid_norm=True, input_embedding_norm=True, training_dtype="bf16", vocab_size=100, **RMS),
