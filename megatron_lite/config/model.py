@@ -70,22 +70,22 @@ class ModelConfig:
         None,
         "llama3, yarn: the length before it was stretched",
         minimum=1,
-        unset="max_position_embeddings",
+        unset="llama3, yarn: max_position_embeddings",
     )
     rope_low_freq_factor: float | None = option(
-        None, "llama3: longer wavelengths than the original length / this are stretched whole", above=0.0, unset="1"
+        None, "llama3: longer waves than the original length / this are stretched whole", above=0.0, unset="llama3: 1"
     )
     rope_high_freq_factor: float | None = option(
-        None, "llama3: shorter wavelengths than the original length / this are left alone", above=0.0, unset="4"
+        None, "llama3: shorter waves than the original length / this are left alone", above=0.0, unset="llama3: 4"
     )
     rope_beta_fast: float | None = option(
-        None, "yarn: frequencies of more turns over the original length are left alone", above=0.0, unset="32"
+        None, "yarn: frequencies of more turns over the original length are left alone", above=0.0, unset="yarn: 32"
     )
     rope_beta_slow: float | None = option(
-        None, "yarn: frequencies of fewer turns are stretched whole", above=0.0, unset="1"
+        None, "yarn: frequencies of fewer turns are stretched whole", above=0.0, unset="yarn: 1"
     )
     rope_attention_factor: float | None = option(
-        None, "yarn: factor on cos and sin", above=0.0, unset="from rope_factor and, if given, the mscales"
+        None, "yarn: factor on cos and sin", above=0.0, unset="yarn: from rope_factor and, if given, the mscales"
     )
     rope_mscale: float | None = option(
         None, "yarn: scale of log(rope_factor) in the attention factor's numerator", above=0.0, unset="not used"
@@ -93,7 +93,7 @@ class ModelConfig:
     rope_mscale_all_dim: float | None = option(
         None, "yarn: the same in its denominator; both or neither", above=0.0, unset="not used"
     )
-    rope_truncate: bool | None = option(None, "yarn: round the borders of the ramp to channels", unset="1")
+    rope_truncate: bool | None = option(None, "yarn: round the borders of the ramp to channels", unset="yarn: 1")
     tie_word_embeddings: bool = option(True, "one matrix for input embedding and output head", basic=True)
     add_linear_biases: bool = option(True, "biases in the linear layers", basic=True)
     add_qkv_biases: bool | None = option(
