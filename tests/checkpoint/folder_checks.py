@@ -42,7 +42,7 @@ def expected(folder: Path, source: WeightSource, shapes: Shapes) -> dict[str, to
     theirs, ours = load_model(folder).state_dict(), {}
     for name, shape in shapes.items():
         ours[name] = torch.full(shape, float("nan"))
-        for piece in mapping.pieces(name, shape, source.architecture, source.model):  # type: ignore[attr-defined]
+        for piece in mapping.pieces(name, shape, source.model_type, source.model):
             tensor = theirs[piece.name].t() if piece.transposed else theirs[piece.name]
             rows = tensor[piece.their_first_row : piece.their_first_row + piece.rows]
             ours[name][piece.first_row : piece.first_row + piece.rows] = rows - piece.plus
