@@ -148,9 +148,12 @@ def _stated(folder: Path, kind: str | None, weights: bool) -> Stated:
 def _own_values(given: Mapping[str, Any]) -> Stated | None:
     """The same of the newest checkpoint of the run itself; None: it has none, or none that can be read."""
     directory = given.get("experiment_dir")
-    root = None if directory is None else Path(directory).expanduser() / "checkpoints"
-    if root is None or not root.is_dir():
-        return None
+    root = None if directory is None else Path(directory) / "checkpoints"
+    try:
+        if root is None or not root.is_dir():
+            return None
+    except OSError:
+        return None  # whoever has to write there will say so
     from megatron_lite.checkpoint.sharded import newest_config
 
     newest = newest_config(root)

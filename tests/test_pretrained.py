@@ -130,7 +130,17 @@ def test_what_follows_from_a_typed_flag(tmp_path: Path) -> None:
     found = pretrained(folder)
     assert (found["hidden_dropout"], found["embedding_dropout"], found["attention_dropout"]) == (0.1, 0.2, 0.3)
     assert pretrained(folder, "--hidden_dropout=0")["embedding_dropout"] == 0.0
+    assert pretrained(folder, "--hidden_dropout=0.1")["embedding_dropout"] == 0.2  # which says nothing new
     assert pretrained(folder, "--init_method_std=0.5")["init_method_std_mlp_1"] == 0.5
+
+
+def test_another_stretch_of_positions(tmp_path: Path) -> None:
+    """Another --rope_type brings its own parameters: those of the folder's type are not asked for, nor refused."""
+    folder = write_folder("mistral, yarn, tied", tmp_path / "model")
+    assert pretrained(folder)["rope_attention_factor"] == 1.3
+    assert pretrained(folder, "--rope_type=yarn") == pretrained(folder)
+    found = pretrained(folder, "--rope_type=linear", "--rope_factor=2", "--ignore_pretrained_config=1")
+    assert found["rope_factor"] == 2.0 and found["rope_attention_factor"] is None and found["rotary_base"] == 500.0
 
 
 def test_flags_alone(folder: Path) -> None:

@@ -36,10 +36,13 @@ def kind_of(folder: Path, kind: str | None = None) -> str:
         CheckpointError: if it cannot be read, or holds something else.
     """
     names = _names(folder)
-    found = _found(folder, names)
-    if found is None or found != kind is not None:
+    try:
+        found = _found(folder, names)
+        if found is not None and kind in (None, found):
+            return found
         raise CheckpointError(f"{folder}: {_what_else(folder, names, kind, found)}")
-    return found
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {_unreadable(folder, error)}") from None
 
 
 def _names(folder: Path) -> set[str]:

@@ -184,9 +184,9 @@ def source_folders(folder: Path, kind: str | None = None) -> tuple[str, list[Pat
         CheckpointError: if there is nothing to be read.
     """
     found = folders.kind_of(folder, kind)
-    if found == "huggingface" or (folder / folders.MANIFEST_NAME).exists():
-        return found, [folder]
     try:
+        if found == "huggingface" or (folder / folders.MANIFEST_NAME).exists():
+            return found, [folder]
         return found, [path for _, path in find_checkpoints(folder)]
     except OSError as error:
         raise CheckpointError(f"{folder}: {folders.reason(error)}; give a folder that can be read") from None
