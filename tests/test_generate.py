@@ -37,15 +37,15 @@ def script() -> ModuleType:
 
 
 def save_model(distributed: Distributed, folder: str) -> None:
-    """A run without training leaves both: the checkpoint of its last iteration, and an export."""
+    """A short run leaves both: the checkpoint of its last iteration, and an export."""
     from megatron_lite.build import build
     from megatron_lite.experiment import Experiment
     from megatron_lite.stop_signal import StopSignal
     from megatron_lite.train import train
 
     options = MODEL | dict(
-        train_iters=1, lr=1e-6, lr_warmup_iters=0, experiment_dir=f"{folder}/run", export_interval=1, zero_stage=3,
-        tokenizer_file=f"{folder}/tokenizer.json", checkpoint_interval=1,
+        train_iters=1, lr=1e-6, lr_warmup_iters=0, experiment_dir=f"{folder}/run", export_interval=1,
+        tokenizer_file=f"{folder}/tokenizer.json",
     )  # fmt: skip
     config, stop = tiny_config(distributed.world_size, **options), StopSignal()
     assert train(build(config, distributed, Experiment(config, distributed), stop, ()))[0] == 0
@@ -56,7 +56,7 @@ def save_model(distributed: Distributed, folder: str) -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     save_byte_tokenizer(str(folder / "tokenizer.json"))
-    run_distributed(2, save_model, str(folder))
+    run_distributed(1, save_model, str(folder))
     return folder / "run"
 
 
@@ -111,6 +111,16 @@ def test_a_checkpoint_gives_the_texts_of_its_export(run: Path, export: Path, cal
     for folder in (run / "checkpoints", run / "checkpoints" / "1"):
         assert call("--model", folder, *options) == first
         assert call("--model", folder, *options, "--tokenizer_file", export / "tokenizer.json") == first
+
+
+def test_a_checkpoint_whose_tokenizer_is_gone_asks_for_one(run: Path, call: Callable[..., Any]) -> None:
+    kept = run.parent / "tokenizer.json"
+    kept.rename(run.parent / "moved.json")
+    try:
+        code, _, error = call("--model", run / "checkpoints", "--prompt", "x")
+    finally:
+        (run.parent / "moved.json").rename(kept)
+    assert code == 3 and f"--tokenizer_file={kept}, which is not there any more" in error and error.count("\n") == 1
 
 
 def test_a_text_does_not_depend_on_other_prompts(export: Path, call: Callable[..., Any]) -> None:

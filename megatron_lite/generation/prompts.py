@@ -23,9 +23,15 @@ def open_tokenizer(model: Path, tokenizer_file: str | None, special_tokens: bool
     """
     if tokenizer_file is None and (model / "tokenizer.json").is_file():
         tokenizer_file = str(model / "tokenizer.json")
-    tokenizer_file = tokenizer_file or _trained_with(model)
     if tokenizer_file is None:
-        raise DataError(f"{model} has no tokenizer.json; name one with --tokenizer_file")
+        tokenizer_file = _trained_with(model)
+        if tokenizer_file is None:
+            raise DataError(f"{model} has no tokenizer.json; name one with --tokenizer_file")
+        if not Path(tokenizer_file).exists():
+            raise DataError(
+                f"{model} was trained with --tokenizer_file={tokenizer_file}, which is not there any more; name one "
+                "with --tokenizer_file"
+            )
     return load_tokenizer(tokenizer_file, special_tokens=special_tokens)
 
 

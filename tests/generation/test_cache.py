@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from harness import tiny_config
 from torch import Tensor
 
 from megatron_lite.generation.choosing import Choice, Chooser
 from megatron_lite.generation.continuation import Limits, Text, continue_texts
 from megatron_lite.generation.model import LocalModel, load_model
 from megatron_lite.layers.cache import KeyValueCache
+from megatron_lite.layers.ends import Head
+from megatron_lite.layers.layer import MicroBatch
+from megatron_lite.seeds import derive_seed
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 import families  # noqa: E402
@@ -72,8 +77,7 @@ def mistral(tmp_path_factory: pytest.TempPathFactory) -> LocalModel:
     return load_model(families.write_folder("mistral, window", folder), 40, "fp32", CPU)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("dtype, rows", [("fp32", 4), ("bf16", 2), ("fp32", 1)])
 def test_a_text_does_not_depend_on_its_neighbours(dtype: str, rows: int, tmp_path: Path) -> None:
     """Not in a bit: alone, in another order, beside others that end sooner and make room."""
     model = load_model(families.write_folder("starcoder2, window", tmp_path), 40, dtype, CPU)
@@ -110,3 +114,54 @@ def test_a_cache_holds_what_can_be_looked_at() -> None:
         assert [keys.shape for keys, _ in texts] == [values.shape for _, values in texts] == [(2, slots, 8)] * 3
         assert cache.of(block, like, window) is texts
     assert cache.nbytes() == 2 * 4 * 3 * 2 * 8 * (7 + 30 + 30)
+
+
+class RandomSource:
+    """Weights out of a generator, in place of files."""
+
+    folder = Path("nowhere")
+
+    def __init__(self, **options: Any) -> None:
+        self.model = tiny_config(num_layers=2, sequence_length=40, init_method_std=0.4, **options).model
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes = shapes
+
+    def verify(self) -> None:
+        pass
+
+    def read(self, name: str, first: int, target: Tensor) -> None:
+        generator = torch.Generator().manual_seed(derive_seed(name))
+        values = torch.randn(target.shape, generator=generator)
+        target.copy_(1 + 0.2 * values if "norm.weight" in name else 0.3 * values)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(make_vocab_size_divisible_by=48, logit_soft_cap=5.0, qk_layernorm=True, hybrid_norm=True,
+             use_rotary_embeddings=True, use_position_embeddings=True, rotary_percent=0.5),
+        dict(full_precision_residual=True, input_embedding_norm=True, attention_softmax_in_fp32=True,
+             zero_centered_normalization=True, head_groups=1, window_size=5, attention_dropout=0.1,
+             embedding_dropout=0.1, tie_word_embeddings=False),
+    ],
+    ids=["capped logits, every norm", "fp32 residual stream, wide softmax"],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_options_that_transformers_lacks_have_the_texts_of_whole_passes(
+    options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """The logits of each step are those of a pass over all of the text; dropout has no part in it."""
+    source: Any = RandomSource(**options)
+    model = LocalModel(source, 40, dtype, CPU)
+    head = model.layers[-1]
+    assert isinstance(head, Head)
+    for text in grow(model, prompts_of(), 2):
+        whole = torch.tensor([text.prompt + text.tokens[:-1]])
+        hidden: Tensor | None = None
+        for layer in model.layers[:-1]:
+            hidden = layer(hidden, MicroBatch(whole, whole))
+        assert hidden is not None and isinstance(text.choose, Recorder)
+        expected = head.logits(hidden)[0, len(text.prompt) - 1 :]
+        tolerance = (1e-5 if dtype == torch.float32 else 0.05) * float(expected.abs().max())
+        torch.testing.assert_close(torch.stack(text.choose.logits), expected, rtol=0, atol=tolerance)
