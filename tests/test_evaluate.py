@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +21,7 @@ from harness import run_distributed, tiny_config
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer, save_byte_tokenizer, train_tokenizer
 from megatron_lite.distributed import Distributed
+from megatron_lite.flags import FLAGS
 from megatron_lite.generation.evaluation import text_batches
 from megatron_lite.monitor.trackers import read_metrics
 
@@ -28,7 +30,7 @@ TEXTS = ("the cats' café\n", "a second one, of zoë", "日本語 🎉", "x" * 4
 MODEL = dict(
     vocab_size=300, sequence_length=16, max_position_embeddings=32, init_method_std=0.3, batch_size=4,
     train_iters=2, lr=1e-2, lr_warmup_iters=0, dataset_source="list", split=(50, 50, 0), validation_iters="all",
-    validation_interval=2, export_interval=2, cross_document_attention=False,
+    validation_interval=2, export_interval=2, cross_document_attention=False, ema_type="ema", ema_beta=0.5,
 )  # fmt: skip
 
 
@@ -93,6 +95,9 @@ def test_the_loss_is_that_of_the_runs_validation(
     assert found["tokens"] % 16 == 0 and found["perplexity"] == pytest.approx(math.exp(found["loss"]))
     assert call(*options[:-1])["loss"] != pytest.approx(expected["loss"], rel=1e-4)
     assert call(*options, "--samples=3")["tokens"] == 48
+    if model == "checkpoints":
+        averaged = call(*options, "--weights=average")["loss"]
+        assert averaged == pytest.approx(expected["averaged_loss"], rel=1e-6) and averaged != found["loss"]
 
 
 def test_the_loss_is_that_of_transformers(folder: Path, call: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
@@ -184,6 +189,16 @@ def test_errors_are_one_clear_line(
     assert script.main(["--model", str(folder / "run" / "export" / "2"), *options]) == code
     error = capsys.readouterr().err
     assert error.startswith("ERROR: ") and fact in error and error.count("\n") == 1
+
+
+def test_flags_of_the_guide_exist() -> None:
+    """docs/generation.md names no option that neither script nor the program has."""
+    guide = (SCRIPT.parents[1] / "docs" / "generation.md").read_text("utf-8")
+    known = set(FLAGS)
+    for name in ("generate", "evaluate"):
+        known |= set(re.findall(r'"--(\w+)"', SCRIPT.with_name(f"{name}.py").read_text("utf-8")))
+    named = set(re.findall(r"--(\w+)", guide))
+    assert len(named) > 20 and named <= known, named - known
 
 
 @pytest.mark.parametrize("options", [["--text", "x", "--samples=3"], ["--data_path", "x", "--json_key=y"], []])
