@@ -51,7 +51,7 @@ class Limits:
     ends: Collection[int] = ()  # tokens that end a text, and are no part of it
     stops: Callable[[Text], bool] = lambda text: False
 
-    def finish(self, text: Text, token: int) -> None:
+    def take(self, text: Text, token: int) -> None:
         """Take one more token in, or end the text because of it."""
         if token in self.ends:
             text.finish = "end"
@@ -95,7 +95,7 @@ def continue_texts(
         for row in range(rows):
             while under_way[row] is None and (text := next(waiting, None)) is not None:
                 (token,) = agree([text.choose(_begin(model, text, cache, row, backend))])
-                limits.finish(text, token)
+                limits.take(text, token)
                 if text.finish is None:
                     under_way[row] = text
                 else:
@@ -106,7 +106,7 @@ def continue_texts(
         logits = _advance(model, under_way, cache)
         tokens = agree([text.choose(logits[row]) for row, text in active])
         for (row, text), token in zip(active, tokens, strict=True):
-            limits.finish(text, token)
+            limits.take(text, token)
             if text.finish is not None:
                 under_way[row] = None
                 yield text

@@ -165,3 +165,21 @@ def test_options_that_transformers_lacks_have_the_texts_of_whole_passes(
         expected = head.logits(hidden)[0, len(text.prompt) - 1 :]
         tolerance = (1e-5 if dtype == torch.float32 else 0.05) * float(expected.abs().max())
         torch.testing.assert_close(torch.stack(text.choose.logits), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("backend", ["auto", "math"])
+def test_texts_of_a_gpu_are_those_of_a_cpu(backend: str) -> None:
+    """In fp32 token for token; in bf16 without a neighbour's trace."""
+    source: Any = RandomSource(use_rotary_embeddings=True, head_groups=2, window_size=7, kv_channels=16)
+    gpu = torch.device("cuda")
+    on_cpu = grow(LocalModel(source, 40, torch.float32, CPU), prompts_of(), 3)
+    model = LocalModel(source, 40, torch.float32, gpu)
+    texts = [Text(prompt, Recorder()) for prompt in prompts_of()]
+    assert len(list(continue_texts(model, texts, Limits(NEW_TOKENS, 40), 3, backend=backend))) == len(texts)
+    assert [text.tokens for text in texts] == [text.tokens for text in on_cpu]
+    half = LocalModel(source, 40, torch.bfloat16, gpu)
+    together = grow(half, prompts_of(), 3)
+    for text in together:
+        assert grow(half, [text.prompt], 3)[0].tokens == text.tokens

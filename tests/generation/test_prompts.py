@@ -63,7 +63,7 @@ def test_a_stop_string_ends_a_text_wherever_its_tokens_begin(cuts: tuple[int, ..
     text, continuations = Text([], CHOOSE), Continuations(tokenizer, ("unused", stop))
     limits = Limits(1000, 1000, stops=continuations.stopped)
     for token in pieces:
-        limits.finish(text, token)
+        limits.take(text, token)
         if text.finish:
             break
     assert text.finish == "stop" and continuations.text(text) == "one two "
@@ -84,7 +84,7 @@ def test_a_text_ends_at_the_first_limit() -> None:
         text = Text([1, 2], CHOOSE)
         for token in tokens:
             if text.finish is None:
-                limits.finish(text, token)
+                limits.take(text, token)
         return text.finish, text.tokens
 
     assert finish(Limits(3, 100, {9}), [4, 5, 6, 7]) == ("length", [4, 5, 6])
