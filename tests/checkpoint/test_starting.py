@@ -147,6 +147,16 @@ def _typed(options: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value.split()) if name in lists else value for name, value in options.items()}
 
 
+def test_norms_that_are_kept_around_zero(folder: Path) -> None:
+    """--zero_centered_normalization=1: their weights less 1, which compute the same losses."""
+    given = {"pretrained_checkpoint_path": str(folder)}
+    [result] = run_distributed(1, train, {**given, "zero_centered_normalization": True, "lr": 0.0})
+    [plain] = run_distributed(1, train, {**given, "lr": 0.0})
+    for name, value in ours(folder).items():
+        assert np.array_equal(result.initial[name], value - 1.0 if name.endswith("norm.weight") else value), name
+    assert result.losses == pytest.approx(plain.losses, rel=1e-6)
+
+
 def test_masters_are_not_rounded(folder: Path, tmp_path: Path) -> None:
     """bf16 training, split masters or not: what a checkpoint holds before anything is learned is the file's fp32."""
     for number, split in enumerate((False, True)):
