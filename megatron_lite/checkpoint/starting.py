@@ -48,6 +48,8 @@ def open_pretrained(
                 opened.append(open_one(path, kind, config.model))
             except DamagedError as error:
                 return str(error)
+            if kind == "distributed":
+                _check_meaning(opened[0], config)
             opened[0].check(shapes)
             return opened[0].damage(distributed.rank, distributed.world_size)
 
@@ -59,6 +61,16 @@ def open_pretrained(
         if len(names) > 1:
             report(f"{FLAG}: checkpoint {path}: {problem}; skipped, looking for an older one")
     raise CheckpointError(f"{FLAG}: {unusable(folder, problems)}")
+
+
+def _check_meaning(source: WeightSource, config: Config) -> None:
+    """Norms of our checkpoints are read as they are stored: around 0 or around 1."""
+    theirs, ours = source.model.zero_centered_normalization, config.model.zero_centered_normalization
+    if theirs != ours:
+        raise CheckpointError(
+            f"--zero_centered_normalization={int(ours)}: {source.folder} was trained with {int(theirs)}, and its norms "
+            f"are stored so; write --zero_centered_normalization={int(theirs)}"
+        )
 
 
 def _named(action: Callable[[], Any]) -> Any:

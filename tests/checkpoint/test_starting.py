@@ -341,6 +341,13 @@ def test_a_checkpoint_that_does_not_fit(saved: Path) -> None:
     assert "head.output.weight is not in it" in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_norms_of_a_checkpoint_mean_what_they_meant(saved: Path) -> None:
+    """Whatever else the flags may change: a norm around 1 is not read as one around 0."""
+    given = {"pretrained_checkpoint_path": str(saved), "zero_centered_normalization": True}
+    with pytest.raises(RuntimeError, match="--zero_centered_normalization=1: .* was trained with 0"):
+        run_distributed(1, train, {**given, "ignore_pretrained_config": True})
+
+
 # Name -> what is done to a checkpoint of two ranks, and words of the refusal.
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json: No such file"),
