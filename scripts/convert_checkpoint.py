@@ -189,24 +189,29 @@ def logits_of(source: WeightSource, tokens: torch.Tensor) -> torch.Tensor:
     """(b, s) tokens -> (b, s, v) logits in fp32, with the weights of one layer (and a tied head's) at a time."""
     model = dataclasses.replace(source.model, make_vocab_size_divisible_by=1)
     hidden, micro_batch = None, MicroBatch(tokens, tokens)
+    spare: dict[int, list[torch.Tensor]] = {}
     *layers, head = build_gpt(model, tokens.shape[1], Kernels(attention="math"))
     for layer in layers:
-        fill(layer, source)
+        fill(layer, source, spare)
         hidden = layer(hidden, micro_batch)
         if layer not in head.borrows_from:
+            for parameter in layer.parameters():
+                spare.setdefault(parameter.numel(), []).append(parameter.data.view(-1))
             layer.to("meta")
-    fill(head, source)
+    fill(head, source, spare)
     assert isinstance(head, Head) and hidden is not None
     return head.logits(hidden)
 
 
-def fill(layer: Layer, source: WeightSource) -> None:
-    """Give a layer its parameters."""
+def fill(layer: Layer, source: WeightSource, spare: dict[int, list[torch.Tensor]]) -> None:
+    """Give a layer its parameters, in memory of an earlier one where that is spare: what is freed may not be reused."""
     for module in layer.modules():
         for attribute, declared in list(module.named_parameters(recurse=False)):
             assert isinstance(declared, Parameter)
-            values = conversion.read_whole(source, declared.spec.name, tuple(declared.spec.shape))
-            parameter = Parameter(values, requires_grad=False)
+            free = spare.get(declared.spec.numel)
+            values = free.pop() if free else torch.empty(declared.spec.numel)
+            source.read(declared.spec.name, 0, values)
+            parameter = Parameter(values.view(declared.spec.shape), requires_grad=False)
             parameter.spec = declared.spec
             setattr(module, attribute, parameter)
 
