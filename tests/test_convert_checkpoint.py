@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -22,12 +21,11 @@ from families import FAMILIES, load_model, logits_of, random_tokens, write_folde
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_lite.checkpoint import manifest
+from megatron_lite.checkpoint import files, manifest
 from megatron_lite.checkpoint.sources import open_source
 from megatron_lite.data.tokenizing import save_byte_tokenizer
 from scripts import convert_checkpoint as script
 
-ROOT = Path(__file__).resolve().parent.parent
 FAST = "mistral, yarn, tied"
 DEFAULT = (
     FAST, "gpt2, untied, inverse layer scale", "gpt_bigcode, multi-head, untied",
@@ -212,18 +210,21 @@ def test_what_is_ours_is_replaced_where_that_is_allowed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs", "to"]
 
 
+def convert_and_die(theirs: Path, target: Path) -> None:
+    """In a process of its own: killed when the folder is whole, but has not its name yet."""
+    files.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    convert(theirs, target, "huggingface")
+
+
 def test_killed_in_between_nothing_half_appears(tmp_path: Path) -> None:
     """SIGKILL while it writes: no folder of that name; the next conversion sweeps what was left, and only that."""
     theirs, target = write_folder(FAST, tmp_path / "theirs"), tmp_path / "to"
     other = tmp_path / ".tmp-other-0123456789abcdef"
     other.mkdir()
-    code = (
-        "import sys, os, signal; from megatron_lite.checkpoint import files; from scripts import convert_checkpoint\n"
-        "files.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-        f"convert_checkpoint.main(['--from={theirs}', '--to={target}', '--format=huggingface'])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=120, check=False)
-    assert result.returncode == -signal.SIGKILL, result.stderr
+    process = multiprocessing.get_context("forkserver").Process(target=convert_and_die, args=(theirs, target))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
     (left,) = (path for path in tmp_path.iterdir() if path.name.startswith(".tmp-to-"))
     assert any(left.iterdir()) and not target.exists()
     assert convert(theirs, target, "huggingface") == 0

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint.sources import open_source
 from megatron_lite.distributed import Distributed
+from megatron_lite.parameter import DTYPES
 from scripts import convert_checkpoint
 
 LLAMA: dict[str, Any] = {
@@ -72,14 +73,18 @@ def test_every_layout_writes_the_same_bytes(tmp_path: Path, dtype: str) -> None:
     assert contents(tmp_path / "plain" / "export" / "0") == found[0]
 
 
-@pytest.mark.parametrize("weights", ["raw", pytest.param("average", marks=SLOW)])
-def test_the_converter_makes_the_same_folder_out_of_the_checkpoint(tmp_path: Path, weights: str) -> None:
+@pytest.mark.parametrize(
+    ("weights", "dtypes"), [("raw", ("bf16", "fp32")), pytest.param("average", ("bf16", "fp32", "fp16"), marks=SLOW)]
+)
+def test_the_converter_makes_the_same_folder_out_of_the_checkpoint(
+    tmp_path: Path, weights: str, dtypes: tuple[str, ...]
+) -> None:
     """Two ranks, ZeRO 3, trained in bf16 with averages and a frozen block: for every dtype byte for byte the folder
     that the run itself exports; fp32 is rounded to the others by torch."""
     options = {**LLAMA, "training_dtype": "bf16", "zero_stage": 3, "train_iters": 3, "export_interval": 3}
     options |= {"ema_type": "ema", "ema_beta": 0.5, "freeze": ("blocks.0",), "export_weights": weights}
     states: dict[str, dict[str, Tensor]] = {}
-    for dtype in ("bf16", "fp32", "fp16"):
+    for dtype in dtypes:
         root = tmp_path / dtype
         run_distributed(2, train_here, {**options, "export_dtype": dtype, "experiment_dir": str(root)})
         flags = [f"--from={root / 'checkpoints'}", f"--to={root / 'converted'}", "--format=huggingface", "--verify"]
@@ -87,8 +92,8 @@ def test_the_converter_makes_the_same_folder_out_of_the_checkpoint(tmp_path: Pat
         assert convert_checkpoint.main(flags) == 0
         assert contents(root / "converted") == contents(root / "export" / "3"), dtype
         states[dtype] = load_file(root / "converted" / "model.safetensors")
-    for dtype, kind in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        assert all(torch.equal(value.to(kind), states[dtype][name]) for name, value in states["fp32"].items())
+    for dtype, state in states.items():
+        assert all(torch.equal(value.to(DTYPES[dtype]), state[name]) for name, value in states["fp32"].items())
     assert any(not torch.equal(states["bf16"][name].float(), value) for name, value in states["fp32"].items())
 
 
@@ -126,9 +131,9 @@ def test_a_folder_can_be_resumed_and_started_from(tmp_path: Path) -> None:
         with open_source(folder) as theirs, open_source(target) as ours:
             assert ours.model == theirs.model
         more = {} if name == "resumed" else {"pretrained_checkpoint_path": str(target)}
-        run_distributed(2, train_here, {**options, **more, "experiment_dir": str(tmp_path / name)})
+        run_distributed(1, train_here, {**options, **more, "experiment_dir": str(tmp_path / name)})
     assert losses(tmp_path / "resumed") == losses(tmp_path / "started")
-    run_distributed(2, train_here, {**options, "experiment_dir": str(tmp_path / "other")})
+    run_distributed(1, train_here, {**options, "experiment_dir": str(tmp_path / "other")})
     assert losses(tmp_path / "other") != losses(tmp_path / "started"), "the weights did not matter"
 
 
@@ -155,7 +160,7 @@ def test_a_weight_too_large_for_fp16_costs_the_export_and_not_the_run(tmp_path: 
     assert (root / "checkpoints" / "2" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("how", ["=", " ", "@file"])
+@pytest.mark.parametrize("how", ["=", pytest.param(" ", marks=SLOW), "@file"])
 def test_the_callback_gets_its_environment_and_nobody_else_does(tmp_path: Path, how: str) -> None:
     """The folder is complete when it is told; values are in no file and on no line, names are in config.json; the same
     command again resumes, and has to say them again; a failure is a warning."""
