@@ -27,6 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain checkout, not installed
 
 from megatron_lite.checkpoint import conversion, files  # noqa: E402
+from megatron_lite.checkpoint.architectures import ARCHITECTURES  # noqa: E402
 from megatron_lite.checkpoint.folders import KINDS, weight_files  # noqa: E402
 from megatron_lite.checkpoint.headers import FLOATING, read_header  # noqa: E402
 from megatron_lite.checkpoint.sources import CheckpointSource, WeightSource, open_source  # noqa: E402
@@ -110,8 +111,9 @@ def convert(options: argparse.Namespace) -> str:
     limit_bytes = size_bytes(options.shard_size, "shard_size")
     if options.dtype is not None and options.format == "distributed":
         raise UsageError(f"--dtype={options.dtype}: a checkpoint holds fp32 weights; leave --dtype out")
-    if options.tokenizer_file is not None and options.format == "distributed":
-        raise UsageError("--tokenizer_file: a checkpoint holds no tokenizer; leave it out")
+    for name, what in (("tokenizer_file", "tokenizer"), ("export_model_type", "Hugging Face architecture")):
+        if getattr(options, name) is not None and options.format == "distributed":
+            raise UsageError(f"--{name}: a checkpoint holds no {what}; leave it out")
     with open_source(options.source, weights=options.weights) as source:
         check_target(options, source)
         shapes = shapes_of(source)
@@ -121,7 +123,10 @@ def convert(options: argparse.Namespace) -> str:
         print(f"from {source.folder}: {source.describe()}{averages}", flush=True)
         used = stored_dtype(source)
         config = conversion.described_config(source, used)
-        training = dataclasses.replace(config.training, export_dtype=options.dtype or used)
+        model_type = options.export_model_type or config.training.export_model_type
+        training = dataclasses.replace(
+            config.training, export_dtype=options.dtype or used, export_model_type=model_type
+        )
         config = dataclasses.replace(config, training=training)
         options.to.parent.mkdir(parents=True, exist_ok=True)
         files.recover(options.to.parent, options.to.name)
@@ -232,6 +237,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--to", type=folder, required=True, help="the folder that is made")
     parser.add_argument("--format", choices=KINDS, required=True, help="what it will be")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of a Hugging Face folder (default: as trained or read)")
+    parser.add_argument("--export_model_type", choices=tuple(ARCHITECTURES), help="(default: as saved, or what fits)")
     parser.add_argument("--shard_size", default="5GB", help="largest file, as 5GB, 500MB, 2GiB or bytes (default: 5GB)")
     parser.add_argument("--weights", choices=("raw", "average"), default="raw", help="which of a checkpoint's own")
     parser.add_argument("--tokenizer_file", type=folder, help="tokenizer.json to take along (default: its own)")

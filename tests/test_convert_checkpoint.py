@@ -96,6 +96,18 @@ def test_a_dtype_is_rounded_to_once_and_verified(tmp_path: Path, capsys: pytest.
     assert 0 < float(line.split("logits: ")[1].split()[0]) < 1
 
 
+def test_another_architecture_for_the_same_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--export_model_type: a GPT-2 becomes a GPTBigCode with the same logits; one that cannot express it is refused."""
+    theirs = write_folder("gpt2", tmp_path / "theirs")
+    assert convert(theirs, tmp_path / "other", "huggingface", "--export_model_type=gpt_bigcode", "--verify") == 0
+    model = load_model(tmp_path / "other")
+    assert model.config.model_type == "gpt_bigcode"
+    before, after = logits_of(load_model(theirs), random_tokens()), logits_of(model, random_tokens())
+    torch.testing.assert_close(after, before, atol=1e-5, rtol=0)
+    assert convert(theirs, tmp_path / "llama", "huggingface", "--export_model_type=llama") == 2
+    assert "--export_model_type=llama: it cannot express this model" in capsys.readouterr().err
+
+
 def test_shards_are_those_of_transformers(tmp_path: Path) -> None:
     """As many files, with the same tensors together, as `save_pretrained` makes; the total in the index is right."""
     hub = pytest.importorskip("huggingface_hub")
