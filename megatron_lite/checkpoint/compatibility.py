@@ -18,7 +18,7 @@ ARCHITECTURE = (
     "rope_mscale", "rope_mscale_all_dim", "rope_truncate", "tie_word_embeddings",
     "add_linear_biases", "add_qkv_biases", "add_mlp_biases", "gated", "activation_type", "normalization_type",
     "layer_norm_eps", "zero_centered_normalization", "use_layer_norm_weight", "input_embedding_norm", "hybrid_norm",
-    "qk_layernorm", "full_precision_residual", "scale_attn_by_inverse_layer_idx", "logit_soft_cap", "window_size",
+    "qk_layernorm", "scale_attn_by_inverse_layer_idx", "logit_soft_cap", "window_size",
 )  # fmt: skip
 
 

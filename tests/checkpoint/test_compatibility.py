@@ -42,7 +42,7 @@ def test_every_architecture_option_is_an_option_of_the_model() -> None:
     names = {field.name for field in dataclasses.fields(Config().model)}
     assert set(ARCHITECTURE) <= names
     others = ("attention_dropout", "embedding_dropout", "hidden_dropout", "init_", "layer_norm_init", "random_bias")
-    others += ("cross_entropy", "mlp_recompute", "make_vocab_size", "attention_softmax_in_fp32")
+    others += ("cross_entropy", "mlp_recompute", "make_vocab_size", "attention_softmax", "full_precision_residual")
     assert all(name.startswith(others) for name in names - set(ARCHITECTURE))
 
 
