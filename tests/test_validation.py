@@ -295,7 +295,7 @@ def test_pairs_of_options() -> None:
         "pretrained_checkpoint_path", "pretrained_checkpoint_type", "sample_interval", "sample_prompts", "sample_top_k",
         "rope_factor", "rope_original_max_position_embeddings", "rope_low_freq_factor", "rope_high_freq_factor",
         "rope_beta_fast", "rope_beta_slow", "rope_attention_factor", "rope_mscale", "rope_mscale_all_dim",
-        "rope_truncate",
+        "rope_truncate", "export_model_type",
     }  # fmt: skip
     good = 0
     for row in rows:
