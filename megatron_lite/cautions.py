@@ -199,32 +199,40 @@ def _idle_conditions(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
     yield "checkpoint_offset", values["checkpoint_interval"] is None, "without --checkpoint_interval"
     yield "stop_offset", values["stop_interval"] is None, "without --stop_interval"
     yield "max_checkpoints", values["experiment_dir"] is None, "without --experiment_dir"
-    no_exports = values["export_interval"] is None
-    unread = no_exports and values["sample_interval"] is None
-    yield "tokenizer_file", unread, "without --export_interval or --sample_interval"
-    for name in ("export_format", "export_weights", "export_shard_size", "export_callback_script"):
-        yield name, no_exports, "without --export_interval"
-    other_dtype = values["export_dtype"] != values["training_dtype"]
-    yield "export_dtype", no_exports and other_dtype, "without --export_interval"
-    yield "export_callback_env", values["export_callback_script"] == "", "without --export_callback_script"
-    for name in ("sample_prompts", "sample_tokens", "sample_temperature", "sample_top_k", "sample_top_p"):
-        yield name, values["sample_interval"] is None, "without --sample_interval"
-    unused = values["pretrained_checkpoint_path"] is None
-    for name in (
-        "pretrained_checkpoint_type", "use_pretrained_config", "ignore_pretrained_config", "load_pretrained_weights",
-        "load_pretrained_optimizer",
-    ):  # fmt: skip
-        yield name, unused, "without --pretrained_checkpoint_path"
-    resumable = not no_exports and values["export_format"] == "distributed"
-    untrained = values["train_iters"] == 0 and not resumable
-    yield "load_pretrained_optimizer", untrained, "with --train_iters=0, which updates nothing"
-    yield "export_shard_size", resumable, "with --export_format=distributed, which has one file for each rank"
+    yield from _idle_exports(values)
+    yield from _idle_sources(values)
     yield "ema_beta", values["ema_type"] == "none", "without --ema_type"
     for name in ("ema_switch_iter", "ema_decay_iters"):
         yield name, values["ema_type"] != "ema_decay_sqrt", "without --ema_type=ema_decay_sqrt"
     no_tracker = values["wandb_entity_name"] is None
     for name in ("wandb_project_name", "wandb_group_name", "wandb_status_interval", "wandb_post_alerts"):
         yield name, no_tracker and values[name] is not False, "without --wandb_entity_name"
+
+
+def _idle_exports(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
+    """Of exports and samples."""
+    no_exports, no_samples = values["export_interval"] is None, values["sample_interval"] is None
+    yield "tokenizer_file", no_exports and no_samples, "without --export_interval or --sample_interval"
+    for name in ("export_format", "export_weights", "export_shard_size", "export_callback_script"):
+        yield name, no_exports, "without --export_interval"
+    other_dtype = values["export_dtype"] != values["training_dtype"]
+    yield "export_dtype", no_exports and other_dtype, "without --export_interval"
+    resumable = not no_exports and values["export_format"] == "distributed"
+    yield "export_shard_size", resumable, "with --export_format=distributed, which has one file for each rank"
+    yield "export_callback_env", values["export_callback_script"] == "", "without --export_callback_script"
+    yield "sample_tokens", no_samples, "without --sample_interval"  # the other ones are refused then
+
+
+def _idle_sources(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
+    """Of pretrained weights."""
+    for name in (
+        "pretrained_checkpoint_type", "use_pretrained_config", "ignore_pretrained_config", "load_pretrained_weights",
+        "load_pretrained_optimizer",
+    ):  # fmt: skip
+        yield name, values["pretrained_checkpoint_path"] is None, "without --pretrained_checkpoint_path"
+    resumable = values["export_interval"] is not None and values["export_format"] == "distributed"
+    untrained = values["train_iters"] == 0 and not resumable
+    yield "load_pretrained_optimizer", untrained, "with --train_iters=0, which updates nothing"
 
 
 DEBUG_LEVELS = (

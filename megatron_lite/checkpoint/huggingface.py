@@ -33,7 +33,6 @@ __all__ = ["check_exportable", "convert", "export_weights", "save_huggingface"]
 AGREE_BYTES = 2**28
 
 
-
 def convert(name: str, tensor: Tensor, architecture: str, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """One parameter of ours as the architecture's: names, and views where a tensor lies in ours in one piece.
 
