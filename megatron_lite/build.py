@@ -24,7 +24,7 @@ from megatron_lite.data.loader import DataSource, open_data
 from megatron_lite.distributed import Distributed, deterministic_ways
 from megatron_lite.experiment import Experiment
 from megatron_lite.generation.samples import Samples, open_samples
-from megatron_lite.gpt import model_layers, parameters_of
+from megatron_lite.gpt import model_layers, parameters_of, shapes_of
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.kernels.linear import describe_products
 from megatron_lite.kernels.linear_cross_entropy import held_logits
@@ -194,8 +194,7 @@ def _open_source(
     own = together(distributed, lambda: sharded.newest_iteration(root) if root and distributed.rank == 0 else None)
     if distributed.broadcast_object(own) is not None:
         return None
-    shapes = {parameter.spec.name: tuple(parameter.spec.shape) for parameter in parameters_of(layers)}
-    return starting.open_pretrained(config, shapes, distributed, logger.warning)
+    return starting.open_pretrained(config, shapes_of(layers), distributed, logger.warning)
 
 
 def _start_from(

@@ -47,3 +47,8 @@ def model_layers(config: Config, kernels: Kernels) -> list[Layer]:
 def parameters_of(layers: Iterable[Layer]) -> list[Parameter]:
     """The parameters of a model in its order; a tied head has none of its own but the norm's."""
     return [cast(Parameter, parameter) for layer in layers for parameter in layer.parameters()]
+
+
+def shapes_of(layers: Iterable[Layer]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters of a model by their names, in its order."""
+    return {parameter.spec.name: parameter.spec.shape for parameter in parameters_of(layers)}

@@ -28,37 +28,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain check
 
 from megatron_lite.checkpoint import conversion, files  # noqa: E402
 from megatron_lite.checkpoint.architectures import ARCHITECTURES  # noqa: E402
-from megatron_lite.checkpoint.folders import KINDS, weight_files  # noqa: E402
-from megatron_lite.checkpoint.headers import FLOATING, read_header  # noqa: E402
+from megatron_lite.checkpoint.folders import KINDS  # noqa: E402
 from megatron_lite.checkpoint.sources import CheckpointSource, WeightSource, open_source  # noqa: E402
 from megatron_lite.config import Config  # noqa: E402
 from megatron_lite.errors import EXIT_DONE, CheckpointError, RunError, StorageError, UsageError  # noqa: E402
-from megatron_lite.gpt import build_gpt, parameters_of  # noqa: E402
+from megatron_lite.generation.model import fill  # noqa: E402
+from megatron_lite.gpt import build_gpt, shapes_of  # noqa: E402
 from megatron_lite.items import size_bytes  # noqa: E402
 from megatron_lite.kernels.choice import Kernels  # noqa: E402
 from megatron_lite.layers.ends import Head  # noqa: E402
-from megatron_lite.layers.layer import Layer, MicroBatch  # noqa: E402
-from megatron_lite.parameter import DTYPES, Parameter  # noqa: E402
+from megatron_lite.layers.layer import MicroBatch  # noqa: E402
+from megatron_lite.parameter import DTYPES  # noqa: E402
 
 VERIFIED_ROWS, VERIFIED_TOKENS = 4, 64
 # Largest difference of logits over the largest logit. Weights that were rounded: 16 times the distance of two numbers.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-4, torch.float16: 2.0**-7}
-
-
-def shapes_of(source: WeightSource) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the parameters of a source's model, in its order."""
-    specs = [parameter.spec for parameter in parameters_of(build_gpt(source.model, 1))]
-    return [(spec.name, tuple(spec.shape)) for spec in specs]
-
-
-def stored_dtype(source: WeightSource) -> str:
-    """What the weights are meant to be used in: the dtype of a run, or the widest of a Hugging Face folder."""
-    if isinstance(source, CheckpointSource):
-        return str(source.content.config.get("training_dtype", "fp32"))
-    names, _ = weight_files(source.folder)
-    found = {FLOATING.get(tensor.dtype) for name in names for tensor in read_header(source.folder, name).values()}
-    found.discard(None)
-    return next((name for name, dtype in DTYPES.items() if found == {dtype}), "fp32")
 
 
 def tokenizer_of(options: argparse.Namespace, source: WeightSource) -> Path | None:
@@ -116,12 +100,12 @@ def convert(options: argparse.Namespace) -> str:
             raise UsageError(f"--{name}: a checkpoint holds no {what}; leave it out")
     with open_source(options.source, weights=options.weights) as source:
         check_target(options, source)
-        shapes = shapes_of(source)
-        source.check(dict(shapes))
+        shapes = shapes_of(build_gpt(source.model, 1))
+        source.check(shapes)
         source.verify()
         averages = " (its averages)" if options.weights == "average" else ""
         print(f"from {source.folder}: {source.describe()}{averages}", flush=True)
-        used = stored_dtype(source)
+        used = source.dtype()
         config = conversion.described_config(source, used)
         model_type = options.export_model_type or config.training.export_model_type
         training = dataclasses.replace(
@@ -132,7 +116,7 @@ def convert(options: argparse.Namespace) -> str:
         files.recover(options.to.parent, options.to.name)
         temporary = files.work_path(options.to, "tmp", files.new_nonce())
         try:
-            said = write(options, temporary, source, shapes, config, limit_bytes)
+            said = write(options, temporary, source, shapes.items(), config, limit_bytes)
             files.publish(temporary, options.to, files.has_only_our_files)
         except BaseException:
             files.remove_folder(temporary)
@@ -141,8 +125,8 @@ def convert(options: argparse.Namespace) -> str:
 
 
 def write(
-    options: argparse.Namespace, temporary: Path, source: WeightSource, shapes: list[tuple[str, tuple[int, ...]]],
-    config: Config, limit_bytes: int,
+    options: argparse.Namespace, temporary: Path, source: WeightSource, shapes: conversion.Shapes, config: Config,
+    limit_bytes: int,
 ) -> str:  # fmt: skip
     """Write and verify the folder before it gets its name; returns what it is.
 
@@ -178,7 +162,7 @@ def verify(source: WeightSource, folder: Path, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(source.model.vocab_size, (VERIFIED_ROWS, length), generator=generator)
     with open_source(folder) as written:
-        written.check(dict(shapes_of(written)))
+        written.check(shapes_of(build_gpt(written.model, 1)))
         before, after = logits_of(source, tokens), logits_of(written, tokens)
     largest, difference = float(before.abs().max()), float((after - before).abs().max())
     found = f"largest difference of {VERIFIED_ROWS} x {length} x {before.shape[-1]} logits: {difference:.3g}"
@@ -194,31 +178,22 @@ def logits_of(source: WeightSource, tokens: torch.Tensor) -> torch.Tensor:
     """(b, s) tokens -> (b, s, v) logits in fp32, with the weights of one layer (and a tied head's) at a time."""
     model = dataclasses.replace(source.model, make_vocab_size_divisible_by=1)
     hidden, micro_batch = None, MicroBatch(tokens, tokens)
-    spare: dict[int, list[torch.Tensor]] = {}
+    spare: dict[int, list[torch.Tensor]] = {}  # of earlier layers, by its elements: what is freed may not be reused
+
+    def memory(numel: int) -> torch.Tensor:
+        return spare[numel].pop() if spare.get(numel) else torch.empty(numel)
+
     *layers, head = build_gpt(model, tokens.shape[1], Kernels(attention="math"))
     for layer in layers:
-        fill(layer, source, spare)
+        fill(layer, source, memory)
         hidden = layer(hidden, micro_batch)
         if layer not in head.borrows_from:
             for parameter in layer.parameters():
                 spare.setdefault(parameter.numel(), []).append(parameter.data.view(-1))
             layer.to("meta")
-    fill(head, source, spare)
+    fill(head, source, memory)
     assert isinstance(head, Head) and hidden is not None
     return head.logits(hidden)
-
-
-def fill(layer: Layer, source: WeightSource, spare: dict[int, list[torch.Tensor]]) -> None:
-    """Give a layer its parameters, in memory of an earlier one where that is spare: what is freed may not be reused."""
-    for module in layer.modules():
-        for attribute, declared in list(module.named_parameters(recurse=False)):
-            assert isinstance(declared, Parameter)
-            free = spare.get(declared.spec.numel)
-            values = free.pop() if free else torch.empty(declared.spec.numel)
-            source.read(declared.spec.name, 0, values)
-            parameter = Parameter(values.view(declared.spec.shape), requires_grad=False)
-            parameter.spec = declared.spec
-            setattr(module, attribute, parameter)
 
 
 def folder(text: str) -> Path:

@@ -48,6 +48,10 @@ class WeightSource(abc.ABC):
         """What it is, in a few words."""
 
     @abc.abstractmethod
+    def dtype(self) -> str:
+        """fp32, bf16 or fp16, in which the weights are meant to be used."""
+
+    @abc.abstractmethod
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Everything that a model of these parameters needs is there, and nothing is left over.
 
@@ -145,6 +149,10 @@ class CheckpointSource(WeightSource):
 
     def describe(self) -> str:
         return f"a checkpoint of iteration {self.content.iteration:,}"
+
+    def dtype(self) -> str:
+        """That of its run."""
+        return str(self.content.config.get("training_dtype", "fp32"))
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """See `WeightSource.check`."""

@@ -17,6 +17,7 @@ from megatron_lite.checkpoint.mapping import Piece, known_name, pieces
 from megatron_lite.checkpoint.sources import WeightSource
 from megatron_lite.config import ModelConfig
 from megatron_lite.errors import CheckpointError
+from megatron_lite.parameter import DTYPES
 
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embedding.word.weight"  # ours
@@ -45,6 +46,11 @@ class HuggingFaceSource(WeightSource):
 
     def describe(self) -> str:
         return f"a Hugging Face folder, {self.model_type}"
+
+    def dtype(self) -> str:
+        """That of all its tensors, if they have one."""
+        found = {tensor.dtype for tensor in self._tensors.values()} & FLOATING.keys()
+        return next((name for name, dtype in DTYPES.items() if {FLOATING[each] for each in found} == {dtype}), "fp32")
 
     def _named(self, names: list[str], index: dict[str, str]) -> dict[str, StoredTensor]:
         """All tensors but buffers, by the full names of the architecture."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint.sources import WeightSource, open_source
-from megatron_lite.gpt import build_gpt
+from megatron_lite.gpt import build_gpt, shapes_of
 from megatron_lite.kernels.choice import REFERENCES
 from megatron_lite.layers.layer import Layer, MicroBatch
 from megatron_lite.parameter import DTYPES, Parameter
@@ -34,7 +35,10 @@ class LocalModel:
         self.config = dataclasses.replace(source.model, **_NOT_HERE)
         self.device, self.dtype = device, dtype
         self.layers = build_gpt(self.config, length, REFERENCES)
-        _fill(self.layers, source, dtype, device)
+        source.check(shapes_of(self.layers))
+        source.verify()
+        for layer in self.layers:
+            fill(layer, source, lambda numel: torch.empty(numel, dtype=dtype, device=device))
 
     @torch.no_grad()
     def run(self, micro_batch: MicroBatch) -> Tensor:
@@ -51,22 +55,16 @@ class LocalModel:
         return self.run(micro_batch)
 
 
-def _fill(layers: list[Layer], source: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
-    """Give every parameter memory and its values, one after the other."""
-    modules = [module for layer in layers for module in layer.modules()]
-    declared = {
-        cast(Parameter, parameter).spec.name: (module, attribute, cast(Parameter, parameter))
-        for module in modules
-        for attribute, parameter in module.named_parameters(recurse=False)
-    }
-    source.check({name: parameter.spec.shape for name, (_, _, parameter) in declared.items()})
-    source.verify()
-    for name, (module, attribute, parameter) in declared.items():
-        values = torch.empty(parameter.spec.shape, dtype=dtype)
-        source.read(name, 0, values.view(-1))
-        filled = Parameter(values.to(device), requires_grad=False)
-        filled.spec = parameter.spec
-        setattr(module, attribute, filled)
+def fill(layer: Layer, source: WeightSource, memory: Callable[[int], Tensor]) -> None:
+    """Give a layer its parameters, one after the other; `memory` makes that of so many elements."""
+    for module in layer.modules():
+        for attribute, declared in list(module.named_parameters(recurse=False)):
+            spec = cast(Parameter, declared).spec
+            values = memory(spec.numel)
+            source.read(spec.name, 0, values)
+            parameter = Parameter(values.view(spec.shape), requires_grad=False)
+            parameter.spec = spec
+            setattr(module, attribute, parameter)
 
 
 def load_model(

@@ -10,20 +10,15 @@ from families import load_model
 
 from megatron_lite.checkpoint import mapping
 from megatron_lite.checkpoint.sources import WeightSource, open_source
-from megatron_lite.gpt import build_gpt, parameters_of
+from megatron_lite.gpt import build_gpt, shapes_of
 
 Shapes = dict[str, tuple[int, ...]]
-
-
-def shapes_of(source: WeightSource) -> Shapes:
-    """Of the parameters of the model that a source states."""
-    return {p.spec.name: tuple(p.spec.shape) for p in parameters_of(build_gpt(source.model, 24))}
 
 
 def checked(folder: Path, **options: Any) -> tuple[WeightSource, Shapes]:
     """The source in a folder, which has everything that the model it states needs."""
     source = open_source(folder, **options)
-    shapes = shapes_of(source)
+    shapes = shapes_of(build_gpt(source.model, 24))
     source.check(shapes)
     source.verify()
     return source, shapes
