@@ -12,6 +12,10 @@ class RunError(ValueError):
     recorded = True  # whether it belongs in exit.json
     experiment_dir: str | None = None  # of an error of the command line: where exit.json may be left
 
+    def __str__(self) -> str:
+        """The message. What would steer a terminal, out of a name in somebody's file, is spelled instead."""
+        return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in super().__str__())
+
 
 class UsageError(RunError):
     """A wrong flag or a contradiction between flags."""

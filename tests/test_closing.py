@@ -1,8 +1,13 @@
-"""The end of a process that trained: with the exit code it means to have, whatever gloo's threads are doing."""
+"""How a process ends: with the exit code that it means to have, whatever gloo's threads do, and with a clean message."""
 
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from megatron_lite import exits
+from megatron_lite.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -63,3 +68,9 @@ def test_a_finished_run_ends_with_its_own_exit_code(tmp_path: Path) -> None:
     ends = [(*rank.communicate(timeout=100), rank.returncode) for rank in ranks]
     for output, errors, code in ends:
         assert code == 0, (code, output, errors)
+
+
+def test_an_error_steers_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names in a downloaded file may hold anything: control characters are spelled, as are bytes that are no text."""
+    assert exits.report(CheckpointError("key \x1b[2J\r\udcff\u2028is\nnot known, für alle"), None, rank=0) == 4
+    assert capsys.readouterr().err == "ERROR: key \\x1b[2J\\r\\udcff\\u2028is\nnot known, für alle\n"
