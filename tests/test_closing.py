@@ -1,4 +1,4 @@
-"""How a process ends: with the exit code that it means to have, whatever gloo's threads do, and with a clean message."""
+"""How a process ends: with the exit code that it means to have, whatever gloo's threads do; its message is clean."""
 
 import subprocess
 import sys
