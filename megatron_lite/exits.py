@@ -28,17 +28,21 @@ STORAGE_ERRORS = (
 )
 
 
-def as_run_error(error: BaseException) -> RunError | None:
-    """The expected failure behind an exception, or None if it is a defect of the program."""
+_LESS_MEMORY = (
+    "try a smaller --micro_batch_size, then --zero_stage=2 or 3, more ranks, or a larger --cross_entropy_splits"
+)
+
+
+def as_run_error(error: BaseException, less_memory: str = _LESS_MEMORY) -> RunError | None:
+    """The expected failure behind an exception, or None if it is a defect of the program. `less_memory`: how to get by
+    with less.
+    """
     if isinstance(error, RunError):
         return error
     kind = type(error).__name__
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error):
         first_line = (str(error).splitlines() or ["out of memory"])[0]
-        return OutOfMemoryError(
-            f"out of memory: {first_line}; try a smaller --micro_batch_size, then --zero_stage=2 or 3, "
-            "more ranks, or a larger --cross_entropy_splits"
-        )
+        return OutOfMemoryError(f"out of memory: {first_line}; {less_memory}")
     if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
         where = f": {error.filename}" if error.filename else ""
         storage_error = StorageError(f"{error.strerror}{where}; make room or choose another --experiment_dir")
@@ -68,6 +72,15 @@ def report(error: BaseException, experiment_dir: str | None, rank: int, run: int
     if not heard and (expected is None or expected.recorded):
         write_exit(experiment_dir, code, "failed", message, run)
     return code
+
+
+def print_failure(error: Exception, less_memory: str) -> int:
+    """Print why a script fails; returns its exit code. What nobody expected is raised again."""
+    expected = as_run_error(error, less_memory)
+    if expected is None:
+        raise error
+    print(f"ERROR: {expected}", file=sys.stderr)
+    return expected.exit_code
 
 
 def leave(code: int) -> NoReturn:

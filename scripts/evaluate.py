@@ -26,8 +26,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain checkout, not installed
 
 from megatron_lite.config import BatchConfig, Config, DataConfig, DistributedConfig, TrainingConfig  # noqa: E402
@@ -35,9 +33,9 @@ from megatron_lite.config.system import DTYPE_ALIASES, DTYPES  # noqa: E402
 from megatron_lite.data.loader import open_data  # noqa: E402
 from megatron_lite.data.tokenizing import Tokenizer  # noqa: E402
 from megatron_lite.errors import EXIT_DONE, DataError, NumericsError, UsageError  # noqa: E402
-from megatron_lite.exits import as_run_error, print_page  # noqa: E402
+from megatron_lite.exits import print_failure, print_page  # noqa: E402
 from megatron_lite.generation.evaluation import Totals, evaluate, text_batches  # noqa: E402
-from megatron_lite.generation.model import LocalModel, load_model  # noqa: E402
+from megatron_lite.generation.model import LocalModel, choose_device, load_model  # noqa: E402
 from megatron_lite.generation.prompts import open_tokenizer  # noqa: E402
 from megatron_lite.layers.layer import MicroBatch  # noqa: E402
 from megatron_lite.train import micro_batch  # noqa: E402
@@ -69,6 +67,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if there is one)")
     add("--json", action="store_true", help="one JSON object in place of words")
     options = parser.parse_args(arguments)
+    options.model = options.model.expanduser()  # the shell leaves the ~ of --model=~/folder alone
     others = ("json_key",) if options.data_path else ("split", "samples", "seed")
     for name in others:
         if getattr(options, name) is not None:
@@ -188,9 +187,7 @@ def result(options: argparse.Namespace) -> dict[str, object]:
     Raises:
         RunError: of the kind that says what is wrong.
     """
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device=cuda: no CUDA device is available here; use --device=cpu or leave it out")
-    device = torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
+    device = choose_device(options.device)
     tokenizer = find_tokenizer(options)
     length = options.sequence_length
     dtype = DTYPE_ALIASES.get(options.dtype, options.dtype)
@@ -234,11 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         record = result(options)
     except Exception as error:
-        expected = as_run_error(error)
-        if expected is None:
-            raise
-        print(f"ERROR: {expected}", file=sys.stderr)
-        return expected.exit_code
+        return print_failure(error, "write a smaller --micro_batch_size or --sequence_length, or --dtype=bf16")
     print_page(json.dumps(record) if options.json else in_words(record))
     return EXIT_DONE
 

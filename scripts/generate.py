@@ -23,16 +23,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain checkout, not installed
 
 from megatron_lite.config.system import DTYPE_ALIASES, DTYPES  # noqa: E402
-from megatron_lite.errors import EXIT_DONE, DataError, UsageError  # noqa: E402
-from megatron_lite.exits import as_run_error, print_page  # noqa: E402
+from megatron_lite.errors import EXIT_DONE, DataError  # noqa: E402
+from megatron_lite.exits import print_failure, print_page  # noqa: E402
 from megatron_lite.generation.choosing import Choice, Chooser  # noqa: E402
 from megatron_lite.generation.continuation import Limits, Text, continue_texts  # noqa: E402
-from megatron_lite.generation.model import load_model  # noqa: E402
+from megatron_lite.generation.model import choose_device, load_model  # noqa: E402
 from megatron_lite.generation.prompts import (  # noqa: E402
     Continuations,
     as_json,
@@ -90,6 +88,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="a JSON object a line: index, prompt, text (what follows), finish (end, stop, length or context), "
         "prompt_tokens, tokens")  # fmt: skip
     options = parser.parse_args(arguments)
+    options.model = options.model.expanduser()  # the shell leaves the ~ of --model=~/folder alone
     if "" in options.stop:
         parser.error("argument --stop: an empty string is in every text; leave it out")
     if not options.prompt and options.prompts_file is None:
@@ -115,17 +114,6 @@ def all_prompts(options: argparse.Namespace) -> list[str]:
     except OSError as error:
         raise DataError(f"--prompts_file={name}: cannot be read: {error.strerror}") from None
     return [*prompts, *read_prompts(content, f"--prompts_file={name}")]
-
-
-def choose_device(name: str) -> torch.device:
-    """The device to run on.
-
-    Raises:
-        UsageError: if there is no GPU and one is asked for.
-    """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device=cuda: no CUDA device is available here; use --device=cpu or leave it out")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def continued(options: argparse.Namespace) -> Iterator[tuple[int, str, Text, str, int]]:
@@ -180,11 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 note = f"NOTE: text {index + 1} ends at {longest:,} tokens, the most that this model takes"
                 print(note + " (max_position_embeddings)", file=sys.stderr)
     except Exception as error:
-        expected = as_run_error(error)
-        if expected is None:
-            raise
-        print(f"ERROR: {expected}", file=sys.stderr)
-        return expected.exit_code
+        return print_failure(error, "write a smaller --batch_size or --max_new_tokens, or --dtype=bf16")
     return EXIT_DONE
 
 

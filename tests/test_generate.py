@@ -228,6 +228,21 @@ def test_prompts_that_are_no_use_are_data_errors(
     assert code == 3 and fact in error and error.count("\n") == 1
 
 
+def test_a_home_is_found_and_memory_that_is_short_is_told_of(
+    export: Path, call: Callable[..., Any], script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--model=~/folder, which a shell leaves alone; and the way out of it is one that this script has."""
+    monkeypatch.setenv("HOME", str(export.parent))
+    assert call("--model=~/1", "--prompt=the", "--max_new_tokens=1")[0] == 0
+
+    def short(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(script, "load_model", short)
+    code, _, error = call("--model=~/1", "--prompt=the", "--max_new_tokens=1")
+    assert code == 7 and "--batch_size" in error and "--zero_stage" not in error
+
+
 @pytest.mark.parametrize(
     "options, fact",
     [

@@ -24,12 +24,11 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import files
 from megatron_lite.checkpoint.architectures import hugging_face_config
+from megatron_lite.checkpoint.folders import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
 from megatron_lite.checkpoint.mapping import Constant, Piece, constants, pieces
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.data.tokenizing import copy_tokenizer
 from megatron_lite.durable import sync_folder
-
-INDEX_NAME = "model.safetensors.index.json"
 
 
 class Place(NamedTuple):
@@ -66,7 +65,7 @@ class FilePlan:
     def file_name(self, index: int) -> str:
         """Of the file of that index."""
         if len(self.names) == 1:
-            return "model.safetensors"
+            return WEIGHTS_NAME
         return f"model-{index + 1:05d}-of-{len(self.names):05d}.safetensors"
 
     def index(self) -> dict[str, Any] | None:
@@ -179,7 +178,7 @@ class ExportFolder:
             found = copy_tokenizer(tokenizer_file, self.folder)
             tokens |= {key: token for key, token in found.items() if token is not None}
         content = hugging_face_config(config, tokens)
-        _write_json(self.folder / "config.json", content)
+        _write_json(self.folder / CONFIG_NAME, content)
         generation = {key: content[key] for key in ("bos_token_id", "eos_token_id") if content[key] is not None}
         _write_json(self.folder / "generation_config.json", {"_from_model_config": True, **generation})
         for path in self.folder.iterdir():

@@ -163,7 +163,7 @@ def read_object(folder: Path, name: str, most_bytes: int) -> dict[str, Any]:
         CheckpointError: if it is anything else.
     """
     try:
-        values = json.loads(_read_bytes(folder / name, most_bytes), object_pairs_hook=_without_duplicates)
+        values = json.loads(_read_bytes(folder / name, most_bytes), object_pairs_hook=without_repeated)
     except OSError as error:
         raise CheckpointError(f"{folder}: {name}: {reason(error)}; download the folder again") from None
     except (ValueError, RecursionError) as error:  # of UTF-8 and JSON
@@ -193,8 +193,9 @@ def _read_bytes(path: Path, most_bytes: int) -> bytes:
         os.close(descriptor)
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads`: an object, in which JSON itself lets names come twice."""
     values = dict(pairs)
     if len(values) != len(pairs):
-        raise ValueError("a repeated key")
+        raise ValueError("a repeated name")
     return values

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_lite.checkpoint import files
+from megatron_lite.checkpoint.folders import without_repeated
 from megatron_lite.checkpoint.manifest import DamagedError
 
 _MOST_HEADER_BYTES = 10**8  # the limit of the safetensors library
@@ -48,7 +49,7 @@ def read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
             raise DamagedError(f"{name}: no safetensors file, or one cut off in its header ({size:,} bytes)")
         text = os.pread(file.fileno(), length, 8)
     try:
-        content = json.loads(text, object_pairs_hook=_without_duplicates)
+        content = json.loads(text, object_pairs_hook=without_repeated)
         if not isinstance(content, dict):
             raise ValueError("no object")
     except (ValueError, RecursionError) as error:
@@ -63,13 +64,6 @@ def read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
     if end != size:
         raise DamagedError(f"{name}: {size:,} bytes, its header says {end:,}: cut off, or not downloaded to the end")
     return tensors
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        raise ValueError("a repeated name")
-    return values
 
 
 def _tensor(file: str, data_start: int, name: str, entry: Any) -> StoredTensor:

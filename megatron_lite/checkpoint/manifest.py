@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megatron_lite.checkpoint.files import CHUNK_BYTES, WrittenFile, open_regular
+from megatron_lite.checkpoint.folders import MANIFEST_NAME, without_repeated
 
 if TYPE_CHECKING:
     from megatron_lite.zero.part import Part
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 FORMAT = "megatron_lite_checkpoint"
 VERSION = 3
 READABLE_VERSIONS = (1, 2, 3)
-MANIFEST_NAME = "manifest.json"
 KINDS = ("weights", "exp_avg", "exp_avg_sq", "average")
 MOMENTS = KINDS[1:3]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -166,7 +166,7 @@ def read(folder: Path) -> Manifest:
     """
     try:
         text = _read_bytes(folder / MANIFEST_NAME)
-        values = json.loads(text, object_pairs_hook=_without_duplicates)
+        values = json.loads(text, object_pairs_hook=without_repeated)
     except OSError as error:
         raise DamagedError(f"{MANIFEST_NAME}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:  # of UTF-8 and JSON
@@ -192,13 +192,6 @@ def _read_bytes(path: Path) -> bytes:
         if size > _MAX_MANIFEST_BYTES:
             raise ValueError(f"{size:,} bytes, at most {_MAX_MANIFEST_BYTES:,} are read")
         return file.readall()
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        raise ValueError("a repeated key")
-    return values
 
 
 def _require(condition: bool, message: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint.sources import WeightSource, open_source
+from megatron_lite.errors import UsageError
 from megatron_lite.gpt import build_gpt, shapes_of
 from megatron_lite.kernels.choice import REFERENCES
 from megatron_lite.layers.layer import Layer, MicroBatch
@@ -65,6 +66,17 @@ def fill(layer: Layer, source: WeightSource, memory: Callable[[int], Tensor]) ->
             parameter = Parameter(values.view(spec.shape), requires_grad=False)
             parameter.spec = spec
             setattr(module, attribute, parameter)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device to run on.
+
+    Raises:
+        UsageError: if there is no GPU and one is asked for.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device=cuda: no CUDA device is available here; use --device=cpu or leave it out")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def load_model(

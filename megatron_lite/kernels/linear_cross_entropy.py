@@ -49,12 +49,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         block_size: int | None, z_loss: float, triton: bool, soft_cap: float, padding_rows: int,
     ) -> Tensor:  # fmt: skip
         tokens, vocab_size = hidden.shape[0], weight.shape[0]
-        rounder = padded(weight, padding_rows)
+        padded_weight = padded(weight, padding_rows)
         trains_hidden = scale is not None and ctx.needs_input_grad[0]
         trains_weight = scale is not None and weight.requires_grad
         gradient = padded(weight.main_grad, padding_rows) if trains_weight else None
         passes = _passes(vocab_size, padding_rows, block_size, trains_hidden or trains_weight)
-        memory = hidden.new_empty(held_logits(tokens, rounder.shape[0], chunk_tokens, block_size))
+        memory = hidden.new_empty(held_logits(tokens, padded_weight.shape[0], chunk_tokens, block_size))
         sums = Sums.empty(tokens, hidden.device)
         grad_hidden = torch.empty_like(hidden) if trains_hidden else None
         is_first = trains_weight and weight.begin_gradient()
@@ -67,7 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for block, adds_up, with_gradient in passes:
                 columns = min(block.stop, vocab_size) - block.start
                 logits = memory[: chunk.shape[0]]
-                grad = product(chunk, rounder[block], out=logits[:, : block.stop - block.start])
+                grad = product(chunk, padded_weight[block], out=logits[:, : block.stop - block.start])
                 sweep(
                     logits, label, sums.part(rows), scale if with_gradient else None, z_loss, soft_cap=soft_cap,
                     columns=columns, start=block.start, adds_up=adds_up, triton=triton,
@@ -75,7 +75,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if padding_rows:
                     grad[:, columns:] = 0.0
                 if with_gradient and total is not None:
-                    add_product(total, grad, rounder[block], block.start == 0)
+                    add_product(total, grad, padded_weight[block], block.start == 0)
                 if with_gradient and gradient is not None:
                     add_product(gradient[block], grad.t(), chunk, is_first)
             is_first = False

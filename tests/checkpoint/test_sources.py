@@ -233,7 +233,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "config is deep": (lambda f: (f / "config.json").write_text("[" * 10**5), "config.json: not readable"),
     "config is binary": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x80"), "config.json: not readable"),
     "config is huge": (lambda f: os.truncate(f / "config.json", 2**33), "bytes, at most"),
-    "config repeats a key": (lambda f: (f / "config.json").write_text('{"a": 1, "a": 2}'), "a repeated key"),
+    "config repeats a key": (lambda f: (f / "config.json").write_text('{"a": 1, "a": 2}'), "a repeated name"),
     "unknown model_type": (lambda f: edit(f, "config.json", lambda c: c.update(model_type="rwkv")), "rwkv"),
     "no model_type": (lambda f: edit(f, "config.json", lambda c: {**c, "model_type": None}), "model_type"),
     "extra key": (lambda f: edit(f, "config.json", lambda c: c.update(secret_sauce=1)), "secret_sauce"),
