@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +20,6 @@ from harness import run_distributed, tiny_config
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer, save_byte_tokenizer, train_tokenizer
 from megatron_lite.distributed import Distributed
-from megatron_lite.flags import FLAGS
 from megatron_lite.generation.evaluation import text_batches
 from megatron_lite.monitor.trackers import read_metrics
 
@@ -189,16 +187,6 @@ def test_errors_are_one_clear_line(
     assert script.main(["--model", str(folder / "run" / "export" / "2"), *options]) == code
     error = capsys.readouterr().err
     assert error.startswith("ERROR: ") and fact in error and error.count("\n") == 1
-
-
-def test_flags_of_the_guide_exist() -> None:
-    """docs/generation.md names no option that neither script nor the program has."""
-    guide = (SCRIPT.parents[1] / "docs" / "generation.md").read_text("utf-8")
-    known = set(FLAGS)
-    for name in ("generate", "evaluate"):
-        known |= set(re.findall(r'"--(\w+)"', SCRIPT.with_name(f"{name}.py").read_text("utf-8")))
-    named = set(re.findall(r"--(\w+)", guide))
-    assert len(named) > 20 and named <= known, named - known
 
 
 @pytest.mark.parametrize("options", [["--text", "x", "--samples=3"], ["--data_path", "x", "--json_key=y"], []])

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lite.flags import FLAGS, SPELLINGS
+
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = (ROOT / "docs" / "multi_stage.md").read_text("utf-8")
 PERFORMANCE = (ROOT / "docs" / "performance.md").read_text("utf-8")
@@ -76,3 +78,24 @@ def test_commands_print_what_is_shown(command: str, shown: str, tmp_path: Path) 
 def test_dry_runs_are_shown_with_their_numbers(command: str, shown: str, tmp_path: Path) -> None:
     """Nothing in a dry run depends on the machine: the page is the one shown, digit by digit."""
     assert run(command, tmp_path).rstrip("\n") == shown
+
+
+@pytest.mark.parametrize("guide", ["models", "pretrained", "exports", "generation"])
+def test_flags_of_guides_exist(guide: str) -> None:
+    """No guide names an option that neither the program has nor a script of ours or another program that it shows."""
+    known = {*SPELLINGS, "nproc", "local"}  # of torchrun --nproc-per-node, hf download --local-dir
+    for name in ("generate", "evaluate", "convert_checkpoint"):
+        known |= set(re.findall(r'"--(\w+)"', (ROOT / "scripts" / f"{name}.py").read_text("utf-8")))
+    named = re.findall(r"--(\w+)(\*?)", (ROOT / "docs" / f"{guide}.md").read_text("utf-8"))
+    assert len(named) > 10
+    for flag, is_pattern in named:
+        assert flag in known or (is_pattern and any(name.startswith(flag) for name in known)), flag
+
+
+def test_defaults_in_the_guide_of_exports() -> None:
+    """The second column of its table of flags: the default, or what follows from it."""
+    text = (ROOT / "docs" / "exports.md").read_text("utf-8")
+    rows = re.findall(r"^\| `--(\w+)` \| (.*?) \|", text, re.M)
+    assert len(rows) > 5
+    for name, shown in rows:
+        assert shown.strip("`-") == (FLAGS[name].option.unset or str(FLAGS[name].default) or "none"), name
