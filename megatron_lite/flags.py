@@ -232,7 +232,7 @@ def parse_value(flag: Flag, text: str) -> Any:
         BadValueError: if `text` is not a value of this flag.
     """
     if not text:
-        if flag.is_text:  # an unset variable in an env string
+        if flag.is_text and not flag.option.never_empty:  # an unset variable in an env string
             return flag.default
         raise BadValueError("the value is empty (an unset variable?); write a value or leave the flag out")
     if flag.optional and text.lower() == "none":

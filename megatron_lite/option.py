@@ -25,6 +25,7 @@ class Option:
     aliases: tuple[str, ...] = ()  # other spellings of the flag
     unset: str = ""  # what None resolves to, in words
     basic: bool = False  # shown by --help; the others only by --help_all
+    never_empty: bool = False  # an empty text is an error, and not the default: too much hangs on it
     secret: bool = False  # a JSON object of environment variables: the option holds their names, values go elsewhere
 
 

@@ -132,7 +132,7 @@ def test_none_and_empty_values() -> None:
             assert value([f"--{flag.name}=none"], flag.name) is None
         elif not flag.is_text and not flag.is_list and "none" not in flag.option.choices:
             assert problem([f"--{flag.name}=none"]).startswith(f"--{flag.name}=none: ")
-        if flag.is_text:
+        if flag.is_text and flag.name != "pretrained_checkpoint_path":  # weeks of training from scratch
             assert value([f"--{flag.name}="], flag.name) == flag.default
             assert value([f"--{flag.name}", ""], flag.name) == flag.default
         else:

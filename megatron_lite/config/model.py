@@ -22,7 +22,7 @@ ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "varlen", "flex", "math")
 class ModelConfig:
     """Model"""
 
-    num_layers: int = option(12, "transformer blocks", minimum=1, basic=True)
+    num_layers: int = option(12, "transformer blocks", minimum=1, maximum=10_000, basic=True)
     hidden_size: int = option(1024, "width of the residual stream", minimum=1, basic=True)
     num_attention_heads: int = option(8, "query heads", minimum=1, basic=True)
     head_groups: int | None = option(
@@ -39,7 +39,10 @@ class ModelConfig:
     )
     vocab_size: int = option(49152, "entries of the vocabulary", minimum=2, basic=True)
     make_vocab_size_divisible_by: int = option(
-        1, "rows of embedding and head are padded up to a multiple of this; padding never counts", minimum=1
+        1,
+        "rows of embedding and head are padded up to a multiple of this; padding never counts",
+        minimum=1,
+        maximum=65536,
     )
     max_position_embeddings: int | None = option(
         None, "learned positions (and the length an export states)", minimum=1, unset="max(2048, sequence_length)"

@@ -22,6 +22,7 @@ class SourceConfig:
     pretrained_checkpoint_path: str | None = option(
         None,
         "folder to start from: a Hugging Face model, a checkpoint, or checkpoints (the newest)",
+        never_empty=True,
         unset="none",
         basic=True,
     )

@@ -206,7 +206,7 @@ class _Reading:
                 continue
             if key not in constants:
                 self.problems.append(
-                    f"{key}: {shown(value)} is not known, and might change what the model computes; remove it if not"
+                    f"{key[:80]}: {shown(value)} is not known, and might change what the model computes; remove it if not"
                 )
             elif value not in constants[key]:
                 self.problems.append(f"{key} is {shown(value)}; only {shown(constants[key][0])} can be expressed")
