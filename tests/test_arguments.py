@@ -304,7 +304,7 @@ def test_hints_for_numbers() -> None:
 def test_bounds_are_named() -> None:
     """A number out of range is refused with the range."""
     assert problem(["--adam_beta1=1"]) == "--adam_beta1=1: must be >= 0 and < 1"
-    assert problem(["--num_layers=0"]) == "--num_layers=0: must be >= 1"
+    assert problem(["--hidden_size=0"]) == "--hidden_size=0: must be >= 1"
     assert problem(["--zero_stage=4"]) == "--zero_stage=4: must be >= 1 and <= 3, or auto"
     assert "strictly worse" in problem(["--zero_stage=0"])
 

@@ -205,9 +205,8 @@ class _Reading:
             if key in self.used or key in _MEANINGLESS:
                 continue
             if key not in constants:
-                self.problems.append(
-                    f"{key[:80]}: {shown(value)} is not known, and might change what the model computes; remove it if not"
-                )
+                effect = "might change what the model computes; remove it if not"
+                self.problems.append(f"{key[:80]}: {shown(value)} is not known, and {effect}")
             elif value not in constants[key]:
                 self.problems.append(f"{key} is {shown(value)}; only {shown(constants[key][0])} can be expressed")
 
