@@ -94,7 +94,8 @@ class Samples:
         limits = Limits(training.sample_tokens, self._config.batch.sequence_length, (self._tokenizer.end_of_document,))
         try:
             stage_model = StageModel(model, self._distributed)
-            for _ in continue_texts(stage_model, texts, limits, ROWS, self._agree, backend="auto"):
+            # Prompts by the default, "math", which is everywhere: a library that fails would end the training.
+            for _ in continue_texts(stage_model, texts, limits, ROWS, self._agree):
                 pass
         except Stopped:
             return False
