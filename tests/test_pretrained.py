@@ -259,6 +259,7 @@ def test_the_architecture_of_the_folder_is_kept(tmp_path: Path) -> None:
     other = [start, "--dataset_source=random", "--ignore_pretrained_config=1"]
     assert parse([*other, "--add_mlp_biases=1"]).config.training.export_model_type is None
     assert parse([*other, "--export_model_type=llama"]).config.training.export_model_type == "llama"
-    wrong = resolve(parse([*other, "--export_model_type=gpt2", "--export_interval=1", "--experiment_dir=/x"]).config, 1)
-    with pytest.raises(UsageError, match=r"--export_model_type=gpt2: it cannot express.*--gated=0 \(not 1\)"):
-        check_exports(wrong)
+    for exports in (["--export_interval=1", "--experiment_dir=/x"], []):  # without, checkpoints keep it
+        wrong = resolve(parse([*other, "--export_model_type=gpt2", *exports]).config, 1)
+        with pytest.raises(UsageError, match=r"--export_model_type=gpt2: it cannot express.*--gated=0 \(not 1\)"):
+            check_exports(wrong)
