@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_lite.checkpoint import files
 from megatron_lite.checkpoint.architectures import hugging_face_config
 from megatron_lite.checkpoint.folders import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
-from megatron_lite.checkpoint.mapping import Constant, Piece, constants, pieces
+from megatron_lite.checkpoint.mapping import Constant, Piece, by_tensor, constants, pieces
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.data.tokenizing import copy_tokenizer
 from megatron_lite.durable import sync_folder
@@ -132,10 +132,7 @@ class ExportFolder:
         """Write one whole parameter of ours, on any device and of any dtype, rounded to nearest."""
         assert name in self._missing, f"{name} is written twice, or no parameter"
         self._missing.discard(name)
-        by_tensor: dict[str, list[Piece]] = {}
-        for piece in self.plan.pieces[name]:
-            by_tensor.setdefault(piece.name, []).append(piece)
-        for their_name, parts in by_tensor.items():
+        for their_name, parts in by_tensor(self.plan.pieces[name]).items():
             if self.overflow:
                 return
             if len(parts) == 1 and not parts[0].transposed:  # as it lies: by and by

@@ -16,7 +16,7 @@ from megatron_lite.checkpoint import files
 from megatron_lite.checkpoint.agreement import together
 from megatron_lite.checkpoint.architectures import check_exportable
 from megatron_lite.checkpoint.export_folder import ExportFolder, FilePlan, their_tensor
-from megatron_lite.checkpoint.mapping import Piece, pieces
+from megatron_lite.checkpoint.mapping import by_tensor, pieces
 from megatron_lite.checkpoint.masters import master_weights
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.errors import NumericsError
@@ -39,10 +39,7 @@ def convert(name: str, tensor: Tensor, architecture: str, model: ModelConfig) ->
     Raises:
         KeyError: if the architecture has no such parameter.
     """
-    by_tensor: dict[str, list[Piece]] = {}
-    for piece in pieces(name, tuple(tensor.shape), architecture, model):
-        by_tensor.setdefault(piece.name, []).append(piece)
-    for their_name, parts in by_tensor.items():
+    for their_name, parts in by_tensor(pieces(name, tuple(tensor.shape), architecture, model)).items():
         yield their_name, their_tensor(tensor, parts)
 
 

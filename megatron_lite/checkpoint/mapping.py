@@ -12,7 +12,7 @@ GPT-2's linear layers ("Conv1D") are stored the other way round: (inputs, output
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -96,6 +96,14 @@ def pieces(name: str, shape: tuple[int, ...], architecture: str, model: ModelCon
         Piece(f"{prefix}.{theirs}.{kind}", first, rows, their_first, their_shape(sizes[theirs]), transposed, plus)
         for theirs, first, rows, their_first in parts
     ]
+
+
+def by_tensor(found: Iterable[Piece]) -> dict[str, list[Piece]]:
+    """Pieces by the names of their tensors."""
+    tensors: dict[str, list[Piece]] = {}
+    for piece in found:
+        tensors.setdefault(piece.name, []).append(piece)
+    return tensors
 
 
 def _parts(
