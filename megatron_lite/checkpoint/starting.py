@@ -57,6 +57,8 @@ def open_pretrained(
         problem = next((text for text in distributed.gather_objects(found) if text is not None), None)
         if problem is None:
             return opened[0]
+        for source in opened:
+            source.close()
         problems.append(f"{path.name}: {problem}" if len(names) > 1 else problem)
         if len(names) > 1:
             report(f"{FLAG}: checkpoint {path}: {problem}; skipped, looking for an older one")
