@@ -14,6 +14,8 @@ from torch import Tensor
 from megatron_lite.checkpoint.sources import WeightSource, open_source
 from megatron_lite.errors import UsageError
 from megatron_lite.gpt import build_gpt, shapes_of
+from megatron_lite.kernels.attention import works
+from megatron_lite.kernels.attention_choice import choose_attention
 from megatron_lite.kernels.choice import REFERENCES
 from megatron_lite.layers.layer import Layer, MicroBatch
 from megatron_lite.parameter import DTYPES, Parameter
@@ -40,6 +42,17 @@ class LocalModel:
         source.verify()
         for layer in self.layers:
             fill(layer, source, lambda numel: torch.empty(numel, dtype=dtype, device=device))
+
+    def prompt_attention(self) -> str:
+        """The fastest attention that works here, over one text without dropout."""
+        config, device, dtype = self.config, self.device, self.dtype
+        if config.attention_softmax_in_fp32:
+            return "math"
+        head_size = config.kv_channels or 0
+        return choose_attention(
+            "auto", device, dtype, config.window_size, False, head_size,
+            works=lambda backend: works(backend, device, dtype, head_size),
+        )  # fmt: skip
 
     @torch.no_grad()
     def run(self, micro_batch: MicroBatch) -> Tensor:

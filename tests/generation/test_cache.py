@@ -167,6 +167,13 @@ def test_options_that_transformers_lacks_have_the_texts_of_whole_passes(
         torch.testing.assert_close(torch.stack(text.choose.logits), expected, rtol=0, atol=tolerance)
 
 
+def test_prompts_are_attended_to_by_what_works() -> None:
+    """On a CPU by the formula, and wherever the softmax is asked for in fp32."""
+    for upcast in (False, True):
+        source: Any = RandomSource(use_rotary_embeddings=True, attention_softmax_in_fp32=upcast)
+        assert LocalModel(source, 40, torch.float32, CPU).prompt_attention() == "math"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("backend", ["auto", "math"])
