@@ -19,7 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -196,6 +196,15 @@ def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"squared norm {numel}", partial(squared_norm, [target, source], triton=True)
 
 
+def attempt(calls: Iterable[tuple[str, Callable[[], Any]]], failures: dict[str, str]) -> None:
+    """Make the calls, and note those that fail."""
+    for name, call in calls:
+        try:
+            call()
+        except Exception as error:
+            failures[name] = f"{type(error).__name__}: {error}"
+
+
 def main() -> int:
     """Compile, print, and fail if a kernel is left."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -211,12 +220,10 @@ def main() -> int:
         calls[f"clipped updates, {split}, {nesterov}"] = partial(updates, shape, 12, split, nesterov, 2)
     calls["soft-capped cross-entropy"] = partial(capped_loss, shape)
     failures: dict[str, str] = {}
-    for name, call in (*calls.items(), *(others(shape) if options.all else ())):
-        recorder.common = name in calls
-        try:
-            call()
-        except Exception as error:
-            failures[name] = f"{type(error).__name__}: {error}"
+    attempt(calls.items(), failures)
+    if options.all:
+        recorder.common = False
+        attempt(others(shape), failures)
     kernels = all_kernels()
     launched = {entry["kernel"] for entry in recorder.launched.values()}
     compiled = {part for name in launched for part in with_parts(kernels[name])}
