@@ -57,10 +57,11 @@ def _unreadable(folder: Path, error: OSError) -> str:
     if error.errno == errno.ENOTDIR and folder.is_file():
         return "this is a file; give the folder that it is in"
     if error.errno == errno.ENOENT and not os.path.lexists(folder):
-        hub = "/".join(folder.parts[-2:])
+        if folder.is_absolute() or len(folder.parts) > 2:  # names on the hub are owner/model
+            return "there is no such folder; give one that holds a model"
         return (
             "there is no such folder; if this is the name of a model on the hub, download it first (hf download "
-            f"{hub[:_SHOWN]} --local-dir FOLDER) and give that folder: nothing is downloaded here"
+            f"{str(folder)[:_SHOWN]} --local-dir FOLDER) and give that folder: nothing is downloaded here"
         )
     return f"{error.strerror or error}; give a folder that can be read"
 
