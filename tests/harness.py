@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.layers.layer import Layer
 from megatron_lite.validation import resolve
 from megatron_lite.zero.multi_stage import MultiStage
+
+if TYPE_CHECKING:
+    from megatron_lite.build import Run
 
 # A server process that has imported torch already forks each rank in milliseconds.
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -140,6 +143,24 @@ def train_tiny(distributed: Distributed, options: dict[str, Any], iterations: in
         weights=full_weights(run.model),
         memory_bytes=run.model.memory_bytes(),
     )
+
+
+def train_whole(distributed: Distributed, config: Config) -> Run:
+    """A run to its end by the program's own loop, which saves and exports; to be run by `run_distributed`."""
+    from megatron_lite.build import build
+    from megatron_lite.experiment import Experiment
+    from megatron_lite.stop_signal import StopSignal
+    from megatron_lite.train import train
+
+    stop = StopSignal()
+    run = build(config, distributed, Experiment(config, distributed), stop, ())
+    code, message = train(run)
+    assert code == 0, message
+    run.data.close()
+    run.model.finish()
+    run.trackers.close(0)
+    stop.restore()
+    return run
 
 
 def full_weights(model: MultiStage) -> dict[str, np.ndarray]:

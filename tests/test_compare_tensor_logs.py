@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from loading import loaded
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_lite.errors import UsageError
 from megatron_lite.monitor.tensor_log import summarize, write_tensor_log
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "compare_tensor_logs.py"
 FILE = "tensor_logs_train_00001_rank_000.safetensors"
 
 
 @pytest.fixture(scope="module")
 def script() -> Iterator[Any]:
-    spec = importlib.util.spec_from_file_location("compare_tensor_logs", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["compare_tensor_logs"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["compare_tensor_logs"]
+    with loaded("compare_tensor_logs") as module:
+        yield module
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], level: int = 5, file: str = FILE) -> Path:

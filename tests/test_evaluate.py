@@ -4,10 +4,9 @@ byte by their definition.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import run_distributed, tiny_config
+from harness import run_distributed, tiny_config, train_whole
+from loading import loaded
 
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer, save_byte_tokenizer, train_tokenizer
@@ -23,7 +23,6 @@ from megatron_lite.distributed import Distributed
 from megatron_lite.generation.evaluation import text_batches
 from megatron_lite.monitor.trackers import read_metrics
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "evaluate.py"
 TEXTS = ("the cats' café\n", "a second one, of zoë", "日本語 🎉", "x" * 40)
 MODEL = dict(
     vocab_size=300, sequence_length=16, max_position_embeddings=32, init_method_std=0.3, batch_size=4,
@@ -33,25 +32,13 @@ MODEL = dict(
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("evaluate", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script() -> Iterator[ModuleType]:
+    with loaded("evaluate") as module:
+        yield module
 
 
 def train_run(distributed: Distributed, options: dict[str, Any]) -> None:
-    from megatron_lite.build import build
-    from megatron_lite.experiment import Experiment
-    from megatron_lite.stop_signal import StopSignal
-    from megatron_lite.train import train
-
-    config, stop = tiny_config(distributed.world_size, **options), StopSignal()
-    run = build(config, distributed, Experiment(config, distributed), stop, ())
-    assert train(run)[0] == 0
-    run.trackers.close(0)
-    stop.restore()
+    train_whole(distributed, tiny_config(distributed.world_size, **options))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_distributed, tiny_config
+from harness import run_distributed, tiny_config, train_whole
 from launch import TINY, read_exit, run
 from safetensors.torch import load_file
 from torch import Tensor
@@ -31,16 +31,7 @@ CANARY = "s3cr3t-canary-of-the-callback"
 
 def train_here(distributed: Distributed, options: dict[str, Any]) -> None:
     """Train, save and export through the program's own loop."""
-    from megatron_lite.build import build
-    from megatron_lite.experiment import Experiment
-    from megatron_lite.stop_signal import StopSignal
-    from megatron_lite.train import train
-
-    config = tiny_config(distributed.world_size, **options)
-    started = build(config, distributed, Experiment(config, distributed), StopSignal(), ())
-    train(started)
-    started.model.finish()
-    started.trackers.close(0)
+    train_whole(distributed, tiny_config(distributed.world_size, **options))
 
 
 def contents(folder: Path) -> dict[str, bytes]:

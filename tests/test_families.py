@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import run_distributed
+from harness import run_distributed, train_whole
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -57,19 +57,7 @@ def config_of(argv: list[str], world_size: int) -> Config:
 
 def train(distributed: Distributed, argv: list[str]) -> None:
     """A run on one of its ranks, from the flags on."""
-    from megatron_lite.build import build
-    from megatron_lite.experiment import Experiment
-    from megatron_lite.stop_signal import StopSignal
-    from megatron_lite.train import train
-
-    config, stop = config_of(argv, distributed.world_size), StopSignal()
-    experiment = Experiment(config, distributed)
-    run = build(config, distributed, experiment, stop, ())
-    train(run)
-    run.data.close()
-    run.model.finish()
-    run.trackers.close(0)
-    stop.restore()
+    train_whole(distributed, config_of(argv, distributed.world_size))
 
 
 def run_from(folder: Path, experiment: Path, *more: str, ranks: int = 1) -> Trained:

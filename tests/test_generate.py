@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from harness import run_distributed, tiny_config
+from harness import run_distributed, tiny_config, train_whole
+from loading import loaded
 
 from megatron_lite.data.tokenizing import save_byte_tokenizer
 from megatron_lite.distributed import Distributed
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "generate.py"
 PROMPTS = ("def f(", "a", "the quick brown fox", "a")
 MODEL = dict(
     vocab_size=257, sequence_length=64, max_position_embeddings=64, use_rotary_embeddings=True, gated=True,
@@ -28,28 +27,18 @@ MODEL = dict(
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script() -> Iterator[ModuleType]:
+    with loaded("generate") as module:
+        yield module
 
 
 def save_model(distributed: Distributed, folder: str) -> None:
     """A short run leaves both: the checkpoint of its last iteration, and an export."""
-    from megatron_lite.build import build
-    from megatron_lite.experiment import Experiment
-    from megatron_lite.stop_signal import StopSignal
-    from megatron_lite.train import train
-
     options = MODEL | dict(
         train_iters=1, lr=1e-6, lr_warmup_iters=0, experiment_dir=f"{folder}/run", export_interval=1,
         tokenizer_file=f"{folder}/tokenizer.json",
     )  # fmt: skip
-    config, stop = tiny_config(distributed.world_size, **options), StopSignal()
-    assert train(build(config, distributed, Experiment(config, distributed), stop, ()))[0] == 0
-    stop.restore()
+    train_whole(distributed, tiny_config(distributed.world_size, **options))
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,13 @@ import torch
 from harness import run_distributed, train_tiny
 from launch import TINY, Outcome
 from launch import run as launch
+from loading import loaded
 from torch import Tensor
 
 from megatron_lite.distributed import Distributed
 from megatron_lite.layers.block import Block
 from megatron_lite.monitor.tensor_log import TensorEntry, read_tensor_log
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "compare_tensor_logs.py"
 EVERYTHING = {
     "debug_layer_outputs": 9, "debug_layer_gradients": 9, "debug_param_init": 9, "debug_param_gradients": 9,
     "debug_all_param_gradients": 9, "debug_param_update": 9, "save_tensor_logs": True, "show_tensor_logs": False,
@@ -35,13 +33,8 @@ COMMON = {
 
 @pytest.fixture(scope="module")
 def compare() -> Iterator[Callable[..., list[Any]]]:
-    spec = importlib.util.spec_from_file_location("compare_tensor_logs", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["compare_tensor_logs"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module.compare
-    del sys.modules["compare_tensor_logs"]
+    with loaded("compare_tensor_logs") as module:
+        yield module.compare
 
 
 def several(distributed: Distributed, runs: list[dict[str, Any]]) -> None:

@@ -1,6 +1,5 @@
 """scripts/prepare_data.py: inputs of every kind, damaged lines, statistics, refusals and exit codes."""
 
-import importlib.util
 import json
 import math
 import os
@@ -12,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from loading import loaded
 
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer
@@ -22,15 +22,11 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data.py"
 
 def main(*arguments: str | Path) -> int:
     """Run the script in this process; returns its exit code."""
-    spec = importlib.util.spec_from_file_location("prepare_data", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["prepare_data"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    try:
-        return int(module.main([str(argument) for argument in arguments]))
-    except SystemExit as error:
-        return int(error.code or 0)
+    with loaded("prepare_data") as module:
+        try:
+            return int(module.main([str(argument) for argument in arguments]))
+        except SystemExit as error:
+            return int(error.code or 0)
 
 
 def texts(prefix: Path) -> list[str]:

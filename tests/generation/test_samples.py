@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import full_weights, run_distributed, same_weights, tiny_config
+from harness import full_weights, run_distributed, same_weights, tiny_config, train_whole
 
 from megatron_lite.data.tokenizing import ByteTokenizer, save_byte_tokenizer
 from megatron_lite.distributed import Distributed
@@ -38,20 +38,12 @@ def options(folder: Path, **more: Any) -> dict[str, Any]:
     ) | more  # fmt: skip
 
 
-def train_whole(distributed: Distributed, *every: dict[str, Any]) -> list[dict[str, Any]]:
+def train_each(distributed: Distributed, *every: dict[str, Any]) -> list[dict[str, Any]]:
     """Whole runs, one after the other; of each its weights, and what the global random generator gives next."""
-    from megatron_lite.build import build
-    from megatron_lite.experiment import Experiment
-    from megatron_lite.stop_signal import StopSignal
-    from megatron_lite.train import train
-
     results: list[dict[str, Any]] = []
     for values in every:
-        config, stop = tiny_config(distributed.world_size, **values), StopSignal()
         torch.manual_seed(5)
-        run = build(config, distributed, Experiment(config, distributed), stop, ())
-        assert train(run)[0] == 0
-        stop.restore()
+        run = train_whole(distributed, tiny_config(distributed.world_size, **values))
         results.append({"weights": full_weights(run.model), "random": torch.rand(3).tolist()})
     return results
 
@@ -77,7 +69,7 @@ def test_samples_leave_no_trace_and_do_not_depend_on_the_partition(
         with_samples = options(tmp_path / f"{ranks} {zero_stage}", zero_stage=zero_stage, **model)
         without = {key: value for key, value in with_samples.items() if not key.startswith("sample_")}
         without["experiment_dir"] = None
-        for sampled, plain in run_distributed(ranks, train_whole, with_samples, without):
+        for sampled, plain in run_distributed(ranks, train_each, with_samples, without):
             assert same_weights(sampled["weights"], plain["weights"]) and sampled["random"] == plain["random"]
         found = lines(with_samples)
         assert [line["iteration"] for line in found] == [2, 4]
@@ -92,8 +84,8 @@ def test_a_resumed_run_appends_and_draws_repeat(tmp_path: Path) -> None:
     """A run that is stopped and resumed writes the lines of one that was not; equal prompts draw differently."""
     whole = options(tmp_path / "whole", sample_temperature=1.0, sample_top_k=50, sample_top_p=0.9, hidden_dropout=0.0)
     parts = whole | {"experiment_dir": str(tmp_path / "parts")}
-    run_distributed(1, train_whole, whole, parts | {"stop_interval": 2})
-    run_distributed(1, train_whole, parts)
+    run_distributed(1, train_each, whole, parts | {"stop_interval": 2})
+    run_distributed(1, train_each, parts)
     expected, found = lines(whole), lines(parts)
     assert [line["samples"] for line in found] == [line["samples"] for line in expected]
     assert [line["run"] for line in found] == [0, 1]

@@ -2,23 +2,16 @@
 
 import importlib.util
 import json
-import sys
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import pytest
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "plot_run.py"
+from loading import loaded
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("plot_run", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["plot_run"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["plot_run"]
+    with loaded("plot_run") as module:
+        yield module
 
 
 def write_run(folder, num_lines, validation=True, **more):

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from loading import loaded
 
 from megatron_lite.arguments import parse
 from megatron_lite.optimizer.schedules import learning_rate
@@ -23,13 +24,8 @@ FLAGS = ["--train_iters=40", "--lr=1e-3", "--lr_decay_style=cosine", "--lr_num_c
 
 @pytest.fixture(scope="module")
 def script() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("plot_schedule", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["plot_schedule"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["plot_schedule"]
+    with loaded("plot_schedule") as module:
+        yield module
 
 
 def read(path: Path) -> list[list[str]]:
