@@ -3,8 +3,7 @@
 
 import sys
 
-from megatron_lite import exits
-from megatron_lite.arguments import (
+from megatron_lite.cli.parse import (
     HelpRequested,
     folder_of,
     launch_rank,
@@ -12,9 +11,10 @@ from megatron_lite.arguments import (
     parse,
     speaks_for_its_machine,
 )
-from megatron_lite.checkpoint.export_checks import check_exports
 from megatron_lite.errors import EXIT_DONE, CheckpointError, UsageError
-from megatron_lite.masking import without_secrets
+from megatron_lite.huggingface.export_checks import check_exports
+from megatron_lite.run import exit_status
+from megatron_lite.run.secrets import without_secrets
 from megatron_lite.validation import planned_world_size, resolve
 
 
@@ -28,16 +28,16 @@ def main(argv: list[str]) -> int:
         config = resolve(arguments.config, world_size)
         check_exports(config)
         if config.distributed.dry_run:
-            from megatron_lite.dry_run import dry_run
+            from megatron_lite.planner.report import dry_run
 
             return dry_run(config, world_size, arguments.notes, prints=launch_rank() == 0)
     except HelpRequested as request:
         if launch_rank() == 0:
-            exits.print_page(str(request))
+            exit_status.print_page(str(request))
         return EXIT_DONE
     except (CheckpointError, UsageError) as error:
         directory = error.experiment_dir or experiment_dir
-        return exits.report(error, directory, rank=0 if speaks_for_its_machine() else 1)
+        return exit_status.report(error, directory, rank=0 if speaks_for_its_machine() else 1)
 
     from megatron_lite.train import pretrain
 

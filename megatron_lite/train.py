@@ -10,28 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite import distributed, exits
-from megatron_lite.agreement import raise_first, together
-from megatron_lite.arguments import launch_rank
-from megatron_lite.batch_schedule import batch_schedule, consumed_tokens
-from megatron_lite.build import MIB, Run, build
 from megatron_lite.checkpoint import sharded
-from megatron_lite.checkpoint.huggingface import export_weights, save_huggingface
+from megatron_lite.cli.parse import launch_rank
 from megatron_lite.config import Config
 from megatron_lite.data.loader import HostBatch
+from megatron_lite.distributed import process_group
+from megatron_lite.distributed.agreement import raise_first, together
 from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, NumericsError, RunError
-from megatron_lite.experiment import Experiment
-from megatron_lite.kernels.attention import Documents
-from megatron_lite.layers.layer import MicroBatch
+from megatron_lite.huggingface.export import export_weights, save_huggingface
+from megatron_lite.kernels.attention.attention import Documents
+from megatron_lite.model.layer import MicroBatch
 from megatron_lite.monitor.communication import communication_lines
 from megatron_lite.monitor.export_callback import STOPPED_WAIT_S
 from megatron_lite.monitor.metrics import format_record
 from megatron_lite.monitor.progress import ProgressBar, progress_bar
-from megatron_lite.note import Note
 from megatron_lite.optimizer.optimizer import Update
-from megatron_lite.optimizer.schedules import learning_rate
+from megatron_lite.run import exit_status
+from megatron_lite.run.experiment import Experiment
+from megatron_lite.run.stop_signal import StopSignal
+from megatron_lite.schedules.batch_size import batch_schedule, consumed_tokens
+from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.seeds import derive_seed
-from megatron_lite.stop_signal import StopSignal
+from megatron_lite.setup_run import MIB, Run, build
+from megatron_lite.validation.note import Note
 
 # What a rank says instead of a signal number when it cannot go on.
 FAILED = 1 << 16
@@ -47,14 +48,14 @@ def pretrain(config: Config, notes: tuple[Note, ...], environment: Mapping[str, 
     rank, run_number, run = launch_rank(), 0, None
     stop = StopSignal()
     try:
-        group = distributed.initialize(config.distributed)
+        group = process_group.initialize(config.distributed)
         experiment = Experiment(config, group)
         run_number = experiment.run
         run = build(config, group, experiment, stop, notes, environment)
         stop.saves = True
         together(group, lambda: experiment.record(run.config) if rank == 0 else None)
         if rank == 0:
-            exits.write_exit(config.run.experiment_dir, None, "running", "", run_number)
+            exit_status.write_exit(config.run.experiment_dir, None, "running", "", run_number)
         code, message = train(run)
         run.data.close()
         run.model.finish()
@@ -62,18 +63,18 @@ def pretrain(config: Config, notes: tuple[Note, ...], environment: Mapping[str, 
         run.callback.close(limit_s, lambda: code != EXIT_PREEMPTED and bool(stop.received))
         run.trackers.close(code)
         if rank == 0:
-            exits.write_exit(
+            exit_status.write_exit(
                 config.run.experiment_dir, code, "done" if code == EXIT_DONE else "stopped", message, run_number
             )
         group.barrier()
         group.close()
         return code
     except BaseException as error:
-        code = exits.report(error, config.run.experiment_dir, rank, run_number)
+        code = exit_status.report(error, config.run.experiment_dir, rank, run_number)
         if run is not None:
             run.callback.close(0.0)
             run.trackers.close(code)
-        exits.leave(code)  # peers may be waiting for us in a collective: leaving by the front door could hang
+        exit_status.leave(code)  # peers may be waiting for us in a collective: leaving by the front door could hang
 
 
 def train(run: Run) -> tuple[int, str]:

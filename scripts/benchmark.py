@@ -40,11 +40,11 @@ from benchmark_rows import chosen, make, torchtitan, unavailable  # noqa: E402
 from benchmark_settings import engine_config, has_known_shape, parse  # noqa: E402
 from benchmark_targets import compare  # noqa: E402
 
-from megatron_lite import distributed as launch  # noqa: E402
-from megatron_lite import exits  # noqa: E402
 from megatron_lite.config import Config, unflatten  # noqa: E402
-from megatron_lite.distributed import Distributed  # noqa: E402
+from megatron_lite.distributed import process_group as launch  # noqa: E402
+from megatron_lite.distributed.process_group import Distributed  # noqa: E402
 from megatron_lite.monitor.metrics import known_peak_tflops, model_flops  # noqa: E402
+from megatron_lite.run import exit_status  # noqa: E402
 
 # Losses are near log(vocab_size): about 1e-6 relative in fp32. docs/benchmarks.md says where the other comes from.
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
@@ -208,4 +208,4 @@ if __name__ == "__main__":
         traceback.print_exc()
         exit_code = 1
     # FSDP2's caches keep a process group, whose threads `Distributed.close` then cannot wait for.
-    exits.leave(exit_code)
+    exit_status.leave(exit_code)

@@ -14,18 +14,18 @@ from typing import cast
 from benchmark_model import Embedding, Head, PlainGPT, parameter_specs
 from torch import Tensor, nn
 
-from megatron_lite.batch_schedule import Split
-from megatron_lite.build import Run
 from megatron_lite.config import Config
 from megatron_lite.data.loader import HostBatch
-from megatron_lite.distributed import Distributed
-from megatron_lite.gpt import model_layers
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.kernels.gradients import accumulate
-from megatron_lite.layers.layer import Layer, MicroBatch
+from megatron_lite.model.gpt import model_layers
+from megatron_lite.model.layer import Layer, MicroBatch
 from megatron_lite.monitor.tensor_debug import open_debugger
 from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.parameter import Parameter, declare
+from megatron_lite.schedules.batch_size import Split
+from megatron_lite.setup_run import Run
 from megatron_lite.train import train_step
 from megatron_lite.zero.multi_stage import MultiStage
 

@@ -16,7 +16,7 @@ import benchmark_machine as machine
 import torch
 from torch import Tensor
 
-from megatron_lite.distributed import Distributed
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.seeds import derive_seed
 
 # --max_others gives up after this many times --turns.

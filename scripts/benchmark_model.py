@@ -1,6 +1,6 @@
 """The plain torch.nn model of scripts/benchmark.py.
 
-It computes what `megatron_lite.gpt` computes, for shapes like Llama's and like GPT-2's, with parameters of the same
+It computes what `megatron_lite.model.gpt` computes, for the shapes of Llama and GPT-2, with parameters of the same
 names; everything is written as one writes it in plain torch, in the variant that measured fastest (docs/benchmarks.md).
 """
 
@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional
 
 from megatron_lite.config import Config, ModelConfig
-from megatron_lite.gpt import build_gpt
 from megatron_lite.kernels.rotary import rotary_table
+from megatron_lite.model.gpt import build_gpt
 from megatron_lite.parameter import Parameter, ParameterSpec
 from megatron_lite.seeds import derive_seed
 

@@ -33,11 +33,11 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]  # runs from a plain checkout
 import benchmark_machine as machine  # noqa: E402
 from benchmark_settings import COMMON, MODELS  # noqa: E402
 
-from megatron_lite import distributed as launch  # noqa: E402
 from megatron_lite.config import unflatten  # noqa: E402
-from megatron_lite.distributed import Distributed  # noqa: E402
-from megatron_lite.gpt import model_layers  # noqa: E402
+from megatron_lite.distributed import process_group as launch  # noqa: E402
+from megatron_lite.distributed.process_group import Distributed  # noqa: E402
 from megatron_lite.kernels.choice import choose_kernels  # noqa: E402
+from megatron_lite.model.gpt import model_layers  # noqa: E402
 from megatron_lite.optimizer.optimizer import Optimizer  # noqa: E402
 from megatron_lite.validation import resolve  # noqa: E402
 from megatron_lite.zero.multi_stage import MultiStage  # noqa: E402

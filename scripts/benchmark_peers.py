@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_lite.checkpoint.architectures import hugging_face_config
-from megatron_lite.checkpoint.huggingface import convert
 from megatron_lite.config import Config
-from megatron_lite.distributed import Distributed
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.huggingface.architectures import hugging_face_config
+from megatron_lite.huggingface.export import convert
 
 
 class Peer:

@@ -15,7 +15,7 @@ from benchmark_measure import Contestant
 from benchmark_model import PlainGPT
 from benchmark_settings import MODELS, engine_config, own_options
 
-from megatron_lite.distributed import Distributed
+from megatron_lite.distributed.process_group import Distributed
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmark_model import LOSSES
 
-from megatron_lite import arguments
+from megatron_lite.cli import parse as command_line
 from megatron_lite.config import Config, unflatten
 from megatron_lite.validation import resolve
 
@@ -134,4 +134,4 @@ def own_options(text: str) -> dict[str, Any]:
     Raises:
         UsageError: for an option that does not exist, or a value that it does not take.
     """
-    return arguments.parse([f"--{word}" for word in text.split()]).given
+    return command_line.parse([f"--{word}" for word in text.split()]).given

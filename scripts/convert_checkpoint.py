@@ -26,18 +26,19 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain checkout, not installed
 
-from megatron_lite.checkpoint import conversion, files  # noqa: E402
-from megatron_lite.checkpoint.architectures import ARCHITECTURES  # noqa: E402
-from megatron_lite.checkpoint.folders import KINDS  # noqa: E402
-from megatron_lite.checkpoint.sources import CheckpointSource, WeightSource, open_source  # noqa: E402
+from megatron_lite.checkpoint import files  # noqa: E402
 from megatron_lite.config import Config  # noqa: E402
+from megatron_lite.config.structured_values import size_bytes  # noqa: E402
 from megatron_lite.errors import EXIT_DONE, CheckpointError, RunError, StorageError, UsageError  # noqa: E402
 from megatron_lite.generation.model import fill  # noqa: E402
-from megatron_lite.gpt import build_gpt, shapes_of  # noqa: E402
-from megatron_lite.items import size_bytes  # noqa: E402
+from megatron_lite.huggingface import convert as conversion  # noqa: E402
+from megatron_lite.huggingface.architectures import ARCHITECTURES  # noqa: E402
+from megatron_lite.huggingface.folder_kind import KINDS  # noqa: E402
+from megatron_lite.huggingface.open_source import CheckpointSource, WeightSource, open_source  # noqa: E402
 from megatron_lite.kernels.choice import Kernels  # noqa: E402
-from megatron_lite.layers.ends import Head  # noqa: E402
-from megatron_lite.layers.layer import MicroBatch  # noqa: E402
+from megatron_lite.model.embedding_and_head import Head  # noqa: E402
+from megatron_lite.model.gpt import build_gpt, shapes_of  # noqa: E402
+from megatron_lite.model.layer import MicroBatch  # noqa: E402
 from megatron_lite.parameter import DTYPES  # noqa: E402
 
 VERIFIED_ROWS, VERIFIED_TOKENS = 4, 64

@@ -27,11 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain check
 
 from megatron_lite.config.system import DTYPE_ALIASES, DTYPES  # noqa: E402
 from megatron_lite.errors import EXIT_DONE, DataError  # noqa: E402
-from megatron_lite.exits import print_failure, print_page  # noqa: E402
-from megatron_lite.generation.choosing import Choice, Chooser  # noqa: E402
 from megatron_lite.generation.continuation import Limits, Text, continue_texts  # noqa: E402
 from megatron_lite.generation.model import choose_device, load_model  # noqa: E402
-from megatron_lite.generation.prompts import (  # noqa: E402
+from megatron_lite.generation.prompts import (
     Continuations,
     as_json,
     encode_prompt,
@@ -40,6 +38,8 @@ from megatron_lite.generation.prompts import (  # noqa: E402
     open_tokenizer,
     read_prompts,
 )
+from megatron_lite.generation.sampling import Choice, Chooser  # noqa: E402
+from megatron_lite.run.exit_status import print_failure, print_page  # noqa: E402
 from megatron_lite.seeds import derive_seed  # noqa: E402
 
 GPU_BATCH_SIZE = 8

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_lite.kernels import adamw as optimizer
-from megatron_lite.kernels import copying
+from megatron_lite.kernels import split_weights
 from megatron_lite.kernels.activation import activate, activate_backward
-from megatron_lite.kernels.attention import attention
+from megatron_lite.kernels.attention.attention import attention
 from megatron_lite.kernels.cross_entropy import Sums, sweep
 from megatron_lite.kernels.embedding import embedding
 from megatron_lite.kernels.gradient_norm import squared_norm
@@ -322,7 +322,7 @@ def adamw_call(shape: Shape, split: bool) -> Callable[[bool], Any]:
     rounded = torch.empty(numel, dtype=torch.bfloat16, device=device)
     remainder = torch.empty(numel, dtype=torch.int16, device=device) if split else None
     if remainder is not None:
-        copying.split(master, rounded, remainder)
+        split_weights.split(master, rounded, remainder)
     shard = optimizer.Shard(None if split else master, rounded, remainder, gradient, exp_avg, exp_avg_sq)
     border = numel // (4 * optimizer.ALIGNMENT) * 3 * optimizer.ALIGNMENT  # behind it, no weight decay
     ranges = optimizer.Ranges(
@@ -343,7 +343,7 @@ def make_gradient_norm(shape: Shape) -> dict[str, Call]:
 def make_gradient_add(shape: Shape) -> dict[str, Call]:
     """A gradient in the training dtype into a buffer in fp32."""
     target, source = shape.random(shape.shard, dtype=torch.float32), shape.random(shape.shard, scale=1e-3)
-    return both(lambda triton: copying.add(target, source, triton=triton))
+    return both(lambda triton: split_weights.add(target, source, triton=triton))
 
 
 def shard_size(shape: Shape) -> str:

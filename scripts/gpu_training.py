@@ -25,12 +25,12 @@ sys.path.insert(0, str(ROOT))  # runs from a plain checkout
 
 import torch  # noqa: E402
 
-from megatron_lite.build import build  # noqa: E402
 from megatron_lite.config import Config, unflatten  # noqa: E402
-from megatron_lite.distributed import Distributed  # noqa: E402
-from megatron_lite.experiment import Experiment  # noqa: E402
-from megatron_lite.planning import make_plan  # noqa: E402
-from megatron_lite.stop_signal import StopSignal  # noqa: E402
+from megatron_lite.distributed.process_group import Distributed  # noqa: E402
+from megatron_lite.planner.plan import make_plan  # noqa: E402
+from megatron_lite.run.experiment import Experiment  # noqa: E402
+from megatron_lite.run.stop_signal import StopSignal  # noqa: E402
+from megatron_lite.setup_run import build  # noqa: E402
 from megatron_lite.train import train_step  # noqa: E402
 from megatron_lite.validation import resolve  # noqa: E402
 

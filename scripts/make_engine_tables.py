@@ -18,12 +18,12 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))  # runs from a plain checkout
 
-from megatron_lite.arguments import parse as parse_flags  # noqa: E402
-from megatron_lite.automatic import RESERVE  # noqa: E402
-from megatron_lite.dry_run import PLANNED_GPU_BYTES  # noqa: E402
-from megatron_lite.planning import Plan, make_plan  # noqa: E402
+from megatron_lite.cli.parse import parse as parse_flags  # noqa: E402
+from megatron_lite.cli.words import read_words  # noqa: E402
+from megatron_lite.planner.auto import RESERVE  # noqa: E402
+from megatron_lite.planner.plan import Plan, make_plan  # noqa: E402
+from megatron_lite.planner.report import PLANNED_GPU_BYTES  # noqa: E402
 from megatron_lite.validation import resolve  # noqa: E402
-from megatron_lite.words import read_words  # noqa: E402
 
 TARGET = REPOSITORY / "docs" / "multi_stage.md"
 MODEL = read_words(str(REPOSITORY / "scripts" / "examples" / "mistral_7b.flags"))

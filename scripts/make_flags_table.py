@@ -17,11 +17,11 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))  # runs from a plain checkout
 
+from megatron_lite.cli.help import default_words, instead_table, option_table, refused_table  # noqa: E402
+from megatron_lite.cli.suggestions import instead_of  # noqa: E402
 from megatron_lite.config import AREAS  # noqa: E402
-from megatron_lite.flags import FLAGS  # noqa: E402
-from megatron_lite.refused import REFUSED_SPELLINGS  # noqa: E402
-from megatron_lite.suggestions import instead_of  # noqa: E402
-from megatron_lite.usage import default_words, instead_table, option_table, refused_table  # noqa: E402
+from megatron_lite.config.foreign_values import REFUSED_SPELLINGS  # noqa: E402
+from megatron_lite.config.values import FLAGS  # noqa: E402
 
 TARGET = REPOSITORY / "docs" / "flags.md"
 # Guides with tables: option, default there (perhaps of several models), here, default here, remarks.

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain check
 
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter, replace_file  # noqa: E402
 from megatron_lite.data.indexed_dataset import smallest_dtype  # noqa: E402
-from megatron_lite.data.tokenizing import (  # noqa: E402
+from megatron_lite.data.tokenizing import (
     ByteTokenizer,
     Tokenizer,
     load_tokenizer,

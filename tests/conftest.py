@@ -6,8 +6,6 @@ first product of the process.
 """
 
 import os
-import sys
-from pathlib import Path
 
 import torch
 
@@ -15,5 +13,4 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 else:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-sys.path.insert(0, str(Path(__file__).parent))  # harness.py, launch.py
 torch.set_num_threads(1)

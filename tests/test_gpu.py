@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import TINY
 
 from megatron_lite.config import DistributedConfig, unflatten
-from megatron_lite.distributed import Distributed, make_deterministic
+from megatron_lite.distributed.process_group import Distributed, make_deterministic
 from megatron_lite.validation import resolve
+from tests.support.harness import TINY
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -56,9 +56,9 @@ def deterministic() -> Iterator[None]:
 
 def losses(distributed: Distributed, iterations: int = 20, **options: Any) -> list[float]:
     """The first losses of the tiny model on the device of `distributed`, by the program's own step."""
-    from megatron_lite.build import build
-    from megatron_lite.experiment import Experiment
-    from megatron_lite.stop_signal import StopSignal
+    from megatron_lite.run.experiment import Experiment
+    from megatron_lite.run.stop_signal import StopSignal
+    from megatron_lite.setup_run import build
     from megatron_lite.train import train_step
 
     config = resolve(unflatten({**TINY, "device": distributed.device.type, "train_iters": iterations, **options}), 1)
@@ -188,14 +188,13 @@ DELAY_CYCLES = 10_000_000
 
 
 def gpu_layouts() -> list[dict[str, Any]]:
-    sys.path.insert(0, str(Path(__file__).parent / "zero"))
-    from test_slow_collectives import SOME
+    from tests.zero.test_slow_collectives import SOME
 
     return [options | {"device": "cuda"} for options in SOME]
 
 
 def simulated(options: dict[str, Any], delay_cycles: int) -> Any:
-    from engine_runs import Engine, SimulatedRanks
+    from tests.support.engine_runs import Engine, SimulatedRanks
 
     with deterministic():
         return Engine(SimulatedRanks("cuda", delay_cycles), options).run(3, evaluate_every=2)
@@ -212,7 +211,7 @@ def test_a_missing_wait_is_noticed_on_a_stream(site: str) -> None:
     """The test above can fail: without any one of the waits the numbers are others."""
     options = next(options for options in gpu_layouts() if options.get("zero_stage") == 3)
     right = simulated(options, DELAY_CYCLES)
-    from test_slow_collectives import removed_wait
+    from tests.zero.test_slow_collectives import removed_wait
 
     with removed_wait(site):
         assert simulated(options, DELAY_CYCLES) != right

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from megatron_lite.batch_schedule import batch_schedule, continued
 from megatron_lite.config import BatchConfig, Config, flatten
 from megatron_lite.config.model import rotary_base
 from megatron_lite.errors import CheckpointError
+from megatron_lite.schedules.batch_size import batch_schedule, continued
 
 # Options that change the parameters, or the function that they were trained for.
 ARCHITECTURE = (

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.durable import sync_folder
+from megatron_lite.run.durable_files import sync_folder
 
 logger = logging.getLogger("megatron_lite")
 

@@ -35,10 +35,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megatron_lite.checkpoint.files import CHUNK_BYTES, WrittenFile, open_regular
-from megatron_lite.checkpoint.folders import MANIFEST_NAME, without_repeated
+from megatron_lite.huggingface.folder_kind import MANIFEST_NAME, without_repeated
 
 if TYPE_CHECKING:
-    from megatron_lite.zero.part import Part
+    from megatron_lite.zero.flat_shard import Part
 
 FORMAT = "megatron_lite_checkpoint"
 VERSION = 3

@@ -13,15 +13,21 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import files, manifest
-from megatron_lite.checkpoint.agreement import first_problem
 from megatron_lite.checkpoint.compatibility import keeps_moments, saved_optimizer
-from megatron_lite.checkpoint.manifest import MOMENTS, DamagedError, Manifest, SavedParameter, dtype_name
+from megatron_lite.checkpoint.manifest import (
+    MOMENTS,
+    DamagedError,
+    Manifest,
+    SavedParameter,
+    dtype_name,
+)
+from megatron_lite.distributed.checkpoint_agreement import first_problem
 from megatron_lite.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from megatron_lite.distributed import Distributed
+    from megatron_lite.distributed.process_group import Distributed
+    from megatron_lite.zero.flat_shard import Part
     from megatron_lite.zero.multi_stage import MultiStage
-    from megatron_lite.zero.part import Part
 
 _ITERATION = re.compile(r"0|[1-9][0-9]{0,17}")
 _NUM_NAMED = 5  # parameters that an error message names at most

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.option import option
+from megatron_lite.config.option import option
 
 OPTIMIZERS = ("adamw", "muon", "lion", "sgd")
 DECAY_MASKS = ("fast_llm", "levanter", "off")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.option import option
-from megatron_lite.presets import PRESETS
+from megatron_lite.config.option import option
+from megatron_lite.config.presets import PRESETS
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.option import Auto, debug_level, option
+from megatron_lite.config.option import Auto, debug_level, option
 
 DTYPES = ("fp32", "bf16", "fp16")
 DTYPE_ALIASES = {

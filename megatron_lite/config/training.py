@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_lite.config.option import All, option
 from megatron_lite.config.system import DTYPE_ALIASES, DTYPES
-from megatron_lite.option import All, option
 
 # The architectures of Hugging Face that models come from and go out as.
 MODEL_TYPES = ("llama", "mistral", "gpt2", "gpt_bigcode", "starcoder2", "qwen2", "qwen3")

@@ -12,9 +12,9 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite import durable
 from megatron_lite.data.indexed_dataset import CHUNK, HEADER, MAGIC, TOKEN_DTYPES, VERSION
 from megatron_lite.errors import DataError, StorageError
+from megatron_lite.run import durable_files
 
 try:
     import fcntl
@@ -96,7 +96,7 @@ class IndexedDatasetWriter:
             os.replace(self._bin_tmp, bin_path)
             os.replace(self._index_tmp, index_path)
             self._bin.close()
-            durable.sync_folder(index_path.parent)
+            durable_files.sync_folder(index_path.parent)
         except OSError as error:
             raise StorageError(f"{self.prefix}: cannot be written: {error.strerror}") from error
 
@@ -147,6 +147,6 @@ def replace_file(path: Path, data: bytes) -> None:
     Raises: StorageError.
     """
     try:
-        durable.replace_file(path, data, sync=True)
+        durable_files.replace_file(path, data, sync=True)
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error

@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_lite.batch_schedule import BatchSchedule, Segment, Split, batch_schedule, once_through
 from megatron_lite.config import Config
 from megatron_lite.data.blending import MAX_SAMPLES, Blend, Concatenation
 from megatron_lite.data.documents import DocumentBorders
@@ -29,6 +28,13 @@ from megatron_lite.data.sampling import PHASES, StreamSampler, sampler_key, spli
 from megatron_lite.data.tokenizing import read_tokenizer_file
 from megatron_lite.data.workers import Request, Workers
 from megatron_lite.errors import DataError, UsageError
+from megatron_lite.schedules.batch_size import (
+    BatchSchedule,
+    Segment,
+    Split,
+    batch_schedule,
+    once_through,
+)
 from megatron_lite.validation import weighted_paths
 
 

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_lite.generation.choosing import Chooser
-from megatron_lite.layers.cache import Beginning, KeyValueCache, NextTokens
-from megatron_lite.layers.layer import MicroBatch
+from megatron_lite.generation.sampling import Chooser
+from megatron_lite.model.kv_cache import Beginning, KeyValueCache, NextTokens
+from megatron_lite.model.layer import MicroBatch
 
 
 class LanguageModel(Protocol):

@@ -11,13 +11,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint.sources import WeightSource, open_source
 from megatron_lite.errors import UsageError
-from megatron_lite.gpt import build_gpt, shapes_of
-from megatron_lite.kernels.attention import works
-from megatron_lite.kernels.attention_choice import choose_attention
+from megatron_lite.huggingface.open_source import WeightSource, open_source
+from megatron_lite.kernels.attention.attention import works
+from megatron_lite.kernels.attention.choice import choose_attention
 from megatron_lite.kernels.choice import REFERENCES
-from megatron_lite.layers.layer import Layer, MicroBatch
+from megatron_lite.model.gpt import build_gpt, shapes_of
+from megatron_lite.model.layer import Layer, MicroBatch
 from megatron_lite.parameter import DTYPES, Parameter
 
 # Options of training alone.

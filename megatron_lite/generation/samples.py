@@ -21,19 +21,19 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_lite.agreement import together
 from megatron_lite.config import Config
 from megatron_lite.data.tokenizing import Tokenizer, load_tokenizer
-from megatron_lite.distributed import Distributed
+from megatron_lite.distributed.agreement import together
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DataError, NumericsError
-from megatron_lite.experiment import Experiment
-from megatron_lite.generation.choosing import Choice, Chooser
 from megatron_lite.generation.continuation import Limits, Text, continue_texts
 from megatron_lite.generation.prompts import Continuations, encode_prompt, numbered, read_prompts
-from megatron_lite.layers.layer import MicroBatch
+from megatron_lite.generation.sampling import Choice, Chooser
+from megatron_lite.model.layer import MicroBatch
 from megatron_lite.monitor.trackers import MetricsFile
+from megatron_lite.run.experiment import Experiment
+from megatron_lite.run.stop_signal import StopSignal
 from megatron_lite.seeds import derive_seed
-from megatron_lite.stop_signal import StopSignal
 from megatron_lite.zero.multi_stage import MultiStage
 
 SAMPLES_FILE = "samples.jsonl"

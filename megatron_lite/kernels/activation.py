@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_lite.kernels.jit import cdiv, jit, next_power_of_2, tl
 from megatron_lite.kernels.tanh import tanh
+from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tl
 
 aten = torch.ops.aten
 QUICK = 1.702  # of quick_gelu: Hendrycks and Gimpel 2016, section 2

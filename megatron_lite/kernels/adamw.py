@@ -31,8 +31,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.kernels.copying import narrow
-from megatron_lite.kernels.jit import cdiv, jit, tl
+from megatron_lite.kernels.split_weights import narrow
+from megatron_lite.kernels.triton_support import cdiv, jit, tl
 from megatron_lite.kernels.weights import Weights
 
 # Ranges begin and end at multiples of this, so that the kernel may use wide accesses.

@@ -35,7 +35,7 @@ from megatron_lite.kernels.adamw import (
     update_moments,
 )
 from megatron_lite.kernels.gradient_norm import squared_norm
-from megatron_lite.kernels.jit import jit, next_power_of_2, tl
+from megatron_lite.kernels.triton_support import jit, next_power_of_2, tl
 
 SUM_BLOCK = 1024
 

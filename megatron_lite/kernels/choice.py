@@ -8,9 +8,13 @@ import torch
 
 from megatron_lite.config import Config
 from megatron_lite.errors import UsageError
-from megatron_lite.kernels.attention import works
-from megatron_lite.kernels.attention_choice import PLANNED_GPU, choose_attention, describe_attention
-from megatron_lite.kernels.jit import runs_on
+from megatron_lite.kernels.attention.attention import works
+from megatron_lite.kernels.attention.choice import (
+    PLANNED_GPU,
+    choose_attention,
+    describe_attention,
+)
+from megatron_lite.kernels.triton_support import runs_on
 from megatron_lite.parameter import DTYPES
 
 

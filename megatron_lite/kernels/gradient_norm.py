@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_lite.kernels.jit import cdiv, jit, tl
+from megatron_lite.kernels.triton_support import cdiv, jit, tl
 
 PIECE_NUMEL = 2**16  # elements that one program adds up
 ROW_NUMEL = 2**12  # elements whose squares the reference adds in fp32

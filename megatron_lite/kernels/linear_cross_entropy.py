@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lite.kernels.cross_entropy import Sums, sweep
-from megatron_lite.kernels.jit import cdiv
 from megatron_lite.kernels.linear import add_product, product
+from megatron_lite.kernels.triton_support import cdiv
 from megatron_lite.parameter import Parameter, padded
 
 # The rows of the logits begin at multiples of so many elements, also for odd vocabularies: a GPU's matrix products and

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lite.kernels.gradients import accumulate
-from megatron_lite.kernels.jit import cdiv, jit, next_power_of_2, tl
+from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tl
 from megatron_lite.parameter import Parameter
 
 LARGEST_ROW = 32768  # elements that one program of a kernel can hold

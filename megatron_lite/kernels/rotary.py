@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lite.kernels.jit import cdiv, jit, next_power_of_2, tl
+from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tl
 
 Table = tuple[Tensor, Tensor]
 

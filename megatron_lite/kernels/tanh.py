@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from megatron_lite.kernels.jit import jit, tl
+from megatron_lite.kernels.triton_support import jit, tl
 
 
 @jit

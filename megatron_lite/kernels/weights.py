@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megatron_lite.kernels.copying import join, split
+from megatron_lite.kernels.split_weights import join, split
 
 
 class Weights(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_lite.traffic import Total
+from megatron_lite.distributed.traffic import Total
 
 KINDS = {
     "gather": "gathers", "reduce": "reductions", "muon gather": "Muon's gathers", "muon reduce": "Muon's reductions",

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import cast
 
 from megatron_lite.errors import UsageError
-from megatron_lite.masking import masked
 from megatron_lite.monitor.logging import get_logger
+from megatron_lite.run.secrets import masked
 
 # A run that was stopped by a signal has little time left; one that has ended waits for half of --startup_timeout.
 STOPPED_WAIT_S = 10.0

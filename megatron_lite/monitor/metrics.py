@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
-from megatron_lite.batch_schedule import batch_schedule
 from megatron_lite.config import Config, ModelConfig, PerformanceConfig
+from megatron_lite.schedules.batch_size import batch_schedule
 
 # Dense bf16 tensor-core peaks (fp16 for V100 and T4) in TFLOP/s, from the vendor's data sheets; the first match wins.
 # The PCIe and NVL boards run at lower clocks than the SXM modules of the same name.

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from megatron_lite.durable import replace_file
 from megatron_lite.errors import UsageError
+from megatron_lite.run.durable_files import replace_file
 
 # Elements that are converted to fp64 at a time: bounds the temporaries to some 100 MiB.
 CHUNK_NUMEL = 2**22

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lite.config import AveragingConfig
-from megatron_lite.zero.part import Part
+from megatron_lite.zero.flat_shard import Part
 
 # Elements of a split master that are put together at a time: bounds the temporaries.
 CPU_CHUNK_NUMEL, GPU_CHUNK_NUMEL = 2**18, 2**22

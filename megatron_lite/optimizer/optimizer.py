@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import Config
-from megatron_lite.distributed import Distributed
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.choice import REFERENCES, Kernels
 from megatron_lite.kernels.gradient_norm import squared_norm
 from megatron_lite.optimizer.averaging import Averaging
@@ -24,7 +24,7 @@ from megatron_lite.optimizer.rules.adamw import AdamW
 from megatron_lite.optimizer.rules.momentum import Momentum
 from megatron_lite.optimizer.rules.muon import Muon
 from megatron_lite.optimizer.rules.rule import Rule, Step, Trained
-from megatron_lite.optimizer.schedules import peak_learning_rate
+from megatron_lite.schedules.learning_rate import peak_learning_rate
 from megatron_lite.zero.stage import Stage
 
 

@@ -9,25 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_lite.cautions import warnings as warnings
 from megatron_lite.config import Config, flatten, unflatten
+from megatron_lite.config.foreign_values import REFUSED_VALUES
+from megatron_lite.config.structured_values import lr_scale_patterns as lr_scale_patterns
+from megatron_lite.config.structured_values import weighted_paths as weighted_paths
+from megatron_lite.config.values import FLAGS, BadValueError, check_bounds, written
 from megatron_lite.errors import UsageError
-from megatron_lite.flags import FLAGS, BadValueError, check_bounds, written
-from megatron_lite.items import lr_scale_patterns as lr_scale_patterns
-from megatron_lite.items import weighted_paths as weighted_paths
-from megatron_lite.refused import REFUSED_VALUES
 from megatron_lite.validation.averaging import averaging
 from megatron_lite.validation.batch import BATCH as BATCH
 from megatron_lite.validation.batch import batch
 from megatron_lite.validation.data import data, training
 from megatron_lite.validation.export import export
 from megatron_lite.validation.learning_rate import learning_rate
+from megatron_lite.validation.messages import Problem, fill, typed
 from megatron_lite.validation.model import model, performance
 from megatron_lite.validation.optimizer import optimizer
-from megatron_lite.validation.problem import Problem, fill, typed
 from megatron_lite.validation.samples import samples
 from megatron_lite.validation.source import source
 from megatron_lite.validation.system import distributed, multi_stage, run
+from megatron_lite.validation.warnings import warnings as warnings
 from megatron_lite.validation.weight_decay import weight_decay
 
 PREFETCH_FACTOR = 2

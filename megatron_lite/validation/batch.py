@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron_lite.batch_schedule import Split, parse_schedule
 from megatron_lite.errors import UsageError
-from megatron_lite.validation.problem import Problem, nearest_multiples, typed
+from megatron_lite.schedules.batch_size import Split, parse_schedule
+from megatron_lite.validation.messages import Problem, nearest_multiples, typed
 
 BATCH = (
     "batch_size", "micro_batch_size", "depth_first_micro_batches", "breadth_first_micro_batches",

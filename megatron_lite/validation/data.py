@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.errors import UsageError
-from megatron_lite.items import weighted_paths
-from megatron_lite.validation.problem import Problem, fill, typed
+from megatron_lite.validation.messages import Problem, fill, typed
 
 PHASE_ITERS = ("train_iters", "validation_iters", "test_iters")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_lite.config.structured_values import size_bytes
 from megatron_lite.errors import UsageError
-from megatron_lite.items import size_bytes
-from megatron_lite.validation.problem import Problem, typed
+from megatron_lite.validation.messages import Problem, typed
 
 
 def export(values: dict[str, Any], world_size: int) -> Iterator[Problem]:

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_lite.config import LearningRateConfig
+from megatron_lite.config.values import number
 from megatron_lite.errors import UsageError
-from megatron_lite.flags import number
-from megatron_lite.optimizer.cycles import cooldown_steps, steps_of
-from megatron_lite.optimizer.schedule_cautions import CYCLES, NAMES, given
-from megatron_lite.optimizer.schedule_string import parse_stages
-from megatron_lite.validation.problem import Problem, fill, typed
+from megatron_lite.schedules.cycles import cooldown_steps, steps_of
+from megatron_lite.schedules.stages import parse_stages
+from megatron_lite.schedules.warnings import CYCLES, NAMES, given
+from megatron_lite.validation.messages import Problem, fill, typed
 
 PAIRS = ("lr_warmup", "lr_wsd_decay", "lr_rewarmup", "lr_cooldown")  # each in iterations or as a fraction
 BESIDE_STAGES = ("lr_schedule", "lr_schedule_offset", "lr_step_offset", "default_lr_scale")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_lite.validation.problem import Problem, fill, nearest_multiples, typed
+from megatron_lite.validation.messages import Problem, fill, nearest_multiples, typed
 from megatron_lite.validation.rotary import rotary
 
 

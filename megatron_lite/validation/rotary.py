@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_lite.config.model import rotary_base
-from megatron_lite.flags import written
-from megatron_lite.validation.problem import Problem, fill, typed
+from megatron_lite.config.values import written
+from megatron_lite.validation.messages import Problem, fill, typed
 
 # For each option the types of --rope_type that read it, and what it is for these if it is not given: None where it
 # stays unset, or where a rule below says what.

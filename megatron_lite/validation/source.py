@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_lite.validation.problem import Problem, typed
+from megatron_lite.validation.messages import Problem, typed
 
 
 def source(values: dict[str, Any], world_size: int) -> Iterator[Problem]:

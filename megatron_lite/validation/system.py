@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_lite.cautions import number_of_stages
+from megatron_lite.config.structured_values import lr_scale_patterns
 from megatron_lite.errors import UsageError
-from megatron_lite.items import lr_scale_patterns
-from megatron_lite.validation.problem import Problem, fill, typed
+from megatron_lite.validation.messages import Problem, fill, typed
+from megatron_lite.validation.warnings import number_of_stages
 
 
 def multi_stage(values: dict[str, Any], world_size: int) -> Iterator[Problem]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_lite.config.structured_values import decay_expression
 from megatron_lite.errors import UsageError
-from megatron_lite.items import decay_expression
-from megatron_lite.validation.problem import Problem, fill, typed
+from megatron_lite.validation.messages import Problem, fill, typed
 
 
 def weight_decay(values: dict[str, Any], world_size: int) -> Iterator[Problem]:

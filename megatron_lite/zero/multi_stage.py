@@ -12,13 +12,19 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import BatchConfig, MultiStageConfig
-from megatron_lite.distributed import Group
+from megatron_lite.distributed.process_group import Group
 from megatron_lite.parameter import DTYPES, Parameter
 from megatron_lite.zero import runner
+from megatron_lite.zero.flat_shard import ADAM_MOMENTS, Part, Precision
 from megatron_lite.zero.layout import BufferPlan, plan_buffers, split_into_stages
 from megatron_lite.zero.observer import Observer
-from megatron_lite.zero.part import ADAM_MOMENTS, Part, Precision
-from megatron_lite.zero.schedule import StagePlan, Step, evaluation_schedule, first_trained, training_schedule
+from megatron_lite.zero.schedule import (
+    StagePlan,
+    Step,
+    evaluation_schedule,
+    first_trained,
+    training_schedule,
+)
 from megatron_lite.zero.stage import Buffer, Stage
 from megatron_lite.zero.throttle import Throttle
 

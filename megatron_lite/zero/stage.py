@@ -13,11 +13,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megatron_lite.distributed import Group, Handle, Works
+from megatron_lite.distributed.process_group import Group, Handle, Works
 from megatron_lite.parameter import Parameter
+from megatron_lite.zero.flat_shard import ADAM_MOMENTS, Part, Precision
 from megatron_lite.zero.layout import ParameterSlot
 from megatron_lite.zero.observer import Observer
-from megatron_lite.zero.part import ADAM_MOMENTS, Part, Precision
 from megatron_lite.zero.recompute import recomputed
 
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint import manifest
-from tests.checkpoint.fakes import Layout, Values, same
 from tests.checkpoint.test_frozen import MIXED, NAMES
 from tests.checkpoint.test_sharded import load, save
+from tests.support.fakes import Layout, Values, same
 
 BOTH, ONE, NONE = manifest.MOMENTS, manifest.MOMENTS[:1], ()
 LAYOUTS: list[dict[str, Any]] = [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.distributed import Distributed
+from megatron_lite.distributed.process_group import Distributed
 from tests.checkpoint.test_engine import (
     BF16,
     MIXED,
@@ -22,7 +22,7 @@ from tests.checkpoint.test_engine import (
     save_again,
     train_on,
 )
-from tests.harness import run_distributed
+from tests.support.harness import run_distributed
 
 EMA: dict[str, Any] = {"ema_type": "ema", "ema_beta": 0.8}
 SQRT: dict[str, Any] = {"ema_type": "ema_decay_sqrt", "ema_beta": 0.9, "ema_switch_iter": 3, "ema_decay_iters": 4}

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.batch_schedule import batch_schedule
 from megatron_lite.checkpoint.compatibility import (
     ARCHITECTURE,
     check_architecture,
@@ -23,6 +22,7 @@ from megatron_lite.checkpoint.compatibility import (
 from megatron_lite.config import Config, flatten, unflatten
 from megatron_lite.errors import CheckpointError
 from megatron_lite.optimizer.guards import Guard
+from megatron_lite.schedules.batch_size import batch_schedule
 
 
 def saved_config(**changes: Any) -> dict[str, Any]:

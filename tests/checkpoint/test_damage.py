@@ -17,8 +17,8 @@ import torch
 from megatron_lite.checkpoint import manifest
 from megatron_lite.checkpoint.manifest import DamagedError
 from megatron_lite.errors import CheckpointError
-from tests.checkpoint.fakes import Layout, held, random_values, same
 from tests.checkpoint.test_sharded import SPECS, load, names, save
+from tests.support.fakes import Layout, held, random_values, same
 
 
 @pytest.fixture(scope="module")

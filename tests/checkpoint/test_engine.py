@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import manifest, sharded
-from megatron_lite.distributed import Distributed
-from tests.harness import run_distributed, tiny_config
+from megatron_lite.distributed.process_group import Distributed
+from tests.support.harness import run_distributed, tiny_config
 
 Contents = dict[tuple[str, str], Tensor]  # (parameter, kind) -> values
 
@@ -33,9 +33,9 @@ SPLIT = {**BF16, "split_master_weights": True}
 
 def open_run(distributed: Distributed, options: dict[str, Any]) -> Any:
     """Build as the program does, from the newest checkpoint of --experiment_dir if there is one."""
-    from megatron_lite.build import build
-    from megatron_lite.experiment import Experiment
-    from megatron_lite.stop_signal import StopSignal
+    from megatron_lite.run.experiment import Experiment
+    from megatron_lite.run.stop_signal import StopSignal
+    from megatron_lite.setup_run import build
 
     schedule = {"train_iters": 8, "lr_warmup_iters": 2, "lr": 1e-2, "checkpoint_interval": 4}
     if options.get("train_iters") == 0:
@@ -238,7 +238,7 @@ def test_trained_then_frozen(tmp_path: Path) -> None:
 
 def weights_for_inference(distributed: Distributed, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
     """Full weights and memory of a model that only evaluates."""
-    from tests.harness import full_weights
+    from tests.support.harness import full_weights
 
     run = open_run(distributed, {**options, "train_iters": 0})
     assert not run.model.training

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import files, manifest, sharded
 from megatron_lite.config import Config
-from tests.checkpoint.fakes import (
+from tests.checkpoint.test_damage import seal
+from tests.checkpoint.test_sharded import SPECS, load, save
+from tests.support.fakes import (
     FakeDistributed,
     FakePart,
     Layout,
@@ -29,8 +31,6 @@ from tests.checkpoint.fakes import (
     random_values,
     same,
 )
-from tests.checkpoint.test_damage import seal
-from tests.checkpoint.test_sharded import SPECS, load, save
 
 NAMES = tuple(spec.name for spec in SPECS)
 EMBEDDING, BLOCK = NAMES[:1], NAMES[1:5]

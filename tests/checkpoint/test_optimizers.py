@@ -19,7 +19,7 @@ from tests.checkpoint.test_engine import (
     save_again,
     train_on,
 )  # fmt: skip
-from tests.harness import run_distributed
+from tests.support.harness import run_distributed
 
 OPTIMIZERS = ("adamw", "muon", "lion", "sgd")
 MIXED = {"freeze": ("embedding.position", "blocks.0.mlp.up"), "lr_scales": ("blocks.1.attention:0.5",)}

@@ -16,7 +16,7 @@ from megatron_lite.checkpoint import files, sharded
 from megatron_lite.checkpoint.manifest import KINDS
 from megatron_lite.config import Config, flatten
 from megatron_lite.errors import CheckpointError, StorageError
-from tests.checkpoint.fakes import (
+from tests.support.fakes import (
     FakeDistributed,
     FakeModel,
     Layout,

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from harness import tiny_config
 from torch import Tensor
 
-from megatron_lite.generation.choosing import Choice, Chooser
 from megatron_lite.generation.continuation import Limits, Text, continue_texts
 from megatron_lite.generation.model import LocalModel, load_model
-from megatron_lite.layers.cache import KeyValueCache
-from megatron_lite.layers.ends import Head
-from megatron_lite.layers.layer import MicroBatch
+from megatron_lite.generation.sampling import Choice, Chooser
+from megatron_lite.model.embedding_and_head import Head
+from megatron_lite.model.kv_cache import KeyValueCache
+from megatron_lite.model.layer import MicroBatch
 from megatron_lite.seeds import derive_seed
+from tests.support.harness import tiny_config
 
 pytest.importorskip("transformers", reason="transformers is not installed")
-import families  # noqa: E402
+from tests.support import families  # noqa: E402
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 3, 12, 20, 6)  # of prompts; the windows of the families have 7 tokens

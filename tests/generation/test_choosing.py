@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_lite.errors import NumericsError
-from megatron_lite.generation.choosing import Choice, Chooser
+from megatron_lite.generation.sampling import Choice, Chooser
 
 LOGITS = 3 * torch.randn(200, generator=torch.Generator().manual_seed(0))
 CHOICES = (

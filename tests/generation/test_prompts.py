@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer, Tokenizer, save_byte_tokenizer, train_tokenizer
+from megatron_lite.data.tokenizing import (
+    ByteTokenizer,
+    JsonTokenizer,
+    Tokenizer,
+    save_byte_tokenizer,
+    train_tokenizer,
+)
 from megatron_lite.errors import DataError
-from megatron_lite.generation.choosing import Choice, Chooser
 from megatron_lite.generation.continuation import Limits, Text
 from megatron_lite.generation.prompts import (
     Continuations,
@@ -19,6 +24,7 @@ from megatron_lite.generation.prompts import (
     open_tokenizer,
     read_prompts,
 )
+from megatron_lite.generation.sampling import Choice, Chooser
 
 CHOOSE = Chooser(Choice(), 0)
 

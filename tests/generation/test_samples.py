@@ -10,14 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from harness import full_weights, run_distributed, same_weights, tiny_config, train_whole
 
 from megatron_lite.data.tokenizing import ByteTokenizer, save_byte_tokenizer
-from megatron_lite.distributed import Distributed
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.generation.samples import Samples, load_prompts
-from megatron_lite.layers.cache import KeyValueCache
+from megatron_lite.model.kv_cache import KeyValueCache
 from megatron_lite.monitor.trackers import MetricsFile
+from tests.support.harness import (
+    full_weights,
+    run_distributed,
+    same_weights,
+    tiny_config,
+    train_whole,
+)
 
 PROMPTS = ("the", "a longer one", "", "the")
 KEPT = ("the", "a longer one", "the")
@@ -145,7 +151,7 @@ def test_neither_broken_logits_nor_a_signal_leave_half_a_line(
 
 def test_a_dry_run_says_what_samples_keep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As many bytes for each token as a cache takes."""
-    from megatron_lite.dry_run import dry_run
+    from megatron_lite.planner.report import dry_run
 
     config = tiny_config(**(options(tmp_path) | LLAMA | {"dry_run": True}))
     assert dry_run(config, 1, (), prints=True) == 0

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_checks import DEVICE, close, dtypes, implementations, randn
 from torch import Tensor
 
 from megatron_lite.config.model import ACTIVATIONS
 from megatron_lite.kernels.activation import FUNCTIONS, activate, activate_backward
+from tests.support.kernel_checks import DEVICE, close, dtypes, implementations, randn
 
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),

@@ -15,9 +15,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.kernels import adamw as module
-from megatron_lite.kernels.adamw import ALIGNMENT, BLOCK, Control, Hyperparameters, Range, Ranges, Shard, adamw
+from megatron_lite.kernels.adamw import (
+    ALIGNMENT,
+    BLOCK,
+    Control,
+    Hyperparameters,
+    Range,
+    Ranges,
+    Shard,
+    adamw,
+)
 from megatron_lite.kernels.adamw_clipped import adamw_moments, adamw_weights
-from megatron_lite.kernels.copying import join, split
+from megatron_lite.kernels.split_weights import join, split
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Neither a multiple of the kernel's block nor without one: its blocks end at the borders.

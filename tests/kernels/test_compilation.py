@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-PROGRAM = Path(__file__).parent / "compile_kernels.py"
+PROGRAM = Path(__file__).parents[1] / "support" / "compile_kernels.py"
 SHARED_BYTES = 227 * 2**10  # that one program can have on these GPUs
 
 

@@ -9,18 +9,24 @@ from typing import Any, cast
 
 import pytest
 import torch
-from harness import tiny_config
-from memory_meters import PeakMeter, a_model, micro_batches
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_lite.gpt import build_gpt
 from megatron_lite.kernels.choice import Kernels
-from megatron_lite.kernels.cross_entropy import LARGEST_BLOCK, REFERENCE_ELEMENTS, Sums, capped, sweep
-from megatron_lite.kernels.jit import runs_on
+from megatron_lite.kernels.cross_entropy import (
+    LARGEST_BLOCK,
+    REFERENCE_ELEMENTS,
+    Sums,
+    capped,
+    sweep,
+)
 from megatron_lite.kernels.linear_cross_entropy import held_logits, linear_cross_entropy
-from megatron_lite.layers.ends import chunk_tokens
+from megatron_lite.kernels.triton_support import runs_on
+from megatron_lite.model.embedding_and_head import chunk_tokens
+from megatron_lite.model.gpt import build_gpt
 from megatron_lite.parameter import Parameter, padded
+from tests.support.harness import tiny_config
+from tests.support.memory_meters import PeakMeter, a_model, micro_batches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # of the largest value

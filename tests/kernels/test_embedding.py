@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.kernels.embedding import embedding
-from megatron_lite.kernels.jit import runs_on
+from megatron_lite.kernels.triton_support import runs_on
 from megatron_lite.parameter import Parameter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

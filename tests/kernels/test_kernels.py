@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_checks import compare, dtypes, randn
 from torch.nn import functional
 
 from megatron_lite.kernels.dropout import dropout
 from megatron_lite.kernels.embedding import add_positions, embedding
 from megatron_lite.kernels.linear import linear
+from tests.support.kernel_checks import compare, dtypes, randn
 
 
 @dtypes

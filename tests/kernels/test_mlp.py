@@ -7,13 +7,13 @@ from typing import cast
 
 import pytest
 import torch
-from kernel_checks import DEVICE, needs_triton
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from megatron_lite.kernels.mlp import mlp
 from megatron_lite.parameter import Parameter
+from tests.support.kernel_checks import DEVICE, needs_triton
 
 B, S, H, F = 2, 150, 8, 12  # 300 tokens: also the products for many rows
 LEVELS = ("none", "activation", "full")

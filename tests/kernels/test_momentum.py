@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron_lite.kernels import momentum as module
 from megatron_lite.kernels.adamw import Range
-from megatron_lite.kernels.copying import split
 from megatron_lite.kernels.momentum import Numbers, descend, lion, muon_momentum, sgd
+from megatron_lite.kernels.split_weights import split
 from megatron_lite.kernels.weights import Weights
 
 NUMEL, DECAY = 640, 0.1

@@ -6,7 +6,6 @@ from typing import cast
 
 import pytest
 import torch
-from kernel_checks import DEVICE, close, dtypes, implementations, randn
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
@@ -15,6 +14,7 @@ from megatron_lite.kernels.head_norm import normalized_heads
 from megatron_lite.kernels.normalization import Kind, add_norm
 from megatron_lite.kernels.rotary import rotary_table
 from megatron_lite.parameter import Parameter
+from tests.support.kernel_checks import DEVICE, close, dtypes, implementations, randn
 
 EPS = 1e-3  # so large that a wrong one shows
 kinds = pytest.mark.parametrize("centered", [True, False], ids=["layer", "rms"])

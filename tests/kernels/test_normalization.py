@@ -6,13 +6,21 @@ from typing import Any, cast
 
 import pytest
 import torch
-from kernel_checks import DEVICE, close, compare, dtypes, implementations, needs_triton, randn
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from megatron_lite.kernels.normalization import LARGEST_ROW, Kind, add_norm, layer_norm, rms_norm
 from megatron_lite.parameter import Parameter
+from tests.support.kernel_checks import (
+    DEVICE,
+    close,
+    compare,
+    dtypes,
+    implementations,
+    needs_triton,
+    randn,
+)
 
 EPS = 1e-5
 kinds = pytest.mark.parametrize("kind", ["layer", "rms"])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_checks import DEVICE, close, compare, dtypes, implementations, randn
 from torch import Tensor
 
 from megatron_lite.kernels.rotary import Table, angle_table, rotary_table, split_heads
+from tests.support.kernel_checks import DEVICE, close, compare, dtypes, implementations, randn
 
 B, S = 2, 3
 # Query heads, key heads, channels: groups, odd numbers, more heads than one program takes.

@@ -4,11 +4,15 @@ import dataclasses
 from datetime import datetime
 
 import pytest
-from harness import layers_of, tiny_config
-from memory_meters import a_model, micro_batches
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_lite.config import BatchConfig, Config, ModelConfig, PerformanceConfig, TrainingConfig
+from megatron_lite.config import (
+    BatchConfig,
+    Config,
+    ModelConfig,
+    PerformanceConfig,
+    TrainingConfig,
+)
 from megatron_lite.monitor.metrics import (
     StepTimer,
     format_duration,
@@ -17,6 +21,8 @@ from megatron_lite.monitor.metrics import (
     known_peak_tflops,
     model_flops,
 )
+from tests.support.harness import layers_of, tiny_config
+from tests.support.memory_meters import a_model, micro_batches
 
 LLAMA = ModelConfig(
     num_layers=32, hidden_size=4096, num_attention_heads=32, head_groups=8, kv_channels=128, ffn_hidden_size=14336,

@@ -22,7 +22,13 @@ from torch import Tensor
 from megatron_lite.config import Config, RunConfig
 from megatron_lite.errors import UsageError
 from megatron_lite.monitor import tensor_debug, tensor_log
-from megatron_lite.monitor.tensor_debug import LEVELS, TensorDebugger, join_ranks, memory_in_use, open_debugger
+from megatron_lite.monitor.tensor_debug import (
+    LEVELS,
+    TensorDebugger,
+    join_ranks,
+    memory_in_use,
+    open_debugger,
+)
 from megatron_lite.monitor.tensor_log import (
     TensorEntry,
     compute_statistics,

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import Engine, SimulatedRanks
-from harness import layers_of, run_distributed, tiny_config
 from torch import Tensor
 
 from megatron_lite.config import OptimizerConfig
-from megatron_lite.distributed import Distributed
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.choice import Kernels, choose_kernels
 from megatron_lite.optimizer.loss_scale import LossScale
 from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.zero.multi_stage import MultiStage
+from tests.support.engine_runs import Engine, SimulatedRanks
+from tests.support.harness import layers_of, run_distributed, tiny_config
 
 
 def poisoned_update(distributed: Distributed, poison: float, options: dict[str, Any]) -> dict[str, Any]:

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_runs import Engine, SimulatedRanks
-from harness import run_distributed, tiny_config
-from whole_parameters import Weights, fill_gradients, gradient, masters, together
 
-from megatron_lite.distributed import Distributed
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import UsageError
 from megatron_lite.parameter import ParameterSpec
 from megatron_lite.validation import warnings
+from tests.support.engine_runs import Engine, SimulatedRanks
+from tests.support.harness import run_distributed, tiny_config
+from tests.support.whole_parameters import Weights, fill_gradients, gradient, masters, together
 
 Options = dict[str, Any]
 

@@ -13,8 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from engine_runs import Engine, LateGroup, Outcome, SimulatedRanks
-from harness import run_distributed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,8 +20,10 @@ from torch import Tensor
 from megatron_lite.config import AveragingConfig
 from megatron_lite.optimizer import averaging
 from megatron_lite.optimizer.averaging import Averaging, weight_in_sum
-from megatron_lite.zero.master import SplitWeightShard, WeightShard
 from megatron_lite.zero.stage import Stage
+from megatron_lite.zero.weight_shard import SplitWeightShard, WeightShard
+from tests.support.engine_runs import Engine, LateGroup, Outcome, SimulatedRanks
+from tests.support.harness import run_distributed
 
 Options = dict[str, Any]
 

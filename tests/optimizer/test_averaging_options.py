@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from harness import tiny_config
 
-from megatron_lite.cautions import warnings
-from megatron_lite.dry_run import describe
 from megatron_lite.errors import UsageError
-from megatron_lite.planning import make_plan
+from megatron_lite.planner.plan import make_plan
+from megatron_lite.planner.report import describe
+from megatron_lite.validation.warnings import warnings
+from tests.support.harness import tiny_config
 
 EMA: dict[str, Any] = {"ema_type": "ema"}
 EXPORT: dict[str, Any] = {"export_interval": 10, "experiment_dir": "/run", "export_weights": "average"}

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import tiny_config
 
 from megatron_lite.config import OptimizerConfig
 from megatron_lite.errors import UsageError
 from megatron_lite.optimizer.dropped_steps import Report
 from megatron_lite.optimizer.guards import Guard, Verdict
 from megatron_lite.validation import warnings
+from tests.support.harness import tiny_config
 
-VECTORS = Path(__file__).resolve().parent.parent / "vectors" / "levanter_optim_vectors.json"
+VECTORS = Path(__file__).resolve().parents[1] / "vectors" / "levanter_optim_vectors.json"
 CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf
 LARGE = 2e19  # its square is not finite in fp32

@@ -8,15 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_runs import Engine
-from harness import run_distributed, tiny_config
-from whole_parameters import Weights, fill_gradients, gradient, masters, together
 
-from megatron_lite.distributed import Distributed
-from megatron_lite.optimizer.rules.muon import Matrix, assign, describe, matrices_of, rounds_of, shape_factor
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.optimizer.rules.muon import (
+    Matrix,
+    assign,
+    describe,
+    matrices_of,
+    rounds_of,
+    shape_factor,
+)
 from megatron_lite.parameter import ParameterSpec
-from megatron_lite.planning import make_plan
+from megatron_lite.planner.plan import make_plan
 from megatron_lite.zero.stage import Stage
+from tests.support.engine_runs import Engine
+from tests.support.harness import run_distributed, tiny_config
+from tests.support.whole_parameters import Weights, fill_gradients, gradient, masters, together
 
 Options = dict[str, Any]
 

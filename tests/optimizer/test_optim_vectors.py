@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_distributed
 from torch import Tensor
 
-from megatron_lite.arguments import parse
-from megatron_lite.distributed import Distributed
+from megatron_lite.cli.parse import parse
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.model.parameter_patterns import set_weight_decay
 from megatron_lite.optimizer.optimizer import Optimizer
-from megatron_lite.optimizer.schedules import learning_rate
 from megatron_lite.parameter import Initializer, ParameterSpec, declare
+from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.validation import resolve
-from megatron_lite.weight_decay import set_weight_decay
 from megatron_lite.zero.multi_stage import MultiStage
+from tests.support.harness import run_distributed
 
 VECTORS = json.loads((Path(__file__).parent.parent / "vectors" / "levanter_optim_vectors.json").read_text("utf-8"))
 ABOUT, CASES = VECTORS["about"], VECTORS["cases"]

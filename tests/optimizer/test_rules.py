@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_runs import DelayedGroup, Engine, LateGroup, Outcome
-from harness import run_distributed, tiny_config, train_tiny
-from launch import TINY, run
-from plain_gpt import PlainGPT
 
 from megatron_lite.config import Config
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.loader import open_data
-from megatron_lite.distributed import Distributed
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.trackers import read_metrics
 from megatron_lite.validation import warnings
+from tests.support.engine_runs import DelayedGroup, Engine, LateGroup, Outcome
+from tests.support.harness import run_distributed, tiny_config, train_tiny
+from tests.support.launch import TINY, run
+from tests.support.plain_gpt import PlainGPT
 
 Options = dict[str, Any]
 ITERATIONS = 12

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import Engine, Outcome, SimulatedRanks
-from harness import run_distributed
 from torch import Tensor
 
-from megatron_lite.distributed import Distributed
-from megatron_lite.layers.layer import MicroBatch
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.model.layer import MicroBatch
 from megatron_lite.zero.throttle import Throttle
+from tests.support.engine_runs import Engine, Outcome, SimulatedRanks
+from tests.support.harness import run_distributed
 
 Options = dict[str, Any]
 LAYOUTS: list[Options] = [

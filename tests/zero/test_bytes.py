@@ -9,14 +9,14 @@ from unittest import mock
 
 import pytest
 import torch
-from engine_runs import Engine, SimulatedRanks
-from harness import layers_of, run_distributed, tiny_config
 from torch import Tensor
 
-from megatron_lite.distributed import Distributed
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.zero.layout import round_up
-from megatron_lite.zero.master import SplitWeightShard, WeightShard
 from megatron_lite.zero.multi_stage import MultiStage
+from megatron_lite.zero.weight_shard import SplitWeightShard, WeightShard
+from tests.support.engine_runs import Engine, SimulatedRanks
+from tests.support.harness import layers_of, run_distributed, tiny_config
 
 Options = dict[str, Any]
 

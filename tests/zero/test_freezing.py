@@ -8,13 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_runs import Engine, SimulatedRanks
-from harness import Trajectory, layers_of, run_distributed, same_weights, tiny_config, train_tiny
-from plain_gpt import PlainGPT
 
 from megatron_lite.data.loader import open_data
-from megatron_lite.distributed import Distributed
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import UsageError
+from tests.support.engine_runs import Engine, SimulatedRanks
+from tests.support.harness import (
+    Trajectory,
+    layers_of,
+    run_distributed,
+    same_weights,
+    tiny_config,
+    train_tiny,
+)
+from tests.support.plain_gpt import PlainGPT
 
 Options = dict[str, Any]
 ITERATIONS = 8

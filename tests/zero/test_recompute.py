@@ -6,12 +6,19 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from harness import Trajectory, layers_of, run_distributed, same_weights, tiny_config, train_tiny
-from memory_meters import a_model, micro_batches
 from torch import Tensor
 
-from megatron_lite.distributed import Distributed
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.zero.observer import Observer
+from tests.support.harness import (
+    Trajectory,
+    layers_of,
+    run_distributed,
+    same_weights,
+    tiny_config,
+    train_tiny,
+)
+from tests.support.memory_meters import a_model, micro_batches
 
 CASES: list[dict[str, Any]] = [
     {"hidden_dropout": 0.1, "attention_dropout": 0.1},

@@ -17,12 +17,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from engine_runs import DelayedGroup, Engine, LateGroup, Outcome, SimulatedRanks
-from harness import run_distributed
 from torch import Tensor
 
-from megatron_lite.distributed import Distributed, Handle, Works
+from megatron_lite.distributed.process_group import Distributed, Handle, Works
 from megatron_lite.zero.stage import Buffer
+from tests.support.engine_runs import DelayedGroup, Engine, LateGroup, Outcome, SimulatedRanks
+from tests.support.harness import run_distributed
 
 Options = dict[str, Any]
 

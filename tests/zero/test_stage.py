@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import run_distributed, tiny_config
 
-from megatron_lite import distributed as distributed_module
-from megatron_lite.distributed import Distributed
-from megatron_lite.gpt import build_gpt
-from megatron_lite.layers.layer import MicroBatch
+from megatron_lite.distributed import process_group as distributed_module
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.model.gpt import build_gpt
+from megatron_lite.model.layer import MicroBatch
+from megatron_lite.zero.flat_shard import Part
 from megatron_lite.zero.layout import ParameterSlot
 from megatron_lite.zero.multi_stage import MultiStage
-from megatron_lite.zero.part import Part
 from megatron_lite.zero.stage import Stage
+from tests.support.harness import run_distributed, tiny_config
 
 
 def build(distributed: Distributed, **options: Any) -> MultiStage:

@@ -24,11 +24,11 @@ import math
 from typing import Any
 
 import pytest
-from engine_runs import Engine
-from harness import run_distributed
 
-from megatron_lite.distributed import Distributed
-from megatron_lite.traffic import Total
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.distributed.traffic import Total
+from tests.support.engine_runs import Engine
+from tests.support.harness import run_distributed
 
 Options = dict[str, Any]
 Books = dict[str, Total]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_lite.config import OptimizerConfig
-from megatron_lite.distributed import Distributed
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.adamw import Control, Hyperparameters, adamw
 from megatron_lite.kernels.adamw_clipped import adamw_moments, adamw_weights
 from megatron_lite.kernels.choice import Kernels

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from megatron_lite.config import OptimizerConfig
-from megatron_lite.distributed import Distributed
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.momentum import lion, sgd
 from megatron_lite.optimizer.rules.rule import Rule, Step, Trained, ranges_of, weights_of

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from megatron_lite.config import OptimizerConfig
-from megatron_lite.distributed import Distributed
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.adamw import Range
 from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.momentum import descend, muon_momentum

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_lite.kernels.adamw import Range, Ranges, Shard
 from megatron_lite.kernels.momentum import Numbers
 from megatron_lite.kernels.weights import Weights
-from megatron_lite.zero.part import Part
+from megatron_lite.zero.flat_shard import Part
 from megatron_lite.zero.stage import Stage
 
 

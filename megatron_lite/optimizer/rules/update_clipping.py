@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite.distributed import Distributed
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.optimizer.rolling import RollingStatistics
 from megatron_lite.optimizer.rules.rule import Trained
 

@@ -1,0 +1,392 @@
+"""The command line: words -> flags -> `Config`.
+
+`argparse` is not used: it abbreviates flags, reads `nan` and `1_000` as numbers, cannot tell an empty value from none,
+and stops at the first error. Here every word is accounted for and all problems are reported at once:
+
+    argv --insert @files--> words --group--> (flag, value words) --parse--> values by name --> Config
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from megatron_lite.cli.help import banner as banner
+from megatron_lite.cli.help import help_text
+from megatron_lite.cli.model_source import with_preset, with_source
+from megatron_lite.cli.suggestions import LONG_DASHES, instead_of, unknown_flag
+from megatron_lite.cli.words import read_words
+from megatron_lite.config import Config, unflatten
+from megatron_lite.config.foreign_values import REFUSED_SPELLINGS, REFUSED_VALUES
+from megatron_lite.config.structured_values import environment_values
+from megatron_lite.config.values import (
+    SPELLINGS,
+    BadValueError,
+    Flag,
+    parse_list,
+    parse_value,
+    shown,
+    written,
+)
+from megatron_lite.errors import CheckpointError, UsageError
+from megatron_lite.validation import examine, planned_world_size
+from megatron_lite.validation.note import Note
+
+MOST_FILES = 100
+# The shell leaves the ~ of --flag=~/folder alone.
+PATHS = (
+    "experiment_dir", "data_path", "tokenizer_file", "pretrained_checkpoint_path", "sample_prompts",
+    "export_callback_script",
+)  # fmt: skip
+QUOTES = "'\"\u2018\u2019\u201c\u201d"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A command line that was understood."""
+
+    config: Config
+    given: dict[str, Any]  # the options that were typed, by name
+    notes: tuple[Note, ...]  # warnings, and where options come from that were not typed
+    # Of --export_callback_env. Secrets may be among them: they are in no other object, and nobody prints this one.
+    environment: dict[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(note.text for note in self.notes if note.is_warning)
+
+
+class ParseError(UsageError):
+    """Everything that is wrong with a command line, one problem a line."""
+
+    def __init__(self, message: str, experiment_dir: str | None) -> None:
+        super().__init__(message)
+        self.experiment_dir = experiment_dir  # if that flag could be read: the error can be left there too
+
+
+class HelpRequested(Exception):  # noqa: N818 (not an error)
+    """`--help` or `--help_all`: print `text` and leave."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+
+class Word(NamedTuple):
+    """One shell word, and the @file that it comes from, if any."""
+
+    text: str
+    file: str | None = None
+
+    @property
+    def where(self) -> str:
+        return f" (in {self.file})" if self.file else ""
+
+
+class Item(NamedTuple):
+    """One flag with its words: `inline` behind the `=`, `words` behind that."""
+
+    flag: Word
+    name: str  # with underscores; without the two dashes, if there are two
+    inline: str | None
+    words: list[Word]
+
+    @property
+    def spelling(self) -> str:
+        return self.flag.text.partition("=")[0]
+
+    @property
+    def values(self) -> list[str]:
+        return ([] if self.inline is None else [self.inline]) + [word.text for word in self.words]
+
+
+def parse(argv: Sequence[str]) -> Arguments:
+    """Understand a command line (without the program's name).
+
+    Raises:
+        ParseError: with every problem, one a line.
+        CheckpointError: if the pretrained checkpoint that it names cannot be used.
+        HelpRequested: for --help and --help_all.
+    """
+    parser = _Parser()
+    items = list(parser.group(parser.insert_files(argv)))
+    for item in items:
+        if item.name in ("help", "help_all", "-h"):
+            raise HelpRequested(help_text(everything=item.name == "help_all"))
+    for item in items:
+        parser.take(item)
+    config = unflatten(with_preset(parser.given)[0])
+    if parser.problems:
+        # Else what is missing, or what a folder would say, may be the reason of any contradiction.
+        if not parser.guesswork and config.source.pretrained_checkpoint_path is None:
+            parser.problems += _contradictions(config, parser.wrong)
+        raise ParseError("\n".join(parser.problems), folder_of(config))
+    try:
+        values, notes = with_source(parser.given)
+    except CheckpointError as error:
+        error.experiment_dir = folder_of(config)
+        raise
+    warnings = (Note(text, is_warning=True) for text in parser.warnings)
+    return Arguments(unflatten(values), parser.given, (*warnings, *notes), parser.environment)
+
+
+def _contradictions(config: Config, wrong: set[str]) -> list[str]:
+    """What `validation.resolve` would complain about, as far as it has nothing to do with the options in `wrong`."""
+    try:
+        _, problems = examine(config, planned_world_size(config, launch_world_size()))
+    except UsageError as error:  # the launcher's variables
+        return [str(error)]
+    return [problem.message for problem in problems if wrong.isdisjoint(problem.names)]
+
+
+def folder_of(config: Config) -> str | None:
+    """Where the run may leave something: nowhere if it is a dry run."""
+    return None if config.distributed.dry_run else config.run.experiment_dir
+
+
+def launch_rank() -> int:
+    """This process's rank as torchrun tells it; 0 without torchrun, and never an error: it decides who prints one."""
+    text = os.environ.get("RANK", "")
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0
+
+
+def speaks_for_its_machine() -> bool:
+    """Whether this is the first rank of its machine: errors of a command line may differ between machines."""
+    return (os.environ.get("LOCAL_RANK") or str(launch_rank())) == "0"
+
+
+def launch_world_size() -> int:
+    """The number of processes as torchrun tells it; 1 without torchrun.
+
+    Raises:
+        UsageError: if the launcher's variables make no sense, or the peers cannot be found by them.
+    """
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
+        text = os.environ.get(name) or "0"
+        if not re.fullmatch(r"[0-9]{1,9}", text):
+            raise UsageError(f"the environment variable {name}={shown(text)} is no number; unset it, or use torchrun")
+    world_size = int(os.environ.get("WORLD_SIZE") or "1")
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if world_size > 1 and missing:
+        raise UsageError(
+            f"WORLD_SIZE={world_size}, but {' and '.join(missing)} not set in the environment: the ranks cannot find "
+            "each other; start with torchrun, or unset WORLD_SIZE and RANK"
+        )
+    if launch_rank() >= world_size:
+        raise UsageError(
+            f"the environment variables RANK={launch_rank()} and WORLD_SIZE={world_size} contradict each other; "
+            f"unset both, or use torchrun"
+        )
+    return world_size
+
+
+def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment of this process and some more variables, for a process that it starts."""
+    return {**os.environ, **variables}
+
+
+class _Parser:
+    """The state of one pass over a command line."""
+
+    def __init__(self) -> None:
+        self.given: dict[str, Any] = {}
+        self.problems: list[str] = []
+        self.warnings: list[str] = []
+        self.environment: dict[str, str] = {}
+        self.wrong: set[str] = set()  # options whose value is unknown
+        self.guesswork = False  # whether a flag that is meant may be missing
+        self._files_read = 0
+
+    def _problem(self, text: str, word: Word) -> None:
+        self.problems.append(text + word.where)
+
+    # -- words ---------------------------------------------------------------------------------------------------
+
+    def insert_files(self, argv: Sequence[str]) -> Iterator[Word]:
+        """The words of the command line with those of @files in their place."""
+        for text in argv:
+            yield from self._expand(Word(text), folder="", chain=())
+
+    def _expand(self, word: Word, folder: str, chain: tuple[str, ...]) -> Iterator[Word]:
+        if not word.text.startswith("@"):
+            yield word
+            return
+        self._files_read += 1
+        if self._files_read > MOST_FILES + 1:  # has been reported; files may include each other very often
+            return
+        path = os.path.join(folder, os.path.expanduser(word.text[1:]))
+        try:
+            texts = self._words_of(path, chain)
+            chain = (*chain, os.path.realpath(path))
+        except (OSError, ValueError) as error:
+            self.guesswork = True
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            self._problem(f"{shown(word.text)}: file {shown(path)}: {reason}", word)
+            return
+        for text in texts:
+            yield from self._expand(Word(text, path), os.path.dirname(path), chain)
+
+    def _words_of(self, path: str, chain: tuple[str, ...]) -> list[str]:
+        if self._files_read > MOST_FILES:
+            raise ValueError(f"more than {MOST_FILES} files are inserted; write fewer @files")
+        if os.path.realpath(path) in chain:
+            raise ValueError("includes itself; take one of the @files out")
+        return read_words(path)
+
+    def group(self, words: Iterator[Word]) -> Iterator[Item]:
+        """Flags with the words that follow them."""
+        item: Item | None = None
+        for word in words:
+            if is_flag(word.text):
+                if item:
+                    yield item
+                spelling, equals, value = word.text.partition("=")
+                name = spelling[2:].replace("-", "_") if spelling.startswith("--") else spelling
+                item = Item(word, name, value if equals else None, [])
+            elif item:
+                item.words.append(word)
+            else:
+                self._stray([word], None)
+        if item:
+            yield item
+
+    def _stray(self, words: Sequence[Word], behind: str | None) -> None:
+        self.guesswork = True
+        first = words[0]
+        more = f" and {len(words) - 1} more" if len(words) > 1 else ""
+        place = f" behind {behind}" if behind else ""
+        self._problem(f"stray word {shown(first.text)}{more}{place}: {_stray_hint(first.text)}", first)
+
+    # -- flags ---------------------------------------------------------------------------------------------------
+
+    def take(self, item: Item) -> None:
+        """Understand one flag, or note what is wrong with it."""
+        if item.name in SPELLINGS:
+            self._take_option(item, SPELLINGS[item.name])
+        elif item.name in REFUSED_SPELLINGS:
+            self._take_refused(item)
+        elif instead := instead_of(item.name):
+            self.guesswork = True
+            self._problem(f"{item.spelling} is not a flag here: {instead}", item.flag)
+        else:
+            self.guesswork = True
+            self._problem(unknown_flag(item.spelling), item.flag)
+
+    def _take_option(self, item: Item, flag: Flag) -> None:
+        values = item.values if flag.is_list else item.values[:1]
+        if not values and flag.kind == "bool":
+            values = ["1"]
+        try:
+            value = self._value(item, flag, values)
+        except BadValueError as error:
+            self.wrong.add(flag.name)
+            typed = f"{item.spelling}={shown(' '.join(values))}" if values and not flag.option.secret else item.spelling
+            self._problem(f"{typed}: {error}", item.flag)
+            if values and _quoted(values):
+                return  # the words behind belong to the quoted value
+        else:
+            if flag.name in self.given and self.given[flag.name] != value:
+                before, now = (shown(written(v)) for v in (self.given[flag.name], value))
+                self.warnings.append(f"--{flag.name} is given twice: {now} is used, {before} is not{item.flag.where}")
+            self.given[flag.name] = value
+        stray = item.words[1 if item.inline is None else 0 :]
+        if stray and flag.option.secret:
+            self.guesswork = True
+            self._problem(f"{item.spelling}: words follow its value; quote the JSON object, or use an @file", item.flag)
+        elif stray and not flag.is_list:
+            self._stray(stray, f"{item.spelling}={shown(values[0])}")
+
+    def _value(self, item: Item, flag: Flag, values: list[str]) -> Any:
+        """The value of `flag` behind `item`.
+
+        Raises:
+            BadValueError: if there is none, or an illegal one.
+        """
+        if not values:
+            raise BadValueError(f"a value must follow, as in {item.spelling}={_example(flag)}")
+        if flag.option.secret:
+            return self._names(values[0])
+        for text in values:
+            _check_shell(text, item)
+        if (flag.name, values[0]) in REFUSED_VALUES:
+            raise BadValueError("refused: " + REFUSED_VALUES[flag.name, values[0]])
+        if not flag.is_list:
+            value = parse_value(flag, values[0])
+            return os.path.expanduser(value) if value and flag.name in PATHS else value
+        if not all(values):
+            raise BadValueError("the value is empty (an unset variable?); write a value or leave the flag out")
+        items = parse_list(flag, values)
+        return tuple(os.path.expanduser(text) for text in items) if flag.name in PATHS else items
+
+    def _names(self, text: str) -> str:
+        """The names of the variables in a JSON object; their values are kept apart.
+
+        Raises:
+            BadValueError: if it is none.
+        """
+        self.environment = environment_values(text) if text and text.lower() != "none" else {}
+        return ",".join(self.environment)
+
+    def _take_refused(self, item: Item) -> None:
+        refused = REFUSED_SPELLINGS[item.name]
+        value = " ".join(item.values)
+        if not item.values and refused.switch:
+            value = "1"
+        elif not item.values:
+            self._problem(f"{item.spelling} is refused: {refused.reason}", item.flag)
+            return
+        if not refused.accepts(value):
+            accepted = " or ".join(f"--{refused.name}={accepted}" for accepted in refused.accepted)
+            only = f"; accepted: {accepted}, which changes nothing" if accepted else ""
+            self._problem(f"{item.spelling}={shown(value)} is refused: {refused.reason}{only}", item.flag)
+
+
+def is_flag(text: str) -> bool:
+    """Whether a word is a flag (perhaps a wrong one) rather than a value: dashes and a letter, but not `-inf`."""
+    if re.fullmatch(r"-(inf(inity)?|nan)", text, re.IGNORECASE):
+        return False
+    return re.match(rf"--|[-{LONG_DASHES}]+[A-Za-z]", text) is not None
+
+
+def _quoted(values: Collection[str]) -> bool:
+    return any(text and text[0] in QUOTES for text in values)
+
+
+def _example(flag: Flag) -> str:
+    if flag.option.choices:
+        return flag.option.choices[0]
+    default = written(flag.default) if flag.default not in (None, ()) else ""
+    return default or {"int": "1", "float": "0.1"}.get(flag.kind, "text")
+
+
+def _check_shell(text: str, item: Item) -> None:
+    """Refuse what a shell should have taken away from a value.
+
+    Raises:
+        BadValueError: for literal quotes, several flags in one word, and variables in an @file.
+    """
+    if text and text[0] in QUOTES:
+        inner = text.strip(QUOTES)
+        whole = text[-1] in QUOTES and re.fullmatch(r"[!-~]+", inner)
+        plain = f"write {item.spelling}={shown(inner)}, or " if whole else ""
+        raise BadValueError(
+            f"begins with a literal quote, because a shell keeps the quotes that stand in a variable; "
+            f"{plain}put the flag into a file, where quotes work, and pass @file"
+        )
+    if re.search(r"\s--[A-Za-z]", text):
+        raise BadValueError('several flags in one word; write $ARGS instead of "$ARGS", or pass @file')
+    if item.flag.file and re.search(r"\$(\w|\{)", text):
+        raise BadValueError("an @file has no variables; write the value, or pass the flag on the command line")
+
+
+def _stray_hint(text: str) -> str:
+    if not text.strip():
+        return 'an empty word; write $ARGS instead of "$ARGS"'
+    if re.search(r"(^|\s)--[A-Za-z]", text):
+        return 'several flags in one word; write $ARGS instead of "$ARGS"'
+    if text.partition("=")[0].replace("-", "_") in SPELLINGS:
+        return f"flags begin with two dashes; write --{shown(text)}"
+    return "every word must be a flag or the value of one; a value with spaces goes into an @file in quotes"

@@ -1,0 +1,173 @@
+"""Options whose text has a form of its own: weights with data sets, scales with name patterns, sizes, an environment.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import warnings
+from collections.abc import Sequence
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any
+
+from megatron_lite.config.values import BadValueError, is_number, parse_float, shown
+from megatron_lite.errors import UsageError
+
+# As transformers reads them: a thousand or 1,024 bytes to the step. The b is upper case: a lower one would be bits.
+SIZE_UNITS = MappingProxyType({
+    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+})  # fmt: skip
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]{0,3})")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def weighted_paths(data_path: Sequence[str]) -> list[tuple[float, str]]:
+    """The data sets of `data_path` with their weights, which sum to 1: equal ones if none are given.
+
+    Either every prefix has its weight before it (`0.3 a 0.7 b`) or none has. A prefix that looks like a number is
+    written with its folder (`./7`).
+
+    Raises:
+        UsageError: if weights and prefixes do not alternate, or a weight is not a positive finite number.
+    """
+    words = tuple(data_path)
+    typed = f"--data_path={_shortened(words)}"
+    if not any(is_number(word) for word in words):
+        return [(1.0 / len(words), word) for word in words]
+    if len(words) % 2 or any(is_number(word) == bool(place % 2) for place, word in enumerate(words)):
+        raise UsageError(
+            f"{typed}: write a weight before every prefix (0.3 first 0.7 second) or before none; "
+            f"a prefix that looks like a number needs its folder (./7)"
+        )
+    weights = []
+    for word in words[::2]:
+        try:
+            weights.append(parse_float(word))
+        except BadValueError as error:
+            raise UsageError(f"{typed}: weight {word}: {error}") from None
+        if weights[-1] <= 0:
+            raise UsageError(f"{typed}: weight {word} must be > 0; leave a data set out that is not wanted")
+    total = sum(weights)
+    if not math.isfinite(total):
+        raise UsageError(f"{typed}: the sum of the weights overflows; write smaller ones")
+    return [(weight / total, prefix) for weight, prefix in zip(weights, words[1::2], strict=True)]
+
+
+def _shortened(words: Sequence[str]) -> str:
+    text = " ".join(words)
+    return text if len(text) <= 120 else text[:100] + f"... ({len(words)} words)"
+
+
+def lr_scale_patterns(freeze: Sequence[str], lr_scales: Sequence[str]) -> list[tuple[str, float]]:
+    """(pattern, learning-rate scale), to be applied in this order, so that the last that matches counts.
+
+    `lr_scales` as "pattern:scale" come first, then the patterns of `freeze` with scale 0: freezing wins.
+
+    Raises:
+        UsageError: for an item without a pattern or a scale, or with a scale that is no finite number >= 0.
+    """
+    scales = []
+    for item in lr_scales:
+        pattern, _, text = item.rpartition(":")
+        typed = f"--lr_scales={_shortened([item])}"
+        if not pattern or not text:
+            raise UsageError(f"{typed}: write <pattern of the names>:<scale>, as in embedding:0.1 or *.bias:2")
+        try:
+            scales.append((pattern, parse_float(text)))
+        except BadValueError as error:
+            raise UsageError(f"{typed}: scale {shown(text)}: {error}") from None
+        if scales[-1][1] < 0:
+            raise UsageError(f"{typed}: scale {shown(text)} must be >= 0; 0 freezes")
+    for item in freeze:
+        if ":" in item or not item:
+            typed = _shortened([item])
+            raise UsageError(f"--freeze={typed}: no name has a colon; write scales as --lr_scales={typed}")
+    return scales + [(pattern, 0.0) for pattern in freeze]
+
+
+REGEX = "regex:"  # begins an item of --weight_decay_modules that is a regular expression
+
+
+def decay_expression(pattern: str) -> re.Pattern[str] | None:
+    """The regular expression that an item of `weight_decay_modules` is, or None if it is a plain pattern.
+
+    Raises:
+        UsageError: for an empty pattern, or a regular expression that cannot be read.
+    """
+    text = pattern.removeprefix(REGEX)
+    if not text:
+        raise UsageError(
+            f"--weight_decay_modules={pattern}: nothing stands behind it; write a name, or regex:<expression>"
+        )
+    if not pattern.startswith(REGEX):
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # what Python may soon read in another way
+            return re.compile(text)
+    except (re.error, Warning, RecursionError, OverflowError) as error:
+        raise UsageError(
+            f"--weight_decay_modules={_shortened([pattern])}: no regular expression: {error}; an item ends at a comma "
+            "or a space, so write the expression without"
+        ) from None
+
+
+def size_bytes(text: str, name: str = "export_shard_size") -> int:
+    """Bytes of a size as transformers writes it: 5GB, 500MB, 2GiB, 1.5GB, or plain bytes. `name`: of the flag.
+
+    Raises:
+        UsageError: for anything else, or less than a byte.
+    """
+    typed, match = f"--{name}={shown(text)}", _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{typed}: no size; write a number and a unit, as in 5GB, 500MB or 2GiB, or plain bytes")
+    number, unit = match.groups()
+    if unit not in SIZE_UNITS:
+        near = next((known for known in SIZE_UNITS if known.lower() == unit.lower()), "GB")
+        known = ", ".join(known for known in SIZE_UNITS if known)
+        raise UsageError(f"{typed}: {unit} is no unit of bytes, {known} are; write {number}{near}")
+    size = int(Fraction(number) * SIZE_UNITS[unit])
+    if not 0 < size < 2**63:
+        raise UsageError(f"{typed}: must be at least one byte, and less than 2**63; write 5GB")
+    return size
+
+
+def environment_values(text: str) -> dict[str, str]:
+    """The variables of a JSON object of strings, {"NAME": "value"}. No message shows a part of a value.
+
+    Raises:
+        BadValueError: for anything else, or names and values that no environment can hold.
+    """
+    example = """write a JSON object of strings, as in '{"NAME": "value"}'"""
+    if text[:1] in ("'", "\u2018", "\u201c"):
+        raise BadValueError("begins with a literal quote, which a shell keeps in a variable; use an @file")
+    try:
+        pairs: Any = json.loads(text, object_pairs_hook=_Pairs)
+    except ValueError as error:
+        where = ""
+        if isinstance(error, json.JSONDecodeError):
+            where = f" ({error.msg.lower()} at character {error.pos + 1})"
+        raise BadValueError(f"not JSON{where}; {example}") from None
+    except RecursionError:
+        raise BadValueError(f"nested too deeply; {example}") from None
+    if not isinstance(pairs, _Pairs):
+        raise BadValueError(f"no JSON object; {example}")
+    for number, (variable, value) in enumerate(pairs, start=1):
+        if not _VARIABLE.fullmatch(variable):
+            raise BadValueError(f"name {number} is no name of a variable: letters, digits and _, no digit first")
+        if not isinstance(value, str):
+            raise BadValueError(f"the value of {variable} is no text; write it in double quotes")
+        if "\0" in value or any("\ud800" <= c <= "\udfff" for c in value):
+            raise BadValueError(f"the value of {variable} holds a character that no environment can hold")
+    if len(dict(pairs)) != len(pairs):
+        raise BadValueError("a name is given twice; leave one out")
+    return dict(pairs)
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """A JSON object, with its repetitions."""

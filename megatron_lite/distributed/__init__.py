@@ -1,0 +1,1 @@
+"""Process groups and everything that ranks exchange or agree on."""

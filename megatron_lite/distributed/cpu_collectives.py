@@ -1,0 +1,78 @@
+"""Collectives on CPU by pairwise exchange, straight out of and into the flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lite.distributed.traffic import Handle
+
+
+class Works:
+    """Several transfers that count as one collective."""
+
+    def __init__(self, works: Sequence[Handle]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = ()
+
+
+class PairwiseSum:
+    """A reduce-scatter by pairwise exchange: receives slices chunk by chunk and adds them in rank order.
+
+    buffer (world_size * n,) -> its slice `rank` becomes the sum of that slice over all ranks. Sends are posted at
+    once, the first chunks' receives too, as many as there are slots, so they run while the caller computes; sums are
+    taken in `wait`. scratch: (slots, world_size - 1, chunk_numel).
+    """
+
+    def __init__(self, buffer: Tensor, scratch: Tensor, rank: int, group: Any, tag: int) -> None:
+        world_size = scratch.shape[1] + 1
+        slices = buffer.view(world_size, -1)
+        self._own, self._rank, self._scratch = slices[rank], rank, scratch
+        self._peers = [peer for peer in range(world_size) if peer != rank]
+        self._group, self._tag, self._chunk_numel = group, tag, scratch.shape[-1]
+        self._chunks = list(self._own.split(self._chunk_numel)) if self._peers else []
+        self._sends: list[Any] = [
+            dist.isend(chunk, group=self._group, group_dst=peer, tag=tag + index)
+            for peer in self._peers
+            for index, chunk in enumerate(slices[peer].split(self._chunk_numel))
+        ]
+        self._receives = [self._receive(index) for index in range(min(len(scratch), len(self._chunks)))]
+
+    def _receive(self, index: int) -> list[Any]:
+        numel, slot = self._chunks[index].numel(), self._scratch[index % len(self._scratch)]
+        return [
+            dist.irecv(slot[row, :numel], group=self._group, group_src=peer, tag=self._tag + index)
+            for row, peer in enumerate(self._peers)
+        ]
+
+    def wait(self) -> None:
+        """Add what arrives, chunk by chunk, until the own slice holds the sum over all ranks."""
+        for index, own in enumerate(self._chunks):
+            for work in self._receives[index]:
+                work.wait()
+            add_in_rank_order(own, self._rank, list(self._scratch[index % len(self._scratch)][:, : own.numel()]))
+            if index + len(self._scratch) < len(self._chunks):
+                self._receives.append(self._receive(index + len(self._scratch)))
+        self._chunks = []
+        for work in self._sends:
+            work.wait()
+        # Whoever keeps this handle keeps neither transfers nor group, of which `Distributed.close` drops the last one.
+        self._sends, self._receives, self._group = [], [], None
+
+
+def add_in_rank_order(own: Tensor, rank: int, others: list[Tensor]) -> None:
+    """own = others[0] + ... + own + ... + others[-1], own at position `rank`. `others` is used up as scratch."""
+    if rank > 0:
+        total = others[0]
+        for other in others[1:rank]:
+            total.add_(other)
+        own.add_(total)
+    for other in others[rank:]:
+        own.add_(other)

@@ -1,0 +1,315 @@
+"""Process groups, the device, and the few collectives that training needs.
+
+On CUDA the collectives are NCCL's own. On CPU, gloo's reduce-scatter moves as many bytes as an all-reduce and its
+all-gather takes three times a send/receive pair, so both are exchanged pairwise here: every rank sends each peer
+the slice that it needs, straight out of and into the flat buffers. Sums are always taken in rank order, so that a
+result depends on neither timing nor ZeRO stage.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lite.config import DistributedConfig
+from megatron_lite.distributed.cpu_collectives import PairwiseSum, Works
+from megatron_lite.distributed.traffic import Handle, Traffic
+from megatron_lite.errors import PeerError, UsageError, is_lost_peer, lost_peer
+
+# A pairwise reduction receives into a ring of this many chunks per peer, of this many elements each: small enough to be
+# added while they are in the cache, and enough of them that the exchange goes on for a while beside the computation.
+REDUCTION_CHUNK_NUMEL = 2**18
+REDUCTION_SLOTS = 8
+
+
+class Group(Protocol):
+    """What a stage needs of the ranks that it is partitioned over; without processes in a dry run."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle: ...
+
+    def reduce_scatter(self, buffer: Tensor, kind: str = "reduce") -> Handle: ...
+
+    def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int: ...
+
+
+class Distributed:
+    """This process among its peers: rank, device, and the collectives over all data-parallel ranks.
+
+    Raises:
+        UsageError: if the device asked for is not there.
+    """
+
+    def __init__(
+        self,
+        config: DistributedConfig,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        local_world_size: int | None = None,
+        init_method: str | None = None,
+    ) -> None:
+        self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
+        self.local_world_size = local_world_size or world_size
+        if config.deterministic:
+            make_deterministic()
+        self.device = choose_device(config.device, local_rank, self.local_world_size)
+        step_timeout = datetime.timedelta(seconds=config.distributed_timeout)
+        startup_timeout = datetime.timedelta(seconds=config.startup_timeout)
+        store = dist.HashStore() if init_method is None and world_size == 1 else None
+        if store is None and init_method is None:
+            init_method = "env://"
+        on_gpu = self.device.type == "cuda"
+        with peer_errors(), _quiet_loopback(world_size):
+            dist.init_process_group(
+                "gloo", init_method=init_method, store=store, rank=rank, world_size=world_size, timeout=startup_timeout
+            )
+            self._cpu_group = dist.group.WORLD
+            # NCCL's watchdog aborts the process without a word; `end_step` notices a lost peer before it does.
+            grace = datetime.timedelta(seconds=30 if on_gpu else 0)
+            self.group = dist.new_group(backend="nccl" if on_gpu else "gloo", timeout=step_timeout + grace)
+        self._step_timeout_s = config.distributed_timeout
+        self._step_end: torch.cuda.Event | None = None
+        self.traffic = Traffic(world_size)
+        self._tag = 0
+        self._scratch: Tensor | None = None
+        self._reduction: Handle | None = None
+
+    def close(self) -> None:
+        """Leave the process groups for good, after the last collective has been waited for.
+
+        A thread of gloo's drops its references to a collective's tensors after those who waited for it have gone on,
+        and needs Python's lock for that. If it still waits for the lock when the interpreter ends, Python ends it by
+        force in the middle of a destructor, and with it the process, by SIGABRT. A group waits for its threads when the
+        last reference to it goes; `destroy_process_group` drops torch's own.
+        """
+        del self.group, self._cpu_group
+        dist.destroy_process_group()
+
+    # -- the three collectives of a training step ---------------------------------------------------------------
+
+    def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
+        """Complete a flat buffer of which every rank holds slice `rank`: (world_size * n,), in place."""
+        slices = buffer.view(self.world_size, -1)
+        if self.device.type == "cuda":
+            work = _nccl("all_gather_single", "all_gather_into_tensor")(
+                buffer, slices[self.rank], group=self.group, async_op=True
+            )
+            return self.traffic.started(kind, buffer, work)
+        tag, peers = self._next_tag(1), [peer for peer in range(self.world_size) if peer != self.rank]
+        sends: list[Any] = [dist.isend(slices[self.rank], group=self.group, group_dst=peer, tag=tag) for peer in peers]
+        receives: list[Any] = [dist.irecv(slices[peer], group=self.group, group_src=peer, tag=tag) for peer in peers]
+        return self.traffic.started(kind, buffer, Works([*receives, *sends]))
+
+    def reduce_scatter(self, buffer: Tensor, kind: str = "reduce") -> Handle:
+        """Sum a flat buffer over ranks into its slice `rank`: (world_size * n,), in place; other slices are garbage.
+
+        On CPU one reduction is under way at a time (it owns the scratch): starting the next completes it.
+        """
+        if self.device.type == "cuda":
+            own = buffer.view(self.world_size, -1)[self.rank]
+            work = _nccl("reduce_scatter_single", "reduce_scatter_tensor")(
+                own, buffer, group=self.group, async_op=True
+            )
+            return self.traffic.started(kind, buffer, work)
+        if self._reduction is not None:
+            self._reduction.wait()
+        scratch = self._reduction_scratch(buffer)
+        tag = self._next_tag(-(-buffer.numel() // (self.world_size * scratch.shape[-1])))
+        work = PairwiseSum(buffer, scratch, self.rank, self.group, tag)
+        self._reduction = self.traffic.started(kind, buffer, work)
+        return self._reduction
+
+    def sum_in_rank_order(self, values: Tensor) -> Tensor:
+        """The sum of a small vector over ranks, bit-identical on all of them."""
+        gathered = values.new_zeros(self.world_size, *values.shape)
+        gathered[self.rank] = values
+        self.all_gather(gathered.view(-1), "sum").wait()
+        return gathered.sum(dim=0)
+
+    def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
+        """A tensor of the same shape and dtype from every rank, in rank order, on every rank: for debugging."""
+        gathered = tensor.new_empty(self.world_size, tensor.numel())
+        gathered[self.rank] = tensor.detach().flatten()
+        self.all_gather(gathered.view(-1), "debug").wait()
+        return [row.view(tensor.shape) for row in gathered]
+
+    def end_step(self) -> None:
+        """Mark the end of a step on the GPU, and wait for the end of the step before.
+
+        The host runs one step ahead at most, and notices a peer that hangs: NCCL's own `wait` only orders streams.
+
+        Raises:
+            PeerError: if the step before has not ended within --distributed_timeout.
+        """
+        if self.device.type != "cuda":
+            return
+        previous, self._step_end = self._step_end, torch.cuda.Event()
+        self._step_end.record()
+        deadline_s = time.monotonic() + self._step_timeout_s
+        while previous is not None and not previous.query():
+            if time.monotonic() > deadline_s:
+                raise PeerError(
+                    f"a step did not end within --distributed_timeout={self._step_timeout_s:g} s: "
+                    "another rank hangs or died; see its own message"
+                )
+            time.sleep(0.0002)
+
+    def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
+        """What `reduce_scatter` allocates of its own for shards of this size."""
+        return reduction_scratch_bytes(self.device.type, self.world_size, shard_numel, dtype)
+
+    def _reduction_scratch(self, buffer: Tensor) -> Tensor:
+        shape = reduction_scratch_shape(self.world_size, buffer.numel() // self.world_size)
+        size = math.prod(shape) * buffer.itemsize
+        if self._scratch is None or self._scratch.numel() < size:
+            self._scratch = buffer.new_empty(size, dtype=torch.uint8)
+        return self._scratch[:size].view(buffer.dtype).view(shape)
+
+    def _next_tag(self, count: int) -> int:
+        tag, self._tag = self._tag, (self._tag + count) % 2**30
+        return tag
+
+    # -- agreement between hosts, over gloo, with the long time-out ----------------------------------------------
+
+    def agree_max(self, value: int) -> int:
+        """The largest value of any rank. Also keeps ranks within one step of each other however long data takes."""
+        tensor = torch.tensor([value], dtype=torch.int64)
+        with peer_errors():
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._cpu_group)
+        return int(tensor)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.agree_max(0)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """JSON-able values of all ranks, in rank order, on every rank."""
+        data = json.dumps(value).encode()
+        size = self.agree_max(len(data))
+        rows = [torch.zeros(size, dtype=torch.uint8) for _ in range(self.world_size)]
+        padded = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8)
+        with peer_errors():
+            dist.all_gather(rows, padded, group=self._cpu_group)
+        return [json.loads(bytes(row.numpy()).decode()) for row in rows]
+
+    def broadcast_object(self, value: Any) -> Any:
+        """The JSON-able value of rank 0, on every rank."""
+        return self.gather_objects(value if self.rank == 0 else None)[0]
+
+
+def reduction_scratch_bytes(device_type: str, world_size: int, shard_numel: int, dtype: torch.dtype) -> int:
+    """What reductions of shards of this size allocate of their own: receive scratch on CPU, nothing on a GPU."""
+    if device_type == "cuda":
+        return 0
+    return math.prod(reduction_scratch_shape(world_size, shard_numel)) * dtype.itemsize
+
+
+def reduction_scratch_shape(world_size: int, shard_numel: int) -> tuple[int, int, int]:
+    """(slots, peers, elements of a chunk) for shards of this size."""
+    chunk_numel = min(shard_numel, REDUCTION_CHUNK_NUMEL)
+    chunks = -(-shard_numel // chunk_numel) if shard_numel else 0
+    return min(REDUCTION_SLOTS, chunks), world_size - 1, chunk_numel
+
+
+def initialize(config: DistributedConfig) -> Distributed:
+    """Join the process group that torchrun describes in the environment; alone, a group of one."""
+    environment = os.environ
+    world_size = int(environment.get("WORLD_SIZE") or 1)
+    return Distributed(
+        config,
+        rank=int(environment.get("RANK") or 0),
+        world_size=world_size,
+        local_rank=int(environment.get("LOCAL_RANK") or 0),
+        local_world_size=int(environment.get("LOCAL_WORLD_SIZE") or world_size),
+    )
+
+
+def make_deterministic() -> None:
+    """Only deterministic GPU algorithms from here on; to be called before anything runs on a GPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for, read at its first use
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    # That switch also fills every new tensor with NaN, to catch reads of uninitialised memory: costly, and not needed.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def deterministic_ways(device: torch.device, triton: bool) -> str:
+    """What is different with --deterministic=1, for the log."""
+    if device.type != "cuda":
+        return f"deterministic: on {device.type} everything is repeatable anyway; --deterministic=1 costs nothing"
+    embedding = "" if triton else ", embedding gradients from sorted tokens"
+    return (
+        "deterministic: attention's backward pass adds up in a fixed order and never goes through cuDNN, cuBLAS keeps "
+        f"to one workspace{embedding}; scripts/gpu_report.sh measures what that costs"
+    )
+
+
+def choose_device(name: str, local_rank: int, local_world_size: int) -> torch.device:
+    """The device of this rank. Every rank of a machine comes to the same verdict.
+
+    Raises:
+        UsageError: if cuda is asked for and absent, or there are more local ranks than GPUs.
+    """
+    available = torch.cuda.is_available()
+    if name == "cpu" or (name == "auto" and not available):
+        return torch.device("cpu")
+    if not available:
+        raise UsageError("--device=cuda: no CUDA device is available here; use --device=cpu or --device=auto")
+    if local_world_size > torch.cuda.device_count():
+        raise UsageError(
+            f"--device={name}: {local_world_size} processes on this machine, but {torch.cuda.device_count()} GPUs; "
+            "start at most one process per GPU (torchrun --nproc-per-node)"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+class peer_errors:  # noqa: N801 - reads as a statement
+    """Turn the errors by which a backend reports a dead or silent peer into one that says so."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is not None and "EADDRINUSE" in str(error):
+            port = os.environ.get("MASTER_PORT")
+            raise UsageError(
+                f"MASTER_PORT={port} is in use by another program on this machine; choose another one "
+                "(torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 finds a free one by itself)"
+            ) from error
+        if error is not None and is_lost_peer(error):
+            raise lost_peer(error) from error
+
+
+def _nccl(name: str, older_name: str) -> Callable[..., Handle]:
+    """A collective under its name in torch >= 2.13, else under the one before (deprecated there)."""
+    return getattr(dist, name, None) or getattr(dist, older_name)
+
+
+class _quiet_loopback:  # noqa: N801 - reads as a statement
+    """Let gloo on one machine use the loopback device instead of resolving the host's name, which may fail."""
+
+    def __init__(self, world_size: int) -> None:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))) == world_size
+        self._set = local and "GLOO_SOCKET_IFNAME" not in os.environ and os.path.isdir("/sys/class/net/lo")
+
+    def __enter__(self) -> None:
+        if self._set:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+    def __exit__(self, *_: object) -> None:
+        if self._set:
+            del os.environ["GLOO_SOCKET_IFNAME"]

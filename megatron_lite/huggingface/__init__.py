@@ -1,0 +1,1 @@
+"""Models in and out of Hugging Face's format."""

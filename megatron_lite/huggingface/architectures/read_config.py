@@ -1,0 +1,237 @@
+"""config.json of a Hugging Face model as values of our options.
+
+Every key must be known: it is an option of ours, or it must have the one value that we compute with, or it means
+nothing for what a model computes. A key that is none of these is refused by name, because it could change the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_lite.config.values import FLAGS, LARGEST_INTEGER, BadValueError, check_bounds
+from megatron_lite.errors import CheckpointError
+from megatron_lite.huggingface.architectures import rope
+from megatron_lite.huggingface.architectures.table import ACTIVATIONS, ARCHITECTURES, shown
+
+# Keys that must have one of these values, if they are there and the architecture does not read them.
+_CONSTANTS: dict[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (False, None), "add_cross_attention": (False, None), "cross_attention_hidden_size": (None,),
+    "pruned_heads": ({}, None), "per_layer_config": (None,), "partial_rotary_factor": (1.0, None), "auto_map": (None,),
+    "quantization_config": (None,), "attention_bias": (False, None), "mlp_bias": (False, None),
+    "sliding_window": (None,), "use_sliding_window": (False, None),
+}  # fmt: skip
+# Keys that mean nothing for what a model computes: where it comes from, in which precision it is kept, tokens, how
+# transformers generates, labels of classifiers, and what older versions of transformers wrote into every file.
+_MEANINGLESS = frozenset(
+    """
+    architectures model_type _name_or_path name_or_path transformers_version _commit_hash dtype torch_dtype
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class prefix use_cache
+    finetuning_task task_specific_params problem_type id2label label2id num_labels _num_labels
+    return_dict output_hidden_states output_attentions output_scores torchscript use_bfloat16 tf_legacy_loss
+    chunk_size_feed_forward is_decoder tie_encoder_decoder tie_last_hidden_states gradient_checkpointing
+    attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal
+    experts_implementation _experts_implementation _flash_attn_2_enabled pretraining_tp
+    max_length max_new_tokens min_length min_new_tokens early_stopping max_time do_sample num_beams num_beam_groups
+    temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff diversity_penalty repetition_penalty
+    encoder_repetition_penalty length_penalty no_repeat_ngram_size bad_words_ids force_words_ids penalty_alpha
+    renormalize_logits constraints forced_bos_token_id forced_eos_token_id remove_invalid_values
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens forced_decoder_ids sequence_bias
+    guidance_scale low_memory num_return_sequences return_dict_in_generate encoder_no_repeat_ngram_size
+    n_ctx output_past summary_type summary_use_proj summary_activation summary_proj_to_labels
+    summary_first_dropout attention_softmax_in_fp32 scale_attention_softmax_in_fp32 inference_runner
+    max_batch_size max_sequence_length pad_key_length pre_allocate_kv_cache validate_runner_input
+    is_llama_config transformers.js_config unsloth_fixed unsloth_version
+    """.split()
+)
+_MAY_BE_NONE = ("window_size", *rope.OPTIONS)
+_TYPES = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+# Under these names, too, transformers reads keys of GPT-2 and GPTBigCode.
+_SECOND_NAMES = {
+    "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+}  # fmt: skip
+_WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+
+
+def model_values(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a config.json stands for, by name: all that describe the architecture, dropouts and
+    initialisation. `None` is a value, too: no window, no such parameter of the rotary frequencies.
+
+    Raises:
+        CheckpointError: naming each key that is unknown or has a value that our options cannot express.
+    """
+    name = content.get("model_type")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise CheckpointError(
+            f"config.json: model_type {shown(name)} is not known; supported: {', '.join(ARCHITECTURES)}"
+        )
+    reading = _Reading(name, content)
+    values = reading.fixed() | reading.named() | reading.positions() | reading.biases()
+    values["window_size"] = reading.window()
+    reading.refuse_other_keys()
+    values = {option: reading.checked(option, value) for option, value in values.items()}
+    if reading.problems:
+        raise CheckpointError("\n".join(f"config.json ({name}): {problem}" for problem in reading.problems))
+    return values
+
+
+class _Reading:
+    """One config.json while it is read."""
+
+    def __init__(self, name: str, content: Mapping[str, Any]) -> None:
+        self.name, self.content, self.architecture = name, content, ARCHITECTURES[name]
+        self.used: set[str] = set()
+        self.problems: list[str] = []
+
+    def get(self, key: str) -> Any:
+        """The value of a key, or of its second name, or the default of transformers."""
+        self.used.add(key)
+        value = self.content.get(key, self.architecture.defaults.get(key))
+        second = _SECOND_NAMES.get(key)
+        if second is not None and second in self.content:
+            self.used.add(second)
+            if key in self.content and self.content[second] != value:
+                self.problems.append(f"{second} is {shown(self.content[second])}, but {key} is {shown(value)}")
+            return self.content[second]
+        return value
+
+    def key_of(self, option: str) -> str:
+        """The key that is this option alone, or the option itself."""
+        return next((key for key, name in self.architecture.keys.items() if name == option), option)
+
+    def flag(self, key: str) -> bool:
+        """A key that is true or false."""
+        value = self.get(key)
+        if not isinstance(value, bool):
+            self.problems.append(f"{key} is {shown(value)}; it must be true or false")
+        return bool(value)
+
+    def fixed(self) -> dict[str, Any]:
+        """What the architecture has or has not; dropouts are none where it has no key for them."""
+        fixed = {option: value for option, value in self.architecture.fixed.items() if option != "window_size"}
+        return {**fixed, "use_layer_norm_weight": True, "hidden_dropout": 0.0, "embedding_dropout": 0.0}
+
+    def named(self) -> dict[str, Any]:
+        """The keys that are options under another name, and what follows from the others where one is null."""
+        values: dict[str, Any] = {}
+        for key, option in self.architecture.keys.items():
+            values[option] = self.get(key)
+        if self.name == "gpt_bigcode":
+            self._multi_query(values)
+        for option in ("hidden_size", "num_attention_heads"):
+            if not _is_count(values[option]):
+                self.problems.append(f"{self.key_of(option)} is {shown(values[option])}; it must be a number >= 1")
+                return {}
+        heads, width = values["num_attention_heads"], values["hidden_size"]
+        _fill(values, "head_groups", heads)
+        _fill(values, "kv_channels", width // heads)
+        _fill(values, "ffn_hidden_size", 4 * width)
+        activation = values["activation_type"]
+        if not isinstance(activation, str) or activation not in ACTIVATIONS:
+            self.problems.append(f"activation {shown(activation)} is not known; known: {', '.join(ACTIVATIONS)}")
+            activation = "silu"
+        values["activation_type"] = ACTIVATIONS[activation]
+        # A choice of precision: where transformers leaves it open, so do we.
+        if not values.get("attention_softmax_in_fp32", True):
+            del values["attention_softmax_in_fp32"]
+        return values
+
+    def _multi_query(self, values: dict[str, Any]) -> None:
+        groups = 1 if self.flag("multi_query") else values["num_attention_heads"]
+        stated = self.get("num_key_value_heads")  # version 5 writes what it derives from multi_query
+        if stated not in (None, groups):
+            self.problems.append(f"num_key_value_heads is {shown(stated)}; multi_query makes it {groups}")
+        values["head_groups"] = groups
+
+    def positions(self) -> dict[str, Any]:
+        """Rotary positions."""
+        if not self.architecture.fixed["use_rotary_embeddings"]:
+            return {}
+        self.used |= set(rope.KEYS)
+        values, problems = rope.read(self.content, self.get("max_position_embeddings"))
+        self.problems += problems
+        return values
+
+    def biases(self) -> dict[str, Any]:
+        """Which linear layers have biases: always, never, or as a key says."""
+        if self.name in ("llama", "qwen3"):
+            attention = self.flag("attention_bias")
+            mlp = self.flag("mlp_bias") if self.name == "llama" else False
+            return {"add_linear_biases": attention, "add_qkv_biases": attention, "add_mlp_biases": mlp}
+        qkv = other = self.flag("use_bias") if self.name == "starcoder2" else self.name in ("gpt2", "gpt_bigcode")
+        if self.name == "qwen2":
+            qkv = True
+        return {"add_linear_biases": other, "add_qkv_biases": qkv, "add_mlp_biases": other}
+
+    def window(self) -> int | None:
+        """The window of every layer; a model with windows in some of its layers cannot be expressed."""
+        if "sliding_window" not in self.architecture.defaults:
+            return None
+        window = self.get("sliding_window")
+        if "use_sliding_window" not in self.architecture.defaults:
+            return window
+        window = window if self.flag("use_sliding_window") else None
+        num_layers, with_window = self.get("num_hidden_layers"), self._layers_with_window(window)
+        if with_window not in (0, num_layers):
+            self.problems.append(
+                f"a window in {with_window} of {num_layers} layers ({', '.join(_WINDOW_KEYS)}) cannot be expressed: "
+                "--window_size is that of every layer"
+            )
+        if with_window and window is None:
+            self.problems.append("layer_types says sliding_attention, but there is no window (use_sliding_window)")
+        return window if with_window else None
+
+    def _layers_with_window(self, window: Any) -> int:
+        """How many, as stated, or as transformers derives it: those from max_window_layers on."""
+        types, first, num_layers = self.get("layer_types"), self.get("max_window_layers"), self.get("num_hidden_layers")
+        if not _is_count(num_layers):
+            return 0  # which is told elsewhere
+        if types is None:
+            if not isinstance(first, int):
+                self.problems.append(f"max_window_layers is {shown(first)}; it must be a number")
+                return 0
+            return 0 if window is None else max(0, num_layers - max(0, first))
+        kinds = ("sliding_attention", "full_attention", "attention")
+        if not isinstance(types, list) or len(types) != num_layers or any(kind not in kinds for kind in types):
+            self.problems.append(f"layer_types {shown(types)}: it must be {' or '.join(kinds[:2])} for each layer")
+            return 0
+        return types.count("sliding_attention")
+
+    def refuse_other_keys(self) -> None:
+        """Keys with one possible value, and unknown ones."""
+        constants = {**_CONSTANTS, **{key: (value,) for key, value in self.architecture.constants.items()}}
+        for key, value in self.content.items():
+            if key in self.used or key in _MEANINGLESS:
+                continue
+            if key not in constants:
+                effect = "might change what the model computes; remove it if not"
+                self.problems.append(f"{key[:80]}: {shown(value)} is not known, and {effect}")
+            elif value not in constants[key]:
+                self.problems.append(f"{key} is {shown(value)}; only {shown(constants[key][0])} can be expressed")
+
+    def checked(self, option: str, value: Any) -> Any:
+        """A value, held against the type and the bounds of its option; the message names its key."""
+        if value is None and option in _MAY_BE_NONE:
+            return None
+        flag = FLAGS[option]
+        key = self.key_of(option)
+        try:
+            if type(value) not in _TYPES[flag.kind]:
+                raise BadValueError(f"must be of type {flag.kind}")
+            if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+                raise BadValueError("too large")
+            check_bounds(flag, value)
+        except BadValueError as error:
+            self.problems.append(f"{key} is {shown(self.content.get(key, value))}: {error}")
+            return None
+        return float(value) if flag.kind == "float" else value
+
+
+def _fill(values: dict[str, Any], option: str, default: Any) -> None:
+    if values.get(option) is None:
+        values[option] = default
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,116 @@
+"""Rotary positions in config.json: as in transformers 4 (rope_theta, rope_scaling), and as in 5 (rope_parameters)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_lite.config import ModelConfig
+from megatron_lite.config.values import LARGEST_INTEGER
+from megatron_lite.huggingface.architectures.table import shown
+
+KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+# Options that only some types use, None with the others, under the names of rope_parameters.
+_NAMES = {
+    "factor": "rope_factor", "low_freq_factor": "rope_low_freq_factor", "high_freq_factor": "rope_high_freq_factor",
+    "original_max_position_embeddings": "rope_original_max_position_embeddings", "beta_fast": "rope_beta_fast",
+    "beta_slow": "rope_beta_slow", "attention_factor": "rope_attention_factor", "mscale": "rope_mscale",
+    "mscale_all_dim": "rope_mscale_all_dim", "truncate": "rope_truncate",
+}  # fmt: skip
+OPTIONS = tuple(_NAMES.values())
+_ORIGINAL = "original_max_position_embeddings"
+_USED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": (
+        "factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate",
+    ),
+}  # fmt: skip
+_REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+
+
+def read(content: Mapping[str, Any], max_position_embeddings: Any) -> tuple[dict[str, Any], list[str]]:
+    """The options of rotary positions, and what is wrong.
+
+    As in transformers 5, rope_scaling goes before rope_parameters, and a base in either before rope_theta. What they
+    say twice must agree, because another version would take the other.
+    """
+    found: list[dict[str, Any]] = []
+    problems: list[str] = []
+    for key in ("rope_scaling", "rope_parameters"):
+        given = content.get(key)
+        if given is not None and not isinstance(given, dict):
+            problems.append(f"{key} is {shown(given)}; it must be an object or null")
+        elif given:
+            values, wrong = _read_one(key, given, content.get("rope_theta"), max_position_embeddings)
+            found.append(values)
+            problems += wrong
+    if not found:
+        found.append(_read_one("rope_scaling", {}, content.get("rope_theta"), max_position_embeddings)[0])
+    problems += [
+        f"rope_scaling and rope_parameters contradict each other in {option}: "
+        f"{shown(value)} and {shown(found[-1][option])}"
+        for option, value in found[0].items()
+        if found[-1][option] != value
+    ]
+    return found[0], problems
+
+
+def _read_one(key: str, given: dict[str, Any], theta: Any, length: Any) -> tuple[dict[str, Any], list[str]]:
+    """One of the two objects; `theta` and `length` are rope_theta and max_position_embeddings."""
+    given = {name: value for name, value in given.items() if value is not None}
+    kind = given.pop("rope_type", given.get("type", "default"))
+    problems = []
+    if given.pop("type", kind) != kind:
+        problems.append(f"{key}: type and rope_type differ")
+    base = given.pop("rope_theta", theta if theta is not None else 10000.0)
+    if theta is not None and theta != base:
+        problems.append(f"rope_theta is {shown(theta)}, but {shown(base)} in {key}")
+    if given.pop("partial_rotary_factor", 1.0) != 1.0:
+        problems.append(f"{key}: partial_rotary_factor: this architecture rotates whole heads")
+    values: dict[str, Any] = {"rope_type": kind, "rotary_base": base, "rotary_percent": 1.0}
+    values |= dict.fromkeys(OPTIONS)
+    if not isinstance(kind, str) or kind not in _USED:
+        problems.append(f"{key}: rope_type {shown(kind)} is not known; known: {', '.join(_USED)}")
+        return values, problems
+    problems += [f"{key}: {name} means nothing for rope_type {kind}" for name in given if name not in _USED[kind]]
+    problems += [f"{key}: rope_type {kind} needs {name}" for name in _REQUIRED.get(kind, ()) if name not in given]
+    if _ORIGINAL in _USED[kind]:
+        given.setdefault(_ORIGINAL, length)
+    if kind == "yarn":
+        _derive_yarn(given, length)
+    values |= {_NAMES[name]: given[name] for name in _USED[kind] if name in given}
+    return values, problems
+
+
+def _derive_yarn(given: dict[str, Any], length: Any) -> None:
+    """Fill in what transformers derives, and drop what it does not look at."""
+    original = given[_ORIGINAL]
+    if "factor" not in given and all(isinstance(n, int) and 0 < n <= LARGEST_INTEGER for n in (length, original)):
+        given["factor"] = length / original
+    for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+        given[name] = given.get(name) or default
+    given.setdefault("truncate", True)
+    scales = [given.pop(name, None) for name in ("mscale", "mscale_all_dim")]
+    if "attention_factor" not in given and all(scales):  # else the two have no effect
+        given["mscale"], given["mscale_all_dim"] = scales
+
+
+def write(model: ModelConfig) -> dict[str, Any]:
+    """The keys for both versions.
+
+    Before version 4.43 only linear was known here, as {"type", "factor"}; later ones read that, too.
+    """
+    values = {name: getattr(model, option) for name, option in _NAMES.items()}
+    values = {name: value for name, value in values.items() if name in _USED[model.rope_type] and value is not None}
+    scaling: dict[str, Any] | None = {"rope_type": model.rope_type, **values}
+    if model.rope_type == "default":
+        scaling = None
+    elif model.rope_type == "linear":
+        scaling = {"type": "linear", **values}
+    base = model.rotary_base
+    return {
+        "rope_theta": base, "rope_scaling": scaling,
+        "rope_parameters": {"rope_type": model.rope_type, "rope_theta": base, **values},
+    }  # fmt: skip

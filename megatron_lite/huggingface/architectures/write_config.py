@@ -1,0 +1,80 @@
+"""config.json of one of our models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_lite.config import Config, ModelConfig
+from megatron_lite.huggingface.architectures import rope
+from megatron_lite.huggingface.architectures.table import (
+    ACTIVATIONS,
+    ARCHITECTURES,
+    biases_of,
+    check_exportable,
+)
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -> dict[str, Any]:
+    """config.json of a resolved config. `special_tokens` are bos_token_id and eos_token_id, None where unknown.
+
+    Both spellings of the dtype and of rotary positions are given: transformers 5 reads `dtype` and `rope_parameters`,
+    older ones `torch_dtype`, `rope_theta` and `rope_scaling`.
+
+    Raises:
+        UsageError: if no architecture can express the model.
+    """
+    model = config.model
+    name = check_exportable(model, config.training.export_model_type)
+    architecture = ARCHITECTURES[name]
+    dtype = _DTYPES[config.training.export_dtype or config.distributed.training_dtype]
+    content: dict[str, Any] = {
+        "architectures": [architecture.class_name], "model_type": name, "dtype": dtype, "torch_dtype": dtype,
+        "bos_token_id": special_tokens.get("bos_token_id"), "eos_token_id": special_tokens.get("eos_token_id"),
+        "pad_token_id": None, "use_cache": True,
+    }  # fmt: skip
+    content |= {key: getattr(model, option) for key, option in architecture.keys.items()}
+    content["initializer_range"] = min(1.0, model.init_method_std or 0.0)
+    content[_key(name, "activation_type")] = _activation(name, model)
+    content |= _biases(name, model) | _window(name, model)
+    if name == "gpt_bigcode":
+        content["multi_query"] = model.head_groups == 1
+    if architecture.fixed["use_rotary_embeddings"]:
+        # Learned positions are as many as there are weights; rotary ones, as many as were trained.
+        content["max_position_embeddings"] = max(model.max_position_embeddings or 0, config.batch.sequence_length)
+        content |= rope.write(model)
+    return content
+
+
+def _key(name: str, option: str) -> str:
+    return next(key for key, ours in ARCHITECTURES[name].keys.items() if ours == option)
+
+
+def _activation(name: str, model: ModelConfig) -> str:
+    if name == "gpt2" and model.activation_type == "gelu":
+        return "gelu_new"  # what every GPT-2 says
+    return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation_type)
+
+
+def _biases(name: str, model: ModelConfig) -> dict[str, Any]:
+    biases = biases_of(name, model)
+    keys = {
+        "llama": {"attention_bias": biases.qkv, "mlp_bias": biases.mlp}, "qwen3": {"attention_bias": biases.qkv},
+        "starcoder2": {"use_bias": biases.mlp},
+    }  # fmt: skip
+    return keys.get(name, {})
+
+
+def _window(name: str, model: ModelConfig) -> dict[str, Any]:
+    """The window of every layer."""
+    defaults, window = ARCHITECTURES[name].defaults, model.window_size
+    if "sliding_window" not in defaults:
+        return {}
+    if "use_sliding_window" not in defaults:
+        return {"sliding_window": window}
+    kind = "full_attention" if window is None else "sliding_attention"
+    return {
+        "use_sliding_window": window is not None, "sliding_window": window,
+        "max_window_layers": model.num_layers if window is None else 0, "layer_types": [kind] * model.num_layers,
+    }  # fmt: skip

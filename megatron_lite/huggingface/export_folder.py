@@ -1,0 +1,207 @@
+"""Writing a Hugging Face folder: where each tensor lies follows from names and shapes, before any value is known.
+
+So every value is written where it belongs as soon as it is there, in any order, and never more than one parameter is
+in memory. The bytes do not depend on who brings them: the number of ranks, the ZeRO stage, or a converter.
+
+Files are cut as by `save_pretrained` of transformers: tensors in the order of their names, a new file where the next
+one would make it larger than the limit, a file of its own for a tensor that is larger by itself; one file without an
+index where everything fits. Files get mode 0666 and folders 0777 less the umask: readable by all as a rule, private
+where the user's umask says so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_lite.checkpoint import files
+from megatron_lite.config import Config, ModelConfig
+from megatron_lite.data.tokenizing import copy_tokenizer
+from megatron_lite.huggingface.architectures import hugging_face_config
+from megatron_lite.huggingface.folder_kind import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
+from megatron_lite.huggingface.weight_map import Constant, Piece, by_tensor, constants, pieces
+from megatron_lite.run.durable_files import sync_folder
+
+
+class Place(NamedTuple):
+    """Where a tensor of theirs lies."""
+
+    file: int
+    offset: int  # bytes from the beginning of the file's values
+    shape: tuple[int, ...]
+
+
+class FilePlan:
+    """The files of an export. `parameters`: (name, shape) of ours; `limit_bytes`: of the tensors of one file."""
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, tuple[int, ...]]], architecture: str, model: ModelConfig,
+        dtype: torch.dtype, limit_bytes: int,
+    ) -> None:  # fmt: skip
+        self.dtype = dtype
+        self.pieces = {name: pieces(name, shape, architecture, model) for name, shape in parameters}
+        self.constants = list(constants(architecture, model))
+        shapes = {constant.name: constant.shape for constant in self.constants}
+        for piece in (piece for every in self.pieces.values() for piece in every):
+            assert shapes.setdefault(piece.name, piece.their_shape) == piece.their_shape, piece.name
+        sizes = {name: math.prod(shapes[name]) * dtype.itemsize for name in sorted(shapes, key=_natural)}
+        self.total_bytes = sum(sizes.values())
+        self.names = split(sizes, limit_bytes)
+        self.places: dict[str, Place] = {}
+        for index, names in enumerate(self.names):
+            offset = 0
+            for name in names:
+                self.places[name] = Place(index, offset, shapes[name])
+                offset += sizes[name]
+
+    def file_name(self, index: int) -> str:
+        """Of the file of that index."""
+        if len(self.names) == 1:
+            return WEIGHTS_NAME
+        return f"model-{index + 1:05d}-of-{len(self.names):05d}.safetensors"
+
+    def index(self) -> dict[str, Any] | None:
+        """The content of the index; None for one file."""
+        if len(self.names) == 1:
+            return None
+        weight_map = {name: self.file_name(self.places[name].file) for name in sorted(self.places)}
+        return {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+
+
+def split(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
+    """Names in files of at most `limit_bytes`, in order; what is larger by itself gets a file of its own.
+
+    Source: `split_torch_state_dict_into_shards` of huggingface_hub.
+    """
+    cut: list[list[str]] = []
+    current: list[str] = []
+    current_bytes = 0
+    for name, size in sizes.items():
+        if size > limit_bytes:
+            cut.append([name])
+            continue
+        if current_bytes + size > limit_bytes:
+            cut.append(current)
+            current, current_bytes = [], 0
+        current.append(name)
+        current_bytes += size
+    return [*cut, current] if current else cut
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts layer 2 before layer 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
+
+
+class ExportFolder:
+    """A folder that is being written. `overflow` names the first value that the dtype cannot hold, once there is one:
+    nothing is written from then on, and the folder must not be published.
+
+    Raises:
+        OSError: also by all methods, if something cannot be written.
+    """
+
+    def __init__(self, folder: Path, plan: FilePlan) -> None:
+        self.folder, self.plan, self.overflow = folder, plan, ""
+        self._missing = set(plan.pieces)
+        folder.mkdir()
+        self._starts = [self._begin(index, names) for index, names in enumerate(plan.names)]
+        for constant in plan.constants:
+            self._write(constant.name, _constant(constant), 0.0)
+
+    def _begin(self, index: int, names: Sequence[str]) -> int:
+        """Make a file with its header; returns where its values begin."""
+        places = {name: (self.plan.dtype, self.plan.places[name].shape) for name in names}
+        header = files.safetensors_header(places, {"format": "pt"})
+        with files.new_file(self._path(index)) as write:
+            write(memoryview(header))
+        return len(header)
+
+    def _path(self, index: int) -> Path:
+        return self.folder / self.plan.file_name(index)
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Write one whole parameter of ours, on any device and of any dtype, rounded to nearest."""
+        assert name in self._missing, f"{name} is written twice, or no parameter"
+        self._missing.discard(name)
+        for their_name, parts in by_tensor(self.plan.pieces[name]).items():
+            if self.overflow:
+                return
+            if len(parts) == 1 and not parts[0].transposed:  # as it lies: by and by
+                ours = values[parts[0].first_row : parts[0].first_row + parts[0].rows]
+                self._write(their_name, ours.reshape(-1), parts[0].plus)
+            else:
+                self._write(their_name, their_tensor(values, parts).reshape(-1), 0.0)
+
+    def _write(self, name: str, flat: Tensor, plus: float) -> None:
+        place, dtype = self.plan.places[name], self.plan.dtype
+        assert flat.numel() == math.prod(place.shape), (name, flat.numel(), place.shape)
+        descriptor = os.open(self._path(place.file), os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            offset = self._starts[place.file] + place.offset
+            for chunk in flat.detach().split(files.CHUNK_BYTES // 4):
+                rounded = (chunk.float() + plus if plus else chunk).to(dtype)
+                if dtype != torch.float32 and not bool(torch.isfinite(rounded).all()):
+                    self.overflow = f"{name} has a weight of {float(chunk.abs().max()):g}"
+                    return
+                data = rounded.cpu().contiguous().view(torch.uint8).numpy().data
+                while data:
+                    count = os.pwrite(descriptor, data, offset)
+                    data, offset = data[count:], offset + count
+        finally:
+            os.close(descriptor)
+
+    def finish(
+        self, config: Config, tokenizer_file: str | Path | None, special_tokens: Mapping[str, int | None] | None = None
+    ) -> None:
+        """Add the index and what describes the model, and make everything durable; then it can be published.
+
+        special_tokens: ids by their names in config.json, where no tokenizer says them.
+        """
+        assert not self._missing, f"weights left out: {sorted(self._missing)[:5]}"
+        assert not self.overflow, self.overflow
+        if (index := self.plan.index()) is not None:
+            _write_json(self.folder / INDEX_NAME, index)
+        tokens = dict(special_tokens or {})
+        if tokenizer_file is not None:
+            found = copy_tokenizer(tokenizer_file, self.folder)
+            tokens |= {key: token for key, token in found.items() if token is not None}
+        content = hugging_face_config(config, tokens)
+        _write_json(self.folder / CONFIG_NAME, content)
+        generation = {key: content[key] for key in ("bos_token_id", "eos_token_id") if content[key] is not None}
+        _write_json(self.folder / "generation_config.json", {"_from_model_config": True, **generation})
+        for path in self.folder.iterdir():
+            files.sync_file(path)
+        sync_folder(self.folder)
+
+
+def _constant(constant: Constant) -> Tensor:
+    """All its values."""
+    return torch.full((math.prod(constant.shape),), constant.value)
+
+
+def their_tensor(values: Tensor, parts: Sequence[Piece]) -> Tensor:
+    """A tensor of theirs put together from rows of one parameter of ours: a view where it is one, else on the host."""
+    first = parts[0]
+    if len(parts) == 1:
+        ours = values[first.first_row : first.first_row + first.rows]
+        ours = ours.t() if first.transposed else ours
+        return ours.float() + first.plus if first.plus else ours
+    made = torch.empty(first.their_shape, dtype=values.dtype)
+    for piece in parts:
+        target = made.t() if piece.transposed else made
+        rows = target[piece.their_first_row : piece.their_first_row + piece.rows]
+        rows.copy_(values[piece.first_row : piece.first_row + piece.rows])
+    return made
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    files.write_text(path, json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,162 @@
+"""A model that begins with pretrained weights: every rank reads just the elements of its own shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_lite.checkpoint.compatibility import keeps_moments, optimizer_state, saved_optimizer
+from megatron_lite.checkpoint.manifest import MOMENTS, DamagedError
+from megatron_lite.config import Config
+from megatron_lite.distributed.agreement import together
+from megatron_lite.errors import CheckpointError
+from megatron_lite.huggingface.open_source import (
+    CheckpointSource,
+    WeightSource,
+    open_one,
+    source_folders,
+    unusable,
+)
+
+if TYPE_CHECKING:
+    from megatron_lite.distributed.process_group import Distributed
+    from megatron_lite.zero.layout import ParameterSlot
+    from megatron_lite.zero.multi_stage import MultiStage
+
+FLAG = "--pretrained_checkpoint_path"
+
+
+def open_pretrained(
+    config: Config, shapes: Mapping[str, tuple[int, ...]], distributed: Distributed, report: Callable[[str], None]
+) -> WeightSource:
+    """The source that the command line names, checked: all ranks call this together, before memory is allocated.
+
+    `shapes` are those of the model's parameters. `report` gets a line for each newer checkpoint that is damaged.
+
+    Raises:
+        CheckpointError: on every rank, if it cannot be used, or does not fit the model.
+    """
+    assert config.source.pretrained_checkpoint_path is not None
+    folder, wanted = Path(config.source.pretrained_checkpoint_path), config.source.pretrained_checkpoint_type
+    own = together(distributed, lambda: _named(lambda: source_folders(folder, wanted)))
+    kind, names = distributed.broadcast_object([own[0], [str(path) for path in own[1]]])
+    if kind != "distributed" and config.source.load_pretrained_optimizer:
+        raise CheckpointError(
+            f"--load_pretrained_optimizer=1: {folder} is a Hugging Face folder, which holds no optimizer; leave it out"
+        )
+    problems = []
+    for path in map(Path, names):
+        opened: list[WeightSource] = []
+
+        def open_and_look(path: Path = path, opened: list[WeightSource] = opened) -> str | None:
+            try:
+                opened.append(open_one(path, kind, config.model))
+            except DamagedError as error:
+                return str(error)
+            if kind == "distributed":
+                _check_meaning(opened[0], config)
+            opened[0].check(shapes)
+            return opened[0].damage(distributed.rank, distributed.world_size)
+
+        found = together(distributed, lambda look=open_and_look: _named(look))  # type: ignore[misc]
+        problem = next((text for text in distributed.gather_objects(found) if text is not None), None)
+        if problem is None:
+            return opened[0]
+        for source in opened:
+            source.close()
+        problems.append(f"{path.name}: {problem}" if len(names) > 1 else problem)
+        if len(names) > 1:
+            report(f"{FLAG}: checkpoint {path}: {problem}; skipped, looking for an older one")
+    raise CheckpointError(f"{FLAG}: {unusable(folder, problems)}")
+
+
+def _check_meaning(source: WeightSource, config: Config) -> None:
+    """Norms of our checkpoints are read as they are stored: around 0 or around 1."""
+    theirs, ours = source.model.zero_centered_normalization, config.model.zero_centered_normalization
+    if theirs != ours:
+        raise CheckpointError(
+            f"--zero_centered_normalization={int(ours)}: {source.folder} was trained with {int(theirs)}, and its norms "
+            f"are stored so; write --zero_centered_normalization={int(theirs)}"
+        )
+
+
+def _named(action: Callable[[], Any]) -> Any:
+    """Errors with the name of the flag."""
+    try:
+        return action()
+    except CheckpointError as error:
+        raise CheckpointError(f"{FLAG}: {error}") from None
+
+
+def load_weights(source: WeightSource, model: MultiStage, distributed: Distributed) -> None:
+    """Fill the weight shards, one part after the other; padding becomes zero.
+
+    Raises:
+        CheckpointError: on every rank, if a file cannot be read any more, or holds a number that is not finite.
+    """
+
+    def fill() -> None:
+        for _, part in model.parts():
+            shard = part.read("weights").zero_()
+            for slot, start, end in part.layout.pieces(distributed.rank):
+                at = slot.offset - distributed.rank * part.layout.shard_numel  # of the parameter's element 0
+                source.read(slot.spec.name, start, shard[at + start : at + end])
+            part.write("weights", shard)
+        model.invalidate()
+
+    together(distributed, lambda: _named(fill))
+    if distributed.agree_max(int(not model.is_finite())):
+        raise CheckpointError(
+            f"{FLAG}: {source.folder}: some weights are not finite, so nothing can be trained from them; restore or "
+            "download it again"
+        )
+
+
+def load_moments(
+    source: WeightSource, model: MultiStage, distributed: Distributed, optimizer: str
+) -> tuple[dict[str, Any], str | None]:
+    """Fill the optimizer's moments; those that mean something else to the `optimizer` of now stay zero.
+
+    Returns what else of the optimizer goes on, for `Optimizer.load_rule`, and a line about what does not.
+
+    Raises:
+        CheckpointError: on every rank, if none of them can go on, or a file cannot be read any more.
+    """
+    assert isinstance(source, CheckpointSource), "refused before"
+    content = source.content
+    before = saved_optimizer(content.config)
+
+    def goes_on(kind: str, slot: ParameterSlot) -> bool:
+        is_there = kind in content.parameters[slot.spec.name].slices
+        return is_there and keeps_moments(before, optimizer, bool(slot.spec.matrix_rows))
+
+    def fill() -> None:
+        for _, part in model.parts():
+            for kind in (kind for kind in part.kinds() if kind in MOMENTS):
+                moment = part.read(kind)
+                for slot, start, end in part.layout.pieces(distributed.rank):
+                    if part.has(kind, slot.spec) and goes_on(kind, slot):
+                        at = slot.offset - distributed.rank * part.layout.shard_numel
+                        source.read_state(slot.spec.name, kind, start, moment[at + start : at + end])
+
+    together(distributed, lambda: _named(fill))
+    wanted = [
+        (kind, slot)
+        for _, part in model.parts()
+        for kind in part.kinds()
+        for slot in part.layout.slots
+        if kind in MOMENTS and part.has(kind, slot.spec)
+    ]
+    kept = sum(goes_on(kind, slot) for kind, slot in wanted)
+    lost = len(wanted) - kept
+    if lost and not kept:
+        raise CheckpointError(
+            f"--load_pretrained_optimizer=1: nothing of the optimizer of {source.folder} (--optimizer={before}) means "
+            f"anything to --optimizer={optimizer}; leave load_pretrained_optimizer out"
+        )
+    note = (
+        f"{lost} of {lost + kept} moments of parameter tensors are not in {source.folder}, or mean something else "
+        f"there (--optimizer={before}): they start at zero"
+    )
+    return optimizer_state(content.state, before, optimizer), note if lost else None

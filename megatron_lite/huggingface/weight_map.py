@@ -1,0 +1,178 @@
+"""Where every row of one of our parameters is in the tensors of a Hugging Face model: one table for both directions.
+
+Ours            GPT-2, GPTBigCode              the others
+q, k, v rows    one tensor (GPTBigCode with    three tensors
+                as many key as query heads:
+                q, k, v of a head together)
+gate, up rows                                  two tensors
+a tied head     none of its own                none of its own
+
+GPT-2's linear layers ("Conv1D") are stored the other way round: (inputs, outputs). Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+from megatron_lite.config import ModelConfig
+from megatron_lite.huggingface.architectures import Biases, biases_of
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of one of our parameters, and where they are:
+
+        theirs[their_first_row : their_first_row + rows] = ours[first_row : first_row + rows] + plus
+
+    If `transposed`, that is so for the transpose of their tensor.
+    """
+
+    name: str  # theirs
+    first_row: int
+    rows: int
+    their_first_row: int
+    their_shape: tuple[int, ...]  # as it is stored
+    transposed: bool = False
+    plus: float = 0.0
+
+
+class Constant(NamedTuple):
+    """A tensor of theirs for which we have no parameter, because ours would be this number everywhere."""
+
+    name: str
+    shape: tuple[int, ...]
+    value: float
+
+
+_GPT_ENDS = {
+    "embedding.word": "transformer.wte", "embedding.position": "transformer.wpe", "head.norm": "transformer.ln_f",
+    "head.output": "lm_head",
+}  # fmt: skip
+_GPT_LAYER = {
+    "attention_norm": "ln_1", "attention.query_key_value": "attn.c_attn", "attention.output": "attn.c_proj",
+    "mlp_norm": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
+}  # fmt: skip
+_ENDS = {"embedding.word": "model.embed_tokens", "head.norm": "model.norm", "head.output": "lm_head"}
+_LAYER = {
+    "attention_norm": "input_layernorm", "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm", "attention.output": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
+}  # fmt: skip
+_STARCODER2_LAYER = _LAYER | {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+_LAYERS: Mapping[str, dict[str, str]] = MappingProxyType(
+    {"gpt2": _GPT_LAYER, "gpt_bigcode": _GPT_LAYER, "starcoder2": _STARCODER2_LAYER}
+)
+# Buffers that older versions of transformers saved beside the weights.
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+def pieces(name: str, shape: tuple[int, ...], architecture: str, model: ModelConfig) -> list[Piece]:
+    """The pieces of one of our parameters, in order; together they are all its rows.
+
+    Raises:
+        KeyError: if the architecture has no such parameter.
+    """
+    owner, kind = name.rsplit(".", 1)  # kind: weight or bias
+    layer = _LAYERS.get(architecture, _LAYER)
+    plus = 1.0 if owner.endswith("norm") and kind == "weight" and model.zero_centered_normalization else 0.0
+    if not owner.startswith("blocks."):
+        ends = _GPT_ENDS if layer is _GPT_LAYER else _ENDS
+        return [Piece(f"{ends[owner]}.{kind}", 0, shape[0], 0, shape, plus=plus)]
+    _, index, part = owner.split(".", 2)
+    prefix = f"{'transformer.h' if layer is _GPT_LAYER else 'model.layers'}.{index}"
+    parts = _parts(part, shape[0], layer, architecture, model)
+    sizes: dict[str, int] = {}
+    for theirs, _, rows, _ in parts:
+        sizes[theirs] = sizes.get(theirs, 0) + rows
+    transposed = architecture == "gpt2" and len(shape) == 2
+
+    def their_shape(rows: int) -> tuple[int, ...]:
+        return (*shape[1:], rows) if transposed else (rows, *shape[1:])
+
+    return [
+        Piece(f"{prefix}.{theirs}.{kind}", first, rows, their_first, their_shape(sizes[theirs]), transposed, plus)
+        for theirs, first, rows, their_first in parts
+    ]
+
+
+def by_tensor(found: Iterable[Piece]) -> dict[str, list[Piece]]:
+    """Pieces by the names of their tensors."""
+    tensors: dict[str, list[Piece]] = {}
+    for piece in found:
+        tensors.setdefault(piece.name, []).append(piece)
+    return tensors
+
+
+def _parts(
+    part: str, rows: int, layer: dict[str, str], architecture: str, model: ModelConfig
+) -> list[tuple[str, int, int, int]]:
+    """Of one part of a block: (their layer, first row of ours, rows, first row of theirs)."""
+    if part == "attention.query_key_value":
+        return list(_query_key_value(architecture, model))
+    if part == "mlp.up" and model.gated:
+        return [("mlp.gate_proj", 0, rows // 2, 0), ("mlp.up_proj", rows // 2, rows // 2, 0)]
+    return [(layer[part], 0, rows, 0)]
+
+
+def _query_key_value(architecture: str, model: ModelConfig) -> Iterator[tuple[str, int, int, int]]:
+    assert model.head_groups and model.kv_channels, (model.head_groups, model.kv_channels)
+    heads, groups, channels = model.num_attention_heads, model.head_groups, model.kv_channels
+    sizes = (heads * channels, groups * channels, groups * channels)
+    firsts = (0, sizes[0], sizes[0] + sizes[1])
+    if architecture == "gpt_bigcode" and groups == heads:
+        for which, first in enumerate(firsts):
+            for head in range(heads):
+                yield "attn.c_attn", first + head * channels, channels, (3 * head + which) * channels
+    elif architecture in ("gpt2", "gpt_bigcode"):
+        yield "attn.c_attn", 0, sum(sizes), 0
+    else:
+        for letter, first, size in zip("qkv", firsts, sizes, strict=True):
+            yield f"self_attn.{letter}_proj", first, size, 0
+
+
+def constants(architecture: str, model: ModelConfig) -> Iterator[Constant]:
+    """The tensors of the architecture that no parameter of the model fills.
+
+    They are ones for the weights of norms, zeros for biases: a norm times 1 and a product plus 0 are exact.
+    """
+    assert model.head_groups and model.kv_channels and model.ffn_hidden_size
+    width, channels = model.hidden_size, model.kv_channels
+    norms = {"head.norm": width}
+    linears: dict[str, tuple[int, ...]] = {}
+    theirs, ours = biases_of(architecture, model), Biases.of(model)
+    for index in range(model.num_layers):
+        block = f"blocks.{index}"
+        norms |= {f"{block}.attention_norm": width, f"{block}.mlp_norm": width}
+        if model.qk_layernorm:
+            norms |= {f"{block}.attention.query_norm": channels, f"{block}.attention.key_norm": channels}
+        heads = model.num_attention_heads + 2 * model.head_groups
+        if theirs.qkv > ours.qkv:
+            linears[f"{block}.attention.query_key_value"] = (heads * channels, width)
+        if theirs.output > ours.output:
+            linears[f"{block}.attention.output"] = (width, model.num_attention_heads * channels)
+        if theirs.mlp > ours.mlp:
+            linears[f"{block}.mlp.up"] = (model.ffn_hidden_size * (2 if model.gated else 1), width)
+            linears[f"{block}.mlp.down"] = (width, model.ffn_hidden_size)
+    filled = {f"{owner}.bias": (shape[0],) for owner, shape in linears.items()}
+    if not model.use_layer_norm_weight:
+        kinds = ("weight", "bias") if model.normalization_type == "layer_norm" else ("weight",)
+        filled |= {f"{owner}.{kind}": (size,) for owner, size in norms.items() for kind in kinds}
+    for name, shape in filled.items():
+        value = 1.0 if name.endswith("norm.weight") else 0.0
+        tensors = {piece.name: piece.their_shape for piece in pieces(name, shape, architecture, model)}
+        yield from (Constant(theirs_name, theirs_shape, value) for theirs_name, theirs_shape in tensors.items())
+
+
+def known_name(name: str, architecture: str, model: ModelConfig) -> str | None:
+    """The name under which `pieces` knows a tensor of a file; None for what is no weight of the model.
+
+    Files of a model without its head (as the original ones of GPT-2) leave the first part of every name out. Buffers,
+    and the head of a model that ties it to its embedding, are no weights of their own.
+    """
+    if name.endswith(_BUFFERS) or (name == "lm_head.weight" and model.tie_word_embeddings):
+        return None
+    prefix = "transformer." if architecture in ("gpt2", "gpt_bigcode") else "model."
+    return name if name.startswith((prefix, "lm_head.")) else prefix + name

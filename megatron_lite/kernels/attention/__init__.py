@@ -1,0 +1,1 @@
+"""Scaled dot-product attention: the formula, its blockwise form on CPU, GPU libraries, and the choice among them."""

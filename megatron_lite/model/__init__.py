@@ -1,0 +1,1 @@
+"""GPT: an ordered list of layers that pass one hidden tensor (b, s, h)."""

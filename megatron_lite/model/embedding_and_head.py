@@ -1,0 +1,130 @@
+"""The two ends of the chain: embedding, and final norm with output head and loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config import ModelConfig
+from megatron_lite.kernels.choice import Kernels
+from megatron_lite.kernels.cross_entropy import capped
+from megatron_lite.kernels.dropout import dropout
+from megatron_lite.kernels.embedding import add_positions, embedding
+from megatron_lite.kernels.linear_cross_entropy import linear_cross_entropy
+from megatron_lite.kernels.triton_support import cdiv
+from megatron_lite.model.layer import Layer, MicroBatch
+from megatron_lite.model.norm import Norm
+from megatron_lite.parameter import Initializer, Parameter, ParameterSpec, declare
+
+
+class Embedding(Layer):
+    """Token and learned position embeddings: tokens (b, s) -> (b, s, h)."""
+
+    name = "embedding"
+
+    def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
+        super().__init__()
+        assert config.init_method_std_embed is not None and config.max_position_embeddings is not None
+        self.kernels = kernels
+        weights = Initializer("normal", config.init_method_std_embed)
+        assert config.embedding_dropout is not None
+        self.dropout = config.embedding_dropout
+        self.dtype = torch.float32 if config.full_precision_residual else None  # of the residual stream
+        self.word = declare(_vocabulary("embedding.word.weight", config, embedding=True))
+        self.position = None
+        if config.use_position_embeddings:
+            shape = (config.max_position_embeddings, config.hidden_size)
+            self.position = declare(ParameterSpec("embedding.position.weight", shape, weights, embedding=True))
+        self.norm = Norm("embedding.norm", config, kernels) if config.input_embedding_norm else None
+        self.backward_needs_weights = self.norm is not None and self.norm.weight is not None
+
+    def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
+        """From tokens alone; at the positions of the micro-batch, or counting from 0."""
+        assert hidden is None
+        hidden = embedding(self.word, micro_batch.tokens, self.kernels.triton, self.dtype)
+        if self.position is not None and micro_batch.positions is None:
+            hidden = add_positions(hidden, self.position)
+        elif self.position is not None:
+            hidden = hidden + self.position[micro_batch.positions]
+        if self.norm is not None:
+            hidden = self.norm(hidden)
+        return dropout(hidden, self.dropout, micro_batch.site_seed("embedding"))
+
+
+class Head(Layer):
+    """Final norm, output projection and summed cross-entropy: (b, s, h) -> ().
+
+    In training, `logit_z_loss` times the squared log-sum-exp of each token's logits is added to its loss.
+    """
+
+    name = "head"
+    gradients_in_forward = True
+
+    def __init__(self, config: ModelConfig, embedding: Embedding, kernels: Kernels, logit_z_loss: float = 0.0) -> None:
+        super().__init__()
+        assert config.init_method_std_embed is not None
+        self.norm = Norm("head.norm", config, kernels)
+        self.output: Parameter | None = None
+        if config.tie_word_embeddings:
+            self.borrows_from = (embedding,)  # a tuple, so that torch does not count it as part of this module
+        else:
+            self.output = declare(_vocabulary("head.output.weight", config, embedding=False))
+        self.kernels, self.logit_z_loss, self.soft_cap = kernels, logit_z_loss, config.logit_soft_cap
+        self.padding_rows = config.padded_vocab_size - config.vocab_size
+
+    @property
+    def weight(self) -> Parameter:
+        """(v, h): its own, or the embedding's when tied."""
+        if self.output is not None:
+            return self.output
+        (embedding,) = self.borrows_from
+        assert isinstance(embedding, Embedding)
+        return embedding.word
+
+    def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
+        """Without a gradient scale nothing but the cross-entropy is computed; with a cache, logits (t, v) are."""
+        if micro_batch.cache is not None:
+            assert hidden is not None
+            return self.logits(hidden[:, micro_batch.cache.answered])[0]
+        loss = self._summed_loss(hidden, micro_batch)
+        return loss if micro_batch.loss_weight == 1.0 else loss * micro_batch.loss_weight
+
+    def _summed_loss(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
+        assert hidden is not None
+        normalized = self.norm(hidden, self.weight.dtype).flatten(0, 1)  # (t, h), t = b s
+        labels = micro_batch.labels.flatten()
+        kernels = self.kernels
+        return linear_cross_entropy(
+            normalized, self.weight, labels, micro_batch.gradient_scale,
+            chunk_tokens(kernels.cross_entropy_splits, labels.shape[0], hidden.device, normalized.itemsize),
+            kernels.cross_entropy_block_size, self.logit_z_loss if micro_batch.gradient_scale is not None else 0.0,
+            triton=kernels.cross_entropy == "triton", soft_cap=self.soft_cap, padding_rows=self.padding_rows,
+        )  # fmt: skip
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(b, s, h) -> (b, s, v), for generation: those of the vocabulary, without its padding."""
+        return capped(self.norm(hidden, self.weight.dtype) @ self.weight.t(), self.soft_cap)
+
+
+def _vocabulary(name: str, config: ModelConfig, embedding: bool) -> ParameterSpec:
+    """A row for each entry of the vocabulary, and rows of zeros behind them in memory."""
+    assert config.init_method_std_embed is not None
+    return ParameterSpec(
+        name, (config.vocab_size, config.hidden_size), Initializer("normal", config.init_method_std_embed),
+        embedding=embedding, padding_rows=config.padded_vocab_size - config.vocab_size,
+    )  # fmt: skip
+
+
+def chunk_tokens(splits: int | None, tokens: int, device: torch.device, itemsize: int) -> int:
+    """Tokens whose logits exist at a time, of `itemsize` bytes each: bounds their memory.
+
+    Every chunk reads and writes the head's whole weight gradient, for which a GPU takes as long as for the products of
+    a few hundred tokens. Its default is parts of equal size, in steps of 128, up to 3072: 0.8 GB of bf16 logits at
+    128,256 entries. On a CPU it is 1 KiB for each entry of the vocabulary: in 16-bit training, where weight gradients
+    are made apart before they are added, longer chunks pay.
+    """
+    if splits is not None:
+        return cdiv(tokens, splits)
+    if device.type == "cpu":
+        return 1024 // itemsize
+    return cdiv(cdiv(tokens, cdiv(tokens, 3072)), 128) * 128

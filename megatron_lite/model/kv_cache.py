@@ -1,0 +1,117 @@
+"""Keys and values of texts that grow: a pass over one text's beginning, then passes over the next token of many.
+
+Texts lie side by side in one sample, (1, t), each token at its own position. So nothing but attention and positions
+differs from training, no text is padded, and what a text becomes does not depend on its neighbours: attention takes one
+text at a time, and every other operation treats tokens alone. The number of tokens in a pass can change the last bits
+of a product, so passes over next tokens always have equally many, whether they stand for a text or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_lite.kernels.attention.attention import attention
+from megatron_lite.kernels.attention.cached import cached_attention
+
+
+class CachePass(Protocol):
+    """How one pass through the model uses a cache."""
+
+    # The tokens of the pass whose logits are wanted.
+    answered: slice
+
+    def attend(
+        self, block: str, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None,
+        softmax_in_fp32: bool,
+    ) -> Tensor:  # fmt: skip
+        """query (1, n, t, d), key and value (1, g, t, d) of a block -> (1, n, t, d); keeps keys and values."""
+
+
+class KeyValueCache:
+    """Of `rows` texts of at most `capacity` tokens, for each block that asks: two tensors (g, slots, d) of each text.
+
+    A position's slot is its remainder by the number of slots: with a sliding window there are no more slots than keys
+    that can be looked at. Memory is taken in the first pass and stays. Each text has tensors of its own, because where
+    numbers lie in memory decides in which order libraries add them up.
+    """
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        assert rows >= 1 and capacity >= 1, (rows, capacity)
+        self.rows, self.capacity = rows, capacity
+        self._blocks: dict[str, list[tuple[Tensor, Tensor]]] = {}
+
+    def of(self, block: str, like: Tensor, window: int | None) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of every text in a block; `like` (1, g, t, d) says of what size and dtype."""
+        if block not in self._blocks:
+            shape = (like.shape[1], min(self.capacity, window or self.capacity), like.shape[3])
+            self._blocks[block] = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(self.rows)]
+        return self._blocks[block]
+
+    def nbytes(self) -> int:
+        """Of all blocks."""
+        return sum(tensor.nbytes for rows in self._blocks.values() for pair in rows for tensor in pair)
+
+
+class Beginning:
+    """A pass over the whole beginning of one text, (1, t): it becomes what `row` holds."""
+
+    answered = slice(-1, None)
+
+    def __init__(self, cache: KeyValueCache, row: int, backend: str = "math") -> None:
+        self._cache, self._row, self._backend = cache, row, backend
+
+    def attend(
+        self, block: str, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None,
+        softmax_in_fp32: bool,
+    ) -> Tensor:  # fmt: skip
+        """See CachePass."""
+        length = key.shape[2]
+        assert length <= self._cache.capacity, (length, self._cache.capacity)
+        for kept, new in zip(self._cache.of(block, key, window)[self._row], (key, value), strict=True):
+            slots = kept.shape[1]
+            first = max(0, length - slots)
+            # The newest keys, from the slot of position `first` on: two runs if that is not the first slot.
+            run = min(length - first, slots - first % slots)
+            kept[:, first % slots : first % slots + run] = new[0, :, first : first + run]
+            kept[:, : length - first - run] = new[0, :, first + run :]
+        backend = "math" if softmax_in_fp32 else self._backend
+        return attention(
+            query, key, value, window, 0.0, None, backend=backend, scale=scale, softmax_in_fp32=softmax_in_fp32
+        )
+
+
+class NextTokens:
+    """A pass over one more token of every text, (1, t), at `positions`, (t,); -1: not of a text. Those of the cache's
+    rows come first.
+    """
+
+    answered = slice(None)
+
+    def __init__(self, cache: KeyValueCache, positions: Sequence[int]) -> None:
+        assert len(positions) >= cache.rows and max(positions) < cache.capacity, (positions, cache.rows, cache.capacity)
+        assert max(positions[cache.rows :], default=-1) < 0, positions
+        self._cache, self._positions = cache, tuple(positions)
+
+    def attend(
+        self, block: str, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None,
+        softmax_in_fp32: bool,
+    ) -> Tensor:  # fmt: skip
+        """See CachePass."""
+        context = torch.zeros_like(query)
+        for row, (keys, values) in enumerate(self._cache.of(block, key, window)):
+            position = self._positions[row]
+            if position < 0:
+                continue
+            slots = keys.shape[1]
+            keys[:, position % slots] = key[0, :, row]
+            values[:, position % slots] = value[0, :, row]
+            # All that is there may be looked at, and softmax does not ask for an order.
+            seen = slice(min(position + 1, slots))
+            own = query[:, :, row : row + 1].contiguous()
+            kept = keys[None, :, seen], values[None, :, seen]
+            context[:, :, row : row + 1] = cached_attention(own, *kept, scale=scale)
+        return context

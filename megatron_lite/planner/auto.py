@@ -1,0 +1,112 @@
+"""The values that `auto` stands for: which ZeRO stage fits a device, and how many blocks a stage should have."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+
+import torch
+
+from megatron_lite.config import Config, MultiStageConfig
+from megatron_lite.kernels.choice import REFERENCES
+from megatron_lite.model.gpt import model_layers
+from megatron_lite.parameter import DTYPES, Parameter
+from megatron_lite.planner.plan import make_plan
+from megatron_lite.validation.note import Note
+
+MIB, GIB = 2**20, 2**30
+# Of a device's memory, what a plan leaves to others: on a GPU the CUDA context and NCCL's channels take 1 to 2 GiB, and
+# the caching allocator reserves some percent more than is allocated; on a CPU the interpreter, its libraries and loader
+# processes take as much.
+RESERVE = 0.08
+# What a gather costs: seconds to start it, seconds for each further rank, bytes a second. See `worthwhile_bytes`.
+NCCL_COST = (20e-6, 2e-6, 50e9)
+GLOO_COST = (100e-6, 50e-6, 1e9)
+LATENCY_SHARE = 0.1
+SMALLEST_NCCL_GATHER = 32 * MIB
+
+
+def resolve_auto(
+    config: Config, world_size: int, device_type: str, device_bytes: int
+) -> tuple[MultiStageConfig, tuple[Note, ...]]:
+    """The stage options with numbers in place of `auto`, and a line that gives the reason for each.
+
+    --zero_stage: the lowest stage whose predicted peak (`planning.py`) fits `device_bytes` less RESERVE; if none does,
+    the highest, with a warning. --layers_per_stage: see `blocks_per_stage`. All ranks have to pass the same numbers.
+    """
+    notes: list[Note] = []
+    multi_stage = config.multi_stage
+    if multi_stage.layers_per_stage == "auto":
+        blocks, note = blocks_per_stage(config, world_size, device_type)
+        multi_stage = dataclasses.replace(multi_stage, layers_per_stage=float(blocks))
+        notes.append(note)
+    if multi_stage.zero_stage == "auto":
+        zero_stage, note = _lowest_zero_stage(config, multi_stage, world_size, device_type, device_bytes)
+        multi_stage = dataclasses.replace(multi_stage, zero_stage=zero_stage)
+        notes.append(note)
+    return multi_stage, tuple(notes)
+
+
+def _lowest_zero_stage(
+    config: Config, multi_stage: MultiStageConfig, world_size: int, device_type: str, device_bytes: int
+) -> tuple[int, Note]:
+    usable = int(device_bytes * (1 - RESERVE))
+    limit = f"{usable / GIB:.1f} GiB, {device_bytes / GIB:.1f} GiB of memory less {RESERVE:.0%} for the runtime"
+    predicted: list[str] = []
+    zero_stage = peak = 0
+    # A split master lives in the weight buffer of its own stage, which ZeRO-3 does not have.
+    for zero_stage in (1, 2) if multi_stage.split_master_weights else (1, 2, 3):
+        candidate = dataclasses.replace(multi_stage, zero_stage=zero_stage)
+        peak = make_plan(dataclasses.replace(config, multi_stage=candidate), world_size, device_type).peak_bytes()
+        predicted.append(f"ZeRO-{zero_stage} {peak / GIB:.1f} GiB")
+        if peak <= usable:
+            return zero_stage, Note(
+                f"--zero_stage=auto is {zero_stage}, the lowest whose predicted peak fits: {', '.join(predicted)}, "
+                f"limit {limit}"
+            )
+    return zero_stage, Note(
+        f"--zero_stage=auto is {zero_stage}, but its predicted peak is {(peak - usable) / GIB:.1f} GiB too high: "
+        f"{', '.join(predicted)}, limit {limit}; use a smaller --micro_batch_size, --mlp_recompute_level=full, or "
+        "more ranks",
+        is_warning=True,
+    )
+
+
+def blocks_per_stage(config: Config, world_size: int, device_type: str) -> tuple[int, Note]:
+    """As many blocks as a gather needs to be worth its latency, but at most a quarter of them, so that the two buffers
+    of ZeRO-3 hold at most half of the blocks and something is left to overlap. One rank gathers nothing: 1.
+    """
+    if world_size == 1:
+        return 1, Note("--layers_per_stage=auto is 1: one rank gathers nothing")
+    block = model_layers(config, REFERENCES)[1]
+    numel = sum(parameter.spec.numel for parameter in block.parameters() if isinstance(parameter, Parameter))
+    block_bytes = numel * DTYPES[config.distributed.training_dtype].itemsize
+    wanted, most = worthwhile_bytes(world_size, device_type), max(1, config.model.num_layers // 4)
+    blocks = min(most, math.ceil(wanted / block_bytes))
+    held_back = f"; {most} is a quarter of the blocks" if blocks * block_bytes < wanted else ""
+    return blocks, Note(
+        f"--layers_per_stage=auto is {blocks}: the weights of a block are {block_bytes / MIB:,.1f} MiB, and with "
+        f"{world_size} ranks a gather is worth its latency from {wanted / MIB:,.1f} MiB on{held_back}"
+    )
+
+
+def worthwhile_bytes(world_size: int, device_type: str) -> int:
+    """The size of a stage's weights, in the training dtype, from which on latency is at most a tenth of a gather.
+
+    A gather of n bytes takes latency + n / bandwidth. On NCCL a launch costs about 20 us and each of the N - 1 hops of
+    a ring about 2 us; 50 GB/s is one adapter of 400 Gbit/s for each GPU. That is 63 MiB with 64 GPUs, 118 MiB with 128.
+    Inside of a machine there are few hops, but NVLink has several times the bandwidth: therefore never less than
+    32 MiB. On gloo, pairs of messages of about 50 us share about 1 GB/s: 1.3 MiB with 2 processes.
+    """
+    start_s, per_rank_s, bytes_per_s = NCCL_COST if device_type == "cuda" else GLOO_COST
+    latency_s = start_s + per_rank_s * (world_size - 1)
+    wanted = math.ceil(latency_s * bytes_per_s * (1 - LATENCY_SHARE) / LATENCY_SHARE)
+    return max(wanted, SMALLEST_NCCL_GATHER) if device_type == "cuda" else wanted
+
+
+def device_memory_bytes(device: torch.device, local_world_size: int) -> int:
+    """All memory of a GPU, or this rank's part of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size

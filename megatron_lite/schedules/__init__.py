@@ -1,0 +1,1 @@
+"""Pure functions of the iteration: learning rate, cycles, stages and batch size. Imports no torch."""

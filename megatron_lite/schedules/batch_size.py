@@ -1,0 +1,147 @@
+"""How many samples each iteration takes, which ones, and how ranks and micro-batches share them. Pure arithmetic.
+
+Samples are numbered by their place in the run. An iteration takes those that follow the iterations before it, so a
+change of the batch size neither repeats nor skips any, and where a run goes on follows from the iteration alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from megatron_lite.config import BatchConfig
+from megatron_lite.config.values import BadValueError, parse_int, shown
+from megatron_lite.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Segment:
+    """From `start` iterations done on, each takes `size` samples over all ranks."""
+
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """Batch sizes over a run; the first segment starts at 0, the others at rising iterations."""
+
+    segments: tuple[Segment, ...]
+
+    def batch_size(self, iteration: int) -> int:
+        """Samples of an iteration, counted from 1."""
+        assert iteration >= 1, iteration
+        return next(segment.size for segment in reversed(self.segments) if segment.start < iteration)
+
+    def consumed_samples(self, iterations: int) -> int:
+        """Samples of the first `iterations` iterations: also the index of the first sample of the next one."""
+        ends = [segment.start for segment in self.segments[1:]] + [max(iterations, self.segments[-1].start)]
+        return sum(
+            max(0, min(iterations, end) - segment.start) * segment.size
+            for segment, end in zip(self.segments, ends, strict=True)
+        )
+
+    @property
+    def sizes(self) -> list[int]:
+        """The different batch sizes, in rising order."""
+        return sorted({segment.size for segment in self.segments})
+
+    def __str__(self) -> str:
+        return " ".join(f"{segment.start}:{segment.size}" for segment in self.segments)
+
+
+@functools.cache  # it is asked for several times a step
+def parse_schedule(items: tuple[str, ...]) -> BatchSchedule:
+    """The schedule that --batch_size_schedule describes: `0:32 1000:64` is 32 samples for iterations 1 to 1000.
+
+    Raises:
+        UsageError: for an item that is not iteration:size, a size below 1, a first iteration other than 0, or
+            iterations that do not rise.
+    """
+    typed = "--batch_size_schedule=" + shown(" ".join(items))
+    segments: list[Segment] = []
+    for item in items:
+        fix = "write <iteration>:<size>, as in 0:32 1000:64"
+        start, _, size = item.partition(":")
+        if not start or not size or ":" in size:
+            raise UsageError(f"{typed}: {shown(item)}: {fix}")
+        try:
+            segments.append(Segment(parse_int(start), parse_int(size)))
+        except BadValueError as error:
+            raise UsageError(f"{typed}: {shown(item)}: {error}; {fix}") from None
+        if segments[-1].size < 1:
+            raise UsageError(f"{typed}: {shown(item)}: a batch has at least one sample; write a size >= 1")
+    if not segments or segments[0].start != 0:
+        raise UsageError(f"{typed}: the first size counts from the beginning; write 0:<size> first")
+    for before, after in zip(segments, segments[1:], strict=False):
+        if after.start <= before.start:
+            raise UsageError(f"{typed}: {after.start} stands after {before.start}; write rising iterations")
+    return BatchSchedule(tuple(segments))
+
+
+def batch_schedule(batch: BatchConfig) -> BatchSchedule:
+    """The batch sizes of a resolved configuration: one for the whole run, or those of --batch_size_schedule."""
+    if batch.batch_size_schedule:
+        return parse_schedule(batch.batch_size_schedule)
+    assert batch.batch_size is not None, "resolved before"
+    return BatchSchedule((Segment(0, batch.batch_size),))
+
+
+def consumed_tokens(batch: BatchConfig, iterations: int) -> int:
+    """Tokens of the first `iterations` iterations of a resolved configuration."""
+    return batch_schedule(batch).consumed_samples(iterations) * batch.sequence_length
+
+
+def continued(before: BatchSchedule, now: BatchSchedule, iterations: int) -> BatchSchedule:
+    """The schedule that takes `before` for the first `iterations` iterations, and sizes of `now` afterwards."""
+    past = tuple(segment for segment in before.segments if segment.start < iterations)
+    coming = tuple(segment for segment in now.segments if segment.start > iterations)
+    return BatchSchedule((*past, Segment(iterations, now.batch_size(iterations + 1)), *coming))
+
+
+def once_through(samples: int, batch_size: int) -> tuple[BatchSchedule, int]:
+    """Every sample once: batches of `batch_size`, of which the last takes what is left, and their number."""
+    iterations = -(-samples // batch_size)
+    last = Segment(iterations - 1, samples - (iterations - 1) * batch_size)
+    return BatchSchedule((Segment(0, batch_size), last) if iterations > 1 else (last,)), iterations
+
+
+@dataclass(frozen=True)
+class Split:
+    """One batch over ranks and micro-batches: in micro-step m, rank r has the samples from (m * ranks + r) * b on.
+
+    Where they do not come out even, the last micro-batches are padded: some have fewer real samples, or none. The
+    micro-steps are padded to whole rounds of `breadth_first`.
+    """
+
+    samples: int  # of the batch
+    micro_batch_size: int  # b
+    world_size: int
+    breadth_first: int = 1
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches of each rank, one after the other."""
+        return self.breadth_first * -(-self.samples // (self.breadth_first * self.micro_batch_size * self.world_size))
+
+    def piece(self, micro_step: int, rank: int) -> tuple[int, int]:
+        """A micro-batch's first sample, counted from the beginning of the batch, and how many are real."""
+        first = min((micro_step * self.world_size + rank) * self.micro_batch_size, self.samples)
+        return first, min(self.samples - first, self.micro_batch_size)
+
+    def real_samples(self, micro_step: int) -> int:
+        """Of all ranks' micro-batches in a micro-step."""
+        first, _ = self.piece(micro_step, 0)
+        return min(self.samples - first, self.micro_batch_size * self.world_size)
+
+    def loss_weights(self, reduction: str) -> list[float]:
+        """What the summed loss of each micro-step is multiplied by: the sum over all, per sample, is then the loss.
+
+        reduction: "token", each token counts alike; or "micro_mean", each micro-step's mean does, whatever the number
+        of real samples behind it (as in Levanter). A micro-step of padding alone has no mean, and does not count.
+        """
+        real = [self.real_samples(micro_step) for micro_step in range(self.micro_steps)]
+        if reduction == "token":
+            return [1.0] * len(real)
+        counted = sum(samples > 0 for samples in real)
+        return [self.samples / (counted * samples) if samples else 0.0 for samples in real]

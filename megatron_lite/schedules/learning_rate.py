@@ -1,0 +1,109 @@
+"""The learning rate as a pure function of the iteration: a run may go on at any. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+
+from megatron_lite.config import Config
+from megatron_lite.schedules.batch_size import batch_schedule, consumed_tokens
+from megatron_lite.schedules.cycles import Cycle, cooldown_steps, cycle, cycle_at
+from megatron_lite.schedules.stages import parse_stages, stage_rate
+
+
+def learning_rate(config: Config, iteration: int) -> float:
+    """The learning rate of an iteration, counted from 1; `config` is resolved.
+
+    Either the stages of `lr_schedule`, or cycles of warmup, stable phase and decay (see `cycles`): by default one cycle
+    with a linear warmup from lr / lr_warmup_iters to lr, then the decay style down to min_lr at iteration
+    `lr_decay_iters` (an absolute end, not a length), which holds from there on.
+    """
+    assert iteration >= 1, iteration
+    options = config.learning_rate
+    step = iteration - _first_iteration(config)
+    if options.lr_schedule is not None:
+        return stage_rate(parse_stages(options.lr_schedule), step) * options.default_lr_scale
+    current, cooldown = cycle_at(options, step), cooldown_steps(options)
+    beyond = step - current.start - current.length
+    if cooldown and beyond >= 0:
+        rate = _between(_at_end(config, current), _minimum(config), min(beyond, cooldown) / cooldown)
+    else:
+        rate = _in_cycle(config, current, step)
+    return rate * options.default_lr_scale
+
+
+def peak_learning_rate(config: Config) -> float:
+    """The rate that a schedule warms up to, of a resolved configuration."""
+    options = config.learning_rate
+    peak = options.lr
+    if options.lr_schedule is not None:
+        peak = max(max(stage.rate, stage.end_rate) for stage in parse_stages(options.lr_schedule))
+    return peak * options.default_lr_scale
+
+
+def _first_iteration(config: Config) -> int:
+    """The iteration, counted from 1, of step 0 of the schedule: 0 by default, as the first update has lr / warmup."""
+    return 1 - config.learning_rate.lr_step_offset - config.learning_rate.lr_schedule_offset
+
+
+def _minimum(config: Config) -> float:
+    assert config.learning_rate.min_lr is not None, "resolved before"
+    return config.learning_rate.min_lr
+
+
+def _between(first: float, last: float, fraction: float) -> float:
+    """On the straight line from `first` to `last`, and exactly those at its ends."""
+    return last if fraction == 1.0 else first + (last - first) * fraction
+
+
+def _in_cycle(config: Config, current: Cycle, step: int) -> float:
+    options = config.learning_rate
+    if step < current.start + current.warmup:
+        before = _at_end(config, cycle(options, current.number - 1)) if current.number else 0.0
+        return before + (options.lr - before) * (step - current.start) / current.warmup
+    return options.lr if step < current.decay_start else _decayed(config, current, step - current.decay_start)
+
+
+def _at_end(config: Config, finished: Cycle) -> float:
+    """Where a rewarmup starts: one step after the last of the decay."""
+    return _decayed(config, finished, finished.decay)
+
+
+def _decayed(config: Config, current: Cycle, elapsed: int) -> float:
+    """The rate `elapsed` steps after the decay of a cycle began; beyond its end, too."""
+    options, peak = config.learning_rate, config.learning_rate.lr
+    style, floor = options.lr_decay_style, _minimum(config)
+    if style == "constant" or current.decay == 0:
+        return peak
+    if style == "inv_sqrt":
+        factor = math.sqrt(options.lr_inv_sqrt_timescale / max(elapsed + current.warmup, 1))
+        return max(floor, peak * min(1.0, factor))
+    if style == "inv":  # 1 and 0 steps after the beginning count alike, so the first step of the decay is lower
+        return max(floor, peak / ((peak / floor - 1.0) * max(elapsed, 1) / current.decay + 1.0))
+    if style == "power_tokens":
+        return min(peak, _power_of_tokens(config, current.decay_start, elapsed))
+    over = (min(elapsed, current.decay) / current.decay) ** options.lr_decay_power
+    if style == "cosine":
+        falling = 0.5 * (1.0 + math.cos(math.pi * over))
+        return _between(floor, peak, falling**options.lr_cosine_exponent)
+    assert style in ("linear", "power"), style  # linear is power with exponent 1 unless another is given
+    return _between(peak, floor, over)
+
+
+def _power_of_tokens(config: Config, decay_start: int, elapsed: int) -> float:
+    """batch_size * a * tokens ** b: the size of this iteration, and the tokens since the decay began.
+
+    Source: Shen et al. 2024, Power Scheduler (arXiv 2408.13359).
+    """
+    iteration = decay_start + elapsed + _first_iteration(config)
+    tokens = _tokens_before(config, iteration) - _tokens_before(config, iteration - elapsed)
+    if tokens == 0:
+        return math.inf
+    batch_size = batch_schedule(config.batch).batch_size(max(iteration, 1))
+    return batch_size * config.learning_rate.lr_power_a * float(tokens) ** config.learning_rate.lr_power_b
+
+
+def _tokens_before(config: Config, iteration: int) -> int:
+    """Tokens of the iterations before this one; those before the first, negative, are taken to be as large as it."""
+    if iteration < 1:
+        return (iteration - 1) * consumed_tokens(config.batch, 1)
+    return consumed_tokens(config.batch, iteration - 1)

@@ -1,0 +1,110 @@
+"""Fast-LLM's learning-rate stages as one string: `linear,1000,0,1e-4;cosine,9000,1e-4,1e-5`. Imports no torch."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron_lite.config.values import BadValueError, parse_float, parse_int, shown
+from megatron_lite.errors import UsageError
+
+KINDS = ("constant", "linear", "power", "cosine")
+FORM = "type,iters,lr[,end_lr[,power]]"
+
+
+class Stage(NamedTuple):
+    """Steps from `begin` up to `end` (None: for ever), and the rates at both."""
+
+    kind: str
+    begin: int
+    end: int | None
+    rate: float
+    end_rate: float
+    power: float
+
+
+@functools.cache  # it is asked for at every step
+def parse_stages(text: str) -> tuple[Stage, ...]:
+    """The stages of --lr_schedule in their order; each begins where the one before it ends.
+
+    Raises:
+        UsageError: for the first stage that breaks a rule, with its number, its text and the fix.
+    """
+    stages: list[Stage] = []
+    words = text.split(";")
+    for number, word in enumerate(words, start=1):
+        stage = f"--lr_schedule: stage {number} of {len(words)}, {shown(word.strip()) if word.strip() else 'empty'}"
+        begin = stages[-1].end if stages else 0
+        if begin is None:
+            raise UsageError(f"{stage}: the one before it never ends; give that a number of iterations > 0")
+        try:
+            stages.append(_parse_stage([item.strip() for item in word.split(",")], begin))
+        except BadValueError as error:
+            raise UsageError(f"{stage}: {error}") from None
+    return tuple(stages)
+
+
+def stage_rate(stages: Sequence[Stage], step: int) -> float:
+    """The rate of a step, counted from 0: between those of its stage, by the power of the fraction that is over.
+
+    The last rate holds after the last stage.
+    """
+    stage = next((stage for stage in stages if stage.end is None or step < stage.end), None)
+    if stage is None:
+        return stages[-1].end_rate
+    if stage.end is None or stage.kind == "constant":
+        return stage.rate
+    over = ((step - stage.begin) / (stage.end - stage.begin)) ** stage.power
+    if stage.kind == "cosine":
+        over = 0.5 * (1.0 - math.cos(math.pi * over))
+    return stage.rate + over * (stage.end_rate - stage.rate)
+
+
+def _parse_stage(items: Sequence[str], begin: int) -> Stage:
+    kind = items[0]
+    if items == [""]:
+        raise BadValueError(f"write {FORM}, or take the semicolon out")
+    if kind not in KINDS:
+        raise BadValueError(f"type {shown(kind)}: takes {', '.join(KINDS)}")
+    constant = kind == "constant"
+    if len(items) < (3 if constant else 4):
+        raise BadValueError(f"{'lr' if constant else 'lr or end_lr'} is missing; write {_form(kind)}")
+    if len(items) > (3 if constant else 5):
+        raise BadValueError(f"{len(items)} items; write {_form(kind)}" + (", or type linear" if constant else ""))
+    try:
+        iters = parse_int(items[1])
+    except BadValueError as error:
+        raise BadValueError(f"iters {shown(items[1])}: {error}") from None
+    if iters == 0:
+        raise BadValueError("iters 0: leave the stage out, or write a number > 0")
+    if iters < 0 and not constant:
+        raise BadValueError(f"iters {iters}: only a constant stage can go on for ever; write a number > 0")
+    if iters < -1:
+        raise BadValueError(f"iters {iters}: write -1 for ever, or a number > 0")
+    rate = _number("lr", items[2])
+    end_rate = rate if constant else _number("end_lr", items[3])
+    power = _number("power", items[4]) if len(items) > 4 else 1.0
+    if power == 0.0:
+        raise BadValueError("power 0: must be > 0")
+    return Stage(kind, begin, begin + iters if iters > 0 else None, rate, end_rate, power)
+
+
+def _form(kind: str) -> str:
+    return f"{kind},iters,lr" + ("" if kind == "constant" else ",end_lr[,power]")
+
+
+def _number(name: str, text: str) -> float:
+    """A finite number >= 0.
+
+    Raises:
+        BadValueError: for any other text.
+    """
+    try:
+        value = parse_float(text)
+    except BadValueError as error:
+        raise BadValueError(f"{name} {shown(text)}: {error}") from None
+    if value < 0:
+        raise BadValueError(f"{name} {shown(text)}: must be >= 0")
+    return value

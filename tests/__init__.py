@@ -1,0 +1,1 @@
+"""The tests mirror the rooms of megatron_lite; helpers stand in tests/support/."""

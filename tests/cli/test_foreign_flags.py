@@ -1,0 +1,241 @@
+"""docs/from_levanter.md and docs/from_fast_llm.md are complete, and the program does what they say of every option.
+
+The lists of options and their defaults in tests/vectors were made from Levanter's and Fast-LLM's own pages and classes.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lite.cli.parse import ParseError, parse
+from megatron_lite.config import flatten
+from megatron_lite.config.values import FLAGS, SPELLINGS, written
+
+ROOT = Path(__file__).resolve().parents[2]
+LEVANTER = (ROOT / "docs" / "from_levanter.md").read_text("utf-8")
+FAST_LLM = (ROOT / "docs" / "from_fast_llm.md").read_text("utf-8")
+FLAGS_PAGE = (ROOT / "docs" / "flags.md").read_text("utf-8")
+SAME = " (the same)"  # of a default that is only written differently
+
+Row = dict[str, str]
+
+
+def options(name: str) -> dict[str, dict[str, Any]]:
+    """A list of another program's options: {part: {name: default as typed, or null where there is no plain one}}."""
+    parts: dict[str, dict[str, Any]] = json.loads((ROOT / "tests" / "vectors" / f"{name}_options.json").read_text())
+    return parts
+
+
+def rows(page: str) -> list[Row]:
+    """The rows of all tables with a column "default here", by the names of their columns; the first is "option"."""
+    found, head = [], []
+    for line in page.splitlines():
+        cells = [html.unescape(cell.strip().replace("\\|", "|")) for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if "default here" in cells:
+            head = ["option", *cells[1:]]
+        elif head and cells and cells[0].strip("-"):
+            assert len(cells) == len(head), line
+            found.append(dict(zip(head, cells, strict=True)))
+        elif not cells:
+            head = []
+    return found
+
+
+def option_of(row: Row) -> str:
+    """The name in backticks, or "" in a row about something that is no option there."""
+    return row["option"].split("`")[1] if "`" in row["option"] else ""
+
+
+def flags_in(text: str) -> list[str]:
+    return re.findall(r"--([a-z]\w*)", text)
+
+
+def flag_of(row: Row) -> str | None:
+    """The flag that stands alone in the column "here"."""
+    match = re.fullmatch(r"`--(\w+)`", row["here"])
+    return match[1] if match else None
+
+
+def answer(argument: str) -> str:
+    """What the program says to a flag, as if nothing else were wrong."""
+    with pytest.raises(ParseError) as caught:
+        parse([argument, "--dataset_source=random"])
+    return str(caught.value)
+
+
+LEVANTER_ROWS, FAST_LLM_ROWS = rows(LEVANTER), rows(FAST_LLM)
+LEVANTER_OPTIONS = [row for row in LEVANTER_ROWS if option_of(row)]
+ids = "{0[option]}".format
+
+
+# -- both ------------------------------------------------------------------------------------------------------------
+
+
+def test_flags_and_defaults_here() -> None:
+    """Every flag that is named exists, and its default is the one in the table."""
+    pages = LEVANTER + FAST_LLM
+    named = set(flags_in(pages.replace("torchrun --nproc-per-node=N --nnodes=M", "")))
+    assert len(named) > 150
+    unknown = named - set(SPELLINGS)
+    assert unknown == {"trainer"}  # --trainer.tracker.project in the introduction
+    for row in (*LEVANTER_ROWS, *FAST_LLM_ROWS):
+        name = flag_of(row)
+        if name is None:
+            assert row["default here"] == "", row
+            continue
+        flag = FLAGS[name]
+        default = flag.option.unset if flag.default is None else written(flag.default) or "none"
+        assert row["default here"].removesuffix(SAME) == default, row
+
+
+def test_defaults_elsewhere_in_the_table_of_flags() -> None:
+    """docs/flags.md has every default there that differs, and no other."""
+    differing: dict[str, set[str]] = {}
+    for program, found in (("Levanter", LEVANTER_ROWS), ("Fast-LLM", FAST_LLM_ROWS)):
+        for row in found:
+            name = flag_of(row)
+            columns = [column for column in ("default there", "gpt2", "llama") if column in row]
+            for column in columns if name and not row["default here"].endswith(SAME) else ():
+                there = re.sub(r"none \((.*)\)", r"\1", row[column])
+                if there not in ("", "none", row["default here"]):
+                    model = f" ({column})" if len(columns) > 1 else ""
+                    differing.setdefault(name or "", set()).add(f"{program}: {there}{model}")
+    assert len(differing) > 25
+    for line in FLAGS_PAGE.splitlines():
+        cells = line.strip("| ").split(" | ") if line.startswith("| `--") and line.count(" | ") == 5 else []
+        if cells:
+            name, listed = cells[0].strip("`-"), set()
+            for part in filter(None, cells[5].strip(" |").split("; ") if len(cells) > 5 else []):
+                program, _, defaults = part.partition(": ")
+                listed |= {f"{program}: {default}" for default in defaults.split(", ")}
+            assert listed == differing.pop(name, set()), line
+    assert not differing
+
+
+# -- Levanter --------------------------------------------------------------------------------------------------------
+
+
+def test_every_option_of_levanter_has_a_row() -> None:
+    """No option of the page is left out, none is made up, and the defaults there are the page's."""
+    parts = options("levanter")
+    names = {name for part in parts.values() for name in part}
+    assert len(names) >= 150
+    assert {option_of(row) for row in LEVANTER_OPTIONS} == names
+    plain = {**parts["page"], **parts["beyond"]}
+    for name, default in plain.items():
+        mine = [row["default there"] for row in LEVANTER_OPTIONS if option_of(row) == name and "gpt2" not in row]
+        if default is not None and mine:
+            assert default in [text.split(" (")[0] for text in mine], (name, mine, default)
+    for name, defaults in parts["model"].items():
+        (row,) = (row for row in LEVANTER_OPTIONS if option_of(row) == name)
+        for kind in ("gpt2", "llama"):
+            assert row[kind] == (defaults.get(kind) or ""), (name, row)
+
+
+@pytest.mark.parametrize("row", LEVANTER_OPTIONS, ids=ids)
+def test_the_program_answers_as_the_table_says(row: Row) -> None:
+    """Typed with all its parts, an option of Levanter is answered with the flags of its row, or with its reason."""
+    name, flags = option_of(row), flags_in(row["here"])
+    if name in SPELLINGS:  # the same flag under its own name
+        assert SPELLINGS[name].name in flags
+        return
+    said = answer(f"--{name}=1")
+    assert said.startswith(f"--{name} is not a flag here: ")
+    if row["here"] == "refused":
+        assert said == f"--{name} is not a flag here: {row['remarks']}"
+        assert len(row["remarks"]) > 10
+    else:
+        assert flags and set(flags) <= set(flags_in(said)), (said, flags)
+
+
+@pytest.mark.parametrize("row", LEVANTER_OPTIONS, ids=ids)
+def test_the_last_part_alone(row: Row) -> None:
+    """`--num_train_steps` without `trainer.` is the flag of the row, or refused; never another flag by accident."""
+    leaf, flags = option_of(row).rpartition(".")[2], flags_in(row["here"])
+    if leaf in SPELLINGS:
+        # Two names mean something else in other programs: Megatron's save_interval, Fast-LLM's lr_schedule.
+        assert SPELLINGS[leaf].name in flags or leaf in ("save_interval", "lr_schedule")
+    else:
+        said = answer(f"--{leaf}=17")
+        assert " is not a flag here: " in said or "is refused: " in said or said.startswith("unknown flag"), said
+
+
+def test_names_with_dots_that_nobody_knows() -> None:
+    """They are unknown flags, short and without a guess; a flag of ours below any group is named."""
+    assert answer("--trainer.nothing=1").startswith("unknown flag --trainer.nothing")
+    assert answer("--model.hidden_size=1").endswith(": flags have no dots; write --hidden_size")
+    assert "only data parallelism" in answer("--any.tensor_parallel=2")
+    assert len(answer("--" + "a." * 100_000 + "mp=1")) < 300
+
+
+def test_defaults_of_levanter_as_flags() -> None:
+    """The recipe at the top of the page sets every default there that a flag here has and that is another one."""
+    recipe = re.search(r"^```\n(.*?)\n```$", LEVANTER, re.M | re.S)
+    assert recipe is not None
+    arguments = parse([*recipe[1].split(), "--dataset_source=random"])
+    assert arguments.warnings == ()
+    values, left = flatten(arguments.config), set(arguments.given) - {"dataset_source"}
+    # Not part of how a model is trained: files and trackers.
+    for row in LEVANTER_ROWS:
+        there, name = row.get("default there", ""), flag_of(row)
+        if name is None or there in ("", "none") or row["default here"].endswith(SAME):
+            continue
+        if name not in ("export_interval", "export_weights", "wandb_project_name"):
+            assert written(values[name]) == re.sub(r"none \((.*)\)", r"\1", there), row
+            left.discard(name)
+    assert not left
+
+
+# -- Fast-LLM --------------------------------------------------------------------------------------------------------
+
+
+def listed_as_same() -> list[str]:
+    """The flags in the lists of those that are the same with the same default."""
+    lists = re.findall(r"^The same flag with the same default: (.*?)\.\n\n", FAST_LLM, re.M | re.S)
+    return [name for text in lists for name in flags_in(text)]
+
+
+def options_of(row: Row) -> list[str]:
+    """All names in the first cell."""
+    return re.findall(r"`(\w+)`", row["option"])
+
+
+def test_every_flag_of_fast_llm_is_there_once() -> None:
+    """In a list or in one row; a row has Fast-LLM's default."""
+    defaults = {name: default for part in options("fast_llm").values() for name, default in part.items()}
+    names = [*listed_as_same(), *(name for row in FAST_LLM_ROWS for name in options_of(row))]
+    assert sorted(names) == sorted(defaults) and len(names) == 206
+    for row in FAST_LLM_ROWS:
+        assert {defaults[name] for name in options_of(row)} == {row["default there"]}
+
+
+def test_the_same_flags_have_the_same_defaults() -> None:
+    defaults = {name: default for part in options("fast_llm").values() for name, default in part.items()}
+    for name in listed_as_same():
+        flag, default = FLAGS[name], defaults[name]
+        empty = "[]" if flag.is_list else ""
+        derived = {"none": "none"}.get(default, "derived")
+        ours = derived if flag.default is None else written(flag.default) or empty
+        assert flag.option.value_aliases.get(default, default) == ours, name
+
+
+@pytest.mark.parametrize("row", FAST_LLM_ROWS, ids=ids)
+def test_flags_of_fast_llm(row: Row) -> None:
+    """The flag of its row, or refused with its remark but for the values in the table, which change nothing."""
+    for name in options_of(row):
+        if flag_of(row):
+            assert flag_of(row) == name
+            continue
+        accepted = re.findall(r"`([^`]*)`", row["here"])
+        assert row["here"] == "refused" or (row["here"].startswith("only ") and accepted)
+        for value in accepted:
+            assert parse([f"--{name}={value}"]).given == {}
+        for value in {"17", "something"} - set(accepted):
+            said = answer(f"--{name}={value}")
+            assert said.startswith(f"--{name}={value} is refused: {row['remarks']}") and len(row["remarks"]) > 10

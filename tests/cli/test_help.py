@@ -1,0 +1,74 @@
+"""What is printed about flags: help fits on two screens, the banner shows every option and marks what was changed."""
+
+from megatron_lite.cli.foreign_flags import INSTEAD
+from megatron_lite.cli.help import banner, help_text
+from megatron_lite.config import flatten, unflatten
+from megatron_lite.config.foreign_values import REFUSED
+from megatron_lite.config.values import FLAGS, written
+from megatron_lite.validation import resolve
+
+
+def test_help_fits_on_two_screens() -> None:
+    """At most two screens of 50 lines of 120 columns, with every basic option once and its default."""
+    lines = help_text(everything=False).splitlines()
+    assert len(lines) <= 100 and max(map(len, lines)) <= 120
+    for flag in FLAGS.values():
+        assert sum(line.startswith(f"  --{flag.name}=") for line in lines) == flag.option.basic
+    assert any("--num_layers=N" in line and line.endswith("[12]") for line in lines)
+    assert any("--zero_stage=N|auto" in line for line in lines)
+    assert "--help_all" in "\n".join(lines)
+
+
+def test_help_all_has_everything() -> None:
+    """Every option, alias, refused flag and foreign spelling."""
+    text = help_text(everything=True)
+    assert max(map(len, text.splitlines())) <= 120
+    for flag in FLAGS.values():
+        assert f"  --{flag.name}=" in text
+        assert all(f"--{alias}" in text for alias in flag.aliases)
+    assert all(f"--{refused.name}=" in text for refused in REFUSED)
+    assert all(f"--{name}" in text for name in INSTEAD)
+
+
+def marked(world_size: int = 1, **options: object) -> set[str]:
+    """Names that the banner marks as different from the default."""
+    config = resolve(unflatten({"dataset_source": "random", **options}), world_size)
+    lines = banner(config, {}).splitlines()[1:-1]
+    return {line.split()[1] for line in lines if line.startswith("*")} - {"dataset_source"}
+
+
+def test_banner_lists_every_option_sorted() -> None:
+    """One dotted line for each option, with its value as one would type it, and the derived numbers in their order."""
+    config = resolve(unflatten({"data_path": ("0.5", "a", "0.5", "b"), "gated": True}), 2)
+    lines = banner(config, {"parameters": "1,234", "a": "b"}).splitlines()
+    split = next(place for place, line in enumerate(lines) if " derived " in line)
+    names = [line[2:].split(" ")[0] for line in lines[1:split]]
+    assert names == sorted(flatten(config))
+    assert "* data_path " in "\n".join(lines) and lines[names.index("data_path") + 1].endswith(". 0.5 a 0.5 b")
+    assert lines[names.index("window_size") + 1].endswith(". (full causal attention)")
+    assert lines[names.index("split") + 1].endswith(". 969,30,1")
+    assert [line.split()[0] for line in lines[split + 1 : -1]] == ["parameters", "a"]
+    assert lines[0].startswith("---") and " end of arguments " in lines[-1]
+    assert len({line.index(" ", 2 + len(name) + 1) for name, line in zip(names, lines[1:split], strict=True)}) == 1
+
+
+def test_banner_marks_what_differs_from_the_default() -> None:
+    """A derived value is not marked, unless it is not the one that would have been derived."""
+    assert marked() == set()
+    assert marked(8, hidden_size=512, num_layers=3, train_iters=7, sequence_length=4096) == {
+        "hidden_size", "num_layers", "train_iters", "sequence_length"
+    }  # fmt: skip
+    assert marked(init_method_std=0.5, kv_channels=128, head_groups=1) == {"init_method_std", "head_groups"}
+    assert marked(2, batch_size=8, micro_batch_size=2) >= {"batch_size", "micro_batch_size"}
+    assert marked(2, micro_batch_size=1) == set()
+    assert marked(experiment_dir="/x/y", gated=True) == {"experiment_dir", "gated"}
+    assert marked(experiment_dir="/x/y", experiment_name="z") == {"experiment_dir", "experiment_name"}
+
+
+def test_values_are_written_as_typed() -> None:
+    """Numbers without rounding and without a needless fraction."""
+    for value, text in (
+        (None, "none"), (True, "1"), (False, "0"), (7, "7"), (1.0, "1"), (0.1, "0.1"), (3e-6, "3e-06"),
+        (1e300, "1e+300"), ((969.0, 0.5), "969,0.5"), (("a", "b"), "a b"), ((), ""), ("x", "x"), (65536.0, "65536"),
+    ):  # fmt: skip
+        assert written(value) == text

@@ -1,0 +1,265 @@
+"""Whose word counts for the model when training begins with pretrained weights: the folder's or the flags'."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lite.cli.parse import ParseError, parse
+from megatron_lite.config import flatten, unflatten
+from megatron_lite.errors import CheckpointError, UsageError
+from megatron_lite.huggingface.export_checks import check_exports
+from megatron_lite.huggingface.model_options import MODEL_OPTIONS
+from megatron_lite.validation import resolve
+from tests.support.families import make_config, write_folder
+from tests.support.harness import TINY
+from tests.support.launch import run
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = ("--device=cpu", "--sequence_length=16", "--dataset_source=random", "--batch_size=2")
+# What config.json of the fixture says, as flags.
+SAME = (
+    "--num_layers=2", "--hidden_size=30", "--num_attention_heads=6", "--head_groups=3", "--kv_channels=10",
+    "--ffn_hidden_size=44", "--vocab_size=61", "--gated=1", "--activation_type=silu", "--add_linear_biases=0",
+    "--normalization_type=rms_norm", "--layer_norm_eps=1e-4", "--use_rotary_embeddings=1", "--rotary_base=500",
+    "--tie_word_embeddings=1", "--window_size=7", "--max_position_embeddings=64",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Mistral: six query heads of ten channels, three of keys, a window, a tied head."""
+    changes = dict(rope_parameters=dict(rope_type="default", rope_theta=500.0), sliding_window=7)
+    return write_folder("mistral, yarn, tied", tmp_path_factory.mktemp("mistral") / "model", **changes)
+
+
+def model_of(*flags: str) -> dict[str, Any]:
+    """The resolved options of the model."""
+    values = flatten(resolve(parse([*RUN, *flags]).config, 1))
+    return {name: values[name] for name in MODEL_OPTIONS}
+
+
+def pretrained(folder: Path, *flags: str) -> dict[str, Any]:
+    return model_of(f"--pretrained_checkpoint_path={folder}", *flags)
+
+
+def test_the_folder_fills_in_the_model(folder: Path) -> None:
+    """Nothing of the model needs to be typed: it is what the same flags describe, noise and beginnings aside."""
+    found, wanted = pretrained(folder), model_of(*SAME)
+    different = {name for name in MODEL_OPTIONS if found[name] != wanted[name]}
+    assert all(name.startswith("init_method_std") or name.endswith("_dropout") for name in different)
+    assert found["window_size"] == 7 and found["rotary_base"] == 500.0 and found["head_groups"] == 3
+
+
+def test_flags_that_say_the_same_are_fine(folder: Path) -> None:
+    """So are other names of the same number, and what stands for a derived value."""
+    assert pretrained(folder, *SAME) == pretrained(folder)
+    assert pretrained(folder, "--rotary_embedding_scale=-6.214608098422191")["rotary_base"] == 500.0
+    assert pretrained(folder, *SAME, "--use_pretrained_config=0")["window_size"] == 7
+
+
+# Flags that are not what the folder says, and the line that says so.
+CONTRADICTIONS = {
+    "--hidden_size=32": "--hidden_size: 30 in the checkpoint, 32 now",
+    "--num_layers=3": "--num_layers: 2 in the checkpoint, 3 now",
+    "--head_groups=6": "--head_groups: 3 in the checkpoint, 6 now",
+    "--head_groups=none": "--head_groups: 3 in the checkpoint, 6 now",
+    "--head_groups=4": "--head_groups: 3 in the checkpoint, 4 now",
+    "--window_size=8": "--window_size: 7 in the checkpoint, 8 now",
+    "--window_size=none": "--window_size: 7 in the checkpoint, None now",
+    "--rotary_base=10000": "--rotary_base: 500.0 in the checkpoint, 10000.0 now",
+    "--rotary_embedding_scale=-9.2": "--rotary_embedding_scale: -6.21460809842219",
+    "--activation_type=gelu": "--activation_type: silu in the checkpoint, gelu now",
+    "--layer_norm_eps=1e-5": "--layer_norm_eps: 0.0001 in the checkpoint, 1e-05 now",
+    "--tie_word_embeddings=0": "--tie_word_embeddings: True in the checkpoint, False now",
+    "--vocab_size=64": "--vocab_size: 61 in the checkpoint, 64 now",
+    "--normalization_type=layer_norm": "--normalization_type: rms_norm in the checkpoint, layer_norm now",
+    "--use_position_embeddings=1": "--use_position_embeddings: False in the checkpoint, True now",
+}
+
+
+@pytest.mark.parametrize("flag", CONTRADICTIONS)
+def test_contradictions(flag: str, folder: Path) -> None:
+    """A flag that contradicts the folder is an error with both values; --ignore_pretrained_config=1 lets it win."""
+    with pytest.raises(CheckpointError, match="has another model than the flags") as caught:
+        pretrained(folder, flag)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 2 and lines[1].strip().startswith(CONTRADICTIONS[flag])
+    assert "--ignore_pretrained_config=1" in lines[0] and str(folder) in lines[0]
+    if flag not in ("--head_groups=4",):  # no model at all
+        name = flag[2:].partition("=")[0]
+        ours = pretrained(folder, flag, "--ignore_pretrained_config=1")
+        derived = {"--head_groups=none": 6}
+        assert ours[name] == derived.get(flag, parse([flag]).given[name])
+        other = "num_layers" if name != "num_layers" else "hidden_size"
+        assert ours[other] == pretrained(folder)[other]
+
+
+def test_all_contradictions_are_named_at_once(folder: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        pretrained(folder, "--num_layers=3", "--vocab_size=64", "--gated=0")
+    assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]] == [
+        "--num_layers", "--vocab_size", "--gated",
+    ]  # fmt: skip
+
+
+FREE = {
+    "attention_dropout": "0.5", "hidden_dropout": "0.25", "embedding_dropout": "0.125", "init_method_std": "0.5",
+    "init_method_std_qkv": "0.25", "layer_norm_init_range": "0.5", "random_bias_init": "1",
+    "full_precision_residual": "1", "make_vocab_size_divisible_by": "64", "max_position_embeddings": "128",
+    "zero_centered_normalization": "1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_what_says_nothing_about_the_weights_is_free(name: str, folder: Path) -> None:
+    """Dropouts, initial values, precision, padding; the length, where no position is learned; how norms are kept."""
+    flag = f"--{name}={FREE[name]}"
+    assert pretrained(folder, flag)[name] == parse([flag]).given[name]
+    assert pretrained(folder, *SAME, flag, "--use_pretrained_config=0")[name] == parse([flag]).given[name]
+
+
+def test_what_follows_from_a_typed_flag(tmp_path: Path) -> None:
+    """Where a flag is given, the folder's values of what follows from it do not count: dropout is off everywhere."""
+    folder = write_folder("gpt2", tmp_path / "model", resid_pdrop=0.1, embd_pdrop=0.2, attn_pdrop=0.3)
+    found = pretrained(folder)
+    assert (found["hidden_dropout"], found["embedding_dropout"], found["attention_dropout"]) == (0.1, 0.2, 0.3)
+    assert pretrained(folder, "--hidden_dropout=0")["embedding_dropout"] == 0.0
+    assert pretrained(folder, "--hidden_dropout=0.1")["embedding_dropout"] == 0.2  # which says nothing new
+    assert pretrained(folder, "--init_method_std=0.5")["init_method_std_mlp_1"] == 0.5
+
+
+def test_another_stretch_of_positions(tmp_path: Path) -> None:
+    """Another --rope_type brings its own parameters: those of the folder's type are not asked for, nor refused."""
+    folder = write_folder("mistral, yarn, tied", tmp_path / "model")
+    assert pretrained(folder)["rope_attention_factor"] == 1.3
+    assert pretrained(folder, "--rope_type=yarn") == pretrained(folder)
+    found = pretrained(folder, "--rope_type=linear", "--rope_factor=2", "--ignore_pretrained_config=1")
+    assert found["rope_factor"] == 2.0 and found["rope_attention_factor"] is None and found["rotary_base"] == 500.0
+
+
+def test_flags_alone(folder: Path) -> None:
+    """--use_pretrained_config=0: defaults count as well, and differ; with --ignore_pretrained_config=1 they may."""
+    with pytest.raises(CheckpointError, match="has another model than the flags") as caught:
+        pretrained(folder, "--use_pretrained_config=0", "--num_layers=2")
+    assert "--hidden_size: 30 in the checkpoint, 1024 now" in str(caught.value)
+    assert "--num_layers" not in str(caught.value)
+    flags = ("--use_pretrained_config=0", "--ignore_pretrained_config=1", "--num_layers=2")
+    assert pretrained(folder, *flags) == model_of("--num_layers=2")
+
+
+def test_preset_counts_as_typed(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="--num_layers: 2 in the checkpoint, 12 now"):
+        pretrained(folder, "--model=gpt2")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--load_pretrained_optimizer=1 --pretrained_checkpoint_type=huggingface", "holds no optimizer"),
+        ("--load_pretrained_optimizer=1 --load_pretrained_weights=0", "moments belong to the weights"),
+        ("--use_pretrained_config=0 --ignore_pretrained_config=1 --load_pretrained_weights=0", "would be used"),
+    ],
+)
+def test_options_that_contradict_each_other(flags: str, words: str, folder: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        pretrained(folder, *flags.split())
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "words"),
+    [
+        ("org/name", None, "hf download org/name"),
+        ("{folder}/config.json", None, "this is a file"),
+        ("{folder}", "distributed", "no distributed weights but huggingface ones"),
+        ("{empty}", None, "the folder is empty"),
+    ],
+)
+def test_no_such_folder(path: str, kind: str | None, words: str, folder: Path, tmp_path: Path) -> None:
+    """One line with the flag's name, before anything else is looked at."""
+    path = path.format(folder=folder, empty=tmp_path)
+    flags = [f"--pretrained_checkpoint_path={path}", *([f"--pretrained_checkpoint_type={kind}"] if kind else [])]
+    with pytest.raises(CheckpointError, match="^--pretrained_checkpoint_path: ") as caught:
+        parse(flags)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_mistakes_of_the_command_line_come_first(folder: Path) -> None:
+    """A wrong flag is reported without the contradictions that only the missing folder's values would cause."""
+    with pytest.raises(ParseError) as caught:
+        parse([f"--pretrained_checkpoint_path={folder}", "--hiden_size=8", "--num_attention_heads=7"])
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """~ is expanded, and a relative path is one of the current directory."""
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert pretrained(Path("~") / folder.name) == pretrained(folder)
+    monkeypatch.chdir(folder.parent)
+    assert pretrained(Path(folder.name)) == pretrained(folder)
+
+
+def test_only_the_architecture(folder: Path, tmp_path: Path) -> None:
+    """Without weights config.json is enough, and nobody minds what lies beside it."""
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
+    with pytest.raises(CheckpointError, match="safe_serialization=True"):
+        pretrained(tmp_path)
+    assert pretrained(tmp_path, "--load_pretrained_weights=0") == pretrained(folder)
+
+
+def test_the_command_line_ends_with_code_4(folder: Path, tmp_path: Path) -> None:
+    """One line on stderr, exit code 4, the same in exit.json."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "rwkv"}))
+    (tmp_path / "model" / "model.safetensors").touch()
+    path, experiment = tmp_path / "model", tmp_path / "run"
+    outcome = run([*RUN, f"--pretrained_checkpoint_path={path}", f"--experiment_dir={experiment}"], 2)
+    assert outcome.codes == [4, 4], outcome.output
+    assert len(outcome.error_lines()) == 1 and "rwkv" in outcome.output and not any(outcome.stdouts)
+    assert json.loads((tmp_path / "run" / "exit.json").read_text())["exit_code"] == 4
+
+
+def test_dry_run_sees_the_model(folder: Path) -> None:
+    """The number of parameters that is planned for is that of transformers' model."""
+    from transformers import AutoModelForCausalLM
+
+    changes = dict(rope_parameters=dict(rope_type="default", rope_theta=500.0), sliding_window=7)
+    model = AutoModelForCausalLM.from_config(make_config("mistral, yarn, tied", **changes))
+    outcome = run([*RUN, "--dry_run=1", f"--pretrained_checkpoint_path={folder}"])
+    assert outcome.codes == [0], outcome.output
+    assert f"parameters: {sum(p.numel() for p in model.parameters()):,} " in outcome.output
+
+
+def test_no_torch_for_a_hugging_face_folder(folder: Path) -> None:
+    code = (
+        "import sys; from megatron_lite.cli.parse import parse;"
+        f"parse(['--pretrained_checkpoint_path={folder}']); print('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
+
+
+def test_defaults_are_untouched() -> None:
+    """Without the flag nothing is filled in: the options are those that were typed."""
+    arguments = parse([f"--{name}={value}" for name, value in TINY.items()])
+    assert arguments.config == unflatten(arguments.given) and not arguments.notes
+
+
+def test_the_architecture_of_the_folder_is_kept(tmp_path: Path) -> None:
+    """A Mistral without a window goes out as one, unless flags make it another model; a type that is typed must do."""
+    folder = write_folder("mistral, yarn, tied", tmp_path / "model")
+    start = f"--pretrained_checkpoint_path={folder}"
+    assert parse([start, "--dataset_source=random"]).config.training.export_model_type == "mistral"
+    other = [start, "--dataset_source=random", "--ignore_pretrained_config=1"]
+    assert parse([*other, "--add_mlp_biases=1"]).config.training.export_model_type is None
+    assert parse([*other, "--export_model_type=llama"]).config.training.export_model_type == "llama"
+    for exports in (["--export_interval=1", "--experiment_dir=/x"], []):  # without, checkpoints keep it
+        wrong = resolve(parse([*other, "--export_model_type=gpt2", *exports]).config, 1)
+        with pytest.raises(UsageError, match=r"--export_model_type=gpt2: it cannot express.*--gated=0 \(not 1\)"):
+            check_exports(wrong)

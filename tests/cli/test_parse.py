@@ -1,0 +1,581 @@
+"""The command line: every spelling, every refusal, and that nothing but a clear error comes of bad input."""
+
+import os
+import random
+import re
+import string
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lite.cli.foreign_flags import INSTEAD
+from megatron_lite.cli.parse import (
+    HelpRequested,
+    ParseError,
+    launch_rank,
+    launch_world_size,
+    parse,
+)
+from megatron_lite.cli.suggestions import nearest_flags
+from megatron_lite.config import flatten
+from megatron_lite.config.foreign_values import REFUSED, REFUSED_SPELLINGS, REFUSED_VALUES
+from megatron_lite.config.values import FLAGS, SPELLINGS, Flag
+from megatron_lite.errors import CheckpointError, UsageError
+from megatron_lite.validation import resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# The variables of the tutorial (seed page) as bash leaves them.
+TRAINING_ARGS = """\
+--batch_size=128 --sequence_length=8192 --train_iters=500000 --weight_decay=0.1 --adam_beta1=0.9 --adam_beta2=0.95
+--clip_grad=1.0 --lr=0.0001 --lr_warmup_iters=1000 --lr_decay_style=cosine --lr_decay_iters=500000 --min_lr=0.000003
+"""
+PERFORMANCE_ARGS = "--training_dtype=bf16 --num_workers=8"
+PERFORMANCE_ARGS_SMALL_CLUSTER = PERFORMANCE_ARGS + " --micro_batch_size=1 --zero_stage=2"
+MONITORING_ARGS = """\
+--experiment_dir=$EXP_BASE_DIR --validation_iters=25 --validation_interval=1000 --max_checkpoints=5
+--export_interval=25000 --log_interval=10 --log_offset=0 --checkpoint_interval=500
+"""
+WANDB_ARGS = """\
+--wandb_entity_name=$WANDB_ENTITY_NAME --wandb_project_name=$PROJECT_NAME --wandb_group_name=$PROJECT_VERSION
+"""
+MODEL_ARGS = """\
+--num_layers=32 --hidden_size=4096 --vocab_size=32000 --num_attention_heads=32 --head_groups=8 --add_linear_biases=0
+--ffn_hidden_size=14336 --kv_channels=128 --use_rotary_embeddings=1 --rotary_embedding_scale=-9.210340371976184
+--gated=1 --activation_type=silu --normalization_type=rms_norm --tie_word_embeddings=0 --window_size=4096
+"""
+DATA_ARGS = "--split=9998,2,0 --dataset_source=list --data_path $DATA_PATH"
+
+HOSTILE = (
+    "", " ", "nan", "NaN", "inf", "-inf", "Infinity", "1e999", "-1e999", "1e-999", "-1", "0", "1_000", "0x10", "1e5",
+    "5e5", "\uff11\uff12", "\u0661", "\u00b2", "9" * 20_000, "1" * 30, "1.5.2", "--1", "1,2", "none", "None", "True",
+    "yes", "a b", "'1'", '"1"', "\u201c1\u201d", "\x00", "1\x00", "1\n", "\n", "\t", "\udcff", "\U0001f600",
+    "x" * 100_000, "%s%n", "$HOME", "`id`", "@", "~", "-", "--", "../..", "[]", "{}", "-0", "+1",
+    "1.", ".5", "1e", "e1", "00000001",
+)  # fmt: skip
+
+
+def value(argv: Sequence[str], name: str) -> Any:
+    return flatten(parse(argv).config)[name]
+
+
+def problem(argv: Sequence[str]) -> str:
+    """The error of a command line that would be complete without data files."""
+    with pytest.raises(ParseError) as caught:
+        parse([*argv, "--dataset_source=random"])
+    return str(caught.value)
+
+
+def words(text: str, **variables: str) -> list[str]:
+    """The words that bash makes of an unquoted variable."""
+    for name, content in variables.items():
+        text = text.replace(f"${name}", content)
+    return text.split()
+
+
+# --- Spellings
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--batch_size=6"], ["--batch_size", "6"], ["--batch-size=6"], ["--batch-size", "6"], ["--batch_size=+6"],
+     ["--global_batch_size=6"], ["--global-batch-size", "6"], ["--train-batch-size=6"]],
+)  # fmt: skip
+def test_spellings_of_one_flag(argv: list[str]) -> None:
+    """Underscores or dashes, `=` or a space, and other programs' names are the same flag."""
+    arguments = parse(argv)
+    assert arguments.config.batch.batch_size == 6
+    assert arguments.given == {"batch_size": 6}
+    assert arguments.warnings == ()
+
+
+def test_every_option_and_alias_is_a_flag() -> None:
+    """Each spelling sets its own option and no other, and no spelling means two things."""
+    spellings = [spelling for flag in FLAGS.values() for spelling in (flag.name, *flag.aliases)]
+    assert len(spellings) == len(set(spellings))
+    assert not set(spellings) & (set(REFUSED_SPELLINGS) | set(INSTEAD))
+    assert not set(REFUSED_SPELLINGS) & set(INSTEAD)
+    for spelling, flag in SPELLINGS.items():
+        assert list(parse([f"--{spelling}={some_value(flag)}"]).given) == [flag.name]
+
+
+def some_value(flag: Flag) -> str:
+    """A value that a flag takes if nothing else is said."""
+    option = flag.option
+    if option.choices:
+        return option.choices[-1]
+    if option.below is not None:
+        return "0.5" if option.below > 0.5 else "-1"
+    own = {
+        "rotary_embedding_scale": "-1", "rotary_base": "10", "batch_size_schedule": "0:1",
+        "lr_schedule": "constant,-1,1", "pretrained_checkpoint_path": "none", "export_callback_env": "{}",
+    }  # fmt: skip
+    return own.get(flag.name, "1" if option.minimum is None else str(max(1, int(option.minimum))))
+
+
+@pytest.mark.parametrize("name", [flag.name for flag in FLAGS.values() if flag.kind == "bool"])
+def test_booleans(name: str) -> None:
+    """0, 1, true and false, bare for 1; a following word is the value."""
+    for argv, expected in (
+        ([f"--{name}"], True), ([f"--{name}=1"], True), ([f"--{name}", "true"], True), ([f"--{name}=True"], True),
+        ([f"--{name}=0"], False), ([f"--{name}", "0"], False), ([f"--{name}=false"], False),
+        ([f"--{name}", "--seed=3"], True),
+    ):  # fmt: skip
+        assert value(argv, name) is expected
+    for wrong in ("yes", "2", "on", "01", "no"):
+        assert problem([f"--{name}={wrong}"]).startswith(f"--{name}={wrong}: takes 0 or 1")
+
+
+def test_none_and_empty_values() -> None:
+    """`none` is the derived default of every optional value; empty means that for text and is an error elsewhere."""
+    for flag in FLAGS.values():
+        if flag.optional:
+            assert value([f"--{flag.name}=none"], flag.name) is None
+        elif not flag.is_text and not flag.is_list and "none" not in flag.option.choices:
+            assert problem([f"--{flag.name}=none"]).startswith(f"--{flag.name}=none: ")
+        if flag.is_text and flag.name != "pretrained_checkpoint_path":  # weeks of training from scratch
+            assert value([f"--{flag.name}="], flag.name) == flag.default
+            assert value([f"--{flag.name}", ""], flag.name) == flag.default
+        else:
+            assert f"--{flag.name}=''" in problem([f"--{flag.name}="])
+            assert "is empty" in problem([f"--{flag.name}="])
+
+
+def test_no_abbreviations() -> None:
+    """The beginning of a flag is not the flag, but is recognized in the message."""
+    assert problem(["--lr_warmup=5"]).startswith("unknown flag --lr_warmup; did you mean --lr_warmup_iters")
+    assert "--lr_decay_iters" in problem(["--lr_decay=5"])
+    assert problem(["--num_l=5"]) == "unknown flag --num_l; did you mean --num_layers?"
+
+
+def test_repeated_flags() -> None:
+    """The last one counts; a warning names both values if they differ, also across spellings."""
+    arguments = parse(["--batch_size=4", "--lr=1e-4", "--global-batch-size", "8", "--lr=0.0001"])
+    assert arguments.config.batch.batch_size == 8
+    assert arguments.warnings == ("--batch_size is given twice: 8 is used, 4 is not",)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--split=9998,2,0"], ["--split", "9998", "2", "0"], ["--split", "9998,", "2,", "0"], ["--split", "9998 2 0"],
+     ["--split=9998", "2", "0"], ["--split=9998, 2 ,0"], ["--split", "9998,2", "0", "--seed=1"]],
+)  # fmt: skip
+def test_lists(argv: list[str]) -> None:
+    """Items are separated by commas, spaces or words."""
+    assert value(argv, "split") == (9998.0, 2.0, 0.0)
+
+
+def test_data_path() -> None:
+    """Weights and prefixes are kept as words, whichever way they are separated."""
+    expected = ("0.3", "a", "0.7", "b")
+    for argv in (["--data_path", "0.3", "a", "0.7", "b"], ["--data_path=0.3,a,0.7,b"], ["--data_path", "0.3 a 0.7 b"]):
+        assert value([*argv, "--gated"], "data_path") == expected
+
+
+@pytest.mark.parametrize("text", ["1,,2", ",1", "1,", ",", "1,x", "1,nan", "1 -1", "1,1e999"])
+def test_bad_lists(text: str) -> None:
+    """An empty or illegal item makes the list illegal."""
+    assert "--split=" in problem([f"--split={text}"])
+
+
+def test_negative_numbers_are_values() -> None:
+    """A word that begins with a minus and a digit is a value, not a flag."""
+    assert value(["--rotary_embedding_scale", "-9.2", "--use_rotary_embeddings"], "rotary_embedding_scale") == -9.2
+    assert value(["--rotary_embedding_scale", "-.5"], "rotary_embedding_scale") == -0.5
+    assert problem(["--lr", "-1"]) == "--lr=-1: must be >= 0"
+    assert problem(["--lr", "-inf"]).startswith("--lr=-inf: not a finite number")
+
+
+@pytest.mark.parametrize("mark", ["'", '"', "\u201c", "\u2018"])
+def test_literal_quotes(mark: str) -> None:
+    """Quotes that a shell left in a value are refused with the right spelling, as one problem."""
+    text = problem([f"--experiment_name={mark}run{mark}"])
+    assert "begins with a literal quote" in text and "write --experiment_name=run" in text
+    text = problem([f"--experiment_name={mark}my", f"run{mark}", "--lr=1"])
+    assert len(text.splitlines()) == 1 and "@file" in text
+    assert "literal quote" in problem(["--data_path", f"{mark}a", "b"])
+    assert "literal quote" in problem([f"--lr={mark}1{mark}"])
+
+
+def test_stray_words() -> None:
+    """Words that belong to no flag are refused, with the likely reason."""
+    assert problem(["train"]).startswith("stray word train: ")
+    assert problem(["lr=3"]) == "stray word lr=3: flags begin with two dashes; write --lr=3"
+    assert problem(["--lr=3", "4", "5"]).startswith("stray word 4 and 1 more behind --lr=3: ")
+    assert problem(["--lr", "3", "4"]).startswith("stray word 4 behind --lr=3: ")
+    assert "write $ARGS instead of" in problem(["--lr=1 --seed=2"])
+    assert "write $ARGS instead of" in problem(["--experiment_name=a --seed=2"])
+    assert "write $ARGS instead of" in problem([""])
+    assert problem(["-lr=3"]).endswith("write --lr")
+    assert problem(["\u2013lr=3"]).endswith("write --lr")
+    assert problem(["--data_path", "a", "\u2014lr=3"]).endswith("write --lr")
+    assert problem(["--"]).startswith("unknown flag --;")
+    assert problem(["---lr=3"]).endswith("write --lr")
+
+
+# --- Unknown flags
+
+
+def test_unknown_flag_is_short_and_helpful() -> None:
+    """One line with the nearest names; contradictions that may come of the misspelled flag are left out."""
+    assert problem(["--num_leyers=3"]) == "unknown flag --num_leyers; did you mean --num_layers?"
+    assert problem(["--LR=3"]).endswith("write --lr")
+    assert problem(["--no-gated"]) == "unknown flag --no-gated; write --gated=0"
+    assert problem(["--zzzzzzzzzzz"]) == "unknown flag --zzzzzzzzzzz; --help_all lists all flags"
+    assert len(problem(["--" + "x" * 1_000_000])) < 200
+
+
+def one_edit_typos(name: str, count: int, generator: random.Random) -> list[str]:
+    """Misspellings of a flag that are no flags themselves."""
+    typos: set[str] = set()
+    while len(typos) < count:
+        place, letter = generator.randrange(len(name)), generator.choice(string.ascii_lowercase + "_")
+        swapped = name[:place] + name[place : place + 2][::-1] + name[place + 2 :]
+        edits = (name[:place] + name[place + 1 :], name[:place] + letter + name[place:],
+                 name[:place] + letter + name[place + 1 :], swapped)  # fmt: skip
+        typo = generator.choice(edits).strip("_")
+        if typo and typo not in SPELLINGS and typo not in REFUSED_SPELLINGS and typo not in INSTEAD:
+            typos.add(typo)
+    return sorted(typos)
+
+
+def test_suggestions_for_typos() -> None:
+    """For one-edit typos of all flags the right name comes first in at least 95 % and is among the three in 99 %."""
+    generator = random.Random(0)
+    cases = [(name, typo) for name in FLAGS for typo in one_edit_typos(name, 1, generator)]
+    others = [name for name in (*SPELLINGS, *REFUSED_SPELLINGS, *INSTEAD) if name not in FLAGS][::2]
+    cases += [(name, typo) for name in others for typo in one_edit_typos(name, 1, generator)]
+    found = [nearest_flags(typo) for _, typo in cases]
+    first = [near[:1] == [name] for (name, _), near in zip(cases, found, strict=True)]
+    among = [name in near for (name, _), near in zip(cases, found, strict=True)]
+    assert sum(first) >= 0.95 * len(cases), [c for c, good in zip(cases, first, strict=True) if not good][:20]
+    assert sum(among) >= 0.99 * len(cases), [c for c, good in zip(cases, among, strict=True) if not good][:20]
+
+
+# --- Bad values
+
+
+@pytest.mark.parametrize("hostile", HOSTILE, ids=lambda text: ascii(text)[:20])
+def test_every_flag_survives_hostile_values(hostile: str) -> None:
+    """Any value of any flag is legal or ends in a UsageError of one short line; numbers stay finite.
+
+    So is any path of a pretrained checkpoint, which is looked for: a CheckpointError.
+    """
+    for name in (*SPELLINGS, *REFUSED_SPELLINGS, *INSTEAD):
+        for argv in ([f"--{name}={hostile}"], [f"--{name}", hostile])[: 2 if name in FLAGS else 1]:
+            try:
+                arguments = parse(argv)
+                config = resolve(arguments.config, 2)
+            except (CheckpointError, UsageError) as error:
+                assert isinstance(error, UsageError) or name == "pretrained_checkpoint_path"
+                message = str(error)
+                assert message and len(message) < 2000
+                message.encode()  # can be printed and written to a JSON file
+                continue
+            except HelpRequested:
+                pytest.fail("help instead of an error")
+            numbers = [number for number in flatten(config).values() if isinstance(number, (int, float))]
+            assert all(abs(number) < float("inf") for number in numbers)
+
+
+@pytest.mark.parametrize("name", [flag.name for flag in FLAGS.values() if flag.kind in ("int", "float")])
+def test_numeric_flags_refuse_garbage(name: str) -> None:
+    """Numbers that Python would read but nobody means are refused by every numeric flag, naming it."""
+    garbage = ("nan", "inf", "-inf", "Infinity", "1e999", "1_0", "\uff11", "\u0661", "0x1", "9" * 10**5, "1\x00", "1 ")
+    for text in garbage:
+        message = problem([f"--{name}={text}"])
+        assert message.startswith(f"--{name}="), message
+        assert len(message) < 300
+
+
+def test_hints_for_numbers() -> None:
+    """An integer in another notation is refused with the digits to write."""
+    assert problem(["--train_iters=5e5"]).startswith("--train_iters=5e5: not an integer; write 500000")
+    assert problem(["--train_iters=10.0"]).startswith("--train_iters=10.0: not an integer; write 10")
+    assert problem(["--train_iters=1_000"]).startswith("--train_iters=1_000: not an integer; write 1000")
+    assert "; write 12" in problem(["--train_iters=\uff11\uff12"])
+    assert "; write 1000.5" in problem(["--lr=1_000.5"])
+    assert problem(["--train_iters=1.5"]).startswith("--train_iters=1.5: not an integer; write it in plain digits")
+    assert "too large for a 64-bit integer" in problem([f"--train_iters={2**63}"])
+    assert value([f"--train_iters={2**63 - 1}"], "train_iters") == 2**63 - 1
+    assert "too small" in problem(["--lr=1e-400"])
+    assert str(value(["--lr=-0.0"], "lr")) == "0.0"
+
+
+def test_bounds_are_named() -> None:
+    """A number out of range is refused with the range."""
+    assert problem(["--adam_beta1=1"]) == "--adam_beta1=1: must be >= 0 and < 1"
+    assert problem(["--hidden_size=0"]) == "--hidden_size=0: must be >= 1"
+    assert problem(["--zero_stage=4"]) == "--zero_stage=4: must be >= 1 and <= 3, or auto"
+    assert "strictly worse" in problem(["--zero_stage=0"])
+
+
+def test_choices() -> None:
+    """A name is one of those offered or an alias; else all are listed and the nearest is named."""
+    assert value(["--training_dtype=bfloat16"], "training_dtype") == "bf16"
+    other_names = {
+        "gelu_tanh": "gelu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "swish": "silu", "relu2": "squared_relu",
+        "linear": "identity",
+    }  # fmt: skip
+    for other, name in other_names.items():
+        assert value(["--activation_type", other], "activation_type") == name
+    assert "did you mean cosine?" in problem(["--lr_decay_style=cosin"])
+    assert "takes constant, linear, cosine, power, inv_sqrt" in problem(["--lr_decay_style=x"])
+
+
+def test_missing_value() -> None:
+    """A flag that needs a value and has none says so."""
+    for name in ("lr", "data_path", "split", "experiment_dir", "device"):
+        assert problem([f"--{name}", "--gated"]).startswith(f"--{name}: a value must follow, as in --{name}=")
+
+
+def test_home_directory() -> None:
+    """The shell leaves `--flag=~/x` alone, so the ~ of paths is replaced here; other texts keep it."""
+    home = os.path.expanduser("~")
+    assert value(["--experiment_dir=~/x"], "experiment_dir") == f"{home}/x"
+    assert value(["--data_path", "0.5", "~/a"], "data_path") == ("0.5", f"{home}/a")
+    assert value(["--experiment_name=~x"], "experiment_name") == "~x"
+
+
+def test_all_problems_at_once() -> None:
+    """Bad values, refusals and contradictions between the other flags come in one error, one line each."""
+    lines = problem(
+        ["--lr=nan", "--tensor_parallel=2", "--num_attention_heads=7", "--train_iters=5e5"]
+    ).splitlines()
+    assert [line.partition("=")[0] for line in lines] == ["--lr", "--tensor_parallel", "--train_iters", "--hidden_size"]
+
+
+def test_contradictions_of_wrong_values_are_left_out() -> None:
+    """An option whose value is unknown is not blamed for contradicting others."""
+    assert len(problem(["--hidden_size=x", "--num_attention_heads=7"]).splitlines()) == 1
+
+
+def test_experiment_dir_of_an_error() -> None:
+    """The error carries the experiment directory if that flag could be read, so that exit.json can be written."""
+    for argv, expected in ((["--lr=x", "--experiment_dir=/a"], "/a"), (["--experiment_dir='a", "--lr=x"], None)):
+        with pytest.raises(ParseError) as caught:
+            parse(argv)
+        assert caught.value.experiment_dir == expected
+        assert caught.value.exit_code == 2
+
+
+# --- Files of flags
+
+
+def test_file_of_flags(tmp_path: Path) -> None:
+    """Shell words, quotes, comments, joined lines; the rest of the command line goes on behind it."""
+    (tmp_path / "run.args").write_text(
+        "# it's a comment with a quote\n--lr=3 --seed 4 # more\n--experiment_name='my run#1' \\\n  --batch_size=8\n"
+        "--wandb_group_name=a#b --wandb_project_name \"x 'y'\"\n--tokenizer_file=a\\ b\r\n# last \\\n--data_path a b"
+    )
+    arguments = parse(["--seed=1", f"@{tmp_path}/run.args", "c", "--batch_size=16"])
+    assert arguments.given == {
+        "seed": 4, "lr": 3.0, "experiment_name": "my run#1", "batch_size": 16, "wandb_group_name": "a#b",
+        "wandb_project_name": "x 'y'", "tokenizer_file": "a b", "data_path": ("a", "b", "c"),
+    }  # fmt: skip
+    assert len(arguments.warnings) == 2
+
+
+def test_files_include_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An @file in an @file is relative to its folder, not to the current one; the same file may come twice."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "run.args").write_text("@sub/model.args --lr=2\n@base.args")
+    (tmp_path / "sub" / "model.args").write_text("@../base.args --num_layers=3")
+    (tmp_path / "base.args").write_text("--seed=7")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert parse(["@../run.args"]).given == {"seed": 7, "num_layers": 3, "lr": 2.0}
+
+
+def test_values_from_a_file(tmp_path: Path) -> None:
+    """A file may also hold the words of a list."""
+    (tmp_path / "paths").write_text("0.3 a\n0.7 b")
+    assert value(["--data_path", f"@{tmp_path}/paths"], "data_path") == ("0.3", "a", "0.7", "b")
+    assert value(["--experiment_name=@x"], "experiment_name") == "@x"
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    """Missing, cyclic, binary, unclosed and huge files are refused by name."""
+    (tmp_path / "a").write_text("@b")
+    (tmp_path / "b").write_text("--lr=1 @./a")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "unclosed").write_text("--experiment_name='x")
+    (tmp_path / "huge").write_bytes(b" " * (2**20 + 1))
+    (tmp_path / "many").write_text("@one " * 1000)
+    (tmp_path / "one").write_text("--seed=1")
+    (tmp_path / "variable").write_text("--experiment_dir=$HOME/x")
+    (tmp_path / "wrong").write_text("--lr=x")
+    for name, text in (
+        ("missing", "No such file"), ("a", "includes itself"), ("binary", "not a UTF-8 text"), ("", "directory"),
+        ("unclosed", "no closing quotation"), ("huge", "larger than"), ("many", "more than 100 files"),
+        ("variable", "no variables"), ("wrong", "wrong)"), ("nul\0", "null"), ("x" * 5000, "too long"),
+    ):  # fmt: skip
+        message = problem([f"@{tmp_path}/{name}"])
+        assert text in message and len(message.splitlines()) == 1, message
+        message.encode()
+    assert problem(["@"]).startswith("@: ")
+
+
+def test_nested_bomb_of_files_ends(tmp_path: Path) -> None:
+    """Files that each include the next one twice end in an error, not in a hang."""
+    for index in range(40):
+        (tmp_path / str(index)).write_text(f"@{index + 1} @{index + 1}")
+    (tmp_path / "40").write_text("")
+    start = time.perf_counter()
+    assert "more than 100 files" in problem([f"@{tmp_path}/0"])
+    assert time.perf_counter() - start < 2.0
+
+
+# --- Flags of other programs
+
+
+@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.name)
+def test_refused_flags(refused: Any) -> None:
+    """A flag without an option is accepted only with the values that change nothing, and is never `given`."""
+    for accepted in refused.accepted:
+        for text in ([f"--{refused.name}={accepted}"], [f"--{refused.name.replace('_', '-')}", accepted]):
+            assert parse(text).given == {}
+    for wrong in ("17", "something", "-1"):
+        message = problem([f"--{refused.name}={wrong}"])
+        assert message.startswith(f"--{refused.name}={wrong} is refused: {refused.reason}")
+    if refused.switch:
+        other = "0" if "1" in refused.accepted else "1"
+        assert "is refused" in problem([f"--{refused.name}={other}"])
+        if "1" in refused.accepted:
+            assert parse([f"--{refused.name}"]).given == parse([f"--{refused.name}=true"]).given == {}
+        else:
+            assert "is refused" in problem([f"--{refused.name}"])
+    else:
+        assert "is refused" in problem([f"--{refused.name}"])
+
+
+def test_accepted_values_in_other_notations() -> None:
+    """1, 1.0 and true are the same, and so are an empty value and none."""
+    for text in ("tensor_parallel=1.0", "fim_rate=0.0", "imported_model_type=", "profile_ranks=[]",
+                 "reproducible_init=true", "compile_all=False", "optimization_dtype=FP32"):  # fmt: skip
+        assert parse([f"--{text}"]).given == {}
+
+
+def test_wrong_here_although_default_elsewhere() -> None:
+    """Defaults of Fast-LLM that would be untrue here are refused."""
+    for text in ("reproducible_init=0", "triton_rotary=0", "torch_dynamo_enable=1", "transposed_mlp_weight=1"):
+        assert "is refused" in problem([f"--{text}"])
+
+
+@pytest.mark.parametrize(("pair", "reason"), REFUSED_VALUES.items())
+def test_refused_values(pair: tuple[str, str], reason: str) -> None:
+    """Values of an option that exists elsewhere only are refused with the reason."""
+    name, text = pair
+    assert f"--{name}={text}: refused: {reason}" in problem([f"--{name}={text}"])
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_other_spellings_are_named(name: str) -> None:
+    """A flag of another program is refused with what to write, and every flag named in that text exists."""
+    for argv in ([f"--{name}"], [f"--{name}=1"], [f"--{name.replace('_', '-')}", "1"]):
+        assert f"is not a flag here: {INSTEAD[name]}" in problem(argv)
+    named = re.findall(r"--([a-z_0-9]+)", INSTEAD[name])
+    assert all(flag in FLAGS or flag in ("nproc", "nnodes") for flag in named)
+
+
+def test_secrets_are_not_repeated() -> None:
+    """A key on the command line is refused without printing it."""
+    assert "hunter2" not in problem(["--wandb_api_key=hunter2"])
+
+
+# --- The tutorial
+
+
+def test_tutorial_arguments() -> None:
+    """The environment strings of the tutorial parse verbatim and resolve on the machines that it names."""
+    argv = [
+        *words(MODEL_ARGS), *words(DATA_ARGS, DATA_PATH="/data/corpus"), *words(TRAINING_ARGS),
+        *words(PERFORMANCE_ARGS), *words(MONITORING_ARGS, EXP_BASE_DIR="/runs/mistral"),
+        *words(WANDB_ARGS, WANDB_ENTITY_NAME="me", PROJECT_NAME="project", PROJECT_VERSION="v1"),
+    ]  # fmt: skip
+    arguments = parse(argv)
+    assert arguments.warnings == ()
+    config = resolve(arguments.config, 128)
+    assert (config.batch.micro_batch_size, config.batch.sequential_micro_batches) == (1, 1)
+    assert (config.model.head_groups, config.model.kv_channels, config.model.use_position_embeddings) == (8, 128, False)
+    assert (config.learning_rate.min_lr, config.learning_rate.lr_decay_iters) == (3e-6, 500000)
+    assert (config.run.experiment_name, config.run.wandb_entity_name) == ("mistral", "me")
+    assert (config.training.max_checkpoints, config.run.log_offset) == (5, 0)
+    small = resolve(parse([*argv, *words(PERFORMANCE_ARGS_SMALL_CLUSTER)]).config, 4)
+    assert (small.batch.micro_batch_size, small.batch.depth_first_micro_batches) == (1, 32)
+    assert small.multi_stage.zero_stage == 2
+
+
+def test_tutorial_arguments_with_unset_variables() -> None:
+    """Unset Weights & Biases variables turn it off; an unset experiment directory is noticed."""
+    argv = words(WANDB_ARGS, WANDB_ENTITY_NAME="", PROJECT_NAME="", PROJECT_VERSION="")
+    run = parse(argv).config.run
+    assert (run.wandb_entity_name, run.wandb_project_name, run.wandb_group_name) == (None, "megatron_lite", "default")
+    unset = parse([*words(MONITORING_ARGS, EXP_BASE_DIR=""), "--dataset_source=random", "--split=1,1"])
+    with pytest.raises(UsageError, match="--checkpoint_interval=500: there is nowhere to save"):
+        resolve(unset.config, 1)
+
+
+# --- Help and the process
+
+
+@pytest.mark.parametrize("flag", ["--help", "--help_all", "--help-all", "-h"])
+def test_help(flag: str) -> None:
+    """Help comes wherever it is asked for, whatever else is wrong."""
+    with pytest.raises(HelpRequested) as caught:
+        parse(["--lr=x", flag, "--unknown"])
+    assert caught.value.text.startswith("usage: ")
+    assert ("--debug_layer_outputs" in caught.value.text) == ("all" in flag)
+
+
+def test_quick_and_without_torch() -> None:
+    """Help and errors need neither torch nor numpy, and take less than half a second with the interpreter's start."""
+    code = (
+        "import sys\nfrom megatron_lite.cli.parse import HelpRequested, parse\n"
+        "from megatron_lite.errors import UsageError\n"
+        "for argv in (['--help_all'], ['--lrr=1'] * 5, ['--lr=x'], ['--num_attention_heads=7', '--lr=x']):\n"
+        "    try: parse(argv)\n    except (HelpRequested, UsageError): pass\n    else: sys.exit('no error')\n"
+        "print(sorted({'torch', 'numpy', 'safetensors', 'wandb', 'tokenizers', 'argparse'} & set(sys.modules)))"
+    )
+    seconds = []
+    for _ in range(3):  # the machine may be busy: the best of three
+        start = time.perf_counter()
+        result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - start)
+        assert result.stdout.strip() == "[]"
+    assert min(seconds) < 0.5
+
+
+def test_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank and world size come from torchrun, with one process without it; nonsense is a usage error."""
+    for variables, expected in (({}, (0, 1)), ({"RANK": "2", "WORLD_SIZE": "4"}, (2, 4)), ({"RANK": ""}, (0, 1))):
+        for name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.setenv("MASTER_PORT", "29500")
+        for name, text in variables.items():
+            monkeypatch.setenv(name, text)
+        assert (launch_rank(), launch_world_size()) == expected
+    for rank, world_size in (("0", "x"), ("x", "1"), ("0", "0"), ("0", "-1"), ("3", "3"), ("0", "9" * 5000)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        assert launch_rank() in (0, 3)
+        with pytest.raises(UsageError, match="environment variable"):
+            launch_world_size()
+    for missing in ("MASTER_ADDR", "MASTER_PORT"):
+        with monkeypatch.context() as context:
+            context.setenv("RANK", "0")
+            context.setenv("WORLD_SIZE", "2")
+            context.setenv(missing, "")
+            with pytest.raises(UsageError, match=f"{missing} not set"):
+                launch_world_size()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_RANK", "x")
+    with pytest.raises(UsageError, match="environment variable LOCAL_RANK"):
+        launch_world_size()

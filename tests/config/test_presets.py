@@ -1,0 +1,77 @@
+"""`--model`: each preset is what importing its publisher's config.json gives, to the last parameter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.cli.parse import parse
+from megatron_lite.config.presets import PRESETS
+from megatron_lite.huggingface.architectures import model_values
+from megatron_lite.validation import resolve
+from pretrain_gpt import main
+from tests.support.public_configs import PUBLIC, public_config
+
+COMMAND = ["--dataset_source=random", "--sequence_length=256", "--train_iters=1", "--batch_size=1"]
+presets = pytest.mark.parametrize("preset", PRESETS)
+
+
+def test_presets_are_those_of_the_public_configs() -> None:
+    assert set(PRESETS) == set(PUBLIC)
+
+
+@presets
+def test_a_preset_is_its_public_config(preset: str) -> None:
+    """Every option that the config.json stands for has its value, dropouts and initialisation included."""
+    model = resolve(parse([*COMMAND, f"--model={preset}"]).config, world_size=1).model
+    values = model_values(public_config(preset))
+    assert {option: getattr(model, option) for option in values} == values
+
+
+@presets
+def test_the_dry_run_prints_the_published_number_of_parameters(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--dry_run=1", "--device=cpu", "--training_dtype=bf16", *COMMAND, f"--model={preset}"]) == 0
+    assert f"parameters: {PUBLIC[preset][1]:,} (" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("preset", ["mistral-7b", "llama-3.1-8b", "qwen3-8b", "gpt2", "starcoder2-3b"])
+def test_the_dry_run_of_a_published_config(preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same number out of a folder with the publisher's config.json, without a preset and without weights."""
+    (tmp_path / "config.json").write_text(PUBLIC[preset][0])
+    source = [f"--pretrained_checkpoint_path={tmp_path}", "--load_pretrained_weights=0"]
+    assert main(["--dry_run=1", "--device=cpu", "--training_dtype=bf16", *COMMAND, *source]) == 0
+    assert f"parameters: {PUBLIC[preset][1]:,} (" in capsys.readouterr().out
+
+
+def test_typed_flags_win_over_a_preset() -> None:
+    """Wherever they stand, and what follows from them follows from them."""
+    for argv in (["--hidden_size=96", "--model=gpt2"], ["--model=gpt2", "--hidden_size=96"]):
+        model = resolve(parse([*COMMAND, *argv]).config, world_size=1).model
+        assert (model.hidden_size, model.ffn_hidden_size, model.kv_channels, model.num_layers) == (96, 384, 8, 12)
+
+
+def test_what_belongs_to_a_changed_option_goes_with_it() -> None:
+    """Llama 3.1 with plain rotary positions, another stretch of them, or its base under its other name."""
+    for argv, factor, base in (
+        (["--rope_type=default"], None, 500000.0),
+        (["--rope_type=linear", "--rope_factor=2"], 2.0, 500000.0),
+        (["--rope_type=llama3"], 8.0, 500000.0),
+        (["--rotary_embedding_scale=-9.210340371976184"], 8.0, 10000.0),
+    ):
+        model = resolve(parse([*COMMAND, "--model=llama-3.1-8b", *argv]).config, world_size=1).model
+        assert (model.rope_factor, model.rotary_base) == (factor, base)
+        assert (model.rope_low_freq_factor is None) == (model.rope_type != "llama3")
+
+
+@pytest.mark.slow
+@presets
+def test_the_published_number_is_that_of_transformers(preset: str) -> None:
+    """Of the model that transformers builds out of the config.json, on the meta device."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**public_config(preset)))
+    model.tie_weights()
+    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLIC[preset][1]

@@ -1,0 +1,76 @@
+"""How a process ends: with the exit code that it means to have, whatever gloo's threads do; its message is clean."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.errors import CheckpointError
+from megatron_lite.run import exit_status
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Two ranks train a few steps, then start a collective that completes while the main thread holds Python's lock and
+# gives it to nobody, as it may on a busy machine: a thread of gloo is left to wait for the lock, to drop its tensor.
+# `kept` keeps everything there is until the interpreter ends, and `last` makes the interpreter give the lock away then.
+PROGRAM = """
+import sys, time, weakref
+import torch
+import torch.distributed as dist
+from megatron_lite.build import build
+from megatron_lite.config import DistributedConfig
+from megatron_lite.distributed import Distributed
+from megatron_lite.experiment import Experiment
+from megatron_lite.stop_signal import StopSignal
+from megatron_lite.train import train_step
+from tests.harness import tiny_config
+
+class Last:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.2)
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+group = Distributed(DistributedConfig(device="cpu"), rank, 2, rank, init_method=f"file://{store}")
+config = tiny_config(2, zero_stage=2, depth_first_micro_batches=2, batch_size=8, micro_batch_size=2)
+run = build(config, group, Experiment(config, group), StopSignal(), ())
+for iteration, batch in enumerate(run.data.batches("training", 0, 2), start=1):
+    train_step(run, batch, iteration)
+run.data.close()
+run.model.finish()
+sys.kept = [run, group, Last()]
+
+sys.setswitchinterval(1000)
+group.barrier()
+if rank == 1:
+    time.sleep(0.2)
+dist.all_reduce(torch.zeros(1), group=group.group, async_op=True)
+end = time.monotonic() + 0.5
+while time.monotonic() < end:
+    pass
+groups = [weakref.ref(one) for one in (group.group, dist.group.WORLD)]
+group.close()
+sys.exit(3 if any(one() for one in groups) else 0)
+"""
+
+
+def test_a_finished_run_ends_with_its_own_exit_code(tmp_path: Path) -> None:
+    """`close` waits for the threads of its groups, though engine and groups' owner live on.
+
+    Without that both ranks, done with everything, die of SIGABRT.
+    """
+    command = [sys.executable, "-c", PROGRAM]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], cwd=ROOT, stdout=-1, stderr=-1, text=True)
+        for rank in range(2)
+    ]
+    ends = [(*rank.communicate(timeout=100), rank.returncode) for rank in ranks]
+    for output, errors, code in ends:
+        assert code == 0, (code, output, errors)
+
+
+def test_an_error_steers_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names in a downloaded file may hold anything: control characters are spelled, as are bytes that are no text."""
+    assert exit_status.report(CheckpointError("key \x1b[2J\r\udcff\u2028is\nnot known, für alle"), None, rank=0) == 4
+    assert capsys.readouterr().err == "ERROR: key \\x1b[2J\\r\\udcff\\u2028is\nnot known, für alle\n"

@@ -1,0 +1,52 @@
+"""docs/flags.md is current and complete."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.config.foreign_values import REFUSED, REFUSED_VALUES
+from megatron_lite.config.values import FLAGS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "flags.md"
+
+# Every flag of Fast-LLM's flat-flag era, as its dataclasses had them.
+_PARTS = json.loads((ROOT / "tests" / "vectors" / "fast_llm_options.json").read_text("utf-8"))
+FAST_LLM_FLAGS = [name for part in _PARTS.values() for name in part]
+
+
+def first_cells(text: str) -> list[str]:
+    """The flags of all rows of the tables, without backticks and dashes."""
+    rows = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| `--")]
+    return [row.strip("|` ").removeprefix("--") for row in rows]
+
+
+def test_page_is_current() -> None:
+    """The page is what the script writes, and so are the cells that it fills in the guides."""
+    command = [sys.executable, str(ROOT / "scripts" / "make_flags_table.py"), "--check"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("name", FAST_LLM_FLAGS)
+def test_every_flag_of_fast_llm_has_a_row(name: str) -> None:
+    """It works, or is refused with a reason; never both, never neither."""
+    refused = {entry.name: entry for entry in REFUSED}
+    assert (name in FLAGS) != (name in refused)
+    assert name in first_cells(PAGE.read_text("utf-8"))
+    assert name in FLAGS or len(refused[name].reason) > 10
+
+
+def test_page_has_every_option_once() -> None:
+    """One row for each option, refused flag and refused value."""
+    cells = first_cells(PAGE.read_text("utf-8"))
+    assert len(cells) == len(set(cells))
+    assert set(FLAGS) <= set(cells)
+    assert {entry.name for entry in REFUSED} == set(FAST_LLM_FLAGS) - set(FLAGS)
+    assert {f"{name}={value}" for name, value in REFUSED_VALUES} <= set(cells)
+    for line in PAGE.read_text("utf-8").splitlines():
+        if line.startswith("|"):
+            assert line.replace("\\|", "").count("|") in (3, 6, 7), line

@@ -1,0 +1,364 @@
+"""config.json of seven architectures, read and written, against transformers' own configuration classes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_lite.config import BatchConfig, Config, DataConfig, ModelConfig
+from megatron_lite.errors import CheckpointError, UsageError
+from megatron_lite.huggingface.architectures import (
+    ARCHITECTURES,
+    check_exportable,
+    hugging_face_config,
+    model_values,
+)
+from megatron_lite.validation import resolve
+from tests.support.families import FAMILIES, SEQUENCE_LENGTH, make_config
+from tests.support.public_configs import BIGCODE, PUBLIC, public_config
+
+# What the base class of transformers 4 writes into a file when everything is written, beside what version 5 writes.
+VERSION_4 = json.loads("""{
+  "torchscript": false, "use_bfloat16": false, "tf_legacy_loss": false, "pruned_heads": {}, "is_decoder": false,
+  "cross_attention_hidden_size": null, "add_cross_attention": false, "tie_encoder_decoder": false, "max_length": 20,
+  "min_length": 0, "do_sample": false, "early_stopping": false, "num_beams": 1, "num_beam_groups": 1,
+  "diversity_penalty": 0.0, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "typical_p": 1.0,
+  "repetition_penalty": 1.0, "length_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
+  "bad_words_ids": null, "num_return_sequences": 1, "output_scores": false, "return_dict_in_generate": false,
+  "forced_bos_token_id": null, "forced_eos_token_id": null, "remove_invalid_values": false,
+  "exponential_decay_length_penalty": null, "suppress_tokens": null, "begin_suppress_tokens": null,
+  "finetuning_task": null, "tokenizer_class": null, "prefix": null, "sep_token_id": null, "torch_dtype": "bfloat16",
+  "decoder_start_token_id": null, "task_specific_params": null, "problem_type": null, "_name_or_path": "somewhere",
+  "_attn_implementation_autoset": true, "attn_implementation": null, "output_attentions": false,
+  "id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "label2id": {"LABEL_0": 0, "LABEL_1": 1}
+}""")
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def content_of(config: Any) -> dict[str, Any]:
+    """What transformers writes, every key of it."""
+    return json.loads(config.to_json_string(use_diff=False))
+
+
+def as_version_4(content: dict[str, Any]) -> dict[str, Any]:
+    """The same in the layout of transformers 4, with all that it writes beside."""
+    content = dict(content)
+    rope = dict(content.pop("rope_parameters", None) or {})
+    if rope:
+        content["rope_theta"] = rope.pop("rope_theta")
+        kind = rope.pop("rope_type")
+        content["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    return {**VERSION_4, **content}
+
+
+def resolved(values: dict[str, Any], **changes: Any) -> Config:
+    """A config with this model, resolved."""
+    model = ModelConfig(**{**values, **changes})
+    batch, data = BatchConfig(sequence_length=SEQUENCE_LENGTH), DataConfig(dataset_source="random")
+    return resolve(Config(model=model, batch=batch, data=data), world_size=1)
+
+
+def family_values(family: str, **changes: Any) -> dict[str, Any]:
+    return model_values(content_of(make_config(family, **changes)))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_defaults_are_those_of_transformers(name: str) -> None:
+    """A key that a file leaves out means what transformers takes for it, tied embeddings and dropouts included."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(name)
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    for key, value in ARCHITECTURES[name].defaults.items():
+        if key in defaults:
+            assert (defaults[key], type(defaults[key])) == (value, type(value)), key
+        else:  # read by the model, if a file has it
+            assert (name, key, value) in (("qwen2", "head_dim", None), ("starcoder2", "head_dim", None))
+    assert model_values({"model_type": name}) == model_values(content_of(config))
+
+
+@families
+def test_both_layouts_mean_the_same(family: str) -> None:
+    """Files of transformers 4 and 5 with every key that either writes, and files without what is the default."""
+    config = make_config(family)
+    values = model_values(content_of(config))
+    assert model_values(as_version_4(content_of(config))) == values
+    assert model_values(json.loads(config.to_json_string(use_diff=True))) == values
+
+
+@families
+def test_what_is_read_is_what_the_model_has(family: str) -> None:
+    """Sizes, head counts, windows, biases, rotary parameters and dropouts, against the keys of the fixture."""
+    kind = FAMILIES[family]["model_type"]
+    attention, hidden = ("attn_pdrop", "resid_pdrop") if "gpt" in kind else ("attention_dropout", "residual_dropout")
+    dropouts = {attention: 0.25, hidden: 0.5} if "gpt" in kind or kind == "starcoder2" else {attention: 0.25}
+    config, values = make_config(family, **dropouts), family_values(family, **dropouts)
+    assert values["attention_dropout"] == 0.25
+    expected = {
+        "num_layers": config.num_hidden_layers, "hidden_size": config.hidden_size, "vocab_size": config.vocab_size,
+        "num_attention_heads": config.num_attention_heads, "init_method_std": config.initializer_range,
+        "head_groups": getattr(config, "num_key_value_heads", config.num_attention_heads),
+        "max_position_embeddings": config.max_position_embeddings, "tie_word_embeddings": config.tie_word_embeddings,
+        "window_size": getattr(config, "sliding_window", None),
+        "hidden_dropout": dropouts.get(hidden, 0.0), "qk_layernorm": kind == "qwen3",
+    }  # fmt: skip
+    rope = getattr(config, "rope_parameters", None)
+    if rope:
+        expected |= {"rope_type": rope["rope_type"], "rotary_base": rope["rope_theta"]}
+        expected |= {f"rope_{key}": value for key, value in rope.items() if key not in ("rope_type", "rope_theta")}
+    assert {option: values[option] for option in expected} == expected
+
+
+@families
+def test_what_is_written_is_read_again(family: str) -> None:
+    """Our config.json of an imported model means the same model, for us and for transformers."""
+    from transformers import AutoConfig
+
+    values = family_values(family)
+    content = hugging_face_config(resolved(values), {"bos_token_id": 1, "eos_token_id": 2})
+    assert model_values(json.loads(json.dumps(content))) == values
+    theirs = content_of(AutoConfig.for_model(**content))
+    assert model_values(theirs) == values
+    assert (theirs["bos_token_id"], theirs["eos_token_id"], theirs["dtype"]) == (1, 2, "float32")
+
+
+@families
+def test_a_family_is_exported_as_itself_or_a_simpler_one(family: str) -> None:
+    """Where two architectures express a model, the one without biases that are only zero, then the better known."""
+    simpler = {"mistral, yarn, tied": "llama", "gpt_bigcode, multi-head, untied": "gpt2"}
+    expected = simpler.get(family, FAMILIES[family]["model_type"])
+    assert check_exportable(resolved(family_values(family)).model) == expected
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_configs_are_read(name: str) -> None:
+    """As transformers reads them: the same values out of the file and out of what transformers makes of it."""
+    from transformers import AutoConfig
+
+    content = public_config(name)
+    values = model_values(content)
+    assert values == model_values(content_of(AutoConfig.for_model(**content)))
+    assert check_exportable(resolved(values).model) in (content["model_type"], "llama")
+
+
+def test_public_configs_in_numbers() -> None:
+    """Spot checks that do not go through transformers."""
+    llama, mistral = model_values(public_config("llama-3.1-8b")), model_values(public_config("mistral-7b"))
+    assert (llama["rope_type"], llama["rope_factor"], llama["rotary_base"]) == ("llama3", 8.0, 500000.0)
+    assert (llama["rope_original_max_position_embeddings"], llama["head_groups"]) == (8192, 8)
+    assert (mistral["window_size"], mistral["kv_channels"], mistral["activation_type"]) == (4096, 128, "silu")
+    qwen = model_values(public_config("qwen2.5-7b"))
+    assert (qwen["window_size"], qwen["add_qkv_biases"], qwen["add_linear_biases"]) == (None, True, False)
+    gpt2 = model_values(public_config("gpt2"))
+    assert (gpt2["ffn_hidden_size"], gpt2["hidden_dropout"], gpt2["tie_word_embeddings"]) == (3072, 0.1, True)
+    starcoder2 = model_values(public_config("starcoder2-3b"))
+    assert (starcoder2["rotary_base"], starcoder2["init_method_std"]) == (999999.4420358813, 0.018042)
+    bigcode = model_values(json.loads(BIGCODE))
+    assert (bigcode["head_groups"], bigcode["activation_type"]) == (1, "gelu_exact")
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"mystery": 3}, "mystery: 3 is not known"),
+    ("llama", {"hidden_size": "wide"}, "hidden_size is 'wide'"),
+    ("llama", {"vocab_size": None}, "vocab_size is None: must be of type int"),
+    ("llama", {"vocab_size": 10**30}, "vocab_size is 1000000000000000000000000000000: too large"),
+    ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0: must be >= 1"),
+    ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan: must be > 0 and <= 1"),
+    ("llama", {"attention_bias": 1}, "attention_bias is 1; it must be true or false"),
+    ("llama", {"hidden_act": "mish"}, "activation 'mish' is not known; known: gelu_pytorch_tanh"),
+    ("llama", {"rope_interleaved": True}, "rope_interleaved is True; only False can be expressed"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only 1.0"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}; only None"),
+    ("llama", {"auto_map": {"AutoConfig": "x.Y"}}, "auto_map"),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not known"),
+    ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_type linear needs factor"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "factor": 2.0}}, "factor means nothing for rope_type"),
+    ("llama", {"rope_parameters": 5}, "rope_parameters is 5; it must be an object or null"),
+    ("llama", {"rope_parameters": {"rope_theta": 5.0}, "rope_theta": 6.0}, "rope_theta is 6.0, but 5.0"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        "contradict each other in rope_type: 'linear' and 'default'",
+    ),
+    ("llama", {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "type and rope_type differ"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_factor is 0.5: must be >= 1"),
+    ("mistral", {"sliding_window": 0}, "window_size is 0: must be >= 1"),
+    ("mistral", {"attention_bias": True}, "attention_bias is True; only False can be expressed"),
+    ("llama", {"sliding_window": 4096}, "sliding_window is 4096; only None can be expressed"),
+    ("gpt2", {"n_embd": "wide"}, "n_embd is 'wide'; it must be a number >= 1"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False; only True"),
+    ("gpt2", {"scale_attn_weights": None}, "scale_attn_weights is None; only True"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True; only False"),
+    ("gpt2", {"n_embd": 96, "hidden_size": 192}, "hidden_size is 192, but n_embd is 96"),
+    ("gpt_bigcode", {"num_key_value_heads": 4}, "num_key_value_heads is 4; multi_query makes it 1"),
+    ("gpt_bigcode", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: True is not known"),
+    ("starcoder2", {"norm_type": "rms_norm"}, "norm_type is 'rms_norm'; only 'layer_norm'"),
+    ("qwen2", {"use_mrope": True}, "use_mrope is True; only False"),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "max_window_layers": 28},
+        "a window in 4 of 32 layers (use_sliding_window, sliding_window, max_window_layers, layer_types)",
+    ),
+    ("qwen3", {"layer_types": ["full_attention"]}, "it must be sliding_attention or full_attention for each"),
+    ("qwen3", {"layer_types": ["sliding_attention"] * 32}, "there is no window (use_sliding_window)"),
+    ("qwen3", {"layer_types": 7}, "layer_types 7"),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "message"), REFUSED)
+def test_what_cannot_be_expressed_is_refused_by_name(name: str, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        model_values({"model_type": name, **keys})
+    assert message in str(caught.value)
+    assert f"config.json ({name}): " in str(caught.value)
+    assert str(caught.value).count("\n") <= 1  # the reason, and at most one that follows from it
+
+
+@pytest.mark.parametrize("name", ["bert", None, 5, ["llama"]])
+def test_an_unknown_model_type(name: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"model_type .* is not known; supported: llama, mistral, gpt2"):
+        model_values({"model_type": name})
+
+
+def test_second_names_of_keys() -> None:
+    """transformers reads the sizes of GPT-2 under the names that other architectures have for them, too."""
+    from transformers import GPT2Config
+
+    sizes = {"hidden_size": 96, "num_hidden_layers": 5, "num_attention_heads": 6, "max_position_embeddings": 77}
+    values = model_values({"model_type": "gpt2", **sizes})
+    assert values == model_values(content_of(GPT2Config(**sizes)))
+    assert (values["hidden_size"], values["num_layers"], values["max_position_embeddings"]) == (96, 5, 77)
+
+
+@families
+def test_damaged_values_never_end_in_anything_but_a_checkpoint_error(family: str) -> None:
+    """Whatever stands behind a key, of the rotary parameters too: values, or one error that names the file."""
+    content = content_of(make_config(family))
+    odd: list[Any] = [None, True, -1, 0, 10**400, 0.5, -0.0, float("inf"), "", "x", [], [[]], {}, {"a": 1}, ["x"], [{}]]
+    contents = [{**content, key: value} for key in content for value in odd]
+    rope = content.get("rope_parameters") or {}
+    contents += [{**content, "rope_parameters": {**rope, key: value}} for key in rope for value in odd]
+    read = 0
+    for damaged in contents:
+        try:
+            values = model_values(damaged)
+        except CheckpointError as error:
+            assert str(error).startswith("config.json")
+            continue
+        assert all(not isinstance(value, (list, dict)) for value in values.values())
+        read += 1
+    assert 0 < read < len(contents)
+
+
+def test_every_problem_is_told() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        model_values({"model_type": "llama", "mystery": 3, "puzzle": None, "mlp_bias": "no", "vocab_size": 1})
+    assert [line.split(": ")[1] for line in str(caught.value).splitlines()] == [
+        "mlp_bias is 'no'; it must be true or false", "mystery", "puzzle", "vocab_size is 1"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"rope_type": "yarn", "original_max_position_embeddings": 512}, {"rope_factor": 4.0}),
+        ({"rope_type": "yarn", "factor": 2.0}, {"rope_original_max_position_embeddings": 2048}),
+        (
+            {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "beta_fast": None},
+            {"rope_mscale": None, "rope_mscale_all_dim": None, "rope_beta_fast": 32.0},
+        ),
+        (
+            {"rope_type": "yarn", "factor": 2, "mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.5},
+            {"rope_mscale": None, "rope_attention_factor": 1.5, "rope_factor": 2.0, "rope_truncate": True},
+        ),
+        (
+            {"type": "llama3", "factor": 2.0, "low_freq_factor": 1, "high_freq_factor": 4},
+            {"rope_original_max_position_embeddings": 2048, "rope_type": "llama3"},
+        ),
+        ({"rope_type": "default", "partial_rotary_factor": 1.0}, {"rope_type": "default", "rotary_base": 10000.0}),
+        ({}, {"rope_type": "default", "rope_factor": None}),
+    ],
+)
+def test_rotary_parameters_that_transformers_derives(rope: dict[str, Any], expected: dict[str, Any]) -> None:
+    """What a file leaves out is what transformers takes; parameters that it does not look at are dropped."""
+    for key in ("rope_scaling", "rope_parameters"):
+        values = model_values({"model_type": "llama", key: rope})
+        assert {option: values[option] for option in expected} == expected
+        assert not any(isinstance(value, int) for option, value in values.items() if option == "rope_factor")
+
+
+def llama_model(**changes: Any) -> ModelConfig:
+    return resolved(family_values("llama"), **changes).model
+
+
+@pytest.mark.parametrize(
+    ("changes", "architecture"),
+    [
+        ({}, "llama"),
+        ({"window_size": 7}, "mistral"),
+        ({"add_qkv_biases": True}, "qwen2"),
+        ({"add_qkv_biases": True, "window_size": 7}, "qwen2"),
+        ({"add_qkv_biases": True, "add_mlp_biases": True}, "llama"),
+        ({"add_linear_biases": True, "add_qkv_biases": False}, "llama"),
+        ({"qk_layernorm": True}, "qwen3"),
+        ({"qk_layernorm": True, "add_linear_biases": True, "add_qkv_biases": True, "window_size": 7}, "qwen3"),
+        ({"rope_type": "yarn", "rope_factor": 4.0, "window_size": 7}, "mistral"),
+        ({"zero_centered_normalization": True}, "llama"),
+        ({"use_layer_norm_weight": False}, "llama"),
+        ({"full_precision_residual": True, "attention_softmax_in_fp32": True}, "llama"),
+    ],
+)
+def test_the_architecture_of_options(changes: dict[str, Any], architecture: str) -> None:
+    assert check_exportable(llama_model(**changes)) == architecture
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags"),
+    [
+        ({"hybrid_norm": True}, ["LlamaForCausalLM: --hybrid_norm=0 (not 1)\n"]),
+        ({"input_embedding_norm": True}, ["LlamaForCausalLM: --input_embedding_norm=0 (not 1)\n"]),
+        ({"logit_soft_cap": 30.0}, ["LlamaForCausalLM: --logit_soft_cap=0 (not 30)\n"]),
+        ({"rotary_percent": 0.5, "kv_channels": 8}, ["LlamaForCausalLM: --rotary_percent=1 (not 0.5)\n"]),
+        ({"scale_attn_by_inverse_layer_idx": True}, ["LlamaForCausalLM: --scale_attn_by_inverse_layer_idx=0 (not 1)"]),
+        ({"qk_layernorm": True, "add_mlp_biases": True}, ["Qwen3ForCausalLM: --add_mlp_biases=0 (not 1)\n"]),
+        (
+            {"add_linear_biases": True, "window_size": 7},
+            ["LlamaForCausalLM: --window_size=none (not 7)\n", "MistralForCausalLM: --add_linear_biases=0 (not 1)"],
+        ),
+    ],
+)
+def test_what_no_architecture_expresses(changes: dict[str, Any], flags: list[str]) -> None:
+    """The error says which flags each architecture would need."""
+    with pytest.raises(UsageError) as caught:
+        check_exportable(llama_model(**changes))
+    for text in [*flags, "--export_format=distributed"]:
+        assert text in str(caught.value) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "architecture"),
+    [
+        ({}, "gpt2"),
+        ({"head_groups": 1}, "gpt_bigcode"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "gpt2"),
+        ({"add_linear_biases": False, "add_qkv_biases": False, "add_mlp_biases": False}, "gpt2"),
+    ],
+)
+def test_learned_positions(changes: dict[str, Any], architecture: str) -> None:
+    """GPT-2's family; biases that the model has not are written as zeros."""
+    assert check_exportable(resolved(family_values("gpt2"), **changes).model) == architecture
+
+
+@pytest.mark.parametrize("edit", [lambda c: c, as_version_4])
+def test_head_counts_that_a_file_leaves_to_transformers(edit: Callable[[Any], Any]) -> None:
+    """null means: as many key heads as query heads, heads that share the width, an MLP of four widths."""
+    values = model_values(edit({"model_type": "qwen2", "num_key_value_heads": None, "head_dim": None}))
+    assert (values["head_groups"], values["kv_channels"]) == (32, 128)
+    assert model_values(edit({"model_type": "qwen3", "hidden_size": 1024}))["kv_channels"] == 128
+    assert (
+        model_values(edit({"model_type": "gpt2", "n_embd": 24, "n_head": 3, "n_inner": None}))["ffn_hidden_size"] == 96
+    )

@@ -1,0 +1,431 @@
+"""Exports: transformers computes from them what a plain forward pass computes from our weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.checkpoint import files
+from megatron_lite.config import BatchConfig, Config, DataConfig, DistributedConfig, ModelConfig
+from megatron_lite.config.model import rotary_base
+from megatron_lite.errors import StorageError, UsageError
+from megatron_lite.huggingface import export as huggingface
+from megatron_lite.huggingface import export_folder
+from megatron_lite.huggingface.architectures import check_exportable, hugging_face_config
+from megatron_lite.validation import resolve
+from tests.support.fakes import FakeDistributed, Layout, World, empty_model, make_specs
+
+SEQUENCE_LENGTH = 24
+BASE = ModelConfig(
+    num_layers=2, hidden_size=24, num_attention_heads=4, head_groups=4, kv_channels=6, ffn_hidden_size=40,
+    vocab_size=50, max_position_embeddings=32, use_position_embeddings=False, use_rotary_embeddings=True,
+    tie_word_embeddings=False, add_linear_biases=False, gated=True, activation_type="silu",
+    normalization_type="rms_norm", layer_norm_eps=1e-4, rotary_embedding_scale=-math.log(500.0),
+    init_method_std=0.1, init_method_std_embed=0.1, init_method_std_qkv=0.1, init_method_std_attn_proj=0.1,
+    init_method_std_mlp_1=0.1, init_method_std_mlp_2=0.1,
+)  # fmt: skip
+LAYER_NORM: dict[str, Any] = dict(normalization_type="layer_norm", gated=False, activation_type="gelu")
+LEARNED: dict[str, Any] = dict(
+    LAYER_NORM, use_rotary_embeddings=False, use_position_embeddings=True, add_linear_biases=True
+)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, grouped queries, tied": ("llama", dict(head_groups=2, tie_word_embeddings=True)),
+    "llama, biases, wide heads": ("llama", dict(add_linear_biases=True, kv_channels=10, head_groups=1)),
+    "llama, relu": ("llama", dict(activation_type="relu")),
+    "mistral, window": ("mistral", dict(window_size=5, head_groups=2)),
+    "mistral, window of one, tied": ("mistral", dict(window_size=1, tie_word_embeddings=True)),
+    "mistral, wide heads that do not divide": (
+        "mistral", dict(hidden_size=22, num_attention_heads=3, head_groups=3, kv_channels=8),
+    ),
+    "gpt2": ("gpt2", dict(LEARNED, tie_word_embeddings=True)),
+    "gpt2, untied, exact gelu": ("gpt2", dict(LEARNED, activation_type="gelu_exact")),
+    "gpt2, squared relu": ("gpt2", dict(LEARNED, activation_type="squared_relu")),
+    "starcoder2": ("starcoder2", dict(LAYER_NORM, add_linear_biases=True, head_groups=2, tie_word_embeddings=True)),
+    "starcoder2, no biases, window": ("starcoder2", dict(LAYER_NORM, window_size=7)),
+    "starcoder2, wide heads, identity": ("starcoder2", dict(LAYER_NORM, kv_channels=16, activation_type="identity")),
+}  # fmt: skip
+
+
+def make_config(dtype: str = "fp32", **changes: Any) -> Config:
+    return resolve(
+        Config(
+            model=dataclasses.replace(BASE, **changes),
+            batch=BatchConfig(sequence_length=SEQUENCE_LENGTH),
+            distributed=DistributedConfig(training_dtype=dtype),
+            data=DataConfig(dataset_source="random"),
+        ),
+        world_size=1,
+    )
+
+
+def parameters(model: ModelConfig) -> list[tuple[str, tuple[int, ...], bool]]:
+    """Name, shape and weight decay of every parameter, in model order."""
+    h, f, v, d = model.hidden_size, model.ffn_hidden_size or 0, model.vocab_size, model.kv_channels or 0
+    heads, groups = model.num_attention_heads, model.head_groups or 0
+    found: list[tuple[str, tuple[int, ...]]] = [("embedding.word.weight", (v, h))]
+    if model.use_position_embeddings:
+        found.append(("embedding.position.weight", (model.max_position_embeddings or 0, h)))
+
+    def norm(name: str) -> None:
+        found.append((f"{name}.weight", (h,)))
+        if model.normalization_type == "layer_norm":
+            found.append((f"{name}.bias", (h,)))
+
+    def linear(name: str, outputs: int, inputs: int) -> None:
+        found.append((f"{name}.weight", (outputs, inputs)))
+        if model.add_linear_biases:
+            found.append((f"{name}.bias", (outputs,)))
+
+    for i in range(model.num_layers):
+        norm(f"blocks.{i}.attention_norm")
+        linear(f"blocks.{i}.attention.query_key_value", (heads + 2 * groups) * d, h)
+        linear(f"blocks.{i}.attention.output", h, heads * d)
+        norm(f"blocks.{i}.mlp_norm")
+        linear(f"blocks.{i}.mlp.up", 2 * f if model.gated else f, h)
+        linear(f"blocks.{i}.mlp.down", h, f)
+    norm("head.norm")
+    if not model.tie_word_embeddings:
+        found.append(("head.output.weight", (v, h)))
+    return [(name, shape, len(shape) > 1) for name, shape in found]
+
+
+def random_weights(model: ModelConfig) -> dict[str, Tensor]:
+    """Values of a size at which a mistake in any parameter shows in the logits."""
+    generator = torch.Generator().manual_seed(5)
+    weights = {}
+    for name, shape, _ in parameters(model):
+        value = torch.randn(shape, generator=generator)
+        weights[name] = 1 + 0.3 * value if "norm.weight" in name else value * (0.3 if len(shape) == 1 else 0.2)
+    return weights
+
+
+def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    """tokens (b, s) -> logits (b, s, v), written without anything of the package."""
+    batch, length = tokens.shape
+    heads, groups, d = model.num_attention_heads, model.head_groups or 0, model.kv_channels or 0
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        if model.normalization_type == "rms_norm":
+            return x / (x.pow(2).mean(-1, keepdim=True) + model.layer_norm_eps).sqrt() * weights[f"{name}.weight"]
+        centred = x - x.mean(-1, keepdim=True)
+        scaled = centred / (centred.pow(2).mean(-1, keepdim=True) + model.layer_norm_eps).sqrt()
+        return scaled * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        y = x @ weights[f"{name}.weight"].t()
+        return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
+
+    def activation(x: Tensor) -> Tensor:
+        return {
+            "gelu": lambda: 0.5 * x * (1 + torch.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3))),
+            "gelu_exact": lambda: 0.5 * x * (1 + torch.erf(x / 2**0.5)), "silu": lambda: x * torch.sigmoid(x),
+            "relu": lambda: x.clamp(min=0), "squared_relu": lambda: x.clamp(min=0) ** 2, "identity": lambda: x,
+        }[str(model.activation_type)]()  # fmt: skip
+
+    positions = torch.arange(length)
+    theta = model.rotary_base or 0.0
+    angles = positions[:, None] * theta ** (-torch.arange(0, d, 2).float() / d)  # (s, d/2)
+
+    def rotate(x: Tensor) -> Tensor:  # (b, n, s, d), halves (first, second) are the pairs
+        if not model.use_rotary_embeddings:
+            return x
+        first, second = x.chunk(2, -1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    distance = positions[:, None] - positions
+    visible = (distance >= 0) & (distance < (model.window_size or length))
+    x = weights["embedding.word.weight"][tokens]
+    if model.use_position_embeddings:
+        x = x + weights["embedding.position.weight"][:length]
+    for i in range(model.num_layers):
+        block = f"blocks.{i}"
+        qkv = linear(norm(x, f"{block}.attention_norm"), f"{block}.attention.query_key_value")
+        qkv = qkv.view(batch, length, heads + 2 * groups, d).transpose(1, 2)
+        query, key, value = qkv[:, :heads], qkv[:, heads : heads + groups], qkv[:, heads + groups :]
+        key, value = (item.repeat_interleave(heads // groups, 1) for item in (rotate(key), value))
+        scores = (rotate(query) @ key.transpose(-1, -2) / d**0.5).masked_fill(~visible, -math.inf)
+        mixed = (scores.softmax(-1) @ value).transpose(1, 2).reshape(batch, length, heads * d)
+        x = x + linear(mixed, f"{block}.attention.output")
+        up = linear(norm(x, f"{block}.mlp_norm"), f"{block}.mlp.up")
+        if model.gated:
+            gate, up = up.chunk(2, -1)
+            hidden = activation(gate) * up
+        else:
+            hidden = activation(up)
+        x = x + linear(hidden, f"{block}.mlp.down")
+    head = "embedding.word" if model.tie_word_embeddings else "head.output"
+    return norm(x, "head.norm") @ weights[f"{head}.weight"].t()
+
+
+def reused_memory(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """As the real source does: each tensor lies in memory that the next one overwrites."""
+    buffer = torch.empty(max(value.numel() for value in weights.values()), dtype=next(iter(weights.values())).dtype)
+    for name, value in weights.items():
+        view = buffer[: value.numel()].view(value.shape).copy_(value)
+        yield name, view
+        buffer.fill_(math.nan)
+
+
+def export(directory: Path, config: Config, weights: dict[str, Tensor], world_size: int = 1) -> None:
+    """Export, and raise what any rank raised."""
+
+    def rank_main(distributed: FakeDistributed) -> None:
+        model = empty_model(make_specs(parameters(config.model)), Layout(world_size), distributed.rank)
+        huggingface.save_huggingface(directory, model, config, distributed, reused_memory(weights))  # type: ignore[arg-type]
+
+    results = World(world_size).run(rank_main)
+    for result in results:
+        if isinstance(result, Exception):
+            assert [type(other) for other in results] == [type(result)] * world_size, results
+            raise result
+
+
+def load(directory: Path) -> Any:
+    transformers = pytest.importorskip("transformers")
+    # Before version 5, transformers converts everything to fp32 unless told to keep the dtype of the config.
+    options = {} if int(transformers.__version__.split(".")[0]) >= 5 else {"torch_dtype": "auto"}
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, **options)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    return model.eval()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_computes_the_same_logits(case: str, tmp_path: Path) -> None:
+    """Every architecture with its variants, to 1e-5 in fp32."""
+    architecture, changes = CASES[case]
+    config = make_config(**changes)
+    weights = random_weights(config.model)
+    export(tmp_path / "100", config, weights)
+    model = load(tmp_path / "100")
+    assert model.config.model_type == architecture
+    assert model.dtype == torch.float32
+    tokens = torch.randint(0, config.model.vocab_size, (2, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = model(tokens).logits
+        expected = reference_logits(config.model, weights, tokens)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_half_precision_weights_arrive_bit_for_bit(dtype: str, torch_dtype: torch.dtype, tmp_path: Path) -> None:
+    """transformers loads them in the training dtype, with the same bits."""
+    config = make_config(dtype)
+    weights = {name: value.to(torch_dtype) for name, value in random_weights(config.model).items()}
+    export(tmp_path / "7", config, weights)
+    model = load(tmp_path / "7")
+    assert model.dtype == torch_dtype
+    assert torch.equal(model.model.embed_tokens.weight, weights["embedding.word.weight"])
+    assert torch.equal(model.model.layers[1].mlp.up_proj.weight, weights["blocks.1.mlp.up.weight"].chunk(2)[1])
+
+
+def test_several_files_and_ranks(tmp_path: Path) -> None:
+    """Cut into files by size, with an index that names them all; only rank 0 writes; transformers loads it."""
+    config = make_config(head_groups=2)
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, export_shard_size="12KB"))
+    weights = random_weights(config.model)
+    export(tmp_path / "100", config, weights, world_size=3)
+    names = sorted(path.name for path in (tmp_path / "100").glob("*.safetensors"))
+    assert names == [f"model-{i:05d}-of-{len(names):05d}.safetensors" for i in range(1, len(names) + 1)]
+    assert len(names) > 2
+    index = json.loads((tmp_path / "100" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(names)
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in weights.values())
+    tokens = torch.arange(SEQUENCE_LENGTH)[None]
+    with torch.no_grad():
+        logits = load(tmp_path / "100")(tokens).logits
+    torch.testing.assert_close(logits, reference_logits(config.model, weights, tokens), atol=1e-5, rtol=1e-5)
+
+
+def test_files_follow_the_umask(tmp_path: Path) -> None:
+    """Others can read an export if the umask lets them (safetensors itself would write 0600)."""
+    previous = os.umask(0o022)
+    try:
+        config = make_config()
+        export(tmp_path / "1", config, random_weights(config.model))
+    finally:
+        os.umask(previous)
+    entries = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "1").iterdir()}
+    assert entries == {"config.json": 0o644, "generation_config.json": 0o644, "model.safetensors": 0o644}
+    assert (tmp_path / "1").stat().st_mode & 0o777 == 0o755
+
+
+def test_exporting_again_replaces_the_folder_and_keeps_foreign_ones(tmp_path: Path) -> None:
+    """A second export of an iteration wins; a folder with other files is moved aside, not deleted."""
+    config = make_config()
+    weights = random_weights(config.model)
+    export(tmp_path / "1", config, weights)
+    export(tmp_path / "1", config, {name: value + 1 for name, value in weights.items()})
+    assert torch.equal(load(tmp_path / "1").model.norm.weight, weights["head.norm.weight"] + 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    (tmp_path / "1" / "notes.txt").write_text("mine")
+    export(tmp_path / "1", config, weights)
+    assert torch.equal(load(tmp_path / "1").model.norm.weight, weights["head.norm.weight"])
+    (aside,) = (path for path in tmp_path.iterdir() if path.name != "1")
+    assert aside.name.startswith("1.aside-")
+    assert (aside / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("fails", ["new_file", "pwrite", "write_text", "publish", "sync_folder"])
+def test_a_full_disk_is_a_storage_error_on_every_rank(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it happens: every rank raises, no export appears, nothing temporary stays."""
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    owners = {"sync_folder": export_folder, "pwrite": os}
+    monkeypatch.setattr(owners.get(fails, files), fails, full)
+    monkeypatch.setattr(huggingface, "AGREE_BYTES", 1000)  # noticed in between
+    config = make_config()
+    with pytest.raises(StorageError, match=r"rank 0: .*No space left on device .*bytes free"):
+        export(tmp_path / "1", config, random_weights(config.model), world_size=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_left_over_folders_are_swept(tmp_path: Path) -> None:
+    """What a killed export has left is deleted by the next one."""
+    left = tmp_path / ".tmp-5-0123456789abcdef"
+    left.mkdir()
+    (left / "model-00001.safetensors").write_bytes(b"partial")
+    config = make_config()
+    export(tmp_path / "6", config, random_weights(config.model))
+    assert [path.name for path in tmp_path.iterdir()] == ["6"]
+
+
+def test_a_left_out_weight_is_noticed(tmp_path: Path) -> None:
+    """An incomplete source of weights never becomes an export."""
+    config = make_config()
+    weights = random_weights(config.model)
+    del weights["blocks.1.mlp_norm.weight"]
+    with pytest.raises(AssertionError, match=r"blocks\.1\.mlp_norm\.weight"):
+        export(tmp_path / "1", config, weights)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
+    """AutoTokenizer loads it from the export, and the config knows its end of document."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    vocabulary = {"<|endoftext|>": 0, "to": 1, "be": 2, "or": 3, "not": 4}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="not"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = make_config()
+    data = dataclasses.replace(config.data, tokenizer_file=str(tmp_path / "tokenizer.json"))
+    export(tmp_path / "export" / "1", dataclasses.replace(config, data=data), random_weights(config.model))
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "export" / "1")
+    assert loaded("to be or not to be")["input_ids"] == [1, 2, 3, 4, 1, 2]
+    model = load(tmp_path / "export" / "1")
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == loaded.eos_token_id == 0
+    export(tmp_path / "export" / "1", dataclasses.replace(config, data=data), random_weights(config.model))
+    assert [path.name for path in (tmp_path / "export").iterdir()] == ["1"]
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", "mistral, window", "starcoder2"])
+def test_transformers_generates(case: str, tmp_path: Path) -> None:
+    """Greedy generation with the cache continues as our own logits say."""
+    config = make_config(**CASES[case][1])
+    weights = random_weights(config.model)
+    export(tmp_path / "1", config, weights)
+    expected = torch.tensor([[3, 1, 4, 1, 5]])
+    generated = load(tmp_path / "1").generate(expected, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    for _ in range(8):
+        following = reference_logits(config.model, weights, expected)[:, -1:].argmax(-1)
+        expected = torch.cat((expected, following), 1)
+    assert torch.equal(generated, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags"),
+    [
+        (dict(use_position_embeddings=True), ["--use_position_embeddings=0 (not 1)"]),
+        (dict(window_size=8, add_linear_biases=True), ["--window_size=none (not 8)", "--add_linear_biases=0 (not 1)"]),
+        (dict(normalization_type="layer_norm"), ["--normalization_type=rms_norm (not layer_norm)", "--gated=0"]),
+        (dict(gated=False), ["--gated=1 (not 0)", "--normalization_type=layer_norm (not rms_norm)"]),
+        (dict(LEARNED, head_groups=2), ["--head_groups=4 (not 2)"]),
+        (dict(LEARNED, kv_channels=8), ["--kv_channels * --num_attention_heads=4 = --hidden_size=24 (not 8)"]),
+        (dict(LEARNED, window_size=8), ["--window_size=none (not 8)"]),
+        (dict(use_rotary_embeddings=False), ["--use_rotary_embeddings=1 (not 0)"]),
+        (
+            dict(hidden_size=25, add_linear_biases=True),
+            ["a multiple of --num_attention_heads=4 as --hidden_size (not 25)", "--add_linear_biases=0 (not 1)"],
+        ),
+    ],
+)
+def test_a_model_without_an_architecture_is_refused(changes: dict[str, Any], flags: list[str]) -> None:
+    """The error names the flags in the way, for each architecture, and the two other ways out."""
+    with pytest.raises(UsageError) as caught:
+        check_exportable(make_config(**changes).model)
+    for text in [*flags, "--export_format=distributed", "--export_interval"]:
+        assert text in str(caught.value)
+
+
+def test_the_config_states_both_spellings() -> None:
+    """transformers 5 reads dtype and rope_parameters, older ones torch_dtype and rope_theta; dropout is stated."""
+    config = make_config("bf16", attention_dropout=0.1, hidden_dropout=0.2)
+    content = hugging_face_config(config, {})
+    assert content["dtype"] == content["torch_dtype"] == "bfloat16"
+    assert content["rope_theta"] == content["rope_parameters"]["rope_theta"] == 500.0
+    assert content["attention_dropout"] == 0.1
+    assert content["bos_token_id"] is None and content["eos_token_id"] is None
+    assert content["max_position_embeddings"] == 32
+    longer = dataclasses.replace(config, batch=dataclasses.replace(config.batch, sequence_length=4096))
+    assert hugging_face_config(longer, {})["max_position_embeddings"] == 4096
+    gpt2 = hugging_face_config(make_config(**LEARNED, hidden_dropout=0.2, attention_dropout=0.1), {})
+    assert (gpt2["resid_pdrop"], gpt2["embd_pdrop"], gpt2["attn_pdrop"]) == (0.2, 0.2, 0.1)
+    starcoder2 = hugging_face_config(make_config(**LAYER_NORM, hidden_dropout=0.2), {"eos_token_id": 3})
+    assert (starcoder2["residual_dropout"], starcoder2["embedding_dropout"]) == (0.2, 0.2)
+    assert starcoder2["eos_token_id"] == 3
+
+
+@pytest.mark.parametrize("theta", [10000, 500000, 1000000, 12345.678])
+def test_the_rotary_base_is_the_models(theta: float) -> None:
+    """The export states the base that the model computes with, whole where a whole number was meant."""
+    scale = -math.log(theta)
+    base = rotary_base(scale)
+    assert base == pytest.approx(theta, rel=1e-12)
+    assert base == theta or theta == 12345.678
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_model_that_trains_is_the_model_that_is_exported(case: str, tmp_path: Path) -> None:
+    """The loss of the package's own model, evaluated from its shards, is that of its export in transformers."""
+    from megatron_lite.config import BatchConfig, MultiStageConfig
+    from megatron_lite.model.gpt import build_gpt
+    from megatron_lite.model.layer import MicroBatch
+    from megatron_lite.zero.multi_stage import MultiStage
+
+    config = make_config(**CASES[case][1])
+    distributed: Any = FakeDistributed(World(1), 0)
+    batch = BatchConfig(depth_first_micro_batches=1, breadth_first_micro_batches=1)
+    layers = build_gpt(config.model, SEQUENCE_LENGTH)
+    model = MultiStage(layers, MultiStageConfig(zero_stage=3), batch, "fp32", distributed)
+    weights = random_weights(config.model)
+    for _, part in model.parts():
+        shard = part.read("weights")
+        for slot in part.layout.slots:
+            shard[slot.offset : slot.end] = weights[slot.spec.name].flatten()
+        part.write("weights", shard)
+    model.invalidate()
+    huggingface.save_huggingface(tmp_path / "1", model, config, distributed, model.full_weights())
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, config.model.vocab_size, (2, SEQUENCE_LENGTH + 1), generator=generator)
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    loss = float(model.evaluate([MicroBatch(inputs, labels)])) / labels.numel()
+    with torch.no_grad():
+        logits = load(tmp_path / "1")(inputs).logits
+    expected = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+    assert loss == pytest.approx(expected, rel=1e-6)

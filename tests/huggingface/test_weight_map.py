@@ -1,0 +1,216 @@
+"""Our parameters and the tensors of Hugging Face models, against models that transformers made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.config import BatchConfig, Config, DataConfig, ModelConfig
+from megatron_lite.huggingface.architectures import (
+    check_exportable,
+    hugging_face_config,
+    model_values,
+)
+from megatron_lite.huggingface.weight_map import constants, known_name, pieces
+from megatron_lite.model.embedding_and_head import Head
+from megatron_lite.model.gpt import build_gpt, parameters_of
+from megatron_lite.model.layer import Layer, MicroBatch
+from megatron_lite.parameter import Parameter
+from megatron_lite.validation import resolve
+from tests.support.families import (
+    FAMILIES,
+    SEQUENCE_LENGTH,
+    logits_of,
+    make_config,
+    make_model,
+    random_tokens,
+)
+
+families = pytest.mark.parametrize("family", FAMILIES)
+Weights = dict[str, Tensor]
+
+
+def resolved(**options: Any) -> Config:
+    batch, data = BatchConfig(sequence_length=SEQUENCE_LENGTH), DataConfig(dataset_source="random")
+    return resolve(Config(model=ModelConfig(**options), batch=batch, data=data), world_size=1)
+
+
+def imported(family: str, **changes: Any) -> ModelConfig:
+    """The model of a fixture as we read it."""
+    content = json.loads(make_config(family).to_json_string())
+    return resolved(**{**model_values(content), **changes}).model
+
+
+def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of all our parameters, in order."""
+    return {p.spec.name: tuple(p.spec.shape) for p in parameters_of(build_gpt(model, SEQUENCE_LENGTH))}
+
+
+def state_of(theirs: torch.nn.Module, model: ModelConfig) -> Weights:
+    """The tensors that a file of their model holds: without a tied head."""
+    names = theirs.state_dict()
+    if model.tie_word_embeddings:
+        del names["lm_head.weight"]
+    return dict(names)
+
+
+def to_ours(theirs: Mapping[str, Tensor], architecture: str, model: ModelConfig) -> Weights:
+    """Our parameters, each row from where the table says that it is. Rows that it leaves out are NaN."""
+    ours = {}
+    for name, shape in shapes_of(model).items():
+        ours[name] = torch.full(shape, torch.nan)
+        for piece in pieces(name, shape, architecture, model):
+            tensor = theirs[piece.name]
+            assert tuple(tensor.shape) == piece.their_shape, piece
+            tensor = tensor.t() if piece.transposed else tensor
+            rows = tensor[piece.their_first_row : piece.their_first_row + piece.rows] - piece.plus
+            ours[name][piece.first_row : piece.first_row + piece.rows] = rows
+    return ours
+
+
+def to_theirs(ours: Weights, architecture: str, model: ModelConfig) -> Weights:
+    """Their tensors, the constant ones included. What the table leaves out is NaN."""
+    theirs: Weights = {}
+    for name, tensor in ours.items():
+        for piece in pieces(name, tuple(tensor.shape), architecture, model):
+            made = theirs.setdefault(piece.name, torch.full(piece.their_shape, torch.nan))
+            rows = (made.t() if piece.transposed else made)[piece.their_first_row :][: piece.rows]
+            assert bool(rows.isnan().all()), f"{piece} is written twice"
+            rows.copy_(tensor[piece.first_row : piece.first_row + piece.rows] + piece.plus)
+    for constant in constants(architecture, model):
+        assert constant.name not in theirs
+        theirs[constant.name] = torch.full(constant.shape, constant.value)
+    return theirs
+
+
+def filled_layers(model: ModelConfig, weights: Weights) -> list[Layer]:
+    """Our layers with these weights."""
+    layers, left = build_gpt(model, SEQUENCE_LENGTH), dict(weights)
+    for module in (module for layer in layers for module in layer.modules()):
+        for attribute, declared in list(module.named_parameters(recurse=False)):
+            value = left.pop(cast(Parameter, declared).spec.name)
+            setattr(module, attribute, Parameter(value.clone(), requires_grad=False))
+    assert not left, f"no such parameters: {list(left)}"
+    return layers
+
+
+def our_logits(model: ModelConfig, weights: Weights, tokens: Tensor) -> Tensor:
+    """(b, s) -> (b, s, v) of our layers."""
+    *layers, head = filled_layers(model, weights)
+    hidden = None
+    for layer in layers:
+        hidden = layer(hidden, MicroBatch(tokens, tokens))
+    assert isinstance(head, Head) and hidden is not None
+    return head.logits(hidden)
+
+
+def assert_same(found: Weights, expected: Weights) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@families
+def test_a_state_dict_survives_the_way_there_and_back(family: str) -> None:
+    """Bit for bit, with every tensor of theirs in exactly one parameter of ours, and every element in both once."""
+    model, architecture = imported(family), FAMILIES[family]["model_type"]
+    theirs = state_of(make_model(family), model)
+    ours = to_ours(theirs, architecture, model)
+    assert not any(bool(tensor.isnan().any()) for tensor in ours.values())
+    assert sum(tensor.numel() for tensor in ours.values()) == sum(tensor.numel() for tensor in theirs.values())
+    assert not list(constants(architecture, model))
+    assert_same(to_theirs(ours, architecture, model), theirs)
+    owners = [
+        {piece.name for piece in pieces(name, tuple(tensor.shape), architecture, model)}
+        for name, tensor in ours.items()
+    ]
+    assert sum(len(names) for names in owners) == len(set().union(*owners))
+
+
+@families
+def test_imported_models_compute_the_same_logits(family: str) -> None:
+    """Our layers with their weights, to 1e-5 in fp32, beyond the original length of the rotary frequencies and beyond
+    the window."""
+    model, architecture, theirs = imported(family), FAMILIES[family]["model_type"], make_model(family)
+    tokens = random_tokens()
+    found = our_logits(model, to_ours(state_of(theirs, model), architecture, model), tokens)
+    expected = logits_of(theirs, tokens)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+# Models that no fixture is: what is written for what they have and have not.
+EXPORTED: dict[str, tuple[str, dict[str, Any], str, int]] = {
+    "zero-centred norms": ("llama", dict(zero_centered_normalization=True), "llama", 0),
+    "zero-centred layer norms": ("gpt2", dict(zero_centered_normalization=True), "gpt2", 0),
+    "zero-centred q/k norms": ("qwen3", dict(zero_centered_normalization=True), "qwen3", 0),
+    "norms without weights": ("llama", dict(use_layer_norm_weight=False), "llama", 5),
+    "q/k norms without weights": ("qwen3", dict(use_layer_norm_weight=False), "qwen3", 9),
+    "layer norms without weights": ("gpt2", dict(use_layer_norm_weight=False), "gpt2", 14),
+    "GPT-2 without biases": (
+        "gpt2", dict(add_linear_biases=False, add_qkv_biases=False, add_mlp_biases=False), "gpt2", 12,
+    ),
+    "biases of q, k, v alone": ("llama", dict(add_qkv_biases=True), "qwen2", 0),
+    "biases of q, k, v and the MLP": ("llama", dict(add_qkv_biases=True, add_mlp_biases=True), "llama", 2),
+    "biases of the attention output alone": ("llama", dict(add_linear_biases=True), "llama", 6),
+    "biases of q, k, v in a Qwen3": ("qwen3", dict(add_qkv_biases=True), "qwen3", 2),
+    "biases of a StarCoder2's MLP": (
+        "starcoder2, yarn, untied, no biases", dict(add_mlp_biases=True), "starcoder2", 8,
+    ),
+    "multi-query with learned positions": ("gpt2", dict(head_groups=1), "gpt_bigcode", 0),
+    "a Qwen2 with a window and no biases": ("qwen2, window, tied", dict(add_qkv_biases=False), "mistral", 0),
+    "quick gelu": ("gpt2", dict(activation_type="quick_gelu"), "gpt2", 0),
+    "tanh": ("gpt2", dict(activation_type="tanh"), "gpt2", 0),
+    "a padded vocabulary": ("llama", dict(make_vocab_size_divisible_by=64), "llama", 0),
+    "every dropout": (
+        "gpt2", dict(hidden_dropout=0.1, attention_dropout=0.2, embedding_dropout=0.3), "gpt2", 0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EXPORTED)
+def test_exported_models_compute_the_same_logits(case: str) -> None:
+    """transformers with our config.json and our weights, as the table and the constants say."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family, changes, architecture, num_constants = EXPORTED[case]
+    config = resolved(**{**model_values(json.loads(make_config(family).to_json_string())), **changes})
+    model = config.model
+    assert check_exportable(model) == architecture
+    generator = torch.Generator().manual_seed(3)
+    weights = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes_of(model).items()}
+    content = hugging_face_config(config, {})
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content), attn_implementation="eager").eval()
+    assert len(list(constants(architecture, model))) == num_constants
+    state = to_theirs(weights, architecture, model)
+    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == {
+        name: tuple(tensor.shape) for name, tensor in state_of(theirs, model).items()
+    }
+    theirs.load_state_dict(state, strict=not model.tie_word_embeddings)
+    tokens = random_tokens()
+    torch.testing.assert_close(logits_of(theirs, tokens), our_logits(model, weights, tokens), atol=1e-5, rtol=0)
+
+
+def test_names_in_files() -> None:
+    """Files of models without a head, buffers of older versions, and heads that are tied."""
+    gpt2, llama = imported("gpt2"), imported("llama")
+    assert known_name("h.0.attn.c_attn.weight", "gpt2", gpt2) == "transformer.h.0.attn.c_attn.weight"
+    assert known_name("transformer.wte.weight", "gpt2", gpt2) == "transformer.wte.weight"
+    assert known_name("h.0.attn.bias", "gpt2", gpt2) is None
+    assert known_name("h.0.attn.c_attn.bias", "gpt2", gpt2) == "transformer.h.0.attn.c_attn.bias"
+    assert known_name("lm_head.weight", "gpt2", gpt2) is None
+    assert known_name("lm_head.weight", "llama", llama) == "lm_head.weight"
+    assert known_name("layers.1.mlp.up_proj.weight", "llama", llama) == "model.layers.1.mlp.up_proj.weight"
+    assert known_name("model.layers.0.self_attn.rotary_emb.inv_freq", "llama", llama) is None
+
+
+def test_a_parameter_that_an_architecture_has_not() -> None:
+    with pytest.raises(KeyError):
+        pieces("embedding.position.weight", (40, 30), "llama", imported("llama"))
+    with pytest.raises(KeyError):
+        pieces("blocks.0.attention.query_norm.weight", (8,), "gpt2", imported("gpt2"))

@@ -1,0 +1,491 @@
+"""Attention against the softmax written out in float64: every backend, windows, documents, what leaks, what is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_lite.errors import UsageError
+from megatron_lite.kernels.attention import choice as attention_choice
+from megatron_lite.kernels.attention import gpu as attention_gpu
+from megatron_lite.kernels.attention.attention import Documents, attention, works
+from megatron_lite.kernels.attention.choice import Machine, choose_attention, describe_attention
+from megatron_lite.kernels.linear import linear
+from megatron_lite.kernels.rotary import rotary_table, split_heads
+from megatron_lite.parameter import Parameter
+from tests.support.memory_meters import PeakMeter
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # of the largest value, or of 0.1
+dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+HOPPER, AMPERE = Machine((9, 0), 91501), Machine((8, 0), 91501)
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Sizes; `lengths` of the documents of the flattened micro-batch, all b s tokens of it."""
+
+    b: int
+    n: int
+    g: int
+    s: int
+    d: int
+    window: int | None = None
+    lengths: tuple[int, ...] | None = None
+    scale: float | None = None
+
+    def inputs(self, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+        """Query, key and value (b, n or g, s, d), views of one projection, and a gradient of the output."""
+        generator = torch.Generator().manual_seed(seed)
+        projection = torch.randn(self.b, self.s, self.n + 2 * self.g, self.d, generator=generator).to(dtype)
+        grad = torch.randn(self.b, self.n, self.s, self.d, generator=generator).to(dtype)
+        return [*(part.transpose(1, 2) for part in projection.split([self.n, self.g, self.g], dim=2)), grad]
+
+    def documents(self, device: str = "cpu") -> Documents | None:
+        if self.lengths is None:
+            return None
+        starts = torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return Documents(starts.to(device), self.lengths)
+
+    def allowed(self) -> Tensor:
+        """(b, s, s): which position looks at which."""
+        document = torch.repeat_interleave(torch.tensor(self.lengths or [self.s] * self.b)).view(self.b, self.s)
+        distance = torch.arange(self.s)[:, None] - torch.arange(self.s)
+        causal = (distance >= 0) & (distance < (self.window or self.s))
+        return causal & (document[:, :, None] == document[:, None])
+
+    def formula(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        repeats = self.n // self.g
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        scores = q @ k.transpose(-1, -2) * (self.scale or self.d**-0.5)
+        scores = scores.masked_fill(~self.allowed()[:, None], float("-inf"))
+        return scores.softmax(-1) @ v
+
+
+CASES = [
+    Case(1, 4, 4, 9, 8),
+    Case(2, 6, 2, 5, 7),
+    Case(1, 2, 1, 300, 8),
+    Case(2, 4, 2, 128, 1),
+    Case(1, 3, 3, 1, 5),
+    *(Case(2, 2, 1, 300, 8, window) for window in (1, 3, 63, 64, 65, 150, 299, 300, 1000)),
+    Case(2, 4, 2, 130, 6, lengths=(1, 1, 128, 130)),
+    Case(1, 2, 2, 200, 8, lengths=(200,)),
+    Case(2, 6, 3, 75, 8, lengths=(0, 70, 1, 0, 4, *[3] * 25, 0)),
+    Case(2, 2, 1, 200, 5, window=70, lengths=(130, 70, 1, 199)),
+    Case(1, 4, 1, 200, 8, window=2, lengths=(1, 2, 3, 66, 128)),
+    Case(2, 4, 2, 100, 8, scale=0.05),
+    Case(1, 2, 1, 100, 8, 30, (60, 40), scale=0.7),
+]
+
+
+def close(ours: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    exact = exact.detach()
+    largest = max(float(exact.abs().max()), 0.1)
+    assert float((ours.detach().cpu().double() - exact).abs().max()) <= TOLERANCE[dtype] * largest
+
+
+def compare(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu", softmax_in_fp32: bool = False) -> None:
+    """Output and gradients against the formula in float64 on the same rounded values."""
+    *inputs, grad = case.inputs(dtype)
+    exact = [tensor.double().requires_grad_() for tensor in inputs]
+    formula = case.formula(*exact)
+    formula.backward(grad.double())
+    ours = [tensor.to(device).requires_grad_() for tensor in inputs]
+    documents = case.documents(device)
+    output = attention(
+        *ours, case.window, 0.0, None, backend=backend, documents=documents, scale=case.scale,
+        softmax_in_fp32=softmax_in_fp32,
+    )  # fmt: skip
+    assert output.shape == formula.shape and output.dtype == dtype
+    output.backward(grad.to(device))
+    for mine, reference in zip([output, *(t.grad for t in ours)], [formula, *(t.grad for t in exact)], strict=True):
+        close(cast(Tensor, mine), cast(Tensor, reference), dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_blocks_equal_the_formula(case: Case, dtype: torch.dtype) -> None:
+    """Grouped queries; windows and documents over, on and beside the borders of blocks; odd sizes of everything."""
+    compare(case, dtype, "math")
+    if dtype != torch.float32:
+        compare(case, dtype, "math", softmax_in_fp32=True)
+
+
+def upcast(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """As models are written with queries and keys cast to fp32 for scores and softmax, differentiated by torch."""
+    scores = (q.float() @ k.float().transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~allowed, float("-inf"))
+    return scores.softmax(-1).to(v.dtype) @ v
+
+
+def test_softmax_in_fp32_is_fp32_backward_too() -> None:
+    """In bf16: the output is the same, as its scores are in fp32 in any case; the gradients of queries and keys are
+    those of the formula with casts, half as far from float64 as those whose scores' gradients are rounded to bf16.
+    """
+    case = Case(1, 2, 2, 60, 16)
+    *inputs, grad = case.inputs(BF16)
+    inputs[0] *= 20  # sharp probabilities, in which dP - rowsum(P dP) cancels
+    exact = [tensor.double().requires_grad_() for tensor in inputs]
+    case.formula(*exact).backward(grad.double())
+    outputs, gradients = [], []
+    for function in (
+        lambda q, k, v: attention(q, k, v, None, 0.0, None, backend="math"),
+        lambda q, k, v: attention(q, k, v, None, 0.0, None, backend="math", softmax_in_fp32=True),
+        lambda q, k, v: upcast(q, k, v, case.allowed()[:, None]),
+    ):
+        ours = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+        outputs.append(function(*ours))
+        outputs[-1].backward(grad)
+        gradients.append([cast(Tensor, tensor.grad).double() for tensor in ours])
+    assert torch.equal(outputs[0], outputs[1])
+    for rounded, precise, reference, formula in zip(*gradients, exact, strict=True):
+        assert float((precise - reference).norm()) <= 2e-3 * float(reference.norm())
+        if formula is not exact[2]:
+            error, half = (float((found - cast(Tensor, formula.grad)).norm()) for found in (rounded, precise))
+            assert half < 0.6 * error
+
+
+def test_softmax_in_fp32_changes_nothing_in_fp32() -> None:
+    case = Case(1, 4, 2, 70, 8, 30)
+    runs = []
+    for in_fp32 in (False, True):
+        inputs = [tensor.requires_grad_() for tensor in case.inputs(FP32)[:3]]
+        output = attention(*inputs, 30, 0.2, 3, softmax_in_fp32=in_fp32)
+        runs.append([output, *torch.autograd.grad(output.square().sum(), inputs)])
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+def test_gradients_of_float64_are_derivatives() -> None:
+    """With dropout, too: forward and backward must draw the same mask for it."""
+    case = Case(2, 4, 2, 5, 3, window=3, lengths=(4, 1, 5))
+    inputs = [tensor.requires_grad_() for tensor in case.inputs(torch.float64)[:3]]
+    for dropout_p, seed in ((0.0, None), (0.4, 7)):
+        assert torch.autograd.gradcheck(
+            lambda q, k, v, p=dropout_p, seed=seed: attention(q, k, v, 3, p, seed, documents=case.documents()), inputs
+        )
+
+
+@pytest.mark.parametrize("backend", ["math", *(pytest.param(b, marks=gpu) for b in ("varlen", "flex"))])
+@pytest.mark.parametrize("window", [None, 50])
+def test_nothing_leaks_between_documents(backend: str, window: int | None) -> None:
+    """Another content of one document, even NaN, changes not one bit of another's outputs and gradients."""
+    device = "cpu" if backend == "math" else "cuda"
+    case = Case(2, 4, 2, 200, 16, window, (90, 3, 107, 150, 50))
+    changed = slice(90, 93)  # of the first sample
+
+    def run(content: float | None) -> list[Tensor]:
+        *inputs, grad = case.inputs(torch.bfloat16)
+        if content is not None:
+            for tensor in (*inputs, grad):
+                tensor[0, :, changed] = content
+        ours = [tensor.to(device).requires_grad_() for tensor in inputs]
+        output = attention(*ours, case.window, 0.0, None, backend=backend, documents=case.documents(device))
+        output.backward(grad.to(device))
+        return [cast(Tensor, tensor).detach().cpu() for tensor in (output, *(t.grad for t in ours))]
+
+    plain = run(None)
+    for content in (3.0, float("nan")):
+        for before, after in zip(plain, run(content), strict=True):
+            assert not torch.equal(before[0, :, changed], after[0, :, changed])
+            before[0, :, changed] = after[0, :, changed] = 0.0
+            assert torch.equal(before, after)
+
+
+def test_the_same_inputs_give_the_same_bits() -> None:
+    case = Case(2, 4, 2, 150, 8, 70)
+    runs = []
+    for _ in range(2):
+        inputs = [tensor.requires_grad_() for tensor in case.inputs(torch.float32)[:3]]
+        output = attention(*inputs, case.window, 0.1, 5)
+        runs.append([output, *torch.autograd.grad(output.square().sum(), inputs)])
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize(("window", "lengths"), [(None, None), (3, None), (None, (2, 5, 7)), (2, (6, 1, 7))])
+@pytest.mark.parametrize("rotary", [True, False])
+def test_one_copy_of_query_key_and_value_is_all_that_is_kept(
+    rotary: bool, window: int | None, lengths: tuple[int, ...] | None
+) -> None:
+    """The (n + 2 g) d values per token of the projection: no rotated or repeated heads, no masks, no probabilities."""
+    b, s, n, g, d = 2, 7, 4, 2, 8
+    kept: list[Tensor] = []
+    weight = cast(Parameter, Parameter(torch.ones((n + 2 * g) * d, 5)))
+    weight.main_grad = torch.zeros_like(weight)
+    documents = Case(b, n, g, s, d, lengths=lengths).documents()
+    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        table = rotary_table(s, d, 100.0, torch.device("cpu")) if rotary else None
+        query, key, value = split_heads(linear(torch.ones(b, s, 5), weight), n, g, table)
+        output = attention(query, key, value, window, 0.0, None, backend="math", documents=documents)
+    memories = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+    assert query.untyped_storage().data_ptr() in memories
+    assert sum(memories.values()) == 4 * (b * s * 5 + b * s * (n + 2 * g) * d)
+    output.sum().backward()
+    assert torch.isfinite(weight.main_grad).all()
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_memory_is_linear_in_the_sequence(dropout_p: float) -> None:
+    """At no time as much as one byte for each pair of positions: no mask, no probabilities, forward or backward."""
+    s = 5000
+    inputs = [tensor.requires_grad_() for tensor in Case(1, 1, 1, s, 8).inputs(torch.float32)[:3]]
+    with PeakMeter() as meter:
+        attention(*inputs, None, dropout_p, 1).sum().backward()
+    assert 0 < meter.peak < s * s // 2
+
+
+def test_dropout_drops_probabilities() -> None:
+    """With p -> 0 it equals attention without; the same seed gives the same result, another seed another."""
+    q, k, v = Case(2, 4, 2, 9, 8).inputs(torch.float32)[:3]
+    exact = attention(q, k, v, 4, 0.0, None)
+    torch.testing.assert_close(attention(q, k, v, 4, 1e-9, 1), exact)
+    assert torch.equal(attention(q, k, v, 4, 0.5, 1), attention(q, k, v, 4, 0.5, 1))
+    assert not torch.equal(attention(q, k, v, 4, 0.5, 1), attention(q, k, v, 4, 0.5, 2))
+    assert torch.equal(attention(q, k, v, 4, 0.5, None), exact), "evaluation drops nothing"
+    q, k, v = torch.zeros(2, 1, 200, 4), torch.zeros(2, 1, 200, 4), torch.ones(2, 1, 200, 4)
+    kept = attention(q, k, v, None, 0.25, 3)[:, 0, :, 0]  # of each row's equal probabilities the share kept, / 0.75
+    assert abs(float(kept[:, 100:].mean()) - 1) < 0.01 and not torch.equal(kept[0], kept[1])
+
+
+@pytest.mark.parametrize(
+    ("choice", "machine", "work"),
+    [
+        ("cudnn", HOPPER, {}),
+        ("cudnn", HOPPER, dict(dtype=torch.float16, head_size=64)),
+        ("flash", HOPPER, dict(deterministic=True)),
+        ("flash", HOPPER, dict(head_size=256)),
+        ("flash", Machine((9, 0), 91002), {}),
+        ("flash", AMPERE, {}),
+        ("varlen", HOPPER, dict(window=5)),
+        ("varlen", HOPPER, dict(documents=True)),
+        ("varlen", AMPERE, dict(window=5, documents=True, deterministic=True)),
+        ("math", Machine((9, 0), 91501, varlen=False), dict(window=5)),
+        ("math", HOPPER, dict(dtype=FP32)),
+        ("math", HOPPER, dict(head_size=68)),
+        ("math", HOPPER, dict(dropout=True)),
+        ("math", Machine((8, 6), 91501), dict(head_size=256)),
+        ("math", Machine((7, 0), 91501), dict(dtype=torch.float16)),
+        ("math", Machine(None), dict(window=5, documents=True)),
+    ],
+)
+def test_automatic_choice(choice: str, machine: Machine, work: dict[str, Any]) -> None:
+    assert chosen("auto", machine, **work) == choice
+    assert chosen(choice, machine, **work) == choice
+    assert describe_attention(choice).startswith(choice)
+
+
+def chosen(wanted: str, machine: Machine, **work: Any) -> str:
+    asked = dict(dtype=BF16, window=None, documents=False, head_size=128) | work
+    device = torch.device("cuda" if machine.capability else "cpu")
+    return choose_attention(wanted, device, machine=machine, **asked)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "machine", "work", "reason"),
+    [
+        *((backend, Machine(None), {}, "needs a GPU") for backend in ("cudnn", "flash", "varlen", "flex")),
+        ("flash", Machine((7, 5)), {}, "8.0, and this one has 7.5"),
+        ("flash", HOPPER, dict(window=5), "--window_size"),
+        ("cudnn", HOPPER, dict(documents=True), "--cross_document_attention"),
+        ("cudnn", HOPPER, dict(deterministic=True), "--deterministic"),
+        ("cudnn", AMPERE, {}, "Hopper"),
+        ("cudnn", Machine((9, 0), 91002), {}, "91002"),
+        ("cudnn", HOPPER, dict(head_size=136), "not of 136"),
+        ("varlen", HOPPER, dict(dtype=FP32), "not in float32"),
+        ("varlen", Machine((9, 0), 91501, varlen=False), {}, "torch 2.11"),
+        ("varlen", HOPPER, dict(head_size=12), "not of 12"),
+        ("varlen", HOPPER, dict(dropout=True), "--attention_dropout"),
+        ("flex", Machine((9, 0), 91501, flex=False), {}, "Triton"),
+        ("flex", HOPPER, dict(head_size=8), "not of 8"),
+    ],
+)
+def test_a_backend_that_cannot_do_it_is_refused(
+    wanted: str, machine: Machine, work: dict[str, Any], reason: str
+) -> None:
+    """Flag, value, reason and fix."""
+    with pytest.raises(UsageError, match=f"^--attention_backend={wanted}: .*{reason}.*; leave the flag out"):
+        chosen(wanted, machine, **work)
+
+
+def test_a_plan_looks_at_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_choice, "machine_of", lambda device: pytest.fail("looked at the device"))
+    assert chosen("auto", attention_choice.PLANNED_GPU) == "cudnn"
+    assert chosen("auto", attention_choice.PLANNED_GPU, window=5) == "varlen"
+
+
+FUSED_CASES = [case for case in CASES if case.s > 1]
+
+
+@pytest.mark.parametrize("says_grouped", [True, False])
+@pytest.mark.parametrize("case", FUSED_CASES, ids=str)
+def test_varlen_is_asked_for_the_right_thing(case: Case, says_grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a varlen_attn of the same arguments that is written out in torch, as the real one needs a GPU."""
+
+    def written_out(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, max_q: int, max_k: int, *,
+                    scale: float | None, window_size: tuple[int, int], **more: bool) -> Tensor:  # fmt: skip
+        assert starts_q.dtype == torch.int32 and torch.equal(starts_q, starts_k) and max_q == max_k
+        assert more == ({"enable_gqa": case.n != case.g} if says_grouped else {})
+        assert q.data_ptr() == inputs[0].data_ptr(), "no copy"
+        left, right = window_size
+        parts = []
+        for start, end in zip(starts_q.tolist(), starts_q.tolist()[1:], strict=False):
+            assert end - start <= max_q
+            whole = Case(1, case.n, case.g, end - start, case.d, None if left < 0 else left + 1, scale=scale)
+            assert right == 0
+            parts.append(whole.formula(*(t[start:end].transpose(0, 1)[None] for t in (q, k, v)))[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    monkeypatch.setattr(attention_gpu, "_varlen", lambda: (written_out, says_grouped))
+    inputs = case.inputs(torch.float64)[:3]
+    output = attention(*inputs, case.window, 0.0, None, backend="varlen", documents=case.documents(), scale=case.scale)
+    torch.testing.assert_close(output, case.formula(*inputs))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch.nn.attention.varlen") is None, reason="older torch")
+@pytest.mark.parametrize("case", [Case(2, 8, 2, 256, 64, 100), Case(2, 8, 2, 256, 64, None, (100, 156, 256))], ids=str)
+def test_varlen_keeps_query_key_value_output_and_a_number_per_row(case: Case) -> None:
+    """torch's own function on tensors without memory: it takes our arguments, and is differentiated by torch."""
+    b, n, g, s, d = case.b, case.n, case.g, case.s, case.d
+    projection = torch.empty(b, s, n + 2 * g, d, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    kept: list[Tensor] = []
+    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        parts = [part.transpose(1, 2) for part in projection.split([n, g, g], dim=2)]
+        output = attention(*parts, case.window, 0.0, None, backend="varlen", documents=case.documents("meta"))
+    assert output.shape == (b, n, s, d) and output.transpose(1, 2).is_contiguous(), "(b, s, n d) is a view of it"
+    views = [tensor for tensor in kept if tensor._base is projection]  # three of one memory
+    others = [tensor for tensor in kept if tensor._base is not projection and tensor.numel() > 4]
+    assert len(views) == 3 and sum(tensor.nbytes for tensor in others) == b * s * (n * d * 2 + n * 4)
+    output.sum().backward()
+    assert projection.grad is not None and projection.grad.shape == projection.shape
+
+
+@pytest.mark.parametrize("case", FUSED_CASES, ids=str)
+def test_blocks_of_flex_attention_cover_what_is_allowed(case: Case) -> None:
+    """Blocks in full hold only pairs that are allowed, and with those in part all of them; each is named once."""
+    starts = getattr(case.documents(), "starts", None)
+    lowest = attention_gpu.lowest_keys(starts, case.b, case.s, case.window, torch.device("cpu"))
+    allowed = case.allowed()
+    row, column = torch.arange(case.s)[:, None], torch.arange(case.s)
+    assert torch.equal((column <= row) & (column >= lowest[:, :, None]), allowed)
+    size = 16
+    counts, columns, full_counts, full_columns = attention_gpu.block_columns(lowest, size)
+    blocks = -(-case.s // size)
+    padded = torch.nn.functional.pad(allowed, [0, blocks * size - case.s] * 2)
+    pairs = padded.view(case.b, blocks, size, blocks, size).sum(dim=(2, 4))
+    for b in range(case.b):
+        for i in range(blocks):
+            partial = columns[b, 0, i, : counts[b, 0, i]].tolist()
+            full = full_columns[b, 0, i, : full_counts[b, 0, i]].tolist()
+            assert sorted(partial + full) == pairs[b, i].nonzero().flatten().tolist()
+            assert all(int(pairs[b, i, j]) == size * min(size, case.s - i * size) for j in full)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_takes_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not compiled, forward only, as on a CPU it has no backward."""
+    from torch.nn.attention import flex_attention as module
+
+    monkeypatch.setattr(attention_gpu, "_compiled_flex", lambda: module.flex_attention)
+    for case in (Case(2, 4, 2, 300, 16, 150, scale=0.1), Case(2, 4, 2, 300, 16, None, (100, 200, 300))):
+        inputs, documents = case.inputs(torch.float32)[:3], case.documents()
+        with torch.no_grad():
+            output = attention(*inputs, case.window, 0.0, None, backend="flex", documents=documents, scale=case.scale)
+        close(output, case.formula(*(tensor.double() for tensor in inputs)), torch.float32)
+
+
+@pytest.mark.parametrize("case", [case for case in FUSED_CASES if not (case.window or case.lengths)], ids=str)
+def test_fused_attention_is_told_of_groups(case: Case) -> None:
+    """The flash kernel that torch has for a CPU stands in for the one of a GPU."""
+    inputs = case.inputs(torch.float32)[:3]
+    output = attention_gpu.fused_attention(*inputs, "flash", case.scale)
+    close(output, case.formula(*(tensor.double() for tensor in inputs)), torch.float32)
+
+
+GPU_CASES = [
+    Case(1, 4, 4, 9, 64),
+    Case(2, 8, 2, 1500, 64),
+    Case(2, 4, 1, 300, 128),
+    Case(2, 6, 2, 256, 32),
+    *(Case(2, 4, 2, 1500, 64, window) for window in (1, 37, 128, 700, 1499, 2000)),
+    Case(2, 4, 2, 1000, 128, lengths=(1, 499, 500, 1000)),
+    Case(1, 4, 2, 300, 64, lengths=(*[3] * 50, 150)),
+    Case(2, 4, 2, 700, 64, window=100, lengths=(700, 1, 130, 569)),
+    Case(1, 2, 1, 200, 7, window=9),
+    Case(2, 4, 2, 300, 64, scale=0.03),
+    Case(2, 4, 2, 300, 64, 100, scale=0.3),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+@pytest.mark.parametrize("backend", [pytest.param(b, marks=gpu) for b in attention_choice.BACKENDS])
+def test_backends_on_a_gpu_equal_the_formula(backend: str, case: Case, dtype: torch.dtype) -> None:
+    """Each in what it says it can do, forward and backward, against float64 on the CPU."""
+    device, window = torch.device("cuda"), None if (case.window or case.s) >= case.s else case.window
+    try:
+        choose_attention(backend, device, dtype, window, case.lengths is not None, case.d)
+    except UsageError as error:
+        pytest.skip(str(error))
+    compare(case, dtype, backend, "cuda")
+
+
+@pytest.mark.parametrize("backend", [pytest.param(b, marks=gpu) for b in ("flash", "varlen", "flex", "math")])
+def test_deterministic_backends_repeat_their_bits_on_a_gpu(backend: str) -> None:
+    case = Case(2, 8, 2, 1000, 64, None if backend == "flash" else 300)
+    *inputs, grad = (tensor.cuda() for tensor in case.inputs(torch.bfloat16))
+    runs = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(3):
+            ours = [tensor.detach().requires_grad_() for tensor in inputs]
+            output = attention(*ours, case.window, 0.0, None, backend=backend)
+            runs.append([output, *torch.autograd.grad(output, ours, grad)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(one, other) for run in runs[1:] for one, other in zip(runs[0], run, strict=True))
+
+
+@pytest.mark.parametrize("backend", [pytest.param(b, marks=gpu) for b in ("varlen", "flex", "auto")])
+def test_windowed_attention_keeps_no_probabilities_on_a_gpu(backend: str) -> None:
+    """Mistral's attention, window 4096 over 8192 tokens: kept are query, key, value, output and a number per row."""
+    n, g, s, d = 32, 8, 8192, 128
+    projection = torch.randn(1, s, n + 2 * g, d, device="cuda", dtype=torch.bfloat16)
+    parts = [part.transpose(1, 2).requires_grad_() for part in projection.split([n, g, g], dim=2)]
+    attention(*parts, 4096, 0.0, None, backend=backend).sum().backward()  # compiles
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    output = attention(*parts, 4096, 0.0, None, backend=backend)
+    theory = s * n * d * 2 + s * n * 4
+    assert theory <= torch.cuda.memory_allocated() - before < theory + 2**21
+    output.sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 2**30, "6.4 GB would be all probabilities in fp32"
+
+
+def test_a_candidate_that_does_not_work_is_passed_over() -> None:
+    """A library may refuse for a reason that the table does not know: `auto` goes on, "math" is not tried."""
+    tried: list[str] = []
+
+    def works(backend: str) -> bool:
+        tried.append(backend)
+        return backend == "varlen"
+
+    asked = (torch.device("cuda"), BF16, None, False, 128)
+    assert choose_attention("auto", *asked, machine=HOPPER, works=works) == "varlen"
+    assert tried == ["cudnn", "flash", "varlen"]
+    assert choose_attention("auto", *asked, machine=HOPPER, works=lambda backend: False) == "math"
+    assert choose_attention("math", *asked, machine=HOPPER, works=lambda backend: False) == "math"
+    with pytest.raises(UsageError, match="^--attention_backend=flash: .* small problem"):
+        choose_attention("flash", *asked, machine=HOPPER, works=lambda backend: False)
+
+
+def test_the_trial_tells_what_works() -> None:
+    """"math" does everywhere, forward and backward; cuDNN does not on a CPU."""
+    cpu = torch.device("cpu")
+    assert works("math", cpu, BF16, 16)
+    assert not works("cudnn", cpu, BF16, 16)

@@ -1,0 +1,123 @@
+"""What `auto` chooses: at device sizes made to lie between two predictions, and in runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lite.config import Config
+from megatron_lite.planner.auto import (
+    RESERVE,
+    blocks_per_stage,
+    device_memory_bytes,
+    resolve_auto,
+    worthwhile_bytes,
+)
+from megatron_lite.planner.plan import make_plan
+from tests.support.harness import run_distributed, same_weights, tiny_config, train_tiny
+
+MIB = 2**20
+
+
+def a_config(ranks: int, **options: Any) -> Config:
+    sizes = dict(num_layers=16, hidden_size=256, training_dtype="bf16", batch_size=ranks, zero_stage="auto")
+    return tiny_config(ranks, **{**sizes, **options})
+
+
+def peaks(config: Config, ranks: int) -> list[int]:
+    """The predicted peak of each ZeRO stage."""
+    plans = [
+        make_plan(dataclasses.replace(config, multi_stage=dataclasses.replace(config.multi_stage, zero_stage=stage)),
+                  ranks, "cuda")
+        for stage in (1, 2, 3)
+    ]  # fmt: skip
+    return [plan.peak_bytes() for plan in plans]
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 128])
+def test_the_lowest_stage_that_fits(ranks: int) -> None:
+    """A device that just holds a stage's peak gets that stage, one byte less of it the next."""
+    config = a_config(ranks)
+    first, second, third = peaks(config, ranks)
+    assert first > second > third
+
+    def chosen(peak: int) -> tuple[Any, bool, str]:
+        multi_stage, (note,) = resolve_auto(config, ranks, "cuda", int(peak / (1 - RESERVE)) + 1)
+        return multi_stage.zero_stage, note.is_warning, note.text
+
+    assert chosen(first)[:2] == (1, False)
+    assert chosen(first - 2)[:2] == chosen(second)[:2] == (2, False)
+    assert chosen(second - 2)[:2] == chosen(third)[:2] == (3, False)
+    stage, warns, text = chosen(third - 100 * MIB)
+    assert (stage, warns) == (3, True) and "0.1 GiB too high" in text and "--mlp_recompute_level=full" in text
+
+
+def test_split_master_weights_leave_two_stages() -> None:
+    """They need a weight buffer for each stage."""
+    multi_stage, (note,) = resolve_auto(a_config(8, split_master_weights=True), 8, "cuda", MIB)
+    assert multi_stage.zero_stage == 2 and note.is_warning
+
+
+def test_recomputation_and_micro_batches_count() -> None:
+    """What fits with less activations at a lower stage is taken there."""
+    much = a_config(8, sequence_length=4096, batch_size=32, vocab_size=4096)
+    less = a_config(8, sequence_length=4096, batch_size=32, vocab_size=4096, mlp_recompute_level="full")
+    least = a_config(8, sequence_length=4096, batch_size=32, vocab_size=4096, micro_batch_size=1)
+    memory = int(peaks(less, 8)[0] / (1 - RESERVE)) + 1
+    stages = [resolve_auto(config, 8, "cuda", memory)[0].zero_stage for config in (much, less, least)]
+    assert stages == [3, 1, 1]
+
+
+def test_nothing_automatic_changes_nothing() -> None:
+    config = tiny_config(4, zero_stage=2, layers_per_stage=1.5)
+    assert resolve_auto(config, 4, "cpu", 1) == (config.multi_stage, ())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "device_type", "sizes", "expected"),
+    [
+        (1, "cuda", dict(), 1),
+        (8, "cuda", dict(hidden_size=4096, num_layers=32), 1),  # 416 MiB a block and more
+        (8, "cuda", dict(hidden_size=768, num_attention_heads=12), 3),  # 13.5 MiB a block: three are 40.5
+        (8, "cuda", dict(hidden_size=768, num_attention_heads=12, training_dtype="fp32"), 2),
+        (64, "cuda", dict(hidden_size=768, num_attention_heads=12), 4),  # 63 MiB would be five: a quarter of 16
+        (64, "cuda", dict(hidden_size=768, num_attention_heads=12, num_layers=48), 5),
+        (8, "cuda", dict(num_layers=3), 1),
+        (2, "cpu", dict(), 1),
+        (4, "cpu", dict(hidden_size=128), 4),
+    ],
+)
+def test_blocks_per_stage(ranks: int, device_type: str, sizes: dict[str, Any], expected: int) -> None:
+    """As many as make a gather worth its latency, at most a quarter of all; and it stands in the options."""
+    config = a_config(ranks, **{"zero_stage": 1, "layers_per_stage": "auto", **sizes})
+    blocks, note = blocks_per_stage(config, ranks, device_type)
+    assert blocks == expected, note.text
+    multi_stage, notes = resolve_auto(config, ranks, device_type, 80 * 2**30)
+    assert multi_stage.layers_per_stage == float(expected) and notes == (note,)
+
+
+def test_latency_is_a_tenth_of_a_gather() -> None:
+    """The rule of the docstring, in its numbers."""
+    assert worthwhile_bytes(8, "cuda") == 32 * MIB
+    assert [round(worthwhile_bytes(ranks, "cuda") / MIB) for ranks in (64, 128)] == [63, 118]
+    assert round(worthwhile_bytes(2, "cpu") / MIB, 1) == 1.3
+    latency_s = 20e-6 + 127 * 2e-6
+    transfer_s = worthwhile_bytes(128, "cuda") / 50e9
+    assert latency_s / (latency_s + transfer_s) == pytest.approx(0.1)
+
+
+def test_a_rank_gets_its_part_of_the_machine() -> None:
+    whole, half = (device_memory_bytes(torch.device("cpu"), ranks) for ranks in (1, 2))
+    assert half == whole // 2 > 2**27
+
+
+def test_auto_trains_like_what_it_chose() -> None:
+    """Two ranks agree on numbers and train with them."""
+    options = {"num_layers": 8, "hidden_size": 64}
+    auto = run_distributed(2, train_tiny, {"zero_stage": "auto", "layers_per_stage": "auto", **options}, 12)
+    plain = run_distributed(2, train_tiny, {"zero_stage": 1, "layers_per_stage": 2.0, **options}, 12)
+    assert auto[0].memory_bytes == plain[0].memory_bytes and auto[0].losses == plain[0].losses
+    assert same_weights(auto[0].weights, plain[0].weights)

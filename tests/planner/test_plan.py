@@ -1,0 +1,383 @@
+"""The plan against real runs: state, traffic and what autograd keeps to the byte, peaks within half a percent."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lite.config import Config
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.kernels.choice import choose_kernels
+from megatron_lite.model.gpt import model_layers
+from megatron_lite.model.layer import MicroBatch
+from megatron_lite.planner.plan import SimulatedGroup, make_plan
+from megatron_lite.zero.multi_stage import MultiStage
+from tests.support.harness import layers_of, run_distributed, tiny_config
+from tests.support.memory_meters import PeakMeter, a_model, measure_kept, micro_batches
+
+Books = tuple[dict[str, int], dict[str, tuple[int, int, int, int]]]
+
+FROZEN = dict(freeze=("embedding", "blocks.1", "*.norm.*", "blocks.0.mlp"), tie_word_embeddings=False)
+EVERY_NORM = dict(qk_layernorm=True, hybrid_norm=True, input_embedding_norm=True)
+STATE_CASES: list[dict[str, Any]] = [
+    *(dict(zero_stage=stage, training_dtype=dtype) for stage in (1, 2, 3) for dtype in ("fp32", "bf16")),
+    *(dict(zero_stage=stage, depth_first_micro_batches=2) for stage in (1, 2, 3)),
+    *(dict(zero_stage=stage, breadth_first_micro_batches=2) for stage in (2, 3)),
+    dict(zero_stage=3, depth_first_micro_batches=2, breadth_first_micro_batches=2),
+    dict(zero_stage=3, batch_size_schedule=("0:12", "2:24")),
+    dict(zero_stage=2, batch_size=13, micro_batch_size=2, allow_nondivisible_batch_size=True),
+    dict(zero_stage=3, num_weight_buffers=1, num_grad_buffers=3, depth_first_micro_batches=4),
+    dict(zero_stage=3, layers_per_stage=1.5, training_dtype="bf16", depth_first_micro_batches=2),
+    dict(zero_stage=2, tie_word_embeddings=False, full_precision_gradients=False, training_dtype="bf16"),
+    dict(zero_stage=3, tie_word_embeddings=False, depth_first_micro_batches=2, num_layers=5),
+    *(dict(zero_stage=stage, split_master_weights=True, training_dtype="bf16") for stage in (1, 2)),
+    *(dict(zero_stage=stage, depth_first_micro_batches=2, **FROZEN) for stage in (1, 2, 3)),
+    dict(store_frozen_weights_in_optimization_precision=False, training_dtype="bf16", zero_stage=3, **FROZEN),
+    dict(freeze=("embedding",), zero_stage=3),
+    *(dict(zero_stage=stage, use_layer_norm_weight=False, hybrid_norm=True) for stage in (1, 3)),
+    dict(zero_stage=2, use_layer_norm_weight=False, ema_type="ema", validation_iters=1, freeze=("embedding",)),
+    dict(zero_stage=3, training_dtype="bf16", full_precision_residual=True, **EVERY_NORM),
+    dict(ema_type="ema", zero_stage=1, validation_iters=1),
+    dict(ema_type="ema_decay_sqrt", zero_stage=3, training_dtype="bf16", **FROZEN),
+    dict(freeze=("blocks.0", "blocks.1", "blocks.2", "embedding"), tie_word_embeddings=False, zero_stage=2),
+    *(dict(optimizer="muon", training_dtype="bf16", zero_stage=stage) for stage in (1, 3)),
+    dict(optimizer="muon", layers_per_stage=3.0, depth_first_micro_batches=2, zero_stage=2),
+    dict(optimizer="muon", full_precision_gradients=False, training_dtype="bf16", **FROZEN),
+    dict(optimizer="muon", freeze=("blocks.*.weight",)),
+    *(dict(optimizer=name, zero_stage=3) for name in ("lion", "sgd")),
+    dict(weight_decay_modules=("blocks.1.mlp", "*norm.weight"), add_linear_biases=True, hidden_size=24, zero_stage=3),
+    dict(weight_decay_default_mask="levanter", optimizer="muon", zero_stage=1),
+    dict(make_vocab_size_divisible_by=100, tie_word_embeddings=False, add_linear_biases=False, add_qkv_biases=True),
+    dict(make_vocab_size_divisible_by=48, ema_type="ema", training_dtype="bf16", add_mlp_biases=False, zero_stage=3),
+]
+
+
+def configured(ranks: int, options: dict[str, Any]) -> Config:
+    """Three blocks, and a batch for every number of ranks and micro-batches here."""
+    return tiny_config(ranks, **{"num_layers": 3, "batch_size": 24, **options})
+
+
+def run_steps(distributed: Distributed, cases: list[dict[str, Any]]) -> list[Books]:
+    """Memory and, of the third of three real training steps, traffic."""
+    from megatron_lite.run.experiment import Experiment
+    from megatron_lite.run.stop_signal import StopSignal
+    from megatron_lite.setup_run import build
+    from megatron_lite.train import train_step
+
+    books = []
+    for options in cases:
+        config, stop = configured(distributed.world_size, options), StopSignal()
+        run = build(config, distributed, Experiment(config, distributed), stop, ())
+        stop.restore()
+        for iteration, batch in enumerate(run.data.batches("training", 0, 3), start=1):
+            distributed.traffic.take()
+            train_step(run, batch, iteration)
+        totals = distributed.traffic.take()
+        traffic = {
+            kind: (total.collectives, total.elements, total.bytes, total.wire_bytes)
+            for kind, total in totals.items()
+            if kind != "sum"
+        }
+        books.append((run.model.memory_bytes(), traffic))
+        run.data.close()
+    return books
+
+
+def planned(ranks: int, options: dict[str, Any]) -> Books:
+    plan = make_plan(configured(ranks, options), ranks, "cpu")
+    traffic = {
+        kind: (total.collectives, total.elements, total.bytes, total.wire_bytes) for kind, total in plan.traffic.items()
+    }
+    return plan.model.memory_bytes(), traffic
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [(1, STATE_CASES[::2]), (2, STATE_CASES), (3, STATE_CASES[1::3]),
+     *(pytest.param(ranks, STATE_CASES, marks=pytest.mark.slow) for ranks in (1, 3))],
+    ids=lambda value: str(value) if isinstance(value, int) else f"{len(value)} cases",
+)  # fmt: skip
+def test_state_and_traffic_are_those_of_real_runs(ranks: int, cases: list[dict[str, Any]]) -> None:
+    """Every kind of memory to the byte, and the collectives, elements, bytes and bytes on the wire of a step."""
+    real = run_distributed(ranks, run_steps, cases)
+    for rank in range(ranks):
+        for options, books in zip(cases, real[rank], strict=True):
+            assert planned(ranks, options) == books, (rank, options)
+    assert bool(real[0][0][1]) == (ranks > 1), "one rank sends nothing, more do"
+
+
+def allocated_bytes(model: MultiStage) -> int:
+    """The storages of everything that the engine has allocated, each once."""
+    storages = {}
+    averaged = any(part.average is not None for _, part in model.parts())
+    with model.averaged() if averaged else contextlib.nullcontext():
+        beside = [stage.weights.data for stage in model.stages]
+    for stage, average_buffer in zip(model.stages, beside, strict=True):
+        tensors = [stage.weights.data, *([stage.gradients.data] if stage.gradients is not None else []), average_buffer]
+        for part in stage.parts:
+            tensors += [part.read("weights")] if not model.precision.split_master or part.frozen else []
+            tensors += [part.grad_shard, *part.moments.values()] if part.has_state else []
+            tensors += [part.average] if part.average is not None else []
+        tensors += [] if stage.update_buffer is None else [stage.update_buffer.data]
+        for tensor in tensors:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("world_size", [4, 7, 64, 1000, 1024])
+@pytest.mark.parametrize(("zero_stage", "optimizer"), [(1, "adamw"), (2, "muon"), (3, "adamw"), (3, "lion")])
+def test_state_of_many_ranks(world_size: int, zero_stage: int, optimizer: str) -> None:
+    """What a rank of a large group really allocates, here without the others, is what is planned for it."""
+    options = dict(zero_stage=zero_stage, training_dtype="bf16", batch_size=world_size, tie_word_embeddings=False)
+    options |= dict(optimizer=optimizer, ema_type="ema" if zero_stage > 1 else "none")
+    config = tiny_config(world_size, **options)
+    plan = make_plan(config, world_size, "cuda")
+    for rank in (0, world_size // 2, world_size - 1):
+        group = SimulatedGroup(rank, world_size, "cuda", device="cpu")
+        model = MultiStage(
+            layers_of(config), config.multi_stage, config.batch, "bf16", group, moments=config.optimizer.moments,
+            averaged=config.averaging.enabled, whole_matrices=config.optimizer.whole_matrices,
+        )  # fmt: skip
+        assert allocated_bytes(model) == plan.state_bytes, rank
+        assert model.memory_table() == plan.model.memory_table(), rank
+
+
+# Of the embedding and the first block; the second is trained.
+ALL_BUT_DOWN = ("embedding", "blocks.0.attention*", "blocks.0.mlp_norm", "blocks.0.mlp.up")
+RMS: dict[str, Any] = dict(normalization_type="rms_norm", head_groups=2, use_rotary_embeddings=True)
+KEPT_NORMS: list[dict[str, Any]] = [
+    *(dict(training_dtype=dtype, full_precision_residual=True, **EVERY_NORM) for dtype in ("fp32", "bf16")),
+    dict(qk_layernorm=True, **RMS),
+    dict(hybrid_norm=True, hidden_dropout=0.1, training_dtype="fp16", use_layer_norm_weight=False, **RMS),
+    dict(full_precision_residual=True, hidden_dropout=0.1, training_dtype="bf16", zero_centered_normalization=True),
+    dict(freeze=("embedding.word", "blocks.0", "*.query_norm.*"), tie_word_embeddings=False, **EVERY_NORM),
+    dict(freeze=("embedding.word", "blocks.0"), tie_word_embeddings=False, **EVERY_NORM, **RMS),
+    dict(lr_scales=("*:0", "blocks.1.attention.key_norm:1"), **EVERY_NORM),
+    dict(lr_scales=("*:0", "blocks.0.mlp_output_norm:1"), **EVERY_NORM),
+    dict(freeze=("embedding", "blocks.0.attention_norm", "blocks.0.attention.*_norm.*", "*.query_key_value.*"),
+         tie_word_embeddings=False, qk_layernorm=True),
+    dict(recompute_layers=1, full_precision_residual=True, training_dtype="bf16", **EVERY_NORM),
+]  # fmt: skip
+KEPT_CASES: list[dict[str, Any]] = [
+    *KEPT_NORMS,
+    *(
+        dict(training_dtype=dtype, gated=gated, normalization_type=norm, mlp_recompute_level=level)
+        for dtype in ("fp32", "bf16")
+        for gated, norm in ((False, "layer_norm"), (True, "rms_norm"))
+        for level in ("none", "activation", "full")
+    ),
+    dict(training_dtype="fp16", use_rotary_embeddings=True, add_linear_biases=False),
+    dict(use_rotary_embeddings=True, head_groups=2, kv_channels=12, ffn_hidden_size=40, tie_word_embeddings=False),
+    dict(window_size=5, sequence_length=300),
+    dict(window_size=140, sequence_length=450, head_groups=1, training_dtype="bf16", use_rotary_embeddings=True),
+    dict(window_size=16),
+    dict(hidden_dropout=0.1),
+    dict(attention_dropout=0.1, head_groups=2),
+    dict(attention_dropout=0.1, num_attention_heads=1),
+    dict(attention_dropout=0.1, hidden_dropout=0.2, training_dtype="bf16", use_rotary_embeddings=True, window_size=4),
+    dict(activation_type="squared_relu", num_layers=3, layers_per_stage=2.0),
+    dict(freeze=("embedding",), tie_word_embeddings=False),
+    dict(freeze=("embedding", "blocks.0"), tie_word_embeddings=False, num_layers=3),
+    dict(freeze=("embedding", "blocks.0"), tie_word_embeddings=False, num_layers=4, layers_per_stage=2.0),
+    dict(freeze=("*.mlp.*", "*.query_key_value.*")),
+    dict(freeze=("*.mlp.up.*", "*.mlp_norm.*", "*.output.weight"), mlp_recompute_level="full", gated=True),
+    dict(freeze=ALL_BUT_DOWN, tie_word_embeddings=False),
+    dict(freeze=ALL_BUT_DOWN, tie_word_embeddings=False, mlp_recompute_level="activation", hidden_dropout=0.1),
+    dict(recompute_layers=1, mlp_recompute_level="full"),
+    dict(recompute_layers=2, hidden_dropout=0.1, attention_dropout=0.1, training_dtype="bf16"),
+    dict(embedding_dropout=0.1),
+    dict(embedding_dropout=0.0, hidden_dropout=0.1, use_rotary_embeddings=True, rotary_percent=0.5),
+    dict(recompute_layers=3, num_layers=4, freeze=("embedding", "blocks.0"), tie_word_embeddings=False),
+    dict(recompute_layers=2, freeze=("embedding", "*.weight", "head"), tie_word_embeddings=False),
+    dict(add_linear_biases=False, add_qkv_biases=True, freeze=("*.weight",), tie_word_embeddings=False),
+    dict(add_mlp_biases=False, freeze=("*.weight",), logit_soft_cap=5.0, make_vocab_size_divisible_by=100),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", KEPT_CASES, ids=str)
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_activations_are_what_autograd_keeps(options: dict[str, Any], micro_batch_size: int) -> None:
+    """Layer by layer and to the byte."""
+    config = tiny_config(1, **{"batch_size": micro_batch_size, **options})
+    plan = make_plan(config, 1, "cpu")
+    kept = plan.activations[config.performance.mlp_recompute_level].kept
+    kept[-1].pop("gradient made by the loss", None)  # not autograd's
+    measured = measure_kept(a_model(config, layers_of(config)), micro_batches(config)[0])
+    assert dict(zip(measured, (layer.total for layer in kept), strict=True)) == measured
+
+
+def mistral(**options: Any) -> Config:
+    """The README's model and batch."""
+    return tiny_config(
+        options.pop("ranks", 1),
+        **{
+            **dict(
+                num_layers=32, hidden_size=4096, vocab_size=32000, num_attention_heads=32, head_groups=8,
+                add_linear_biases=False, ffn_hidden_size=14336, kv_channels=128, use_rotary_embeddings=True, gated=True,
+                normalization_type="rms_norm", tie_word_embeddings=False, window_size=4096, batch_size=128,
+                sequence_length=8192, training_dtype="bf16", micro_batch_size=1, device="cuda",
+            ),
+            **options,
+        },
+    )  # fmt: skip
+
+
+def test_recomputation_saves_what_theory_says() -> None:
+    """Mistral-7B, 8,192 tokens: tokens x layers x width x 2 bytes, and three times that."""
+    plan = make_plan(mistral(), 1, "cuda")
+    held = {level: memory.held for level, memory in plan.activations.items()}
+    assert held["none"] - held["activation"] == 7168 * 2**20
+    assert held["none"] - held["full"] == 21504 * 2**20
+
+
+def test_norms_keep_what_the_guide_says() -> None:
+    """docs/models.md, for Mistral-7B: bytes of a token in all 32 blocks, and in embedding and head."""
+    h, n, g, d = 4096, 32, 8, 128
+    plain = make_plan(mistral(), 1, "cuda").activations["none"].held
+    for option, expected in {
+        "qk_layernorm": 32 * (2 * d + 4) * (n + g),
+        "hybrid_norm": 32 * (4 * h + 8),
+        "input_embedding_norm": 2 * h + 4,
+        "full_precision_residual": 32 * 4 * h + 2 * h,
+    }.items():
+        held = make_plan(mistral(**{option: True}), 1, "cuda").activations["none"].held
+        assert held - plain == 8192 * expected, option
+
+
+PEAK_CASES: list[dict[str, Any]] = [
+    dict(hybrid_norm=True, input_embedding_norm=True, hidden_dropout=0.1),
+    dict(hybrid_norm=True, input_embedding_norm=True, training_dtype="bf16", vocab_size=100, **RMS),
+    dict(full_precision_residual=True, training_dtype="bf16", vocab_size=100),
+    dict(full_precision_residual=True, training_dtype="bf16", gated=True, hidden_dropout=0.1, vocab_size=100, **RMS),
+    dict(full_precision_residual=True, training_dtype="bf16", layers_per_stage=2.0, **EVERY_NORM, **RMS),
+    dict(full_precision_residual=True, training_dtype="bf16", recompute_layers=2, breadth_first_micro_batches=3,
+         batch_size=6, vocab_size=100),
+    dict(qk_layernorm=True, vocab_size=100, **RMS),
+    dict(qk_layernorm=True, vocab_size=100, training_dtype="bf16"),
+    dict(),
+    dict(training_dtype="bf16"),
+    dict(training_dtype="bf16", full_precision_gradients=False, vocab_size=100),
+    dict(gated=True, normalization_type="rms_norm", head_groups=2, use_rotary_embeddings=True),
+    dict(gated=True, normalization_type="rms_norm", training_dtype="bf16", vocab_size=100),
+    dict(training_dtype="bf16", normalization_type="rms_norm", ffn_hidden_size=64, vocab_size=100, num_layers=1),
+    dict(hidden_dropout=0.1),
+    dict(embedding_dropout=0.1, training_dtype="bf16"),
+    dict(attention_dropout=0.1),
+    dict(use_rotary_embeddings=True, rotary_percent=0.25, training_dtype="bf16", head_groups=1),
+    dict(window_size=100),
+    dict(num_attention_heads=32, head_groups=1, kv_channels=32, vocab_size=100),
+    dict(breadth_first_micro_batches=3, batch_size=6),
+    dict(breadth_first_micro_batches=2, depth_first_micro_batches=2, batch_size=8, layers_per_stage=2.0),
+    dict(vocab_size=8192),
+    dict(cross_entropy_splits=1, training_dtype="bf16"),
+    dict(vocab_size=20_000, training_dtype="bf16", cross_entropy_splits=8),
+    dict(cross_entropy_splits=2, cross_entropy_block_size=3000, vocab_size=8192, training_dtype="bf16"),
+    dict(recompute_layers=2),
+    dict(logit_z_loss=1e-3, vocab_size=8192, training_dtype="bf16"),
+    dict(logit_soft_cap=30.0, vocab_size=8192, training_dtype="bf16", make_vocab_size_divisible_by=5000),
+    dict(vocab_size=8100, make_vocab_size_divisible_by=1000, cross_entropy_block_size=3000, training_dtype="bf16"),
+    dict(activation_type="quick_gelu", training_dtype="bf16", ffn_hidden_size=1024),
+    dict(activation_type="tanh", training_dtype="bf16", ffn_hidden_size=1024, gated=True),
+    dict(recompute_layers=4, gated=True, normalization_type="rms_norm", use_rotary_embeddings=True, hidden_dropout=0.1),
+    dict(recompute_layers=3, breadth_first_micro_batches=3, batch_size=6, layers_per_stage=2.0, vocab_size=100),
+]
+
+
+@pytest.mark.parametrize("options", PEAK_CASES, ids=str)
+@pytest.mark.parametrize("level", ["none", "activation", "full"])
+def test_peaks_are_those_of_a_step(options: dict[str, Any], level: str) -> None:
+    """The most that lives at any time of forward and backward passes beside the state, within half a percent."""
+    sizes = dict(num_layers=4, batch_size=2, hidden_size=128, sequence_length=256, vocab_size=512)
+    config = tiny_config(1, **{**sizes, "mlp_recompute_level": level, **options})
+    assert make_plan(config, 1, "cpu").activations[level].peak == pytest.approx(measured_peak(config), rel=0.005)
+
+
+EVALUATION_CASES: list[dict[str, Any]] = [
+    dict(**EVERY_NORM),
+    dict(training_dtype="bf16", full_precision_residual=True, vocab_size=100, **EVERY_NORM, **RMS),
+    dict(training_dtype="bf16", full_precision_residual=True, vocab_size=100, ffn_hidden_size=64),
+    dict(qk_layernorm=True, ffn_hidden_size=64, num_attention_heads=16, kv_channels=32, vocab_size=100),
+    dict(),
+    dict(training_dtype="bf16", normalization_type="rms_norm", gated=True),
+    dict(use_rotary_embeddings=True, head_groups=2, layers_per_stage=2.0),
+    dict(vocab_size=8192),
+    dict(vocab_size=20_000, training_dtype="bf16", cross_entropy_splits=2, cross_entropy_block_size=3000),
+    dict(vocab_size=8192, make_vocab_size_divisible_by=3000, logit_soft_cap=30.0),
+    dict(ffn_hidden_size=64, num_attention_heads=16, kv_channels=32, training_dtype="bf16", window_size=100),
+]
+
+
+@pytest.mark.parametrize("options", EVALUATION_CASES, ids=str)
+def test_peaks_of_an_evaluation(options: dict[str, Any]) -> None:
+    """Its micro-batches are far larger than those of training, so that they decide: within half a percent."""
+    sizes = dict(num_layers=4, batch_size=16, hidden_size=128, sequence_length=128, vocab_size=512, micro_batch_size=1)
+    config = tiny_config(1, **{**sizes, "validation_iters": 1, "eval_micro_batch_size": 16, **options})
+    model, tokens = a_model(config), torch.zeros(16, 128, dtype=torch.int64)
+    model.evaluate([MicroBatch(tokens, tokens)])
+    with PeakMeter() as meter:
+        model.evaluate([MicroBatch(tokens, tokens)])
+    planned = make_plan(config, 1, "cpu").activations["none"]
+    assert planned.peak_at.endswith("evaluation")
+    assert planned.peak == pytest.approx(meter.peak, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(qk_layernorm=True, **RMS),
+        dict(window_size=20, head_groups=2),
+        dict(sequence_length=600, window_size=130),
+        dict(attention_dropout=0.1),
+        dict(attention_softmax_in_fp32=True),
+        dict(attention_softmax_in_fp32=True, attention_dropout=0.1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("training_dtype", ["fp32", "bf16"])
+def test_peaks_of_attention(options: dict[str, Any], training_dtype: str) -> None:
+    """Where attention is most of a block: within 3 percent, as windows and written-out probabilities come apart bit
+    by bit."""
+    sizes = dict(num_layers=2, batch_size=2, hidden_size=128, sequence_length=256, vocab_size=100, ffn_hidden_size=64)
+    heads = dict(num_attention_heads=16, kv_channels=32, training_dtype=training_dtype, mlp_recompute_level="full")
+    config = tiny_config(1, **{**sizes, **heads, **options})
+    assert make_plan(config, 1, "cpu").activations["full"].peak == pytest.approx(measured_peak(config), rel=0.03)
+
+
+def measured_peak(config: Config) -> int:
+    """Of the second of two steps: rotary tables and the like are made once."""
+    model, batches = a_model(config), micro_batches(config)
+    model.forward_backward(batches)
+    with PeakMeter() as meter:
+        model.forward_backward(batches)
+    return meter.peak
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("options", [{}, {"window_size": 512}, {"mlp_recompute_level": "full"}], ids=str)
+def test_peak_on_a_gpu(options: dict[str, Any]) -> None:
+    """State and activations against what the allocator says, within 3 percent."""
+    sizes = dict(
+        num_layers=12, hidden_size=1024, num_attention_heads=16, head_groups=4, vocab_size=32000, sequence_length=2048,
+        batch_size=8, training_dtype="bf16", gated=True, normalization_type="rms_norm", use_rotary_embeddings=True,
+        device="cuda",
+    )  # fmt: skip
+    config = tiny_config(1, **{**sizes, **options})
+    group = SimulatedGroup(0, 1, "cuda", device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    layers = model_layers(config, choose_kernels(config, torch.device("cuda", 0)))
+    model = MultiStage(layers, config.multi_stage, config.batch, "bf16", group)
+    model.initialize(1)
+    batches = [
+        MicroBatch(one.tokens.cuda(), one.labels.cuda(), torch.tensor(1.0, device="cuda"), 7)
+        for one in micro_batches(config)
+    ]
+    for _ in range(2):
+        model.forward_backward(batches)
+    measured = torch.cuda.max_memory_allocated() - before
+    assert make_plan(config, 1, "cuda").peak_bytes() == pytest.approx(measured, rel=0.03)

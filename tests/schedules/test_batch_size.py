@@ -1,0 +1,111 @@
+"""Batch sizes over a run, and how a batch is shared out, against counting one sample at a time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lite.config import BatchConfig
+from megatron_lite.errors import UsageError
+from megatron_lite.schedules.batch_size import (
+    BatchSchedule,
+    Segment,
+    Split,
+    batch_schedule,
+    consumed_tokens,
+    once_through,
+    parse_schedule,
+)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> BatchSchedule:
+    starts = [0, *sorted(draw(st.sets(st.integers(1, 60), max_size=5)))]
+    return BatchSchedule(tuple(Segment(start, draw(st.integers(1, 9))) for start in starts))
+
+
+def counted(schedule: BatchSchedule, iterations: int) -> list[int]:
+    """The batch size of each of the first iterations, carried from one to the next."""
+    changes, sizes, size = {segment.start: segment.size for segment in schedule.segments}, [], 0
+    for index in range(iterations):
+        size = changes.get(index, size)
+        sizes.append(size)
+    return sizes
+
+
+@given(schedules())
+@settings(max_examples=60, deadline=None)
+def test_offsets_are_sums_of_the_sizes_before(schedule: BatchSchedule) -> None:
+    """No sample is repeated or skipped, at a border or anywhere."""
+    sizes = counted(schedule, 80)
+    assert [schedule.batch_size(iteration) for iteration in range(1, 81)] == sizes
+    assert [schedule.consumed_samples(iterations) for iterations in range(81)] == [sum(sizes[:n]) for n in range(81)]
+    assert parse_schedule(tuple(str(schedule).split())) == schedule
+    assert schedule.sizes == sorted({segment.size for segment in schedule.segments})
+
+
+def test_the_example_of_levanter() -> None:
+    """{0: 32, 10: 64}: ten updates of 32, and the update with index 11 starts at sequence 384."""
+    schedule = parse_schedule(("0:32", "10:64"))
+    assert [schedule.batch_size(iteration) for iteration in (1, 10, 11, 12, 10**9)] == [32, 32, 64, 64, 64]
+    assert schedule.consumed_samples(11) == 384
+    assert consumed_tokens(BatchConfig(batch_size_schedule=("0:32", "10:64"), sequence_length=7), 11) == 384 * 7
+    assert schedule.consumed_samples(10**15) == 320 + 64 * (10**15 - 10)  # at once
+
+
+def test_a_constant_size_is_a_schedule_of_one() -> None:
+    schedule = batch_schedule(BatchConfig(batch_size=12))
+    assert (schedule.batch_size(1), schedule.batch_size(10**6), schedule.consumed_samples(7)) == (12, 12, 84)
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        ("", "write 0:<size> first"), ("1:32", "write 0:<size> first"), ("0:32 64", r"64: .*write <iteration>:<size>"),
+        ("0:32 10:", "10:: write <iteration>:<size>"), ("0:32 10:1e3", "not an integer; write 1000"),
+        ("0:0", "at least one sample"), ("0:8 10:-4", "at least one sample"), ("0:8 10:4 10:8", "10 stands after 10"),
+        ("0:8 10:4 5:8", "5 stands after 10; write rising iterations"), ("0:8:9", "0:8:9: write <iteration>"),
+    ],
+)  # fmt: skip
+def test_what_is_no_schedule_is_refused(items: str, message: str) -> None:
+    """Each with the flag, the item and what to write."""
+    with pytest.raises(UsageError, match=message) as caught:
+        parse_schedule(tuple(items.split()))
+    assert str(caught.value).startswith("--batch_size_schedule=")
+
+
+def test_a_batch_is_shared_out_whole() -> None:
+    """Every sample belongs to one micro-batch of one rank, in order; only what comes last is padded."""
+    generator = random.Random(0)
+    for _ in range(300):
+        split = Split(generator.randint(1, 40), *(generator.randint(1, 5) for _ in range(3)))
+        pieces = [split.piece(step, rank) for step in range(split.micro_steps) for rank in range(split.world_size)]
+        assert [first + row for first, count in pieces for row in range(count)] == list(range(split.samples)), split
+        counts = [count for _, count in pieces]
+        assert counts == sorted(counts, reverse=True) and sum(0 < n < split.micro_batch_size for n in counts) <= 1
+        assert split.micro_steps % split.breadth_first == 0
+        assert (split.micro_steps - split.breadth_first) * split.micro_batch_size * split.world_size < split.samples
+        for step in range(split.micro_steps):
+            assert split.real_samples(step) == sum(counts[step * split.world_size :][: split.world_size])
+
+
+@pytest.mark.parametrize(("samples", "sizes"), [(1, [1]), (4, [4]), (5, [4, 1]), (8, [4, 4]), (11, [4, 4, 3])])
+def test_once_through(samples: int, sizes: list[int]) -> None:
+    """Whole batches of 4, and what is left."""
+    schedule, iterations = once_through(samples, 4)
+    assert [schedule.batch_size(iteration) for iteration in range(1, iterations + 1)] == sizes
+    assert schedule.consumed_samples(iterations) == samples
+
+
+def test_weights_of_the_micro_steps() -> None:
+    """Thirteen samples in micro-steps of 4, and a fifth one of padding: their means, or all samples, count alike."""
+    split = Split(13, 2, 2, breadth_first=5)
+    assert [split.real_samples(step) for step in range(5)] == [4, 4, 4, 1, 0]
+    assert split.loss_weights("token") == [1.0] * 5
+    sums = [8.0, 4.0, 2.0, 5.0, 0.0]
+    weighted = sum(weight * loss for weight, loss in zip(split.loss_weights("micro_mean"), sums, strict=True))
+    assert weighted / 13 == pytest.approx((8 / 4 + 4 / 4 + 2 / 4 + 5 / 1) / 4)
+    assert Split(48, 2, 3).loss_weights("micro_mean") == [1.0] * 8, "exactly, where nothing is padded"

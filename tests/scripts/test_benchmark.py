@@ -1,0 +1,181 @@
+"""scripts/benchmark.py in miniature: peers compute what we compute; the JSON holds what docs/benchmarks.md says."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+SCRIPTS = ROOT / "scripts"
+TINY = (
+    "--num_layers=2", "--hidden_size=64", "--num_attention_heads=4", "--head_groups=2", "--micro_batch_size=2",
+    "--ffn_hidden_size=96", "--vocab_size=128", "--sequence_length=32", "--turns=3", "--warmup_turns=1",
+    "--steps_per_turn=2",
+)  # fmt: skip
+OWN = {"ZeRO-1", "ZeRO-2", "ZeRO-2 breadth-first", "ZeRO-3", "ZeRO-3 breadth-first"}
+PLAIN = {f"plain {name}" for name in OWN}
+FSDP = {"FSDP2", "FSDP2 all resharded", "FSDP2 no reshard", "FSDP2 no sync", "FSDP2 compiled"}
+HF = {"HF DDP", "HF DDP compiled"}
+COMPILED = {"DDP compiled", "FSDP2 compiled", "HF DDP compiled"}
+# Keys of our rows alone, and of rows whose weights have our names alone.
+OURS_ONLY = {"formula_bytes", "padding_bytes", "wire_theory_bytes", "wire_counted_bytes"}
+WEIGHTS = {"weights_difference", "weights_equal"}
+
+
+def run(program: list[str], output: Path) -> tuple[str, dict[str, Any]]:
+    """What a benchmark prints, and the JSON that it writes."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, *program, f"--output={output}"]
+    done = subprocess.run(command, cwd=output.parent, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout, json.loads(output.read_text("utf-8"))
+
+
+def run_on_ranks(ranks: int, output: Path, *options: str) -> dict[str, Any]:
+    """The JSON of scripts/benchmark.py, whose table names every configuration in it.
+
+    Compiled rows are traced, not compiled, which would take minutes.
+    """
+    program = [*TORCHRUN, f"--nproc-per-node={ranks}", str(SCRIPTS / "benchmark.py"), "--device=cpu"]
+    text, result = run([*program, "--compile_backend=aot_eager", *TINY, *options], output)
+    assert all(f"| {name} |" in text for name in result["configurations"])
+    assert all(f"not run: {name}: " in text for name in result["unavailable"])
+    return result
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All configurations but compiled ones, two micro-batches."""
+    output = tmp_path_factory.mktemp("benchmark") / "results.json"
+    names = ",".join({"DDP", *(["HF DDP"] if find_spec("transformers") else []), *OWN, *PLAIN, *FSDP} - COMPILED)
+    return run_on_ranks(2, output, "--layers=both", "--micro_batches=2", f"--only={names}")
+
+
+def test_peers_compute_the_same_losses(result: dict[str, Any]) -> None:
+    """Every configuration has the same loss as ZeRO-1 at every step, and the loss moves, so that training took part."""
+    rows = result["configurations"]
+    hugging_face = HF if find_spec("transformers") else set()
+    assert set(rows) == ({"DDP"} | OWN | PLAIN | FSDP | hugging_face) - COMPILED
+    for row in rows.values():
+        assert len(row["losses"]) == 8
+        assert row["losses"] == pytest.approx(rows["ZeRO-1"]["losses"], rel=0, abs=1e-5)
+    assert len(set(rows["ZeRO-1"]["losses"])) == 8
+    assert "torchtitan" in result["unavailable"]
+    assert result["largest_loss_difference"] <= result["loss_tolerance"] == 1e-5
+
+
+@pytest.mark.slow
+def test_no_row_disappears_without_a_word(tmp_path: Path) -> None:
+    """Without --only every row of these layers is there, or listed with what it lacks: a GPU, or a package."""
+    result = run_on_ranks(2, tmp_path / "results.json", "--layers=both", "--micro_batches=2")
+    hugging_face = HF if find_spec("transformers") else set()
+    assert set(result["configurations"]) == {"DDP", "DDP compiled"} | OWN | PLAIN | FSDP | hugging_face
+    assert {"HF Liger DDP", "torchtitan"} <= set(result["unavailable"])
+    assert not set(result["unavailable"]) & set(result["configurations"])
+    assert result["largest_loss_difference"] <= 1e-5
+
+
+def test_one_rank_at_a_time_in_gpt2s_shape(tmp_path: Path) -> None:
+    """Configurations that are built anew for every turn, of a model with positions, biases, layer norm and a tied head.
+
+    Every turn starts from the same weights and computes the same losses everywhere, recomputing or not.
+    """
+    names = {"torch", "torch compiled full logits", "ZeRO-1", "ZeRO-1 recompute activation", "ZeRO-1 recompute full",
+             "plain ZeRO-3", "FSDP2"}  # fmt: skip
+    options = ("--model=gpt2-124m", "--head_groups=4", "--one_at_a_time", f"--only={','.join(names)},HF", "--turns=2")
+    result = run_on_ranks(1, tmp_path / "results.json", *options)
+    rows = result["configurations"]
+    assert set(rows) == names | ({"HF"} if find_spec("transformers") else set())
+    for name, row in rows.items():
+        assert len(row["losses"]) == 4
+        assert row["losses"] == pytest.approx(rows["torch"]["losses"], rel=0, abs=1e-5), name
+        assert row["step_s"]["median"] > 0 and len(row["ratios"]["torch"]["values"]) == 2
+        assert row["model_tflops_full"] > row["model_tflops"] > 0
+    assert result["failures"] == {}
+
+
+def test_bf16_rows_agree_to_its_rounding(tmp_path: Path) -> None:
+    """Each side in bf16 as it is meant: ours with fp32 masters, autocast under DDP, MixedPrecisionPolicy in FSDP2."""
+    result = run_on_ranks(2, tmp_path / "results.json", "--dtype=bf16", "--only=DDP,ZeRO-1,ZeRO-3,plain ZeRO-2,FSDP2")
+    rows = result["configurations"]
+    assert 1e-5 < result["largest_loss_difference"] <= result["loss_tolerance"]
+    assert {"DDP", "ZeRO-1", "ZeRO-3", "plain ZeRO-2", "FSDP2"} <= set(rows)
+    for name in ("ZeRO-1", "ZeRO-3", "plain ZeRO-2"):
+        assert 0 <= rows[name]["padding_bytes"] <= 0.01 * rows[name]["formula_bytes"], name
+    # fp32 weights, gradients and moments everywhere; ours have bf16 weights besides.
+    assert rows["DDP"]["state_bytes"] == 16 * result["parameters"]
+
+
+@pytest.mark.slow
+def test_compiled_rows_train(tmp_path: Path) -> None:
+    """Through the compiler itself, where there is one: the same losses again."""
+    result = run_on_ranks(1, tmp_path / "results.json", "--compile_backend=inductor", "--only=torch*,FSDP2*,HF*")
+    if any("torch.compile fails" in reason for reason in result["unavailable"].values()):
+        pytest.skip(str(result["unavailable"]))
+    assert {"torch compiled", "torch compiled full logits", "FSDP2 compiled"} <= set(result["configurations"])
+    assert result["largest_loss_difference"] <= 1e-5
+
+
+def test_json_has_what_the_docs_promise(result: dict[str, Any]) -> None:
+    """Every key that docs/benchmarks.md lists is there, at the top and for each configuration."""
+    document = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
+    top, row = (set(re.findall(r"^- `(\w+)`", part, re.M)) for part in document.split("Keys of")[1:3])
+    assert top and top == set(result)
+    for name, values in result["configurations"].items():
+        absent = (set() if "ZeRO" in name else OURS_ONLY) | (WEIGHTS if "HF" in name else set())
+        assert row - absent == set(values), name
+        for spread in (values["step_s"], values["cpu_s"], values["ratios"]["DDP"], values["ratios"]["FSDP2"]):
+            low, high = spread["quartiles"]
+            assert 0 < low <= spread["median"] <= high
+            assert len(spread["values"]) == 3
+    assert result["configurations"]["DDP"]["ratios"]["DDP"]["values"] == [1.0] * 3
+
+
+def test_state_memory_is_the_formula_plus_padding(result: dict[str, Any]) -> None:
+    """What the engine allocates is what the design's formula says, up to the padding of parameters and shards."""
+    for name in OWN | PLAIN:
+        row = result["configurations"][name]
+        assert 0 <= row["padding_bytes"] <= 0.01 * row["formula_bytes"], name
+        assert row["state_bytes"] == row["formula_bytes"] + row["padding_bytes"]
+
+
+def test_traffic_is_what_the_schedule_says(result: dict[str, Any]) -> None:
+    """The books of the schedule equal what the engine counts; ZeRO-1 moves every parameter out of every rank twice."""
+    ours = {name: row for name, row in result["configurations"].items() if "ZeRO" in name}
+    for name, row in ours.items():
+        assert row["wire_counted_bytes"] == row["wire_theory_bytes"], name
+    # Two ranks: half of the gradients and half of the weights each, in fp32, padding of at most 1 % included.
+    assert 1 <= ours["ZeRO-1"]["wire_theory_bytes"] / (2 * 4 * result["parameters"]) < 1.01
+    assert ours["plain ZeRO-3"]["wire_theory_bytes"] > ours["plain ZeRO-3 breadth-first"]["wire_theory_bytes"]
+
+
+def test_plain_layers_train_to_the_weights_of_ddp(result: dict[str, Any]) -> None:
+    """With the same layers the engine ends with DDP's very weights, at every ZeRO stage.
+
+    Depth-first accumulation reduces every micro-batch: equal to rounding only. So do our own layers, with their own
+    order of sums; that tells that the comparison is one of trained weights.
+    """
+    rows = result["configurations"]
+    for name in ("plain ZeRO-1", "plain ZeRO-2 breadth-first", "plain ZeRO-3 breadth-first"):
+        assert rows[name]["weights_equal"], name
+    assert not rows["ZeRO-1"]["weights_equal"]
+    assert max(row["weights_difference"] for row in rows.values() if "weights_difference" in row) < 1e-6
+
+
+def test_memory_is_measured_one_configuration_at_a_time(tmp_path: Path) -> None:
+    """Peaks are above a bare process, and at least what the state takes where that is more than a little."""
+    program = [str(SCRIPTS / "benchmark_memory.py"), *TINY, "--ranks=1", "--layers=plain", "--only=torch,plain ZeRO-3"]
+    text, memory = run([*program, "--vocab_size=65536", "--turns=2"], tmp_path / "memory.json")
+    assert set(memory["configurations"]) == {"torch", "plain ZeRO-3"}
+    assert memory["configurations"]["torch"]["ratios"]["torch"] == 1.0
+    for name, row in memory["configurations"].items():
+        assert f"| {name} |" in text
+        assert row["peak_bytes"] > row["state_bytes"] > 50 * 2**20

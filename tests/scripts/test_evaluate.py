@@ -1,0 +1,190 @@
+"""scripts/evaluate.py: the loss of transformers on the same tokens, that of a training run's validation, and bits per
+byte by their definition.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.data.tokenizing import (
+    ByteTokenizer,
+    JsonTokenizer,
+    save_byte_tokenizer,
+    train_tokenizer,
+)
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.generation.evaluation import text_batches
+from megatron_lite.monitor.trackers import read_metrics
+from tests.support.harness import run_distributed, tiny_config, train_whole
+from tests.support.loading import loaded
+
+TEXTS = ("the cats' café\n", "a second one, of zoë", "日本語 🎉", "x" * 40)
+MODEL = dict(
+    vocab_size=300, sequence_length=16, max_position_embeddings=32, init_method_std=0.3, batch_size=4,
+    train_iters=2, lr=1e-2, lr_warmup_iters=0, dataset_source="list", split=(50, 50, 0), validation_iters="all",
+    validation_interval=2, export_interval=2, cross_document_attention=False, ema_type="ema", ema_beta=0.5,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    with loaded("evaluate") as module:
+        yield module
+
+
+def train_run(distributed: Distributed, options: dict[str, Any]) -> None:
+    train_whole(distributed, tiny_config(distributed.world_size, **options))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained run with its data and tokenizer."""
+    folder = tmp_path_factory.mktemp("run")
+    tokenizer = train_tokenizer(iter(TEXTS), 300, str(folder / "tokenizer.json"))
+    with IndexedDatasetWriter(str(folder / "data"), "<u2") as writer:
+        for _ in range(12):
+            for text in TEXTS:
+                writer.add_document(np.array([*tokenizer.encode(text), tokenizer.end_of_document]))
+    options = {"data_path": (str(folder / "data"),), "experiment_dir": str(folder / "run")}
+    run_distributed(1, train_run, MODEL | options | {"tokenizer_file": str(folder / "tokenizer.json")})
+    return folder
+
+
+@pytest.fixture
+def call(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    """The script's record, in this process."""
+
+    def start(*arguments: Any) -> dict[str, Any]:
+        assert script.main([str(argument) for argument in (*arguments, "--json")]) == 0
+        record: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return record
+
+    return start
+
+
+@pytest.mark.parametrize("model, size", [("checkpoints", 4), ("export/2", 3)])
+def test_the_loss_is_that_of_the_runs_validation(
+    model: str, size: int, folder: Path, call: Callable[..., dict[str, Any]]
+) -> None:
+    """On the same split, whatever the micro-batch size, with documents kept apart as in the run, which counts."""
+    (expected,) = (r for r in read_metrics(folder / "run" / "metrics.jsonl") if r["phase"] == "validation")
+    options = ("--model", folder / "run" / model, "--data_path", folder / "data", "--split=50,50,0")
+    options += ("--sequence_length=16", f"--micro_batch_size={size}", "--cross_document_attention=0")
+    found = call(*options)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert found["tokens"] % 16 == 0 and found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    assert call(*options[:-1])["loss"] != pytest.approx(expected["loss"], rel=1e-4)
+    assert call(*options, "--samples=3")["tokens"] == 48
+    if model == "checkpoints":
+        averaged = call(*options, "--weights=average")["loss"]
+        assert averaged == pytest.approx(expected["averaged_loss"], rel=1e-6) and averaged != found["loss"]
+
+
+def test_the_loss_is_that_of_transformers(folder: Path, call: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """A text of several samples: transformers' own loss of each, weighted by its tokens; and the bytes spelled out."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"body": text}) + "\n" for text in TEXTS) + "\n")
+    export = folder / "run" / "export" / "2"
+    options = ("--model", export, "--text", path, "--json_key=body", "--micro_batch_size=2")
+    found = call(*options, "--sequence_length=16")
+
+    tokenizer = JsonTokenizer(str(folder / "tokenizer.json"))
+    stream = [token for text in TEXTS for token in [*tokenizer.encode(text), tokenizer.end_of_document]]
+    model = transformers.AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).eval()
+    nats = 0.0
+    for start in range(0, len(stream) - 1, 16):
+        sample = torch.tensor([stream[start : start + 17]])
+        with torch.no_grad():
+            nats += float(model(input_ids=sample, labels=sample).loss) * (sample.shape[1] - 1)
+    assert found["tokens"] == len(stream) - 1
+    assert found["loss"] == pytest.approx(nats / (len(stream) - 1), rel=1e-5)
+    first = tokenizer.decode(stream[:1]).encode()
+    spelled = sum(len(text.encode()) for text in TEXTS) - len(first)
+    assert found["bytes"] == spelled
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / spelled, rel=1e-5)
+    longer = call(*options)
+    assert longer["sequence_length"] == 32 and longer["tokens"] == found["tokens"]
+
+
+def test_samples_of_texts_and_their_documents() -> None:
+    """Every token but the first is a label once; documents end with their token and at the borders of samples."""
+    tokenizer, texts = ByteTokenizer(), ["abc", "", "defghi"]
+    stream = [*b"abc", 256, 256, *b"defghi", 256]
+    batches = list(text_batches(texts, tokenizer, 257, 4, 2, torch.device("cpu"), separate=True))
+    inputs, labels = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("tokens", "labels"))
+    assert [batch.tokens.shape for batch in batches] == [(2, 4), (1, 4)]
+    assert inputs.tolist() == [stream[0:4], stream[4:8], [*stream[8:11], 0]]
+    assert labels.tolist() == [stream[1:5], stream[5:9], [*stream[9:12], -1]]
+    pieces = [batch.documents for batch in batches]
+    assert [piece.lengths for piece in pieces if piece is not None] == [(4, 1, 3), (3, 1)]
+    assert [piece.starts.tolist() for piece in pieces if piece is not None] == [[0, 4, 5, 8], [0, 3, 4]]
+    (whole,) = text_batches(texts, tokenizer, 257, 4, 9, torch.device("cpu"))
+    assert whole.documents is None and torch.equal(whole.labels, labels)
+
+
+def test_without_a_tokenizer_there_are_no_bytes(
+    folder: Path, script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Of token files; texts cannot be read without one."""
+    export = tmp_path / "export"
+    export.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (export / name).write_bytes((folder / "run" / "export" / "2" / name).read_bytes())
+    options = ["--model", str(export), "--data_path", str(folder / "data"), "--sequence_length=16"]
+    assert script.main([*options, "--split=0,1,0"]) == 0
+    assert "bits per byte unknown (no tokenizer)" in capsys.readouterr().out
+    (tmp_path / "text.txt").write_text("text")
+    assert script.main(["--model", str(export), "--text", str(tmp_path / "text.txt")]) == 3
+    assert "--tokenizer_file" in capsys.readouterr().err
+    save_byte_tokenizer(str(tmp_path / "tokenizer.json"))
+    more = ["--tokenizer_file", str(tmp_path / "tokenizer.json"), "--json"]
+    assert script.main(["--model", str(export), "--text", str(tmp_path / "text.txt"), *more]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["tokens"], record["bytes"]) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    "options, code, fact",
+    [
+        (["--data_path", "nowhere"], 3, "nowhere.idx"),
+        (["--data_path", "DATA", "--split=1,0,0"], 2, "--split"),
+        (["--data_path", "DATA", "--split=x"], 2, "--split=x"),
+        (["--data_path", "DATA", "--sequence_length=33"], 2, "--sequence_length=33"),
+        (["--text", "nowhere.txt"], 3, "nowhere.txt"),
+        (["--text", "DATA.bin"], 3, "not UTF-8"),
+        (["--text", "LINES.jsonl"], 3, "line 2"),
+        (["--text", "EMPTY.txt"], 3, "nothing to predict"),
+    ],
+)
+def test_errors_are_one_clear_line(
+    options: list[str], code: int, fact: str, folder: Path, script: ModuleType, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    (tmp_path / "LINES.jsonl").write_text('{"text": "a"}\n{"words": "b"}\n')
+    (tmp_path / "EMPTY.txt").write_text(" \n")
+    places = {"DATA": folder / "data", "LINES": tmp_path / "LINES", "EMPTY": tmp_path / "EMPTY"}
+    for name, place in places.items():
+        options = [option.replace(name, str(place)) for option in options]
+    assert script.main(["--model", str(folder / "run" / "export" / "2"), *options]) == code
+    error = capsys.readouterr().err
+    assert error.startswith("ERROR: ") and fact in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [["--text", "x", "--samples=3"], ["--data_path", "x", "--json_key=y"], []])
+def test_options_without_use_are_refused(
+    options: list[str], script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        script.main(["--model", "x", *options])
+    assert error.value.code == 2 and "--" in capsys.readouterr().err

@@ -1,0 +1,360 @@
+"""scripts/gpu_report.sh without a GPU: its deadlines and records with other programs as steps, and what is made of a
+report that is written here."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import benchmark_rows  # noqa: E402
+import benchmark_settings  # noqa: E402
+import gpu_ops  # noqa: E402
+import gpu_report  # noqa: E402
+import gpu_report_read as reading  # noqa: E402
+import gpu_training  # noqa: E402
+import render_gpu_report as rendering  # noqa: E402
+from gpu_ops_table import FULL, OPS, WINDOWED, Op, Shape, attention_flops  # noqa: E402
+from gpu_report import Report, Step  # noqa: E402
+
+from megatron_lite.planner.plan import make_plan  # noqa: E402
+
+
+def python(code: str) -> tuple[str, ...]:
+    return ("-c", f"import json, os, sys, time\n{code}")
+
+
+def run(folder: Path, limit_s: float, *steps: Step) -> dict[str, Any]:
+    """The file that a report of these steps leaves."""
+    report = Report(folder / "report.json", folder, limit_s, {"date": "2026-01-01"})
+    for step in steps:
+        report.run(step)
+    return json.loads((folder / "report.json").read_text("utf-8"))
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    """Exit code 0, one line, and no file."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "gpu_report.sh")], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("gpu_report: nothing to report: torch ") and done.stdout.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_step_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_report.parse(["--only=opps"])
+    assert "no step is called ['opps']" in capsys.readouterr().err
+
+
+def test_a_failure_does_not_stop_the_others(tmp_path: Path) -> None:
+    """The reason and the end of the log are recorded; what the step had written counts; the next one runs."""
+    write = "open(sys.argv[1], 'w').write(json.dumps({'rows': 3}))"
+    found = run(
+        tmp_path, 60.0,
+        Step("bad", (*python(f"{write}; print('so it goes'); sys.exit(7)"), "{output}"), 30, reading.read_json),
+        Step("silent", python("pass"), 30, reading.read_json),
+        Step("broken", (*python("open(sys.argv[1], 'w').write('{')"), "{output}"), 30, reading.read_json),
+        Step("good", (*python(write), "{output}"), 30, reading.read_json),
+    )  # fmt: skip
+    bad, silent, broken, good = found["steps"].values()
+    assert bad["status"] == "failed" and bad["reason"] == "exit code 7" and bad["result"] == {"rows": 3}
+    assert bad["log_tail"] == ["so it goes"]
+    assert silent["status"] == "ok" and silent["result"] is None
+    assert broken["status"] == "failed" and "cannot be read" in broken["reason"]
+    assert good["status"] == "ok" and good["result"] == {"rows": 3}
+    assert found["ok"] is False and found["date"] == "2026-01-01"
+
+
+def test_deadlines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step ends with its budget or with the time of all, and all its processes with it; later ones are not begun."""
+    monkeypatch.setattr(gpu_report, "LEAST_S", 0.5)
+    child = tmp_path / "child"
+    # The child would write its file after two seconds, if it were left to live.
+    grandchild = f"import time; time.sleep(2); open({str(child)!r}, 'w')"
+    endless = f"import subprocess; subprocess.Popen([sys.executable, '-c', {grandchild!r}]); time.sleep(60)"
+    partial = "open(sys.argv[1], 'w').write(json.dumps({'rows': 1})); time.sleep(60)"
+    found = run(
+        tmp_path, 3.0,
+        Step("slow", (*python(partial), "{output}"), 1.0, reading.read_json),
+        Step("endless", python(endless), 30, reading.read_json),
+        Step("late", python("pass"), 30, reading.read_json),
+    )  # fmt: skip
+    slow, endless_one, late = found["steps"].values()
+    assert slow["status"] == "stopped" and slow["seconds"] < 2 and slow["result"] == {"rows": 1}
+    assert endless_one["status"] == "stopped" and endless_one["seconds"] < 3
+    assert late["status"] == "not run" and late["reason"] == "0 s were left"
+    assert found["seconds"] < 4 and found["ok"] is False
+    subprocess.run([sys.executable, "-c", "import time; time.sleep(2.2)"], check=True)
+    assert not child.exists(), "what a stopped step has started lives on"
+
+
+def test_a_step_that_crashes_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only one that says so is started again, and not without end."""
+    monkeypatch.setattr(gpu_report, "LEAST_S", 0.1)
+    count = (
+        "path = sys.argv[1]; n = json.load(open(path)) + 1 if os.path.exists(path) else 1;"
+        "open(path, 'w').write(json.dumps(n)); sys.exit(0 if n == int(sys.argv[2]) else 3)"
+    )
+    command = (*python(count), "{output}")
+    found = run(
+        tmp_path, 60.0,
+        Step("resumed", (*command, "3"), 30, reading.read_json, resumes=True),
+        Step("hopeless", (*command, "99"), 30, reading.read_json, resumes=True),
+        Step("single", (*command, "3"), 30, reading.read_json),
+    )  # fmt: skip
+    assert [(step["status"], step["result"]) for step in found["steps"].values()] == [
+        ("ok", 3), ("failed", gpu_report.ATTEMPTS), ("failed", 1)
+    ]  # fmt: skip
+
+
+def test_operations_go_on_behind_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation that ended its process is a failure; one after an error of the device waits for a new process."""
+    monkeypatch.setattr(gpu_ops, "Clock", lambda: None)
+    monkeypatch.setattr(gpu_ops, "ceilings", lambda clock: {"copy_bytes_per_s": 1.0})
+    monkeypatch.setattr(gpu_ops.torch.cuda, "empty_cache", lambda: None)
+    output, measured = tmp_path / "ops.json", []
+
+    def measure(op: Any, *_: Any) -> dict[str, Any]:
+        measured.append(op.name)
+        if op.name == "poison":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if op.name == "memory":
+            raise RuntimeError("CUDA out of memory")
+        return {"status": "ok", "variants": {}}
+
+    monkeypatch.setattr(gpu_ops, "measure_op", measure)
+    ops: list[Any] = [type("", (), {"name": name}) for name in ("done", "crashed", "memory", "poison", "last")]
+    entries = {"done": {"status": "ok", "variants": {}}, "crashed": {"status": "started"}}
+    gpu_ops.write(output, {"ops": entries})
+    assert gpu_ops.run(ops, output) == gpu_ops.RESTART and measured == ["memory", "poison"]
+    assert gpu_ops.run(ops, output) == 1 and measured == ["memory", "poison", "last"]
+    states = {name: entry["status"] for name, entry in json.loads(output.read_text("utf-8"))["ops"].items()}
+    assert states == {"done": "ok", "crashed": "failed", "memory": "failed", "poison": "failed", "last": "ok"}
+
+
+def test_training_tables_name_rows_that_exist() -> None:
+    """What the report asks of scripts/benchmark.py: models and rows that it knows, by which the aims are read off."""
+    rows = {}
+    for step in gpu_report.steps(1):
+        if step.command[0].endswith("benchmark.py"):
+            options = benchmark_settings.parse(step.command[1:])
+            rows[step.name] = set(benchmark_rows.chosen(options, 1))
+    assert rows == {
+        "gpt2-124m": {"ZeRO-1", "torch compiled", "torch compiled full logits", "FSDP2 compiled"},
+        "llama-3-8b-8l": {"ZeRO-1", "torch compiled", "FSDP2 compiled"},
+        "mistral-7b": {"ZeRO-3 recompute full"},
+        "mistral-7b, 16 layers": {"ZeRO-1", "ZeRO-3"},
+    }
+
+
+@pytest.mark.parametrize("variants", gpu_training.VARIANTS)
+def test_variants_of_training_fit_an_h200(variants: str) -> None:
+    """Every one is a legal configuration, and its plan leaves a tenth of 139 GiB."""
+    for options in gpu_training.VARIANTS[variants].values():
+        planned = make_plan(gpu_training.configured(6, options), 1, "cuda").peak_bytes()
+        assert 10 * 2**30 < planned < 0.9 * 139 * 2**30
+
+
+SMALL = Shape(
+    tokens=6, hidden=16, ffn=24, heads=4, groups=2, head_size=8, vocab=40, large_vocab=70, shard=256, device="cpu"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_operations_are_called_as_they_want_to_be(op: Op) -> None:
+    """Each with its Triton kernels and its reference, in small, twice as when it is timed; and it moves or computes."""
+    calls = {name: call for name, call in op.make(SMALL).items() if name not in ("torch compiled", "into fp32")}
+    for name, call in calls.items():
+        if name not in (*FULL, *WINDOWED):  # these need a GPU
+            call()
+            call()
+    assert calls and op.bytes(SMALL) + op.flops(SMALL) > 0 and op.describe(SMALL)
+    assert not op.memory_bound or "triton" in calls, "what is aimed at is measured of Triton's variant"
+
+
+class FakeClock:
+    """Half a millisecond for everything."""
+
+    def ms(self, call: Any, for_ms: float = 60.0) -> dict[str, Any]:
+        call()
+        return ms(0.5)
+
+    def copy_ms(self, bytes_: int) -> float:
+        return 0.25
+
+
+def test_what_is_measured_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates from bytes and operations; a variant that fails is recorded, and the others are measured."""
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 700)
+    ops = {op.name: op for op in OPS}
+    clock: Any = FakeClock()
+    norm = gpu_ops.measure_op(ops["rms_norm backward"], SMALL, clock, 1e6)
+    moved = 3 * 6 * 16 * 2
+    assert norm["status"] == "ok" and norm["bytes"] == moved and norm["memory_bound"]
+    assert norm["variants"]["triton"] == {
+        "ms": ms(0.5), "peak_bytes": 600, "bytes_per_s": moved / 5e-4, "fraction_of_copy": moved / 5e-4 / 1e6,
+        "fraction_of_equal_copy": 0.5,
+    }  # fmt: skip
+    attention = gpu_ops.measure_op(ops["attention forward"], SMALL, clock, 1e6)
+    assert attention["status"] == "failed" and set(attention["variants"]) == set(FULL)
+    product = gpu_ops.measure_op(ops["weight gradient"], SMALL, clock, 1e6)["variants"]["training dtype alone"]
+    assert product["flop_per_s"] == 2 * 6 * 16 * 24 / 5e-4 and "bytes_per_s" not in product
+    text = rendering.render({"steps": {"ops": {"status": "failed", "seconds": 1.0, "result": {"ops": {
+        "rms_norm backward": norm, "attention forward": attention}}}}})  # fmt: skip
+    assert "| rms_norm backward | 6 x 16 | triton | 0.500 (0.450-0.550) |" in text and "cudnn" in text
+
+
+def test_operations_of_attention() -> None:
+    """Pairs of positions that look at each other, counted one by one."""
+    shape = Shape(tokens=9, heads=3, head_size=5)
+    for window in (None, 1, 4, 9, 100):
+        pairs = sum(min(row + 1, window or 9) for row in range(9))
+        assert attention_flops(shape, window, 3.5) == 3.5 * 4 * pairs * 3 * 5
+
+
+LOG = """
+tests/kernels/test_a.py::test_one[x y] PASSED                            [ 33%]
+tests/kernels/test_a.py::test_two FAILED                                 [ 66%]
+tests/kernels/test_a.py::test_six[no CUDA] SKIPPED (no CUDA device)      [ 67%]
+FAILED is what tests/kernels/test_a.py::test_two printed, and A GPU TOO
+[gw1] [ 66%] PASSED tests/kernels/test_a.py::test_three[bf16]
+[gw0] [ 70%] SKIPPED tests/test_gpu.py::test_four
+[gw0] [ 99%] FAILED tests/test_gpu.py::test_five
+"""
+
+
+def test_logs_of_pytest(tmp_path: Path) -> None:
+    """With and without pytest-xdist; with a summary and cut short before it."""
+    log = tmp_path / "log"
+    log.write_text(LOG, "utf-8")
+    found = reading.read_tests(tmp_path / "none", log)
+    assert found["counts"] == {"passed": 2, "failed": 2, "skipped": 2}
+    assert found["failures"] == ["tests/kernels/test_a.py::test_two", "tests/test_gpu.py::test_five"]
+    log.write_text(f"{LOG}FAILED tests/test_gpu.py::test_five - assert 1 == 2\n", "utf-8")
+    assert reading.read_tests(tmp_path / "none", log)["failures"] == ["tests/test_gpu.py::test_five - assert 1 == 2"]
+
+
+def test_the_result_of_the_smoke_test(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text('smoke_test: prepare\n{"ok": true, "seconds": 30.0}\n', "utf-8")
+    assert reading.read_smoke_test(tmp_path / "none", log) == {"ok": True, "seconds": 30.0}
+
+
+def ms(median: float) -> dict[str, Any]:
+    return {"median": median, "quartiles": [0.9 * median, 1.1 * median]}
+
+
+def a_report() -> dict[str, Any]:
+    """One in which the aims are met but for two, and some things failed."""
+    def table(ratios: dict[str, float], **tokens_per_s: float) -> dict[str, Any]:
+        rows: dict[str, Any] = {
+            name.replace("_", " "): {"step_s": ms(8192 / value), "tokens_per_s": value, "model_tflops": value / 20,
+                                     "mfu": 0.5, "mfu_full": None, "peak_bytes": 100 * 2**30}
+            for name, value in tokens_per_s.items()
+        }  # fmt: skip
+        if "ZeRO-1" in rows:
+            rows["ZeRO-1"]["ratios"] = {name: {"median": ratio} for name, ratio in ratios.items()}
+        return {"command": "scripts/benchmark.py", "configurations": rows, "failures": {"HF": "out of memory"},
+                "unavailable": {"HF Liger": "liger_kernel is not installed"}}  # fmt: skip
+
+    def variants(**step_ms: float) -> dict[str, Any]:
+        return {
+            name: {"step_ms": ms(value), "tokens_per_s": 8.192e6 / value, "peak_bytes": 100, "planned_peak_bytes": 102}
+            for name, value in step_ms.items()
+        }
+
+    def op(fraction: float) -> dict[str, Any]:
+        one = {"ms": ms(0.1), "bytes_per_s": 4e12, "fraction_of_copy": fraction, "fraction_of_equal_copy": 1.0}
+        return {"status": "ok", "shape": "8192 x 4096", "memory_bound": True, "variants": {"triton": one}}
+
+    def done(result: Any, status: str = "ok") -> dict[str, Any]:
+        return {"status": status, "seconds": 1.0, "result": result}
+
+    ceilings = {"copy_bytes": 2**33, "copy_bytes_per_s": 4.3e12, "gemm_size": 8192, "gemm_flop_per_s": 7.9e14}
+    failed = {"status": "failed", "variants": {"": {"failed": "RuntimeError: no"}}}
+    return {
+        "date": "2026-01-01", "seconds": 100.0, "machine": {"device": "A GPU", "driver": "1.2"},
+        "versions": {"torch": "2.11.0", "triton": None},
+        "steps": {
+            "ceilings": done(ceilings),
+            "ops": done({"ops": {"rms_norm": op(0.9), "adamw": op(0.86), "rotary": failed}}, "failed"),
+            "gpt2-124m": done(table({"torch compiled": 0.9, "torch compiled full logits": 0.98}, **{"ZeRO-1": 500.0})),
+            "llama-3-8b-8l": done(table({"FSDP2 compiled": 0.8, "torch compiled": 0.9}, **{"ZeRO-1": 360.0})),
+            "mistral-7b": done(table({}, **{"ZeRO-3 recompute full": 10000.0})),
+            "mistral-7b, 16 layers": done(table({}, **{"ZeRO-1": 11000.0, "ZeRO-3": 10900.0})),
+            "variants": done({"variants": variants(none=100.0, activation=100.1, full=109.0)}),
+            "kernel tests": done({"counts": {"passed": 9, "failed": 1}, "failures": ["x.py::test - no"]}, "failed"),
+            "smoke test": {"status": "not run", "seconds": 0.0, "reason": "3 s were left"},
+        },
+    }  # fmt: skip
+
+
+def test_rendering_of_a_report() -> None:
+    """Aims are read off the right rows; failures are shown; what is not there is not made up."""
+    text = rendering.render(a_report())
+    cells = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    rows = {name + goal: " | ".join([name, goal, *others]) for name, goal, *others in cells}
+    aims = {
+        "9,000 tokens/s": "10,000 tokens/s | met", "11,000 tokens/s": "10,000 tokens/s | missed",
+        "540 model": "550 TFLOP/s | met", "1.15x": "1.250x | met", "1.10x": "1.020x | missed",
+        "99.6 %": "99.9 % | met", "90 %": "91.7 % | met",
+        "slowest": "86.0 % | met", "AdamW": "86.0 % | met",
+    }  # fmt: skip
+    for aim, measured in aims.items():
+        assert any(aim in key and measured in line for key, line in rows.items()), (aim, rows)
+    for part in ("4.30 TB/s", "790 TFLOP/s", "RuntimeError: no", "x.py::test - no", "3 s were left", "+2.0 %",
+                 "out of memory", "liger_kernel is", "torch 2.11.0"):  # fmt: skip
+        assert part in text, part
+    assert "triton None" not in text and "NaN" not in text
+
+
+@pytest.mark.parametrize("kept", range(10))
+def test_a_partial_report_can_be_rendered(kept: int) -> None:
+    """Whatever had been measured when it was stopped."""
+    report = a_report()
+    report["steps"] = dict(list(report["steps"].items())[:kept])
+    text = rendering.render(report)
+    assert (rendering.NOT_MEASURED in text) == (kept < 7)
+
+
+def test_nothing_is_claimed_without_a_report() -> None:
+    text = rendering.render(None)
+    assert text.count(rendering.NOT_MEASURED) == len(rendering.TARGETS) and "met" not in text.replace("to meet", "")
+
+
+def test_the_document_is_up_to_date(tmp_path: Path) -> None:
+    """docs/benchmarks.md holds what docs/gpu_report.json says, or "not yet measured" where there is none."""
+    assert rendering.main(["--check"]) == 0, "run python scripts/render_gpu_report.py"
+    document, report = tmp_path / "benchmarks.md", tmp_path / "report.json"
+    document.write_text("before\n<!-- table: gpu_report -->\n<!-- end -->\nafter\n", "utf-8")
+    report.write_text(json.dumps(a_report()), "utf-8")
+    arguments = [f"--document={document}", f"--report={report}"]
+    assert rendering.main([*arguments, "--check"]) == 1
+    assert rendering.main(arguments) == 0 and rendering.main([*arguments, "--check"]) == 0
+    text = document.read_text("utf-8")
+    assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n") and "A GPU" in text
+
+
+def test_numbers_that_json_does_not_have_do_not_end_the_report(tmp_path: Path) -> None:
+    """A loss that is not a number is written as text, however deep it lies; the other steps go on."""
+    report = gpu_report.Report(tmp_path / "report.json", tmp_path, 60.0, {})
+    report.result["steps"]["a"] = {"status": "ok", "losses": [math.nan, {"largest": math.inf}], "x": (-math.inf, 1.5)}
+    report.write()
+    written = json.loads((tmp_path / "report.json").read_text())["steps"]["a"]
+    assert written == {"status": "ok", "losses": ["nan", {"largest": "inf"}], "x": ["-inf", 1.5]}

@@ -1,0 +1,117 @@
+"""scripts/plot_schedule.py: the rates and batch sizes of a run, without running it and without torch."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megatron_lite.cli.parse import parse
+from megatron_lite.schedules.learning_rate import learning_rate
+from megatron_lite.validation import resolve
+from tests.support.loading import loaded
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "plot_schedule.py"
+FLAGS = ["--train_iters=40", "--lr=1e-3", "--lr_decay_style=cosine", "--lr_num_cycles=2", "--lr_warmup_fraction=0.2",
+         "--lr_rewarmup_iters=3", "--min_lr_ratio=0.1"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    with loaded("plot_schedule") as module:
+        yield module
+
+
+def read(path: Path) -> list[list[str]]:
+    with path.open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_one_row_per_iteration(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From 1 to train_iters, the rates of the run to the last bit, through the parser of pretrain_gpt.py."""
+    path = tmp_path / "new folder" / "schedule.csv"
+    assert script.main([*FLAGS, "--csv", str(path), "--batch_size=12", "--micro_batch_size=3"]) == 0
+    head, *rows = read(path)
+    assert head == ["iteration", "learning_rate", "batch_size"]
+    config = resolve(parse(["--dataset_source=random", *FLAGS]).config, 1)
+    expected = [(iteration, learning_rate(config, iteration), 12) for iteration in range(1, 41)]
+    assert [(int(iteration), float(rate), int(size)) for iteration, rate, size in rows] == expected
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "40 iterations; learning rate: first 0.00025, highest 0.001 (iteration 4), last 0.0001"
+    assert second == f"written: {path}"
+
+
+def test_batch_sizes_of_a_schedule(script: ModuleType, tmp_path: Path) -> None:
+    """The third column follows --batch_size_schedule."""
+    assert script.main([*FLAGS, f"--csv={tmp_path}/x", "--batch_size_schedule", "0:2", "5:3", "39:8"]) == 0
+    assert [int(row[2]) for row in read(tmp_path / "x")[1:]] == [2] * 5 + [3] * 34 + [8]
+
+
+def test_imports_no_torch(tmp_path: Path) -> None:
+    """As the script runs it: torch and numpy are never loaded for the table."""
+    code = (
+        f"import sys, runpy; sys.argv = ['x', *{FLAGS!r}, '--csv={tmp_path}/x.csv']\n"
+        f"try: runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
+        f"except SystemExit as exit: print(exit.code, [name for name in ('torch', 'numpy') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert result.stdout.splitlines()[-1] == "0 []"
+    assert len(read(tmp_path / "x.csv")) == 41
+
+
+def test_picture(script: ModuleType, tmp_path: Path) -> None:
+    """A PNG, whatever the file is called; with and without a changing batch size."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    assert script.main([*FLAGS, f"--png={tmp_path}/a", f"--csv={tmp_path}/a.csv"]) == 0
+    rows = [script.Row(1, 1e-3, 8), script.Row(2, 2e-3, 16)]
+    script.draw(rows, tmp_path / "b")
+    for name in ("a", "b"):
+        picture = (tmp_path / name).read_bytes()
+        assert picture.startswith(b"\x89PNG") and len(picture) > 5_000
+
+
+def test_picture_without_matplotlib(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that says what to install, before anything is written."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *arguments: None)
+    assert script.main([*FLAGS, f"--png={tmp_path}/a.png", f"--csv={tmp_path}/a.csv"]) == 2
+    assert "--png: matplotlib is not installed (pip install matplotlib)" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (FLAGS, 2, "ERROR: nothing to write: add --csv=schedule.csv"),
+        ([*FLAGS, "--csv"], 2, "ERROR: --csv: a file must follow, as in --csv=schedule.csv"),
+        (["--csv", *FLAGS], 2, "ERROR: --csv: a file must follow"),
+        (["--csv=x"], 2, "ERROR: --train_iters=0: there is no iteration to show"),
+        ([*FLAGS, "--csv=x", "--lr_cycle_iters=5"], 2, "exclude each other"),
+        ([*FLAGS, "--csv=x", "--lr_decay=5", "--lr=-1"], 2, "ERROR: unknown flag --lr_decay"),
+        ([*FLAGS, "--csv=/dev/null/x"], 8, "ERROR: --csv=/dev/null/x: cannot write: "),
+    ],
+)
+def test_errors(
+    script: ModuleType, words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line each, with the exit code of its kind."""
+    assert script.main(words) == code
+    printed = capsys.readouterr()
+    assert printed.out == "" and message in printed.err
+
+
+def test_warnings_and_help(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the run would warn of, also of flags given twice; --help says what the script is and lists the flags."""
+    assert script.main([*FLAGS, "--lr=2e-3", "--lr_warmup_fraction=1", f"--csv={tmp_path}/x"]) == 0
+    errors = capsys.readouterr().err
+    assert "WARNING: --lr is given twice: 0.002 is used, 0.001 is not" in errors
+    assert "WARNING: --lr_warmup_fraction=1: no decay in cycle 1 of 2 (20 iterations)" in errors
+    assert script.main(["--help"]) == 0
+    assert "--png=schedule.png" in (page := capsys.readouterr().out) and "--lr_decay_style" in page

@@ -1,0 +1,208 @@
+"""scripts/prepare_data.py: inputs of every kind, damaged lines, statistics, refusals and exit codes."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.data.indexed_dataset import IndexedDataset
+from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer
+from megatron_lite.errors import DataError
+from tests.support.loading import loaded
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data.py"
+
+
+def main(*arguments: str | Path) -> int:
+    """Run the script in this process; returns its exit code."""
+    with loaded("prepare_data") as module:
+        try:
+            return int(module.main([str(argument) for argument in arguments]))
+        except SystemExit as error:
+            return int(error.code or 0)
+
+
+def texts(prefix: Path) -> list[str]:
+    """The documents, decoded; each has to end with the end of a document, and only there."""
+    dataset, tokenizer = IndexedDataset(str(prefix)), JsonTokenizer(f"{prefix}.tokenizer.json")
+    found = []
+    for number in range(dataset.num_documents):
+        tokens = dataset.document(number).tolist()
+        assert tokens[-1] == tokenizer.end_of_document and tokens.count(tokenizer.end_of_document) == 1
+        found.append(tokenizer.decode(tokens))
+    return found
+
+
+def summary(prefix: Path) -> dict[str, object]:
+    return dict(json.loads(Path(f"{prefix}.summary.json").read_text()))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with text files at several depths, and others that are not asked for."""
+    files = {
+        "b.txt": "second\r\nfile\n", "a/z.txt": "first ü\n", "a/z.md": "# mark\n", "c.jsonl": '{"text": "third"}\n',
+        "a/skip.py": "print()\n", "d.txt": " \n ", ".hidden/e.txt": "hidden\n",
+    }  # fmt: skip
+    for name, text in files.items():
+        path = tmp_path / "in" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode())
+    return tmp_path / "in"
+
+
+def test_folder_is_read_recursively_in_order(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Default endings, sorted paths, exact texts; the blank file is skipped and counted."""
+    assert main(folder, "--output_prefix", tmp_path / "out" / "x") == 0
+    assert texts(tmp_path / "out" / "x") == ["hidden\n", "# mark\n", "first ü\n", "second\r\nfile\n", "third"]
+    output = capsys.readouterr()
+    assert "5 documents, 46 tokens (uint16)" in output.out and "1: blank" in output.out
+    assert f"skipped {folder / 'd.txt'}: blank" in output.err
+    assert main(folder, "--suffix", "py,.md", "--output_prefix", tmp_path / "y") == 0
+    assert texts(tmp_path / "y") == ["print()\n", "# mark\n"]
+    assert main(folder / "b.txt", folder / "a" / "skip.py", "--output_prefix", tmp_path / "z") == 0
+    assert texts(tmp_path / "z") == ["second\r\nfile\n", "print()\n"]
+
+
+def test_summary_has_the_entropy(tmp_path: Path) -> None:
+    """Documents, tokens, bytes per token and unigram entropy agree with a count by hand."""
+    (tmp_path / "a.txt").write_text("aabbbü")
+    (tmp_path / "b.txt").write_text("ab")
+    assert main(tmp_path / "a.txt", tmp_path / "b.txt", "--output_prefix", tmp_path / "x") == 0
+    tokens = [*"aabbbü".encode(), 256, *b"ab", 256]
+    entropy = -sum(count / len(tokens) * math.log(count / len(tokens)) for count in Counter(tokens).values())
+    found = summary(tmp_path / "x")
+    assert found.pop("unigram_entropy_nats") == pytest.approx(entropy, rel=1e-12)
+    assert found == {
+        "documents": 2, "tokens": 11, "text_bytes": 9, "bytes_per_token": 9 / 11, "vocab_size": 257,
+        "end_of_document": 256, "dtype": "uint16", "skipped": {},
+    }  # fmt: skip
+
+
+BAD_LINES = [
+    (b"", "blank"),
+    (b"{", "not JSON"),
+    (b"[" * 100_000, "not JSON"),
+    (b"9" * 5000, "not JSON"),
+    (b'{"text": "\xff"}', "not UTF-8"),
+    (b"[]", "no text under the key"),
+    (b"null", "no text under the key"),
+    (b'{"other": "x"}', "no text under the key"),
+    (b'{"text": 5}', "no text under the key"),
+    (b'{"text": " "}', "blank"),
+    (b'{"text": "\\ud800"}', "half of a surrogate pair"),
+]
+
+
+def test_bad_lines_are_skipped_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every kind of bad line is named with its number and counted; good lines around it survive."""
+    lines = [line for bad, _ in BAD_LINES for line in (bad, b'{"text": "good"}')]
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b"\n".join(lines))
+    assert main(path, "--output_prefix", tmp_path / "x") == 0
+    assert texts(tmp_path / "x") == ["good"] * len(BAD_LINES)
+    skipped = summary(tmp_path / "x")["skipped"]
+    assert isinstance(skipped, dict) and sum(skipped.values()) == len(BAD_LINES) and skipped["not UTF-8"] == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[4].startswith(f"skipped {path}: line 9: not UTF-8: byte 10 is 0xff")
+    assert errors[10] == "skipped more: only counted from here on" and len(errors) == 11
+
+
+@pytest.mark.parametrize(("line", "kind"), BAD_LINES)
+def test_strict_refuses_bad_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: bytes, kind: str) -> None:
+    """With --strict the first bad line ends it with exit code 3 and one line; nothing is left that opens."""
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "good"}\n')
+    assert main(path, "--strict", "--output_prefix", tmp_path / "x") == 3
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: {path}: line 2: {kind}") and message.count("\n") == 1
+    assert os.listdir(tmp_path) == ["x.jsonl"]
+
+
+def test_json_key_and_text_in_another_encoding(tmp_path: Path) -> None:
+    """--json_key chooses the text; a file that is not UTF-8 is skipped as a whole."""
+    (tmp_path / "x.jsonl").write_text('{"text": "no", "body": "yes"}\n')
+    (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
+    inputs = (tmp_path / "x.jsonl", tmp_path / "latin.txt")
+    assert main(*inputs, "--json_key", "body", "--output_prefix", tmp_path / "x") == 0
+    assert texts(tmp_path / "x") == ["yes"] and summary(tmp_path / "x")["skipped"] == {"not UTF-8": 1}
+
+
+def test_trained_and_given_tokenizers(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--train_tokenizer trains on the input, --tokenizer takes the result again: same tokens, same tokenizer file."""
+    (folder / "long.txt").write_text("the same words again and the same words again\n" * 50)
+    assert main(folder, "--train_tokenizer", 280, "--output_prefix", tmp_path / "x") == 0
+    assert main(folder, "--tokenizer", tmp_path / "x.tokenizer.json", "--output_prefix", tmp_path / "y") == 0
+    for ending in (".bin", ".idx", ".tokenizer.json", ".summary.json"):
+        assert Path(f"{tmp_path / 'x'}{ending}").read_bytes() == Path(f"{tmp_path / 'y'}{ending}").read_bytes()
+    assert texts(tmp_path / "y")[-1].startswith("the same words") and summary(tmp_path / "y")["vocab_size"] == 280
+    capsys.readouterr()
+    assert main(folder, "--train_tokenizer", 5000, "--output_prefix", tmp_path / "z") == 0
+    assert "the texts are too small for a vocabulary of 5000" in capsys.readouterr().err
+
+
+def test_it_refuses_to_overwrite(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An existing pair stays as it is unless --overwrite is given, and also when an overwriting run fails."""
+    prefix = tmp_path / "x"
+    assert main(folder, "--output_prefix", prefix) == 0
+    before = {path: path.read_bytes() for path in tmp_path.glob("x.*")}
+    assert len(before) == 4
+    assert main(folder, "--output_prefix", prefix) == 2
+    assert "x.idx: exists; take another --output_prefix, or replace it with --overwrite" in capsys.readouterr().err
+    assert main(folder, "--output_prefix", prefix, "--overwrite", "--strict", "--train_tokenizer", 257) == 3
+    assert {path: path.read_bytes() for path in tmp_path.glob("x.*")} == before
+    assert main(folder / "b.txt", "--output_prefix", prefix, "--overwrite") == 0
+    assert texts(prefix) == ["second\r\nfile\n"]
+
+
+def test_refusals_have_codes_and_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Usage 2, data 3, storage 8; the message names the file or the flag."""
+    prefix = ("--output_prefix", tmp_path / "x")
+    blocked = tmp_path / "file"
+    blocked.write_text(" ")
+    cases = [
+        (3, "missing: no such file or folder", (tmp_path / "missing", *prefix)),
+        (3, "ends in .rs (--suffix)", (folder, "--suffix", ".rs", *prefix)),
+        (3, "no document is left to write (1 skipped)", (blocked, *prefix)),
+        (3, "t.json: cannot be read", (folder, "--tokenizer", tmp_path / "t.json", *prefix)),
+        (2, "vocabulary of 5 is too small", (folder, "--train_tokenizer", "5", *prefix)),
+        (2, "--suffix", (folder, "--suffix", ",", *prefix)),
+        (2, "ends in a folder", (folder, "--output_prefix", f"{tmp_path}/..")),
+        (8, "cannot be made", (folder, "--output_prefix", blocked / "x" / "y")),
+    ]
+    for code, fact, arguments in cases:
+        assert main(*arguments) == code, fact
+        errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("skipped ")]
+        assert len(errors) == 1 and errors[0].startswith("error: ") and fact in errors[0]
+    for flags in ((), (*prefix, "--over"), (*prefix, "--tokenizer=byte", "--train_tokenizer=300")):
+        assert main(folder, *flags) == 2
+    assert not list(tmp_path.glob("x.*"))
+
+
+def test_killed_run_leaves_nothing_that_opens_and_a_rerun_works(tmp_path: Path) -> None:
+    """SIGKILL in the middle of a tokenization; the same command then finishes. Runs from any folder, not installed."""
+    source = tmp_path / "in.jsonl"
+    source.write_text((json.dumps({"text": "some words " * 100}) + "\n") * 2000)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [sys.executable, str(SCRIPT), str(source), "--output_prefix", str(tmp_path / "x")]
+    process = subprocess.Popen(command, env=environment, cwd=tmp_path)
+    while not (tmp_path / "x.bin.tmp").exists() and process.poll() is None:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    if process.wait() == -signal.SIGKILL:
+        with pytest.raises(DataError, match="x.idx: no such file"):
+            IndexedDataset(str(tmp_path / "x"))
+    done = subprocess.run([*command, "--overwrite"], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert IndexedDataset(str(tmp_path / "x")).num_tokens == 2000 * (1100 + 1)
+    assert sorted(path.name for path in tmp_path.glob("x.*")) == [
+        "x.bin", "x.idx", "x.summary.json", "x.tokenizer.json"
+    ]  # fmt: skip
+    assert ByteTokenizer().decode(IndexedDataset(str(tmp_path / "x")).document(0)) == "some words " * 100

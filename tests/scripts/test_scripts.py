@@ -1,0 +1,348 @@
+"""The commands of the README, the launch scripts and the shell scripts do what they say, or say what is missing."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_lite import validation
+from megatron_lite.cli import parse
+from megatron_lite.config import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "scripts" / "examples"
+SHELL_SCRIPTS = sorted(
+    [*ROOT.glob("scripts/*.sh"), *EXAMPLES.glob("*.sh"), *EXAMPLES.glob("*.sbatch"), ROOT / ".ci" / "run"]
+)
+QUICKSTART = "bash scripts/quickstart.sh"
+RUN_TESTS = "bash scripts/run_tests.sh"
+# Writes its arguments as JSON to the file $CAPTURED, in the place of torchrun.
+CAPTURE = f"""#!{sys.executable}
+import json, os, sys
+json.dump(sys.argv[1:], open(os.environ["CAPTURED"], "w"))
+"""
+
+
+def blocks(document: str) -> list[str]:
+    """The bash blocks of a document, in order."""
+    return re.findall(r"^```bash\n(.*?)\n```$", (ROOT / document).read_text("utf-8"), re.M | re.S)
+
+
+def block(document: str, word: str) -> str:
+    """The only bash block of a document with this text in it."""
+    (found,) = [text for text in blocks(document) if word in text]
+    return found
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment of a user with this Python active, who installs nothing and has no GPU."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "QUICKSTART", "SLURM"))}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return kept | {
+        "PATH": path, "VIRTUAL_ENV": sys.prefix, "MEGATRON_LITE_NO_INSTALL": "1", "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+    } | more  # fmt: skip
+
+
+def shell(command: str, cwd: Path = ROOT, timeout: float = 120, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as typed into bash."""
+    return subprocess.run(
+        ["bash", "-c", command], cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=timeout
+    )
+
+
+def succeeds(result: subprocess.CompletedProcess[str]) -> str:
+    """The standard output of a command that must end well."""
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    return result.stdout
+
+
+def executable(path: Path, text: str) -> None:
+    """A program for the fake machine of a test."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def captured(tmp_path: Path) -> dict[str, str]:
+    """Environment variables with which torchrun writes down its arguments instead of running."""
+    executable(tmp_path / "bin" / "torchrun", CAPTURE)
+    return {
+        "PATH": f"{tmp_path / 'bin'}{os.pathsep}{environment()['PATH']}", "CAPTURED": str(tmp_path / "captured.json"),
+        "DATA_PATH": "/data/corpus", "EXP_BASE_DIR": str(tmp_path / "mistral"),
+    }  # fmt: skip
+
+
+def split_command(captured: dict[str, str]) -> tuple[list[str], list[str]]:
+    """What torchrun was given: its own arguments, and the flags of pretrain_gpt.py."""
+    command = json.loads(Path(captured["CAPTURED"]).read_text())
+    (position,) = [index for index, word in enumerate(command) if word.endswith("pretrain_gpt.py")]
+    return command[:position], command[position + 1 :]
+
+
+def configuration(flags: list[str], world_size: int) -> Config:
+    """The resolved configuration of a command line."""
+    return validation.resolve(parse.parse(flags).config, world_size)
+
+
+# --- The documents
+
+
+def test_readme_begins_with_the_two_commands() -> None:
+    """The first two commands of the README are the two that a newcomer needs."""
+    assert blocks("README.md")[:2] == [QUICKSTART, RUN_TESTS]
+
+
+def test_ci_runs_exactly_the_test_command() -> None:
+    """CI runs the README's test command and nothing else."""
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    commands = [line for line in lines if line and not line.startswith(("#", "set ", "cd "))]
+    assert commands == [RUN_TESTS]
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_every_documented_command_is_known_here() -> None:
+    """A command added to the README or to CONTRIBUTING fails here until a test of this file runs it."""
+    tested = {QUICKSTART, RUN_TESTS, "bash scripts/check.sh", f"{RUN_TESTS} tests/test_structure.py"}
+    tested |= {block("README.md", word) for word in ("--dataset_source=random", "prepare_data.py", "$PERFORMANCE_ARGS")}
+    assert {*blocks("README.md"), *blocks("CONTRIBUTING.md")} == tested
+
+
+def test_documents_point_at_files_that_exist() -> None:
+    """Links and paths between the documents and into the tree lead somewhere."""
+    for document in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        text = (ROOT / document).read_text("utf-8")
+        links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
+        paths = re.findall(r"`((?:scripts|tests|megatron_lite|docs)/[\w./]*)`", text)
+        missing = [path for path in (*links, *paths) if not (ROOT / path).exists()]
+        assert not missing, f"{document} names {missing}"
+
+
+def test_readme_command_without_files() -> None:
+    """The README's first training command works as it stands, and writes nothing."""
+    before = {path.name for path in ROOT.iterdir()}
+    output = succeeds(shell(block("README.md", "--dataset_source=random")))
+    assert "100" in output
+    assert {path.name for path in ROOT.iterdir()} - before <= {"__pycache__"}
+
+
+def test_readme_commands_on_own_text(tmp_path: Path) -> None:
+    """Tokenizing, training on two processes, exporting and sampling, as the README shows them."""
+    for name in ("pretrain_gpt.py", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "my_texts").mkdir()
+    for name in ("argparse", "ast", "bdb", "cmd", "copy", "dis", "enum", "glob", "gzip", "heapq", "shlex", "uuid"):
+        source = Path(sys.modules["os"].__file__ or "").with_name(f"{name}.py")
+        shutil.copy(source, tmp_path / "my_texts" / f"{name}.txt")
+    succeeds(shell("set -e\n" + block("README.md", "prepare_data.py"), cwd=tmp_path))
+    assert (tmp_path / "experiments" / "mine" / "export" / "40" / "config.json").is_file()
+
+
+# --- Environment strings, launch scripts
+
+
+def test_tutorial_strings_describe_mistral(captured: dict[str, str]) -> None:
+    """The README's environment strings, split by bash as typed, make a Mistral-7B on 128 GPUs."""
+    names = {"WANDB_ENTITY_NAME": "someone", "PROJECT_NAME": "mistral", "PROJECT_VERSION": "v1"}
+    succeeds(shell(block("README.md", "$PERFORMANCE_ARGS"), **captured, **names))
+    launcher, flags = split_command(captured)
+    assert launcher == ["--nproc-per-node=2"]
+    config = configuration(flags, 128)
+    assert (config.model.num_layers, config.model.head_groups, config.model.window_size) == (32, 8, 4096)
+    assert (config.batch.micro_batch_size, config.batch.sequential_micro_batches) == (1, 1)
+    assert (config.learning_rate.min_lr, config.distributed.training_dtype) == (3e-6, "bf16")
+    assert (config.run.experiment_name, config.run.wandb_entity_name) == ("mistral", "someone")
+
+
+def test_mistral_script_is_the_readme_in_a_file(captured: dict[str, str]) -> None:
+    """train_mistral.sh launches the configuration of the README on every GPU, with Weights & Biases off."""
+    names = {"WANDB_ENTITY_NAME": "", "PROJECT_NAME": "mistral", "PROJECT_VERSION": "default"}
+    succeeds(shell(block("README.md", "$PERFORMANCE_ARGS"), **captured, **names))
+    expected = configuration(split_command(captured)[1], 128)
+    succeeds(shell("bash scripts/examples/train_mistral.sh", **captured))
+    launcher, flags = split_command(captured)
+    assert launcher == ["--standalone", "--nproc-per-node=gpu"]
+    assert configuration(flags, 128) == expected
+    assert expected.run.wandb_entity_name is None
+
+
+def test_mistral_flags_are_the_model_and_batch_of_the_script(captured: dict[str, str]) -> None:
+    """The file of flags that the guide's dry runs read describes the same model, batch and dtype."""
+    succeeds(shell("bash scripts/examples/train_mistral.sh", **captured))
+    expected = configuration(split_command(captured)[1], 128)
+    config = configuration([f"@{EXAMPLES / 'mistral_7b.flags'}", "--dataset_source=random"], 128)
+    assert (config.model, config.batch) == (expected.model, expected.batch)
+    assert config.distributed.training_dtype == expected.distributed.training_dtype
+
+
+def test_mistral_script_names_what_is_missing() -> None:
+    """Without a data path the script ends at once and says what to set."""
+    result = shell("bash scripts/examples/train_mistral.sh")
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1 and "DATA_PATH" in result.stderr
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_slurm_jobs(nodes: int, captured: dict[str, str], tmp_path: Path) -> None:
+    """Run under stand-ins for Slurm's programs, the jobs start torchrun with the right ranks and legal flags."""
+    bin_folder = tmp_path / "bin"
+    executable(bin_folder / "srun", '#!/usr/bin/env bash\nshift\nSLURM_NODEID=3 exec "$@"\n')
+    executable(bin_folder / "scontrol", "#!/usr/bin/env bash\nprintf 'node%s\\n' 7 8 9\n")
+    executable(tmp_path / "venv" / "bin" / "activate", "")
+    job = "slurm_single_node" if nodes == 1 else "slurm_multi_node"
+    slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node[7-9]", "SLURM_JOB_ID": "123456"}
+    slurm |= {"SLURM_JOB_NUM_NODES": str(nodes), "VENV": str(tmp_path / "venv")}
+    (tmp_path / "mistral").mkdir()
+    (tmp_path / "mistral" / "exit.json").write_text('{"cause": "kept"}')
+    command = f"bash scripts/examples/{job}.sbatch --zero_stage=3 --micro_batch_size=1"
+    output = succeeds(shell(command, **captured, **slurm))
+    assert "kept" in output
+    launcher, flags = split_command(captured)
+    config = configuration(flags, nodes * 8)
+    assert config.distributed.device == "cuda"
+    assert config.multi_stage.zero_stage == 3
+    assert config.batch.sequential_micro_batches == 128 // (8 * nodes)
+    if nodes > 1:
+        address = ["--master-addr=node7", f"--master-port={20000 + 123456 % 20000}"]
+        assert launcher == ["--nnodes=4", "--nproc-per-node=gpu", *address, "--max-restarts=0", "--node-rank=3"]
+
+
+def test_slurm_job_in_the_wrong_folder(tmp_path: Path) -> None:
+    """A job submitted from elsewhere says so instead of failing somewhere later."""
+    result = shell(f"bash {ROOT}/scripts/examples/slurm_multi_node.sbatch", SLURM_SUBMIT_DIR=str(tmp_path))
+    assert result.returncode == 2
+    assert "root of the checkout" in result.stderr
+
+
+# --- The shell scripts
+
+
+@pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: path.name)
+def test_shell_scripts_are_sound(script: Path) -> None:
+    """Every script parses, stops at the first failure, and passes shellcheck where that is installed."""
+    assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
+    if script.name != "common.sh":  # sourced by scripts that have set it
+        assert "\nset -euo pipefail\n" in script.read_text()
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", "-x", "-P", "SCRIPTDIR", "-e", "SC1091", str(script)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("command", "variables", "message"),
+    [
+        (RUN_TESTS, {"VIRTUAL_ENV": "", "PYTHON": "/no/python"}, "no Python found at PYTHON=/no/python"),
+        (RUN_TESTS, {"VIRTUAL_ENV": "/no/environment"}, "has no bin/python"),
+        (QUICKSTART, {"QUICKSTART_DIR": "/proc/no"}, "set QUICKSTART_DIR to another folder"),
+        (QUICKSTART, {"QUICKSTART_DIR": "/tmp/a b"}, "set QUICKSTART_DIR to another folder"),
+        (f"{QUICKSTART} --experiment-dir=x", {}, "the folder is set by QUICKSTART_DIR"),
+    ],
+)
+def test_scripts_say_what_is_missing(command: str, variables: dict[str, str], message: str, tmp_path: Path) -> None:
+    """Where something is missing, a script ends with one clear line and a non-zero exit code, and does nothing."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")  # without a .venv, whatever this checkout has
+    result = shell(command, cwd=tmp_path, **variables)
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1 and message in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["scripts"]
+
+
+def test_old_python_is_refused(tmp_path: Path) -> None:
+    """A Python that is too old is named."""
+    executable(tmp_path / "python3", "#!/usr/bin/env bash\nexit 1\n")
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    result = shell(RUN_TESTS, cwd=tmp_path, VIRTUAL_ENV="", PYTHON=str(tmp_path / "python3"))
+    assert result.returncode == 1
+    assert "Python >= 3.10 is needed" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_extra_arguments_of_run_tests_go_to_pytest() -> None:
+    """CONTRIBUTING's command runs one test file; here it is only collected."""
+    output = succeeds(shell(f"{block('CONTRIBUTING.md', 'test_structure')} --collect-only -q -k one_way"))
+    assert "test_imports_go_one_way" in output
+
+
+def test_quickstart_explains_itself() -> None:
+    """--help prints how to use it and does nothing."""
+    output = succeeds(shell(f"{QUICKSTART} --help"))
+    assert "QUICKSTART_DIR" in output and "set -euo" not in output
+
+
+@pytest.mark.slow
+def test_quickstart_resumes_and_completes(tmp_path: Path) -> None:
+    """A short quickstart ends with its results; a second one finds the run complete; a longer one resumes it."""
+    folder = {"QUICKSTART_DIR": str(tmp_path / "first"), "timeout": 300}
+    flags = "--lr_warmup_iters=1 --validation_interval=4 --validation_iters=1 --export_interval=2"
+    short = f"{QUICKSTART} --train_iters=4 {flags}"
+    output = succeeds(shell(short, **folder))
+    for words in ("validation loss", "unigram entropy", "loss curve", "a sample from"):
+        assert words in output
+    assert (tmp_path / "first" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "complete" in succeeds(shell(short, **folder))
+    succeeds(shell(f"{short} --train_iters=6", **folder))
+    lines = (tmp_path / "first" / "python_gpt" / "metrics.jsonl").read_text().splitlines()
+    assert max(json.loads(line)["iteration"] for line in lines) == 6
+    assert (tmp_path / "first" / "python_gpt" / "export" / "6" / "config.json").is_file()
+
+
+@pytest.mark.slow
+def test_smoke_test_passes_from_a_read_only_checkout(tmp_path: Path) -> None:
+    """The smoke test passes without installation, writing only to its temporary folder, which it removes."""
+    checkout = tmp_path / "checkout"
+    ignored = shutil.ignore_patterns(".git", ".venv", "quickstart", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, checkout, ignore=ignored)
+    subprocess.run(["chmod", "-R", "a-w", str(checkout)], check=True)
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "home").mkdir()
+    before = sorted(checkout.rglob("*"))
+    places = {"TMPDIR": str(tmp_path / "temporary"), "HOME": str(tmp_path / "home")}
+    try:
+        result = shell(f"bash {checkout}/scripts/smoke_test.sh", timeout=200, **places, PYTHONPATH="")
+        report = json.loads(succeeds(result))
+        assert report["ok"] and report["resume_bit_identical"]
+        assert sorted(checkout.rglob("*")) == before
+        assert not [*(tmp_path / "temporary").iterdir(), *(tmp_path / "home").iterdir()]
+    finally:
+        subprocess.run(["chmod", "-R", "u+w", str(checkout)], check=True)
+
+
+def test_smoke_test_insists_on_the_device() -> None:
+    """--device=cuda on a machine without a GPU ends with one JSON line that is not ok, and a non-zero exit code."""
+    result = shell("bash scripts/smoke_test.sh --device=cuda")
+    assert result.returncode == 1
+    report = json.loads(result.stdout)
+    assert report["ok"] is False and "CUDA" in report["reason"]
+
+
+def test_smoke_test_without_python() -> None:
+    """Even without a Python there is one JSON line."""
+    result = shell("bash scripts/smoke_test.sh", PYTHON="/no/python")
+    assert result.returncode == 1
+    assert json.loads(result.stdout)["ok"] is False
+
+
+def test_corpus_is_deterministic_and_clean(tmp_path: Path) -> None:
+    """The same files give the same corpus, in an order that mixes folders; tests and unreadable files are left out."""
+    for name in ("a/one.py", "a/two.py", "b/three.py", "test/skipped.py", "b/empty.py"):
+        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "source" / name).write_text("" if "empty" in name else f"name = {name!r}\n")
+    (tmp_path / "source" / "latin.py").write_bytes(b"# \xe9\n")
+    command = f"python scripts/build_corpus.py --source {tmp_path}/source --output {tmp_path}"
+    succeeds(shell(f"{command}/first.jsonl && {command}/second.jsonl"))
+    assert (tmp_path / "first.jsonl").read_bytes() == (tmp_path / "second.jsonl").read_bytes()
+    documents = [json.loads(line) for line in (tmp_path / "first.jsonl").read_text().splitlines()]
+    assert {document["path"] for document in documents} == {"a/one.py", "a/two.py", "b/three.py"}
+    assert all(document["text"] == f"name = {document['path']!r}\n" for document in documents)
+
+
+def test_corpus_of_nothing(tmp_path: Path) -> None:
+    """A folder without Python files is an error of data, in one line, and leaves no file."""
+    result = shell(f"python scripts/build_corpus.py --source {tmp_path} --output {tmp_path}/corpus.jsonl")
+    assert result.returncode == 3
+    assert result.stderr.count("\n") == 1 and str(tmp_path) in result.stderr
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,1 @@
+"""What several tests share: one tiny configuration, starting ranks and programs, models and meters."""

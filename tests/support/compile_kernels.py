@@ -1,0 +1,237 @@
+"""Compile every Triton kernel for a GPU on a machine that has none; a program of its own, run by test_compilation.py.
+
+    python tests/kernels/compile_kernels.py [--dtype=bfloat16] [--all]
+
+The operations are called with meta tensors, which have shapes and no memory, and Triton is told that its device is
+an H100 or H200 and that it should compile, not launch. So each kernel is compiled with the types, block sizes and
+specialisations that it will have there, down to machine code: at the shapes of scripts/gpu_ops_table.py, with --all at
+odd ones, too. Prints one JSON line per kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from gpu_ops_table import OPS, Op, Shape, backward  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.driver import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+import megatron_lite.kernels  # noqa: E402
+from megatron_lite.kernels import adamw as optimizer  # noqa: E402
+from megatron_lite.kernels import split_weights  # noqa: E402
+from megatron_lite.kernels.activation import FUNCTIONS, activate, activate_backward  # noqa: E402
+from megatron_lite.kernels.adamw_clipped import adamw_moments, adamw_weights  # noqa: E402
+from megatron_lite.kernels.cross_entropy import Sums, sweep  # noqa: E402
+from megatron_lite.kernels.embedding import embedding  # noqa: E402
+from megatron_lite.kernels.gradient_norm import squared_norm  # noqa: E402
+from megatron_lite.kernels.head_norm import normalized_heads  # noqa: E402
+from megatron_lite.kernels.normalization import Kind, add_norm  # noqa: E402
+from megatron_lite.kernels.rotary import rotary_table, split_heads  # noqa: E402
+
+
+class Hopper:
+    """In place of the driver of a device."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def name_of(kernel: JITFunction) -> str:
+    return f"{kernel.__module__}.{kernel.__name__}"
+
+
+def all_kernels() -> dict[str, JITFunction]:
+    """Name -> kernel or part of one, of all modules of megatron_lite/kernels."""
+    found = {}
+    for module in pkgutil.iter_modules(megatron_lite.kernels.__path__):
+        members = vars(importlib.import_module(f"megatron_lite.kernels.{module.name}")).values()
+        found |= {name_of(member): member for member in members if isinstance(member, JITFunction)}
+    return found
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers, bytes of stack (spilled registers) and so on, as the disassembler that comes with Triton has them."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
+    return {name.lower(): int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)}
+
+
+class Recorder:
+    """Compiles what is launched."""
+
+    def __init__(self) -> None:
+        self.launched: dict[str, dict[str, Any]] = {}
+        self.common = True  # whether the sizes are those of the table of operations
+        self._run = JITFunction.run
+
+    def __call__(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        """In place of `JITFunction.run`."""
+        compiled = self._run(kernel, *args, grid=grid, warmup=True, **options)
+        if compiled.hash not in self.launched:
+            self.launched[compiled.hash] = {
+                "kernel": name_of(kernel), "common": self.common, "warps": compiled.metadata.num_warps,
+                "shared_bytes": compiled.metadata.shared,
+                **resources(compiled.asm["cubin"]),
+            }  # fmt: skip
+        return compiled
+
+
+def with_parts(kernel: JITFunction) -> Iterator[str]:
+    """Names of a kernel and of the parts that it calls, which are compiled into it."""
+    yield name_of(kernel)
+    for name in kernel.fn.__code__.co_names:
+        part = kernel.fn.__globals__.get(name)
+        if isinstance(part, JITFunction):
+            yield from with_parts(part)
+
+
+def run_triton(op: Op, shape: Shape) -> None:
+    """The variant of an operation that launches kernels, if it has one."""
+    call = op.make(shape).get("triton")
+    if call is not None:
+        call()
+
+
+def updates(shape: Shape, rows: int, split: bool, nesterov: bool, passes: int) -> None:
+    """AdamW on a shard of `rows` parameters, in one pass or two."""
+    numel = rows * optimizer.ALIGNMENT * 20
+    values = [shape.random(numel, dtype=torch.float32) for _ in range(3)]
+    rounded, gradient = shape.random(numel, dtype=torch.bfloat16), shape.random(numel)
+    remainder = torch.empty(numel, dtype=torch.int16, device=shape.device)
+    master = (None, rounded, remainder) if split else (values[0], None, None)
+    shard = optimizer.Shard(*master, gradient, *values[1:])
+    borders = range(0, numel, numel // rows)
+    ranges = optimizer.Ranges(
+        [optimizer.Range(start, start + numel // rows, 1.0, 1.0) for start in borders], values[0].device
+    )
+    one = torch.ones((), device=shape.device)
+    control = optimizer.Control(one, one, one, optimizer.Hyperparameters(1e-4, 0.1, 0.9, 0.95, 1e-8, nesterov))
+    if passes == 1:
+        optimizer.adamw(shard, ranges, control, triton=True)
+    else:
+        adamw_moments(shard, ranges, control, triton=True)
+        adamw_weights(shard, ranges, torch.ones(rows, device=shape.device), control, triton=True)
+
+
+def capped_loss(shape: Shape) -> None:
+    """Of a large vocabulary, with a soft cap on its logits."""
+    labels = torch.zeros(4, dtype=torch.int64, device=shape.device)
+    sums, scale = Sums.empty(4, labels.device), torch.ones((), device=shape.device)
+    sweep(shape.random(4, 128256), labels, sums, scale, 1e-4, soft_cap=30.0, triton=True)
+
+
+def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What the table of operations leaves out: every activation, biases, odd sizes, sizes of one, very wide rows."""
+    for name in FUNCTIONS:
+        for gated in (False, True):
+            before, grad = shape.random(5, 246 if gated else 123), shape.random(5, 123)
+            yield f"{name} {gated}", partial(activate, before, name, gated, triton=True)
+            yield f"{name} {gated} backward", partial(activate_backward, grad, before, name, gated, True, triton=True)
+    for rows, width in ((1, 1), (5, 123), (7, 16384), (3, 32768)):
+        x, weight, bias = shape.input(rows, width), shape.parameter(width), shape.parameter(width)
+        grads = (shape.random(rows, width), shape.random(rows, width))
+        for what, chosen in (("rms", None), ("layer", bias)):
+            kind = Kind(1e-5, centered=chosen is not None)
+            sum_and_norm = add_norm(x, shape.random(rows, width), weight, chosen, kind, triton=True)
+            yield f"{what} norm {width}", backward(sum_and_norm, (x,), grads)
+            wide = shape.random(rows, width, dtype=torch.float32).requires_grad_()
+            sum_and_norm = add_norm(wide, x, None, None, kind, triton=True, dtype=shape.dtype)
+            yield f"{what} norm of a wide sum {width}", backward(sum_and_norm, (wide, x), (grads[0].float(), grads[1]))
+    for columns, start, adds_up, scaled in ((1, 0, True, True), (50257, 0, True, True), (300, 0, True, False),
+                                            (300, 300, True, False), (300, 300, False, True)):  # fmt: skip
+        labels = torch.zeros(4, dtype=torch.int64, device=shape.device)
+        sums, scale = Sums.empty(4, labels.device), torch.ones((), device=shape.device) if scaled else None
+        yield f"cross-entropy {columns} {start}", partial(
+            sweep, shape.random(4, columns), labels, sums, scale, 1e-4, start=start, adds_up=adds_up, triton=True
+        )
+    for vocab, width in ((1, 1), (50, 123)):
+        rows, tokens = shape.parameter(vocab, width), torch.zeros(1, 5, dtype=torch.int64, device=shape.device)
+        yield f"embedding {vocab}", embedding(rows, tokens, triton=True).sum().backward
+    for length, heads, channels, turned in ((1, 1, 2, 2), (5, 3, 6, 6), (9, 4, 80, 80), (5, 3, 7, 4), (9, 4, 80, 32)):
+        projection = shape.input(1, length, 3 * heads * channels)
+        table = rotary_table(length, turned, 1e4, projection.device)
+        parts = split_heads(projection * 1, heads, heads, table, triton=True)
+        grads = tuple(shape.random(*part.shape) for part in parts)
+        yield f"rotary {length} {channels} {turned}", backward(parts, (projection,), grads)
+        for zero_centered in (False, True):
+            pairs = [(shape.parameter(channels), shape.parameter(channels) if zero_centered else None)] * 2
+            kind = Kind(1e-5, zero_centered, zero_centered)
+            parts = normalized_heads(projection * 1, heads, heads, table, *pairs, kind, triton=True)
+            yield f"norms of heads {channels} {turned} {zero_centered}", backward(parts, (projection,), grads)
+    for rows, split, nesterov, passes in itertools.product((1, 9, 300), (False, True), (False, True), (1, 2)):
+        if rows < 300 or passes == 2:
+            yield f"adamw {rows} {split} {nesterov} {passes}", partial(updates, shape, rows, split, nesterov, passes)
+    for numel in (1, 1000):
+        target, source = shape.random(numel, dtype=torch.float32), shape.random(numel)
+        for operation in (split_weights.copy, split_weights.add):
+            yield f"{operation.__name__} {numel}", partial(operation, target, source, triton=True)
+            yield f"{operation.__name__} {numel} back", partial(operation, source, target, triton=True)
+        yield f"squared norm {numel}", partial(squared_norm, [target, source], triton=True)
+
+
+def attempt(calls: Iterable[tuple[str, Callable[[], Any]]], failures: dict[str, str]) -> None:
+    """Make the calls, and note those that fail."""
+    for name, call in calls:
+        try:
+            call()
+        except Exception as error:
+            failures[name] = f"{type(error).__name__}: {error}"
+
+
+def main() -> int:
+    """Compile, print, and fail if a kernel is left."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--all", action="store_true")
+    options = parser.parse_args()
+    driver.set_active(Hopper())
+    recorder = Recorder()
+    JITFunction.run = lambda kernel, *args, **more: recorder(kernel, *args, **more)
+    shape = Shape(dtype=getattr(torch, options.dtype), device="meta")
+    calls: dict[str, Callable[[], Any]] = {op.name: partial(run_triton, op, shape) for op in OPS}
+    for split, nesterov in ((False, False), (True, True)):
+        calls[f"clipped updates, {split}, {nesterov}"] = partial(updates, shape, 12, split, nesterov, 2)
+    calls["soft-capped cross-entropy"] = partial(capped_loss, shape)
+    failures: dict[str, str] = {}
+    attempt(calls.items(), failures)
+    if options.all:
+        recorder.common = False
+        attempt(others(shape), failures)
+    kernels = all_kernels()
+    launched = {entry["kernel"] for entry in recorder.launched.values()}
+    compiled = {part for name in launched for part in with_parts(kernels[name])}
+    for entry in recorder.launched.values():
+        print(json.dumps(entry))
+    print(json.dumps({"failures": failures, "never launched": sorted(set(kernels) - compiled)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""What a pretrained folder must give, by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_lite.huggingface import weight_map
+from megatron_lite.huggingface.open_source import WeightSource, open_source
+from megatron_lite.model.gpt import build_gpt, shapes_of
+from tests.support.families import load_model
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def checked(folder: Path, **options: Any) -> tuple[WeightSource, Shapes]:
+    """The source in a folder, which has everything that the model it states needs."""
+    source = open_source(folder, **options)
+    shapes = shapes_of(build_gpt(source.model, 24))
+    source.check(shapes)
+    source.verify()
+    return source, shapes
+
+
+def read_whole(source: WeightSource, shapes: Shapes) -> dict[str, torch.Tensor]:
+    """All parameters."""
+    values = {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
+    for name, value in values.items():
+        source.read(name, 0, value.view(-1))
+    return values
+
+
+def expected(folder: Path, source: WeightSource, shapes: Shapes) -> dict[str, torch.Tensor]:
+    """Our parameters, put together from what transformers loads."""
+    theirs, ours = load_model(folder).state_dict(), {}
+    for name, shape in shapes.items():
+        ours[name] = torch.full(shape, float("nan"))
+        for piece in weight_map.pieces(name, shape, source.model_type, source.model):
+            tensor = theirs[piece.name].t() if piece.transposed else theirs[piece.name]
+            rows = tensor[piece.their_first_row : piece.their_first_row + piece.rows]
+            ours[name][piece.first_row : piece.first_row + piece.rows] = rows - piece.plus
+    return ours

@@ -1,0 +1,173 @@
+"""Start gloo ranks from pytest: every rank runs a plain function; no port, a time-out, nothing left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from megatron_lite.config import Config, DistributedConfig, unflatten
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.kernels.choice import choose_kernels
+from megatron_lite.model.gpt import model_layers
+from megatron_lite.model.layer import Layer
+from megatron_lite.validation import resolve
+from megatron_lite.zero.multi_stage import MultiStage
+
+if TYPE_CHECKING:
+    from megatron_lite.setup_run import Run
+
+# A server process that has imported torch already forks each rank in milliseconds.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "megatron_lite.zero.multi_stage", "numpy"])
+
+TIMEOUT_S = 120.0
+
+
+def layers_of(config: Config) -> list[Layer]:
+    """The layers of a configuration on the meta device, computing as it does on CPU."""
+    return model_layers(config, choose_kernels(config, torch.device("cpu")))
+
+
+def run_distributed(
+    world_size: int, function: Callable[..., Any], *args: Any, deterministic: bool = False
+) -> list[Any]:
+    """Call function(distributed, *args) on `world_size` ranks; returns their results in rank order."""
+    config = DistributedConfig(
+        device="cpu", distributed_timeout=60.0, startup_timeout=60.0, deterministic=deterministic
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
+        processes = [
+            _CONTEXT.Process(
+                target=_run_rank,
+                args=(rank, world_size, f"file://{directory}/store", config, pipes[rank][1], function, args),
+            )
+            for rank in range(world_size)
+        ]
+        try:
+            for process, (_, sender) in zip(processes, pipes, strict=True):
+                process.start()
+                sender.close()
+            return [_receive(rank, receiver) for rank, (receiver, _) in enumerate(pipes)]
+        finally:
+            for process in processes:
+                process.join(timeout=5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _run_rank(
+    rank: int,
+    world_size: int,
+    init_method: str,
+    config: DistributedConfig,
+    sender: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        distributed = Distributed(config, rank, world_size, rank, init_method=init_method)
+        result = function(distributed, *args)
+        distributed.barrier()
+        distributed.close()
+        sender.send((True, result))
+    except BaseException:
+        sender.send((False, traceback.format_exc()))
+
+
+def _receive(rank: int, receiver: Connection) -> Any:
+    if not receiver.poll(TIMEOUT_S):
+        raise TimeoutError(f"rank {rank} sent nothing for {TIMEOUT_S} s")
+    try:
+        good, result = receiver.recv()
+    except EOFError:
+        raise RuntimeError(f"rank {rank} died without a word") from None
+    if not good:
+        raise RuntimeError(f"rank {rank} failed:\n{result}")
+    return result
+
+
+TINY = dict(
+    num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, sequence_length=16, dataset_source="random",
+    train_iters=20, lr=1e-3, lr_warmup_iters=10, device="cpu", batch_size=4, num_workers=0, log_interval=1,
+    weight_decay=0.1,
+)  # fmt: skip
+
+
+def tiny_config(world_size: int = 1, **options: Any) -> Config:
+    """A resolved configuration of a model small enough for a test; `options` override."""
+    return resolve(unflatten({**TINY, **options}), world_size)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What a short run went through."""
+
+    losses: list[float]  # mean over the global batch, per iteration
+    grad_norms: list[float]
+    initial: dict[str, np.ndarray]  # full weights by name, as an export has them
+    weights: dict[str, np.ndarray]
+    memory_bytes: dict[str, int]
+
+
+def train_tiny(distributed: Distributed, options: dict[str, Any], iterations: int = 20) -> Trajectory:
+    """Train the tiny model with the program's own step; to be run by `run_distributed`."""
+    from megatron_lite.run.experiment import Experiment
+    from megatron_lite.run.stop_signal import StopSignal
+    from megatron_lite.setup_run import build
+    from megatron_lite.train import train_step
+
+    config = tiny_config(distributed.world_size, **{"train_iters": iterations, **options})
+    stop = StopSignal()
+    run = build(config, distributed, Experiment(config, distributed), stop, ())
+    initial = full_weights(run.model)
+    updates = [
+        train_step(run, micro_batches, iteration)
+        for iteration, micro_batches in enumerate(run.data.batches("training", 0, iterations), start=1)
+    ]
+    stop.restore()
+    return Trajectory(
+        losses=[float(update.loss) / run.tokens(iteration) for iteration, update in enumerate(updates, start=1)],
+        grad_norms=[float(update.grad_norm) for update in updates],
+        initial=initial,
+        weights=full_weights(run.model),
+        memory_bytes=run.model.memory_bytes(),
+    )
+
+
+def train_whole(distributed: Distributed, config: Config) -> Run:
+    """A run to its end by the program's own loop, which saves and exports; to be run by `run_distributed`."""
+    from megatron_lite.run.experiment import Experiment
+    from megatron_lite.run.stop_signal import StopSignal
+    from megatron_lite.setup_run import build
+    from megatron_lite.train import train
+
+    stop = StopSignal()
+    run = build(config, distributed, Experiment(config, distributed), stop, ())
+    code, message = train(run)
+    assert code == 0, message
+    run.data.close()
+    run.model.finish()
+    run.trackers.close(0)
+    stop.restore()
+    return run
+
+
+def full_weights(model: MultiStage) -> dict[str, np.ndarray]:
+    """Name -> full weight; bf16 and fp16 values are exact in fp32."""
+    return {name: weight.float().numpy().copy() for name, weight in model.full_weights()}
+
+
+def same_weights(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    """Bit for bit."""
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)

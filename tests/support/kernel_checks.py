@@ -1,0 +1,65 @@
+"""An operation against its formula in float64 through autograd: outputs, input gradients, weight gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.kernels.triton_support import runs_on
+from megatron_lite.parameter import Parameter
+
+# Where Triton kernels run: under its interpreter if there is no GPU.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # of the largest value, or of 0.1
+dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+needs_triton = pytest.mark.skipif(not runs_on(DEVICE), reason="Triton is not installed")
+implementations = pytest.mark.parametrize(
+    "triton", [pytest.param(False, id="reference"), pytest.param(True, id="triton", marks=needs_triton)]
+)
+
+
+def parameter(values: Tensor, dtype: torch.dtype) -> Parameter:
+    """A parameter whose gradient buffer already holds ones: gradients must be added, in fp32."""
+    made = cast(Parameter, Parameter(values.to(dtype)))
+    made.main_grad = torch.ones_like(values, dtype=torch.float32)
+    return made
+
+
+def compare(
+    ours: Callable[..., Tensor], formula: Callable[..., Tensor], inputs: list[Tensor], weights: list[Tensor],
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """`ours` in dtype and `formula` in float64 on the same (rounded) values; two backwards add up."""
+    inputs, weights = ([tensor.to(dtype) for tensor in tensors] for tensors in (inputs, weights))
+    our_inputs = [tensor.clone().requires_grad_() for tensor in inputs]
+    our_weights = [parameter(tensor, dtype) for tensor in weights]
+    exact_inputs, exact_weights = ([t.double().requires_grad_() for t in tensors] for tensors in (inputs, weights))
+    exact = formula(*exact_inputs, *exact_weights)
+    grad = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1)).to(exact.device, dtype)
+    exact.backward(grad.double())
+    for _ in range(2):
+        output = ours(*our_inputs, *our_weights)
+        assert output.dtype == dtype and output.shape == exact.shape
+        output.backward(grad)
+    close(output, exact, dtype)
+    for mine, reference in zip(our_inputs, exact_inputs, strict=True):
+        close(mine.grad, 2 * reference.grad, dtype)
+    for mine, reference in zip(our_weights, exact_weights, strict=True):
+        assert mine.grad is None, "the gradient belongs in main_grad alone"
+        close(mine.main_grad - 1, 2 * reference.grad, dtype)
+
+
+def close(ours: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    """The largest difference, as part of the largest value, is within the dtype's tolerance."""
+    exact = exact.detach()
+    largest = max(float(exact.abs().max()), 0.1)  # gradients that are exactly zero are met to rounding
+    assert float((ours.detach().double() - exact).abs().max()) <= TOLERANCE[dtype] * largest
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    """The same values every time, on the CPU."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))

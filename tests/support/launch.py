@@ -1,0 +1,332 @@
+"""Start pretrain_gpt.py from a test: one process or several ranks, with a time-out, and nothing left behind.
+
+Three ways: `forked` ranks come out of a server process that has imported torch already, which saves seconds per start;
+`processes` are started as a user does; `torchrun` is the launcher of PyTorch. The ranks of the first two find each
+other through RANK, WORLD_SIZE, MASTER_ADDR and a free MASTER_PORT. Every process of a start is in a session of its own
+and has `MARKER` in its environment, so that whatever is left of it can be found, and killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import multiprocessing
+import os
+import re
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "pretrain_gpt.py"
+MARKER = "MEGATRON_LITE_TEST_START"
+TIMEOUT_S = 120.0
+TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+# Variables of the surrounding session that would change what a start does.
+DROPPED = re.compile(
+    r"(WANDB|SLURM|TORCH|NCCL|GLOO|OMP|MASTER|LOCAL|GROUP|ROLE)_.*|RANK|WORLD_SIZE|PYTHON(WARNINGS|FAULTHANDLER)"
+)
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+# The first backward pass of a process imports the last one, which takes a second.
+_CONTEXT.set_forkserver_preload(["megatron_lite.train", "numpy", "torch.fx.experimental.symbolic_shapes"])
+
+# A model and a schedule small enough for a hundred starts; flags given later win.
+TINY = (
+    "--device=cpu", "--num_layers=2", "--hidden_size=32", "--num_attention_heads=4", "--vocab_size=64",
+    "--sequence_length=16", "--max_position_embeddings=16", "--batch_size=4", "--dataset_source=random",
+    "--num_workers=0", "--lr=0.01", "--lr_warmup_iters=2", "--log_interval=1", "--train_iters=6",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a start ended: exit code (negative: the signal) and output of each process, in rank order."""
+
+    codes: list[int]
+    stdouts: list[str]
+    stderrs: list[str]
+    seconds: float
+
+    @property
+    def output(self) -> str:
+        """All that a user saw."""
+        return "".join(self.stdouts) + "".join(self.stderrs)
+
+    def error_lines(self) -> list[str]:
+        """The lines of stderr, of all processes."""
+        return [line for text in self.stderrs for line in text.splitlines() if line.strip()]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens instead of the `call`-th change (from 1) that a rank makes to its checkpoints and exports."""
+
+    call: int
+    error: int | None  # an errno, or None: SIGKILL
+    fired: str  # a file that is made then
+
+
+class Start:
+    """One start of the program. A context manager: at its end every process of it is killed and gone."""
+
+    def __init__(
+        self, flags: Sequence[str], ranks: int = 1, how: str = "forked", variables: Mapping[str, str] | None = None,
+        mounts_of: int | None = None, faults: Mapping[int, Fault] | None = None,
+    ) -> None:  # fmt: skip
+        """`variables` are added to the environment. Forked ranks only: `mounts_of`, a process whose file systems they
+        see; `faults` by rank."""
+        self.marker = uuid.uuid4().hex
+        self._folder = tempfile.TemporaryDirectory(prefix="megatron_lite_test_")
+        self._begun = time.monotonic()
+        environment = {name: value for name, value in os.environ.items() if not DROPPED.fullmatch(name)}
+        environment |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", MARKER: self.marker}
+        self._environment = {**environment, "OMP_NUM_THREADS": "1", **(variables or {})}
+        self.processes: list[_Process] = []
+        assert how in ("forked", "processes", "torchrun"), how
+        assert how == "forked" or (mounts_of is None and faults is None), how
+        self._mounts = None if mounts_of is None else f"/proc/{mounts_of}/ns/mnt"
+        self._faults = faults or {}
+        command = [str(PROGRAM), *flags]
+        if how == "torchrun":
+            self._start([*TORCHRUN, f"--nproc-per-node={ranks}", *command], {}, subprocess_start)
+            return
+        port = str(free_port())
+        for rank in range(ranks):
+            place = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "localhost", "MASTER_PORT": port,
+            }  # fmt: skip
+            self._start(command, place if ranks > 1 else {}, forked_start if how == "forked" else subprocess_start)
+
+    def _start(self, command: list[str], place: Mapping[str, str], how_to: Callable[..., _Process]) -> None:
+        number = len(self.processes)
+        outputs = [str(Path(self._folder.name, f"{stream}_{number}")) for stream in ("stdout", "stderr")]
+        more = [self._mounts, self._faults.get(number)] if how_to is forked_start else []
+        self.processes.append(how_to(command, {**self._environment, **place}, outputs, *more))
+
+    def signal(self, number: int, rank: int | None = None, workers: bool = True) -> None:
+        """Send a signal to one rank or to all, and to their data workers unless told not to."""
+        for process in self.processes if rank is None else [self.processes[rank]]:
+            if process.wait(0) is not None:
+                continue  # its number may belong to another process by now
+            # One that was started a moment ago may not lead a group yet.
+            for send in (os.killpg, os.kill) if workers else (os.kill,):
+                with contextlib.suppress(ProcessLookupError):
+                    send(process.pid, number)
+                    break
+
+    def wait(self, timeout_s: float = TIMEOUT_S) -> Outcome:
+        """Wait for the end of every rank; a start that takes longer is killed and fails the test."""
+        deadline = time.monotonic() + timeout_s
+        codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in self.processes]
+        seconds = time.monotonic() - self._begun
+        if None in codes:
+            self.kill()
+            raise AssertionError(f"still running after {timeout_s} s: {codes}\n{self._said()}")
+        ended = [code for code in codes if code is not None]
+        return Outcome(ended, self._read("stdout"), self._read("stderr"), seconds)
+
+    def running(self) -> bool:
+        """Whether any rank is still there."""
+        return any(process.wait(0) is None for process in self.processes)
+
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = TIMEOUT_S) -> bool:
+        """Poll until the condition holds (True) or the start has ended by itself (False)."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if not self.running():
+                return condition()
+            if time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"{what}: not after {timeout_s} s\n{self._said()}")
+            time.sleep(0.002)
+        return True
+
+    def left_over(self) -> list[int]:
+        """Processes of this start that are still there, zombies aside."""
+        return [pid for pid in find_marked(self.marker, [process.pid for process in self.processes])]
+
+    def assert_nothing_left(self, within_s: float = 5.0) -> None:
+        """Fails if a process of this start outlives it."""
+        deadline = time.monotonic() + within_s
+        while left := self.left_over():
+            assert time.monotonic() < deadline, f"left behind: {[(pid, command_line(pid)) for pid in left]}"
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """SIGKILL for everything that belongs to this start."""
+        for pid in self.left_over():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.wait(10)
+
+    def _read(self, stream: str) -> list[str]:
+        paths = [Path(self._folder.name, f"{stream}_{number}") for number in range(len(self.processes))]
+        return [path.read_text("utf-8", errors="replace") if path.exists() else "" for path in paths]
+
+    def _said(self) -> str:
+        return "".join([*self._read("stdout"), *self._read("stderr")])[-5000:]
+
+    def __enter__(self) -> Start:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+        self._folder.cleanup()
+
+
+def run(
+    flags: Sequence[str], ranks: int = 1, how: str = "forked", variables: Mapping[str, str] | None = None,
+    mounts_of: int | None = None, faults: Mapping[int, Fault] | None = None, timeout_s: float = TIMEOUT_S,
+) -> Outcome:  # fmt: skip
+    """Start, wait for the end, and see that nothing is left behind."""
+    with Start(flags, ranks, how, variables, mounts_of, faults) as start:
+        outcome = start.wait(timeout_s)
+        start.assert_nothing_left()
+        return outcome
+
+
+class _Process:
+    """A process that leads its own session; `wait` gives None where it goes on."""
+
+    def __init__(self, process: subprocess.Popen[bytes] | BaseProcess) -> None:
+        self._process = process
+        assert process.pid is not None
+        self.pid = process.pid
+
+    def wait(self, timeout_s: float) -> int | None:
+        if isinstance(self._process, subprocess.Popen):
+            try:
+                return self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                return None
+        self._process.join(timeout_s)
+        return self._process.exitcode
+
+
+def subprocess_start(command: list[str], environment: dict[str, str], outputs: list[str]) -> _Process:
+    """A new interpreter."""
+    with open(outputs[0], "wb") as stdout, open(outputs[1], "wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, *command], env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+            start_new_session=True,
+        )  # fmt: skip
+    return _Process(process)
+
+
+def forked_start(
+    command: list[str], environment: dict[str, str], outputs: list[str], mounts: str | None, fault: Fault | None
+) -> _Process:
+    """A process that need not import torch."""
+    process = _CONTEXT.Process(target=_run_forked, args=(command, environment, outputs, mounts, fault))
+    process.start()
+    return _Process(process)
+
+
+def _run_forked(
+    command: list[str], environment: dict[str, str], outputs: list[str], mounts: str | None, fault: Fault | None
+) -> None:
+    """Become what `python <command>` with this environment would be, then run it."""
+    os.setsid()
+    # The fork server may have been started by a test that held signals back, and hands that on.
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    sys.stdin = open(os.devnull, encoding="utf-8")
+    for path, descriptor in zip(outputs, (1, 2), strict=True):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, descriptor)
+        os.close(file)
+    if mounts is not None:
+        with open(mounts, "rb") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), "setns")
+        os.chdir("/")
+    os.environ.clear()
+    os.environ.update(environment)
+    import torch
+
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    if fault is not None:
+        _inject(fault)
+    sys.argv = list(command)
+    runpy.run_path(command[0], run_name="__main__")
+
+
+# Everything that changes a file system and that the program calls for its checkpoints and exports.
+CHANGES = ("mkdir", "open", "write", "fsync", "rename", "replace", "unlink", "rmdir", "ftruncate")
+
+
+def _inject(fault: Fault) -> None:
+    """Replace functions of `os` in this process by ones that fail once."""
+    original, calls = {name: getattr(os, name) for name in CHANGES}, 0
+
+    def call(name: str, *args: Any, **options: Any) -> Any:
+        nonlocal calls
+        directory = options.get("dir_fd")
+        descriptor = args[0] if isinstance(args[0], int) else directory
+        path = os.fspath(args[0]) if descriptor is None else os.readlink(f"/proc/self/fd/{descriptor}")
+        if re.search(r"/(checkpoints|export)(/|$)", str(path)):
+            calls += 1
+            if calls == fault.call:
+                original["open"](fault.fired, os.O_CREAT | os.O_WRONLY, 0o600)
+                if fault.error is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise OSError(fault.error, os.strerror(fault.error or 0), str(path))
+        return original[name](*args, **options)
+
+    for name in CHANGES:
+        setattr(os, name, functools.partial(call, name))
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def find_marked(marker: str, sessions: Sequence[int] = ()) -> list[int]:
+    """Living processes with this marker in their environment, or of one of these sessions (a fork keeps the
+    environment that its server was started with)."""
+    found: list[int] = []
+    for path in Path("/proc").iterdir() if os.path.isdir("/proc") else ():
+        if not path.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):
+            state, _, _, session = (path / "stat").read_text().rpartition(")")[2].split()[:4]
+            if state in "ZX":
+                continue
+            if int(session) in sessions or f"{MARKER}={marker}".encode() in (path / "environ").read_bytes():
+                found.append(int(path.name))
+    return found
+
+
+def command_line(pid: int) -> str:
+    """For messages."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return "(gone)"
+
+
+def read_exit(experiment: Path) -> dict[str, Any]:
+    """exit.json."""
+    content: dict[str, Any] = json.loads((experiment / "exit.json").read_text("utf-8"))
+    return content

@@ -1,0 +1,114 @@
+"""What autograd keeps, and the peak of everything that torch allocates, measured on CPU to the byte."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_lite.config import Config
+from megatron_lite.model.layer import Layer, MicroBatch
+from megatron_lite.zero.multi_stage import MultiStage
+from megatron_lite.zero.observer import Observer
+from tests.support.harness import layers_of
+
+
+class Alone:
+    """The only rank, without a process group."""
+
+    rank, world_size, device = 0, 1, torch.device("cpu")
+
+    def all_gather(self, buffer: Tensor, kind: str = "") -> Any:
+        raise AssertionError("nothing to gather")
+
+    reduce_scatter = all_gather
+
+    def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
+        return 0
+
+
+def a_model(config: Config, layers: list[Layer] | None = None) -> MultiStage:
+    """A model of one rank with memory on CPU."""
+    layers = layers or layers_of(config)
+    model = MultiStage(layers, config.multi_stage, config.batch, config.distributed.training_dtype, Alone())
+    model.initialize(1)
+    return model
+
+
+def micro_batches(config: Config) -> list[MicroBatch]:
+    """Those of one step, of random tokens."""
+    batch = config.batch
+    assert batch.micro_batch_size and batch.sequential_micro_batches
+    generator = torch.Generator().manual_seed(1)
+    shape = (batch.micro_batch_size, batch.sequence_length)
+    return [
+        MicroBatch(*torch.randint(config.model.vocab_size, (2, *shape), generator=generator), torch.tensor(1.0), 7)
+        for _ in range(batch.sequential_micro_batches)
+    ]
+
+
+class _LayerEnds(Observer):
+    def __init__(self, at_end: Callable[[str], None]) -> None:
+        self._at_end = at_end
+
+    def layer_output(self, name: str, output: Tensor, micro_batch: int) -> None:
+        self._at_end(name)
+
+
+def measure_kept(model: MultiStage, micro_batch: MicroBatch) -> dict[str, int]:
+    """Bytes of the storages that autograd keeps for the backward pass, each at the layer that keeps it first.
+
+    Weights, tokens, and tables that all blocks share are no activations.
+    """
+    shared = [stage.weights.data for stage in model.stages] + [micro_batch.tokens, micro_batch.labels]
+    alive = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in shared}
+    ignored, totals = sum(storage.nbytes() for storage in alive.values()), [0]
+    by_layer: dict[str, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        alive.setdefault(storage.data_ptr(), storage)  # alive, so that no other one gets its address
+        return tensor
+
+    def at_end(name: str) -> None:
+        total = sum(storage.nbytes() for storage in alive.values()) - ignored
+        by_layer[name] = total - totals[-1]
+        totals.append(total)
+
+    model.observe(_LayerEnds(at_end))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.forward_backward([micro_batch])
+    return by_layer
+
+
+class PeakMeter(TorchDispatchMode):
+    """The most bytes of all storages that torch's operations have made since it was entered, and that live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        known = {leaf.untyped_storage() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._add(leaf.untyped_storage(), known)
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def _add(self, storage: Any, known: set[Any]) -> None:
+        if storage in self._seen or storage in known:
+            return
+        self._seen.add(storage)
+        self.live += storage.nbytes()
+        weakref.finalize(storage, self._remove, storage.nbytes())
+
+    def _remove(self, size: int) -> None:
+        self.live -= size

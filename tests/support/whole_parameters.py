@@ -1,0 +1,49 @@
+"""Gradients and weights of whole parameters, put into and read from the shards of an engine's ranks."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_lite.parameter import ParameterSpec
+from megatron_lite.seeds import derive_seed
+from tests.support.engine_runs import Engine
+
+Weights = dict[str, np.ndarray]  # name -> all elements
+
+
+def gradient(spec: ParameterSpec, step: int) -> Tensor:
+    """(numel,): of the whole parameter, the same on every rank and in every layout."""
+    generator = torch.Generator().manual_seed(derive_seed(7, spec.name, step))
+    return torch.randn(spec.numel, generator=generator)
+
+
+def fill_gradients(engine: Engine, step: int, scale: float = 1.0) -> None:
+    """This rank's shards."""
+    for _, part in engine.model.parts():
+        if part.has_state:
+            part.grad_shard.zero_()
+            low = engine.ranks.rank * part.layout.shard_numel
+            for slot, start, end in part.layout.pieces(engine.ranks.rank):
+                place = slice(slot.offset + start - low, slot.offset + end - low)
+                part.grad_shard[place] = gradient(slot.spec, step)[start:end] * scale
+
+
+def masters(engine: Engine) -> Weights:
+    """The fp32 elements of this rank, NaN elsewhere."""
+    found = {}
+    for _, part in engine.model.parts():
+        shard, low = part.read("weights").float(), engine.ranks.rank * part.layout.shard_numel
+        for slot in part.layout.slots:
+            found[slot.spec.name] = np.full(slot.spec.numel, np.nan, np.float32)
+        for slot, start, end in part.layout.pieces(engine.ranks.rank):
+            found[slot.spec.name][start:end] = shard[slot.offset + start - low : slot.offset + end - low].numpy()
+    return found
+
+
+def together(of_ranks: list[Weights]) -> Weights:
+    """The whole parameters, from the elements of all ranks."""
+    return {name: functools.reduce(np.fmax, (weights[name] for weights in of_ranks)) for name in of_ranks[0]}

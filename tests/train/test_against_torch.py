@@ -1,0 +1,180 @@
+"""Training equals an independent loop of torch.nn, autograd, torch.optim.AdamW and clip_grad_norm_ on the same data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lite.data.loader import open_data
+from tests.support.harness import run_distributed, tiny_config, train_tiny
+from tests.support.plain_gpt import PlainGPT
+
+ITERATIONS = 20
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": {
+        "use_rotary_embeddings": True, "gated": True, "add_linear_biases": False, "normalization_type": "rms_norm",
+        "head_groups": 2, "tie_word_embeddings": False, "ffn_hidden_size": 88,
+    },
+    "mistral": {
+        "use_rotary_embeddings": True, "gated": True, "add_linear_biases": False, "normalization_type": "rms_norm",
+        "head_groups": 1, "window_size": 5, "kv_channels": 12, "tie_word_embeddings": True,
+    },
+    "qwen2": {
+        "use_rotary_embeddings": True, "gated": True, "add_linear_biases": False, "add_qkv_biases": True,
+        "normalization_type": "rms_norm", "head_groups": 2, "logit_soft_cap": 5.0, "make_vocab_size_divisible_by": 100,
+    },
+    "starcoder2": {"use_rotary_embeddings": True, "head_groups": 2, "window_size": 7, "random_bias_init": True},
+    "relu_squared": {"activation_type": "squared_relu", "layer_norm_init_range": 0.2, "gated": True},
+    "every norm": {
+        "qk_layernorm": True, "hybrid_norm": True, "input_embedding_norm": True, "zero_centered_normalization": True,
+        "layer_norm_init_range": 0.3, "use_rotary_embeddings": True, "use_position_embeddings": True,
+    },
+    "norms without weights": {
+        "qk_layernorm": True, "hybrid_norm": True, "use_layer_norm_weight": False, "normalization_type": "rms_norm",
+        "head_groups": 2, "kv_channels": 12,
+    },
+    "exact, biases in attention alone": {
+        "activation_type": "gelu_exact", "hidden_size": 36, "vocab_size": 61, "num_attention_heads": 3,
+        "add_mlp_biases": False, "random_bias_init": True,
+    },
+}  # fmt: skip
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "constant": {},
+    "cosine": {"lr_decay_style": "cosine", "min_lr": 1e-4, "lr_warmup_iters": 5, "lr_decay_iters": 15},
+}
+
+
+def plain_loop(
+    options: dict[str, Any], initial: dict[str, np.ndarray], scales: dict[str, float] | None = None
+) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Losses and final weights of the oracle, starting from the given weights.
+
+    `scales`: beginning of a name -> factor of the learning rate; 0 takes the gradient away altogether.
+    """
+    config = tiny_config(**options)
+    model = PlainGPT(config.model)
+    model.load(initial)
+    groups = []
+    for name, parameter in model.named_parameters():
+        scale = next((scale for start, scale in (scales or {}).items() if name.startswith(start)), 1.0)
+        # As in Fast-LLM: norms and biases are exempt from weight decay, embeddings are not.
+        decay = config.optimizer.weight_decay if parameter.dim() > 1 else 0.0
+        if scale:
+            groups.append({"params": [parameter], "weight_decay": decay, "scale": scale})
+        parameter.requires_grad_(scale != 0)
+    optimizer = torch.optim.AdamW(
+        groups,
+        betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2),
+        eps=config.optimizer.adam_eps,
+    )
+    losses = []
+    batches = open_data(config, 0, 1).batches("training", 0, ITERATIONS)
+    for iteration, ((tokens, *_),) in enumerate(batches, start=1):
+        loss = model.loss(tokens)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
+        for group in optimizer.param_groups:
+            group["lr"] = plain_learning_rate(options, iteration) * group["scale"]
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: weight.numpy() for name, weight in model.state_dict().items()}
+
+
+def plain_learning_rate(options: dict[str, Any], iteration: int) -> float:
+    """lr 1e-3 after a linear warmup whose first update has lr / warmup; then constant, or cosine to min_lr."""
+    warmup = options.get("lr_warmup_iters", 10)
+    if iteration <= warmup:
+        return 1e-3 * iteration / warmup
+    if "lr_decay_style" not in options:
+        return 1e-3
+    progress = min(1.0, (iteration - warmup) / (options["lr_decay_iters"] - warmup))
+    return options["min_lr"] + (1e-3 - options["min_lr"]) * 0.5 * (1 + np.cos(np.pi * progress))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("layout", [(1, 1), (2, 3)], ids=["one rank", "two ranks, ZeRO 3"])
+def test_training_equals_plain_torch(architecture: str, layout: tuple[int, int]) -> None:
+    """Losses to 1e-6 relative, weights to 1e-5 absolute (key biases excepted: their exact gradient is zero)."""
+    ranks, zero_stage = layout
+    schedule = "cosine" if architecture == "llama" else "constant"
+    options = {**ARCHITECTURES[architecture], **SCHEDULES[schedule], "zero_stage": zero_stage}
+    ours = run_distributed(ranks, train_tiny, options, ITERATIONS)[0]
+    losses, weights = plain_loop(options, ours.initial)
+    assert losses[-1] < losses[0]
+    np.testing.assert_allclose(ours.losses, losses, rtol=1e-6)
+    assert weights.keys() == ours.weights.keys()
+    model = tiny_config(**options).model
+    for name, weight in weights.items():
+        difference = np.abs(ours.weights[name] - weight)
+        if name.endswith("query_key_value.bias"):
+            first_key = model.num_attention_heads * model.kv_channels
+            difference[first_key : first_key + model.head_groups * model.kv_channels] = 0
+        assert difference.max() < 1e-5, name
+
+
+def test_clipping_is_active_in_these_runs() -> None:
+    """The comparison would not see a wrong clip coefficient if no gradient were ever clipped."""
+    options = {"clip_grad": 0.3}
+    ours = run_distributed(2, train_tiny, options, ITERATIONS)[0]
+    assert min(ours.grad_norms) > 0.3
+    losses, _ = plain_loop(options, ours.initial)
+    np.testing.assert_allclose(ours.losses, losses, rtol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_recomputation_changes_no_bit_of_a_run(architecture: str) -> None:
+    """Losses, gradient norms and weights of 2 ranks with ZeRO 3, dropout and accumulation are equal at every level."""
+    options = {
+        **ARCHITECTURES[architecture], "zero_stage": 3, "hidden_dropout": 0.1, "micro_batch_size": 1,
+        "lr_warmup_iters": 2,
+    }  # fmt: skip
+    plain = run_distributed(2, train_tiny, options, 4)[0]
+    for level in ("activation", "full"):
+        recomputed = run_distributed(2, train_tiny, {**options, "mlp_recompute_level": level}, 4)[0]
+        assert recomputed.losses == plain.losses and recomputed.grad_norms == plain.grad_norms
+        for name, weight in plain.weights.items():
+            np.testing.assert_array_equal(recomputed.weights[name], weight, err_msg=name)
+
+
+PARTS: dict[str, tuple[str, dict[str, Any], dict[str, float]]] = {
+    "embedding and first block frozen": (
+        "llama", {"freeze": ("embedding", "blocks.0")}, {"embedding": 0.0, "blocks.0": 0.0},
+    ),
+    "tied embedding frozen, head norm slower": (
+        "gpt2", {"freeze": ("embedding.word",), "lr_scales": ("head:0.25",)}, {"embedding.word": 0.0, "head": 0.25},
+    ),
+    "only the last block trained, its MLP faster": (
+        "llama", {"freeze": ("embedding", "blocks.0", "head"), "lr_scales": ("blocks.1.mlp:3",)},
+        {"embedding": 0.0, "blocks.0": 0.0, "head": 0.0, "blocks.1.mlp.": 3.0},
+    ),
+    "only the first norm trained": (
+        "gpt2", {"lr_scales": ("*:0", "blocks.0.attention_norm:1")}, {"blocks.0.attention_norm": 1.0, "": 0.0},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("layout", [(1, 1), (2, 3)], ids=["one rank", "two ranks, ZeRO 3"])
+def test_training_a_part_equals_plain_torch(part: str, layout: tuple[int, int]) -> None:
+    """Frozen weights do not move, the others go where torch takes them, each at its own learning rate."""
+    architecture, flags, scales = PARTS[part]
+    options = {**ARCHITECTURES[architecture], **flags, "zero_stage": layout[1]}
+    ours = run_distributed(layout[0], train_tiny, options, ITERATIONS)[0]
+    losses, weights = plain_loop(options, ours.initial, scales)
+    np.testing.assert_allclose(ours.losses, losses, rtol=1e-6)
+    moved = 0
+    for name, weight in weights.items():
+        if next((scale for start, scale in scales.items() if name.startswith(start)), 1.0) == 0:
+            np.testing.assert_array_equal(ours.weights[name], ours.initial[name], err_msg=name)
+        elif not name.endswith("query_key_value.bias"):  # key biases: their exact gradient is zero
+            moved += 1
+            assert not np.array_equal(ours.weights[name], ours.initial[name]), name
+            np.testing.assert_allclose(ours.weights[name], weight, rtol=0, atol=1e-5, err_msg=name)
+    assert 0 < moved < len(weights)

@@ -1,0 +1,259 @@
+"""Bad steps, end to end: a spike or a NaN on one of two ranks is dropped on both without a trace, a resumed run decides
+as the one that was never stopped, and a run that has to stop because of one publishes nothing after it.
+
+The training loop is the program's; what goes wrong is put in between the model and the optimizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import shutil
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.errors import NumericsError
+from megatron_lite.monitor.trackers import read_metrics
+from megatron_lite.run.experiment import Experiment
+from megatron_lite.run.stop_signal import StopSignal
+from megatron_lite.setup_run import Run, build
+from megatron_lite.train import train
+from tests.support.engine_runs import digest
+from tests.support.harness import run_distributed, tiny_config
+from tests.support.launch import TINY, read_exit
+from tests.support.launch import run as start_program
+
+RANKS = 2
+NAN, INF = math.nan, math.inf
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to one rank in one iteration."""
+
+    rank: int
+    gradient: float = 1.0  # factor on the gradient of its micro-batches
+    loss: float = 1.0
+    signal: int = 0  # that it receives meanwhile
+
+
+@dataclass
+class Story:
+    """What a start went through."""
+
+    code: int | None = None
+    message: str = ""
+    state: str = ""  # digest of this rank's shards in the end: weights and moments
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    dropped: list[int] = field(default_factory=list)
+    # Iteration of a fault -> whether its step changed a bit of this rank's shards, or a counter.
+    changed: dict[int, bool] = field(default_factory=dict)
+
+
+def start(distributed: Distributed, options: dict[str, Any], faults: dict[int, Fault]) -> Story:
+    """One start of the program, but for its command line: build, resume, train; to be run by `run_distributed`."""
+    config, stop, story = tiny_config(distributed.world_size, **options), StopSignal(), Story()
+    run = build(config, distributed, Experiment(config, distributed), stop, ())
+    inject(run, faults, story)
+    try:
+        story.code, story.message = train(run)
+    except NumericsError as error:
+        story.code, story.message = error.exit_code, str(error)
+    run.model.finish()
+    run.trackers.close(story.code)
+    stop.restore()
+    story.state, story.optimizer = state(run), run.optimizer.state()
+    return story
+
+
+def state(run: Run) -> str:
+    return digest(part.read(kind) for _, part in run.model.parts() for kind in part.kinds())
+
+
+def everything(run: Run) -> Any:
+    """What a dropped update leaves alone: shards, the count of updates, and what the optimizer's rule remembers."""
+    counters = run.optimizer.state()
+    return state(run), counters["updates"], counters["rule"]
+
+
+def inject(run: Run, faults: dict[int, Fault], story: Story) -> None:
+    """Replace what computes gradients, and look on while the optimizer judges them."""
+    forward_backward, step, rank = run.model.forward_backward, run.optimizer.step, run.distributed.rank
+
+    def faulty_forward_backward(micro_batches: Any) -> torch.Tensor:
+        fault = faults.get(run.iteration + 1)
+        if fault is None or fault.rank != rank:
+            return forward_backward(micro_batches)
+        run.stop.received = run.stop.received or fault.signal
+        scaled = [dataclasses.replace(one, gradient_scale=one.gradient_scale * fault.gradient) for one in micro_batches]
+        return forward_backward(scaled) * fault.loss
+
+    def observed_step(*args: Any) -> Any:
+        iteration = run.iteration + 1
+        watched = iteration in faults
+        before = everything(run) if watched else None
+        update = step(*args)
+        if update.verdict.skipped:
+            story.dropped.append(iteration)
+        if watched:
+            story.changed[iteration] = before != everything(run)
+        return update
+
+    run.model.forward_backward = faulty_forward_backward  # type: ignore[method-assign]
+    run.optimizer.step = observed_step  # type: ignore[method-assign]
+
+
+def lines(experiment: Path, after: int) -> list[dict[str, Any]]:
+    """What metrics.jsonl says of the iterations after this one, times aside."""
+    timing = ("_ms", "tflops", "mfu", "time", "run", "tokens_per_sec_per_gpu")
+    return [
+        {name: value for name, value in record.items() if not name.endswith(timing)}
+        for record in read_metrics(experiment / "metrics.jsonl")
+        if record["iteration"] > after
+    ]
+
+
+SKIPPING: dict[str, Any] = {"skip_bad_steps": True, "skip_bad_steps_window": 8, "skip_bad_steps_sigma": 6.0}
+FAULTS = {
+    9: Fault(1, gradient=30.0), 12: Fault(0, gradient=NAN), 13: Fault(1, gradient=INF), 14: Fault(0, loss=3.0),
+    15: Fault(1, loss=NAN), 22: Fault(0, gradient=-30.0),
+}  # fmt: skip
+# Options, and the checkpoints from which the run is repeated.
+FORMS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "zero 1": ({"zero_stage": 1}, (8, 14, 20)),
+    "zero 3, bf16": ({"zero_stage": 3, "training_dtype": "bf16"}, (14,)),
+    "fp16": ({"zero_stage": 2, "training_dtype": "fp16", "initial_loss_scale": 1024.0}, (12,)),
+    "zero 2, all checkpoints": ({"zero_stage": 2}, tuple(range(2, 26, 2))),
+}
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[] if i in (1, 2) else [pytest.mark.slow]) for i, form in enumerate(FORMS)]
+)
+def test_bad_steps_are_dropped_on_all_ranks_and_again_after_a_resume(tmp_path: Path, form: str) -> None:
+    """Spikes, NaN and infinities of one rank's gradient or loss change no bit of any rank's weights and moments; the
+    run goes on; from its checkpoints it takes the same decisions, writes the same lines and ends the same."""
+    own, resumed_from = FORMS[form]
+    options = {**SKIPPING, **own, "train_iters": 26, "checkpoint_interval": 2, "log_interval": 5}
+    reference = tmp_path / "reference"
+    whole = run_distributed(RANKS, start, {**options, "experiment_dir": str(reference)}, FAULTS)
+    for story in whole:
+        assert (story.code, story.dropped) == (0, list(FAULTS)), story.message
+        assert story.changed == dict.fromkeys(FAULTS, False)
+        assert story.optimizer == whole[0].optimizer
+    assert whole[0].optimizer["updates"] == 26 - len(FAULTS)
+    if form == "fp16":  # nothing but 12 and 13 was an overflow
+        expected = {"dynamic": True, "scale": 512.0, "good": 13, "patience": 0}
+        assert whole[0].optimizer["loss_scale"] == expected
+    for checkpoint in resumed_from:
+        experiment = tmp_path / str(checkpoint)
+        shutil.copytree(reference / "checkpoints" / str(checkpoint), experiment / "checkpoints" / str(checkpoint))
+        again = run_distributed(RANKS, start, {**options, "experiment_dir": str(experiment)}, FAULTS)
+        for story, other in zip(again, whole, strict=True):
+            assert story.dropped == [iteration for iteration in other.dropped if iteration > checkpoint]
+            assert (story.state, story.optimizer) == (other.state, other.optimizer)
+        assert lines(experiment, checkpoint) == lines(reference, checkpoint)
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["muon", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("lion", "sgd"))]
+)
+def test_every_optimizer_drops_them(optimizer: str) -> None:
+    """The same without a trace for the other rules, Muon's products of whole matrices among them."""
+    options = {**SKIPPING, "zero_stage": 3, "optimizer": optimizer, "train_iters": 16}
+    for story in run_distributed(RANKS, start, options, FAULTS):
+        assert story.code == 0 and story.changed == dict.fromkeys([9, 12, 13, 14, 15], False)
+
+
+def test_the_log_names_what_was_dropped(tmp_path: Path) -> None:
+    """Each line counts, and names the last dropped step since the line before; one warning beside each such line."""
+    options = {**SKIPPING, "train_iters": 20, "log_interval": 5, "experiment_dir": str(tmp_path)}
+    run_distributed(1, start, options, {9: Fault(0, gradient=30.0), 12: Fault(0, gradient=NAN), 15: Fault(0, loss=9.0)})
+    records = {record["iteration"]: record for record in lines(tmp_path, 0)}
+    counts = {iteration: (record["skipped_iters"], record["nan_iters"]) for iteration, record in records.items()}
+    assert counts == {1: (0, 0), 6: (0, 0), 11: (1, 0), 16: (3, 1), 20: (3, 1)}
+    reasons = {iteration: record["skip_reason"] for iteration, record in records.items() if "skip_reason" in record}
+    assert re.fullmatch(r"iteration 9: gradient norm [\d.]+ above [\d.]+ \(mean \+ 6 sd\)", reasons.pop(11))
+    spike = re.fullmatch(r"iteration 15: loss ([\d.]+) above ([\d.]+) \(mean \+ 6 sd\)", reasons[16])
+    usual = records[11]["loss"]
+    assert spike and usual < float(spike[2]) < 2 * usual, "per token, as in the log"
+    assert float(spike[1]) == pytest.approx(9 * usual, rel=0.2)
+    log = (tmp_path / "runs" / "0" / "logs" / "logs_rank_000.txt").read_text("utf-8")
+    warnings = [line for line in log.splitlines() if "dropped since" in line]
+    assert len(warnings) == 2 and warnings[1].endswith(f"since the last line: 2; the last, {reasons.pop(16)}")
+    assert not reasons
+    assert records[16]["loss"] < 5.0, "the loss of dropped updates is not in the mean"
+
+
+def test_other_ranks_resume_the_same_history(tmp_path: Path) -> None:
+    """What is usual does not depend on the number of ranks: saved by two, one decides as two would have."""
+    options = {**SKIPPING, "train_iters": 12, "checkpoint_interval": 8, "experiment_dir": str(tmp_path)}
+    faults = {3: Fault(0, gradient=NAN), 6: Fault(1, gradient=2.0)}
+    saved = run_distributed(RANKS, start, {**options, "stop_interval": 8}, faults)[0].optimizer["guard"]
+    (alone,) = run_distributed(1, start, {**options, "zero_stage": 3}, {11: Fault(0, gradient=30.0)})
+    assert len(saved["usual"]) == 7 and alone.dropped == [11]
+    guard = alone.optimizer["guard"]
+    assert guard["usual"][:4] == saved["usual"][-4:], "the newest four are still in the window of eight"
+    assert (saved["dropped"]["skipped"], guard["dropped"]["skipped"]) == (2, 3)
+
+
+# -- stopping --------------------------------------------------------------------------------------------------------
+
+ABORT: dict[str, Any] = {**SKIPPING, "on_bad_step": "abort", "log_interval": 50}
+STOPPED_BY: dict[str, tuple[dict[str, Any], int]] = {
+    "log line": ({"log_interval": 4}, 0),
+    "checkpoint": ({"checkpoint_interval": 5}, 0),
+    "export": ({"export_interval": 5}, 0),
+    "resumable export": ({"export_interval": 5, "export_format": "distributed"}, 0),
+    "validation": ({"validation_interval": 5, "validation_iters": 1}, 0),
+    "signal": ({}, signal.SIGTERM),
+    "signal, nowhere to save": ({"experiment_dir": None}, signal.SIGTERM),
+    "planned stop": ({"stop_interval": 15}, 0),
+    "end": ({"train_iters": 15}, 0),
+}
+
+
+@pytest.mark.parametrize("what", STOPPED_BY)
+def test_nothing_is_published_after_a_step_that_stops_the_run(tmp_path: Path, what: str) -> None:
+    """The update is dropped at once; whatever comes first of a line, a save, an export, a validation or a stop ends the
+    run with exit code 5, and everything that was published is from before."""
+    options, number = STOPPED_BY[what]
+    options = {**ABORT, "train_iters": 30, "experiment_dir": str(tmp_path), **options}
+    (story,) = run_distributed(1, start, options, {14: Fault(0, gradient=30.0, signal=number)})
+    assert story.code == 5 and story.changed == {14: False}
+    assert re.match(r"stopped as --on_bad_step=abort asks: iteration 14: gradient norm .* sd\)\. ", story.message)
+    published = [int(path.name) for path in (*tmp_path.glob("checkpoints/*"), *tmp_path.glob("export/*"))]
+    assert sorted(published) == ([5, 10] if what in ("checkpoint", "export", "resumable export") else [])
+    if what == "validation":
+        assert [line["iteration"] for line in lines(tmp_path, 0) if line["phase"] == "validation"] == [5, 10]
+
+
+def test_the_search_of_a_loss_scale_stops_no_run() -> None:
+    """Overflows in fp16, on one rank alone too, are dropped on both; with every flag that stops a run it goes on. A
+    loss that is not finite is no overflow."""
+    stopping = {"on_bad_step": "abort", "crash_on_nan": True, "crash_on_inf": True, "train_iters": 24}
+    options = {**stopping, "training_dtype": "fp16", "initial_loss_scale": 2.0**22}
+    for story in run_distributed(RANKS, start, options, {20: Fault(1, gradient=INF)}):
+        assert story.code == 0 and 1 in story.dropped and story.dropped[-1] == 20
+        assert story.changed == {20: False}
+        assert story.optimizer["loss_scale"]["good"] == 4
+    for story in run_distributed(RANKS, start, options, {20: Fault(1, loss=INF)}):
+        assert story.code == 5 and "iteration 20: loss inf. " in story.message
+
+
+def test_a_diverged_run_stops_with_crash_on_nan(tmp_path: Path) -> None:
+    """From the command line: exit code 5, said once for two ranks and in exit.json, and no checkpoint."""
+    command = [*TINY, f"--experiment_dir={tmp_path}", "--lr=1e30", "--crash_on_nan", "--crash_on_inf=1"]
+    outcome = start_program([*command, "--train_iters=40", "--log_interval=30", "--checkpoint_interval=8"], RANKS)
+    assert outcome.codes == [5, 5], outcome.output
+    (error,) = outcome.error_lines()
+    assert re.match(r"ERROR: stopped as --crash_on_(nan|inf)=1 asks: iteration 2: .* more since\)\. ", error), error
+    assert read_exit(tmp_path)["exit_code"] == 5 and read_exit(tmp_path)["message"] in error
+    assert not list(tmp_path.glob("checkpoints/*"))

@@ -1,0 +1,243 @@
+"""Batches that change over a run, do not divide, or are averaged in other ways: against plain torch, and to the bit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_lite.config.values import SPELLINGS
+from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.data.loader import HostBatch, open_data
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.monitor.trackers import read_metrics
+from megatron_lite.monitor.window import LogWindow
+from megatron_lite.train import MASKED, micro_batch
+from tests.docs.test_guides import BLOCKS, ROOT
+from tests.docs.test_guides import run as run_command
+from tests.support.harness import (
+    Trajectory,
+    full_weights,
+    layers_of,
+    run_distributed,
+    same_weights,
+    tiny_config,
+    train_tiny,
+)
+from tests.support.launch import TINY, run
+from tests.support.memory_meters import a_model
+from tests.support.plain_gpt import PlainGPT
+from tests.train.test_resume import weights
+
+SIZES = [3, 3, 8, 8, 8, 5, 5]  # of the iterations of "0:3 2:8 5:5"
+UNEVEN: dict[str, Any] = dict(
+    batch_size=None, batch_size_schedule=("0:3", "2:8", "5:5"), micro_batch_size=2, allow_nondivisible_batch_size=True,
+    lr_warmup_iters=2,
+)  # fmt: skip
+
+
+def one_by_one(count: int, phase: str = "training", **options: Any) -> Tensor:
+    """The first samples of a phase, (count, s + 1)."""
+    options = dict(batch_size=1, train_iters=count, validation_iters=count) | options
+    batches = open_data(tiny_config(**options), 0, 1).batches(phase, 0, count)
+    return torch.cat([batch.tokens for (batch,) in batches])
+
+
+def token_losses(model: PlainGPT, samples: Tensor, z_loss: float) -> Tensor:
+    """Cross-entropy and z-loss of each token, (tokens,)."""
+    logits, labels = model(samples[:, :-1]).flatten(0, 1).float(), samples[:, 1:].flatten()
+    return functional.cross_entropy(logits, labels, reduction="none") + z_loss * logits.logsumexp(-1).square()
+
+
+def plain_loop(options: dict[str, Any], initial: dict[str, np.ndarray], together: int) -> Trajectory:
+    """Plain torch on exactly the samples of each batch; `together`: samples of a micro-step, whose means count."""
+    config = tiny_config(**{**options, "micro_batch_size": 1, "allow_nondivisible_batch_size": False})
+    model, betas = PlainGPT(config.model), (config.optimizer.adam_beta1, config.optimizer.adam_beta2)
+    model.load(initial)
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [dict(params=decayed, weight_decay=0.1), dict(params=others, weight_decay=0.0)]
+    optimizer = torch.optim.AdamW(groups, betas=betas, eps=config.optimizer.adam_eps)
+    samples, losses, norms = one_by_one(sum(SIZES)), [], []
+    for iteration, batch in enumerate(samples.split(SIZES), start=1):
+        means = [token_losses(model, part, config.training.logit_z_loss).mean() for part in batch.split(together)]
+        loss = torch.stack(means).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * min(iteration, 2) / 2
+        optimizer.step()
+        losses.append(loss.item())
+    weights = {name: weight.numpy() for name, weight in model.state_dict().items()}
+    return Trajectory(losses, norms, initial, weights, {})
+
+
+@pytest.mark.parametrize("loss_reduction", ["token", "micro_mean"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_uneven_batches_train_as_in_plain_torch(ranks: int, loss_reduction: str) -> None:
+    """Losses to 1e-6 and weights to 1e-5 of a loop on the real samples alone, with a z-loss; the two ways of averaging
+    are told apart.
+    """
+    options = {**UNEVEN, "zero_stage": 3, "loss_reduction": loss_reduction, "logit_z_loss": 0.02}
+    ours = run_distributed(ranks, train_tiny, options, len(SIZES))[0]
+    together = 2 * ranks if loss_reduction == "micro_mean" else max(SIZES)
+    plain = plain_loop(options, ours.initial, together)
+    np.testing.assert_allclose(ours.losses, plain.losses, rtol=1e-6)
+    np.testing.assert_allclose(ours.grad_norms, plain.grad_norms, rtol=1e-5)
+    for name, weight in plain.weights.items():
+        if not name.endswith("query_key_value.bias"):  # key biases: their exact gradient is zero
+            np.testing.assert_allclose(ours.weights[name], weight, rtol=0, atol=1e-5, err_msg=name)
+    other = plain_loop(options, ours.initial, max(SIZES) if loss_reduction == "micro_mean" else 2 * ranks)
+    assert np.abs(np.subtract(other.losses, plain.losses)).max() > 1e-3
+
+
+def in_every_zero_stage(distributed: Distributed, options: dict[str, Any]) -> list[Trajectory]:
+    return [train_tiny(distributed, {**options, "zero_stage": stage}, 5) for stage in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("options", "same"),
+    [
+        # One round of micro-batches in every iteration, more or less full: no bit differs.
+        (dict(batch_size_schedule=("0:3", "1:4", "3:1"), micro_batch_size=2), (1, 2, 3)),
+        (dict(batch_size_schedule=("0:6", "2:8"), micro_batch_size=2, breadth_first_micro_batches=2), (1, 2, 3)),
+        # Several: their gradients are added up in buffers (ZeRO 1) or in shards (ZeRO 2 and 3).
+        (dict(batch_size_schedule=("0:4", "2:12", "3:7"), micro_batch_size=2), (2, 3)),
+        (dict(batch_size_schedule=("0:4", "2:11"), micro_batch_size=1, breadth_first_micro_batches=2), (2, 3)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_zero_stages_agree_on_a_schedule(options: dict[str, Any], same: tuple[int, ...]) -> None:
+    """On 2 ranks, in bf16: losses, norms and weights bit for bit where gradients are added up alike, else nearly."""
+    runs = run_distributed(2, in_every_zero_stage, {**UNEVEN, "num_layers": 3, **options})[0]
+    first = runs[same[0] - 1]
+    for stage, other in enumerate(runs, start=1):
+        if stage in same:
+            assert (other.losses, other.grad_norms) == (first.losses, first.grad_norms), stage
+            assert same_weights(other.weights, first.weights), stage
+        np.testing.assert_allclose(other.losses, first.losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_padding_masks_labels_and_leaves_tokens_alone(rows: int) -> None:
+    """Of a single row, too, whose labels lie in its tokens' memory: an embedding has no entry -1."""
+    tokens = torch.arange(rows * 5).view(rows, 5)
+    found = micro_batch(HostBatch(tokens.clone(), None, padding=1), torch.device("cpu"), None, None)
+    assert torch.equal(found.tokens, tokens[:, :-1])
+    assert torch.equal(found.labels[:-1], tokens[:-1, 1:]) and set(found.labels[-1].tolist()) == {MASKED}
+
+
+def training_lines(experiment: Path) -> list[dict[str, Any]]:
+    keys = ("iteration", "loss", "grad_norm", "batch_size", "consumed_samples", "consumed_tokens")
+    lines = {line["iteration"]: line for line in read_metrics(experiment / "metrics.jsonl")
+             if line["phase"] == "training"}  # fmt: skip
+    return [{key: line[key] for key in keys} for line in lines.values()]
+
+
+def test_a_run_with_a_schedule_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    """Stopped before, at and behind a border of the schedule, in the middle of log windows: the same log and bits.
+
+    A line of the log has the mean over all tokens of its steps, and counts what the schedule says.
+    """
+    flags = [
+        *TINY, "--batch_size=none", "--batch_size_schedule=0:4 2:10 5:6", "--micro_batch_size=2", "--log_interval=3",
+        "--allow_nondivisible_batch_size=1", "--loss_reduction=micro_mean", "--train_iters=8",
+    ]  # fmt: skip
+    whole, stopped, every = tmp_path / "whole", tmp_path / "stopped", tmp_path / "every"
+    assert run([*flags, f"--experiment_dir={whole}"], 2).codes == [0, 0]
+    for _ in range(5):
+        outcome = run([*flags, f"--experiment_dir={stopped}", "--stop_interval=2", "--stop_offset=1"], 2)
+        assert outcome.codes == [0, 0], outcome.output
+    assert len(list((stopped / "runs").iterdir())) == 5
+    lines = training_lines(whole)
+    assert training_lines(stopped) == lines and weights(stopped) == weights(whole)
+    assert [line["iteration"] for line in lines] == [1, 4, 7, 8]
+    assert [line["batch_size"] for line in lines] == [4, 10, 6, 6]
+    assert [line["consumed_samples"] for line in lines] == [4, 28, 50, 56]
+    assert all(line["consumed_tokens"] == 16 * line["consumed_samples"] for line in lines)
+    assert run([*flags, f"--experiment_dir={every}", "--log_interval=1"], 2).codes == [0, 0]
+    single = {line["iteration"]: line for line in training_lines(every)}
+    for line, steps in zip(lines[1:3], ((2, 3, 4), (5, 6, 7)), strict=True):
+        tokens = [single[step]["batch_size"] for step in steps]
+        mean = np.average([single[step]["loss"] for step in steps], weights=tokens)
+        assert line["loss"] == pytest.approx(mean, rel=1e-12)
+
+
+def test_another_schedule_on_resume_is_said(tmp_path: Path) -> None:
+    """The schedule that is given decides about the data; what that repeats or leaves out is said, with the fix, and the
+    fix works."""
+    flags = [*TINY, f"--experiment_dir={tmp_path}"]
+    assert run([*flags, "--batch_size=4", "--train_iters=3"], 1).codes == [0]
+    outcome = run([*flags, "--batch_size=8", "--train_iters=4"], 1)
+    fix = "--batch_size_schedule=0:4 3:8"
+    assert "batch_size: 4 in the checkpoint, 8 now" in outcome.output
+    assert (
+        "the first 3 iterations took 12 samples, and by the batch size given now 24: 12 samples are left out; to go on "
+        'behind the last one, write --batch_size_schedule="0:4 3:8" in place of --batch_size' in outcome.output
+    )
+    assert training_lines(tmp_path)[-1]["consumed_samples"] == 32
+    (tmp_path / "checkpoints" / "4").rename(tmp_path / "checkpoints" / "04")
+    outcome = run([*flags, "--batch_size=none", fix, "--micro_batch_size=4", "--train_iters=4"], 1)
+    assert outcome.codes == [0] and "samples are" not in outcome.output, outcome.output
+    assert training_lines(tmp_path)[-1]["consumed_samples"] == 20
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The prefix of a data set: 23 samples in the documents for validation."""
+    prefix, generator = str(tmp_path_factory.mktemp("corpus") / "corpus"), np.random.default_rng(0)
+    with IndexedDatasetWriter(prefix, "<u2") as writer:
+        for size in (400, 7, 150, 213):
+            writer.add_document(generator.integers(0, 64, size=size))
+    return prefix
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_whole_validation_split_counts_once(ranks: int, corpus: str, tmp_path: Path) -> None:
+    """The loss at iteration 0 is plain torch's over every sample of an epoch, without z-loss, whatever the batches; it
+    comes before the first iteration, and not again on resume.
+    """
+    files = dict(dataset_source="list", data_path=(corpus,), split=(1.0, 3.0), seed=1)
+    samples = one_by_one(23, "validation", **files)
+    assert len({tuple(row) for row in samples.tolist()}) == 23
+    config = tiny_config(max_position_embeddings=16)
+    model = PlainGPT(config.model)
+    model.load(full_weights(a_model(config, layers_of(config))))
+    expected = token_losses(model, samples, 0.0).mean().item()
+    flags = [
+        *TINY, "--dataset_source=list", f"--data_path={corpus}", "--split=1,3", f"--experiment_dir={tmp_path}",
+        "--validation_iters=all", "--validation_at_start=1", "--validation_interval=2", "--eval_micro_batch_size=3",
+        "--batch_size=none", "--batch_size_schedule=0:4 1:8", "--logit_z_loss=0.1", "--seed=1",
+    ]  # fmt: skip
+    for iterations in (2, 3):
+        outcome = run([*flags, f"--train_iters={iterations}"], ranks)
+        assert set(outcome.codes) == {0}, outcome.output
+    assert re.search(r"validation data \.+ 23 samples out of 370 tokens: each sample once\n", outcome.output)
+    lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if line["phase"] == "validation"]
+    assert [line["iteration"] for line in lines] == [0, 2, 3]
+    assert lines[0]["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_log_window_of_an_older_checkpoint_goes_on() -> None:
+    """It counts updates of one size."""
+    window = LogWindow(torch.device("cpu"))
+    window.load_state({"loss": (300.0).hex(), "good": 3, "skipped": 1, "nan": 0, "streak": 0}, 64)
+    window.add(torch.tensor(50.0, dtype=torch.float64), 128, torch.tensor(False), 0.0)
+    window.add(torch.tensor(torch.nan, dtype=torch.float64), 32, torch.tensor(True), 0.0)  # dropped
+    assert window.close()["loss"] == 350 / (3 * 64 + 128)
+
+
+def test_the_guide_is_true(tmp_path: Path) -> None:
+    """Its command prints what stands below it, and its flags exist."""
+    guide = (ROOT / "docs" / "batches.md").read_text("utf-8")
+    ((command, shown),) = BLOCKS.findall(guide)
+    assert run_command(command, tmp_path).strip() == shown
+    named = set(re.findall(r"--([a-z_]+)", guide)) - {"csv"}
+    assert len(named) > 8 and named <= SPELLINGS.keys()

@@ -1,0 +1,134 @@
+"""The layout changes memory, never numbers: ZeRO stages, buffers, accumulation, ranks, all against each other."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lite.distributed.process_group import Distributed, deterministic_ways
+from tests.support.harness import Trajectory, run_distributed, same_weights, train_tiny
+
+BUFFERS = [
+    {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3},
+    *({"num_weight_buffers": w, "num_grad_buffers": g} for w, g in itertools.product((1, 2, 3), repeat=2)),
+]  # fmt: skip
+
+
+def several(distributed: Distributed, runs: list[dict[str, Any]], iterations: int) -> list[Trajectory]:
+    return [train_tiny(distributed, options, iterations) for options in runs]
+
+
+def relative_difference(a: Trajectory, b: Trajectory) -> float:
+    return float(np.max(np.abs(np.array(a.losses) / np.array(b.losses) - 1)))
+
+
+@pytest.mark.parametrize(
+    ("training_dtype", "tied", "breadth_first", "iterations"),
+    [
+        ("bf16", True, 2, 6),
+        ("fp32", False, 1, 6),
+        *(pytest.param(*case, 20, marks=pytest.mark.slow)
+          for case in itertools.product(("fp32", "bf16"), (True, False), (1, 2))),
+    ],
+)  # fmt: skip
+def test_zero_stage_and_buffers_change_no_bit(
+    training_dtype: str, tied: bool, breadth_first: int, iterations: int
+) -> None:
+    """Two ranks: every loss, gradient norm and weight is identical for every stage and buffer count."""
+    common = {
+        "training_dtype": training_dtype, "tie_word_embeddings": tied, "num_layers": 3,
+        "breadth_first_micro_batches": breadth_first, "depth_first_micro_batches": 1,
+    }  # fmt: skip
+    rank_0, rank_1 = run_distributed(2, several, [common | layout for layout in BUFFERS], iterations)
+    for a, b in zip(rank_0, rank_1, strict=True):
+        assert a.losses == b.losses and same_weights(a.weights, b.weights)
+    first, *others = rank_0
+    assert len(set(first.losses)) == iterations, "the losses do not move: nothing is trained"
+    for layout, other in zip(BUFFERS[1:], others, strict=True):
+        assert other.losses == first.losses, layout
+        assert other.grad_norms == first.grad_norms, layout
+        assert same_weights(other.weights, first.weights), layout
+
+
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_depth_first_accumulation_agrees_to_rounding(tied: bool) -> None:
+    """ZeRO 2 and 3 reduce every micro-batch, ZeRO 1 once: the same to 1e-6 relative in fp32, on one rank and on two."""
+    runs = [
+        {"zero_stage": stage, "depth_first_micro_batches": 2, "batch_size": 8, "tie_word_embeddings": tied}
+        for stage in (1, 2, 3)
+    ]
+    runs += [{"depth_first_micro_batches": 1, "batch_size": 8, "tie_word_embeddings": tied}]
+    for ranks in (1, 2):
+        *accumulated, reference = run_distributed(ranks, several, runs, 10)[0]
+        for trajectory in accumulated:
+            assert relative_difference(trajectory, reference) < 1e-6
+        assert accumulated[1].losses == accumulated[2].losses and same_weights(
+            accumulated[1].weights, accumulated[2].weights
+        )
+
+
+def test_ranks_and_micro_batches_do_not_matter() -> None:
+    """A global batch of 12 on 1, 2 and 3 ranks, split in every way: losses to 1e-6 relative; the same initial bits."""
+    splits: dict[int, list[dict[str, Any]]] = {
+        ranks: [
+            {"batch_size": 12, "depth_first_micro_batches": depth, "breadth_first_micro_batches": breadth}
+            for depth, breadth in itertools.product((1, 2, 6), repeat=2)
+            if (12 // ranks) % (depth * breadth) == 0
+        ]
+        for ranks in (1, 2, 3)
+    }
+    trajectories = [
+        trajectory for ranks, runs in splits.items() for trajectory in run_distributed(ranks, several, runs, 6)[0]
+    ]
+    assert len(trajectories) > 15
+    reference = trajectories[0]
+    for trajectory in trajectories[1:]:
+        assert relative_difference(trajectory, reference) < 1e-6
+        assert same_weights(trajectory.initial, reference.initial)
+
+
+def test_three_ranks_agree_across_zero_stages() -> None:
+    """An odd rank count pads differently; the sums are still taken in rank order everywhere."""
+    runs = [{"batch_size": 6, "zero_stage": stage, "num_layers": 3} for stage in (1, 2, 3)]
+    first, *others = run_distributed(3, several, runs, 10)[0]
+    for other in others:
+        assert other.losses == first.losses and same_weights(other.weights, first.weights)
+
+
+def test_gradients_in_the_training_dtype_still_train() -> None:
+    """full_precision_gradients=0: bf16 buffers and shards, half the gradient memory, close to the fp32 run."""
+    common = {"training_dtype": "bf16", "zero_stage": 1}
+    full, half = run_distributed(2, several, [common, {**common, "full_precision_gradients": False}], 20)[0]
+    assert half.memory_bytes["gradient buffers"] * 2 == full.memory_bytes["gradient buffers"]
+    assert half.losses != full.losses
+    assert relative_difference(half, full) < 1e-2
+
+
+def test_loss_scaling_of_fp16_tracks_fp32() -> None:
+    """fp16 with its dynamic loss scale follows the fp32 run; the scale does not leak into loss or gradient norm."""
+    half, full = run_distributed(2, several, [{"training_dtype": "fp16"}, {}], 20)[0]
+    assert relative_difference(half, full) < 2e-2
+    np.testing.assert_allclose(half.grad_norms, full.grad_norms, rtol=0.05)
+
+
+def determinism(distributed: Distributed) -> tuple[bool, Trajectory]:
+    trajectory = train_tiny(distributed, {"hidden_dropout": 0.1}, 10)
+    return torch.are_deterministic_algorithms_enabled(), trajectory
+
+
+def test_deterministic_runs_with_torchs_own_check_switched_on() -> None:
+    """Every operation of a step has a deterministic form (torch raises otherwise); on CPU it changes no bit."""
+    enabled, strict = run_distributed(2, determinism, deterministic=True)[0]
+    plain = run_distributed(2, train_tiny, {"hidden_dropout": 0.1}, 10)[0]
+    assert enabled and strict.losses == plain.losses and same_weights(strict.weights, plain.weights)
+
+
+def test_what_is_slower_is_said() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert "sorted tokens" in deterministic_ways(cuda, triton=False)
+    assert "sorted tokens" not in deterministic_ways(cuda, triton=True)
+    assert deterministic_ways(cpu, triton=False).endswith("--deterministic=1 costs nothing")

@@ -1,0 +1,201 @@
+"""The export of a trained model is that model: transformers loads it and computes the same logits and losses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from megatron_lite.config import Config
+from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.data.loader import open_data
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.model.embedding_and_head import Head
+from megatron_lite.train import micro_batch
+from tests.support.harness import run_distributed, same_weights
+
+transformers = pytest.importorskip("transformers")
+
+LLAMA = {
+    "use_rotary_embeddings": True, "gated": True, "add_linear_biases": False, "normalization_type": "rms_norm",
+    "head_groups": 2, "tie_word_embeddings": False, "ffn_hidden_size": 88, "kv_channels": 12,
+}  # fmt: skip
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "mistral": {**LLAMA, "window_size": 5, "tie_word_embeddings": True},
+    "gpt2": {},
+    "starcoder2": {"use_rotary_embeddings": True, "head_groups": 2, "window_size": 9},
+}
+
+
+def a_corpus(folder: Path) -> str:
+    """A few documents with some structure to learn."""
+    prefix = str(folder / "corpus")
+    generator = np.random.default_rng(0)
+    with IndexedDatasetWriter(prefix, "uint16") as writer:
+        for _ in range(60):
+            writer.add_document(np.cumsum(generator.integers(0, 3, size=90)) % 64)
+    return prefix
+
+
+def train_and_export(distributed: Distributed, options: dict[str, Any]) -> dict[str, Any]:
+    """Train through the program's own loop; then our logits of the first validation batch."""
+    from megatron_lite.run.experiment import Experiment
+    from megatron_lite.run.stop_signal import StopSignal
+    from megatron_lite.setup_run import build
+    from megatron_lite.train import train
+    from tests.support.harness import tiny_config
+
+    config: Config = tiny_config(distributed.world_size, **options)
+    run = build(config, distributed, Experiment(config, distributed), StopSignal(), ())
+    train(run)
+    (on_host,) = next(run.data.batches("validation", 0, 1))
+    batch = micro_batch(on_host, distributed.device, None, None)
+    hidden = None
+    for stage in run.model.stages[:-1]:
+        stage.gather()
+        hidden = stage.evaluate(hidden, batch)
+    last = run.model.stages[-1]
+    last.gather()
+    last.require_weights()
+    (head,) = last.layers
+    assert isinstance(head, Head)
+    with torch.no_grad():
+        logits = head.logits(hidden)
+    run.trackers.close(0)
+    return {"tokens": on_host.tokens.numpy(), "logits": logits.float().numpy()}
+
+
+def options_for(folder: Path, architecture: str) -> dict[str, Any]:
+    return {
+        **ARCHITECTURES[architecture], "dataset_source": "list", "data_path": (a_corpus(folder),),
+        "split": (8.0, 2.0, 0.0), "experiment_dir": str(folder / "run"), "export_interval": 30, "train_iters": 30,
+        "validation_iters": 3, "lr": 3e-3, "zero_stage": 3, "hidden_dropout": 0.1, "attention_dropout": 0.1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in ("llama", "starcoder2") else []) for name in ARCHITECTURES],
+)
+def test_transformers_computes_the_same_logits_and_validation_loss(tmp_path: Path, architecture: str) -> None:
+    """Logits to 1e-5 and the mean validation loss to 1e-5 relative, fp32, after training on two ranks with ZeRO 3."""
+    options = options_for(tmp_path, architecture)
+    results = run_distributed(2, train_and_export, options)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export" / "30").eval()
+    assert type(model).__name__.lower().startswith(architecture)
+    for result in results:
+        tokens = torch.from_numpy(result["tokens"])
+        with torch.no_grad():
+            logits = model(tokens[:, :-1]).logits
+        np.testing.assert_allclose(logits.numpy(), result["logits"], atol=1e-5, rtol=1e-5)
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    ours = [record["loss"] for record in records if record["phase"] == "validation"][-1]
+    assert ours < records[0]["loss"] - 0.3, "nothing was learned: equal losses would prove little"
+    np.testing.assert_allclose(validation_loss(model, options), ours, rtol=1e-5)
+
+
+def validation_loss(model: Any, options: dict[str, Any]) -> float:
+    """Mean cross-entropy of a transformers model over the validation batches, read on one rank."""
+    from tests.support.harness import tiny_config
+
+    config = tiny_config(1, **{**options, "experiment_dir": None, "export_interval": None})
+    losses = []
+    for ((tokens, *_),) in open_data(config, 0, 1).batches("validation", 0, options["validation_iters"]):
+        with torch.no_grad():
+            logits = model(tokens[:, :-1]).logits
+        losses.append(functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item())
+    return float(np.mean(losses))
+
+
+def test_an_averaged_export_has_the_averaged_loss(tmp_path: Path) -> None:
+    """transformers computes `averaged_loss` from --export_weights=average, to 1e-5 relative: ZeRO 3, a tied head, a
+    frozen block. The loss of the weights is another one."""
+    options = {**options_for(tmp_path, "mistral"), "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    options |= {"freeze": ("blocks.0",)}
+    options |= {"ema_type": "ema_decay_sqrt", "ema_switch_iter": 15, "ema_decay_iters": 20, "export_weights": "average"}
+    run_distributed(2, train_and_export, options)
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (validation,) = (record for record in records if record["phase"] == "validation")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export" / "30").eval()
+    found = validation_loss(model, {**options, "export_weights": "raw"})
+    np.testing.assert_allclose(found, validation["averaged_loss"], rtol=1e-5)
+    assert abs(found - validation["loss"]) > 1e-3
+
+
+def test_exports_are_the_same_bits_for_every_zero_stage(tmp_path: Path) -> None:
+    """Two ranks, bf16: the files of ZeRO 1, 2 and 3 hold identical weights."""
+    from safetensors.numpy import load_file
+
+    weights = []
+    for zero_stage in (1, 2, 3):
+        folder = tmp_path / str(zero_stage)
+        folder.mkdir()
+        options = {**options_for(folder, "llama"), "zero_stage": zero_stage, "hidden_dropout": 0.0}
+        run_distributed(2, train_and_export, {**options, "attention_dropout": 0.0})
+        weights.append(load_file(folder / "run" / "export" / "30" / "model.safetensors"))
+    assert same_weights(weights[0], weights[1]) and same_weights(weights[0], weights[2])
+
+
+FREEZING: dict[str, dict[str, Any]] = {
+    "bf16": {"training_dtype": "bf16"},
+    "frozen in low precision": {"training_dtype": "bf16", "store_frozen_weights_in_optimization_precision": False},
+    "frozen, split": {"training_dtype": "bf16", "split_master_weights": True},
+}
+
+
+@pytest.mark.parametrize("how", FREEZING)
+def test_exports_of_frozen_models_are_whole(tmp_path: Path, how: str) -> None:
+    """Two ranks, embedding and one block frozen: an export has every parameter, the frozen ones at the values of an
+    export before training, the others at new ones, all in the training dtype."""
+    from safetensors.torch import load_file
+
+    options = {**options_for(tmp_path, "llama"), **FREEZING[how], "zero_stage": 2, "freeze": ("embedding", "blocks.1")}
+    start = {**options, "experiment_dir": str(tmp_path / "start"), "train_iters": 0, "lr_warmup_iters": 0}
+    run_distributed(2, train_and_export, start)
+    run_distributed(2, train_and_export, options)
+    before = load_file(tmp_path / "start" / "export" / "0" / "model.safetensors")
+    after = load_file(tmp_path / "run" / "export" / "30" / "model.safetensors")
+    assert before.keys() == after.keys() and {value.dtype for value in after.values()} == {torch.bfloat16}
+    frozen = {name for name in after if name.startswith(("model.embed_tokens.", "model.layers.1."))}
+    assert len(frozen) == 10
+    unchanged = {name for name in after if torch.equal(before[name], after[name])}
+    assert unchanged == frozen
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export" / "30", dtype="bfloat16")
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in after.items())
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_a_frozen_model_computes_what_its_export_computes(tmp_path: Path, zero_stage: int) -> None:
+    """Logits to 1e-5, fp32, with a frozen embedding that is tied to the head and frozen norms in every stage."""
+    options = {**options_for(tmp_path, "mistral"), "zero_stage": zero_stage, "freeze": ("embedding", "*_norm.weight")}
+    results = run_distributed(2, train_and_export, options)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export" / "30").eval()
+    for result in results:
+        with torch.no_grad():
+            logits = model(torch.from_numpy(result["tokens"])[:, :-1]).logits
+        np.testing.assert_allclose(logits.numpy(), result["logits"], atol=1e-5, rtol=1e-5)
+
+
+def test_a_distributed_export_resumes(tmp_path: Path) -> None:
+    """--export_format=distributed leaves a whole checkpoint, moments included, that training can start from."""
+    options = {**options_for(tmp_path, "gpt2"), "export_format": "distributed", "export_interval": 15}
+    run_distributed(2, train_and_export, options)
+    (tmp_path / "run" / "export" / "15").rename(tmp_path / "fifteen")
+    (tmp_path / "again" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "fifteen").rename(tmp_path / "again" / "checkpoints" / "15")
+    run_distributed(2, train_and_export, {**options, "experiment_dir": str(tmp_path / "again")})
+    first, second = (
+        {
+            (record["phase"], record["iteration"]): record["loss"]
+            for record in map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        }
+        for name in ("run", "again")
+    )
+    assert len(second) == 16 and all(first[key] == loss for key, loss in second.items())

@@ -1,0 +1,554 @@
+"""What goes wrong outside of the program ends in one clear line, the right exit code, and nothing lost.
+
+Exit codes: 2 usage, 3 data, 4 checkpoint, 5 numerics, 6 a lost peer, 8 storage; `exit.json` repeats them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from _pytest.mark.structures import ParameterSet
+
+from megatron_lite.checkpoint import manifest
+from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.monitor.trackers import read_metrics
+from tests.support.launch import TINY, Outcome, Start, command_line, free_port, read_exit, run
+
+RANKS = 2
+CANARY = "a5ecretc0deca5ecretc0deca5ecretc0deca5ec"
+
+
+def write_corpus(prefix: Path, documents: Sequence[Sequence[int]]) -> None:
+    """A data set of these documents."""
+    with IndexedDatasetWriter(str(prefix), "<u2") as writer:
+        for document in documents:
+            writer.add_document(np.asarray(document, dtype=np.int64))
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Name and content of every file below a folder."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def assert_one_error(outcome: Outcome, *facts: str, codes: Sequence[int], experiment: Path | None = None) -> str:
+    """These exit codes, one message with these facts, nothing of a library around it; `exit.json` says the same.
+
+    `codes`: the first is what the run failed with and what at least one rank ends with; others may have lost it.
+    """
+    assert codes[0] in outcome.codes and set(outcome.codes) <= set(codes), (outcome.codes, outcome.output)
+    lines = outcome.error_lines()
+    assert [line for line in lines if line.startswith("ERROR")] == lines[:1], outcome.stderrs
+    message = "\n".join(lines)
+    for fact in facts:
+        assert fact in message, (fact, message)
+    assert "Traceback" not in outcome.output, outcome.output
+    if experiment is not None:
+        ended = read_exit(experiment)
+        assert (ended["exit_code"], ended["status"]) == (codes[0], "failed"), ended
+        assert ended["message"] in message, (ended, message)
+    return message
+
+
+def wait_for_metrics(start: Start, experiment: Path) -> None:
+    """Wait until the run has logged an iteration."""
+    path = experiment / "metrics.jsonl"
+    assert start.wait_until(lambda: path.exists() and path.stat().st_size > 0, "the first line of metrics.jsonl")
+
+
+# -- data -----------------------------------------------------------------------------------------------------------
+
+
+def cut(path: Path, size: int) -> None:
+    """Keep the first `size` bytes, or leave out the last `-size`."""
+    os.truncate(path, size if size >= 0 else path.stat().st_size + size)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
+    "index cut in half": (
+        lambda prefix: cut(prefix.with_suffix(".idx"), prefix.with_suffix(".idx").stat().st_size // 2),
+        (".idx: ", "bytes, but its header promises"),
+    ),
+    "index cut in its header": (lambda prefix: cut(prefix.with_suffix(".idx"), 20), (".idx: 20 bytes, but a header",)),
+    "empty index": (lambda prefix: cut(prefix.with_suffix(".idx"), 0), (".idx: 0 bytes",)),
+    "missing index": (lambda prefix: prefix.with_suffix(".idx").unlink(), (".idx",)),
+    "tokens cut by a byte": (
+        lambda prefix: cut(prefix.with_suffix(".bin"), -1), (".bin: 1,999 bytes", "promises 2,000"),
+    ),
+    "tokens cut in half": (
+        lambda prefix: cut(prefix.with_suffix(".bin"), 1000), (".bin: 1,000 bytes", "promises 2,000"),
+    ),
+    "missing tokens": (lambda prefix: prefix.with_suffix(".bin").unlink(), (".bin",)),
+    "no documents": (lambda prefix: write_corpus(prefix, []), (".idx: an empty data set",)),
+    "empty documents": (lambda prefix: write_corpus(prefix, [[]] * 10), (".bin: 0 tokens for training",)),
+    "shorter than a sample": (
+        lambda prefix: write_corpus(prefix, [[1, 2, 3, 4]] * 4),
+        (".bin: 16 tokens for training", "one sample needs 17"),
+    ),
+}  # fmt: skip
+
+
+# What is wrong with data and checkpoints is found by parts that have tests of their own, of every damage. Here:
+AT_A_START = {"index cut in half", "missing tokens", "shorter than a sample",
+              "bit of a weight", "short shard", "missing manifest"}  # fmt: skip
+
+
+def some(damages: Iterable[str]) -> list[ParameterSet]:
+    """All of them with -m slow."""
+    return [pytest.param(damage, marks=[] if damage in AT_A_START else [pytest.mark.slow]) for damage in damages]
+
+
+@pytest.mark.parametrize("damage", some(DAMAGE))
+def test_damaged_data(tmp_path: Path, damage: str) -> None:
+    """Exit 3 before any training, one line that names the file and the fact, printed once for two ranks."""
+    prefix, experiment = tmp_path / "corpus", tmp_path / "run"
+    write_corpus(prefix, [[index % 64 for index in range(100)]] * 10)
+    change, facts = DAMAGE[damage]
+    change(prefix)
+    before = digests(tmp_path)
+    outcome = run(
+        [*TINY, "--dataset_source=list", f"--data_path={prefix}", "--split=1", f"--experiment_dir={experiment}"], RANKS
+    )
+    message = assert_one_error(outcome, str(prefix), *facts, codes=[3], experiment=experiment)
+    assert "\n" not in message
+    assert {name: digest for name, digest in digests(tmp_path).items() if name in before} == before
+    assert not (experiment / "checkpoints").exists()
+
+
+def corpus_with(prefix: Path, tokens: dict[tuple[int, int], int]) -> None:
+    """Ten documents of 100 tokens below 64, but for these: (document, offset) -> token."""
+    documents = [[(7 * index) % 64 for index in range(100)] for _ in range(10)]
+    for (document, offset), token in tokens.items():
+        documents[document][offset] = token
+    write_corpus(prefix, documents)
+
+
+@pytest.mark.parametrize(
+    "bad, num_workers",
+    [
+        ("one token", 2),
+        pytest.param("one token", 0, marks=pytest.mark.slow),
+        pytest.param("every token", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_token_outside_of_the_vocabulary(tmp_path: Path, bad: str, num_workers: int) -> None:
+    """The message names file, document, offset and id, once, and what the run has saved before is as it was."""
+    prefix, experiment = tmp_path / "corpus", tmp_path / "run"
+    corpus_with(prefix, {})
+    command = [
+        *TINY, "--dataset_source=list", f"--data_path={prefix}", "--split=1", f"--experiment_dir={experiment}",
+        f"--num_workers={num_workers}", "--checkpoint_interval=2",
+    ]  # fmt: skip
+    assert run([*command, "--train_iters=2"], RANKS).codes == [0, 0]
+    before = digests(experiment / "checkpoints" / "2")
+    if bad == "one token":
+        corpus_with(prefix, {(6, 41): 64})
+        where = "document 6, offset 41: token id 64 is outside of the vocabulary of 64"
+    else:
+        write_corpus(prefix, [[65000] * 100] * 10)
+        where = "token id 65000 is outside of the vocabulary of 64"
+    outcome = run([*command, "--train_iters=50"], RANKS)
+    message = assert_one_error(outcome, f"{prefix}.bin: document", where, codes=[3, 6], experiment=experiment)
+    assert "\n" not in message
+    assert digests(experiment / "checkpoints" / "2") == before
+    corpus_with(prefix, {})
+    outcome = run([*command, "--train_iters=6"], RANKS)
+    assert outcome.codes == [0, 0], outcome.output
+
+
+def test_data_cut_short_during_a_run(tmp_path: Path) -> None:
+    """A .bin that becomes shorter while it is read is an error of the data (and no SIGBUS)."""
+    prefix, experiment = tmp_path / "corpus", tmp_path / "run"
+    corpus_with(prefix, {})
+    command = [*TINY, "--dataset_source=list", f"--data_path={prefix}", "--split=1", f"--experiment_dir={experiment}"]
+    with Start([*command, "--train_iters=100000", "--num_workers=1"], RANKS) as start:
+        wait_for_metrics(start, experiment)
+        cut(prefix.with_suffix(".bin"), 200)
+        outcome = start.wait(30)
+        start.assert_nothing_left()
+    assert_one_error(outcome, f"{prefix}.bin: ", "200", "cut short", codes=[3, 6], experiment=experiment)
+
+
+def test_killed_data_worker(tmp_path: Path) -> None:
+    """A data worker killed by the system ends the run with one line that says so, and no process stays."""
+    prefix, experiment = tmp_path / "corpus", tmp_path / "run"
+    corpus_with(prefix, {})
+    command = [*TINY, "--dataset_source=list", f"--data_path={prefix}", "--split=1", f"--experiment_dir={experiment}"]
+    with Start([*command, "--train_iters=100000", "--num_workers=2"]) as start:
+        wait_for_metrics(start, experiment)
+        worker = [pid for pid in start.left_over() if "spawn_main" in command_line(pid)][1]
+        os.kill(worker, signal.SIGKILL)
+        outcome = start.wait(30)
+        start.assert_nothing_left()
+    assert_one_error(outcome, "data worker", "killed by SIGKILL", codes=[1], experiment=experiment)
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete run of 6 iterations on two ranks with checkpoints 2, 4 and 6."""
+    experiment = tmp_path_factory.mktemp("trained") / "run"
+    assert run(train(experiment), RANKS).codes == [0, 0]
+    assert sorted(os.listdir(experiment / "checkpoints")) == ["2", "4", "6"]
+    return experiment
+
+
+def train(experiment: Path, *more: str) -> list[str]:
+    return [*TINY, f"--experiment_dir={experiment}", "--checkpoint_interval=2", *more]
+
+
+def copy(trained: Path, tmp_path: Path, *iterations: int) -> Path:
+    """A copy of the run with only these checkpoints."""
+    experiment = tmp_path / "copy"
+    shutil.copytree(trained, experiment)
+    for folder in (experiment / "checkpoints").iterdir():
+        if int(folder.name) not in iterations:
+            shutil.rmtree(folder)
+    return experiment
+
+
+def flip(path: Path, offset: int) -> None:
+    """Turn one bit over; a negative offset counts from the end."""
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 4
+    path.write_bytes(content)
+
+
+def swap_shards(folder: Path) -> None:
+    first, second, aside = folder / "rank_000.safetensors", folder / "rank_001.safetensors", folder / "aside"
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+
+
+def empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+
+
+WRECK: dict[str, Callable[[Path], None]] = {
+    "bit of a weight": lambda folder: flip(folder / "rank_001.safetensors", -1000),
+    "bit of a header": lambda folder: flip(folder / "rank_000.safetensors", 30),
+    "short shard": lambda folder: cut(folder / "rank_001.safetensors", -1),
+    "empty shard": lambda folder: cut(folder / "rank_000.safetensors", 0),
+    "missing shard": lambda folder: (folder / "rank_001.safetensors").unlink(),
+    "swapped shards": swap_shards,
+    "missing manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "bit of the manifest": lambda folder: flip(folder / "manifest.json", 300),
+    "short manifest": lambda folder: cut(folder / "manifest.json", -10),
+    "empty folder": empty,
+}
+
+
+@pytest.mark.parametrize("wreck", some(WRECK))
+def test_only_checkpoint_damaged(trained: Path, tmp_path: Path, wreck: str) -> None:
+    """Exit 4, the file is named, no file is touched, and training does not restart from zero."""
+    experiment = copy(trained, tmp_path, 4)
+    folder = experiment / "checkpoints" / "4"
+    WRECK[wreck](folder)
+    before, metrics = digests(experiment / "checkpoints"), (experiment / "metrics.jsonl").read_bytes()
+    outcome = run(train(experiment, "--zero_stage=3"), RANKS)
+    named = "manifest.json" if "manifest" in wreck or wreck == "empty folder" else "rank_"
+    message = assert_one_error(
+        outcome, "no usable checkpoint", "nothing was changed", f"{folder}: {named}", codes=[4], experiment=experiment
+    )
+    assert len(message.splitlines()) == 2, message
+    assert digests(experiment / "checkpoints") == before
+    assert (experiment / "metrics.jsonl").read_bytes() == metrics
+
+
+@pytest.mark.parametrize("wreck", ["bit of a weight", pytest.param("missing manifest", marks=pytest.mark.slow)])
+def test_older_checkpoint_is_used(trained: Path, tmp_path: Path, wreck: str) -> None:
+    """The damaged one is named and skipped; the run goes on from the older one to the same weights."""
+    experiment = copy(trained, tmp_path, 2, 4)
+    folder = experiment / "checkpoints" / "4"
+    WRECK[wreck](folder)
+    outcome = run(train(experiment), RANKS)
+    assert outcome.codes == [0, 0], outcome.output
+    assert not outcome.error_lines()
+    (skipped,) = [line for line in outcome.stdouts[0].splitlines() if "skipped" in line and "checkpoint" in line]
+    assert skipped.startswith(f"WARNING: checkpoint {folder}: "), skipped
+    assert f"resumed from {experiment}/checkpoints/2 at iteration 2" in outcome.stdouts[0]
+    for name in ("rank_000.safetensors", "rank_001.safetensors"):
+        saved, expected = (root / "checkpoints" / "6" for root in (experiment, trained))
+        assert manifest.read(saved).parameters == manifest.read(expected).parameters
+        assert tensor_bytes(saved / name) == tensor_bytes(expected / name)
+
+
+def tensor_bytes(path: Path) -> bytes:
+    """A safetensors file behind its header, which names the save."""
+    content = path.read_bytes()
+    return content[8 + struct.unpack("<Q", content[:8])[0] :]
+
+
+def test_changed_architecture(trained: Path, tmp_path: Path) -> None:
+    """Exit 4 and all flags that differ, with both values; the checkpoints are untouched."""
+    experiment = copy(trained, tmp_path, 4, 6)
+    before = digests(experiment / "checkpoints")
+    changed = train(experiment, "--hidden_size=64", "--num_layers=3", "--tie_word_embeddings=0", "--lr=0.5")
+    outcome = run(changed, RANKS)
+    message = assert_one_error(
+        outcome, "--num_layers: 2 in the checkpoint, 3 now", "--hidden_size: 32 in the checkpoint, 64 now",
+        "--tie_word_embeddings: True in the checkpoint, False now", "another --experiment_dir",
+        codes=[4], experiment=experiment,
+    )  # fmt: skip
+    assert "--lr" not in message
+    assert digests(experiment / "checkpoints") == before
+
+
+# -- storage --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def namespace() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that holds a mount namespace of its own: what is mounted there is seen by nobody else."""
+    tools = ("unshare", "nsenter", "mount")
+    if missing := [tool for tool in tools if shutil.which(tool) is None]:
+        pytest.skip(f"needs {', '.join(missing)}")
+    holder = subprocess.Popen(
+        ["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo ready; exec sleep 600"],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert holder.stdout is not None
+    try:
+        if holder.stdout.readline() != b"ready\n":
+            pytest.skip("this user may not make a mount namespace (unshare --mount)")
+        yield holder
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+
+
+def mount(namespace: subprocess.Popen[bytes], *arguments: str) -> None:
+    """`mount` inside a namespace."""
+    enter = ["nsenter", f"--mount=/proc/{namespace.pid}/ns/mnt"]
+    done = subprocess.run([*enter, "mount", *arguments], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"mount {' '.join(arguments)}: {done.stderr.decode().strip()}")
+
+
+def seen_by(namespace: subprocess.Popen[bytes], path: Path) -> Path:
+    """A path of the namespace, as this process can read it."""
+    return Path(f"/proc/{namespace.pid}/root{path}")
+
+
+@pytest.mark.parametrize("place", ["file", "file/run", "/proc/run"])
+def test_experiment_directory_that_cannot_be(tmp_path: Path, place: str) -> None:
+    """In the place of a file, below one, or in /proc: exit 8, naming --experiment_dir and its value, once for two."""
+    (tmp_path / "file").write_text("mine")
+    path = tmp_path / place
+    outcome = run([*TINY, f"--experiment_dir={path}"], RANKS)
+    message = assert_one_error(outcome, f"--experiment_dir={path}: ", "choose a writable place", codes=[8])
+    assert "\n" not in message
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_read_only_experiment_directory(tmp_path: Path, namespace: subprocess.Popen[bytes], trained: Path) -> None:
+    """Exit 8 on a file system that is read-only, for a new run and for one that could be resumed."""
+    shutil.copytree(trained, tmp_path / "old")
+    mount(namespace, "--bind", str(tmp_path), str(tmp_path))
+    mount(namespace, "-o", "remount,bind,ro", str(tmp_path))
+    for name in ("new", "old"):
+        path = tmp_path / name
+        outcome = run(train(path), RANKS, mounts_of=namespace.pid)
+        message = assert_one_error(outcome, f"{path}", "Read-only file system", codes=[8])
+        assert "\n" not in message
+
+
+def test_full_disk_during_a_save(tmp_path: Path, namespace: subprocess.Popen[bytes]) -> None:
+    """Exit 8 with the bytes needed and free; older checkpoints are intact, nothing half written stays; with room made
+    the same command finishes."""
+    mount(namespace, "-t", "tmpfs", "-o", "size=1000k", "tmpfs", str(tmp_path))
+    experiment = tmp_path / "run"
+    outcome = run(train(experiment, "--train_iters=8"), RANKS, mounts_of=namespace.pid)
+    seen = seen_by(namespace, experiment)
+    message = assert_one_error(
+        outcome, "cannot save the checkpoint of iteration 6", "No space left on device", "bytes needed", "bytes free",
+        codes=[8], experiment=seen,
+    )  # fmt: skip
+    assert "\n" not in message
+    assert sorted(os.listdir(seen / "checkpoints")) == ["2", "4"]
+    for iteration in (2, 4):
+        folder = seen / "checkpoints" / str(iteration)
+        content = manifest.read(folder)
+        for name in content.files:
+            manifest.check_file(folder, name, content)
+    mount(namespace, "-o", "remount,size=100m", str(tmp_path))
+    outcome = run(train(experiment, "--train_iters=8"), RANKS, mounts_of=namespace.pid)
+    assert outcome.codes == [0, 0], outcome.output
+    assert "resumed from" in outcome.stdouts[0]
+    assert {record["iteration"] for record in read_metrics(seen / "metrics.jsonl")} == set(range(1, 9))
+
+
+def test_full_disk_from_the_start(tmp_path: Path, namespace: subprocess.Popen[bytes]) -> None:
+    """A disk without a free byte: exit 8, one line, no traceback."""
+    mount(namespace, "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path))
+    seen_by(namespace, tmp_path / "filler").write_bytes(b"x" * 65536)
+    outcome = run(train(tmp_path / "run"), RANKS, mounts_of=namespace.pid)
+    assert_one_error(outcome, "No space left on device", codes=[8])
+
+
+def test_two_runs_in_one_directory(tmp_path: Path) -> None:
+    """The second ends with exit 8 and leaves the first alone; once the first is dead, even killed, a third starts."""
+    experiment = tmp_path / "run"
+    command = train(experiment, "--train_iters=100000", "--checkpoint_interval=100000", "--log_interval=10")
+    with Start(command, RANKS) as first:
+        first.wait_until((experiment / "exit.json").exists, "exit.json")  # written once training begins
+        before = read_exit(experiment), (experiment / "config.json").read_text()
+        assert before[0]["status"] == "running"
+        outcome = run([*command, "--lr=1"], RANKS)
+        assert_one_error(outcome, f"--experiment_dir={experiment}", "another run is using it", codes=[8])
+        assert first.running()
+        assert (read_exit(experiment), (experiment / "config.json").read_text()) == before, "the first run's files"
+        first.signal(signal.SIGKILL)
+        first.wait()
+    outcome = run(train(experiment), RANKS)
+    assert outcome.codes == [0, 0], outcome.output
+
+
+# -- processes ------------------------------------------------------------------------------------------------------
+
+
+def endless(experiment: Path, *more: str) -> list[str]:
+    return train(experiment, "--train_iters=1000000", "--checkpoint_interval=1000000", *more)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_rank(tmp_path: Path, victim: int) -> None:
+    """The other rank says so in one line and ends with exit 6 within seconds; so does exit.json."""
+    experiment = tmp_path / "run"
+    with Start(endless(experiment), RANKS) as start:
+        wait_for_metrics(start, experiment)
+        start.signal(signal.SIGKILL, victim)
+        begun = time.monotonic()
+        outcome = start.wait(30)
+        seconds = time.monotonic() - begun
+        start.assert_nothing_left()
+    assert outcome.codes[victim] == -signal.SIGKILL
+    assert outcome.codes[1 - victim] == 6, outcome.output
+    assert seconds < 10, seconds
+    lines = outcome.error_lines()
+    assert len(lines) == 1 and "another rank died" in lines[0], lines
+    assert read_exit(experiment)["exit_code"] == 6
+
+
+def test_rank_that_hangs(tmp_path: Path) -> None:
+    """A rank that stops answering is given up after the time-out of the collective that waits for it."""
+    experiment = tmp_path / "run"
+    with Start(endless(experiment, "--distributed_timeout=2", "--startup_timeout=4"), RANKS) as start:
+        wait_for_metrics(start, experiment)
+        start.signal(signal.SIGSTOP, 1)
+        assert start.wait_until(lambda: start.processes[0].wait(0) is not None, "the end of rank 0", 20)
+        assert start.processes[0].wait(0) == 6
+        assert read_exit(experiment)["exit_code"] == 6
+        start.kill()
+        assert len(start.wait().error_lines()) == 1
+
+
+def test_rank_that_never_comes(tmp_path: Path) -> None:
+    """A start that waits for a rank in vain says so after --startup_timeout."""
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    outcome = run([*TINY, "--startup_timeout=2"], variables=place, timeout_s=30)
+    assert_one_error(outcome, codes=[6])
+
+
+def test_port_in_use() -> None:
+    """A MASTER_PORT that another program has is named; nobody is told that a rank has died."""
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        outcome = run([*TINY, "--startup_timeout=3"], variables=place, timeout_s=30)
+    assert outcome.codes[0] in (2, 6)
+    message = assert_one_error(outcome, port, codes=outcome.codes)
+    assert "died" not in message, message
+
+
+def test_diverged_run(tmp_path: Path) -> None:
+    """Non-finite gradients never reach the weights; a run that has nothing else ends with exit 5, said once."""
+    experiment = tmp_path / "run"
+    command = train(experiment, "--lr=1e30", "--train_iters=1000", "--checkpoint_interval=1000", "--log_interval=20")
+    assert_one_error(run(command, RANKS), "updates were dropped", codes=[5], experiment=experiment)
+
+
+# -- usage and secrets ----------------------------------------------------------------------------------------------
+
+
+def test_no_gpu(tmp_path: Path) -> None:
+    """--device=cuda on a machine without a GPU: exit 2, printed once."""
+    outcome = run([*TINY, "--device=cuda", f"--experiment_dir={tmp_path / 'run'}"], RANKS)
+    assert_one_error(outcome, "--device=cuda: no CUDA device", codes=[2], experiment=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "wrong, facts",
+    [
+        (["--num_layer=3"], ["--num_layer", "--num_layers"]),
+        (["--hidden_size=30", "--lr=nan", "--trian_iters=3"], ["--lr", "--trian_iters"]),
+        (["--num_attention_heads=5", "--batch_size=7"], ["num_attention_heads", "batch_size"]),
+    ],
+)
+def test_usage_errors(tmp_path: Path, wrong: list[str], facts: list[str]) -> None:
+    """All problems in one message, printed once for two ranks, and left in exit.json: the directory was readable."""
+    experiment = tmp_path / "run"
+    outcome = run([*TINY, f"--experiment_dir={experiment}", *wrong], RANKS)
+    assert_one_error(outcome, *facts, codes=[2], experiment=experiment)
+    assert outcome.stdouts == ["", ""]
+    assert sorted(os.listdir(experiment)) == ["exit.json"]
+
+
+def test_secrets_stay_secret(tmp_path: Path) -> None:
+    """A key in the environment is in no file and no output of runs that end well, badly, or by a wrong flag."""
+    experiment = tmp_path / "run"
+    variables = {"WANDB_API_KEY": CANARY, "HF_TOKEN": CANARY}
+    good = train(experiment, "--export_interval=6", "--enable_all_loggers")
+    for command in (good, [*good, "--hidden_size=64"], [*good, "--wrong=1"]):
+        outcome = run(command, RANKS, variables=variables)
+        assert CANARY not in outcome.output
+    metrics = experiment / "metrics.jsonl"
+    size = metrics.stat().st_size
+    with Start(endless(experiment), RANKS, variables=variables) as start:
+        assert start.wait_until(lambda: metrics.stat().st_size > size, "another line of metrics.jsonl")
+        start.signal(signal.SIGKILL, 0)
+        assert CANARY not in start.wait().output
+    files = [path for path in experiment.rglob("*") if path.is_file()]
+    assert len(files) > 20
+    assert not [path for path in files if CANARY.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "export"])
+def test_a_file_where_a_folder_belongs_is_noticed_at_the_start(name: str, tmp_path: Path) -> None:
+    """Exit 8 before any training, not at the first save."""
+    experiment = tmp_path / "run"
+    experiment.mkdir()
+    (experiment / name).touch()
+    outcome = run(train(experiment), RANKS)
+    assert_one_error(outcome, f"--experiment_dir={experiment}", f"{experiment / name} is not a directory", codes=[8])
+
+
+def test_an_unknown_home_is_one_line() -> None:
+    outcome = run(train(Path("~nobody_of_that_name") / "run"), RANKS)
+    assert_one_error(outcome, "--experiment_dir=~nobody_of_that_name/run", "give an absolute path", codes=[8])
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+    """A finite gradient with an absurd learning rate: exit 5, and neither a checkpoint nor an export of the wreck."""
+    experiment = tmp_path / "run"
+    outcome = run(train(experiment, "--lr=1e38", "--export_interval=1"), RANKS)
+    assert_one_error(outcome, "the weights are no longer finite", "lower --lr", codes=[5])
+    assert not list(experiment.glob("checkpoints/*")) and not list(experiment.glob("export/*"))

@@ -1,0 +1,210 @@
+"""The program as users start it: alone, under torchrun, in a pipe, under a batch system. Nothing here is simulated."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.monitor.trackers import read_metrics
+from tests.support.launch import (
+    MARKER,
+    PROGRAM,
+    ROOT,
+    TINY,
+    Outcome,
+    Start,
+    find_marked,
+    read_exit,
+    run,
+)
+
+# The README's command that needs no file, with fewer iterations and lines to compare.
+NO_FILE = [
+    "--num_layers=2", "--hidden_size=64", "--num_attention_heads=4", "--vocab_size=256", "--sequence_length=128",
+    "--train_iters=25", "--batch_size=8", "--dataset_source=random", "--log_interval=5", "--validation_iters=1",
+    "--test_iters=1",
+]  # fmt: skip
+KEYS = {
+    "phase", "iteration", "train_iters", "loss", "learning_rate", "grad_norm", "loss_scale", "batch_size",
+    "consumed_samples", "consumed_tokens", "step_time_ms", "data_wait_ms", "tokens_per_sec_per_gpu", "model_tflops",
+    "hardware_tflops", "skipped_iters", "nan_iters", "run", "time",
+}  # fmt: skip
+
+
+def assert_quiet(outcome: Outcome) -> None:
+    """All went well, and no library had anything to say."""
+    assert set(outcome.codes) == {0}, outcome.output
+    assert not outcome.error_lines(), outcome.stderrs
+    assert not re.search(r"\w+Warning|Traceback|deprecat", outcome.output), outcome.output
+
+
+def test_no_file_command_alone_and_under_torchrun(tmp_path: Path) -> None:
+    """Both end well and silent on stderr, print each line once, log the keys of the design, and agree to 1e-6."""
+    records = []
+    for ranks, how in ((1, "processes"), (2, "torchrun")):
+        experiment = tmp_path / how
+        outcome = run([*NO_FILE, "--device=cpu", f"--experiment_dir={experiment}"], ranks, how)
+        assert_quiet(outcome)
+        assert outcome.output.count("training complete: 25 iterations") == 1
+        assert outcome.output.count("training @ iteration") == 6
+        assert f"  ranks ........................................... {ranks}\n" in outcome.output
+        assert read_exit(experiment)["exit_code"] == 0
+        records.append(read_metrics(experiment / "metrics.jsonl"))
+    for alone, both in zip(*records, strict=True):
+        assert (alone["phase"], alone["iteration"]) == (both["phase"], both["iteration"])
+        assert both["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+        if alone["phase"] == "training":
+            assert alone.keys() == both.keys() == KEYS
+            assert both["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-6)
+    assert [(record["phase"], record["iteration"]) for record in records[0]] == [
+        *(("training", iteration) for iteration in (1, 6, 11, 16, 21, 25)), ("validation", 25), ("test", 25),
+    ]  # fmt: skip
+    assert all(0 < record["loss"] < 10 for record in records[0])
+
+
+def test_every_part_at_once_is_quiet(tmp_path: Path) -> None:
+    """Two ranks started by hand: bf16, ZeRO-3, data workers, saves, exports, a path with spaces and umlauts that the
+    console cannot spell. Nothing on stderr but what the program says, and no process left."""
+    prefix = str(tmp_path / "corpus")
+    with IndexedDatasetWriter(prefix, "<u2") as writer:
+        for document in range(20):
+            writer.add_document(np.arange(document, document + 100, dtype=np.int64) % 64)
+    experiment = tmp_path / "run über alles"
+    command = [
+        *TINY, "--dataset_source=list", f"--data_path={prefix}", "--split=8,1,1", "--num_workers=2",
+        "--training_dtype=bf16", "--zero_stage=3", "--checkpoint_interval=2", "--max_checkpoints=1",
+        "--export_interval=3", "--validation_iters=1", "--validation_interval=2", "--hidden_dropout=0.1",
+        "--enable_all_loggers", "--log_timestamps", f"--experiment_dir={experiment}",
+    ]  # fmt: skip
+    outcome = run(command, 2, "processes", variables={"PYTHONIOENCODING": "ascii"})
+    assert_quiet(outcome)
+    assert sorted(os.listdir(experiment / "checkpoints")) == ["6"]
+    assert sorted(os.listdir(experiment / "export")) == ["3", "6"]
+    assert sorted(os.listdir(experiment / "runs" / "0" / "logs")) == ["logs_rank_000.txt", "logs_rank_001.txt"]
+    names = {path.name for path in experiment.iterdir()} - {".lock"}
+    assert names <= {"config.json", "exit.json", "metrics.jsonl", "checkpoints", "export", "runs", "dataset_cache"}
+
+
+def test_run_that_saves_nothing_is_quiet() -> None:
+    """Two ranks without --experiment_dir: one warning, on rank 0's stdout, and not a word from rank 1."""
+    outcome = run(TINY, 2)
+    assert_quiet(outcome)
+    assert outcome.stdouts[0].count("WARNING: --experiment_dir is not set") == 1
+    assert outcome.stdouts[1] == ""
+
+
+def shell(command: str, marker: str) -> subprocess.CompletedProcess[str]:
+    """Run in bash, with a marker in the environment of everything that it starts."""
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", MARKER: marker}
+    return subprocess.run(
+        ["bash", "-c", command], env={**os.environ, **variables}, capture_output=True, text=True, timeout=120
+    )
+
+
+def typed(*flags: str) -> str:
+    """The command line as typed into a shell."""
+    return shlex.join([sys.executable, str(PROGRAM), *flags])
+
+
+def test_reader_of_the_log_that_goes_away(tmp_path: Path) -> None:
+    """`| head -1` ends the log on the console, not the training, which saves and exits with 0."""
+    experiment = tmp_path / "run"
+    command = typed(*TINY, f"--experiment_dir={experiment}")
+    result = shell(f"{command} | head -1; echo code ${{PIPESTATUS[0]}}", experiment.as_posix())
+    assert result.stdout.splitlines()[-1] == "code 0", result
+    assert "arguments" in result.stdout.splitlines()[0] and len(result.stdout.splitlines()) == 2
+    assert result.stderr == ""
+    assert sorted(os.listdir(experiment / "checkpoints")) == ["6"]
+    assert read_exit(experiment)["exit_code"] == 0
+    log = (experiment / "runs" / "0" / "logs" / "logs_rank_000.txt").read_text("utf-8")
+    assert "training complete: 6 iterations" in log
+    assert not find_marked(experiment.as_posix())
+
+
+def test_no_console_at_all(tmp_path: Path) -> None:
+    """A run whose stdout and stderr are closed (as by some daemons) trains and saves all the same."""
+    experiment = tmp_path / "run"
+    result = shell(f"{typed(*TINY, f'--experiment_dir={experiment}')} <&- >&- 2>&-", "closed")
+    assert result.returncode == 0
+    assert sorted(os.listdir(experiment / "checkpoints")) == ["6"]
+
+
+@pytest.mark.parametrize("flag", ["--help", "--help_all"])
+def test_reader_of_the_help_that_goes_away(flag: str) -> None:
+    """`--help | head -1` prints a line and no traceback."""
+    result = shell(f"{typed(flag)} | head -1; echo code ${{PIPESTATUS[0]}}", "help")
+    assert result.stderr == "", result.stderr
+    assert len(result.stdout.splitlines()) == 2 and result.stdout.endswith("code 0\n"), result.stdout
+
+
+def wait_for_lines(start: Start, experiment: Path, count: int) -> None:
+    path = experiment / "metrics.jsonl"
+    assert start.wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") >= count, f"{count} lines")
+
+
+def endless(experiment: Path) -> list[str]:
+    return [*TINY, f"--experiment_dir={experiment}", "--train_iters=1000000", "--log_interval=10"]
+
+
+@pytest.mark.parametrize(
+    "everything", [pytest.param(False, id="launcher", marks=pytest.mark.slow), pytest.param(True, id="every-process")]
+)
+def test_sigterm_under_torchrun(tmp_path: Path, everything: bool) -> None:
+    """A batch system signals torchrun, which passes it on, or (scancel, a preempted Slurm step) every process at once,
+    so that ranks get it twice: the run is saved, exit.json says 75, nothing stays."""
+    experiment = tmp_path / "run"
+    with Start(endless(experiment), 2, "torchrun") as start:
+        wait_for_lines(start, experiment, 2)
+        for pid in start.left_over() if everything else [start.processes[0].pid]:
+            os.kill(pid, signal.SIGTERM)
+        begun = time.monotonic()
+        outcome = start.wait(60)
+        assert time.monotonic() - begun < 20, "torchrun had to kill the ranks"
+        start.assert_nothing_left()
+    assert outcome.codes[0] != 0
+    ended = read_exit(experiment)
+    assert (ended["exit_code"], ended["status"]) == (75, "stopped"), (ended, outcome.output[-3000:])
+    newest = max(int(path.name) for path in (experiment / "checkpoints").iterdir() if path.name.isdecimal())
+    assert f"saved at iteration {newest};" in ended["message"]
+
+
+@pytest.mark.slow
+def test_exit_code_under_torchrun(tmp_path: Path) -> None:
+    """torchrun makes every failure a 1: exit.json keeps the code, and the message is printed once."""
+    experiment = tmp_path / "run"
+    missing = tmp_path / "missing"
+    command = [*TINY, "--dataset_source=list", f"--data_path={missing}", f"--experiment_dir={experiment}"]
+    outcome = run(command, 2, "torchrun")
+    assert outcome.codes == [1]
+    assert read_exit(experiment)["exit_code"] == 3
+    assert outcome.output.count("ERROR: ") == 1 and str(missing) in outcome.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["launcher", "rank"])
+def test_kill_under_torchrun(tmp_path: Path, victim: str) -> None:
+    """A killed rank takes the others and the launcher with it; a killed launcher leaves ranks that can be signalled."""
+    experiment = tmp_path / "run"
+    with Start(endless(experiment), 2, "torchrun") as start:
+        wait_for_lines(start, experiment, 2)
+        launcher = start.processes[0].pid
+        ranks = [pid for pid in start.left_over() if pid != launcher]
+        assert len(ranks) == 2
+        os.kill(launcher if victim == "launcher" else ranks[0], signal.SIGKILL)
+        outcome = start.wait(60)
+        if victim == "rank":
+            assert outcome.codes == [1]
+            assert read_exit(experiment)["exit_code"] == 6
+        else:
+            os.kill(ranks[1], signal.SIGTERM)
+        start.assert_nothing_left(20)

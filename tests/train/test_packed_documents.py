@@ -1,0 +1,148 @@
+"""--cross_document_attention=0 from the files to the weights: packed documents do not see each other."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.data.loader import HostBatch, open_data
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.model.gpt import build_gpt
+from megatron_lite.train import micro_batch
+from tests.support.harness import full_weights, run_distributed, tiny_config, train_tiny
+from tests.support.plain_gpt import PlainGPT
+
+SIZES = [7, 0, 30, 1, 1, 16, 5, 17, 0, 0, 40, 2, 3, 64, 11, 16, 9, 50]
+ITERATIONS = 6
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "mistral": {
+        "use_rotary_embeddings": True, "gated": True, "add_linear_biases": False, "normalization_type": "rms_norm",
+        "head_groups": 2, "window_size": 5,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tensor]:
+    """The prefix of a data set in which no token comes twice, and the document of each token."""
+    prefix = str(tmp_path_factory.mktemp("corpus") / "corpus")
+    tokens = np.random.default_rng(0).permutation(sum(SIZES))
+    with IndexedDatasetWriter(prefix, "<u2") as writer:
+        for document in np.split(tokens, np.cumsum(SIZES)[:-1]):
+            writer.add_document(document)
+    documents = torch.empty(len(tokens), dtype=torch.int64)
+    documents[torch.from_numpy(tokens)] = torch.from_numpy(np.repeat(np.arange(len(SIZES)), SIZES))
+    return prefix, documents
+
+
+def options(prefix: str, **more: Any) -> dict[str, Any]:
+    return {
+        "dataset_source": "list", "data_path": (prefix,), "split": (1.0,), "vocab_size": sum(SIZES),
+        "cross_document_attention": False, "lr_warmup_iters": 2, "train_iters": ITERATIONS, **more,
+    }  # fmt: skip
+
+
+def plain_losses(values: dict[str, Any], initial: dict[str, np.ndarray], documents: Tensor) -> list[float]:
+    """Losses of a plain torch loop whose attention is masked by the document of each token."""
+    config = tiny_config(**values)
+    model = PlainGPT(config.model)
+    model.load(initial)
+    decay = [{"params": [p for p in model.parameters() if (p.dim() > 1) == matrix]} for matrix in (True, False)]
+    optimizer = torch.optim.AdamW(decay, betas=(0.9, 0.999), eps=1e-8)
+    losses = []
+    for iteration, ((tokens, *_),) in enumerate(open_data(config, 0, 1).batches("training", 0, ITERATIONS), start=1):
+        for block in model.blocks:
+            block.documents = documents[tokens[:, :-1]]
+        loss = model.loss(tokens)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
+        for group, weight_decay in zip(optimizer.param_groups, (0.1, 0.0), strict=True):
+            group["lr"], group["weight_decay"] = 1e-3 * min(1.0, iteration / 2), weight_decay
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_training_equals_plain_torch(corpus: tuple[str, Tensor], model: str) -> None:
+    """One rank, two ranks with ZeRO 3, and a loop with a mask go the same way; with the flag on it is another way."""
+    prefix, documents = corpus
+    values = options(prefix, **MODELS[model])
+    one = run_distributed(1, train_tiny, values, ITERATIONS)[0]
+    losses = plain_losses(values, one.initial, documents)
+    np.testing.assert_allclose(one.losses, losses, rtol=1e-6)
+    layout = {"zero_stage": 3, "num_workers": 1, "micro_batch_size": 1}
+    two = run_distributed(2, train_tiny, {**values, **layout}, ITERATIONS)[0]
+    np.testing.assert_allclose(two.losses, one.losses, rtol=1e-6)
+    crossing = run_distributed(1, train_tiny, {**values, "cross_document_attention": True}, ITERATIONS)[0]
+    assert np.abs(np.array(crossing.losses) / np.array(one.losses) - 1).min() > 1e-5
+
+
+def evaluated(distributed: Distributed, values: dict[str, Any]) -> tuple[float, dict[str, np.ndarray]]:
+    """The loss that a validation logs, and the weights."""
+    from megatron_lite.run.experiment import Experiment
+    from megatron_lite.run.stop_signal import StopSignal
+    from megatron_lite.setup_run import build
+    from megatron_lite.train import evaluate
+
+    config, stop = tiny_config(distributed.world_size, **values), StopSignal()
+    run = build(config, distributed, Experiment(config, distributed), stop, ())
+    stop.restore()
+    records: list[dict[str, Any]] = []
+    run.trackers = SimpleNamespace(log=records.append)  # type: ignore[assignment]
+    evaluate(run, "training")  # all of the corpus is training data
+    return records[0]["loss"], full_weights(run.model)
+
+
+def test_evaluation_keeps_documents_apart_too(corpus: tuple[str, Tensor]) -> None:
+    """The logged loss is that of masked attention, on one rank and on two."""
+    prefix, documents = corpus
+    values = options(prefix, layer_norm_init_range=0.2)
+    (one, weights), (two, _) = (run_distributed(ranks, evaluated, values)[0] for ranks in (1, 2))
+    assert two == pytest.approx(one, rel=1e-6)
+    model = PlainGPT(tiny_config(**values).model)
+    model.load(weights)
+    losses = []
+    for ((tokens, *_),) in open_data(tiny_config(**values), 0, 1).batches("training", 0, ITERATIONS):
+        for block in model.blocks:
+            block.documents = documents[tokens[:, :-1]]
+        losses.append(model.loss(tokens).item())
+    assert one == pytest.approx(np.mean(losses), rel=1e-6)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_changed_document_changes_no_other(model: str, apart: bool) -> None:
+    """Two samples of three documents each: other tokens in the second document of the first sample change every
+    position after them if attention crosses borders, and nothing but that document if it does not, to the last bit."""
+    config = tiny_config(**MODELS[model]).model
+    torch.manual_seed(0)
+    layers = build_gpt(config, 16)
+    for layer in layers:
+        layer.to_empty(device="cpu")
+        for parameter in layer.parameters():
+            parameter.data = torch.randn(parameter.shape) * 0.3
+    tokens = torch.randint(config.vocab_size, (2, 17))
+    changed = tokens.clone()
+    changed[0, 5:9] = (tokens[0, 5:9] + 1) % config.vocab_size
+    starts = torch.tensor([0, 5, 9, 16, 20, 31, 32], dtype=torch.int32) if apart else None
+    outputs = []
+    for sample in (tokens, changed):
+        batch = micro_batch(HostBatch(sample, starts), torch.device("cpu"), None, None)
+        hidden = None
+        with torch.no_grad():
+            for layer in layers[:-1]:
+                hidden = layer(hidden, batch)
+        outputs.append(hidden)
+    differs = (outputs[0] != outputs[1]).any(dim=-1)  # (2, 16)
+    reached = range(5, 9) if apart else range(5, 16)  # two layers of windows of five positions carry it that far
+    assert differs[0].nonzero().flatten().tolist() == list(reached)
+    assert not differs[1].any()

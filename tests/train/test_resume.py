@@ -1,0 +1,511 @@
+"""The same command again resumes, whatever ended the last start, and the run is the one that was never stopped.
+
+Bit for bit: weights and Adam moments of the last checkpoint, every export, every loss and gradient norm of
+metrics.jsonl. Dropout is on, data workers read ahead, the corpus is read more than once, several micro-batches are
+accumulated, and log lines sum over steps of two starts.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import hashlib
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_lite.checkpoint import manifest
+from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.monitor.trackers import read_metrics
+from tests.support.launch import TINY, Fault, Start, command_line, read_exit, run
+
+ITERATIONS = 30
+RANKS = 2
+REPEAT_S = 1.5  # after which a second signal is another request (launchers pass on one that ranks have got already)
+# What metrics.jsonl must have in common with an uninterrupted run; the rest of a line is about time.
+SAME = (
+    "loss", "averaged_loss", "grad_norm", "learning_rate", "loss_scale", "batch_size", "consumed_samples",
+    "consumed_tokens", "skipped_iters", "nan_iters",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The prefix of a data set of which the training split is read about one and a half times."""
+    prefix = str(tmp_path_factory.mktemp("corpus") / "corpus")
+    generator = np.random.default_rng(0)
+    with IndexedDatasetWriter(prefix, "<u2") as writer:
+        for _ in range(60):
+            writer.add_document(generator.integers(0, 64, size=int(generator.integers(1, 100))))
+    return prefix
+
+
+def flags(corpus: str, experiment: Path, *more: str) -> list[str]:
+    """The command of the run that is interrupted."""
+    return [
+        *TINY, f"--experiment_dir={experiment}", f"--train_iters={ITERATIONS}", "--dataset_source=list",
+        f"--data_path={corpus}", "--split=9,1,0", "--num_workers=1", "--hidden_dropout=0.1",
+        "--attention_dropout=0.1", "--batch_size=8", "--micro_batch_size=2", "--checkpoint_interval=4",
+        "--max_checkpoints=3", "--log_interval=3", "--validation_iters=1", "--validation_interval=5",
+        "--export_interval=10", *more,
+    ]  # fmt: skip
+
+
+def checkpoints(experiment: Path) -> list[int]:
+    """Iterations of the published checkpoints, oldest first."""
+    root = experiment / "checkpoints"
+    return sorted(int(path.name) for path in root.iterdir() if path.name.isdecimal()) if root.is_dir() else []
+
+
+def assert_all_good(experiment: Path) -> None:
+    """Every published checkpoint is complete: manifest, sizes, checksums."""
+    for iteration in checkpoints(experiment):
+        folder = experiment / "checkpoints" / str(iteration)
+        content = manifest.read(folder)
+        assert content.iteration == iteration
+        for name in content.files:
+            manifest.check_file(folder, name, content)
+
+
+def weights(experiment: Path) -> dict[str, str]:
+    """A digest of each parameter and Adam moment of the newest checkpoint, whatever its layout."""
+    folder = experiment / "checkpoints" / str(checkpoints(experiment)[-1])
+    digests = {}
+    for name, parameter in manifest.read(folder).parameters.items():
+        for kind, pieces in parameter.slices.items():
+            digest = hashlib.sha256()
+            for piece in pieces:
+                with open(folder / piece.file, "rb") as file:
+                    file.seek(piece.offset)
+                    digest.update(file.read(piece.num_bytes))
+            digests[f"{name} {kind}"] = digest.hexdigest()
+    assert digests
+    return digests
+
+
+def exports(experiment: Path) -> dict[str, str]:
+    """A digest of each file of each export."""
+    root = experiment / "export"
+    paths = [path for path in root.rglob("*") if path.is_file()]
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def curve(experiment: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """The lines of metrics.jsonl by phase and iteration, floats by their bits."""
+    return {
+        (record["phase"], record["iteration"]): {
+            **{key: float(record[key]).hex() for key in SAME if record.get(key) is not None},
+            "skip_reason": record.get("skip_reason"),
+        }
+        for record in read_metrics(experiment / "metrics.jsonl")
+    }
+
+
+def assert_same_run(experiment: Path, reference: Path) -> None:
+    """Nothing tells the two runs apart but the time they took."""
+    assert curve(experiment) == curve(reference)
+    assert checkpoints(experiment)[-1] == checkpoints(reference)[-1]
+    assert weights(experiment) == weights(reference)
+    assert exports(experiment) == exports(reference)
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3], ids=lambda zero_stage: f"zero{zero_stage}"
+)
+def reference(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The experiment directory of a run without interruption."""
+    experiment = tmp_path_factory.mktemp(f"zero{request.param}") / "reference"
+    outcome = run(flags(corpus, experiment, f"--zero_stage={request.param}"), RANKS)
+    assert outcome.codes == [0, 0], outcome.output
+    assert (experiment / "export" / str(ITERATIONS) / "model.safetensors").is_file()
+    assert len(curve(experiment)) == 11 + 6, "11 lines of training (1, 4, ..., 28, 30) and 6 of validation"
+    yield experiment
+
+
+def zero_stage_of(reference: Path) -> str:
+    return f"--zero_stage={reference.parent.name[4]}"
+
+
+def num_lines(experiment: Path) -> int:
+    path = experiment / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_for_lines(start: Start, experiment: Path, count: int) -> bool:
+    """Wait for so many new lines of metrics.jsonl; False if the run ended before."""
+    wanted = num_lines(experiment) + count
+    return start.wait_until(lambda: num_lines(experiment) >= wanted, f"{wanted} lines of metrics.jsonl")
+
+
+def kill_at_random(start: Start, experiment: Path, chance: random.Random) -> str:
+    """SIGKILL for every rank (or only one), sometimes for the data workers too; tells when."""
+    startup, workers = chance.random() < 0.2, chance.random() < 0.5
+    lines, delay_s = chance.randint(1, 5), chance.uniform(0.0, 0.3 if startup else 0.08)
+    rank = chance.randrange(RANKS) if chance.random() < 0.3 and not startup else None
+    if not startup:
+        wait_for_lines(start, experiment, lines)
+    time.sleep(delay_s)
+    start.signal(signal.SIGKILL, rank, workers)
+    when = f"{delay_s * 1e3:.1f} ms after " + ("the start" if startup else f"line {lines}")
+    return f"{'all' if rank is None else f'rank {rank}'} {when}{', with its workers' if workers else ''}"
+
+
+def run_with_kills(command: list[str], experiment: Path, seed: int, kills: int) -> list[str]:
+    """Start, kill, start again, ..., and let the last start finish; what happened, for messages."""
+    chance = random.Random(seed)
+    story = [f"seed {seed}"]
+    for _ in range(kills):
+        with Start(command, RANKS) as start:
+            moment = kill_at_random(start, experiment, chance)
+            outcome = start.wait()
+            start.assert_nothing_left()
+        story.append(f"killed {moment}: exit codes {outcome.codes}, checkpoints {checkpoints(experiment)}")
+        assert set(outcome.codes) <= {-signal.SIGKILL, 6, 0}, f"{story}\n{outcome.output}"
+        assert_all_good(experiment)
+    outcome = run(command, RANKS)
+    assert outcome.codes == [0, 0], f"{story}\n{outcome.output}"
+    assert sum(str(-signal.SIGKILL) in line for line in story[1:]) >= 1, f"{story}: no kill came in time"
+    return story
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 22))])
+def test_killed_run_is_the_run_that_was_not(reference: Path, corpus: str, tmp_path: Path, seed: int) -> None:
+    """SIGKILL at random moments, to all ranks or to one, four times in one run: nothing differs in the end."""
+    experiment = tmp_path / "killed"
+    story = run_with_kills(flags(corpus, experiment, zero_stage_of(reference)), experiment, seed, kills=4)
+    try:
+        assert_same_run(experiment, reference)
+    except AssertionError as error:
+        raise AssertionError(f"{story}\n{error}") from error
+
+
+FREEZING: dict[str, tuple[str, ...]] = {
+    "low precision": (
+        "--zero_stage=3", "--training_dtype=bf16", "--store_frozen_weights_in_optimization_precision=0",
+        "--freeze=embedding,*.bias,blocks.0.mlp", "--lr_scales=head:0.5",
+    ),
+    "split masters": (
+        "--zero_stage=2", "--training_dtype=bf16", "--split_master_weights=1", "--freeze=embedding.position,blocks.1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", [pytest.param("low precision", marks=pytest.mark.slow), "split masters"])
+def test_killed_run_with_frozen_parameters(corpus: str, tmp_path: Path, how: str) -> None:
+    """The same with frozen parameters, which lie in no moments, and with masters that no buffer holds whole."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    outcome = run(flags(corpus, whole, *FREEZING[how]), RANKS)
+    assert outcome.codes == [0, 0], outcome.output
+    story = run_with_kills(flags(corpus, killed, *FREEZING[how]), killed, 1, kills=2)
+    try:
+        assert_same_run(killed, whole)
+    except AssertionError as error:
+        raise AssertionError(f"{story}\n{error}") from error
+    content = manifest.read(whole / "checkpoints" / str(ITERATIONS))
+    frozen = [name for name, parameter in content.parameters.items() if "exp_avg" not in parameter.slices]
+    assert 0 < len(frozen) < len(content.parameters)
+
+
+# Three cycles with warmups, steps that are dropped (the limits are low), batches of 8, 16 and 4 samples.
+EVERYTHING = (
+    "--batch_size=none", "--batch_size_schedule=0:8 11:16 19:4", "--lr=0.02", "--lr_decay_style=cosine",
+    "--lr_warmup_iters=3", "--lr_cycle_minima=10,21", "--lr_rewarmup_iters=2", "--min_lr_ratio=0.1",
+    "--skip_bad_steps=1", "--skip_bad_steps_window=8", "--skip_bad_steps_sigma=1.2", "--weight_decay=0.1",
+    "--adamc_weight_decay=1", "--ema_beta=0.9", "--logit_z_loss=0.001",
+)  # fmt: skip
+OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    "adamw": ("--zero_stage=3", "--ema_type=ema", "--adam_nesterov=1", "--clip_update_norm_sigma=1"),
+    "muon": (
+        "--zero_stage=1", "--training_dtype=bf16", "--optimizer=muon", "--ema_type=ema_decay_sqrt",
+        "--ema_switch_iter=9", "--ema_decay_iters=15",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "muon"])
+def test_killed_run_with_every_guard_and_schedule(corpus: str, tmp_path: Path, optimizer: str) -> None:
+    """Cycles, rewarmup, averages, AdamC, dropped steps and a batch schedule, killed twice: nothing differs in the end;
+    what was dropped, and why, is decided again as it was."""
+    more, whole, killed = (*EVERYTHING, *OPTIMIZERS[optimizer]), tmp_path / "whole", tmp_path / "killed"
+    outcome = run(flags(corpus, whole, *more), RANKS)
+    assert outcome.codes == [0, 0], outcome.output
+    story = run_with_kills(flags(corpus, killed, *more), killed, 3, kills=2)
+    try:
+        assert_same_run(killed, whole)
+    except AssertionError as error:
+        raise AssertionError(f"{story}\n{error}") from error
+    lines = {iteration: line for (phase, iteration), line in curve(whole).items() if phase == "training"}
+    assert 0 < float.fromhex(lines[ITERATIONS]["skipped_iters"]) < ITERATIONS / 2
+    assert any(line["skip_reason"] for line in lines.values())
+    assert {float.fromhex(line["batch_size"]) for line in lines.values()} == {8.0, 16.0, 4.0}
+    assert all("averaged_loss" in line for (phase, _), line in curve(whole).items() if phase == "validation")
+    assert any(key.endswith(" average") for key in weights(whole))
+
+
+@pytest.mark.parametrize("reference", [3], indirect=True, ids=["zero3"])
+def test_signal_to_one_rank_or_to_all(reference: Path, corpus: str, tmp_path: Path) -> None:
+    """SIGTERM to one rank, then to everything: each time all ranks save and exit with 75; the third start finishes."""
+    experiment = tmp_path / "stopped"
+    command = flags(corpus, experiment, zero_stage_of(reference))
+    for rank, everything in ((1, False), (None, True)):
+        with Start(command, RANKS) as start:
+            assert wait_for_lines(start, experiment, 3), "ended too early"
+            start.signal(signal.SIGTERM, rank, workers=everything)
+            outcome = start.wait()
+            start.assert_nothing_left()
+        assert outcome.codes == [75, 75], outcome.output
+        ended, newest = read_exit(experiment), checkpoints(experiment)[-1]
+        assert (ended["exit_code"], ended["status"]) == (75, "stopped"), ended
+        assert f"saved at iteration {newest};" in ended["message"], ended
+        assert newest >= max(iteration for _, iteration in curve(experiment)), "more than the running iteration is lost"
+        assert_all_good(experiment)
+    outcome = run(command, RANKS)
+    assert outcome.codes == [0, 0], outcome.output
+    assert f"resumed from {experiment}/checkpoints/{newest} at iteration {newest}" in outcome.stdouts[0]
+    assert_same_run(experiment, reference)
+
+
+def test_signal_during_a_long_validation(tmp_path: Path) -> None:
+    """A validation that was told to stop does: the ranks save, and the next start validates what it has loaded, before
+    anything else, also when the run was at its end. In the log nothing is missing, and nothing differs."""
+    more = ("--train_iters=4", "--validation_iters=150", "--validation_interval=2", "--test_iters=1", "--ema_type=ema")
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    outcome = run([*TINY, *more, f"--experiment_dir={whole}"], RANKS)
+    assert outcome.codes == [0, 0], outcome.output
+
+    def validates(number: int, iteration: int) -> bool:
+        """Whether start `number` is about to validate a new step or, every other one, what it has loaded."""
+        log = stopped / "runs" / str(number) / "logs" / "logs_rank_000.txt"
+        line = "resumed from" if number % 2 else f"training @ iteration {iteration}"
+        return log.exists() and line in log.read_text("utf-8") and read_exit(stopped).get("status") == "running"
+
+    for number, iteration in enumerate((2, 2, 4, 4)):
+        with Start([*TINY, *more, f"--experiment_dir={stopped}"], RANKS) as start:
+            reached = start.wait_until(functools.partial(validates, number, iteration), f"iteration {iteration}")
+            assert reached, "ended too early"
+            start.signal(signal.SIGTERM)
+            outcome = start.wait()
+            start.assert_nothing_left()
+        assert outcome.codes == [75, 75], outcome.output
+        assert checkpoints(stopped)[-1] == iteration and ("validation", iteration) not in curve(stopped)
+    outcome = run([*TINY, *more, f"--experiment_dir={stopped}"], RANKS)
+    assert outcome.codes == [0, 0], outcome.output
+    assert_same_run(stopped, whole)
+    outcome = run([*TINY, *more, f"--experiment_dir={stopped}"], RANKS)
+    assert "nothing to do" in outcome.output and "validation @" not in outcome.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("reference", [2], indirect=True, ids=["zero2"])
+def test_signal_at_any_moment(reference: Path, corpus: str, tmp_path: Path, seed: int) -> None:
+    """SIGTERM, SIGINT or SIGUSR1 to one rank or all at random moments, in saves, exports and validations too: exit 75
+    each time, and the run in the end is the one that was never stopped."""
+    experiment, chance, story = tmp_path / "stopped", random.Random(seed), [f"seed {seed}"]
+    command = flags(corpus, experiment, zero_stage_of(reference))
+    for _ in range(4):
+        number = chance.choice([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+        rank, lines, delay_s = chance.choice([0, 1, None]), chance.randint(1, 3), chance.uniform(0.0, 0.1)
+        with Start(command, RANKS) as start:
+            wait_for_lines(start, experiment, lines)
+            time.sleep(delay_s)
+            start.signal(number, rank)
+            outcome = start.wait()
+            start.assert_nothing_left()
+        story.append(f"{number.name} to {rank} {delay_s * 1e3:.1f} ms after line {lines}: {outcome.codes}")
+        assert outcome.codes in ([75, 75], [0, 0]), f"{story}\n{outcome.output}"
+        assert not outcome.error_lines(), f"{story}\n{outcome.stderrs}"
+        assert_all_good(experiment)
+    assert "75" in str(story[1:]), f"{story}: no signal came in time"
+    assert run(command, RANKS).codes == [0, 0], story
+    assert_same_run(experiment, reference)
+
+
+def stamps(*paths: Path) -> dict[str, tuple[int, str]]:
+    """Time of change and digest of every file below the paths."""
+    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
+    return {str(file): (file.stat().st_mtime_ns, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files}
+
+
+@pytest.mark.parametrize("reference", [3], indirect=True, ids=["zero3"])
+def test_complete_run_is_left_alone(reference: Path, corpus: str) -> None:
+    """The command of a run that is complete says so, ends with 0 and touches no checkpoint, export or metric."""
+    kept = [reference / name for name in ("checkpoints", "export", "metrics.jsonl")]
+    before = stamps(*kept)
+    outcome = run(flags(corpus, reference, zero_stage_of(reference)), RANKS)
+    assert outcome.codes == [0, 0], outcome.output
+    assert f"the run is complete: iteration {ITERATIONS} of {ITERATIONS}" in outcome.stdouts[0]
+    assert read_exit(reference)["exit_code"] == 0
+    assert stamps(*kept) == before
+
+
+def test_more_iterations_resume(corpus: str, tmp_path: Path) -> None:
+    """A larger --train_iters goes on where the run ended, to the weights of a run that was that long from the start."""
+    long, short = tmp_path / "long", tmp_path / "short"
+    assert run(flags(corpus, long, "--train_iters=14")).codes == [0]
+    assert run(flags(corpus, short, "--train_iters=9")).codes == [0]
+    outcome = run(flags(corpus, short, "--train_iters=14"))
+    assert outcome.codes == [0], outcome.output
+    assert f"resumed from {short}/checkpoints/9 at iteration 9" in outcome.stdouts[0]
+    assert "train_iters: 9 in the checkpoint, 14 now" in outcome.stdouts[0]
+    assert checkpoints(short)[-1] == checkpoints(long)[-1] == 14
+    assert weights(short) == weights(long)
+    norms = [
+        {key: values["grad_norm"] for key, values in curve(path).items() if "grad_norm" in values}
+        for path in (long, short)
+    ]
+    assert norms[1].pop(("training", 9)), "the line of the run's first end"
+    assert norms[0] == norms[1]
+
+
+def test_other_world_size_and_zero_stage(tmp_path: Path) -> None:
+    """A run goes on with another number of ranks and another ZeRO stage; losses agree to 1e-6 with one rank's."""
+    common = [*TINY, "--train_iters=15", "--batch_size=12", "--micro_batch_size=2", "--validation_iters=2"]
+    alone, moved = tmp_path / "alone", tmp_path / "moved"
+    assert run([*common, f"--experiment_dir={alone}"]).codes == [0]
+    for ranks, zero_stage, end in ((2, 3, 5), (3, 2, 10), (1, 1, 15)):
+        stop = ["--stop_interval=5"] if end < 15 else []
+        outcome = run([*common, f"--experiment_dir={moved}", f"--zero_stage={zero_stage}", *stop], ranks)
+        assert set(outcome.codes) == {0}, outcome.output
+        assert checkpoints(moved)[-1] == end
+        assert_all_good(moved)
+    expected, found = curve(alone), curve(moved)
+    assert expected.keys() == found.keys()
+    for key, values in expected.items():
+        for name in ("loss", "grad_norm"):
+            if name in values:
+                wanted = float.fromhex(values[name])
+                assert float.fromhex(found[key][name]) == pytest.approx(wanted, rel=1e-6), (key, name)
+    assert float.fromhex(found["training", 15]["loss"]) != float.fromhex(found["training", 1]["loss"])
+
+
+QUICK = ("crash", 1, (3, 40, 77, 114)), ("full", 1, (5, 60)), ("crash", 2, (31,))
+ERRORS = {"crash": None, "full": errno.ENOSPC, "broken": errno.EIO, "read-only": errno.EROFS}
+
+
+@pytest.fixture(scope="module")
+def short_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with three saves, two exports and two checkpoints deleted, without a fault."""
+    experiment = tmp_path_factory.mktemp("short") / "reference"
+    assert run(short_flags(experiment)).codes == [0]
+    return experiment
+
+
+def short_flags(experiment: Path) -> list[str]:
+    return [
+        *TINY, f"--experiment_dir={experiment}", "--train_iters=5", "--checkpoint_interval=2", "--max_checkpoints=1",
+        "--export_interval=4",
+    ]  # fmt: skip
+
+
+def survives(fault: Fault, ranks: int, rank: int, experiment: Path, reference: Path) -> bool:
+    """A run with one fault in one rank, then the same command without; False if the fault had no occasion.
+
+    Whatever the fault, the error is one line, all that is published is whole, and the second start ends as the
+    reference did (up to rounding on several ranks).
+    """
+    outcome = run(short_flags(experiment), ranks, faults={rank: fault})
+    if not os.path.exists(fault.fired):
+        assert set(outcome.codes) == {0}, outcome.output
+        return False
+    assert "Traceback" not in outcome.output, (fault, outcome.output)
+    expected = {-signal.SIGKILL, 6} if fault.error is None else {0, 8}  # 0: what could not be deleted is only named
+    assert set(outcome.codes) <= expected, (fault, outcome.codes, outcome.output)
+    said = 0 if set(outcome.codes) <= {0, -signal.SIGKILL} else 1
+    assert len(outcome.error_lines()) == said, (fault, outcome.stderrs)
+    assert_all_good(experiment)
+    again = run(short_flags(experiment), ranks)
+    assert set(again.codes) == {0}, (fault, again.output)
+    assert_all_good(experiment)
+    assert checkpoints(experiment)[-1] == 5
+    assert sorted(path.name for path in (experiment / "export").iterdir()) == ["4", "5"], fault
+    if ranks == 1:
+        assert_same_run(experiment, reference)
+    return True
+
+
+@pytest.mark.parametrize("kind, ranks, calls", QUICK, ids=lambda value: str(value).replace(" ", ""))
+def test_fault_in_a_save_or_export(
+    short_reference: Path, tmp_path: Path, kind: str, ranks: int, calls: tuple[int, ...]
+) -> None:
+    """SIGKILL or a full disk at some of the changes that saves, exports and deletions make."""
+    for call in calls:
+        fault = Fault(call, ERRORS[kind], str(tmp_path / f"fired_{call}"))
+        assert survives(fault, ranks, ranks - 1, tmp_path / str(call), short_reference), f"fewer than {call} changes"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind, ranks, rank", [*((kind, 1, 0) for kind in ERRORS), ("crash", 2, 0), ("crash", 2, 1), ("full", 2, 1)]
+)
+def test_every_fault_in_a_save_or_export(
+    short_reference: Path, tmp_path: Path, kind: str, ranks: int, rank: int
+) -> None:
+    """SIGKILL or an error at each one of the changes that saves, exports and deletions make."""
+    call = 1
+    while survives(
+        Fault(call, ERRORS[kind], str(tmp_path / f"fired_{call}")), ranks, rank, tmp_path / str(call), short_reference
+    ):
+        shutil.rmtree(tmp_path / str(call))
+        call += 1
+    assert call > 30
+
+
+def data_workers(start: Start) -> list[int]:
+    return [pid for pid in start.left_over() if "spawn_main" in command_line(pid)]
+
+
+def test_second_signal_ends_at_once(corpus: str, tmp_path: Path) -> None:
+    """A run that cannot react to SIGTERM (its data do not come) dies of the second one; its checkpoints are good."""
+    experiment = tmp_path / "stuck"
+    command = flags(corpus, experiment)
+    with Start(command) as start:
+        assert wait_for_lines(start, experiment, 4)
+        (worker,) = data_workers(start)
+        os.kill(worker, signal.SIGSTOP)
+        time.sleep(0.5)  # by now all that was read ahead is used up
+        start.signal(signal.SIGTERM, 0, workers=False)
+        time.sleep(REPEAT_S)
+        assert start.running(), "the first signal asks, it does not kill"
+        start.signal(signal.SIGTERM, 0, workers=False)
+        outcome = start.wait(timeout_s=5)
+        os.kill(worker, signal.SIGCONT)
+        start.assert_nothing_left()
+    assert outcome.codes[0] in (-signal.SIGTERM, 128 + signal.SIGTERM), outcome.output
+    assert_all_good(experiment)
+    assert checkpoints(experiment), "nothing was saved before the signal"
+
+
+def test_second_signal_ends_a_rank_that_waits_for_its_peer(corpus: str, tmp_path: Path) -> None:
+    """Where the other rank has stopped answering, the second SIGTERM need not wait for a time-out of an hour."""
+    experiment = tmp_path / "stuck"
+    with Start(flags(corpus, experiment), RANKS) as start:
+        assert wait_for_lines(start, experiment, 2)
+        start.signal(signal.SIGSTOP, 1)
+        time.sleep(0.5)
+        start.signal(signal.SIGTERM, 0, workers=False)
+        time.sleep(REPEAT_S)
+        start.signal(signal.SIGTERM, 0, workers=False)
+        assert start.processes[0].wait(5) not in (None, 0)
+
+
+def test_signal_during_start_up_saves_at_once(corpus: str, tmp_path: Path) -> None:
+    """A stop that was asked for before the first iteration leaves a checkpoint and exit code 75, and loses nothing."""
+    experiment = tmp_path / "early"
+    command = flags(corpus, experiment)
+    with Start(command, RANKS) as start:
+        assert start.wait_until((experiment / "exit.json").exists, "exit.json")
+        start.signal(signal.SIGTERM, 1, workers=False)
+        outcome = start.wait()
+    assert outcome.codes == [75, 75], outcome.output
+    saved = re.search(r"saved at iteration (\d+)", read_exit(experiment)["message"])
+    assert saved and int(saved[1]) == checkpoints(experiment)[-1]

@@ -1,0 +1,406 @@
+"""Every option of the multi-stage engine: its values, what is refused and why, what is said of it when it is idle."""
+
+from typing import Any, NamedTuple
+
+import pytest
+
+from megatron_lite.cli.help import banner, default_words, help_text
+from megatron_lite.cli.parse import ParseError, folder_of, parse
+from megatron_lite.config import Config, flatten, unflatten
+from megatron_lite.config.structured_values import lr_scale_patterns
+from megatron_lite.config.values import FLAGS
+from megatron_lite.errors import UsageError
+from megatron_lite.validation import planned_world_size, resolve, warnings
+from megatron_lite.validation.warnings import DEBUG_LEVELS, number_of_stages
+from megatron_lite.zero.layout import split_into_stages
+
+COMPLETE = ("--dataset_source=random", "--train_iters=10", "--experiment_dir=/run")
+
+# The fields of Fast-LLM's MultiStageConfig with their types and defaults, as its documentation lists them.
+FAST_LLM = {
+    "full_precision_gradients": (bool, True), "store_frozen_weights_in_optimization_precision": (bool, True),
+    "layers_per_stage": (float, 1.0), "zero_stage": (int, None), "debug_activation_memory": (bool, False),
+    "debug_all_param_gradients": (int, 0), "debug_global_tensors": (bool, True), "debug_layer_gradients": (int, 0),
+    "debug_layer_outputs": (int, 0), "debug_param_gradients": (int, 0), "debug_param_init": (int, 0),
+    "debug_param_update": (int, 0), "debug_tensor_parallel": (bool, False), "num_grad_buffers": (int, None),
+    "num_weight_buffers": (int, None), "pipeline_delay": (float, 0.0), "stages_per_pipeline_stage": (int, 1),
+}  # fmt: skip
+
+# What the engine has besides, and Fast-LLM's options of other areas that belong to it.
+OURS = {
+    "freeze": (tuple, ()), "lr_scales": (tuple, ()), "split_master_weights": (bool, False),
+    "mlp_recompute_level": (str, "none"), "throttle_cpu": (bool, True), "throttle_cpu_rate": (int, 1),
+    "throttle_cpu_delay": (int, 1), "log_communication": (bool, False), "dry_run": (bool, False),
+    "world_size": (int, None), "save_tensor_logs": (bool, False), "show_tensor_logs": (bool, True),
+    "tensor_logs_show_elements": (int, 8),
+}  # fmt: skip
+OPTIONS = FAST_LLM | OURS
+
+
+def resolved(*argv: str, launched: int = 1) -> Config:
+    """The configuration of a command line, as the program makes it before it starts."""
+    config = parse(argv).config
+    return resolve(config, planned_world_size(config, launched))
+
+
+def value(*argv: str) -> Any:
+    """What the option of the first flag is after `resolve`, in a run that is otherwise complete."""
+    return flatten(resolved(*argv, *COMPLETE))[argv[0].removeprefix("--").partition("=")[0]]
+
+
+def problem(*argv: str) -> str:
+    """The only line of what is wrong with a command line that is otherwise complete."""
+    with pytest.raises(UsageError) as caught:
+        resolved(*argv, *COMPLETE)
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+def cautions(*argv: str, launched: int = 2) -> list[str]:
+    """What is said of a run that is otherwise complete."""
+    return warnings(resolved(*COMPLETE, *argv, launched=launched))
+
+
+class Row(NamedTuple):
+    """One option: words behind its flag with the value they mean, and others with the words of the refusal."""
+
+    name: str
+    good: dict[str, Any]
+    bad: dict[str, str]
+
+
+BOOL = {"0": False, "1": True, "true": True}
+NO_BOOL = {"2": "takes 0 or 1", "auto": "takes 0 or 1", "": "is empty"}
+LEVEL = {"0": 0, "1": 1, "2": 2, "3": 3, "13": 13, "30": 30}
+NO_LEVEL = {"-1": "must be >= 0 and <= 30", "31": "must be >= 0 and <= 30", "1.5": "not an integer", "x": "not an int"}
+NO_COUNT = {"0": "must be >= 1", "-1": "must be >= 1", "1.5": "not an integer", "auto": "not an integer"}
+
+TABLE = [
+    Row("full_precision_gradients", BOOL, NO_BOOL),
+    Row("store_frozen_weights_in_optimization_precision", BOOL, NO_BOOL),
+    Row(
+        "layers_per_stage",
+        {"1": 1.0, "1.0": 1.0, "1.5": 1.5, "2": 2.0, "1e3": 1000.0, "auto": "auto", "AUTO": "auto"},
+        {
+            "0.5": "a stage is the unit of gather and reduce, and no layer is cut; write 1", "0": "write 1",
+            "-1": "must be >= 1, or auto", "nan": "not a finite number", "inf": "not a finite number",
+            "atuo": "did you mean auto?", "none": "must be >= 1, or auto", "": "is empty",
+        },
+    ),
+    Row(
+        "zero_stage",
+        {"1": 1, "2": 2, "3": 3, "auto": "auto", "Auto": "auto", "none": 1},
+        {
+            "0": "strictly worse", "4": "must be >= 1 and <= 3, or auto", "-1": "must be >= 1 and <= 3, or auto",
+            "2.0": "write 2", "aut": "did you mean auto?", "optim": "not an integer", "": "is empty",
+        },
+    ),
+    Row("debug_activation_memory", BOOL, NO_BOOL),
+    *(Row(name, LEVEL, NO_LEVEL) for name in DEBUG_LEVELS),
+    Row("debug_global_tensors", BOOL, NO_BOOL),
+    Row("debug_tensor_parallel", BOOL, NO_BOOL),
+    Row("num_weight_buffers", {"1": 1, "2": 2, "1000": 1000, "none": None}, NO_COUNT),
+    Row("num_grad_buffers", {"1": 1, "2": 2, "1000": 1000, "none": None}, NO_COUNT),
+    Row("pipeline_delay", {"0": 0.0, "2.5": 2.5, "-1": -1.0}, {"nan": "not a finite number", "x": "not a number"}),
+    Row(
+        "stages_per_pipeline_stage",
+        {"1": 1},
+        {"2": "must be 1: there is no pipeline parallelism", "0": "no pipeline parallelism", "1.0": "write 1"},
+    ),
+    Row(
+        "freeze",
+        {"blocks.0": ("blocks.0",), "blocks.0,*.bias": ("blocks.0", "*.bias"), "a  b": ("a", "b")},
+        {"blocks.0:0": "no name has a colon; write scales as --lr_scales=blocks.0:0", "a,,b": "empty", "": "empty"},
+    ),
+    Row(
+        "lr_scales",
+        {"embedding:0.1": ("embedding:0.1",), "a:0 *:2,a:1e-3": ("a:0", "*:2", "a:1e-3")},
+        {
+            "embedding": "--lr_scales=embedding: write <pattern of the names>:<scale>", ":2": "write <pattern",
+            "head:": "write <pattern", "a:1 b": "--lr_scales=b: write <pattern", "a:x": "scale x: not a number",
+            "a:-0.1": "scale -0.1 must be >= 0; 0 freezes", "a:nan": "scale nan: not a finite number",
+            "a:inf": "not a finite number", "a:1e999": "too large", "a:b:": "--lr_scales=a:b:", "": "empty",
+        },
+    ),
+    Row("split_master_weights", {"0": False}, {"1": "write --training_dtype=bf16", "2": "takes 0 or 1"}),
+    Row(
+        "mlp_recompute_level",
+        {"none": "none", "activation": "activation", "full": "full"},
+        {"1": "takes none, activation, full", "activations": "did you mean activation?", "": "is empty"},
+    ),
+    Row("throttle_cpu", BOOL, NO_BOOL),
+    Row("throttle_cpu_rate", {"1": 1, "5": 5}, {"0": "must be >= 1", "x": "not an integer"}),
+    Row("throttle_cpu_delay", {"0": 0, "3": 3}, {"-1": "must be >= 0", "1.5": "not an integer"}),
+    Row("log_communication", BOOL, NO_BOOL),
+    Row("dry_run", BOOL, NO_BOOL),
+    Row("world_size", {"none": None}, {"8": "only a dry run takes it from here: --dry_run=1", "0": "must be >= 1"}),
+    Row("save_tensor_logs", BOOL, NO_BOOL),
+    Row("show_tensor_logs", BOOL, NO_BOOL),
+    Row("tensor_logs_show_elements", {"0": 0, "1": 1, "100": 100}, {"-1": "must be >= 0", "x": "not an integer"}),
+]  # fmt: skip
+
+
+def test_table_has_every_option_once() -> None:
+    """No option of the engine is left out below."""
+    assert sorted(row.name for row in TABLE) == sorted(OPTIONS)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_name_type_and_default(name: str) -> None:
+    """Each option is a flat flag of the documented type and default, and is explained."""
+    kind, default = OPTIONS[name]
+    flag = FLAGS[name]
+    assert flag.default == default and type(flag.default) is type(default)
+    assert {bool: "bool", int: "int", float: "float", str: "str", tuple: "list of str"}[kind] == flag.kind
+    assert flag.optional == (default is None)
+    assert f"--{name}=" in help_text(everything=True) and default_words(flag)
+
+
+@pytest.mark.parametrize(("name", "text", "meaning"), [(row.name, *pair) for row in TABLE for pair in row.good.items()])
+def test_good_values(name: str, text: str, meaning: Any) -> None:
+    """A legal value arrives in the resolved configuration; resolving that again and printing it change nothing."""
+    config = resolved(f"--{name}={text}", *COMPLETE)
+    found = flatten(config)[name]
+    assert found == meaning and type(found) is type(meaning)
+    assert resolve(config, 1) == config
+    assert any(line.split()[0] == name or line.split()[1] == name for line in banner(config, {}).splitlines())
+
+
+@pytest.mark.parametrize(("name", "text", "words"), [(row.name, *pair) for row in TABLE for pair in row.bad.items()])
+def test_bad_values(name: str, text: str, words: str) -> None:
+    """An illegal value is one line that begins with the flag and gives the rule."""
+    line = problem(f"--{name}={text}")
+    assert line.startswith(f"--{name}=") and words in line, line
+
+
+@pytest.mark.parametrize("name", [name for name, (kind, _) in OPTIONS.items() if kind is bool])
+def test_bare_switches(name: str) -> None:
+    """A bare flag means 1, and --no_<flag> says how to write 0."""
+    if name != "split_master_weights":  # which is legal only with other options, below
+        assert value(f"--{name}") is True
+    assert problem(f"--no_{name}").endswith(f"write --{name}=0")
+
+
+def test_lists_take_several_words() -> None:
+    """--freeze and --lr_scales take one quoted string, commas, or the words that follow."""
+    assert value("--lr_scales", "a:1", "b:2") == value("--lr_scales", "a:1 b:2") == ("a:1", "b:2")
+    assert value("--freeze", "a", "b*", "--seed=1") == ("a", "b*")
+
+
+# --- Options that depend on each other
+
+
+BF16 = ("--training_dtype=bf16", "--split_master_weights=1", "--num_layers=4")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [(), ("--zero_stage=1",), ("--zero_stage=2",), ("--zero_stage=auto",), ("--num_grad_buffers=1",),
+     ("--num_weight_buffers=5",), ("--num_weight_buffers=6", "--tie_word_embeddings=0"), ("--layers_per_stage=auto",),
+     ("--zero_stage=3", "--num_weight_buffers=6"), ("--num_weight_buffers=3", "--layers_per_stage=2")],
+    ids=" ".join,
+)  # fmt: skip
+def test_master_weights_can_be_split(argv: tuple[str, ...]) -> None:
+    """In bf16 training with a weight buffer for every stage (a tied embedding has its own in any case)."""
+    assert resolved(*BF16, *argv, *COMPLETE).multi_stage.split_master_weights
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--training_dtype=fp32",), "--training_dtype=fp32: the master is split into the bf16 weight and the rest"),
+        (("--training_dtype=fp16",), "write --training_dtype=bf16, or leave split_master_weights out"),
+        (("--zero_stage=3",), "--zero_stage=3: the bf16 weights are half of the master, so every stage needs"),
+        (("--zero_stage=3",), "write --zero_stage=1 or 2, or leave"),
+        (("--num_weight_buffers=4",), "--num_weight_buffers=4: the bf16 weights are"),
+        (("--num_weight_buffers=5", "--tie_word_embeddings=0"), "leave num_weight_buffers out"),
+        (("--num_weight_buffers=6", "--layers_per_stage=auto"), "leave num_weight_buffers out"),
+    ],
+)
+def test_master_weights_that_cannot_be_split(argv: tuple[str, ...], words: str) -> None:
+    """One line with the rule and the fix."""
+    line = problem(*BF16, *argv)
+    assert line.startswith("--split_master_weights=1, --") and words in line, line
+
+
+def test_world_size_of_a_dry_run() -> None:
+    """The batch arithmetic of a dry run counts the ranks it is told of, and those of torchrun otherwise."""
+    model = ("--dry_run=1", "--batch_size=128")
+    batch = resolved(*model, "--world_size=128", "--micro_batch_size=1").batch
+    assert (batch.batch_size, batch.micro_batch_size, batch.sequential_micro_batches) == (128, 1, 1)
+    assert resolved(*model, "--world_size=4").batch.micro_batch_size == 32
+    assert resolved(*model, launched=2).batch.micro_batch_size == 64
+    line = problem(*model, "--world_size=3")
+    assert line.startswith("--batch_size=128 on 3 ranks") and "nearest: 126 or 129" in line
+    config = parse(["--world_size=8"]).config
+    assert planned_world_size(config, 2) == 2  # without --dry_run=1 it is refused, and counts for nothing
+
+
+def test_errors_of_a_dry_run_count_its_ranks() -> None:
+    """Beside another error, too, contradictions are those of the ranks that were asked for, if they are known."""
+    for flags, contradiction in (
+        (("--world_size=128",), False), (("--world_size=3",), True), (("--world_size=x",), False)
+    ):  # fmt: skip
+        with pytest.raises(UsageError) as caught:
+            parse(["--dry_run=1", "--batch_size=128", "--micro_batch_size=1", "--lr=x", *flags, *COMPLETE])
+        assert ("nearest" in str(caught.value)) == contradiction
+
+
+def test_dry_run_needs_neither_data_nor_a_folder() -> None:
+    """What a run would read and write is not asked for, and that nothing is saved is no surprise."""
+    argv = ("--dry_run=1", "--train_iters=5", "--checkpoint_interval=5", "--export_interval=5", "--stop_interval=5",
+            "--save_tensor_logs=1", "--debug_param_init=1", "--split=0,1")  # fmt: skip
+    assert warnings(resolved(*argv)) == []
+    with pytest.raises(UsageError) as caught:
+        resolved(*argv[1:])
+    lines = str(caught.value).splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "--data_path is missing", "--split=0,1,0, --train_iters=5", "--checkpoint_interval=5", "--export_interval=5",
+        "--stop_interval=5", "--save_tensor_logs=1",
+    ]  # fmt: skip
+    with pytest.raises(UsageError, match="--data_path=0.5: write a weight before every prefix"):
+        resolved("--dry_run=1", "--data_path=0.5")
+
+
+def test_errors_of_a_dry_run_leave_no_file() -> None:
+    """A wrong command line ends in the exit.json of its folder, but not that of a dry run."""
+    for flags, folder in (((), "/run"), (("--dry_run=1",), None), (("--dry_run=0",), "/run")):
+        with pytest.raises(ParseError) as caught:
+            parse(["--lr=x", *COMPLETE, *flags])
+        assert caught.value.experiment_dir == folder
+        assert folder_of(resolved(*COMPLETE, *flags)) == folder
+
+
+def test_tensor_logs_need_a_folder() -> None:
+    """Saving without an experiment directory is refused, with the fix."""
+    with pytest.raises(UsageError, match="--save_tensor_logs=1: there is nowhere to save; set --experiment_dir"):
+        resolved("--save_tensor_logs=1", "--dataset_source=random", "--debug_param_init=1")
+
+
+# --- Learning-rate scales
+
+
+def test_patterns_of_learning_rates() -> None:
+    """Scales come in the order in which they were given, then what is frozen, because the last that matches counts."""
+    scales = lr_scale_patterns(("head", "*.bias"), ("*:2", "head:0.5", "x:y:1e-2", "head:3"))
+    assert scales == [("*", 2.0), ("head", 0.5), ("x:y", 0.01), ("head", 3.0), ("head", 0.0), ("*.bias", 0.0)]
+    assert lr_scale_patterns((), ()) == []
+
+
+# --- Cautions
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("--num_grad_buffers=4 --zero_stage=2", "--num_grad_buffers=4 is used; --zero_stage=2 alone would set 2"),
+        ("--num_weight_buffers=1 --zero_stage=3", "--num_weight_buffers=1 is used; --zero_stage=3 alone would set 2"),
+        ("--num_weight_buffers=3 --zero_stage=2",
+         "--num_weight_buffers=3 is used; --zero_stage=2 alone would set one per stage (14)"),
+        ("--num_grad_buffers=2", "--num_grad_buffers=2 is used; --zero_stage=1 alone would set one per stage (14)"),
+        ("--num_grad_buffers=2 --layers_per_stage=auto",
+         "--num_grad_buffers=2 is used; --zero_stage=1 alone would set one per stage"),
+        ("--num_grad_buffers=4 --zero_stage=auto", "--num_grad_buffers=4 is used, whatever --zero_stage=auto chooses"),
+        ("--num_weight_buffers=15", "--num_weight_buffers=15: no more than 14 are allocated, one for each stage"),
+        ("--num_grad_buffers=7 --layers_per_stage=4 --zero_stage=3",
+         "--num_grad_buffers=7: no more than 5 are allocated, one for each stage; --zero_stage=3 alone would set 2"),
+        ("--pipeline_delay=2", "--pipeline_delay=2 is unused: no pipeline"),
+        ("--pipeline_delay=-0.5", "--pipeline_delay=-0.5 is unused: no pipeline"),
+        ("--debug_tensor_parallel=1", "--debug_tensor_parallel=1: nothing to check: no tensor parallelism"),
+        ("--store_frozen_weights_in_optimization_precision=0 --training_dtype=bf16",
+         "--store_frozen_weights_in_optimization_precision has no effect without --freeze or a scale of 0 in "
+         "--lr_scales"),
+        ("--store_frozen_weights_in_optimization_precision=0 --training_dtype=bf16 --lr_scales=head:0.5",
+         "--store_frozen_weights_in_optimization_precision has no effect without --freeze or a scale of 0 in "
+         "--lr_scales"),
+        ("--store_frozen_weights_in_optimization_precision=0 --freeze=head",
+         "--store_frozen_weights_in_optimization_precision has no effect in fp32 training"),
+        ("--full_precision_gradients=0 --training_dtype=bf16",
+         "--full_precision_gradients=0: gradients are accumulated and reduced in bf16; small contributions are lost"),
+        ("--full_precision_gradients=0", "--full_precision_gradients has no effect in fp32 training"),
+        ("--save_tensor_logs=1", "--save_tensor_logs has no effect while all debug levels are 0"),
+        ("--show_tensor_logs=0", "--show_tensor_logs has no effect while all debug levels are 0"),
+        ("--debug_global_tensors=0", "--debug_global_tensors has no effect while all debug levels are 0"),
+        ("--tensor_logs_show_elements=3 --debug_param_init=2",
+         "--tensor_logs_show_elements has no effect while no debug level is 3 or more"),
+        ("--tensor_logs_show_elements=3 --debug_param_init=3 --show_tensor_logs=0 --save_tensor_logs=1",
+         "--tensor_logs_show_elements has no effect with --show_tensor_logs=0"),
+        ("--debug_layer_outputs=2 --show_tensor_logs=0",
+         "--debug_layer_outputs has no effect with --show_tensor_logs=0 and without --save_tensor_logs=1"),
+        ("--throttle_cpu=0 --device=cpu", "--throttle_cpu has no effect with --device=cpu"),
+        ("--throttle_cpu_rate=4 --device=cpu", "--throttle_cpu_rate has no effect with --device=cpu"),
+        ("--throttle_cpu_delay=4 --throttle_cpu=0", "--throttle_cpu_delay has no effect with --throttle_cpu=0"),
+        ("--train_iters=0", "--train_iters=0: nothing is trained, so neither gradients nor optimizer state are "
+         "allocated"),
+        ("--train_iters=0 --export_interval=1 --export_format=distributed",
+         "--train_iters=0: nothing is trained; --export_format=distributed alone needs the optimizer state"),
+    ],
+)  # fmt: skip
+def test_cautions(argv: str, expected: str) -> None:
+    """What is legal but does not do what one may expect is said in one line, and nothing else is."""
+    assert cautions(*argv.split()) == [expected]
+
+
+def test_buffers_on_one_rank() -> None:
+    """One rank's shards are whole: where they have the dtype of the buffers, there is nothing to share."""
+    idle = "has no effect on one rank{}: the shards are whole and serve as buffers"
+    argv = ("--zero_stage=3", "--num_weight_buffers=1", "--num_grad_buffers=1")
+    gradients = "--num_grad_buffers " + idle.format("")
+    assert cautions(*argv, launched=1) == ["--num_weight_buffers " + idle.format(" in fp32 training"), gradients]
+    weights = "--num_weight_buffers=1 is used; --zero_stage=3 alone would set 2"
+    assert cautions(*argv, "--training_dtype=bf16", launched=1) == [weights, gradients]
+    assert cautions(*argv, "--batch_size=12", launched=3) == [
+        weights, "--num_grad_buffers=1 is used; --zero_stage=3 alone would set 2"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEBUG_LEVELS[2:])
+def test_gradients_cannot_be_logged_without_training(name: str) -> None:
+    """Nor can updates."""
+    assert f"--{name} has no effect with --train_iters=0" in cautions("--train_iters=0", f"--{name}=1")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "", "--zero_stage=auto", "--layers_per_stage=auto", "--layers_per_stage=1.5", "--zero_stage=3",
+        "--num_grad_buffers=2 --zero_stage=2", "--num_weight_buffers=2 --num_grad_buffers=2 --zero_stage=3",
+        "--num_weight_buffers=14", "--num_weight_buffers=13 --zero_stage=2", "--pipeline_delay=0",
+        "--stages_per_pipeline_stage=1", "--store_frozen_weights_in_optimization_precision=0 --training_dtype=bf16 "
+        "--freeze=embedding", "--lr_scales=head:0 --training_dtype=bf16 "
+        "--store_frozen_weights_in_optimization_precision=0", "--split_master_weights=1 --training_dtype=bf16",
+        "--debug_layer_outputs=3 --save_tensor_logs=1 --show_tensor_logs=0 --debug_global_tensors=0",
+        "--debug_param_update=13 --tensor_logs_show_elements=2", "--debug_activation_memory=1",
+        "--throttle_cpu_rate=2 --throttle_cpu_delay=0", "--throttle_cpu=0", "--device=cpu", "--log_communication=1",
+        "--mlp_recompute_level=full", "--dry_run=1 --world_size=128 --batch_size=128",
+    ],
+)  # fmt: skip
+def test_no_caution_without_reason(argv: str) -> None:
+    """Options that do what they say need no comment."""
+    assert cautions(*argv.split()) == []
+
+
+def test_automatic_values_survive() -> None:
+    """`auto` needs the device: it is resolved later, and until then it is neither replaced nor compared."""
+    config = resolved("--zero_stage=auto", "--layers_per_stage=auto", "--num_grad_buffers=1", *COMPLETE)
+    assert (config.multi_stage.zero_stage, config.multi_stage.layers_per_stage) == ("auto", "auto")
+    lines = banner(config, {}).splitlines()
+    for name in ("zero_stage", "layers_per_stage"):
+        assert any(line.startswith(f"* {name} .") and line.endswith(" auto") for line in lines)
+
+
+def test_words_are_for_their_options_only() -> None:
+    """A configuration made in Python is held against the same rules as a command line."""
+    for name, wrong in (("zero_stage", "2"), ("layers_per_stage", "none"), ("num_layers", "auto"), ("lr", "auto")):
+        with pytest.raises(UsageError, match=f"--{name}={wrong}: must be "):
+            resolve(unflatten({"dataset_source": "random", name: wrong}), 1)
+
+
+def test_number_of_stages_is_that_of_the_split() -> None:
+    """The arithmetic without torch agrees with the split itself, where quotients and products round apart, too."""
+    for num_layers in range(1, 65):
+        for hundredths in (*range(100, 400), 777, 6400, 10**6):
+            split = split_into_stages(num_layers, hundredths / 100)
+            assert number_of_stages(num_layers, hundredths / 100) == len(split), (num_layers, hundredths)
+    assert number_of_stages(12, "auto") is None
+    assert number_of_stages(2**53 + 1, 1.0) == 2**53 + 4  # no loop over the stages, whatever rounding does

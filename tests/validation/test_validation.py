@@ -1,0 +1,469 @@
+"""Derived values, the batch arithmetic against a brute-force search, and every contradiction between options."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megatron_lite.config import Config, flatten, unflatten
+from megatron_lite.config.values import FLAGS
+from megatron_lite.errors import UsageError
+from megatron_lite.validation import BATCH, resolve, warnings, weighted_paths
+
+
+def resolved(world_size: int = 1, **options: Any) -> Config:
+    return resolve(unflatten({"dataset_source": "random", **options}), world_size)
+
+
+def problems(world_size: int = 1, **options: Any) -> list[str]:
+    with pytest.raises(UsageError) as caught:
+        resolved(world_size, **options)
+    return str(caught.value).splitlines()
+
+
+def only_problem(world_size: int = 1, **options: Any) -> str:
+    (problem,) = problems(world_size, **options)
+    return problem
+
+
+def cautions(**options: Any) -> list[str]:
+    """Warnings beyond the one about a run that is not saved."""
+    found = warnings(resolved(**{"train_iters": 10, "experiment_dir": "/run", **options}))
+    return [caution for caution in found if "nothing is saved" not in caution]
+
+
+# --- Derived values
+
+
+def test_model_defaults() -> None:
+    """Everything about the model that was left out follows from the rest."""
+    model = resolved(hidden_size=96, num_attention_heads=6, num_layers=8, sequence_length=4096).model
+    assert (model.head_groups, model.kv_channels, model.ffn_hidden_size) == (6, 16, 384)
+    assert (model.activation_type, model.use_position_embeddings, model.max_position_embeddings) == ("gelu", True, 4096)
+    assert model.init_method_std == model.init_method_std_embed == model.init_method_std_qkv == 96**-0.5
+    assert model.init_method_std_mlp_1 == 96**-0.5
+    assert model.init_method_std_mlp_2 == model.init_method_std_attn_proj == 96**-0.5 / 4.0
+    gated = resolved(gated=True, use_rotary_embeddings=True, sequence_length=16, init_method_std=0.5).model
+    assert (gated.activation_type, gated.use_position_embeddings) == ("silu", False)
+    assert gated.max_position_embeddings == 2048
+    assert (gated.init_method_std_embed, gated.init_method_std_mlp_2) == (0.5, 0.5 / 24**0.5)
+
+
+def test_given_values_are_kept() -> None:
+    """A value that was set is never replaced, whatever would be derived."""
+    options: dict[str, Any] = dict(
+        head_groups=2, kv_channels=10, ffn_hidden_size=7, max_position_embeddings=5000, use_position_embeddings=True,
+        use_rotary_embeddings=True, activation_type="relu", init_method_std_qkv=0.0, batch_size=8, micro_batch_size=2,
+        lr_decay_iters=7, zero_stage=3, prefetch_factor=4, loss_scale=8.0, experiment_name="x", experiment_dir="/y",
+        train_iters=5, wandb_post_alerts=False, wandb_status_interval=3, split=(1.0, 1.0, 1.0),
+    )  # fmt: skip
+    values = flatten(resolved(**options))
+    assert {name: values[name] for name in options} == options
+
+
+def test_other_defaults() -> None:
+    """Schedule, loss scale, workers, split and names."""
+    config = resolved(train_iters=50, experiment_dir="/runs/mistral/", split=(9.0, 1.0), wandb_status_interval=5)
+    assert (config.learning_rate.lr_decay_iters, config.learning_rate.min_lr) == (50, 0.0)
+    assert (config.optimizer.loss_scale, config.multi_stage.zero_stage) == (1.0, 1)
+    assert (config.data.prefetch_factor, config.data.split) == (2, (9.0, 1.0, 0.0))
+    assert (config.run.experiment_name, config.run.wandb_post_alerts) == ("mistral", True)
+    config = resolved(training_dtype="fp16", num_workers=0)
+    assert (config.optimizer.loss_scale, config.data.prefetch_factor) == (None, None)
+    assert (config.run.experiment_name, config.run.wandb_post_alerts) == (None, False)
+
+
+# --- Batch arithmetic
+
+
+def solutions(options: dict[str, int], world_size: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """All ways to complete `options` to batch = micro * depth * breadth * world_size, by the rule of the design.
+
+    Where batch or micro is missing, missing micro-batch counts are 1 (and sequential, if given, is all depth-first);
+    where both are given, the counts follow from them, all depth-first by default.
+    """
+    both = "batch_size" in options and "micro_batch_size" in options
+    for depth, breadth in itertools.product(range(1, 13), repeat=2):
+        if "sequential_micro_batches" not in options and not both:
+            free = {"depth_first_micro_batches": depth, "breadth_first_micro_batches": breadth}
+            if any(count != 1 for name, count in free.items() if name not in options):
+                continue
+        elif not {"depth_first_micro_batches", "breadth_first_micro_batches"} & set(options) and breadth != 1:
+            continue
+        sizes = [options["micro_batch_size"]] if "micro_batch_size" in options else range(1, 13)
+        if "batch_size" not in options and "micro_batch_size" not in options:
+            sizes = [1]
+        for micro in sizes:
+            full = (micro * depth * breadth * world_size, micro, depth, breadth, depth * breadth)
+            if all(options.get(name, number) == number for name, number in zip(BATCH, full, strict=True)):
+                yield full
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_batch_arithmetic_against_search(world_size: int) -> None:
+    """For all small combinations: the one solution if there is one, else an error that names the flags."""
+    choices = ((None, 1, 4, 6, 12), (None, 1, 2, 3), (None, 1, 2, 3), (None, 1, 2), (None, 1, 2, 4))
+    good = 0
+    for numbers in itertools.product(*choices):
+        options = {name: number for name, number in zip(BATCH, numbers, strict=True) if number is not None}
+        expected = list(solutions(options, world_size))
+        assert len(expected) <= 1, (options, expected)
+        if expected:
+            values = flatten(resolved(world_size, **options))
+            assert tuple(values[name] for name in BATCH) == expected[0], options
+            good += 1
+        else:
+            assert only_problem(world_size, **options).startswith("--")
+    assert good > 100
+
+
+def test_impossible_batches_name_possible_ones() -> None:
+    """The message has the numbers and the nearest batch sizes that work, and those do work."""
+    message = only_problem(3, batch_size=128, micro_batch_size=1)
+    assert message == (
+        "--batch_size=128, --micro_batch_size=1 on 3 ranks: batch_size must be a multiple of 1 * 3 = 3 "
+        "(or write --allow_nondivisible_batch_size=1); nearest: 126 or 129"
+    )
+    assert only_problem(4, batch_size=2).endswith("must be a multiple of 4; nearest: 4")
+    assert only_problem(2, batch_size=12, depth_first_micro_batches=5).endswith("nearest: 10 or 20")
+    counts = dict(depth_first_micro_batches=2, breadth_first_micro_batches=1)
+    message = only_problem(2, batch_size=16, micro_batch_size=2, **counts)
+    assert message.endswith("are 2, not 4; leave one of them out, or batch_size must be 8")
+    message = only_problem(1, batch_size=7, micro_batch_size=1, breadth_first_micro_batches=3)
+    assert message.endswith("batch_size must be 6 or 9")
+    message = only_problem(1, batch_size=8, micro_batch_size=2, sequential_micro_batches=3)
+    assert message.endswith("is 4, not 3; leave sequential_micro_batches out or write --batch_size=6")
+    message = only_problem(1, sequential_micro_batches=5, depth_first_micro_batches=2)
+    assert "multiple of 2, and 5 is not" in message
+    for batch in (4, 6, 8, 9, 10, 20):
+        resolved(2 if batch in (10, 20) else 1, batch_size=batch)
+
+
+def test_huge_batches() -> None:
+    """Numbers near 2**63 neither overflow nor take time."""
+    assert resolved(7, batch_size=7 * 10**17).batch.micro_batch_size == 10**17
+    assert "nearest" in only_problem(7, batch_size=2**63 - 1, micro_batch_size=2**62)
+
+
+def test_cross_entropy_splits() -> None:
+    """The loss of a micro-batch cannot have more chunks than tokens."""
+    resolved(micro_batch_size=2, sequence_length=8, cross_entropy_splits=16)
+    assert "only 16 tokens" in only_problem(micro_batch_size=2, sequence_length=8, cross_entropy_splits=17)
+
+
+# --- Contradictions
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (dict(hidden_size=100), "--hidden_size=100, --num_attention_heads=8: the heads share hidden_size equally; "
+         "nearest hidden sizes: 96 or 104; or set --kv_channels"),
+        (dict(head_groups=3), "--num_attention_heads=8, --head_groups=3: "),
+        (dict(head_groups=16), "--num_attention_heads=8, --head_groups=16: "),
+        (dict(kv_channels=7, use_rotary_embeddings=True), "write an even --kv_channels"),
+        (dict(hidden_size=8, use_rotary_embeddings=True), "write an even --kv_channels"),
+        (dict(max_position_embeddings=100), "write --sequence_length=100, or --max_position_embeddings=2048"),
+        (dict(min_lr=1.0), "--min_lr=1, --lr=0.0001: the rate would grow"),
+        (dict(training_dtype="fp16", initial_loss_scale=1.0, min_loss_scale=2.0), "first loss scale is below"),
+        (dict(split=()), "--split=: takes up to three proportions"),
+        (dict(split=(0.0, 0.0)), "with a positive sum"),
+        (dict(split=(1.0, 1.0, 1.0, 1.0)), "takes up to three"),
+        (dict(split=(1e308, 1e308)), "with a positive sum"),
+        (dict(dataset_source="list"), "--data_path is missing"),
+        (dict(dataset_source="list", data_path=("a",), train_iters=1, split=(0.0, 1.0)), "left for training"),
+        (dict(dataset_source="list", data_path=("a",), validation_iters=1, split=(1.0,)), "left for validation"),
+        (dict(dataset_source="list", data_path=("a",), test_iters=1, split=(9998.0, 2.0, 0.0)), "left for test"),
+        (dict(dataset_source="list", data_path=("0.5", "a", "b")), "write a weight before every prefix"),
+        (dict(checkpoint_interval=5), "--checkpoint_interval=5: there is nowhere to save"),
+        (dict(export_interval=5), "set --experiment_dir or leave export_interval out"),
+        (dict(stop_interval=5), "--stop_interval=5"),
+        (dict(zero_stage=0), "--zero_stage=0: strictly worse"),
+        (dict(num_layers=0), "--num_layers=0: must be >= 1 and <= 10000"),
+        (dict(split=(-1.0, 2.0)), "--split=-1,2: must be >= 0"),
+        (dict(lr=float("nan")), "--lr=nan: must be >= 0"),
+        (dict(device="tpu"), "--device=tpu: takes auto, cuda, cpu"),
+    ],
+)  # fmt: skip
+def test_contradictions(options: dict[str, Any], text: str) -> None:
+    """Each is one line that names the flags, their values, the rule and the fix."""
+    assert text in only_problem(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(hidden_size=100, kv_channels=16),
+        dict(hidden_size=8, kv_channels=3),
+        dict(use_rotary_embeddings=True, use_position_embeddings=True),
+        dict(use_rotary_embeddings=True, max_position_embeddings=10),
+        dict(use_position_embeddings=False),
+        dict(lr=0.0),
+        dict(train_iters=0, lr_warmup_iters=1000, lr_decay_style="cosine"),
+        dict(train_iters=10, lr_warmup_iters=10),
+        dict(train_iters=10, lr_warmup_iters=11),
+        dict(train_iters=10, lr_warmup_iters=10, lr_decay_style="cosine"),
+        dict(train_iters=100, lr_warmup_iters=10, lr_decay_iters=10, lr_decay_style="linear"),
+        dict(train_iters=10, lr_warmup_iters=2, lr_decay_iters=5, lr_decay_style="power"),
+        dict(train_iters=10, lr_decay_iters=100, lr_decay_style="cosine"),
+        dict(training_dtype="fp16", initial_loss_scale=1.0, min_loss_scale=2.0, loss_scale=1.0),
+        dict(num_weight_buffers=1000, num_grad_buffers=1),
+        dict(split=(5.0,)),
+        dict(checkpoint_interval=5, stop_interval=7, export_interval=3, experiment_dir="/x"),
+        dict(max_checkpoints=1),
+        dict(window_size=10**9),
+        dict(dataset_source="list", data_path=("0.5", "a", "1", "b")),
+        dict(num_workers=0),
+    ],
+)
+def test_legal_combinations(options: dict[str, Any]) -> None:
+    """Unusual but meaningful combinations are left alone, and resolving twice changes nothing."""
+    config = resolved(2, **options)
+    assert resolve(config, 2) == config
+
+
+def test_all_problems_together() -> None:
+    """One error has every problem, one a line."""
+    lines = problems(2, hidden_size=100, min_lr=1.0, batch_size=3, checkpoint_interval=1, head_groups=3)
+    assert len(lines) == 5
+
+
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "num_attention_heads": (1, 6, 8), "head_groups": (None, 1, 4), "kv_channels": (None, 5, 8),
+    "hidden_size": (8, 48, 100), "use_rotary_embeddings": (False, True), "use_position_embeddings": (None, False, True),
+    "sequence_length": (1, 128, 4096), "max_position_embeddings": (None, 64, 4096), "gated": (False, True),
+    "window_size": (None, 1, 10**6), "batch_size": (None, 1, 12), "micro_batch_size": (None, 1, 3),
+    "depth_first_micro_batches": (None, 1, 2), "breadth_first_micro_batches": (None, 1, 2),
+    "sequential_micro_batches": (None, 1, 4), "lr": (0.0, 1e-3), "min_lr": (0.0, 1e-4), "train_iters": (0, 5, 1000),
+    "lr_warmup_iters": (0, 5, 100), "lr_decay_iters": (None, 5, 2000), "lr_decay_style": ("constant", "cosine"),
+    "training_dtype": ("fp32", "bf16", "fp16"), "loss_scale": (None, 2.0), "initial_loss_scale": (0.5, 65536.0),
+    "full_precision_gradients": (True, False), "zero_stage": (None, 1, 2, 3, "auto"), "layers_per_stage": (1.5, "auto"),
+    "num_weight_buffers": (None, 1, 20), "split_master_weights": (False, True), "freeze": ((), ("head",)),
+    "lr_scales": ((), ("a:0",)), "dry_run": (False, True), "save_tensor_logs": (False, True),
+    "dataset_source": ("list", "random"),
+    "data_path": ((), ("a",), ("0.5", "a", "0.5", "b"), ("0.5", "a", "b")), "num_workers": (0, 2),
+    "prefetch_factor": (None, 3), "split": ((1.0,), (1.0, 1.0), (0.0, 0.0, 1.0)), "validation_iters": (0, 3),
+    "test_iters": (0, 3), "checkpoint_interval": (None, 2), "export_interval": (None, 2),
+    "experiment_dir": (None, "/x"), "cross_entropy_splits": (None, 1, 500),
+    "cross_entropy_block_size": (None, 7, 10**6), "recompute_layers": (0, 2, 100),
+    "enable_triton_kernels": (None, False, True), "rotary_base": (None, 100.0), "rotary_percent": (1.0, 0.5, 0.3),
+    "rope_type": ("default", "linear", "llama3", "yarn"), "rope_factor": (None, 4.0),
+    "rope_original_max_position_embeddings": (None, 64), "attention_softmax_in_fp32": (False, True),
+    "attention_backend": ("auto", "flash", "math"),
+    "wandb_entity_name": (None, "me"), "wandb_status_interval": (None, 2),
+}  # fmt: skip
+
+
+def covering_array(generator: random.Random) -> Iterator[dict[str, Any]]:
+    """Combinations in which every pair of values of any two options occurs: greedy, the best of a few random rows."""
+    names = list(OPTIONS)
+    left = {
+        ((a, i), (b, j))
+        for a, b in itertools.combinations(names, 2)
+        for i in range(len(OPTIONS[a]))
+        for j in range(len(OPTIONS[b]))
+    }
+    while left:
+        (first, second) = min(left)
+        rows = [
+            {name: generator.randrange(len(OPTIONS[name])) for name in names} | dict((first, second)) for _ in range(8)
+        ]
+        covered = [left & set(itertools.combinations(row.items(), 2)) for row in rows]
+        best = max(range(len(rows)), key=lambda place: len(covered[place]))
+        left -= covered[best]
+        yield {name: OPTIONS[name][place] for name, place in rows[best].items()}
+
+
+def test_pairs_of_options() -> None:
+    """Every pair of values, in about a hundred combinations and as many random ones near the defaults:
+    a UsageError or a configuration without gaps that keeps what was set, resolves to itself and can be explained."""
+    generator = random.Random(0)
+    rows = list(covering_array(generator))
+    for _ in range(400):
+        names = generator.sample(list(OPTIONS), 4)
+        rows.append({name: generator.choice(OPTIONS[name]) for name in names})
+    derived_later = {
+        "num_weight_buffers", "num_grad_buffers", "cross_entropy_splits", "peak_tflops", "window_size",
+        "tokenizer_file", "checkpoint_interval", "max_checkpoints", "export_interval", "stop_interval",
+        "experiment_dir", "experiment_name", "wandb_entity_name", "wandb_status_interval", "loss_scale",
+        "prefetch_factor", "world_size", "enable_triton_kernels", "cross_entropy_block_size",
+        "min_lr_ratio", "lr_warmup_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_fraction", "lr_rewarmup_fraction",
+        "lr_cycle_iters", "lr_cycle_fraction", "lr_cooldown_fraction", "lr_schedule", "update_rms_clip",
+        "clip_update_norm_sigma", "weight_decay_default_mask", "eval_micro_batch_size", "model",
+        "pretrained_checkpoint_path", "pretrained_checkpoint_type", "sample_interval", "sample_prompts", "sample_top_k",
+        "rope_factor", "rope_original_max_position_embeddings", "rope_low_freq_factor", "rope_high_freq_factor",
+        "rope_beta_fast", "rope_beta_slow", "rope_attention_factor", "rope_mscale", "rope_mscale_all_dim",
+        "rope_truncate", "export_model_type",
+    }  # fmt: skip
+    good = 0
+    for row in rows:
+        options = {"dataset_source": "random", **row}
+        for world_size in (1, 2):
+            try:
+                config = resolve(unflatten(options), world_size)
+            except UsageError as error:
+                assert all(line.startswith("--") for line in str(error).splitlines()), error
+                continue
+            good += 1
+            values = flatten(config)
+            assert {name for name, value in values.items() if value is None} <= derived_later
+            changed = {name for name, value in row.items() if value is not None and values[name] != value}
+            assert changed <= {"split"}
+            batch = config.batch
+            assert batch.micro_batch_size is not None and batch.sequential_micro_batches is not None
+            assert batch.batch_size == batch.micro_batch_size * batch.sequential_micro_batches * world_size
+            assert resolve(config, world_size) == config
+            assert all(isinstance(line, str) for line in warnings(config))
+    assert good > 200
+
+
+# --- Weighted paths
+
+
+def test_weighted_paths() -> None:
+    """Weights sum to 1; without weights all prefixes count the same."""
+    assert weighted_paths(("a",)) == [(1.0, "a")]
+    assert weighted_paths(("a", "b")) == [(0.5, "a"), (0.5, "b")]
+    assert weighted_paths(("3", "a", "1.", "./7")) == [(0.75, "a"), (0.25, "./7")]
+    assert weighted_paths(()) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["0.3", "0.3 a b", "a 0.3", "a 0.3 b 0.7", "0.3 0.7", "0 a 1 b", "-1 a 2 b", "nan a 1 b", "inf a", "1e999 a",
+     "1 a nan b", "1_0 a 1 b", "1e308 a 1e308 b", "1 a 2", "1 2 3 4"],
+)  # fmt: skip
+def test_bad_weighted_paths(words: str) -> None:
+    """Weights that are no positive finite numbers, or do not alternate with prefixes, are refused."""
+    with pytest.raises(UsageError, match="^--data_path="):
+        weighted_paths(words.split())
+
+
+# --- Warnings
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (dict(train_iters=0), "nothing is trained"),
+        (dict(lr=0.0), "learning rate is 0"),
+        (dict(training_dtype="bf16", full_precision_gradients=False), "accumulated and reduced in bf16"),
+        (dict(training_dtype="fp16", loss_scale=8.0), "constant loss scale"),
+        (dict(use_position_embeddings=False), "neither rotary nor learned"),
+        (dict(use_rotary_embeddings=True, max_position_embeddings=16), "shorter context"),
+        (dict(window_size=2048), "--window_size has no effect"),
+        (dict(num_workers=3), "--num_workers has no effect with --dataset_source=random"),
+        (
+            dict(dataset_source="list", data_path=("a",), num_workers=0, prefetch_factor=3),
+            "--prefetch_factor has no effect with --num_workers=0",
+        ),
+        (dict(min_lr=1e-5), "--min_lr has no effect with --lr_decay_style=constant"),
+        (dict(lr_decay_iters=5), "--lr_decay_iters has no effect"),
+        (dict(hysteresis=3), "--hysteresis has no effect without dynamic loss scaling"),
+        (dict(data_path=("a",)), "--data_path has no effect with --dataset_source=random"),
+        (
+            dict(use_rotary_embeddings=True, rope_type="yarn", rope_factor=2., rope_original_max_position_embeddings=9),
+            "--rope_factor=2: max_position_embeddings 2048 is another multiple of rope_original",
+        ),
+        (dict(attention_softmax_in_fp32=True), "--attention_softmax_in_fp32 has no effect in fp32 training"),
+        (dict(rotary_embedding_scale=-1.0), "--rotary_base has no effect"),
+        (dict(add_linear_biases=False, random_bias_init=True), "--random_bias_init has no effect"),
+        (dict(full_precision_gradients=False), "--full_precision_gradients has no effect in fp32 training"),
+        (dict(full_precision_residual=True), "--full_precision_residual has no effect in fp32 training"),
+        (dict(zero_centered_normalization=True, use_layer_norm_weight=False), "--zero_centered_normalization has no"),
+        (dict(layer_norm_init_range=0.1, use_layer_norm_weight=False), "--layer_norm_init_range has no effect"),
+        (dict(validation_interval=5), "--validation_interval has no effect"),
+        (dict(checkpoint_offset=5), "--checkpoint_offset has no effect"),
+        (dict(stop_offset=5), "--stop_offset has no effect"),
+        (dict(max_checkpoints=5, experiment_dir=None), "--max_checkpoints has no effect"),
+        (dict(tokenizer_file="x"), "--tokenizer_file has no effect"),
+        (dict(wandb_project_name="x"), "--wandb_project_name has no effect without --wandb_entity_name"),
+        (dict(wandb_status_interval=3, wandb_post_alerts=False), "--wandb_status_interval has no effect"),
+    ],
+)  # fmt: skip
+def test_warnings(options: dict[str, Any], text: str) -> None:
+    """Each surprise is one line."""
+    assert len([line for line in cautions(**options) if text in line]) == 1, cautions(**options)
+
+
+def test_no_warnings_without_reason() -> None:
+    """Defaults and the settings of the tutorial are no surprise; a run without a directory is one."""
+    assert cautions() == []
+    assert cautions(
+        training_dtype="bf16", lr_decay_style="cosine", min_lr=1e-5, lr_decay_iters=5, wandb_entity_name="me",
+        wandb_project_name="x", validation_iters=2, validation_interval=5, checkpoint_interval=2, max_checkpoints=5,
+        use_rotary_embeddings=True, rotary_embedding_scale=-9.0, window_size=64, num_workers=8, zero_stage=2,
+        dataset_source="list", data_path=("a",),
+    ) == []  # fmt: skip
+    assert warnings(resolved(train_iters=1)) == ["--experiment_dir is not set: nothing is saved"]
+
+
+def test_flags_cover_the_configuration() -> None:
+    """Every option has a flag, and the flag knows its type."""
+    assert list(FLAGS) == list(flatten(Config()))
+    for name, value in flatten(Config()).items():
+        kind = FLAGS[name].kind
+        expected = {"int": int, "float": float, "bool": bool, "str": str}.get(kind, tuple)
+        assert FLAGS[name].optional if value is None else type(value) is expected
+
+
+SCHEDULES: list[tuple[int, dict[str, Any], str]] = [
+    # (ranks, options, the resolved batch arithmetic: batch, micro, depth, breadth, sequential)
+    (1, dict(batch_size_schedule=("0:32", "10:64")), "64 32 2 1 2"),
+    (2, dict(batch_size_schedule=("0:32", "10:64")), "64 16 2 1 2"),
+    (2, dict(batch_size_schedule=("0:48", "10:32")), "48 8 3 1 3"),
+    (2, dict(batch_size_schedule=("0:32", "10:64"), breadth_first_micro_batches=2), "64 8 2 2 4"),
+    (2, dict(batch_size_schedule=("0:32", "10:64"), micro_batch_size=4), "64 4 8 1 8"),
+    (2, dict(batch_size_schedule=("0:32", "10:64"), sequential_micro_batches=8), "64 4 8 1 8"),
+    (1, dict(batch_size_schedule=("0:32", "10:64"), batch_size=64), "64 32 2 1 2"),  # as resolved
+    (2, dict(batch_size_schedule=("0:5", "10:13"), allow_nondivisible_batch_size=True), "13 3 3 1 3"),
+    (2, dict(batch_size=13, allow_nondivisible_batch_size=True), "13 7 1 1 1"),
+    (2, dict(batch_size=13, micro_batch_size=2, allow_nondivisible_batch_size=True), "13 2 4 1 4"),
+    (2, dict(batch_size=13, micro_batch_size=2, breadth_first_micro_batches=3, allow_nondivisible_batch_size=True),
+     "13 2 2 3 6"),
+    (2, dict(batch_size=13, sequential_micro_batches=4, allow_nondivisible_batch_size=True), "13 2 4 1 4"),
+    (1, dict(batch_size=12, micro_batch_size=3, allow_nondivisible_batch_size=True), "12 3 4 1 4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "options", "expected"), SCHEDULES, ids=str)
+def test_batches_of_a_schedule_and_with_padding(ranks: int, options: dict[str, Any], expected: str) -> None:
+    """batch_size is the largest; resolving again changes nothing."""
+    config = resolve(unflatten({"dataset_source": "random", "batch_size": None, **options}), ranks)
+    batch = config.batch
+    found = (
+        batch.batch_size, batch.micro_batch_size, batch.depth_first_micro_batches, batch.breadth_first_micro_batches,
+        batch.sequential_micro_batches,
+    )  # fmt: skip
+    assert " ".join(map(str, found)) == expected
+    assert resolve(config, ranks) == config
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "message"),
+    [
+        (1, dict(batch_size=32, batch_size_schedule=("0:32", "9:64")), "leave batch_size out (it becomes the"),
+        (1, dict(batch_size_schedule=("5:32",)), "write 0:<size> first"),
+        (2, dict(batch_size_schedule=("0:32", "9:40"), micro_batch_size=16), "its largest size, 40, must be a"),
+        (2, dict(batch_size_schedule=("0:24", "9:64"), micro_batch_size=16),
+         "every size must be a multiple of 16 * 2 = 32, and 24 is not; write a smaller --micro_batch_size, or "
+         "--allow_nondivisible_batch_size=1; nearest: 32"),
+        (2, dict(batch_size_schedule=("0:32", "9:64"), micro_batch_size=8, breadth_first_micro_batches=4),
+         "multiple of 8 * 2 * 4 breadth-first = 64, and 32 is not"),
+        (2, dict(batch_size_schedule=("0:3", "9:6")), "must be a multiple of 1 * 2 = 2, and 3 is not; write --allow_"),
+        (1, dict(batch_size=5, sequential_micro_batches=4, allow_nondivisible_batch_size=True),
+         "micro-batches of 2 are full after 3, and 1 would be padding alone; write --micro_batch_size=2 and leave"),
+        (2, dict(batch_size=13, micro_batch_size=2, sequential_micro_batches=3, allow_nondivisible_batch_size=True),
+         "is 4, not 3"),
+        (2, dict(batch_size=12, eval_micro_batch_size=7), "a validation batch has batch_size samples, 6 for a rank"),
+        (1, dict(validation_iters="all"), "made-up samples have no end; write a number of batches"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_batches_that_cannot_be(ranks: int, options: dict[str, Any], message: str) -> None:
+    """Each message has the rule and the fix."""
+    with pytest.raises(UsageError) as caught:
+        resolve(unflatten({"dataset_source": "random", **options}), ranks)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
