@@ -3,6 +3,21 @@
 `exit.json` in the experiment directory repeats the code, because torchrun flattens every failure to 1.
 """
 
+from __future__ import annotations
+
+import errno
+
+EXIT_DONE = 0
+EXIT_PREEMPTED = 75
+
+STORAGE_ERRORS = (
+    errno.EISDIR, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO,
+    errno.EFBIG,
+)
+_LESS_MEMORY = (
+    "try a smaller --micro_batch_size, then --zero_stage=2 or 3, more ranks, or a larger --cross_entropy_splits"
+)
+
 
 class RunError(ValueError):
     """An expected failure: printed as one clear message without a traceback."""
@@ -79,5 +94,25 @@ def is_lost_peer(error: BaseException) -> bool:
     return backend_error or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs))
 
 
-EXIT_DONE = 0
-EXIT_PREEMPTED = 75
+def as_run_error(error: BaseException, less_memory: str = _LESS_MEMORY) -> RunError | None:
+    """The expected failure behind an exception, or None if it is a defect of the program. `less_memory`: how to get by
+    with less.
+    """
+    if isinstance(error, RunError):
+        return error
+    kind = type(error).__name__
+    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error):
+        first_line = (str(error).splitlines() or ["out of memory"])[0]
+        return OutOfMemoryError(f"out of memory: {first_line}; {less_memory}")
+    if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
+        where = f": {error.filename}" if error.filename else ""
+        storage_error = StorageError(f"{error.strerror}{where}; make room or choose another --experiment_dir")
+        storage_error.agreed = False  # so far only this rank knows
+        return storage_error
+    if is_lost_peer(error):
+        return lost_peer(error)
+    return None
+
+
+class DamagedError(Exception):
+    """A checkpoint that cannot be used; the message says which file and why."""

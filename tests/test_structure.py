@@ -15,8 +15,8 @@ PROGRAMS = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "scripts").rglob("*.py"))]
 MAXIMUM_LINES = 500
 MAXIMUM_LINES_WITHOUT_DOCSTRING = 8
 
-# The rooms of the package from the top floor to the bottom; the drawing in CONTRIBUTING.md is the same. A module imports
-# its own room and those on floors below it; the two lists say what a room on the same floor or a module may do besides.
+# The rooms of the package from the top floor to the bottom, as drawn in CONTRIBUTING.md. A module imports
+# its own room and those on lower floors.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("train",),
     ("setup_run",),

@@ -35,7 +35,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megatron_lite.checkpoint.files import CHUNK_BYTES, WrittenFile, open_regular
-from megatron_lite.huggingface.folder_kind import MANIFEST_NAME, without_repeated
+from megatron_lite.checkpoint.names import MANIFEST_NAME, without_repeated
+from megatron_lite.errors import DamagedError
 
 if TYPE_CHECKING:
     from megatron_lite.zero.flat_shard import Part
@@ -52,10 +53,6 @@ _MAX_MANIFEST_BYTES = 2**29
 _MAX_COUNT = 2**62
 _KEYS = ("format", "version", "save_id", "iteration", "world_size", "config", "state", "files", "parameters", "crc32")
 _CRC_LINE = re.compile(rb'"crc32": ([0-9]{1,10})\n\}\n')
-
-
-class DamagedError(Exception):
-    """A checkpoint that cannot be used; the message says which file and why."""
 
 
 class Slice(NamedTuple):

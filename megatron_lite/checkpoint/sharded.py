@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_lite.checkpoint import files, manifest
-from megatron_lite.checkpoint.manifest import DamagedError, Manifest, SavedFile
+from megatron_lite.checkpoint.manifest import Manifest, SavedFile
 from megatron_lite.checkpoint.reading import (
     changes,
     check_parameters,
@@ -32,7 +32,7 @@ from megatron_lite.checkpoint.reading import (
 from megatron_lite.checkpoint.retention import checkpoints_to_delete
 from megatron_lite.config import Config, flatten
 from megatron_lite.distributed.checkpoint_agreement import first_problem, together
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, DamagedError
 from megatron_lite.run.durable_files import sync_folder
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from megatron_lite import errors
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.run.exit_status import as_run_error
+from megatron_lite.errors import as_run_error
 
 T = TypeVar("T")
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_lite.checkpoint.manifest import DamagedError
-from megatron_lite.errors import StorageError
+from megatron_lite.errors import DamagedError, StorageError
 
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed

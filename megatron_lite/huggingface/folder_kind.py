@@ -16,10 +16,11 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from megatron_lite.checkpoint.names import MANIFEST_NAME, without_repeated
 from megatron_lite.errors import CheckpointError
 
 KINDS = ("huggingface", "distributed")
-MANIFEST_NAME, CONFIG_NAME = "manifest.json", "config.json"
+CONFIG_NAME = "config.json"
 WEIGHTS_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 MOST_CONFIG_BYTES, MOST_INDEX_BYTES = 2**22, 2**26
 
@@ -192,11 +193,3 @@ def _read_bytes(path: Path, most_bytes: int) -> bytes:
             return file.read(most_bytes)
     finally:
         os.close(descriptor)
-
-
-def without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `json.loads`: an object, in which JSON itself lets names come twice."""
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        raise ValueError("a repeated name")
-    return values

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_lite.checkpoint.compatibility import keeps_moments, optimizer_state, saved_optimizer
-from megatron_lite.checkpoint.manifest import MOMENTS, DamagedError
+from megatron_lite.checkpoint.manifest import MOMENTS
 from megatron_lite.config import Config
 from megatron_lite.distributed.agreement import together
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, DamagedError
 from megatron_lite.huggingface.open_source import (
     CheckpointSource,
     WeightSource,

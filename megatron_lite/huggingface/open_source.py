@@ -15,10 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lite.checkpoint import files, manifest
-from megatron_lite.checkpoint.manifest import DamagedError
+from megatron_lite.checkpoint.names import MANIFEST_NAME
 from megatron_lite.checkpoint.reading import Files, find_checkpoints, read_elements
 from megatron_lite.config import Config, ModelConfig
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, DamagedError
 from megatron_lite.huggingface import folder_kind, model_options
 
 _NUM_NAMED = 5  # tensors that an error message names at most
@@ -195,7 +195,7 @@ def source_folders(folder: Path, kind: str | None = None) -> tuple[str, list[Pat
     """
     found = folder_kind.kind_of(folder, kind)
     try:
-        if found == "huggingface" or (folder / folder_kind.MANIFEST_NAME).exists():
+        if found == "huggingface" or (folder / MANIFEST_NAME).exists():
             return found, [folder]
         return found, [path for _, path in find_checkpoints(folder)]
     except OSError as error:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_lite.checkpoint import files
-from megatron_lite.checkpoint.manifest import DamagedError
-from megatron_lite.huggingface.folder_kind import without_repeated
+from megatron_lite.checkpoint.names import without_repeated
+from megatron_lite.errors import DamagedError
 
 _MOST_HEADER_BYTES = 10**8  # the limit of the safetensors library
 _MOST_ELEMENTS, _MOST_DIMENSIONS = 2**62, 8

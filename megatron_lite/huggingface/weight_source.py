@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import files
-from megatron_lite.checkpoint.manifest import DamagedError
 from megatron_lite.config import ModelConfig
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, DamagedError
 from megatron_lite.huggingface import folder_kind, model_options
 from megatron_lite.huggingface.open_source import WeightSource
 from megatron_lite.huggingface.safetensors_header import FLOATING, StoredTensor, read_header

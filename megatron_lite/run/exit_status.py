@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import sys
@@ -11,53 +10,10 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_lite.errors import (
-    OutOfMemoryError,
-    PeerError,
-    RunError,
-    StorageError,
-    is_lost_peer,
-    lost_peer,
-)
+from megatron_lite.errors import PeerError, as_run_error
 from megatron_lite.run.durable_files import replace_file
 
 EXIT_FILE = "exit.json"
-STORAGE_ERRORS = (
-    errno.EISDIR,
-    errno.ENOTDIR,
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EIO,
-    errno.EFBIG,
-)
-
-
-_LESS_MEMORY = (
-    "try a smaller --micro_batch_size, then --zero_stage=2 or 3, more ranks, or a larger --cross_entropy_splits"
-)
-
-
-def as_run_error(error: BaseException, less_memory: str = _LESS_MEMORY) -> RunError | None:
-    """The expected failure behind an exception, or None if it is a defect of the program. `less_memory`: how to get by
-    with less.
-    """
-    if isinstance(error, RunError):
-        return error
-    kind = type(error).__name__
-    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error):
-        first_line = (str(error).splitlines() or ["out of memory"])[0]
-        return OutOfMemoryError(f"out of memory: {first_line}; {less_memory}")
-    if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
-        where = f": {error.filename}" if error.filename else ""
-        storage_error = StorageError(f"{error.strerror}{where}; make room or choose another --experiment_dir")
-        storage_error.agreed = False  # so far only this rank knows
-        return storage_error
-    if is_lost_peer(error):
-        return lost_peer(error)
-    return None
 
 
 def report(error: BaseException, experiment_dir: str | None, rank: int, run: int = 0) -> int:

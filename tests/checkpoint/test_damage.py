@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint import manifest
-from megatron_lite.checkpoint.manifest import DamagedError
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, DamagedError
 from tests.checkpoint.test_sharded import SPECS, load, names, save
 from tests.support.fakes import Layout, held, random_values, same
 

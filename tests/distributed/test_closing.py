@@ -18,13 +18,13 @@ PROGRAM = """
 import sys, time, weakref
 import torch
 import torch.distributed as dist
-from megatron_lite.build import build
+from megatron_lite.setup_run import build
 from megatron_lite.config import DistributedConfig
-from megatron_lite.distributed import Distributed
-from megatron_lite.experiment import Experiment
-from megatron_lite.stop_signal import StopSignal
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.run.experiment import Experiment
+from megatron_lite.run.stop_signal import StopSignal
 from megatron_lite.train import train_step
-from tests.harness import tiny_config
+from tests.support.harness import tiny_config
 
 class Last:
     def __del__(self, sleep=time.sleep):
