@@ -28,9 +28,5 @@ setup(
         "tqdm",
         "wandb",
     ],
-    extras_require={
-        "plot": ["matplotlib"],
-        "test": ["pytest", "transformers", "hypothesis"],
-        "dev": ["ruff", "mypy"],
-    },
+    extras_require={"plot": ["matplotlib"], "test": ["pytest", "transformers", "hypothesis"], "dev": ["ruff", "mypy"]},
 )

@@ -11,7 +11,14 @@ EXIT_DONE = 0
 EXIT_PREEMPTED = 75
 
 STORAGE_ERRORS = (
-    errno.EISDIR, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
     errno.EFBIG,
 )
 _LESS_MEMORY = (

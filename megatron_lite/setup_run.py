@@ -82,9 +82,13 @@ class Run:
 
 
 def build(
-    config: Config, distributed: Distributed, experiment: Experiment, stop: StopSignal, notes: tuple[Note, ...],
+    config: Config,
+    distributed: Distributed,
+    experiment: Experiment,
+    stop: StopSignal,
+    notes: tuple[Note, ...],
     environment: Mapping[str, str] | None = None,
-) -> Run:  # fmt: skip
+) -> Run:
     """Open, check, allocate, resume. Every rank calls this; an error on any of them is raised on all.
 
     `environment`: of --export_callback_env, which `config` does not hold.
@@ -137,9 +141,24 @@ def build(
         config, distributed.world_size, iteration, config.run.peak_tflops or _device_peak_tflops(distributed)
     )
     return Run(
-        config, distributed, experiment, logger, data, model, optimizer, window, timer, trackers, stop, iteration,
-        evaluation_due, collectives_alone_s, debugger, callback, samples,
-    )  # fmt: skip
+        config,
+        distributed,
+        experiment,
+        logger,
+        data,
+        model,
+        optimizer,
+        window,
+        timer,
+        trackers,
+        stop,
+        iteration,
+        evaluation_due,
+        collectives_alone_s,
+        debugger,
+        callback,
+        samples,
+    )
 
 
 def _choose(config: Config, distributed: Distributed) -> tuple[Config, tuple[Note, ...]]:
@@ -155,17 +174,28 @@ def _choose(config: Config, distributed: Distributed) -> tuple[Config, tuple[Not
 def _open_log(config: Config, distributed: Distributed, experiment: Experiment) -> logging.Logger:
     all_ranks = config.run.enable_all_loggers
     return start_logging(
-        experiment.log_file(distributed.rank), distributed.rank, distributed.world_size,
-        to_console=distributed.rank == 0 or all_ranks, timestamps=config.run.log_timestamps, all_ranks=all_ranks,
-    )  # fmt: skip
+        experiment.log_file(distributed.rank),
+        distributed.rank,
+        distributed.world_size,
+        to_console=distributed.rank == 0 or all_ranks,
+        timestamps=config.run.log_timestamps,
+        all_ranks=all_ranks,
+    )
 
 
 def _allocate(config: Config, distributed: Distributed, layers: list[Layer]) -> MultiStage:
     dtype, training = config.distributed.training_dtype, not config.training.inference
     return MultiStage(
-        layers, config.multi_stage, config.batch, dtype, distributed, training, moments=config.optimizer.moments,
-        whole_matrices=config.optimizer.whole_matrices, averaged=config.averaging.enabled,
-    )  # fmt: skip
+        layers,
+        config.multi_stage,
+        config.batch,
+        dtype,
+        distributed,
+        training,
+        moments=config.optimizer.moments,
+        whole_matrices=config.optimizer.whole_matrices,
+        averaged=config.averaging.enabled,
+    )
 
 
 def _time_collectives(config: Config, distributed: Distributed, model: MultiStage) -> dict[str, float]:
@@ -200,9 +230,13 @@ def _open_source(
 
 
 def _start_from(
-    source: WeightSource, config: Config, distributed: Distributed, logger: logging.Logger, model: MultiStage,
+    source: WeightSource,
+    config: Config,
+    distributed: Distributed,
+    logger: logging.Logger,
+    model: MultiStage,
     optimizer: Optimizer,
-) -> None:  # fmt: skip
+) -> None:
     """Pretrained weights, and the state of the optimizer if asked for; iterations, schedule and data begin anew."""
     with source:
         load_pretrained.load_weights(source, model, distributed)
@@ -216,9 +250,15 @@ def _start_from(
 
 
 def _resume(
-    config: Config, distributed: Distributed, experiment: Experiment, logger: logging.Logger,
-    model: MultiStage, optimizer: Optimizer, window: LogWindow, source: WeightSource | None,
-) -> tuple[int, bool]:  # fmt: skip
+    config: Config,
+    distributed: Distributed,
+    experiment: Experiment,
+    logger: logging.Logger,
+    model: MultiStage,
+    optimizer: Optimizer,
+    window: LogWindow,
+    source: WeightSource | None,
+) -> tuple[int, bool]:
     """Load the newest good checkpoint, or start from the pretrained weights in `source`, or initialise; returns the
     iterations done, and whether an evaluation is due.
     """

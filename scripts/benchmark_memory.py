@@ -76,11 +76,21 @@ def measure(name: str, ranks: int, passed_on: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "results.json"
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0",
-            f"--nproc-per-node={ranks}", str(HERE / "benchmark.py"), "--device=cpu", "--turns=3", "--steps_per_turn=2",
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--rdzv-backend=c10d",
+            "--rdzv-endpoint=localhost:0",
+            f"--nproc-per-node={ranks}",
+            str(HERE / "benchmark.py"),
+            "--device=cpu",
+            "--turns=3",
+            "--steps_per_turn=2",
             "--warmup_turns=0",
-            *passed_on, f"--only={name}", f"--output={output}",
-        ]  # fmt: skip
+            *passed_on,
+            f"--only={name}",
+            f"--output={output}",
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             raise SystemExit(f"{done.stdout}{done.stderr}benchmark_memory: {name}: exit code {done.returncode}")
@@ -105,12 +115,13 @@ def to_markdown(result: dict[str, Any]) -> str:
     """The table of docs/benchmarks.md."""
     rows = [
         {
-            "": name, "peak above bare, MiB": f"{row['peak_bytes'] / report.MIB:.0f}",
+            "": name,
+            "peak above bare, MiB": f"{row['peak_bytes'] / report.MIB:.0f}",
             "state, MiB": f"{row['state_bytes'] / report.MIB:.0f}",
             **{f"/ {peer}": f"{row['ratios'][peer]:.2f}" if peer in row["ratios"] else "" for peer in REFERENCES},
         }
         for name, row in result["configurations"].items()
-    ]  # fmt: skip
+    ]
     lines = [*report.table(rows), "", f"a bare process: {result['bare_bytes'] / report.MIB:.0f} MiB"]
     for name, peer, limit in TARGETS:
         ratio = result["configurations"].get(name, {}).get("ratios", {}).get(peer)

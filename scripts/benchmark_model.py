@@ -22,8 +22,10 @@ from megatron_lite.seeds import derive_seed
 
 LOSSES = ("chunked", "full")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu, "gelu": nn.GELU(approximate="tanh"), "relu": functional.relu,
-}  # fmt: skip
+    "silu": functional.silu,
+    "gelu": nn.GELU(approximate="tanh"),
+    "relu": functional.relu,
+}
 Table = tuple[Tensor, Tensor]
 
 

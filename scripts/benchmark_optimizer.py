@@ -77,16 +77,33 @@ class Ours:
         sizes, rest = MODELS["llama-39m"]
         sizes = {name: getattr(options, name, None) or size for name, size in sizes.items()}
         config = resolve(
-            unflatten({
-                **COMMON, **rest, **sizes, "device": "cpu", "lr": RATE, "weight_decay": DECAY, "adam_beta1": BETAS[0],
-                "adam_beta2": BETAS[1], "weight_decay_default_mask": "off", "train_iters": 1, **row.options,
-            }), 1,
-        )  # fmt: skip
+            unflatten(
+                {
+                    **COMMON,
+                    **rest,
+                    **sizes,
+                    "device": "cpu",
+                    "lr": RATE,
+                    "weight_decay": DECAY,
+                    "adam_beta1": BETAS[0],
+                    "adam_beta2": BETAS[1],
+                    "weight_decay_default_mask": "off",
+                    "train_iters": 1,
+                    **row.options,
+                }
+            ),
+            1,
+        )
         kernels = choose_kernels(config, distributed.device)
         self.model = MultiStage(
-            model_layers(config, kernels), config.multi_stage, config.batch, "fp32", distributed,
-            moments=config.optimizer.moments, averaged=config.averaging.ema_type != "none",
-        )  # fmt: skip
+            model_layers(config, kernels),
+            config.multi_stage,
+            config.batch,
+            "fp32",
+            distributed,
+            moments=config.optimizer.moments,
+            averaged=config.averaging.ema_type != "none",
+        )
         self.model.initialize(1234)
         self._optimizer = Optimizer(config, self.model.stages, distributed, kernels)
         self._optimizer.averaging.start()
@@ -175,10 +192,13 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
         if len(counted) == options.turns:
             break
     result: dict[str, Any] = {
-        "name": row.name, "options": row.options, "gradient_norm": row.norm, "same_as": row.same_as,
+        "name": row.name,
+        "options": row.options,
+        "gradient_norm": row.norm,
+        "same_as": row.same_as,
         "parameters": sum(weight.numel() for weight in weights.values()),
         "seconds": {name: [one.seconds[turn] for turn in counted] for name, one in contestants.items()},
-    }  # fmt: skip
+    }
     if row.same_as is not None:
         theirs, mine = contestants[row.same_as].optimizer.weights(), ours.weights()
         result["largest_difference"] = max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
@@ -257,9 +277,12 @@ def main(argv: Sequence[str]) -> int:
     with context.Pool(1, maxtasksperchild=1) as pool:
         rows = [pool.apply(measure, (row, options)) for row in ROWS if options.only in row.name]
     result = {
-        "date": datetime.date.today().isoformat(), "versions": machine.versions(), "threads": options.threads,
-        "machine": machine.describe(torch.device("cpu"), load_before), "rows": rows,
-    }  # fmt: skip
+        "date": datetime.date.today().isoformat(),
+        "versions": machine.versions(),
+        "threads": options.threads,
+        "machine": machine.describe(torch.device("cpu"), load_before),
+        "rows": rows,
+    }
     if options.output is not None:
         options.output.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     print(to_markdown(result), flush=True)

@@ -43,9 +43,11 @@ class Peer:
         exempt = [parameter for parameter in parameters if parameter.dim() <= 1]  # norms and biases
         self.optimizer = torch.optim.AdamW(
             [{"params": decayed, "weight_decay": options.weight_decay}, {"params": exempt, "weight_decay": 0.0}],
-            lr=config.learning_rate.lr, betas=(options.adam_beta1, options.adam_beta2), eps=options.adam_eps,
+            lr=config.learning_rate.lr,
+            betas=(options.adam_beta1, options.adam_beta2),
+            eps=options.adam_eps,
             fused=True,
-        )  # fmt: skip
+        )
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
         """One update from micro-batches (b, s + 1); returns this rank's mean loss over its own tokens, ()."""

@@ -11,9 +11,17 @@ from benchmark_targets import verdicts
 MIB = 2**20
 # Whom the others are compared with, where they take part.
 REFERENCES = (
-    "torch", "torch compiled", "torch compiled full logits", "DDP", "DDP compiled", "FSDP2", "FSDP2 all resharded",
-    "FSDP2 compiled", "ZeRO-1", "ZeRO-3",
-)  # fmt: skip
+    "torch",
+    "torch compiled",
+    "torch compiled full logits",
+    "DDP",
+    "DDP compiled",
+    "FSDP2",
+    "FSDP2 all resharded",
+    "FSDP2 compiled",
+    "ZeRO-1",
+    "ZeRO-3",
+)
 # Columns of the table with ratios; the JSON has all.
 RATIO_COLUMNS = REFERENCES[:-2]
 
@@ -95,10 +103,7 @@ def formula_bytes(stage_sizes: Sequence[int], zero_stage: int, world_size: int, 
     """State memory per rank without padding and ties: bytes for every parameter, bytes shared by the ranks, and bytes
     for each of two buffers, each as large as the largest stage in it (the table of docs/benchmarks.md).
     """
-    kept = {
-        "fp32": {1: (8, 8, 0), 2: (4, 12, 4), 3: (0, 16, 8)},
-        "bf16": {1: (6, 12, 0), 2: (2, 16, 4), 3: (0, 16, 6)},
-    }  # fmt: skip
+    kept = {"fp32": {1: (8, 8, 0), 2: (4, 12, 4), 3: (0, 16, 8)}, "bf16": {1: (6, 12, 0), 2: (2, 16, 4), 3: (0, 16, 6)}}
     whole, sharded, shared = kept[dtype][zero_stage]
     if world_size == 1:  # buffers of a shard's own dtype are the shards themselves
         whole, shared = whole if zero_stage < 3 else 0, {"fp32": 0, "bf16": 2}[dtype] if zero_stage == 3 else 0

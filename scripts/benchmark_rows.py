@@ -142,9 +142,11 @@ def make(row: Row, options: argparse.Namespace, distributed: Distributed) -> Con
         micro_batches = options.micro_batches
         order = dict(breadth_first_micro_batches=micro_batches, depth_first_micro_batches=1)
         changes = {
-            "zero_stage": row.zero_stage, "mlp_recompute_level": row.recompute,
-            **(order if row.breadth_first else {}), **own_options(options.ours),
-        }  # fmt: skip
+            "zero_stage": row.zero_stage,
+            "mlp_recompute_level": row.recompute,
+            **(order if row.breadth_first else {}),
+            **own_options(options.ours),
+        }
         config = engine_config(options, ranks, **changes)
         if row.model == "engine":
             return Engine(config, distributed)

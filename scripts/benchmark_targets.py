@@ -79,10 +79,17 @@ def compare(rows: dict[str, dict[str, Any]], settings: dict[str, Any], ranks: in
         if value is None or any(known[name] != wanted for name, wanted in target.where.items()):
             continue
         reached = value >= target.goal if target.is_rate else value <= target.goal
-        result.append({
-            "row": target.row, "measure": target.measure, "value": value, "goal": target.goal,
-            "moonshot": target.moonshot, "at_least": target.is_rate, "met": reached,
-        })  # fmt: skip
+        result.append(
+            {
+                "row": target.row,
+                "measure": target.measure,
+                "value": value,
+                "goal": target.goal,
+                "moonshot": target.moonshot,
+                "at_least": target.is_rate,
+                "met": reached,
+            }
+        )
     return result
 
 

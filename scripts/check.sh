@@ -12,6 +12,8 @@ install_project dev,plot,test
 cd "$ROOT"
 say "linter"
 run "ruff check" "$PYTHON" -m ruff check .
+say "format"
+run "ruff format" "$PYTHON" -m ruff format --check .
 say "types"
 run "mypy" "$PYTHON" -m mypy
 say "tests"

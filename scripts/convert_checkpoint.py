@@ -126,9 +126,13 @@ def convert(options: argparse.Namespace) -> str:
 
 
 def write(
-    options: argparse.Namespace, temporary: Path, source: WeightSource, shapes: conversion.Shapes, config: Config,
+    options: argparse.Namespace,
+    temporary: Path,
+    source: WeightSource,
+    shapes: conversion.Shapes,
+    config: Config,
     limit_bytes: int,
-) -> str:  # fmt: skip
+) -> str:
     """Write and verify the folder before it gets its name; returns what it is.
 
     Raises:
@@ -205,9 +209,10 @@ def folder(text: str) -> Path:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n")[0], epilog="Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, "
-        "5 numerics, 8 storage.", allow_abbrev=False,
-    )  # fmt: skip
+        description=(__doc__ or "").split("\n")[0],
+        epilog="Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 numerics, 8 storage.",
+        allow_abbrev=False,
+    )
     whence = "Hugging Face folder, checkpoint, or folder of checkpoints"
     parser.add_argument("--from", dest="source", type=folder, required=True, help=whence)
     parser.add_argument("--to", type=folder, required=True, help="the folder that is made")

@@ -61,8 +61,12 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--micro_batch_size", type=positive, default=1, help="samples at a time (default: 1)")
     add("--cross_document_attention", type=int, choices=(0, 1), default=1, help="as in training (default: 1)")
     add("--tokenizer_file", help="tokenizer.json (default: that of the model's folder, or the checkpoint's own)")
-    add("--weights", choices=("raw", "average"), default="raw",
-        help="average: those that a checkpoint of a run with --ema_type keeps beside (default: raw)")  # fmt: skip
+    add(
+        "--weights",
+        choices=("raw", "average"),
+        default="raw",
+        help="average: those that a checkpoint of a run with --ema_type keeps beside (default: raw)",
+    )
     add("--dtype", choices=(*DTYPES, *DTYPE_ALIASES), help="of weights (default: fp32 on a CPU, bf16 on a GPU)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if there is one)")
     add("--json", action="store_true", help="one JSON object in place of words")
@@ -95,18 +99,25 @@ def indexed_batches(options: argparse.Namespace, model: LocalModel, length: int)
         raise UsageError(f"--split={options.split}: not numbers with commas between them") from None
     batch_size = options.samples or options.micro_batch_size
     batch = BatchConfig(
-        batch_size=batch_size, micro_batch_size=min(batch_size, options.micro_batch_size), sequence_length=length,
+        batch_size=batch_size,
+        micro_batch_size=min(batch_size, options.micro_batch_size),
+        sequence_length=length,
         allow_nondivisible_batch_size=True,
-    )  # fmt: skip
+    )
     data = DataConfig(
-        data_path=tuple(options.data_path), split=split, num_workers=0,
+        data_path=tuple(options.data_path),
+        split=split,
+        num_workers=0,
         cross_document_attention=bool(options.cross_document_attention),
-    )  # fmt: skip
+    )
     seed = DistributedConfig().seed if options.seed is None else options.seed
     whole = Config(
-        model=model.config, batch=batch, data=data, distributed=DistributedConfig(seed=seed, device=model.device.type),
+        model=model.config,
+        batch=batch,
+        data=data,
+        distributed=DistributedConfig(seed=seed, device=model.device.type),
         training=TrainingConfig(validation_iters=1 if options.samples else "all"),
-    )  # fmt: skip
+    )
     source = open_data(resolve(whole, 1), 0, 1)
     for host_batches in source.evaluation_batches("validation"):
         for host_batch in host_batches:
@@ -199,9 +210,14 @@ def result(options: argparse.Namespace) -> dict[str, object]:
     if options.text:
         assert tokenizer is not None
         micro_batches = text_batches(
-            texts(options.text, options.json_key or "text"), tokenizer, model.config.vocab_size, length,
-            options.micro_batch_size, device, separate=not options.cross_document_attention,
-        )  # fmt: skip
+            texts(options.text, options.json_key or "text"),
+            tokenizer,
+            model.config.vocab_size,
+            length,
+            options.micro_batch_size,
+            device,
+            separate=not options.cross_document_attention,
+        )
     else:
         micro_batches = indexed_batches(options, model, length)
     table = None if tokenizer is None else tokenizer.token_bytes()

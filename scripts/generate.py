@@ -69,24 +69,43 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt", action="append", default=[], help="a text to continue; may be repeated")
     add("--prompts_file", help="a file with a prompt on each line, blank ones left out; -: standard input")
     add("--tokenizer_file", help="tokenizer.json (default: that of the model's folder, or the checkpoint's own)")
-    add("--add_special_tokens", type=int, choices=(0, 1), default=1,
-        help="begin prompts as the tokenizer's template says, for instance with <s> (default: 1)")  # fmt: skip
+    add(
+        "--add_special_tokens",
+        type=int,
+        choices=(0, 1),
+        default=1,
+        help="begin prompts as the tokenizer's template says, for instance with <s> (default: 1)",
+    )
     add("--max_new_tokens", type=number(int, 1), default=64, help="(default: 64)")
     add("--temperature", type=number(float, 0), default=1.0, help="0: most probable token (default: 1)")
     add("--top_k", type=number(int, 1), help="draw among this many tokens (default: all)")
-    add("--top_p", type=number(float, 0, 1, above=True), default=1.0,
-        help="draw among the most probable tokens that have this probability together (default: all)")  # fmt: skip
+    add(
+        "--top_p",
+        type=number(float, 0, 1, above=True),
+        default=1.0,
+        help="draw among the most probable tokens that have this probability together (default: all)",
+    )
     add("--seed", type=number(int, 0), default=1234, help="of all draws (default: 1234)")
     add("--stop", action="append", default=[], help="end before this string; may be repeated")
-    add("--batch_size", type=number(int, 1, 4096),
-        help=f"texts that grow side by side (default: 1 on a CPU, {GPU_BATCH_SIZE} on a GPU)")  # fmt: skip
-    add("--weights", choices=("raw", "average"), default="raw",
-        help="average: those that a checkpoint of a run with --ema_type keeps beside (default: raw)")  # fmt: skip
+    add(
+        "--batch_size",
+        type=number(int, 1, 4096),
+        help=f"texts that grow side by side (default: 1 on a CPU, {GPU_BATCH_SIZE} on a GPU)",
+    )
+    add(
+        "--weights",
+        choices=("raw", "average"),
+        default="raw",
+        help="average: those that a checkpoint of a run with --ema_type keeps beside (default: raw)",
+    )
     add("--dtype", choices=(*DTYPES, *DTYPE_ALIASES), help="of weights (default: fp32 on a CPU, bf16 on a GPU)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if there is one)")
-    add("--json_lines", action="store_true",
+    add(
+        "--json_lines",
+        action="store_true",
         help="a JSON object a line: index, prompt, text (what follows), finish (end, stop, length or context), "
-        "prompt_tokens, tokens")  # fmt: skip
+        "prompt_tokens, tokens",
+    )
     options = parser.parse_args(arguments)
     options.model = options.model.expanduser()  # the shell leaves the ~ of --model=~/folder alone
     if "" in options.stop:

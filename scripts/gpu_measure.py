@@ -78,27 +78,38 @@ def ceilings(clock: Clock) -> dict[str, Any]:
     a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, dtype=torch.bfloat16, device="cuda") for _ in "ab")
     gemm = clock.ms(lambda: a @ b, for_ms=200)
     return {
-        "copy_ms": copy, "copy_bytes": 2 * COPY_BYTES, "copy_bytes_per_s": 2 * COPY_BYTES / copy["median"] * 1e3,
-        "gemm_ms": gemm, "gemm_size": GEMM_SIZE, "gemm_flop_per_s": 2 * GEMM_SIZE**3 / gemm["median"] * 1e3,
-    }  # fmt: skip
+        "copy_ms": copy,
+        "copy_bytes": 2 * COPY_BYTES,
+        "copy_bytes_per_s": 2 * COPY_BYTES / copy["median"] * 1e3,
+        "gemm_ms": gemm,
+        "gemm_size": GEMM_SIZE,
+        "gemm_flop_per_s": 2 * GEMM_SIZE**3 / gemm["median"] * 1e3,
+    }
 
 
 def describe() -> dict[str, Any]:
     """The device and the versions of all that computes on it."""
     device = torch.cuda.get_device_properties(0)
     versions = {
-        "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(), "triton": _triton_version(),
-        "megatron_lite": megatron_lite.__version__, "commit": _asked("git", "rev-parse", "HEAD"),
-    }  # fmt: skip
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "triton": _triton_version(),
+        "megatron_lite": megatron_lite.__version__,
+        "commit": _asked("git", "rev-parse", "HEAD"),
+    }
     return {
         "machine": {
-            "device": device.name, "capability": f"{device.major}.{device.minor}", "memory_bytes": device.total_memory,
-            "multiprocessors": device.multi_processor_count, "l2_bytes": getattr(device, "L2_cache_size", None),
+            "device": device.name,
+            "capability": f"{device.major}.{device.minor}",
+            "memory_bytes": device.total_memory,
+            "multiprocessors": device.multi_processor_count,
+            "l2_bytes": getattr(device, "L2_cache_size", None),
             "driver": _asked("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         },
         "versions": versions,
-    }  # fmt: skip
+    }
 
 
 def _triton_version() -> str | None:

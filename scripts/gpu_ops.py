@@ -42,9 +42,12 @@ def measure_op(op: Op, shape: Shape, clock: Clock, copy_bytes_per_s: float) -> d
         variants[name] = measure_variant(calls.pop(name), op, shape, clock, copy_bytes_per_s)
     return {
         "status": "ok" if all("failed" not in variant for variant in variants.values()) else "failed",
-        "shape": op.describe(shape), "memory_bound": op.memory_bound, "bytes": op.bytes(shape),
-        "flops": op.flops(shape), "variants": variants,
-    }  # fmt: skip
+        "shape": op.describe(shape),
+        "memory_bound": op.memory_bound,
+        "bytes": op.bytes(shape),
+        "flops": op.flops(shape),
+        "variants": variants,
+    }
 
 
 def measure_variant(

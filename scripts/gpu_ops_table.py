@@ -325,9 +325,7 @@ def adamw_call(shape: Shape, split: bool) -> Callable[[bool], Any]:
         split_weights.split(master, rounded, remainder)
     shard = optimizer.Shard(None if split else master, rounded, remainder, gradient, exp_avg, exp_avg_sq)
     border = numel // (4 * optimizer.ALIGNMENT) * 3 * optimizer.ALIGNMENT  # behind it, no weight decay
-    ranges = optimizer.Ranges(
-        [optimizer.Range(0, border, 1.0, 1.0), optimizer.Range(border, numel, 1.0, 0.0)], device
-    )
+    ranges = optimizer.Ranges([optimizer.Range(0, border, 1.0, 1.0), optimizer.Range(border, numel, 1.0, 0.0)], device)
     one, none = torch.ones((), device=device), torch.zeros((), device=device)
     numbers = optimizer.Hyperparameters(1e-4, 0.1, 0.9, 0.95, 1e-8)
     control = optimizer.Control(one, 3 * one, none, numbers)
@@ -358,39 +356,96 @@ OPS: tuple[Op, ...] = (
     Op("layer_norm", make_layer_norm, hidden_size, rows(2)),
     Op("layer_norm backward", make_layer_norm_backward, hidden_size, rows(3)),
     Op("rotary", make_rotary, heads_size, lambda shape: heads_moved(shape, shape.heads + shape.groups)),
-    Op("rotary backward", make_rotary_backward, heads_size,
-       lambda shape: heads_moved(shape, shape.heads + 2 * shape.groups)),
+    Op(
+        "rotary backward",
+        make_rotary_backward,
+        heads_size,
+        lambda shape: heads_moved(shape, shape.heads + 2 * shape.groups),
+    ),
     # Rows read and written; read, and gradients in fp32 read and written.
     Op("embedding", make_embedding, hidden_size, rows(2), memory_bound=False),
-    Op("embedding, backward and forward", make_embedding_backward, hidden_size,
-       lambda shape: shape.tokens * shape.hidden * (3 * shape.item + 8), memory_bound=False),
+    Op(
+        "embedding, backward and forward",
+        make_embedding_backward,
+        hidden_size,
+        lambda shape: shape.tokens * shape.hidden * (3 * shape.item + 8),
+        memory_bound=False,
+    ),
     Op("silu(gate) * up", make_activation, ffn_size, channels(3)),
     Op("silu(gate) * up backward", lambda shape: make_activation_backward(shape, False), ffn_size, channels(5)),
-    Op("silu(gate) * up backward, output again", lambda shape: make_activation_backward(shape, True), ffn_size,
-       channels(6)),
-    Op("cross-entropy, 32,000", lambda shape: make_cross_entropy(shape, shape.vocab),
-       lambda shape: f"{shape.tokens} x {shape.vocab}", lambda shape: 2 * shape.tokens * shape.vocab * shape.item),
-    Op("cross-entropy, 128,256", lambda shape: make_cross_entropy(shape, shape.large_vocab),
-       lambda shape: f"{shape.tokens} x {shape.large_vocab}",
-       lambda shape: 2 * shape.tokens * shape.large_vocab * shape.item),
-    Op("linear + cross-entropy, 128,256", lambda shape: make_linear_cross_entropy(shape, shape.large_vocab),
-       lambda shape: f"{shape.tokens} x {shape.hidden} x {shape.large_vocab}", lambda shape: 0,
-       lambda shape: 6 * shape.tokens * shape.hidden * shape.large_vocab, memory_bound=False),
-    Op("weight gradient", make_weight_gradient, lambda shape: f"{shape.ffn} x {shape.tokens} x {shape.hidden}",
-       lambda shape: 0, lambda shape: 2 * shape.tokens * shape.hidden * shape.ffn, memory_bound=False),
+    Op(
+        "silu(gate) * up backward, output again",
+        lambda shape: make_activation_backward(shape, True),
+        ffn_size,
+        channels(6),
+    ),
+    Op(
+        "cross-entropy, 32,000",
+        lambda shape: make_cross_entropy(shape, shape.vocab),
+        lambda shape: f"{shape.tokens} x {shape.vocab}",
+        lambda shape: 2 * shape.tokens * shape.vocab * shape.item,
+    ),
+    Op(
+        "cross-entropy, 128,256",
+        lambda shape: make_cross_entropy(shape, shape.large_vocab),
+        lambda shape: f"{shape.tokens} x {shape.large_vocab}",
+        lambda shape: 2 * shape.tokens * shape.large_vocab * shape.item,
+    ),
+    Op(
+        "linear + cross-entropy, 128,256",
+        lambda shape: make_linear_cross_entropy(shape, shape.large_vocab),
+        lambda shape: f"{shape.tokens} x {shape.hidden} x {shape.large_vocab}",
+        lambda shape: 0,
+        lambda shape: 6 * shape.tokens * shape.hidden * shape.large_vocab,
+        memory_bound=False,
+    ),
+    Op(
+        "weight gradient",
+        make_weight_gradient,
+        lambda shape: f"{shape.ffn} x {shape.tokens} x {shape.hidden}",
+        lambda shape: 0,
+        lambda shape: 2 * shape.tokens * shape.hidden * shape.ffn,
+        memory_bound=False,
+    ),
     # Gradient 4, master 4, moments 8 read; master 4, moments 8, bf16 weights 2 written.
     Op("adamw", lambda shape: both(adamw_call(shape, split=False)), shard_size, lambda shape: 30 * shape.shard),
     # Gradient 4, weights in two halves 4, moments 8 read; halves 4, moments 8 written.
-    Op("adamw, split master weights", lambda shape: both(adamw_call(shape, split=True)), shard_size,
-       lambda shape: 28 * shape.shard),
+    Op(
+        "adamw, split master weights",
+        lambda shape: both(adamw_call(shape, split=True)),
+        shard_size,
+        lambda shape: 28 * shape.shard,
+    ),
     Op("gradient norm", make_gradient_norm, shard_size, lambda shape: 4 * shape.shard),
-    Op("gradient into fp32", make_gradient_add, shard_size, lambda shape: (8 + shape.item) * shape.shard,
-       memory_bound=False),  # no step does this now
-    Op("attention forward", partial(make_attention, window=None, backends=FULL), heads_size, lambda shape: 0,
-       partial(attention_flops, window=None), memory_bound=False),
-    Op("attention forward and backward", partial(make_attention, window=None, backends=FULL, with_backward=True),
-       heads_size, lambda shape: 0, partial(attention_flops, window=None, factor=3.5), memory_bound=False),
-    Op("attention, window 4096, forward and backward",
-       partial(make_attention, window=4096, backends=WINDOWED, with_backward=True),
-       heads_size, lambda shape: 0, partial(attention_flops, window=4096, factor=3.5), memory_bound=False),
-)  # fmt: skip
+    Op(
+        "gradient into fp32",
+        make_gradient_add,
+        shard_size,
+        lambda shape: (8 + shape.item) * shape.shard,
+        memory_bound=False,
+    ),  # no step does this now
+    Op(
+        "attention forward",
+        partial(make_attention, window=None, backends=FULL),
+        heads_size,
+        lambda shape: 0,
+        partial(attention_flops, window=None),
+        memory_bound=False,
+    ),
+    Op(
+        "attention forward and backward",
+        partial(make_attention, window=None, backends=FULL, with_backward=True),
+        heads_size,
+        lambda shape: 0,
+        partial(attention_flops, window=None, factor=3.5),
+        memory_bound=False,
+    ),
+    Op(
+        "attention, window 4096, forward and backward",
+        partial(make_attention, window=4096, backends=WINDOWED, with_backward=True),
+        heads_size,
+        lambda shape: 0,
+        partial(attention_flops, window=4096, factor=3.5),
+        memory_bound=False,
+    ),
+)

@@ -73,9 +73,15 @@ def steps(parallel_tests: int) -> list[Step]:
 
     def table(model: str, only: str, turns: int, *options: str) -> tuple[str, ...]:
         return (
-            str(SCRIPTS / "benchmark.py"), "--device=cuda", f"--model={model}", "--dtype=bf16", f"--only={only}",
-            f"--turns={turns}", "--output={output}", *options,
-        )  # fmt: skip
+            str(SCRIPTS / "benchmark.py"),
+            "--device=cuda",
+            f"--model={model}",
+            "--dtype=bf16",
+            f"--only={only}",
+            f"--turns={turns}",
+            "--output={output}",
+            *options,
+        )
 
     # As many layers as fit with every activation kept, beside the peers; and all 32, which need the memory options.
     gpt2 = table("gpt2-124m", "ZeRO-1,torch compiled*,FSDP2 compiled", 5, "--steps_per_turn=8")
@@ -173,9 +179,13 @@ def call(command: Sequence[str], log: Path, deadline: float) -> int | None:
     """
     with log.open("ab") as file:
         process = subprocess.Popen(
-            [sys.executable, *command], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            [sys.executable, *command],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             return process.wait(max(deadline - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
@@ -193,9 +203,12 @@ def private_environment(folder: Path) -> dict[str, str]:
     caches = ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
     return {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "disabled",
         "TMPDIR": str(folder),
-    } | {name: str(folder / "cache" / name.lower()) for name in caches}  # fmt: skip
+    } | {name: str(folder / "cache" / name.lower()) for name in caches}
 
 
 def without_gpu() -> str | None:

@@ -35,12 +35,26 @@ from megatron_lite.train import train_step  # noqa: E402
 from megatron_lite.validation import resolve  # noqa: E402
 
 MISTRAL: dict[str, Any] = dict(
-    hidden_size=4096, num_attention_heads=32, head_groups=8, ffn_hidden_size=14336, vocab_size=32000,
-    sequence_length=8192, use_rotary_embeddings=True, gated=True, normalization_type="rms_norm",
-    add_linear_biases=False, tie_word_embeddings=False, micro_batch_size=1, batch_size=1, training_dtype="bf16",
+    hidden_size=4096,
+    num_attention_heads=32,
+    head_groups=8,
+    ffn_hidden_size=14336,
+    vocab_size=32000,
+    sequence_length=8192,
+    use_rotary_embeddings=True,
+    gated=True,
+    normalization_type="rms_norm",
+    add_linear_biases=False,
+    tie_word_embeddings=False,
+    micro_batch_size=1,
+    batch_size=1,
+    training_dtype="bf16",
     dataset_source="random",
-    num_workers=0, lr=1e-4, train_iters=1000, device="cuda",
-)  # fmt: skip
+    num_workers=0,
+    lr=1e-4,
+    train_iters=1000,
+    device="cuda",
+)
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "speed": {
         "none": {},
@@ -119,8 +133,9 @@ def main(argv: Sequence[str]) -> int:
     if options.variants == "deterministic":
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for both, before cuBLAS is first used
     result: dict[str, Any] = {
-        "shape": f"{options.num_layers} layers of Mistral-7B, sequence 8192, micro-batch 1, bf16", "variants": {}
-    }  # fmt: skip
+        "shape": f"{options.num_layers} layers of Mistral-7B, sequence 8192, micro-batch 1, bf16",
+        "variants": {},
+    }
     turns: dict[str, list[dict[str, Any]]] = {}
     for _ in range(options.rounds):
         for name, changes in VARIANTS[options.variants].items():

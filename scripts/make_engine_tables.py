@@ -31,9 +31,13 @@ MIB, GIB = 2**20, 2**30
 
 # Bytes per parameter: (whole, divided by N, in each shared buffer), as in the guide.
 FORMULAS = {
-    ("bf16", 1): (6, 12, 0), ("bf16", 2): (2, 16, 4), ("bf16", 3): (0, 16, 6),
-    ("fp32", 1): (8, 8, 0), ("fp32", 2): (4, 12, 4), ("fp32", 3): (0, 16, 8),
-}  # fmt: skip
+    ("bf16", 1): (6, 12, 0),
+    ("bf16", 2): (2, 16, 4),
+    ("bf16", 3): (0, 16, 6),
+    ("fp32", 1): (8, 8, 0),
+    ("fp32", 2): (4, 12, 4),
+    ("fp32", 3): (0, 16, 8),
+}
 ALONE = {("bf16", 1): (18, 0), ("bf16", 2): (18, 0), ("bf16", 3): (16, 2)}  # bytes, bytes in each shared buffer
 
 
@@ -73,24 +77,41 @@ def memory_table() -> Iterator[tuple[str, ...]]:
 def traffic_table() -> Iterator[tuple[str, ...]]:
     """Collectives of a step against the formulas."""
     yield (
-        "ZeRO", "micro-batches", "gathers", "formula", "reductions", "formula", "gathered, MiB", "reduced, MiB",
+        "ZeRO",
+        "micro-batches",
+        "gathers",
+        "formula",
+        "reductions",
+        "formula",
+        "gathered, MiB",
+        "reduced, MiB",
         "sent by a rank, MiB",
-    )  # fmt: skip
+    )
     for zero_stage in (1, 2, 3):
         for depth, breadth in ((1, 1), (4, 1), (1, 4), (2, 2)):
-            made = plan(4, zero_stage=zero_stage, batch_size=4 * depth * breadth, micro_batch_size=1,
-                        breadth_first_micro_batches=breadth)  # fmt: skip
+            made = plan(
+                4,
+                zero_stage=zero_stage,
+                batch_size=4 * depth * breadth,
+                micro_batch_size=1,
+                breadth_first_micro_batches=breadth,
+            )
             stages, (buffers, _) = len(made.model.stages), made.model.buffer_counts()
             # The embedding's weights are not gathered for its backward, which needs none.
             gathers = stages + (2 * depth - 1) * (stages - buffers) - (1 if buffers < stages else 0)
             reductions = stages * (1 if zero_stage == 1 else depth)
             gathered, reduced = made.traffic["gather"], made.traffic["reduce"]
             yield (
-                str(zero_stage), f"{depth} x {breadth}",
-                str(gathered.collectives), str(gathers), str(reduced.collectives), str(reductions),
-                f"{gathered.bytes / MIB:,.1f}", f"{reduced.bytes / MIB:,.1f}",
+                str(zero_stage),
+                f"{depth} x {breadth}",
+                str(gathered.collectives),
+                str(gathers),
+                str(reduced.collectives),
+                str(reductions),
+                f"{gathered.bytes / MIB:,.1f}",
+                f"{reduced.bytes / MIB:,.1f}",
                 f"{(gathered.wire_bytes + reduced.wire_bytes) / MIB:,.1f}",
-            )  # fmt: skip
+            )
 
 
 def buffers_table() -> Iterator[tuple[str, ...]]:
@@ -101,36 +122,53 @@ def buffers_table() -> Iterator[tuple[str, ...]]:
         gathered, reduced = made.traffic["gather"], made.traffic["reduce"]
         sent = (gathered.wire_bytes + reduced.wire_bytes) / GIB
         yield (
-            str(weights), str(gradients), f"{made.state_bytes / GIB:,.1f}", str(gathered.collectives),
-            str(reduced.collectives), f"{sent:,.1f}",
-        )  # fmt: skip
+            str(weights),
+            str(gradients),
+            f"{made.state_bytes / GIB:,.1f}",
+            str(gathered.collectives),
+            str(reduced.collectives),
+            f"{sent:,.1f}",
+        )
 
 
 def choices_table() -> Iterator[tuple[str, ...]]:
     """What fits where."""
     yield (
-        "GPUs", "ZeRO", "micro-batches", "state, GiB", "with activations: none", "activation", "full",
+        "GPUs",
+        "ZeRO",
+        "micro-batches",
+        "state, GiB",
+        "with activations: none",
+        "activation",
+        "full",
         "sent by a rank, GiB an iteration",
-    )  # fmt: skip
+    )
     limit = PLANNED_GPU_BYTES * (1 - RESERVE)
     for ranks in (4, 8, 64, 128):
         for zero_stage in (1, 2, 3):
             for order in ("depth", "breadth") if ranks == 64 else ("depth",):
                 sequential = 128 // ranks
-                made = plan(ranks, zero_stage=zero_stage, micro_batch_size=1,
-                            **{f"{order}_first_micro_batches": sequential})  # fmt: skip
+                made = plan(
+                    ranks, zero_stage=zero_stage, micro_batch_size=1, **{f"{order}_first_micro_batches": sequential}
+                )
                 peaks = (made.peak_bytes(level) for level in ("none", "activation", "full"))
                 sent = sum(made.traffic[kind].wire_bytes for kind in ("gather", "reduce")) / GIB
                 yield (
-                    str(ranks), str(zero_stage), f"{sequential} {order}-first" if sequential > 1 else "1",
+                    str(ranks),
+                    str(zero_stage),
+                    f"{sequential} {order}-first" if sequential > 1 else "1",
                     f"{made.state_bytes / GIB:,.1f}",
-                    *(f"{peak / GIB:,.1f}{'' if peak <= limit else ' (too much)'}" for peak in peaks), f"{sent:,.1f}",
-                )  # fmt: skip
+                    *(f"{peak / GIB:,.1f}{'' if peak <= limit else ' (too much)'}" for peak in peaks),
+                    f"{sent:,.1f}",
+                )
 
 
 TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {
-    "memory": memory_table, "traffic": traffic_table, "buffers": buffers_table, "choices": choices_table,
-}  # fmt: skip
+    "memory": memory_table,
+    "traffic": traffic_table,
+    "buffers": buffers_table,
+    "choices": choices_table,
+}
 
 
 def render(name: str) -> str:
@@ -143,9 +181,11 @@ def main(argv: Sequence[str]) -> int:
     """Write or compare the tables between `<!-- table: name -->` and `<!-- end -->`."""
     text = TARGET.read_text("utf-8")
     current = re.sub(
-        r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", lambda found: f"{found[1]}{render(found[2])}\n{found[3]}", text,
+        r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)",
+        lambda found: f"{found[1]}{render(found[2])}\n{found[3]}",
+        text,
         flags=re.DOTALL,
-    )  # fmt: skip
+    )
     if "--check" in argv:
         if text == current:
             return 0

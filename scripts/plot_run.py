@@ -173,23 +173,39 @@ def _draw_losses(axes: Any, curves: Curves) -> None:
         )
     if curves.validation:
         axes.plot(
-            *zip(*curves.validation, strict=True), color=VALIDATION_COLOR, linewidth=1.4, marker="o",
-            markersize=5 if len(curves.validation) <= 50 else 2, markeredgecolor="white", label="validation",
-        )  # fmt: skip
+            *zip(*curves.validation, strict=True),
+            color=VALIDATION_COLOR,
+            linewidth=1.4,
+            marker="o",
+            markersize=5 if len(curves.validation) <= 50 else 2,
+            markeredgecolor="white",
+            label="validation",
+        )
     if curves.test:
         axes.plot(*zip(*curves.test, strict=True), "D", color="#7c3aed", markersize=7, label="test")
     for name, value in curves.baselines:
         axes.axhline(value, color=MUTED_COLOR, linewidth=1.2, linestyle=(0, (4, 3)))
         axes.annotate(
-            f"{name}: {value:.3f}", (1, value), xycoords=("axes fraction", "data"), xytext=(-4, 4),
-            textcoords="offset points", ha="right", color=MUTED_COLOR, fontsize=9,
-        )  # fmt: skip
+            f"{name}: {value:.3f}",
+            (1, value),
+            xycoords=("axes fraction", "data"),
+            xytext=(-4, 4),
+            textcoords="offset points",
+            ha="right",
+            color=MUTED_COLOR,
+            fontsize=9,
+        )
     axes.set_ylabel("loss (nats per token)", color=MUTED_COLOR)
     axes.set_title(curves.title, loc="left", fontsize=14, fontweight="bold", pad=24, parse_math=False)
     axes.annotate(
-        describe(curves), (0, 1), xycoords="axes fraction", xytext=(0, 8), textcoords="offset points",
-        color=MUTED_COLOR, fontsize=10,
-    )  # fmt: skip
+        describe(curves),
+        (0, 1),
+        xycoords="axes fraction",
+        xytext=(0, 8),
+        textcoords="offset points",
+        color=MUTED_COLOR,
+        fontsize=10,
+    )
     axes.legend(
         frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0.1, labelcolor="#0f172a"
     )
@@ -324,9 +340,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("experiment_dir", type=Path, help="the --experiment_dir of the run")
     parser.add_argument("--output", type=Path, help="the picture (default: loss.png in the experiment directory)")
     parser.add_argument(
-        "--baseline", type=parse_baseline, action="append", default=[], metavar="NAME=VALUE",
+        "--baseline",
+        type=parse_baseline,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
         help="a horizontal line, such as 'unigram entropy=5.1'; may be repeated",
-    )  # fmt: skip
+    )
     options = parser.parse_args(arguments)
     try:
         curves = read_curves(options.experiment_dir, options.baseline)

@@ -30,13 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain check
 
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter, replace_file  # noqa: E402
 from megatron_lite.data.indexed_dataset import smallest_dtype  # noqa: E402
-from megatron_lite.data.tokenizing import (
-    ByteTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    save_byte_tokenizer,
-    train_tokenizer,
-)
+from megatron_lite.data.tokenizing import ByteTokenizer, Tokenizer, load_tokenizer, save_byte_tokenizer, train_tokenizer
 from megatron_lite.errors import EXIT_DONE, DataError, RunError, StorageError, UsageError  # noqa: E402
 
 BATCH_CHARACTERS = 1 << 22  # texts go to the tokenizer in batches of about this size, for its threads

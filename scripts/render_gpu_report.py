@@ -1,8 +1,8 @@
 """Put a GPU report into docs/benchmarks.md, between `<!-- table: gpu_report -->` and `<!-- end -->`.
 
-    python scripts/render_gpu_report.py                       docs/gpu_report.json, or "not yet measured" without it
-    python scripts/render_gpu_report.py --report=other.json   another report of scripts/gpu_report.sh
-    python scripts/render_gpu_report.py --check               only compares; exit code 1 if the document is out of date
+python scripts/render_gpu_report.py                       docs/gpu_report.json, or "not yet measured" without it
+python scripts/render_gpu_report.py --report=other.json   another report of scripts/gpu_report.sh
+python scripts/render_gpu_report.py --check               only compares; exit code 1 if the document is out of date
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ def memory_bound(report: dict[str, Any]) -> dict[str, float]:
     ops = step(report, "ops").get("ops", {})
     found = {
         name: op.get("variants", {}).get("triton", {}).get("fraction_of_copy")
-        for name, op in ops.items() if op.get("memory_bound")
-    }  # fmt: skip
+        for name, op in ops.items()
+        if op.get("memory_bound")
+    }
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -83,24 +84,64 @@ def _times(value: float) -> str:
 
 
 TARGETS = (
-    Target("Mistral-7B shape, whole (32 layers), sequence 8192", "9,000 tokens/s to beat",
-           lambda report: best(report, MISTRAL[:1], "tokens_per_s"), 9000, lambda v: f"{v:,.0f} tokens/s"),
-    Target("Mistral-7B shape, whole (32 layers), sequence 8192", "11,000 tokens/s",
-           lambda report: best(report, MISTRAL[:1], "tokens_per_s"), 11000, lambda v: f"{v:,.0f} tokens/s"),
-    Target("Mistral-7B shape, 32 or 16 layers, sequence 8192", "540 model TFLOP/s",
-           lambda report: best(report, MISTRAL, "model_tflops"), 540, lambda v: f"{v:.0f} TFLOP/s"),
-    Target("Llama-3-8B dimensions, 8 layers, beside FSDP2 compiled", "1.15x",
-           lambda report: speedup(report, "llama-3-8b-8l", "FSDP2 compiled"), 1.15, _times),
-    Target("GPT-2 124M, sequence 1024, beside plain PyTorch compiled", "1.10x",
-           lambda report: speedup(report, "gpt2-124m", "torch compiled", "torch compiled full logits"), 1.10, _times),
-    Target("MLP recompute `activation` beside `none`", "99.6 %",
-           lambda report: recompute(report, "activation"), 0.996, _percent),
+    Target(
+        "Mistral-7B shape, whole (32 layers), sequence 8192",
+        "9,000 tokens/s to beat",
+        lambda report: best(report, MISTRAL[:1], "tokens_per_s"),
+        9000,
+        lambda v: f"{v:,.0f} tokens/s",
+    ),
+    Target(
+        "Mistral-7B shape, whole (32 layers), sequence 8192",
+        "11,000 tokens/s",
+        lambda report: best(report, MISTRAL[:1], "tokens_per_s"),
+        11000,
+        lambda v: f"{v:,.0f} tokens/s",
+    ),
+    Target(
+        "Mistral-7B shape, 32 or 16 layers, sequence 8192",
+        "540 model TFLOP/s",
+        lambda report: best(report, MISTRAL, "model_tflops"),
+        540,
+        lambda v: f"{v:.0f} TFLOP/s",
+    ),
+    Target(
+        "Llama-3-8B dimensions, 8 layers, beside FSDP2 compiled",
+        "1.15x",
+        lambda report: speedup(report, "llama-3-8b-8l", "FSDP2 compiled"),
+        1.15,
+        _times,
+    ),
+    Target(
+        "GPT-2 124M, sequence 1024, beside plain PyTorch compiled",
+        "1.10x",
+        lambda report: speedup(report, "gpt2-124m", "torch compiled", "torch compiled full logits"),
+        1.10,
+        _times,
+    ),
+    Target(
+        "MLP recompute `activation` beside `none`",
+        "99.6 %",
+        lambda report: recompute(report, "activation"),
+        0.996,
+        _percent,
+    ),
     Target("MLP recompute `full` beside `none`", "90 %", lambda report: recompute(report, "full"), 0.90, _percent),
-    Target("memory-bound operations, the slowest, of copy bandwidth", "85 %",
-           lambda report: min(memory_bound(report).values(), default=None), MEMORY_BOUND_GOAL, _percent),
-    Target("AdamW, of copy bandwidth", "85 %",
-           lambda report: memory_bound(report).get("adamw"), MEMORY_BOUND_GOAL, _percent),
-)  # fmt: skip
+    Target(
+        "memory-bound operations, the slowest, of copy bandwidth",
+        "85 %",
+        lambda report: min(memory_bound(report).values(), default=None),
+        MEMORY_BOUND_GOAL,
+        _percent,
+    ),
+    Target(
+        "AdamW, of copy bandwidth",
+        "85 %",
+        lambda report: memory_bound(report).get("adamw"),
+        MEMORY_BOUND_GOAL,
+        _percent,
+    ),
+)
 
 
 def render(report: dict[str, Any] | None) -> str:
@@ -162,20 +203,31 @@ def _ops(report: dict[str, Any]) -> Iterator[str]:
                 rows.append([*what, str(found.get("failed", op.get("status", "")))[:80], *[""] * 5])
                 continue
             fractions = [found.get(key) for key in ("fraction_of_copy", "fraction_of_equal_copy")]
-            rows.append([
-                *what, _spread(found["ms"], 3),
-                f"{found['bytes_per_s'] / 1e9:,.0f}" if found.get("bytes_per_s") else "",
-                *(_percent(fraction) if fraction else "" for fraction in fractions),
-                f"{found['flop_per_s'] / 1e12:.0f}" if found.get("flop_per_s") else "",
-                f"{found['peak_bytes'] / 2**20:,.0f}" if "peak_bytes" in found else "",
-            ])  # fmt: skip
+            rows.append(
+                [
+                    *what,
+                    _spread(found["ms"], 3),
+                    f"{found['bytes_per_s'] / 1e9:,.0f}" if found.get("bytes_per_s") else "",
+                    *(_percent(fraction) if fraction else "" for fraction in fractions),
+                    f"{found['flop_per_s'] / 1e12:.0f}" if found.get("flop_per_s") else "",
+                    f"{found['peak_bytes'] / 2**20:,.0f}" if "peak_bytes" in found else "",
+                ]
+            )
     if rows:
         yield "Each operation at the shapes of Mistral-7B. Bytes are the least that it has to move, each once;"
-        yield "\"new\" is the most memory that a call takes beside its inputs."
+        yield '"new" is the most memory that a call takes beside its inputs.'
         yield ""
         header = (
-            "operation", "shape", "", "ms (quartiles)", "GB/s", "of copy", "of a copy as large", "TFLOP/s", "new, MiB"
-        )  # fmt: skip
+            "operation",
+            "shape",
+            "",
+            "ms (quartiles)",
+            "GB/s",
+            "of copy",
+            "of a copy as large",
+            "TFLOP/s",
+            "new, MiB",
+        )
         yield from table(header, rows)
 
 
@@ -200,9 +252,13 @@ def _training_cells(row: dict[str, Any]) -> list[str]:
 
     spread = _spread(row["step_s"], 4) if row.get("step_s") else NOT_MEASURED
     return [
-        spread, cell("tokens_per_s", lambda v: f"{v:,.0f}"), cell("model_tflops", lambda v: f"{v:.0f}"),
-        cell("mfu", _percent), cell("mfu_full", _percent), cell("peak_bytes", lambda v: f"{v / 2**30:.2f}"),
-    ]  # fmt: skip
+        spread,
+        cell("tokens_per_s", lambda v: f"{v:,.0f}"),
+        cell("model_tflops", lambda v: f"{v:.0f}"),
+        cell("mfu", _percent),
+        cell("mfu_full", _percent),
+        cell("peak_bytes", lambda v: f"{v / 2**30:.2f}"),
+    ]
 
 
 def _variants(report: dict[str, Any]) -> Iterator[str]:
@@ -215,10 +271,16 @@ def _variants(report: dict[str, Any]) -> Iterator[str]:
                 rows.append([variant, str(found.get("failed", NOT_MEASURED))[:80], "", "", "", ""])
                 continue
             planned, peak = found["planned_peak_bytes"], found["peak_bytes"]
-            rows.append([
-                variant, _spread(found["step_ms"], 1), f"{found['tokens_per_s']:,.0f}", f"{peak / 2**30:.2f}",
-                f"{planned / 2**30:.2f}", f"{100 * (planned / peak - 1):+.1f} %",
-            ])  # fmt: skip
+            rows.append(
+                [
+                    variant,
+                    _spread(found["step_ms"], 1),
+                    f"{found['tokens_per_s']:,.0f}",
+                    f"{peak / 2**30:.2f}",
+                    f"{planned / 2**30:.2f}",
+                    f"{100 * (planned / peak - 1):+.1f} %",
+                ]
+            )
         if rows:
             yield f"Our engine, {result.get('shape', '')}:"
             yield ""

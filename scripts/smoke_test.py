@@ -67,9 +67,7 @@ class Smoke:
         self.world_size = 1 if cuda else 2
         self.device_flags = ["--training_dtype=bf16"] if cuda else ["--zero_stage=3"]
         self.report.update(
-            device=torch.cuda.get_device_name() if cuda else "cpu",
-            torch=torch.__version__,
-            world_size=self.world_size,
+            device=torch.cuda.get_device_name() if cuda else "cpu", torch=torch.__version__, world_size=self.world_size
         )
         corpus = self.folder / "corpus.jsonl"
         prefix = self.folder / "corpus"
@@ -81,8 +79,11 @@ class Smoke:
         with self.log() as log:
             code = subprocess.call(
                 [sys.executable, *map(str, command)],
-                cwd=self.folder, stdout=log, stderr=log, timeout=self.seconds_left(),
-            )  # fmt: skip
+                cwd=self.folder,
+                stdout=log,
+                stderr=log,
+                timeout=self.seconds_left(),
+            )
         self.expect(code == 0, f"{Path(command[0]).name} ended with exit code {code}")
 
     def start(self, experiment: str) -> list[subprocess.Popen[bytes]]:
@@ -101,10 +102,12 @@ class Smoke:
                 subprocess.Popen(
                     command,
                     env=os.environ | job | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    cwd=self.folder, stdout=log, stderr=log,
+                    cwd=self.folder,
+                    stdout=log,
+                    stderr=log,
                 )
                 for rank in range(self.world_size)
-            ]  # fmt: skip
+            ]
 
     def wait(self, processes: list[subprocess.Popen[bytes]], what: str) -> None:
         """Wait until every rank has ended well; end all of them otherwise."""
@@ -208,9 +211,14 @@ def private_environment(folder: Path) -> dict[str, str]:
     """Environment variables that keep every library offline and its files inside `folder`."""
     caches = ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
     return {
-        "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "HOME": str(folder), "TMPDIR": str(folder),
-    } | {name: str(folder / "cache") for name in caches}  # fmt: skip
+        "PYTHONPATH": str(ROOT),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "disabled",
+        "HOME": str(folder),
+        "TMPDIR": str(folder),
+    } | {name: str(folder / "cache") for name in caches}
 
 
 def device_flag(flags: list[str]) -> str:
@@ -266,8 +274,10 @@ def main() -> int:
     os.environ.update(private_environment(folder))  # for this process too, before it imports torch
     smoke = Smoke(folder, sys.argv[1:])
     steps: dict[str, Callable[[], None]] = {
-        "prepare": smoke.prepare, "train, kill, resume, export": smoke.train_and_resume, "reload": smoke.reload,
-    }  # fmt: skip
+        "prepare": smoke.prepare,
+        "train, kill, resume, export": smoke.train_and_resume,
+        "reload": smoke.reload,
+    }
     result: dict[str, Any] = {"ok": True}
     try:
         for name, step in steps.items():

@@ -25,13 +25,21 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 # Everything that a Llama has: each operation has a kernel of its own.
 LLAMA = dict(
-    gated=True, normalization_type="rms_norm", use_rotary_embeddings=True, head_groups=2, add_linear_biases=False,
-    tie_word_embeddings=False, num_layers=3,
-)  # fmt: skip
+    gated=True,
+    normalization_type="rms_norm",
+    use_rotary_embeddings=True,
+    head_groups=2,
+    add_linear_biases=False,
+    tie_word_embeddings=False,
+    num_layers=3,
+)
 NORMS = LLAMA | dict(
-    qk_layernorm=True, hybrid_norm=True, input_embedding_norm=True, full_precision_residual=True,
+    qk_layernorm=True,
+    hybrid_norm=True,
+    input_embedding_norm=True,
+    full_precision_residual=True,
     zero_centered_normalization=True,
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +114,11 @@ def test_triton_changes_losses_by_rounding(
 
 
 @pytest.mark.parametrize("triton", [True, False])
-@pytest.mark.parametrize("options", [dict(mlp_recompute_level="activation"), dict(mlp_recompute_level="full"),
-                                     dict(recompute_layers=2)], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [dict(mlp_recompute_level="activation"), dict(mlp_recompute_level="full"), dict(recompute_layers=2)],
+    ids=str,
+)
 def test_recomputation_changes_nothing(one_gpu: Distributed, triton: bool, options: dict[str, Any]) -> None:
     """The same kernels on the same values a second time: losses agree to the rounding of fp32."""
     common = dict(enable_triton_kernels=triton, deterministic=True, **LLAMA)

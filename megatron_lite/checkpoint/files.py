@@ -127,9 +127,7 @@ def write_tensors(path: Path, tensors: Sequence[TensorToWrite], metadata: dict[s
     return WrittenFile(size=len(header) + num_bytes, crc32=crc, data_start=len(header))
 
 
-def safetensors_header(
-    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]
-) -> bytes:
+def safetensors_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
     """What stands before the values of tensors, which follow without gaps: its length and a JSON object."""
     header: dict[str, object] = {"__metadata__": metadata}
     offset = 0

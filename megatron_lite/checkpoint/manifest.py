@@ -139,9 +139,14 @@ def dump(manifest: Manifest) -> str:
         TypeError, ValueError: if `config` or `state` is not JSON.
     """
     head = {
-        "format": FORMAT, "version": VERSION, "save_id": manifest.save_id, "iteration": manifest.iteration,
-        "world_size": manifest.world_size, "config": manifest.config, "state": manifest.state,
-    }  # fmt: skip
+        "format": FORMAT,
+        "version": VERSION,
+        "save_id": manifest.save_id,
+        "iteration": manifest.iteration,
+        "world_size": manifest.world_size,
+        "config": manifest.config,
+        "state": manifest.state,
+    }
     files = {name: file._asdict() for name, file in manifest.files.items()}
     parameters = {
         name: {"dtype": dtype_name(parameter.dtype), "shape": parameter.shape, **parameter.slices}

@@ -22,13 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_lite.checkpoint import files, manifest
 from megatron_lite.checkpoint.manifest import Manifest, SavedFile
-from megatron_lite.checkpoint.reading import (
-    changes,
-    check_parameters,
-    fill,
-    find_checkpoints,
-    verify,
-)
+from megatron_lite.checkpoint.reading import changes, check_parameters, fill, find_checkpoints, verify
 from megatron_lite.checkpoint.retention import checkpoints_to_delete
 from megatron_lite.config import Config, flatten
 from megatron_lite.distributed.checkpoint_agreement import first_problem, together
@@ -108,12 +102,14 @@ def _tensors(model: MultiStage) -> list[files.TensorToWrite]:
         assert part.frozen or part.has_state, f"stage {index}: a checkpoint needs moments, this model is for inference"
     return [
         files.TensorToWrite(
-            manifest.tensor_name(index, part.frozen, kind), dtype, (part.numel(kind),),
+            manifest.tensor_name(index, part.frozen, kind),
+            dtype,
+            (part.numel(kind),),
             functools.partial(part.read, kind),
         )
         for index, part in model.parts()
         for kind, dtype in part.kinds().items()
-    ]  # fmt: skip
+    ]
 
 
 def _is_checkpoint(folder: Path) -> bool:

@@ -281,6 +281,6 @@ _LOGGING = {
     "log_entropy": "the entropy of predictions is not logged",
 }
 
-INSTEAD: Mapping[str, str] = MappingProxyType({
-    **_MODEL, **_BATCH_AND_TIME, **_OPTIMIZER, **_PRECISION_AND_SPEED, **_PARALLELISM, **_DATA, **_SAVING, **_LOGGING,
-})  # fmt: skip
+INSTEAD: Mapping[str, str] = MappingProxyType(
+    {**_MODEL, **_BATCH_AND_TIME, **_OPTIMIZER, **_PRECISION_AND_SPEED, **_PARALLELISM, **_DATA, **_SAVING, **_LOGGING}
+)

@@ -59,9 +59,13 @@ def value_words(flag: Flag) -> str:
     if flag.option.choices:
         return "|".join(flag.option.choices)
     words = {
-        "int": "N", "float": "X", "str": "TEXT", "list of int": "N,N,...", "list of float": "X,X,...",
+        "int": "N",
+        "float": "X",
+        "str": "TEXT",
+        "list of int": "N,N,...",
+        "list of float": "X,X,...",
         "list of str": "TEXT ...",
-    }  # fmt: skip
+    }
     return "|".join((words[flag.kind], *flag.words))
 
 
@@ -133,12 +137,16 @@ def option_table(area: str, elsewhere: Mapping[str, str]) -> str:
     """The Markdown table of the options of one area. elsewhere: other programs' defaults by name, where they differ."""
     rows = [
         (
-            f"`--{flag.name}`", default_words(flag), _limits(flag), ", ".join(f"`{name}`" for name in flag.aliases),
-            flag.option.help, elsewhere.get(flag.name, ""),
+            f"`--{flag.name}`",
+            default_words(flag),
+            _limits(flag),
+            ", ".join(f"`{name}`" for name in flag.aliases),
+            flag.option.help,
+            elsewhere.get(flag.name, ""),
         )
         for flag in FLAGS.values()
         if flag.area == area
-    ]  # fmt: skip
+    ]
     return _table(("flag", "default", "values", "also spelled", "meaning", "defaults elsewhere"), rows)
 
 

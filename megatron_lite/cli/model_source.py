@@ -35,22 +35,36 @@ from megatron_lite.validation import examine
 from megatron_lite.validation.note import Note
 
 # What weights mean does not depend on these: noise, initial values, precision, padding.
-FREE = frozenset({
-    "attention_dropout", "hidden_dropout", "embedding_dropout", "init_method_std", "init_method_std_embed",
-    "init_method_std_qkv", "init_method_std_attn_proj", "init_method_std_mlp_1", "init_method_std_mlp_2",
-    "layer_norm_init_range", "random_bias_init", "full_precision_residual", "attention_softmax_in_fp32",
-    "make_vocab_size_divisible_by",
-})  # fmt: skip
+FREE = frozenset(
+    {
+        "attention_dropout",
+        "hidden_dropout",
+        "embedding_dropout",
+        "init_method_std",
+        "init_method_std_embed",
+        "init_method_std_qkv",
+        "init_method_std_attn_proj",
+        "init_method_std_mlp_1",
+        "init_method_std_mlp_2",
+        "layer_norm_init_range",
+        "random_bias_init",
+        "full_precision_residual",
+        "attention_softmax_in_fp32",
+        "make_vocab_size_divisible_by",
+    }
+)
 # Options that follow from another one, or belong to its value: where that is changed, those brought along go, too.
-FOLLOW: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "hidden_dropout": ("embedding_dropout",),
-    "init_method_std": tuple(sorted(name for name in FREE if name.startswith("init_method_std_"))),
-    "rotary_base": ("rotary_embedding_scale",),
-    "rotary_embedding_scale": ("rotary_base",),
-    "rope_type": tuple(
-        name for name in model_options.MODEL_OPTIONS if name.startswith("rope_") and name != "rope_type"
-    ),
-})  # fmt: skip
+FOLLOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "hidden_dropout": ("embedding_dropout",),
+        "init_method_std": tuple(sorted(name for name in FREE if name.startswith("init_method_std_"))),
+        "rotary_base": ("rotary_embedding_scale",),
+        "rotary_embedding_scale": ("rotary_base",),
+        "rope_type": tuple(
+            name for name in model_options.MODEL_OPTIONS if name.startswith("rope_") and name != "rope_type"
+        ),
+    }
+)
 
 
 class Stated(NamedTuple):

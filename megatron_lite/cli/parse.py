@@ -22,15 +22,7 @@ from megatron_lite.cli.words import read_words
 from megatron_lite.config import Config, unflatten
 from megatron_lite.config.foreign_values import REFUSED_SPELLINGS, REFUSED_VALUES
 from megatron_lite.config.structured_values import environment_values
-from megatron_lite.config.values import (
-    SPELLINGS,
-    BadValueError,
-    Flag,
-    parse_list,
-    parse_value,
-    shown,
-    written,
-)
+from megatron_lite.config.values import SPELLINGS, BadValueError, Flag, parse_list, parse_value, shown, written
 from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.validation import examine, planned_world_size
 from megatron_lite.validation.note import Note
@@ -38,9 +30,13 @@ from megatron_lite.validation.note import Note
 MOST_FILES = 100
 # The shell leaves the ~ of --flag=~/folder alone.
 PATHS = (
-    "experiment_dir", "data_path", "tokenizer_file", "pretrained_checkpoint_path", "sample_prompts",
+    "experiment_dir",
+    "data_path",
+    "tokenizer_file",
+    "pretrained_checkpoint_path",
+    "sample_prompts",
     "export_callback_script",
-)  # fmt: skip
+)
 QUOTES = "'\"\u2018\u2019\u201c\u201d"
 
 

@@ -41,11 +41,19 @@ class Config:
 
 
 AREAS: dict[str, type] = {
-    "source": SourceConfig, "model": ModelConfig, "batch": BatchConfig, "learning_rate": LearningRateConfig,
-    "optimizer": OptimizerConfig, "averaging": AveragingConfig, "performance": PerformanceConfig,
-    "multi_stage": MultiStageConfig, "distributed": DistributedConfig, "data": DataConfig, "training": TrainingConfig,
+    "source": SourceConfig,
+    "model": ModelConfig,
+    "batch": BatchConfig,
+    "learning_rate": LearningRateConfig,
+    "optimizer": OptimizerConfig,
+    "averaging": AveragingConfig,
+    "performance": PerformanceConfig,
+    "multi_stage": MultiStageConfig,
+    "distributed": DistributedConfig,
+    "data": DataConfig,
+    "training": TrainingConfig,
     "run": RunConfig,
-}  # fmt: skip
+}
 
 
 def flatten(config: Config) -> dict[str, Any]:

@@ -77,7 +77,17 @@ _ENGINE = (
     *(
         _value(f"{name}_seed_shift", "a large prime", "", _SEED)
         for name in (
-            "dp", "pp", "pp_gen_init", "pp_gen", "tp", "tp_gen_init", "tp_gen", "sample", "train", "valid", "test",
+            "dp",
+            "pp",
+            "pp_gen_init",
+            "pp_gen",
+            "tp",
+            "tp_gen_init",
+            "tp_gen",
+            "sample",
+            "train",
+            "valid",
+            "test",
         )
     ),
     _switch("pipeline_overlap", "1", "1", PARALLEL),
@@ -86,7 +96,7 @@ _ENGINE = (
     _switch("debug_send_recv", "0", "0", PARALLEL),
     _switch("profile_schedule", "0", "0", PROFILE),
     _switch("skip_step", "0", "0", "no part of a training step can be left out"),
-)  # fmt: skip
+)
 
 _MODEL = (
     _switch("triton_rotary", "1", "1", "write --enable_triton_kernels=0, for all operations"),
@@ -126,10 +136,15 @@ _RUN = (
 _FILL_IN_THE_MIDDLE = tuple(
     Refused(f"fim_{name}", default, (default,), _FIM, switch=name == "truncate_or_pad")
     for name, default in (
-        ("rate", "0"), ("max_middle_len", "none"), ("split_sample", "none"), ("fragment_rate", "0"),
-        ("ignore_prefix", "none"), ("spm_rate", "0.5"), ("truncate_or_pad", "0"),
+        ("rate", "0"),
+        ("max_middle_len", "none"),
+        ("split_sample", "none"),
+        ("fragment_rate", "0"),
+        ("ignore_prefix", "none"),
+        ("spm_rate", "0.5"),
+        ("truncate_or_pad", "0"),
     )
-)  # fmt: skip
+)
 
 _OTHER_WEIGHTS = (
     _value("imported_model_type", "none", "none", _MODEL_TYPE),
@@ -150,41 +165,57 @@ _CONVERSION = (
     *(
         _value(name, default, "", _CONVERT)
         for name, default in (
-            ("input_type", "required"), ("output_type", "required"), ("input_path", "required"),
-            ("output_path", "required"), ("model_type", "none"),
-            ("target_params_per_file", "4294967296"), ("layers_per_step", "none"),
+            ("input_type", "required"),
+            ("output_type", "required"),
+            ("input_path", "required"),
+            ("output_path", "required"),
+            ("model_type", "none"),
+            ("target_params_per_file", "4294967296"),
+            ("layers_per_step", "none"),
         )
     ),
     _switch("exist_ok", "0", "", _CONVERT),
     _switch("use_cpu", "0", "", _CONVERT + "; write --device=cpu to train on the CPU"),
     _value("dtype", "none", "", _CONVERT + "; write --training_dtype=bf16 to train in bf16"),
-)  # fmt: skip
+)
 
 REFUSED: tuple[Refused, ...] = (
-    *_BATCH, *_ENGINE, *_MODEL, *_MIXTURE, *_RUN, *_FILL_IN_THE_MIDDLE, *_OTHER_WEIGHTS, *_PROFILING, *_CONVERSION,
-)  # fmt: skip
+    *_BATCH,
+    *_ENGINE,
+    *_MODEL,
+    *_MIXTURE,
+    *_RUN,
+    *_FILL_IN_THE_MIDDLE,
+    *_OTHER_WEIGHTS,
+    *_PROFILING,
+    *_CONVERSION,
+)
 
 # Values that an option of `config/` has in Fast-LLM or that one may well try, with the reason why not.
-REFUSED_VALUES: Mapping[tuple[str, str], str] = MappingProxyType({
-    ("dataset_source", "file"): "a blend described by a JSON file comes later; "
-    "write the weights and prefixes: --data_path 0.3 first 0.7 second",
-    ("dataset_source", "sample"): "the sample data set does not exist; write random for made-up tokens",
-    ("mlp_recompute_level", "offload"): "activations are not moved to the host's memory; write activation or full",
-    ("mlp_recompute_level", "nested"): "write full, or --recompute_layers=<N> for whole blocks",
-    ("mlp_recompute_level", "recompute"): "write activation or full, or --recompute_layers=<N> for whole blocks",
-    **{
-        ("lr_schedule", style): "this is a list of stages; for Levanter's lr_schedule write "
-        f"--lr_decay_style={style}{'_tokens' if style == 'power' else ''}"
-        for style in ("constant", "linear", "cosine", "inv_sqrt", "inv", "power")
-    },
-    ("clip_grad", "none"): "write 0, which turns clipping off",
-    ("pretrained_checkpoint_type", "state_dict"): "pickles are never loaded; write the weights as safetensors",
-    ("validation_iters", "none"): "write all for the whole validation set, 0 for no validation",
-    ("weight_decay_default_mask", "true"): "write levanter",
-    ("weight_decay_default_mask", "false"): "write off, or beside --weight_decay_modules leave it out",
-    ("zero_stage", "0"): "strictly worse: a full optimizer state on every rank costs more memory and a slower update; "
-    "write 1",
-})  # fmt: skip
+REFUSED_VALUES: Mapping[tuple[str, str], str] = MappingProxyType(
+    {
+        ("dataset_source", "file"): "a blend described by a JSON file comes later; "
+        "write the weights and prefixes: --data_path 0.3 first 0.7 second",
+        ("dataset_source", "sample"): "the sample data set does not exist; write random for made-up tokens",
+        ("mlp_recompute_level", "offload"): "activations are not moved to the host's memory; write activation or full",
+        ("mlp_recompute_level", "nested"): "write full, or --recompute_layers=<N> for whole blocks",
+        ("mlp_recompute_level", "recompute"): "write activation or full, or --recompute_layers=<N> for whole blocks",
+        **{
+            ("lr_schedule", style): "this is a list of stages; for Levanter's lr_schedule write "
+            f"--lr_decay_style={style}{'_tokens' if style == 'power' else ''}"
+            for style in ("constant", "linear", "cosine", "inv_sqrt", "inv", "power")
+        },
+        ("clip_grad", "none"): "write 0, which turns clipping off",
+        ("pretrained_checkpoint_type", "state_dict"): "pickles are never loaded; write the weights as safetensors",
+        ("validation_iters", "none"): "write all for the whole validation set, 0 for no validation",
+        ("weight_decay_default_mask", "true"): "write levanter",
+        ("weight_decay_default_mask", "false"): "write off, or beside --weight_decay_modules leave it out",
+        (
+            "zero_stage",
+            "0",
+        ): "strictly worse: a full optimizer state on every rank costs more memory and a slower update; write 1",
+    }
+)
 
 REFUSED_SPELLINGS: Mapping[str, Refused] = MappingProxyType(
     {spelling: refused for refused in REFUSED for spelling in (refused.name, *refused.aliases)}

@@ -34,9 +34,7 @@ class LearningRateConfig:
         basic=True,
     )
     lr_decay_power: float = option(
-        1.0,
-        "exponent on the part of a decay that is over: linear, power, cosine",
-        above=0.0,
+        1.0, "exponent on the part of a decay that is over: linear, power, cosine", above=0.0
     )
     lr_warmup_iters: int = option(
         0,

@@ -9,10 +9,18 @@ from megatron_lite.config.option import option
 
 ACTIVATIONS = ("gelu", "gelu_exact", "quick_gelu", "silu", "relu", "squared_relu", "tanh", "identity")
 ACTIVATION_ALIASES = {
-    "gelu_tanh": "gelu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu",
-    "gelu_erf": "gelu_exact", "gelu_python": "gelu_exact", "swish": "silu", "swiglu": "silu",
-    "relu2": "squared_relu", "relu_squared": "squared_relu", "linear": "identity",
-}  # fmt: skip
+    "gelu_tanh": "gelu",
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_fast": "gelu",
+    "gelu_erf": "gelu_exact",
+    "gelu_python": "gelu_exact",
+    "swish": "silu",
+    "swiglu": "silu",
+    "relu2": "squared_relu",
+    "relu_squared": "squared_relu",
+    "linear": "identity",
+}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 RECOMPUTE_LEVELS = ("none", "activation", "full")
 ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "varlen", "flex", "math")

@@ -25,10 +25,7 @@ class OptimizerConfig:
         value_aliases={"adam": "adamw"},
     )
     weight_decay: float = option(
-        0.01,
-        "decoupled weight decay: weights shrink by lr * this, with every optimizer",
-        minimum=0.0,
-        basic=True,
+        0.01, "decoupled weight decay: weights shrink by lr * this, with every optimizer", minimum=0.0, basic=True
     )
     weight_decay_modules: tuple[str, ...] = option(
         (),

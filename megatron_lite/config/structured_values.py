@@ -18,10 +18,20 @@ from megatron_lite.config.values import BadValueError, is_number, parse_float, s
 from megatron_lite.errors import UsageError
 
 # As transformers reads them: a thousand or 1,024 bytes to the step. The b is upper case: a lower one would be bits.
-SIZE_UNITS = MappingProxyType({
-    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
-})  # fmt: skip
+SIZE_UNITS = MappingProxyType(
+    {
+        "": 1,
+        "B": 1,
+        "KB": 10**3,
+        "MB": 10**6,
+        "GB": 10**9,
+        "TB": 10**12,
+        "KiB": 2**10,
+        "MiB": 2**20,
+        "GiB": 2**30,
+        "TiB": 2**40,
+    }
+)
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]{0,3})")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 

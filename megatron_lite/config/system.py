@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from megatron_lite.config.option import Auto, debug_level, option
 
 DTYPES = ("fp32", "bf16", "fp16")
-DTYPE_ALIASES = {
-    "float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16",
-}  # fmt: skip
+DTYPE_ALIASES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
 @dataclass(frozen=True)

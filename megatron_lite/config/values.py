@@ -24,31 +24,33 @@ LONGEST_NUMBER = 64  # characters
 LONGEST_TEXT = 4096  # characters; also the longest path of Linux
 
 # The same option with the same values under its name in Megatron-LM, Levanter or Hugging Face's Trainer.
-OTHER_SPELLINGS: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "head_groups": ("num_key_value_heads", "num_kv_heads"),
-    "kv_channels": ("head_dim",),
-    "ffn_hidden_size": ("intermediate_size", "intermediate_dim"),
-    "hidden_size": ("hidden_dim",),
-    "num_attention_heads": ("num_heads",),
-    "layer_norm_eps": ("layer_norm_epsilon",),
-    "sequence_length": ("seq_len",),
-    "micro_batch_size": ("per_device_train_batch_size",),
-    "adam_beta1": ("beta1",),
-    "adam_beta2": ("beta2",),
-    "adam_eps": ("adam_epsilon", "epsilon"),
-    "clip_grad": ("max_grad_norm",),
-    "update_rms_clip": ("update_rms_clipping",),
-    "logit_z_loss": ("z_loss_weight",),
-    "full_precision_gradients": ("accumulate_allreduce_grads_in_fp32",),
-    "deterministic": ("deterministic_mode",),
-    "train_iters": ("num_train_steps",),
-    "validation_interval": ("steps_per_eval",),
-    "stop_interval": ("exit_interval",),
-    "wandb_entity_name": ("wandb_entity",),
-    "wandb_project_name": ("wandb_project",),
-    "wandb_group_name": ("wandb_group",),
-    "experiment_name": ("wandb_exp_name",),
-})  # fmt: skip
+OTHER_SPELLINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "head_groups": ("num_key_value_heads", "num_kv_heads"),
+        "kv_channels": ("head_dim",),
+        "ffn_hidden_size": ("intermediate_size", "intermediate_dim"),
+        "hidden_size": ("hidden_dim",),
+        "num_attention_heads": ("num_heads",),
+        "layer_norm_eps": ("layer_norm_epsilon",),
+        "sequence_length": ("seq_len",),
+        "micro_batch_size": ("per_device_train_batch_size",),
+        "adam_beta1": ("beta1",),
+        "adam_beta2": ("beta2",),
+        "adam_eps": ("adam_epsilon", "epsilon"),
+        "clip_grad": ("max_grad_norm",),
+        "update_rms_clip": ("update_rms_clipping",),
+        "logit_z_loss": ("z_loss_weight",),
+        "full_precision_gradients": ("accumulate_allreduce_grads_in_fp32",),
+        "deterministic": ("deterministic_mode",),
+        "train_iters": ("num_train_steps",),
+        "validation_interval": ("steps_per_eval",),
+        "stop_interval": ("exit_interval",),
+        "wandb_entity_name": ("wandb_entity",),
+        "wandb_project_name": ("wandb_project",),
+        "wandb_group_name": ("wandb_group",),
+        "experiment_name": ("wandb_exp_name",),
+    }
+)
 
 
 class BadValueError(ValueError):
@@ -82,18 +84,29 @@ class Flag:
 
 
 def _flags() -> dict[str, Flag]:
-    kinds = {"int": "int", "float": "float", "bool": "bool", "str": "str",
-             "tuple[str, ...]": "list of str", "tuple[float, ...]": "list of float",
-             "tuple[int, ...]": "list of int"}  # fmt: skip
+    kinds = {
+        "int": "int",
+        "float": "float",
+        "bool": "bool",
+        "str": "str",
+        "tuple[str, ...]": "list of str",
+        "tuple[float, ...]": "list of float",
+        "tuple[int, ...]": "list of int",
+    }
     words = {"Auto": get_args(Auto), "All": get_args(All)}
     flags = {}
     for area, owner in AREAS.items():
         for field in dataclasses.fields(owner):
             kind, *others = str(field.type).split(" | ")  # config/ keeps its annotations as text
             flags[field.name] = Flag(
-                field.name, kinds[kind], "None" in others, field.default, area, field.metadata["option"],
+                field.name,
+                kinds[kind],
+                "None" in others,
+                field.default,
+                area,
+                field.metadata["option"],
                 tuple(word for other in others if other != "None" for word in words[other]),
-            )  # fmt: skip
+            )
     return flags
 
 

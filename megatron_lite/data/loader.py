@@ -28,13 +28,7 @@ from megatron_lite.data.sampling import PHASES, StreamSampler, sampler_key, spli
 from megatron_lite.data.tokenizing import read_tokenizer_file
 from megatron_lite.data.workers import Request, Workers
 from megatron_lite.errors import DataError, UsageError
-from megatron_lite.schedules.batch_size import (
-    BatchSchedule,
-    Segment,
-    Split,
-    batch_schedule,
-    once_through,
-)
+from megatron_lite.schedules.batch_size import BatchSchedule, Segment, Split, batch_schedule, once_through
 from megatron_lite.validation import weighted_paths
 
 
@@ -182,9 +176,11 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
         for phase, count in needed.items():
             assert count != "all", "refused before: they have no end"
             reader = RandomReader(
-                sampler_key(config.distributed.seed, phase, 0), config.batch.sequence_length, config.model.vocab_size,
+                sampler_key(config.distributed.seed, phase, 0),
+                config.batch.sequence_length,
+                config.model.vocab_size,
                 documents=not config.data.cross_document_attention,
-            )  # fmt: skip
+            )
             phases[phase] = Phase(reader, _schedule(config, phase), count)
         return DataSource(config, rank, world_size, phases, {"data": "random tokens"})
     weighted = weighted_paths(config.data.data_path) if needed else []

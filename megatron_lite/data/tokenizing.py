@@ -27,9 +27,14 @@ END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<
 CONFIG_NAME = "tokenizer_config.json"
 # What an export takes along of a tokenizer's other files, where they are: nothing else is ever copied.
 BESIDE = (
-    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
     "chat_template.json",
-)  # fmt: skip
+)
 _PLAIN_DECODING = MappingProxyType({"clean_up_tokenization_spaces": False})
 _SPECIAL_KEYS = ("bos_token", "eos_token", "pad_token", "unk_token")
 

@@ -41,12 +41,7 @@ class Workers:
     """A pool of loader workers that reads micro-batches in order. `close` ends it at any moment."""
 
     def __init__(
-        self,
-        reader: Reader,
-        requests: Iterator[Request],
-        num_workers: int,
-        prefetch_factor: int,
-        context: str,
+        self, reader: Reader, requests: Iterator[Request], num_workers: int, prefetch_factor: int, context: str
     ) -> None:
         """Start the workers. Together they have up to `num_workers * prefetch_factor` micro-batches read ahead."""
         first = list(itertools.islice(requests, num_workers))

@@ -120,9 +120,7 @@ class Distributed:
         """
         if self.device.type == "cuda":
             own = buffer.view(self.world_size, -1)[self.rank]
-            work = _nccl("reduce_scatter_single", "reduce_scatter_tensor")(
-                own, buffer, group=self.group, async_op=True
-            )
+            work = _nccl("reduce_scatter_single", "reduce_scatter_tensor")(own, buffer, group=self.group, async_op=True)
             return self.traffic.started(kind, buffer, work)
         if self._reduction is not None:
             self._reduction.wait()

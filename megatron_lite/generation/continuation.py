@@ -76,9 +76,13 @@ def same(tokens: list[int]) -> list[int]:
 
 @torch.no_grad()
 def continue_texts(
-    model: LanguageModel, texts: Sequence[Text], limits: Limits, rows: int,
-    agree: Callable[[list[int]], list[int]] = same, backend: str = "math",
-) -> Iterator[Text]:  # fmt: skip
+    model: LanguageModel,
+    texts: Sequence[Text],
+    limits: Limits,
+    rows: int,
+    agree: Callable[[list[int]], list[int]] = same,
+    backend: str = "math",
+) -> Iterator[Text]:
     """Continue every text to its end, `rows` of them at a time; each is given out, by itself, once it has ended.
 
     Args:

@@ -46,15 +46,20 @@ class Totals:
         bits = self.nats / math.log(2) / self.bytes if self.bytes else None
         perplexity = math.exp(self.loss) if self.loss < 700 else None
         return {
-            "loss": self.loss, "perplexity": perplexity, "bits_per_byte": bits, "tokens": self.tokens,
+            "loss": self.loss,
+            "perplexity": perplexity,
+            "bits_per_byte": bits,
+            "tokens": self.tokens,
             "bytes": self.bytes,
-        }  # fmt: skip
+        }
 
 
 def evaluate(
-    model: LocalModel, micro_batches: Iterable[MicroBatch], token_bytes: NDArray[np.int64] | None,
+    model: LocalModel,
+    micro_batches: Iterable[MicroBatch],
+    token_bytes: NDArray[np.int64] | None,
     progress: Callable[[Totals], None] = lambda totals: None,
-) -> Totals:  # fmt: skip
+) -> Totals:
     """Predict every label that is not masked, one micro-batch at a time. `token_bytes`: a tokenizer's, or None; tokens
     that it does not have spell nothing.
 
@@ -79,9 +84,14 @@ def evaluate(
 
 
 def text_batches(
-    texts: Iterable[str], tokenizer: Tokenizer, vocab_size: int, sequence_length: int, rows: int, device: torch.device,
+    texts: Iterable[str],
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    sequence_length: int,
+    rows: int,
+    device: torch.device,
     separate: bool = False,
-) -> Iterator[MicroBatch]:  # fmt: skip
+) -> Iterator[MicroBatch]:
     """Texts as documents, each with an end-of-document token behind it, as one stream in samples of sequence_length.
 
     The last label of a sample is the first input of the next, so each token but the first is predicted once.

@@ -22,8 +22,11 @@ from megatron_lite.parameter import DTYPES, Parameter
 
 # Options of training alone.
 _NOT_HERE: dict[str, Any] = {
-    "attention_dropout": 0.0, "hidden_dropout": 0.0, "embedding_dropout": 0.0, "make_vocab_size_divisible_by": 1,
-}  # fmt: skip
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "embedding_dropout": 0.0,
+    "make_vocab_size_divisible_by": 1,
+}
 
 
 class LocalModel:
@@ -50,9 +53,14 @@ class LocalModel:
             return "math"
         head_size = config.kv_channels or 0
         return choose_attention(
-            "auto", device, dtype, config.window_size, False, head_size,
+            "auto",
+            device,
+            dtype,
+            config.window_size,
+            False,
+            head_size,
             works=lambda backend: works(backend, device, dtype, head_size),
-        )  # fmt: skip
+        )
 
     @torch.no_grad()
     def run(self, micro_batch: MicroBatch) -> Tensor:

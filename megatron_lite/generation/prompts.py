@@ -142,6 +142,10 @@ def numbered(prompts: Sequence[str]) -> list[tuple[str, int]]:
 def as_json(index: int, prompt: str, text: Text, continuation: str) -> dict[str, Any]:
     """One text for a line of JSON."""
     return {
-        "index": index, "prompt": prompt, "text": continuation, "finish": text.finish,
-        "prompt_tokens": len(text.prompt), "tokens": text.tokens,
-    }  # fmt: skip
+        "index": index,
+        "prompt": prompt,
+        "text": continuation,
+        "finish": text.finish,
+        "prompt_tokens": len(text.prompt),
+        "tokens": text.tokens,
+    }

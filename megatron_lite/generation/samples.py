@@ -78,9 +78,15 @@ class Samples:
     """The prompts of a run, and where their continuations go. Made by `open_samples`."""
 
     def __init__(
-        self, config: Config, distributed: Distributed, stop: StopSignal, tokenizer: Tokenizer,
-        prompts: Sequence[tuple[str, list[int]]], file: MetricsFile | None, run: int,
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        distributed: Distributed,
+        stop: StopSignal,
+        tokenizer: Tokenizer,
+        prompts: Sequence[tuple[str, list[int]]],
+        file: MetricsFile | None,
+        run: int,
+    ) -> None:
         self._config, self._distributed, self._stop = config, distributed, stop
         self._tokenizer, self._prompts, self._file, self._run = tokenizer, prompts, file, run
 

@@ -96,11 +96,13 @@ def write_checkpoint(folder: Path, source: WeightSource, shapes: Shapes, config:
     found = {f"{name}/{kind}": (name, kind, shape) for name, shape in shapes for kind in _kinds(source, name, whole)}
     tensors = {
         key: files.TensorToWrite(
-            key, _dtype(source, name, kind, whole), shape,
+            key,
+            _dtype(source, name, kind, whole),
+            shape,
             functools.partial(_read, source, name, kind, shape, _dtype(source, name, kind, whole)),
         )
         for key, (name, kind, shape) in found.items()
-    }  # fmt: skip
+    }
     cut = split({key: tensor.num_bytes for key, tensor in tensors.items()}, limit_bytes)
     save_id, iteration = files.new_nonce(), source.content.iteration if isinstance(source, CheckpointSource) else 0
     folder.mkdir()

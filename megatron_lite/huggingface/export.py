@@ -60,11 +60,7 @@ def export_weights(model: MultiStage, config: Config, distributed: Distributed) 
 
 
 def save_huggingface(
-    directory: Path,
-    model: MultiStage,
-    config: Config,
-    distributed: Distributed,
-    weights: Iterator[tuple[str, Tensor]],
+    directory: Path, model: MultiStage, config: Config, distributed: Distributed, weights: Iterator[tuple[str, Tensor]]
 ) -> None:
     """Write a Hugging Face folder; all ranks call this together. A folder of that name is replaced.
 
@@ -110,9 +106,13 @@ def save_huggingface(
 
 
 def _write_all(
-    distributed: Distributed, what: str, path: Path, num_bytes: Mapping[str, int], folder: ExportFolder | None,
+    distributed: Distributed,
+    what: str,
+    path: Path,
+    num_bytes: Mapping[str, int],
+    folder: ExportFolder | None,
     weights: Iterator[tuple[str, Tensor]],
-) -> None:  # fmt: skip
+) -> None:
     """Let rank 0 write every weight; if it cannot, all ranks know by the next agreement. `num_bytes`: by name."""
     failure: Exception | None = None
     waiting_bytes, total_bytes = 0, sum(num_bytes.values())

@@ -43,9 +43,13 @@ class FilePlan:
     """The files of an export. `parameters`: (name, shape) of ours; `limit_bytes`: of the tensors of one file."""
 
     def __init__(
-        self, parameters: Iterable[tuple[str, tuple[int, ...]]], architecture: str, model: ModelConfig,
-        dtype: torch.dtype, limit_bytes: int,
-    ) -> None:  # fmt: skip
+        self,
+        parameters: Iterable[tuple[str, tuple[int, ...]]],
+        architecture: str,
+        model: ModelConfig,
+        dtype: torch.dtype,
+        limit_bytes: int,
+    ) -> None:
         self.dtype = dtype
         self.pieces = {name: pieces(name, shape, architecture, model) for name, shape in parameters}
         self.constants = list(constants(architecture, model))

@@ -11,13 +11,7 @@ from megatron_lite.checkpoint.manifest import MOMENTS
 from megatron_lite.config import Config
 from megatron_lite.distributed.agreement import together
 from megatron_lite.errors import CheckpointError, DamagedError
-from megatron_lite.huggingface.open_source import (
-    CheckpointSource,
-    WeightSource,
-    open_one,
-    source_folders,
-    unusable,
-)
+from megatron_lite.huggingface.open_source import CheckpointSource, WeightSource, open_one, source_folders, unusable
 
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed

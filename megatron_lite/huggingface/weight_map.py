@@ -48,19 +48,29 @@ class Constant(NamedTuple):
 
 
 _GPT_ENDS = {
-    "embedding.word": "transformer.wte", "embedding.position": "transformer.wpe", "head.norm": "transformer.ln_f",
+    "embedding.word": "transformer.wte",
+    "embedding.position": "transformer.wpe",
+    "head.norm": "transformer.ln_f",
     "head.output": "lm_head",
-}  # fmt: skip
+}
 _GPT_LAYER = {
-    "attention_norm": "ln_1", "attention.query_key_value": "attn.c_attn", "attention.output": "attn.c_proj",
-    "mlp_norm": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
-}  # fmt: skip
+    "attention_norm": "ln_1",
+    "attention.query_key_value": "attn.c_attn",
+    "attention.output": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
 _ENDS = {"embedding.word": "model.embed_tokens", "head.norm": "model.norm", "head.output": "lm_head"}
 _LAYER = {
-    "attention_norm": "input_layernorm", "attention.query_norm": "self_attn.q_norm",
-    "attention.key_norm": "self_attn.k_norm", "attention.output": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
-}  # fmt: skip
+    "attention_norm": "input_layernorm",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "attention.output": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
 _STARCODER2_LAYER = _LAYER | {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
 _LAYERS: Mapping[str, dict[str, str]] = MappingProxyType(
     {"gpt2": _GPT_LAYER, "gpt_bigcode": _GPT_LAYER, "starcoder2": _STARCODER2_LAYER}

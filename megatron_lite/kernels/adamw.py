@@ -131,10 +131,22 @@ def _reference(shard: Shard, ranges: Ranges, control: Control) -> None:
             descend(weights, update_moments(shard, bounds, control), decay, rate, control)
         else:
             torch._fused_adamw_(
-                [weights], [gradient[bounds].float()], [exp_avg[bounds]], [exp_avg_sq[bounds]], [], [control.updates],
-                lr=rate, beta1=numbers.beta1, beta2=numbers.beta2, weight_decay=decay, eps=numbers.eps,
-                amsgrad=False, maximize=False, grad_scale=control.grad_scale, found_inf=control.skipped,
-            )  # fmt: skip
+                [weights],
+                [gradient[bounds].float()],
+                [exp_avg[bounds]],
+                [exp_avg_sq[bounds]],
+                [],
+                [control.updates],
+                lr=rate,
+                beta1=numbers.beta1,
+                beta2=numbers.beta2,
+                weight_decay=decay,
+                eps=numbers.eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=control.grad_scale,
+                found_inf=control.skipped,
+            )
         shard.weights.write(bounds, weights)
 
 
@@ -155,10 +167,22 @@ def update_moments(shard: Shard, bounds: slice, control: Control) -> Tensor:
     numbers, gradient = control.numbers, shard.gradient[bounds].float()
     step = torch.zeros_like(gradient)  # as weights that are zero, and so become the step itself
     torch._fused_adamw_(
-        [step], [gradient], [shard.exp_avg[bounds]], [shard.exp_avg_sq[bounds]], [], [control.updates], lr=-1.0,
-        beta1=numbers.beta1, beta2=numbers.beta2, weight_decay=0.0, eps=numbers.eps, amsgrad=False, maximize=False,
-        grad_scale=control.grad_scale, found_inf=control.skipped,
-    )  # fmt: skip
+        [step],
+        [gradient],
+        [shard.exp_avg[bounds]],
+        [shard.exp_avg_sq[bounds]],
+        [],
+        [control.updates],
+        lr=-1.0,
+        beta1=numbers.beta1,
+        beta2=numbers.beta2,
+        weight_decay=0.0,
+        eps=numbers.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=control.grad_scale,
+        found_inf=control.skipped,
+    )
     return direction(shard, bounds, gradient, control) if numbers.nesterov else step
 
 
@@ -176,9 +200,18 @@ def direction(shard: Shard, bounds: slice, gradient: Tensor, control: Control) -
 def descend(weights: Tensor, direction: Tensor, decay: float, rate: float | Tensor, control: Control) -> None:
     """weights -= rate * (direction + decay * weights), in place."""
     torch._fused_sgd_(
-        [weights], [direction], [], weight_decay=decay, momentum=0.0, lr=rate, dampening=0.0, nesterov=False,
-        maximize=False, is_first_step=True, found_inf=control.skipped,
-    )  # fmt: skip
+        [weights],
+        [direction],
+        [],
+        weight_decay=decay,
+        momentum=0.0,
+        lr=rate,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=True,
+        found_inf=control.skipped,
+    )
 
 
 # -- the kernel ------------------------------------------------------------------------------------------------------
@@ -188,10 +221,23 @@ def _launch(shard: Shard, ranges: Ranges, control: Control) -> None:
     numbers = control.numbers
     if ranges.blocks:
         _adamw_kernel[(ranges.blocks,)](
-            *pointers(shard), ranges.places, ranges.scales, control.divisor, control.corrections, control.skipped,
-            float(numbers.learning_rate), float(numbers.weight_decay), numbers.beta1, numbers.beta2, numbers.eps,
-            numbers.nesterov, len(ranges.rows), ALIGNMENT, BLOCK, num_warps=NUM_WARPS,
-        )  # fmt: skip
+            *pointers(shard),
+            ranges.places,
+            ranges.scales,
+            control.divisor,
+            control.corrections,
+            control.skipped,
+            float(numbers.learning_rate),
+            float(numbers.weight_decay),
+            numbers.beta1,
+            numbers.beta2,
+            numbers.eps,
+            numbers.nesterov,
+            len(ranges.rows),
+            ALIGNMENT,
+            BLOCK,
+            num_warps=NUM_WARPS,
+        )
 
 
 def pointers(shard: Shard) -> list[Tensor | None]:
@@ -205,11 +251,27 @@ def pointers(shard: Shard) -> list[Tensor | None]:
 
 @jit
 def _adamw_kernel(
-    master_ptr, rounded_ptr, remainder_ptr, gradient_ptr, exp_avg_ptr, exp_avg_sq_ptr,
-    places_ptr, scales_ptr, divisor_ptr, corrections_ptr, skipped_ptr,
-    learning_rate, weight_decay, BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, NESTEROV: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+    master_ptr,
+    rounded_ptr,
+    remainder_ptr,
+    gradient_ptr,
+    exp_avg_ptr,
+    exp_avg_sq_ptr,
+    places_ptr,
+    scales_ptr,
+    divisor_ptr,
+    corrections_ptr,
+    skipped_ptr,
+    learning_rate,
+    weight_decay,
+    BETA1: tl.constexpr,
+    BETA2: tl.constexpr,
+    EPS: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     block = tl.program_id(0)
     row = 0
     for other in tl.static_range(1, ROWS):

@@ -82,11 +82,24 @@ def _launch_moments(shard: Shard, ranges: Ranges, control: Control) -> Tensor:
     if ranges.blocks:
         block_sums = torch.empty(ranges.blocks, dtype=torch.float64, device=sums.device)
         _moments_kernel[(ranges.blocks,)](
-            *pointers(shard), block_sums, ranges.places, ranges.scales,
-            control.divisor, control.corrections, control.skipped,
-            float(numbers.weight_decay), rows, numbers.beta1, numbers.beta2, numbers.eps, numbers.nesterov,
-            next_power_of_2(rows), ALIGNMENT, BLOCK, num_warps=NUM_WARPS,
-        )  # fmt: skip
+            *pointers(shard),
+            block_sums,
+            ranges.places,
+            ranges.scales,
+            control.divisor,
+            control.corrections,
+            control.skipped,
+            float(numbers.weight_decay),
+            rows,
+            numbers.beta1,
+            numbers.beta2,
+            numbers.eps,
+            numbers.nesterov,
+            next_power_of_2(rows),
+            ALIGNMENT,
+            BLOCK,
+            num_warps=NUM_WARPS,
+        )
         _sums_kernel[(rows,)](block_sums, sums, ranges.places, ranges.longest, SUM_BLOCK, num_warps=4)
     return sums
 
@@ -96,20 +109,50 @@ def _launch_weights(shard: Shard, ranges: Ranges, factors: Tensor, control: Cont
     assert factors.dtype == torch.float32 and factors.shape == (rows,) and factors.is_contiguous()
     if ranges.blocks:
         _weights_kernel[(ranges.blocks,)](
-            *pointers(shard), factors, ranges.places, ranges.scales,
-            control.divisor, control.corrections, control.skipped,
-            float(numbers.learning_rate), float(numbers.weight_decay), rows, numbers.beta1, numbers.eps,
-            numbers.nesterov, next_power_of_2(rows), ALIGNMENT, BLOCK, num_warps=NUM_WARPS,
-        )  # fmt: skip
+            *pointers(shard),
+            factors,
+            ranges.places,
+            ranges.scales,
+            control.divisor,
+            control.corrections,
+            control.skipped,
+            float(numbers.learning_rate),
+            float(numbers.weight_decay),
+            rows,
+            numbers.beta1,
+            numbers.eps,
+            numbers.nesterov,
+            next_power_of_2(rows),
+            ALIGNMENT,
+            BLOCK,
+            num_warps=NUM_WARPS,
+        )
 
 
 @jit
 def _moments_kernel(
-    master_ptr, rounded_ptr, remainder_ptr, gradient_ptr, exp_avg_ptr, exp_avg_sq_ptr,
-    sums_ptr, places_ptr, scales_ptr, divisor_ptr, corrections_ptr, skipped_ptr,
-    weight_decay, rows, BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, NESTEROV: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+    master_ptr,
+    rounded_ptr,
+    remainder_ptr,
+    gradient_ptr,
+    exp_avg_ptr,
+    exp_avg_sq_ptr,
+    sums_ptr,
+    places_ptr,
+    scales_ptr,
+    divisor_ptr,
+    corrections_ptr,
+    skipped_ptr,
+    weight_decay,
+    rows,
+    BETA1: tl.constexpr,
+    BETA2: tl.constexpr,
+    EPS: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     block = tl.program_id(0)
     row = _row_of(block, places_ptr, rows, ROWS)
     offsets, mask = elements(block, row, places_ptr, skipped_ptr, ALIGNMENT, BLOCK)
@@ -142,11 +185,28 @@ def _sums_kernel(block_sums_ptr, sums_ptr, places_ptr, longest, BLOCK: tl.conste
 
 @jit
 def _weights_kernel(
-    master_ptr, rounded_ptr, remainder_ptr, gradient_ptr, exp_avg_ptr, exp_avg_sq_ptr,
-    factors_ptr, places_ptr, scales_ptr, divisor_ptr, corrections_ptr, skipped_ptr,
-    learning_rate, weight_decay, rows, BETA1: tl.constexpr, EPS: tl.constexpr, NESTEROV: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+    master_ptr,
+    rounded_ptr,
+    remainder_ptr,
+    gradient_ptr,
+    exp_avg_ptr,
+    exp_avg_sq_ptr,
+    factors_ptr,
+    places_ptr,
+    scales_ptr,
+    divisor_ptr,
+    corrections_ptr,
+    skipped_ptr,
+    learning_rate,
+    weight_decay,
+    rows,
+    BETA1: tl.constexpr,
+    EPS: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     block = tl.program_id(0)
     row = _row_of(block, places_ptr, rows, ROWS)
     offsets, mask = elements(block, row, places_ptr, skipped_ptr, ALIGNMENT, BLOCK)
@@ -164,8 +224,9 @@ def _weights_kernel(
 
 
 @jit
-def _direction(exp_avg, exp_avg_sq, gradient, corrections_ptr, BETA1: tl.constexpr, EPS: tl.constexpr,
-               NESTEROV: tl.constexpr):  # fmt: skip
+def _direction(
+    exp_avg, exp_avg_sq, gradient, corrections_ptr, BETA1: tl.constexpr, EPS: tl.constexpr, NESTEROV: tl.constexpr
+):
     """Of the step, without learning rate and decay. The gradient counts with NESTEROV only."""
     root = tl.sqrt(exp_avg_sq) / tl.sqrt(tl.load(corrections_ptr + 1))
     if NESTEROV:

@@ -9,11 +9,7 @@ import torch
 from megatron_lite.config import Config
 from megatron_lite.errors import UsageError
 from megatron_lite.kernels.attention.attention import works
-from megatron_lite.kernels.attention.choice import (
-    PLANNED_GPU,
-    choose_attention,
-    describe_attention,
-)
+from megatron_lite.kernels.attention.choice import PLANNED_GPU, choose_attention, describe_attention
 from megatron_lite.kernels.triton_support import runs_on
 from megatron_lite.parameter import DTYPES
 
@@ -77,11 +73,17 @@ def _attention(config: Config, device: torch.device, planned: bool) -> str:
     looks = device.type == "cuda" and not planned
     wanted = "math" if model.attention_softmax_in_fp32 else config.performance.attention_backend
     return choose_attention(
-        wanted, device, dtype, model.window_size if shorter else None,
-        not config.data.cross_document_attention, model.kv_channels, config.distributed.deterministic,
-        model.attention_dropout > 0, PLANNED_GPU if device.type == "cuda" and planned else None,
+        wanted,
+        device,
+        dtype,
+        model.window_size if shorter else None,
+        not config.data.cross_document_attention,
+        model.kv_channels,
+        config.distributed.deterministic,
+        model.attention_dropout > 0,
+        PLANNED_GPU if device.type == "cuda" and planned else None,
         lambda backend: not looks or works(backend, device, dtype, model.kv_channels or 0),
-    )  # fmt: skip
+    )
 
 
 def _no_triton(flag: str, device: torch.device) -> str:

@@ -60,9 +60,18 @@ class Sums:
 
 
 def sweep(
-    logits: Tensor, labels: Tensor, sums: Sums, scale: Tensor | None, z_loss: float = 0.0, *,
-    soft_cap: float = 0.0, columns: int | None = None, start: int = 0, adds_up: bool = True, triton: bool = False,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    labels: Tensor,
+    sums: Sums,
+    scale: Tensor | None,
+    z_loss: float = 0.0,
+    *,
+    soft_cap: float = 0.0,
+    columns: int | None = None,
+    start: int = 0,
+    adds_up: bool = True,
+    triton: bool = False,
+) -> None:
     """Go through a block of logits once: add it to the sums, replace it by its gradient, or both.
 
     Args:
@@ -93,9 +102,16 @@ def reference_rows(columns: int, device_type: str) -> int:
 
 
 def _sweep_with_torch(
-    logits: Tensor, labels: Tensor, sums: Sums, scale: Tensor | None, z_loss: float, soft_cap: float, columns: int,
-    start: int, adds_up: bool,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    labels: Tensor,
+    sums: Sums,
+    scale: Tensor | None,
+    z_loss: float,
+    soft_cap: float,
+    columns: int,
+    start: int,
+    adds_up: bool,
+) -> None:
     place = labels[:, None] - start  # of the label in the block, (t, 1)
     inside = (place >= 0) & (place < columns)
     place = place.clamp(0, columns - 1)
@@ -139,10 +155,25 @@ def _exp_(x: Tensor) -> Tensor:
 
 @jit
 def _sweep_kernel(
-    logits_ptr, labels_ptr, lse_ptr, at_label_ptr, scale_ptr, z_loss, soft_cap, start, width, columns, row_stride,
-    FIRST: tl.constexpr, ADDS_UP: tl.constexpr, GRADIENT: tl.constexpr, CAPPED: tl.constexpr, LOWEST: tl.constexpr,
-    RUNS: tl.constexpr, RUN: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    labels_ptr,
+    lse_ptr,
+    at_label_ptr,
+    scale_ptr,
+    z_loss,
+    soft_cap,
+    start,
+    width,
+    columns,
+    row_stride,
+    FIRST: tl.constexpr,
+    ADDS_UP: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    CAPPED: tl.constexpr,
+    LOWEST: tl.constexpr,
+    RUNS: tl.constexpr,
+    RUN: tl.constexpr,
+):
     """One row. Each run of a block keeps a largest value and a sum of its own, so that no thread waits for others."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
@@ -196,14 +227,37 @@ def _sweep_kernel(
 
 
 def _sweep_with_triton(
-    logits: Tensor, labels: Tensor, sums: Sums, scale: Tensor | None, z_loss: float, soft_cap: float, columns: int,
-    start: int, adds_up: bool,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    labels: Tensor,
+    sums: Sums,
+    scale: Tensor | None,
+    z_loss: float,
+    soft_cap: float,
+    columns: int,
+    start: int,
+    adds_up: bool,
+) -> None:
     assert logits.stride(1) == 1 and labels.is_contiguous()
     tokens, width = logits.shape
     block = min(LARGEST_BLOCK, max(next_power_of_2(width), 32 * RUN))
     _sweep_kernel[(tokens,)](
-        logits, labels, sums.lse, sums.at_label, sums.lse if scale is None else scale, z_loss, soft_cap, start, width,
-        columns, logits.stride(0), FIRST=start == 0, ADDS_UP=adds_up, GRADIENT=scale is not None,
-        CAPPED=soft_cap != 0.0, LOWEST=LOWEST, RUNS=block // RUN, RUN=RUN, num_warps=max(1, min(32, block // 512)),
-    )  # fmt: skip
+        logits,
+        labels,
+        sums.lse,
+        sums.at_label,
+        sums.lse if scale is None else scale,
+        z_loss,
+        soft_cap,
+        start,
+        width,
+        columns,
+        logits.stride(0),
+        FIRST=start == 0,
+        ADDS_UP=adds_up,
+        GRADIENT=scale is not None,
+        CAPPED=soft_cap != 0.0,
+        LOWEST=LOWEST,
+        RUNS=block // RUN,
+        RUN=RUN,
+        num_warps=max(1, min(32, block // 512)),
+    )

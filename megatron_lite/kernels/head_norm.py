@@ -31,10 +31,17 @@ from megatron_lite.parameter import Parameter
 class _HeadNorms(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, projection: Tensor, query_weight: Parameter | None, query_bias: Parameter | None,
-        key_weight: Parameter | None, key_bias: Parameter | None, sizes: tuple[int, int], kind: Kind,
-        table: tuple[Tensor, Tensor] | None, triton: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        projection: Tensor,
+        query_weight: Parameter | None,
+        query_bias: Parameter | None,
+        key_weight: Parameter | None,
+        key_bias: Parameter | None,
+        sizes: tuple[int, int],
+        kind: Kind,
+        table: tuple[Tensor, Tensor] | None,
+        triton: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         projection = projection.contiguous()
         (batch, length, _), (num_heads, head_groups) = projection.shape, sizes
         heads = projection.unflatten(-1, (num_heads + 2 * head_groups, -1))  # (b, s, n + 2 g, d)
@@ -75,9 +82,18 @@ class _HeadNorms(torch.autograd.Function):
             mean, rstd = statistics[first : first + 2]
             if norms_in_triton:
                 triton_backward(
-                    part, None, source, mean, rstd, weight, bias, ctx.kind, part if wanted else None,
-                    heads=source.shape[2], stride=heads[0, 0].numel(),
-                )  # fmt: skip
+                    part,
+                    None,
+                    source,
+                    mean,
+                    rstd,
+                    weight,
+                    bias,
+                    ctx.kind,
+                    part if wanted else None,
+                    heads=source.shape[2],
+                    stride=heads[0, 0].numel(),
+                )
             else:
                 result = reference_backward(part, None, source, mean, rstd, weight, bias, ctx.kind, wanted)
                 if result is not None:
@@ -94,10 +110,15 @@ def _parts(heads: Tensor, sizes: tuple[int, int]) -> Iterator[Tensor]:
 
 
 def normalized_heads(
-    projection: Tensor, num_heads: int, head_groups: int, table: tuple[Tensor, Tensor] | None,
-    query: tuple[Parameter | None, Parameter | None], key: tuple[Parameter | None, Parameter | None], kind: Kind,
+    projection: Tensor,
+    num_heads: int,
+    head_groups: int,
+    table: tuple[Tensor, Tensor] | None,
+    query: tuple[Parameter | None, Parameter | None],
+    key: tuple[Parameter | None, Parameter | None],
+    kind: Kind,
     triton: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """(b, s, (n + 2 g) d) -> query (b, n, s, d) and key (b, g, s, d), normalized, then rotated, and value (b, g, s, d).
 
     `query`, `key`: weight and bias (d,) of the norms, or None. `table`: as of `rotary.split_heads`. Nothing else may

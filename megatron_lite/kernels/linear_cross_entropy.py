@@ -45,9 +45,18 @@ def held_logits(tokens: int, vocab_size: int, chunk_tokens: int, block_size: int
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Parameter, labels: Tensor, scale: Tensor | None, chunk_tokens: int,
-        block_size: int | None, z_loss: float, triton: bool, soft_cap: float, padding_rows: int,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        hidden: Tensor,
+        weight: Parameter,
+        labels: Tensor,
+        scale: Tensor | None,
+        chunk_tokens: int,
+        block_size: int | None,
+        z_loss: float,
+        triton: bool,
+        soft_cap: float,
+        padding_rows: int,
+    ) -> Tensor:
         tokens, vocab_size = hidden.shape[0], weight.shape[0]
         padded_weight = padded(weight, padding_rows)
         trains_hidden = scale is not None and ctx.needs_input_grad[0]
@@ -69,9 +78,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits = memory[: chunk.shape[0]]
                 grad = product(chunk, padded_weight[block], out=logits[:, : block.stop - block.start])
                 sweep(
-                    logits, label, sums.part(rows), scale if with_gradient else None, z_loss, soft_cap=soft_cap,
-                    columns=columns, start=block.start, adds_up=adds_up, triton=triton,
-                )  # fmt: skip
+                    logits,
+                    label,
+                    sums.part(rows),
+                    scale if with_gradient else None,
+                    z_loss,
+                    soft_cap=soft_cap,
+                    columns=columns,
+                    start=block.start,
+                    adds_up=adds_up,
+                    triton=triton,
+                )
                 if padding_rows:
                     grad[:, columns:] = 0.0
                 if with_gradient and total is not None:
@@ -108,10 +125,17 @@ def _passes(
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Parameter, labels: Tensor, scale: Tensor | None, chunk_tokens: int,
-    block_size: int | None = None, z_loss: float = 0.0, triton: bool = False, soft_cap: float = 0.0,
+    hidden: Tensor,
+    weight: Parameter,
+    labels: Tensor,
+    scale: Tensor | None,
+    chunk_tokens: int,
+    block_size: int | None = None,
+    z_loss: float = 0.0,
+    triton: bool = False,
+    soft_cap: float = 0.0,
     padding_rows: int = 0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Summed cross-entropy of hidden (t, h) against weight (v, h) and labels (t,): a scalar in fp64.
 
     With `scale` (), the gradient of scale * loss goes into `weight.main_grad` now and to `hidden` in backward, each

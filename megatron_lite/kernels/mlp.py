@@ -25,9 +25,17 @@ from megatron_lite.parameter import Parameter
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input_: Tensor, up: Parameter, up_bias: Parameter | None, down: Parameter,
-        down_bias: Parameter | None, activation: str, gated: bool, recompute_level: str, triton: bool,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        input_: Tensor,
+        up: Parameter,
+        up_bias: Parameter | None,
+        down: Parameter,
+        down_bias: Parameter | None,
+        activation: str,
+        gated: bool,
+        recompute_level: str,
+        triton: bool,
+    ) -> Tensor:
         ctx.up, ctx.up_bias, ctx.down, ctx.down_bias = up, up_bias, down, down_bias
         ctx.activation, ctx.gated, ctx.triton = activation, gated, triton
         before = affine(input_, up, up_bias)  # u, (..., f) or (..., 2 f)
@@ -72,9 +80,16 @@ class _MLP(torch.autograd.Function):
 
 
 def mlp(
-    input_: Tensor, up: Parameter, up_bias: Parameter | None, down: Parameter, down_bias: Parameter | None,
-    activation: str, gated: bool, recompute_level: str = "none", triton: bool = False,
-) -> Tensor:  # fmt: skip
+    input_: Tensor,
+    up: Parameter,
+    up_bias: Parameter | None,
+    down: Parameter,
+    down_bias: Parameter | None,
+    activation: str,
+    gated: bool,
+    recompute_level: str = "none",
+    triton: bool = False,
+) -> Tensor:
     """(..., h) -> (..., h), with up (f, h) or, gated, (2 f, h), the gate first; down (h, f); a bias for each, or None.
 
     `activation` is a name in `activation.FUNCTIONS`, `recompute_level` "none", "activation" or "full".

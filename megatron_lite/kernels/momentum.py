@@ -47,9 +47,14 @@ def sgd(
 
 
 def lion(
-    weights: Weights, gradient: Tensor, exp_avg: Tensor, rows: Sequence[Range], numbers: Numbers,
-    beta1: float, beta2: float,
-) -> None:  # fmt: skip
+    weights: Weights,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    rows: Sequence[Range],
+    numbers: Numbers,
+    beta1: float,
+    beta2: float,
+) -> None:
     """Update a shard in place."""
     skipped = numbers.skipped.bool()
     for row, bounds in _chunks(rows, gradient.device):
@@ -59,9 +64,8 @@ def lion(
 
 
 def muon_momentum(
-    gradient: Tensor, exp_avg: Tensor, update: Tensor, bounds: slice, numbers: Numbers,
-    momentum: float, nesterov: bool,
-) -> None:  # fmt: skip
+    gradient: Tensor, exp_avg: Tensor, update: Tensor, bounds: slice, numbers: Numbers, momentum: float, nesterov: bool
+) -> None:
     """Update the momentum between two bounds of the shard, and round what is to be orthogonalized into `update`."""
     skipped = numbers.skipped.bool()
     for _, chunk in _chunks([Range(bounds.start, bounds.stop, 1.0, 1.0)], gradient.device):

@@ -57,9 +57,16 @@ def reference_forward(
 
 
 def reference_backward(
-    grad_output: Tensor, grad_sum: Tensor | None, x: Tensor, mean: Tensor | None, rstd: Tensor,
-    weight: Parameter | None, bias: Parameter | None, kind: Kind, needs_input: bool,
-) -> Tensor | None:  # fmt: skip
+    grad_output: Tensor,
+    grad_sum: Tensor | None,
+    x: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Parameter | None,
+    bias: Parameter | None,
+    kind: Kind,
+    needs_input: bool,
+) -> Tensor | None:
     """In fp32 throughout: torch sums up a layer norm's gradients in bf16, on a CPU, where its input is that."""
     dtype, x, grad_output = x.dtype, x.float(), grad_output.float()
     if not kind.centered:
@@ -67,9 +74,15 @@ def reference_backward(
         return None if grad is None else grad.to(dtype)
     trained = [parameter is not None and parameter.requires_grad for parameter in (weight, bias)]
     grad, *sums = torch.ops.aten.native_layer_norm_backward(
-        grad_output, x, x.shape[-1:], mean, rstd, kind.scale(weight), None if bias is None else bias.float(),
+        grad_output,
+        x,
+        x.shape[-1:],
+        mean,
+        rstd,
+        kind.scale(weight),
+        None if bias is None else bias.float(),
         [needs_input, *trained],
-    )  # fmt: skip
+    )
     for parameter, total in zip((weight, bias), sums, strict=True):
         if parameter is not None and parameter.requires_grad:
             accumulate(parameter, total)
@@ -79,9 +92,14 @@ def reference_backward(
 
 
 def _reference_rms_backward(
-    grad_output: Tensor, grad_sum: Tensor | None, x: Tensor, rstd: Tensor, weight: Parameter | None, kind: Kind,
+    grad_output: Tensor,
+    grad_sum: Tensor | None,
+    x: Tensor,
+    rstd: Tensor,
+    weight: Parameter | None,
+    kind: Kind,
     needs_input: bool,
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """In one tensor of new memory, which costs more time than arithmetic does; r is multiplied by last."""
     scale, size = kind.scale(weight), x.shape[-1]
     products = grad_output * x
@@ -115,10 +133,27 @@ def _load_weight(weight, column, COLUMNS: tl.constexpr, ZERO_CENTERED: tl.conste
 
 @jit
 def _forward_kernel(
-    hidden, branch, total, weight, bias, output, mean, rstd, rows, stride, output_stride, eps,
-    COLUMNS: tl.constexpr, HEADS: tl.constexpr, CENTERED: tl.constexpr, WEIGHTED: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr, ADDS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    hidden,
+    branch,
+    total,
+    weight,
+    bias,
+    output,
+    mean,
+    rstd,
+    rows,
+    stride,
+    output_stride,
+    eps,
+    COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr,
+    CENTERED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    ADDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """ROWS whole rows in a program. `total` may be the memory of the branch."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
@@ -146,11 +181,32 @@ def _forward_kernel(
 
 @jit
 def _backward_kernel(
-    grad_output, grad_sum, inputs, weight, mean, rstd, grad_input, grad_branch, weight_sums, bias_sums, rows, stride,
-    COLUMNS: tl.constexpr, HEADS: tl.constexpr, CENTERED: tl.constexpr, WEIGHTED: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr, ADDS: tl.constexpr, TO_INPUT: tl.constexpr, TO_BRANCH: tl.constexpr,
-    TO_WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    grad_output,
+    grad_sum,
+    inputs,
+    weight,
+    mean,
+    rstd,
+    grad_input,
+    grad_branch,
+    weight_sums,
+    bias_sums,
+    rows,
+    stride,
+    COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr,
+    CENTERED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    ADDS: tl.constexpr,
+    TO_INPUT: tl.constexpr,
+    TO_BRANCH: tl.constexpr,
+    TO_WEIGHT: tl.constexpr,
+    TO_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Each program takes every so many tiles of ROWS rows, and sums up its part of the weights' gradients in fp32.
 
     The gradient of the input may take the memory of that of the output.
@@ -196,7 +252,7 @@ def _backward_kernel(
 @jit
 def _add_sums_kernel(
     sums, main_grad, count, COLUMNS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     """main_grad (h,), overwritten or added to, takes the sum of sums (count, h), in the same order every time."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -217,9 +273,16 @@ def _tile(columns: int) -> tuple[int, int, int]:
 
 
 def triton_forward(
-    hidden: Tensor, branch: Tensor | None, total: Tensor, weight: Tensor | None, bias: Tensor | None, kind: Kind,
-    output: Tensor, heads: int = 0, strides: tuple[int, int] = (0, 0),
-) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    hidden: Tensor,
+    branch: Tensor | None,
+    total: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    kind: Kind,
+    output: Tensor,
+    heads: int = 0,
+    strides: tuple[int, int] = (0, 0),
+) -> tuple[Tensor | None, Tensor]:
     """Writes output and, with a branch, total; mean and r, (..., 1).
 
     `heads`: so many of each token are normalized, (b, s, heads, d), of memory with `strides` from token to token, of
@@ -230,18 +293,44 @@ def triton_forward(
     columns, rows = hidden.shape[-1], rstd.numel()
     tile_rows, block, warps = _tile(columns)
     _forward_kernel[(cdiv(rows, tile_rows),)](
-        hidden, branch, total, weight, bias, output, mean, rstd, rows, *strides, kind.eps,
-        COLUMNS=columns, HEADS=heads, CENTERED=kind.centered, WEIGHTED=weight is not None,
-        ZERO_CENTERED=kind.zero_centered, ADDS=branch is not None, ROWS=tile_rows, BLOCK=block, num_warps=warps,
-    )  # fmt: skip
+        hidden,
+        branch,
+        total,
+        weight,
+        bias,
+        output,
+        mean,
+        rstd,
+        rows,
+        *strides,
+        kind.eps,
+        COLUMNS=columns,
+        HEADS=heads,
+        CENTERED=kind.centered,
+        WEIGHTED=weight is not None,
+        ZERO_CENTERED=kind.zero_centered,
+        ADDS=branch is not None,
+        ROWS=tile_rows,
+        BLOCK=block,
+        num_warps=warps,
+    )
     return mean, rstd
 
 
 def triton_backward(
-    grad_output: Tensor, grad_sum: Tensor | None, x: Tensor, mean: Tensor | None, rstd: Tensor,
-    weight: Parameter | None, bias: Parameter | None, kind: Kind, grad_input: Tensor | None,
-    grad_branch: Tensor | None = None, heads: int = 0, stride: int = 0,
-) -> None:  # fmt: skip
+    grad_output: Tensor,
+    grad_sum: Tensor | None,
+    x: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Parameter | None,
+    bias: Parameter | None,
+    kind: Kind,
+    grad_input: Tensor | None,
+    grad_branch: Tensor | None = None,
+    heads: int = 0,
+    stride: int = 0,
+) -> None:
     """Writes the gradients: of the input, of a branch in another dtype, and of the parameters that are trained."""
     columns, rows = x.shape[-1], rstd.numel()
     tile_rows, block, warps = _tile(columns)
@@ -252,19 +341,45 @@ def triton_backward(
     )
     loaded = (3 if grad_sum is not None else 2) * tile_rows * block * x.element_size()
     _backward_kernel[(programs,)](
-        grad_output, grad_sum, x, weight, mean, rstd, grad_input, grad_branch, weight_sums, bias_sums, rows, stride,
-        COLUMNS=columns, HEADS=heads, CENTERED=kind.centered, WEIGHTED=weight is not None,
-        ZERO_CENTERED=kind.zero_centered, ADDS=grad_sum is not None, TO_INPUT=grad_input is not None,
-        TO_BRANCH=grad_branch is not None, TO_WEIGHT=to_weight, TO_BIAS=to_bias, ROWS=tile_rows, BLOCK=block,
+        grad_output,
+        grad_sum,
+        x,
+        weight,
+        mean,
+        rstd,
+        grad_input,
+        grad_branch,
+        weight_sums,
+        bias_sums,
+        rows,
+        stride,
+        COLUMNS=columns,
+        HEADS=heads,
+        CENTERED=kind.centered,
+        WEIGHTED=weight is not None,
+        ZERO_CENTERED=kind.zero_centered,
+        ADDS=grad_sum is not None,
+        TO_INPUT=grad_input is not None,
+        TO_BRANCH=grad_branch is not None,
+        TO_WEIGHT=to_weight,
+        TO_BIAS=to_bias,
+        ROWS=tile_rows,
+        BLOCK=block,
         STAGES=2 if loaded <= 49152 else 1,  # what is loaded ahead waits in shared memory
         num_warps=warps,
-    )  # fmt: skip
+    )
     for parameter, sums in ((weight, weight_sums), (bias, bias_sums)):
         if parameter is not None and sums is not None:
             _add_sums_kernel[(cdiv(columns, 32),)](
-                sums, parameter.main_grad, programs, COLUMNS=columns, FIRST=parameter.begin_gradient(), ROWS=64,
-                BLOCK=32, num_warps=4,
-            )  # fmt: skip
+                sums,
+                parameter.main_grad,
+                programs,
+                COLUMNS=columns,
+                FIRST=parameter.begin_gradient(),
+                ROWS=64,
+                BLOCK=32,
+                num_warps=4,
+            )
 
 
 def _resident_programs(device: torch.device, warps: int) -> int:
@@ -277,9 +392,15 @@ def _resident_programs(device: torch.device, warps: int) -> int:
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, branch: Tensor | None, weight: Parameter | None, bias: Parameter | None, kind: Kind,
-        dtype: torch.dtype, triton: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        hidden: Tensor,
+        branch: Tensor | None,
+        weight: Parameter | None,
+        bias: Parameter | None,
+        kind: Kind,
+        dtype: torch.dtype,
+        triton: bool,
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         hidden, branch = hidden.contiguous(), None if branch is None else branch.contiguous()
         total = hidden
@@ -335,9 +456,15 @@ def rms_norm(input_: Tensor, weight: Parameter, eps: float, triton: bool = False
 
 
 def add_norm(
-    hidden: Tensor, branch: Tensor | None, weight: Parameter | None, bias: Parameter | None, kind: Kind,
-    triton: bool = False, *, dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    hidden: Tensor,
+    branch: Tensor | None,
+    weight: Parameter | None,
+    bias: Parameter | None,
+    kind: Kind,
+    triton: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
     """hidden + branch and its norm, both (..., h), by weight and, of a layer norm, bias (h,), or by neither.
 
     `dtype`: of the norm, if not that of `hidden`, which is the sum's.

@@ -74,9 +74,17 @@ def _reference_put_together(grads: tuple[Tensor, ...], target: Tensor, table: Ta
 
 @jit
 def _rotate_kernel(
-    heads, cos, sin, rows, rotated, stride,
-    CHANNELS: tl.constexpr, TURNED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
+    heads,
+    cos,
+    sin,
+    rows,
+    rotated,
+    stride,
+    CHANNELS: tl.constexpr,
+    TURNED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
     """In place, HEADS of the first `rotated` heads of one token in a program; `stride` from token to token, whose
     angles are in `rows` rows over and over again.
     """
@@ -110,8 +118,20 @@ def _channels(lane, CHANNELS: tl.constexpr, TURNED: tl.constexpr):
 
 
 @jit
-def _load_heads(pointer, sample, position, head, count, lane, stride_b, stride_n, stride_s, stride_d,
-                CHANNELS: tl.constexpr, TURNED: tl.constexpr):  # fmt: skip
+def _load_heads(
+    pointer,
+    sample,
+    position,
+    head,
+    count,
+    lane,
+    stride_b,
+    stride_n,
+    stride_s,
+    stride_d,
+    CHANNELS: tl.constexpr,
+    TURNED: tl.constexpr,
+):
     """Both channels of each lane, of those of `head` that are in (b, count, s, d), whatever its strides; zero for the
     others.
     """
@@ -125,21 +145,44 @@ def _load_heads(pointer, sample, position, head, count, lane, stride_b, stride_n
 
 @jit
 def _put_together_kernel(
-    query, key, value, target, cos, sin, length, rows, num_heads, head_groups,
-    query_b, query_n, query_s, query_d, key_b, key_n, key_s, key_d, value_b, value_n, value_s, value_d,
-    CHANNELS: tl.constexpr, TURNED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    target,
+    cos,
+    sin,
+    length,
+    rows,
+    num_heads,
+    head_groups,
+    query_b,
+    query_n,
+    query_s,
+    query_d,
+    key_b,
+    key_n,
+    key_s,
+    key_d,
+    value_b,
+    value_n,
+    value_s,
+    value_d,
+    CHANNELS: tl.constexpr,
+    TURNED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
     """HEADS of the n + 2 g heads of one token in a program; of the three sources each gives those that it has."""
     token, lane = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
     sample, position = token // length, token % length
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
     a, b = _load_heads(
         query, sample, position, head, num_heads, lane, query_b, query_n, query_s, query_d, CHANNELS, TURNED
-    )  # fmt: skip
+    )
     head_of_key = head - num_heads
     more, others = _load_heads(
         key, sample, position, head_of_key, head_groups, lane, key_b, key_n, key_s, key_d, CHANNELS, TURNED
-    )  # fmt: skip
+    )
     a, b = a + more, b + others
     turn, angle = lane < TURNED // 2, token % rows * (TURNED // 2) + lane
     c, s = tl.load(cos + angle, mask=turn, other=1.0)[None, :], tl.load(sin + angle, mask=turn, other=0.0)[None, :]
@@ -151,7 +194,7 @@ def _put_together_kernel(
     head_of_value = head_of_key - head_groups
     more, others = _load_heads(
         value, sample, position, head_of_value, head_groups, lane, value_b, value_n, value_s, value_d, CHANNELS, TURNED
-    )  # fmt: skip
+    )
     first, second = _channels(lane, CHANNELS, TURNED)
     inside = (head_of_value < head_groups)[:, None]
     heads = target + (token * (num_heads + 2 * head_groups) + head[:, None]) * CHANNELS
@@ -178,9 +221,17 @@ def _triton_rotate(heads: Tensor, rotated: int, table: Table) -> None:
     turned = 2 * table[0].shape[-1]
     tile, half = _tile(rotated, turned // 2)
     _rotate_kernel[(batch * length, cdiv(rotated, tile))](
-        heads, *table, _rows(table, batch, length), rotated, count * channels,
-        CHANNELS=channels, TURNED=turned, HEADS=tile, HALF=half, num_warps=4,
-    )  # fmt: skip
+        heads,
+        *table,
+        _rows(table, batch, length),
+        rotated,
+        count * channels,
+        CHANNELS=channels,
+        TURNED=turned,
+        HEADS=tile,
+        HALF=half,
+        num_warps=4,
+    )
 
 
 def _triton_put_together(grads: tuple[Tensor, ...], target: Tensor, table: Table) -> None:
@@ -189,9 +240,20 @@ def _triton_put_together(grads: tuple[Tensor, ...], target: Tensor, table: Table
     num_heads, head_groups, _ = (grad.shape[1] for grad in grads)
     strides = [stride for grad in grads for stride in grad.stride()]
     _put_together_kernel[(batch * length, cdiv(count, tile))](
-        *grads, target, *table, length, _rows(table, batch, length), num_heads, head_groups, *strides,
-        CHANNELS=channels, TURNED=2 * table[0].shape[-1], HEADS=tile, HALF=half, num_warps=4,
-    )  # fmt: skip
+        *grads,
+        target,
+        *table,
+        length,
+        _rows(table, batch, length),
+        num_heads,
+        head_groups,
+        *strides,
+        CHANNELS=channels,
+        TURNED=2 * table[0].shape[-1],
+        HEADS=tile,
+        HALF=half,
+        num_warps=4,
+    )
 
 
 def rotate_in_place(heads: Tensor, rotated: int, table: Table | None, triton: bool = False) -> None:

@@ -1,6 +1,6 @@
 """tanh for kernels, in fp32 to a few units in the last place, also under Triton's interpreter: Triton has none itself.
 
-    |x| < 0.3: the Taylor series, as 1 - e loses digits there        else: sign(x) (1 - e) / (1 + e), e = exp(-2 |x|)
+|x| < 0.3: the Taylor series, as 1 - e loses digits there        else: sign(x) (1 - e) / (1 + e), e = exp(-2 |x|)
 """
 
 from __future__ import annotations

@@ -50,9 +50,7 @@ class Attention(torch.nn.Module):
             self.query_norm = Norm(f"{name}.query_norm", config, kernels, config.kv_channels)
             self.key_norm = Norm(f"{name}.key_norm", config, kernels, config.kv_channels)
         std = config.init_method_std_attn_proj
-        self.output = Linear(
-            f"{name}.output", query_size, (config.hidden_size,), std, config, config.add_linear_biases
-        )
+        self.output = Linear(f"{name}.output", query_size, (config.hidden_size,), std, config, config.add_linear_biases)
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         """(b, s, h) -> (b, s, h), from the norm to the residual sum."""
@@ -67,9 +65,15 @@ class Attention(torch.nn.Module):
             context = micro_batch.cache.attend(self.name, *heads, self.window, self.scale, self.softmax_in_fp32)
             return self.output(context.transpose(1, 2).flatten(2))
         context = attention(
-            *heads, self.window, self.dropout, seed, backend=backend, documents=documents, scale=self.scale,
+            *heads,
+            self.window,
+            self.dropout,
+            seed,
+            backend=backend,
+            documents=documents,
+            scale=self.scale,
             softmax_in_fp32=self.softmax_in_fp32,
-        )  # fmt: skip
+        )
         return self.output(context.transpose(1, 2).flatten(2))  # (b, s, n d) -> (b, s, h)
 
     def heads(self, projection: Tensor, table: Table | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,9 +104,16 @@ class MLP(torch.nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         up, down = self.up, self.down
         return mlp(
-            hidden, up.weight, up.bias, down.weight, down.bias, self.activation_type, self.gated,
-            self.kernels.mlp_recompute_level, self.kernels.triton,
-        )  # fmt: skip
+            hidden,
+            up.weight,
+            up.bias,
+            down.weight,
+            down.bias,
+            self.activation_type,
+            self.gated,
+            self.kernels.mlp_recompute_level,
+            self.kernels.triton,
+        )
 
 
 class Block(Layer):

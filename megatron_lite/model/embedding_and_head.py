@@ -95,11 +95,17 @@ class Head(Layer):
         labels = micro_batch.labels.flatten()
         kernels = self.kernels
         return linear_cross_entropy(
-            normalized, self.weight, labels, micro_batch.gradient_scale,
+            normalized,
+            self.weight,
+            labels,
+            micro_batch.gradient_scale,
             chunk_tokens(kernels.cross_entropy_splits, labels.shape[0], hidden.device, normalized.itemsize),
-            kernels.cross_entropy_block_size, self.logit_z_loss if micro_batch.gradient_scale is not None else 0.0,
-            triton=kernels.cross_entropy == "triton", soft_cap=self.soft_cap, padding_rows=self.padding_rows,
-        )  # fmt: skip
+            kernels.cross_entropy_block_size,
+            self.logit_z_loss if micro_batch.gradient_scale is not None else 0.0,
+            triton=kernels.cross_entropy == "triton",
+            soft_cap=self.soft_cap,
+            padding_rows=self.padding_rows,
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(b, s, h) -> (b, s, v), for generation: those of the vocabulary, without its padding."""
@@ -110,9 +116,12 @@ def _vocabulary(name: str, config: ModelConfig, embedding: bool) -> ParameterSpe
     """A row for each entry of the vocabulary, and rows of zeros behind them in memory."""
     assert config.init_method_std_embed is not None
     return ParameterSpec(
-        name, (config.vocab_size, config.hidden_size), Initializer("normal", config.init_method_std_embed),
-        embedding=embedding, padding_rows=config.padded_vocab_size - config.vocab_size,
-    )  # fmt: skip
+        name,
+        (config.vocab_size, config.hidden_size),
+        Initializer("normal", config.init_method_std_embed),
+        embedding=embedding,
+        padding_rows=config.padded_vocab_size - config.vocab_size,
+    )
 
 
 def chunk_tokens(splits: int | None, tokens: int, device: torch.device, itemsize: int) -> int:

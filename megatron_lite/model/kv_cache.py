@@ -25,9 +25,15 @@ class CachePass(Protocol):
     answered: slice
 
     def attend(
-        self, block: str, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None,
+        self,
+        block: str,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None,
+        scale: float | None,
         softmax_in_fp32: bool,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """query (1, n, t, d), key and value (1, g, t, d) of a block -> (1, n, t, d); keeps keys and values."""
 
 
@@ -65,9 +71,15 @@ class Beginning:
         self._cache, self._row, self._backend = cache, row, backend
 
     def attend(
-        self, block: str, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None,
+        self,
+        block: str,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None,
+        scale: float | None,
         softmax_in_fp32: bool,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """See CachePass."""
         length = key.shape[2]
         assert length <= self._cache.capacity, (length, self._cache.capacity)
@@ -97,9 +109,15 @@ class NextTokens:
         self._cache, self._positions = cache, tuple(positions)
 
     def attend(
-        self, block: str, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None,
+        self,
+        block: str,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None,
+        scale: float | None,
         softmax_in_fp32: bool,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """See CachePass."""
         context = torch.zeros_like(query)
         for row, (keys, values) in enumerate(self._cache.of(block, key, window)):

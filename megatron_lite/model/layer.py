@@ -66,11 +66,7 @@ class Linear(torch.nn.Module):
         shape = (out_size, in_size)
         self.weight = declare(ParameterSpec(f"{name}.weight", shape, weights, matrix_rows=tuple(out_sizes)))
         biases = weights if config.random_bias_init else Initializer("constant", 0.0)
-        self.bias = (
-            declare(ParameterSpec(f"{name}.bias", (out_size,), biases, weight_decay=False))
-            if biased
-            else None
-        )
+        self.bias = declare(ParameterSpec(f"{name}.bias", (out_size,), biases, weight_decay=False)) if biased else None
 
     def forward(self, input_: Tensor) -> Tensor:
         return linear(input_, self.weight, self.bias)

@@ -7,9 +7,13 @@ from collections.abc import Mapping
 from megatron_lite.distributed.traffic import Total
 
 KINDS = {
-    "gather": "gathers", "reduce": "reductions", "muon gather": "Muon's gathers", "muon reduce": "Muon's reductions",
-    "sum": "sums", "debug": "gathers for debugging",
-}  # fmt: skip
+    "gather": "gathers",
+    "reduce": "reductions",
+    "muon gather": "Muon's gathers",
+    "muon reduce": "Muon's reductions",
+    "sum": "sums",
+    "debug": "gathers for debugging",
+}
 MIB = 2**20
 
 

@@ -121,9 +121,13 @@ class ExportCallback:
                 if self._ended:
                     return
                 process = self._process = subprocess.Popen(
-                    [self._script, str(folder)], env=self._environment, stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-                )  # fmt: skip
+                    [self._script, str(folder)],
+                    env=self._environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
         except OSError as error:
             reason = error.strerror or error
             get_logger().warning("--export_callback_script=%s cannot be started: %s", self._script, reason)
@@ -137,8 +141,9 @@ class ExportCallback:
             how = f"exit code {code}" if code > 0 else f"signal {-code}"
             get_logger().warning(
                 "--export_callback_script ended with %s for %s; the export is complete, and training goes on",
-                how, folder,
-            )  # fmt: skip
+                how,
+                folder,
+            )
         elif not code:
             get_logger().info("--export_callback_script is done with %s (%.1f s)", folder, time.monotonic() - start_s)
 

@@ -95,10 +95,10 @@ def model_flops(model: ModelConfig, sequence_length: int, tokens: int, full_atte
 def hardware_flops(model: ModelConfig, performance: PerformanceConfig, sequence_length: int, tokens: int) -> float:
     """`model_flops` plus what is computed twice to save memory:
 
-      + 2 * T * h * (1 + gated) * f        for each block with mlp_recompute_level=full: its first MLP product
-      + the block's forward pass           for each of the first recompute_layers
-      + 2 * T * h * v                      with a cross_entropy_block_size below v: the logits
-      + T * heads * d * s                  for each block: the scores in attention's backward pass (1/6), all backends
+    + 2 * T * h * (1 + gated) * f        for each block with mlp_recompute_level=full: its first MLP product
+    + the block's forward pass           for each of the first recompute_layers
+    + 2 * T * h * v                      with a cross_entropy_block_size below v: the logits
+    + T * heads * d * s                  for each block: the scores in attention's backward pass (1/6), all backends
     """
     assert model.ffn_hidden_size is not None
     attention = _attention_flops(model, sequence_length, tokens)

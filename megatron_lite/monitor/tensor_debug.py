@@ -22,9 +22,13 @@ from megatron_lite.monitor.tensor_log import TensorEntry, summarize, unique_name
 
 MIB = 2**20
 LEVELS = (
-    "debug_layer_outputs", "debug_layer_gradients", "debug_param_init", "debug_param_gradients",
-    "debug_all_param_gradients", "debug_param_update",
-)  # fmt: skip
+    "debug_layer_outputs",
+    "debug_layer_gradients",
+    "debug_param_init",
+    "debug_param_gradients",
+    "debug_all_param_gradients",
+    "debug_param_update",
+)
 
 
 def open_debugger(
@@ -94,9 +98,11 @@ class TensorDebugger:
         """A full disk costs the file, not the run."""
         path = artifacts / f"tensor_logs_{phase}_rank_{self._rank:03d}.safetensors"
         about = {
-            "phase": phase, "rank": str(self._rank), "world_size": str(self._world_size),
+            "phase": phase,
+            "rank": str(self._rank),
+            "world_size": str(self._world_size),
             "global": str(int(self._global)),
-        }  # fmt: skip
+        }
         try:
             write_tensor_log(path, list(unique_names(self._entries)), about)
         except OSError as error:

@@ -185,9 +185,14 @@ def _from_json(fields: dict[str, Any], samples: dict[str, Tensor]) -> TensorEntr
         floats = {name: float(fields[name]) for name in ("mean", "std", "minimum", "maximum")}
         statistics = Statistics(**floats, not_finite=fields["not_finite"], checksum=fields["checksum"])
     return TensorEntry(
-        fields["name"], tuple(fields["shape"]), fields["dtype"], fields["device"], fields["level"], statistics,
+        fields["name"],
+        tuple(fields["shape"]),
+        fields["dtype"],
+        fields["device"],
+        fields["level"],
+        statistics,
         samples[fields["name"]] if fields["level"] >= 3 else None,
-    )  # fmt: skip
+    )
 
 
 def unique_names(entries: Sequence[TensorEntry]) -> Iterator[TensorEntry]:

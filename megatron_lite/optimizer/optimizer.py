@@ -69,9 +69,7 @@ class Optimizer:
         verdict = self.guard.judge(iteration, loss / tokens, grad_norm)
         self._updates.add_(~verdict.skipped)
         divisor = scale / self.guard.clipping_factor(grad_norm)
-        step = Step(
-            learning_rate, self._weight_decay(learning_rate), divisor, verdict.skipped.float(), self._updates
-        )
+        step = Step(learning_rate, self._weight_decay(learning_rate), divisor, verdict.skipped.float(), self._updates)
         self._rule.begin(self._trained, step)
         self.averaging.begin()
         for trained in self._trained:

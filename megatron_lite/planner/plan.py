@@ -89,9 +89,15 @@ def make_plan(config: Config, world_size: int, device_type: str, rank: int = 0) 
     layers = model_layers(config, choose_kernels(config, torch.device(device_type), planned=True))
     dtype = config.distributed.training_dtype
     model = MultiStage(
-        layers, config.multi_stage, config.batch, dtype, group, moments=config.optimizer.moments,
-        whole_matrices=config.optimizer.whole_matrices, averaged=config.averaging.enabled,
-    )  # fmt: skip
+        layers,
+        config.multi_stage,
+        config.batch,
+        dtype,
+        group,
+        moments=config.optimizer.moments,
+        whole_matrices=config.optimizer.whole_matrices,
+        averaged=config.averaging.enabled,
+    )
     activations = {level: activation_memory(config, model, device_type, level) for level in RECOMPUTE_LEVELS}
     return Plan(config, world_size, device_type, model, count_traffic(model, group), activations)
 

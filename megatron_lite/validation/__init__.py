@@ -32,9 +32,22 @@ from megatron_lite.validation.weight_decay import weight_decay
 
 PREFETCH_FACTOR = 2
 RULES = (
-    source, model, batch, learning_rate, optimizer, weight_decay, averaging, performance, multi_stage, distributed,
-    data, training, export, samples, run,
-)  # fmt: skip
+    source,
+    model,
+    batch,
+    learning_rate,
+    optimizer,
+    weight_decay,
+    averaging,
+    performance,
+    multi_stage,
+    distributed,
+    data,
+    training,
+    export,
+    samples,
+    run,
+)
 
 
 def resolve(config: Config, world_size: int) -> Config:

@@ -11,9 +11,12 @@ from megatron_lite.schedules.batch_size import Split, parse_schedule
 from megatron_lite.validation.messages import Problem, nearest_multiples, typed
 
 BATCH = (
-    "batch_size", "micro_batch_size", "depth_first_micro_batches", "breadth_first_micro_batches",
+    "batch_size",
+    "micro_batch_size",
+    "depth_first_micro_batches",
+    "breadth_first_micro_batches",
     "sequential_micro_batches",
-)  # fmt: skip
+)
 # All that decide about the batch arithmetic.
 _BATCH_RULE = (*BATCH, "batch_size_schedule", "allow_nondivisible_batch_size", "dry_run", "world_size")
 

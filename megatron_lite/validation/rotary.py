@@ -13,18 +13,20 @@ from megatron_lite.validation.messages import Problem, fill, typed
 
 # For each option the types of --rope_type that read it, and what it is for these if it is not given: None where it
 # stays unset, or where a rule below says what.
-_USES: Mapping[str, tuple[tuple[str, ...], Any]] = MappingProxyType({
-    "rope_factor": (("linear", "llama3", "yarn"), None),
-    "rope_original_max_position_embeddings": (("llama3", "yarn"), None),
-    "rope_low_freq_factor": (("llama3",), 1.0),
-    "rope_high_freq_factor": (("llama3",), 4.0),
-    "rope_beta_fast": (("yarn",), 32.0),
-    "rope_beta_slow": (("yarn",), 1.0),
-    "rope_attention_factor": (("yarn",), None),
-    "rope_mscale": (("yarn",), None),
-    "rope_mscale_all_dim": (("yarn",), None),
-    "rope_truncate": (("yarn",), True),
-})  # fmt: skip
+_USES: Mapping[str, tuple[tuple[str, ...], Any]] = MappingProxyType(
+    {
+        "rope_factor": (("linear", "llama3", "yarn"), None),
+        "rope_original_max_position_embeddings": (("llama3", "yarn"), None),
+        "rope_low_freq_factor": (("llama3",), 1.0),
+        "rope_high_freq_factor": (("llama3",), 4.0),
+        "rope_beta_fast": (("yarn",), 32.0),
+        "rope_beta_slow": (("yarn",), 1.0),
+        "rope_attention_factor": (("yarn",), None),
+        "rope_mscale": (("yarn",), None),
+        "rope_mscale_all_dim": (("yarn",), None),
+        "rope_truncate": (("yarn",), True),
+    }
+)
 
 
 def rotary(values: dict[str, Any]) -> Iterator[Problem]:
@@ -100,8 +102,7 @@ def _without_rotation(values: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _stretched(values: dict[str, Any]) -> Iterator[Problem]:
-    """Fills in as Hugging Face does: the original length is max_position_embeddings, and yarn's factor their quotient.
-    """
+    """Fills in as Hugging Face does: the original length is max_position_embeddings, and yarn's factor their quotient."""
     kind, longest, original = values["rope_type"], "max_position_embeddings", "rope_original_max_position_embeddings"
     derives = kind == "yarn" and values[original] is not None
     if values["rope_factor"] is None and not derives:

@@ -18,9 +18,13 @@ def warnings(config: Config) -> list[str]:
     values = flatten(config)
     without_effect = (f"--{name} has no effect {reason}" for name, reason in _without_effect(values))
     return [
-        *_nothing_to_train(config), *_risks(values), *schedule_cautions(values), *_averaging(values),
-        *_multi_stage(values), *without_effect,
-    ]  # fmt: skip
+        *_nothing_to_train(config),
+        *_risks(values),
+        *schedule_cautions(values),
+        *_averaging(values),
+        *_multi_stage(values),
+        *without_effect,
+    ]
 
 
 def _nothing_to_train(config: Config) -> Iterator[str]:
@@ -135,10 +139,16 @@ def _buffer_count(values: dict[str, Any], name: str, shared_from: int) -> Iterat
 
 # Options that only some optimizers look at. Muon leaves to AdamW what is no matrix.
 OPTIMIZERS_WITH = {
-    "adam_beta1": ("adamw", "muon", "lion"), "adam_beta2": ("adamw", "muon", "lion"), "adam_eps": ("adamw", "muon"),
-    "adam_nesterov": ("adamw", "muon"), "muon_momentum": ("muon",), "muon_nesterov": ("muon",),
-    "muon_ns_steps": ("muon",), "muon_adjust_lr": ("muon",), "sgd_momentum": ("sgd",),
-}  # fmt: skip
+    "adam_beta1": ("adamw", "muon", "lion"),
+    "adam_beta2": ("adamw", "muon", "lion"),
+    "adam_eps": ("adamw", "muon"),
+    "adam_nesterov": ("adamw", "muon"),
+    "muon_momentum": ("muon",),
+    "muon_nesterov": ("muon",),
+    "muon_ns_steps": ("muon",),
+    "muon_adjust_lr": ("muon",),
+    "sgd_momentum": ("sgd",),
+}
 
 
 def _without_effect(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -226,9 +236,12 @@ def _idle_exports(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
 def _idle_sources(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
     """Of pretrained weights."""
     for name in (
-        "pretrained_checkpoint_type", "use_pretrained_config", "ignore_pretrained_config", "load_pretrained_weights",
+        "pretrained_checkpoint_type",
+        "use_pretrained_config",
+        "ignore_pretrained_config",
+        "load_pretrained_weights",
         "load_pretrained_optimizer",
-    ):  # fmt: skip
+    ):
         yield name, values["pretrained_checkpoint_path"] is None, "without --pretrained_checkpoint_path"
     resumable = values["export_interval"] is not None and values["export_format"] == "distributed"
     untrained = values["train_iters"] == 0 and not resumable
@@ -236,9 +249,13 @@ def _idle_sources(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:
 
 
 DEBUG_LEVELS = (
-    "debug_layer_outputs", "debug_param_init",
-    "debug_layer_gradients", "debug_param_gradients", "debug_all_param_gradients", "debug_param_update",
-)  # fmt: skip
+    "debug_layer_outputs",
+    "debug_param_init",
+    "debug_layer_gradients",
+    "debug_param_gradients",
+    "debug_all_param_gradients",
+    "debug_param_update",
+)
 
 
 def _idle_debugging(values: dict[str, Any]) -> Iterator[tuple[str, bool, str]]:

@@ -40,18 +40,27 @@ class Part:
     moments: dict[str, Tensor]  # (numel,) in fp32, by name: what the optimizer remembers of each element
 
     def __init__(
-        self, specs: Sequence[ParameterSpec], frozen: bool, training: bool, group: Group, moments: Sequence[str],
+        self,
+        specs: Sequence[ParameterSpec],
+        frozen: bool,
+        training: bool,
+        group: Group,
+        moments: Sequence[str],
         whole_matrices: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.layout = lay_out(specs, group.world_size)
         self.frozen, self.has_state = frozen, training and not frozen
         self._moments, self.whole_matrices = tuple(moments) if self.has_state else (), whole_matrices
         self._group = group
 
     def allocate(
-        self, full_weights: Tensor, owns_weights: bool, full_gradients: Tensor | None, owns_gradients: bool,
+        self,
+        full_weights: Tensor,
+        owns_weights: bool,
+        full_gradients: Tensor | None,
+        owns_gradients: bool,
         precision: Precision,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Take memory. Where a shard would hold the same bytes as its slice of a buffer that nobody else uses, it is
         that slice: nothing is kept twice.
 

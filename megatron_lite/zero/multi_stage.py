@@ -18,13 +18,7 @@ from megatron_lite.zero import runner
 from megatron_lite.zero.flat_shard import ADAM_MOMENTS, Part, Precision
 from megatron_lite.zero.layout import BufferPlan, plan_buffers, split_into_stages
 from megatron_lite.zero.observer import Observer
-from megatron_lite.zero.schedule import (
-    StagePlan,
-    Step,
-    evaluation_schedule,
-    first_trained,
-    training_schedule,
-)
+from megatron_lite.zero.schedule import StagePlan, Step, evaluation_schedule, first_trained, training_schedule
 from megatron_lite.zero.stage import Buffer, Stage
 from megatron_lite.zero.throttle import Throttle
 
@@ -275,10 +269,12 @@ class MultiStage:
             weights, gradients = (plan.placement[stage.index] for plan in (self.weight_plan, self.grad_plan))
             assert weights is not None
             stage.allocate(
-                self._weight_buffers[weights], self.weight_plan.own[stage.index],
-                None if gradients is None else self._grad_buffers[gradients], self.grad_plan.own[stage.index],
+                self._weight_buffers[weights],
+                self.weight_plan.own[stage.index],
+                None if gradients is None else self._grad_buffers[gradients],
+                self.grad_plan.own[stage.index],
                 self.precision,
-            )  # fmt: skip
+            )
 
     def _allocate_averages(self) -> None:
         """Averages, and two buffers that all stages share: one to compute with and one to gather into, whatever the

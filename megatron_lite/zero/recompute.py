@@ -1,6 +1,6 @@
 """A layer of which only the input is kept: its backward pass runs the forward pass again, with the same seeds.
 
-    forward: y = f(x), keeping x        backward: y = f(x) once more, keeping what f keeps, then dx from dy
+forward: y = f(x), keeping x        backward: y = f(x) once more, keeping what f keeps, then dx from dy
 """
 
 from __future__ import annotations

@@ -66,16 +66,19 @@ class Stage:
     wants_input_gradient = True
 
     def __init__(
-        self, index: int, layers: Sequence[torch.nn.Module], group: Group, training: bool = True,
-        moments: Sequence[str] = ADAM_MOMENTS, whole_matrices: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        index: int,
+        layers: Sequence[torch.nn.Module],
+        group: Group,
+        training: bool = True,
+        moments: Sequence[str] = ADAM_MOMENTS,
+        whole_matrices: bool = False,
+    ) -> None:
         self.index, self.layers, self.group = index, layers, group
         specs = [parameter.spec for parameter in self._declared()]
         trained, frozen = [s for s in specs if s.trainable], [s for s in specs if not s.trainable]
         kinds = [(some, is_frozen) for some, is_frozen in ((trained, False), (frozen, True)) if some]
-        self.parts = tuple(
-            Part(some, is_frozen, training, group, moments, whole_matrices) for some, is_frozen in kinds
-        )
+        self.parts = tuple(Part(some, is_frozen, training, group, moments, whole_matrices) for some, is_frozen in kinds)
         self.trainable = next((part for part in self.parts if part.has_state), None)
         # An embedding's gradient is made of tokens alone: its weights need not be gathered for it.
         self.backward_needs_weights = any(getattr(layer, "backward_needs_weights", True) for layer in layers)

@@ -107,10 +107,7 @@ def test_a_checkpoint_of_version_2_loads(loading: dict[str, Any], tmp_path: Path
 
 @pytest.mark.parametrize(
     ("kinds", "message"),
-    [
-        (dict(averaged=True), "its keys are wrong"),
-        (dict(moments=ONE), "one of its moments is missing"),
-    ],
+    [(dict(averaged=True), "its keys are wrong"), (dict(moments=ONE), "one of its moments is missing")],
     ids=str,
 )
 def test_version_2_does_not_know_what_came_later(kinds: dict[str, Any], message: str, tmp_path: Path) -> None:

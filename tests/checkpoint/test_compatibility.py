@@ -119,7 +119,7 @@ def test_a_longer_context_is_allowed_without_learned_positions() -> None:
         ({"batch_size": 4}, ("0:4", "3:8"), 5, '8 samples are left out; .*="0:4 5:8"'),
         ({"batch_size_schedule": ["0:8", "4:2"]}, ("0:4", "9:6"), 6, 'read again; .*="0:8 4:2 6:4 9:6"'),
     ],
-)  # fmt: skip
+)
 def test_a_batch_size_that_moves_the_samples_is_said(
     saved: dict[str, Any], now: tuple[str, ...], iteration: int, expected: str | None
 ) -> None:

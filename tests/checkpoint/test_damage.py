@@ -345,11 +345,20 @@ def lend(values: dict[str, Any], *kinds: str, num_bytes: int = 260) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"", b"\xff\xfe", b"null", b"[]", b"1" * 5000, b"[" * 100_000, b'{"format": "a", "format": "a"}',
-        b'{"format": "megatron_lite_checkpoint"}', b'{"format": "megatron_lite_checkpoint", "version": 1}\n',
-        b'{"a": ' * 50_000, b'"crc32": 0\n}\n', b"\x80\x04\x95cposix\nsystem\n",
+        b"",
+        b"\xff\xfe",
+        b"null",
+        b"[]",
+        b"1" * 5000,
+        b"[" * 100_000,
+        b'{"format": "a", "format": "a"}',
+        b'{"format": "megatron_lite_checkpoint"}',
+        b'{"format": "megatron_lite_checkpoint", "version": 1}\n',
+        b'{"a": ' * 50_000,
+        b'"crc32": 0\n}\n',
+        b"\x80\x04\x95cposix\nsystem\n",
     ],
-)  # fmt: skip
+)
 def test_what_is_no_manifest_is_refused(data: bytes, tmp_path: Path) -> None:
     """Any bytes give the one error, in little time."""
     (tmp_path / "manifest.json").write_bytes(data)
@@ -375,8 +384,24 @@ def test_random_changes_never_give_another_error(
 ) -> None:
     """Structure-aware fuzzing: a changed manifest is either refused, or loads without reading outside its files."""
     junk: tuple[Any, ...] = (
-        None, True, -1, 0, 1, 2**63, 10**400, 1.5, float("nan"), "", "x", "../x", [], [[]], {}, {"a": 1}, [1, 2, 3, 4],
-    )  # fmt: skip
+        None,
+        True,
+        -1,
+        0,
+        1,
+        2**63,
+        10**400,
+        1.5,
+        float("nan"),
+        "",
+        "x",
+        "../x",
+        [],
+        [[]],
+        {},
+        {"a": 1},
+        [1, 2, 3, 4],
+    )
     generator = random.Random(11)
     root, pair = tmp_path / "root", request.getfixturevalue(which)
     shutil.copytree(pair, root)

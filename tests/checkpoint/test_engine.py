@@ -88,9 +88,10 @@ def assert_same(left: Contents, right: Contents) -> None:
     """The same parameters and moments in the same dtypes, bit for bit."""
     assert left.keys() == right.keys()
     different = [
-        key for key, values in left.items()
+        key
+        for key, values in left.items()
         if values.dtype != right[key].dtype or not torch.equal(values.view(torch.uint8), right[key].view(torch.uint8))
-    ]  # fmt: skip
+    ]
     assert not different
 
 
@@ -143,9 +144,10 @@ def manifest_names(experiment: Path) -> list[str]:
 
 
 OTHERS: tuple[tuple[int, dict[str, Any]], ...] = (
-    (1, {"zero_stage": 1}), (2, {"zero_stage": 3, "layers_per_stage": 2.0}),
+    (1, {"zero_stage": 1}),
+    (2, {"zero_stage": 3, "layers_per_stage": 2.0}),
     (3, {"zero_stage": 2, "make_vocab_size_divisible_by": 100}),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("case", ["mixed, low precision, zero 3", "frozen embedding, fp32, zero 1"])

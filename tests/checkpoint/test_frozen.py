@@ -49,9 +49,13 @@ def expected(saved: Values, frozen: tuple[str, ...], dtype: torch.dtype) -> Valu
 
 
 LAYOUTS = [
-    ((), torch.float32), (EMBEDDING, torch.float32), (BLOCK, torch.bfloat16), (MIXED, torch.bfloat16),
-    (MIXED, torch.float16), (NAMES[1:], torch.float32),
-]  # fmt: skip
+    ((), torch.float32),
+    (EMBEDDING, torch.float32),
+    (BLOCK, torch.bfloat16),
+    (MIXED, torch.bfloat16),
+    (MIXED, torch.float16),
+    (NAMES[1:], torch.float32),
+]
 
 
 @pytest.mark.parametrize("loading", LAYOUTS, ids=lambda value: f"to{len(value[0])}{str(value[1])[6:]}")

@@ -18,7 +18,7 @@ from tests.checkpoint.test_engine import (
     read_all,
     save_again,
     train_on,
-)  # fmt: skip
+)
 from tests.support.harness import run_distributed
 
 OPTIMIZERS = ("adamw", "muon", "lion", "sgd")

@@ -64,7 +64,10 @@ def load(
     lines: list[list[str]] = [[] for _ in range(world_size)]
     results = World(world_size).run(
         lambda distributed: sharded.load_newest(
-            root, models[distributed.rank], distributed, lines[distributed.rank].append  # type: ignore[arg-type]
+            root,
+            models[distributed.rank],
+            distributed,
+            lines[distributed.rank].append,  # type: ignore[arg-type]
         )
     )
     for result in results:
@@ -322,9 +325,13 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all(rank: int, tmp_path: Path, m
     for result in results:
         assert isinstance(result, StorageError) and result.exit_code == 8
         for part in (
-            "iteration 20", f"rank {rank}: ", f"rank_00{rank}.safetensors", "No space left on device",
-            f"{num_bytes:,} bytes needed", "bytes free",
-        ):  # fmt: skip
+            "iteration 20",
+            f"rank {rank}: ",
+            f"rank_00{rank}.safetensors",
+            "No space left on device",
+            f"{num_bytes:,} bytes needed",
+            "bytes free",
+        ):
             assert part in str(result)
     assert names(tmp_path) == {"10"}
     assert same(load(tmp_path)[1], old)

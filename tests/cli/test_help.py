@@ -56,8 +56,11 @@ def test_banner_marks_what_differs_from_the_default() -> None:
     """A derived value is not marked, unless it is not the one that would have been derived."""
     assert marked() == set()
     assert marked(8, hidden_size=512, num_layers=3, train_iters=7, sequence_length=4096) == {
-        "hidden_size", "num_layers", "train_iters", "sequence_length"
-    }  # fmt: skip
+        "hidden_size",
+        "num_layers",
+        "train_iters",
+        "sequence_length",
+    }
     assert marked(init_method_std=0.5, kv_channels=128, head_groups=1) == {"init_method_std", "head_groups"}
     assert marked(2, batch_size=8, micro_batch_size=2) >= {"batch_size", "micro_batch_size"}
     assert marked(2, micro_batch_size=1) == set()
@@ -68,7 +71,18 @@ def test_banner_marks_what_differs_from_the_default() -> None:
 def test_values_are_written_as_typed() -> None:
     """Numbers without rounding and without a needless fraction."""
     for value, text in (
-        (None, "none"), (True, "1"), (False, "0"), (7, "7"), (1.0, "1"), (0.1, "0.1"), (3e-6, "3e-06"),
-        (1e300, "1e+300"), ((969.0, 0.5), "969,0.5"), (("a", "b"), "a b"), ((), ""), ("x", "x"), (65536.0, "65536"),
-    ):  # fmt: skip
+        (None, "none"),
+        (True, "1"),
+        (False, "0"),
+        (7, "7"),
+        (1.0, "1"),
+        (0.1, "0.1"),
+        (3e-6, "3e-06"),
+        (1e300, "1e+300"),
+        ((969.0, 0.5), "969,0.5"),
+        (("a", "b"), "a b"),
+        ((), ""),
+        ("x", "x"),
+        (65536.0, "65536"),
+    ):
         assert written(value) == text

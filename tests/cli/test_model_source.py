@@ -24,11 +24,24 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN = ("--device=cpu", "--sequence_length=16", "--dataset_source=random", "--batch_size=2")
 # What config.json of the fixture says, as flags.
 SAME = (
-    "--num_layers=2", "--hidden_size=30", "--num_attention_heads=6", "--head_groups=3", "--kv_channels=10",
-    "--ffn_hidden_size=44", "--vocab_size=61", "--gated=1", "--activation_type=silu", "--add_linear_biases=0",
-    "--normalization_type=rms_norm", "--layer_norm_eps=1e-4", "--use_rotary_embeddings=1", "--rotary_base=500",
-    "--tie_word_embeddings=1", "--window_size=7", "--max_position_embeddings=64",
-)  # fmt: skip
+    "--num_layers=2",
+    "--hidden_size=30",
+    "--num_attention_heads=6",
+    "--head_groups=3",
+    "--kv_channels=10",
+    "--ffn_hidden_size=44",
+    "--vocab_size=61",
+    "--gated=1",
+    "--activation_type=silu",
+    "--add_linear_biases=0",
+    "--normalization_type=rms_norm",
+    "--layer_norm_eps=1e-4",
+    "--use_rotary_embeddings=1",
+    "--rotary_base=500",
+    "--tie_word_embeddings=1",
+    "--window_size=7",
+    "--max_position_embeddings=64",
+)
 
 
 @pytest.fixture(scope="module")
@@ -104,16 +117,25 @@ def test_all_contradictions_are_named_at_once(folder: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         pretrained(folder, "--num_layers=3", "--vocab_size=64", "--gated=0")
     assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]] == [
-        "--num_layers", "--vocab_size", "--gated",
-    ]  # fmt: skip
+        "--num_layers",
+        "--vocab_size",
+        "--gated",
+    ]
 
 
 FREE = {
-    "attention_dropout": "0.5", "hidden_dropout": "0.25", "embedding_dropout": "0.125", "init_method_std": "0.5",
-    "init_method_std_qkv": "0.25", "layer_norm_init_range": "0.5", "random_bias_init": "1",
-    "full_precision_residual": "1", "make_vocab_size_divisible_by": "64", "max_position_embeddings": "128",
+    "attention_dropout": "0.5",
+    "hidden_dropout": "0.25",
+    "embedding_dropout": "0.125",
+    "init_method_std": "0.5",
+    "init_method_std_qkv": "0.25",
+    "layer_norm_init_range": "0.5",
+    "random_bias_init": "1",
+    "full_precision_residual": "1",
+    "make_vocab_size_divisible_by": "64",
+    "max_position_embeddings": "128",
     "zero_centered_normalization": "1",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FREE)

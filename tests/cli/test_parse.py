@@ -14,13 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_lite.cli.foreign_flags import INSTEAD
-from megatron_lite.cli.parse import (
-    HelpRequested,
-    ParseError,
-    launch_rank,
-    launch_world_size,
-    parse,
-)
+from megatron_lite.cli.parse import HelpRequested, ParseError, launch_rank, launch_world_size, parse
 from megatron_lite.cli.suggestions import nearest_flags
 from megatron_lite.config import flatten
 from megatron_lite.config.foreign_values import REFUSED, REFUSED_SPELLINGS, REFUSED_VALUES
@@ -52,12 +46,64 @@ MODEL_ARGS = """\
 DATA_ARGS = "--split=9998,2,0 --dataset_source=list --data_path $DATA_PATH"
 
 HOSTILE = (
-    "", " ", "nan", "NaN", "inf", "-inf", "Infinity", "1e999", "-1e999", "1e-999", "-1", "0", "1_000", "0x10", "1e5",
-    "5e5", "\uff11\uff12", "\u0661", "\u00b2", "9" * 20_000, "1" * 30, "1.5.2", "--1", "1,2", "none", "None", "True",
-    "yes", "a b", "'1'", '"1"', "\u201c1\u201d", "\x00", "1\x00", "1\n", "\n", "\t", "\udcff", "\U0001f600",
-    "x" * 100_000, "%s%n", "$HOME", "`id`", "@", "~", "-", "--", "../..", "[]", "{}", "-0", "+1",
-    "1.", ".5", "1e", "e1", "00000001",
-)  # fmt: skip
+    "",
+    " ",
+    "nan",
+    "NaN",
+    "inf",
+    "-inf",
+    "Infinity",
+    "1e999",
+    "-1e999",
+    "1e-999",
+    "-1",
+    "0",
+    "1_000",
+    "0x10",
+    "1e5",
+    "5e5",
+    "\uff11\uff12",
+    "\u0661",
+    "\u00b2",
+    "9" * 20_000,
+    "1" * 30,
+    "1.5.2",
+    "--1",
+    "1,2",
+    "none",
+    "None",
+    "True",
+    "yes",
+    "a b",
+    "'1'",
+    '"1"',
+    "\u201c1\u201d",
+    "\x00",
+    "1\x00",
+    "1\n",
+    "\n",
+    "\t",
+    "\udcff",
+    "\U0001f600",
+    "x" * 100_000,
+    "%s%n",
+    "$HOME",
+    "`id`",
+    "@",
+    "~",
+    "-",
+    "--",
+    "../..",
+    "[]",
+    "{}",
+    "-0",
+    "+1",
+    "1.",
+    ".5",
+    "1e",
+    "e1",
+    "00000001",
+)
 
 
 def value(argv: Sequence[str], name: str) -> Any:
@@ -83,9 +129,17 @@ def words(text: str, **variables: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "argv",
-    [["--batch_size=6"], ["--batch_size", "6"], ["--batch-size=6"], ["--batch-size", "6"], ["--batch_size=+6"],
-     ["--global_batch_size=6"], ["--global-batch-size", "6"], ["--train-batch-size=6"]],
-)  # fmt: skip
+    [
+        ["--batch_size=6"],
+        ["--batch_size", "6"],
+        ["--batch-size=6"],
+        ["--batch-size", "6"],
+        ["--batch_size=+6"],
+        ["--global_batch_size=6"],
+        ["--global-batch-size", "6"],
+        ["--train-batch-size=6"],
+    ],
+)
 def test_spellings_of_one_flag(argv: list[str]) -> None:
     """Underscores or dashes, `=` or a space, and other programs' names are the same flag."""
     arguments = parse(argv)
@@ -112,9 +166,13 @@ def some_value(flag: Flag) -> str:
     if option.below is not None:
         return "0.5" if option.below > 0.5 else "-1"
     own = {
-        "rotary_embedding_scale": "-1", "rotary_base": "10", "batch_size_schedule": "0:1",
-        "lr_schedule": "constant,-1,1", "pretrained_checkpoint_path": "none", "export_callback_env": "{}",
-    }  # fmt: skip
+        "rotary_embedding_scale": "-1",
+        "rotary_base": "10",
+        "batch_size_schedule": "0:1",
+        "lr_schedule": "constant,-1,1",
+        "pretrained_checkpoint_path": "none",
+        "export_callback_env": "{}",
+    }
     return own.get(flag.name, "1" if option.minimum is None else str(max(1, int(option.minimum))))
 
 
@@ -122,10 +180,15 @@ def some_value(flag: Flag) -> str:
 def test_booleans(name: str) -> None:
     """0, 1, true and false, bare for 1; a following word is the value."""
     for argv, expected in (
-        ([f"--{name}"], True), ([f"--{name}=1"], True), ([f"--{name}", "true"], True), ([f"--{name}=True"], True),
-        ([f"--{name}=0"], False), ([f"--{name}", "0"], False), ([f"--{name}=false"], False),
+        ([f"--{name}"], True),
+        ([f"--{name}=1"], True),
+        ([f"--{name}", "true"], True),
+        ([f"--{name}=True"], True),
+        ([f"--{name}=0"], False),
+        ([f"--{name}", "0"], False),
+        ([f"--{name}=false"], False),
         ([f"--{name}", "--seed=3"], True),
-    ):  # fmt: skip
+    ):
         assert value(argv, name) is expected
     for wrong in ("yes", "2", "on", "01", "no"):
         assert problem([f"--{name}={wrong}"]).startswith(f"--{name}={wrong}: takes 0 or 1")
@@ -162,9 +225,16 @@ def test_repeated_flags() -> None:
 
 @pytest.mark.parametrize(
     "argv",
-    [["--split=9998,2,0"], ["--split", "9998", "2", "0"], ["--split", "9998,", "2,", "0"], ["--split", "9998 2 0"],
-     ["--split=9998", "2", "0"], ["--split=9998, 2 ,0"], ["--split", "9998,2", "0", "--seed=1"]],
-)  # fmt: skip
+    [
+        ["--split=9998,2,0"],
+        ["--split", "9998", "2", "0"],
+        ["--split", "9998,", "2,", "0"],
+        ["--split", "9998 2 0"],
+        ["--split=9998", "2", "0"],
+        ["--split=9998, 2 ,0"],
+        ["--split", "9998,2", "0", "--seed=1"],
+    ],
+)
 def test_lists(argv: list[str]) -> None:
     """Items are separated by commas, spaces or words."""
     assert value(argv, "split") == (9998.0, 2.0, 0.0)
@@ -236,8 +306,12 @@ def one_edit_typos(name: str, count: int, generator: random.Random) -> list[str]
     while len(typos) < count:
         place, letter = generator.randrange(len(name)), generator.choice(string.ascii_lowercase + "_")
         swapped = name[:place] + name[place : place + 2][::-1] + name[place + 2 :]
-        edits = (name[:place] + name[place + 1 :], name[:place] + letter + name[place:],
-                 name[:place] + letter + name[place + 1 :], swapped)  # fmt: skip
+        edits = (
+            name[:place] + name[place + 1 :],
+            name[:place] + letter + name[place:],
+            name[:place] + letter + name[place + 1 :],
+            swapped,
+        )
         typo = generator.choice(edits).strip("_")
         if typo and typo not in SPELLINGS and typo not in REFUSED_SPELLINGS and typo not in INSTEAD:
             typos.add(typo)
@@ -319,9 +393,13 @@ def test_choices() -> None:
     """A name is one of those offered or an alias; else all are listed and the nearest is named."""
     assert value(["--training_dtype=bfloat16"], "training_dtype") == "bf16"
     other_names = {
-        "gelu_tanh": "gelu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "swish": "silu", "relu2": "squared_relu",
+        "gelu_tanh": "gelu",
+        "gelu_new": "gelu",
+        "gelu_pytorch_tanh": "gelu",
+        "swish": "silu",
+        "relu2": "squared_relu",
         "linear": "identity",
-    }  # fmt: skip
+    }
     for other, name in other_names.items():
         assert value(["--activation_type", other], "activation_type") == name
     assert "did you mean cosine?" in problem(["--lr_decay_style=cosin"])
@@ -344,9 +422,7 @@ def test_home_directory() -> None:
 
 def test_all_problems_at_once() -> None:
     """Bad values, refusals and contradictions between the other flags come in one error, one line each."""
-    lines = problem(
-        ["--lr=nan", "--tensor_parallel=2", "--num_attention_heads=7", "--train_iters=5e5"]
-    ).splitlines()
+    lines = problem(["--lr=nan", "--tensor_parallel=2", "--num_attention_heads=7", "--train_iters=5e5"]).splitlines()
     assert [line.partition("=")[0] for line in lines] == ["--lr", "--tensor_parallel", "--train_iters", "--hidden_size"]
 
 
@@ -375,9 +451,15 @@ def test_file_of_flags(tmp_path: Path) -> None:
     )
     arguments = parse(["--seed=1", f"@{tmp_path}/run.args", "c", "--batch_size=16"])
     assert arguments.given == {
-        "seed": 4, "lr": 3.0, "experiment_name": "my run#1", "batch_size": 16, "wandb_group_name": "a#b",
-        "wandb_project_name": "x 'y'", "tokenizer_file": "a b", "data_path": ("a", "b", "c"),
-    }  # fmt: skip
+        "seed": 4,
+        "lr": 3.0,
+        "experiment_name": "my run#1",
+        "batch_size": 16,
+        "wandb_group_name": "a#b",
+        "wandb_project_name": "x 'y'",
+        "tokenizer_file": "a b",
+        "data_path": ("a", "b", "c"),
+    }
     assert len(arguments.warnings) == 2
 
 
@@ -411,10 +493,18 @@ def test_bad_files(tmp_path: Path) -> None:
     (tmp_path / "variable").write_text("--experiment_dir=$HOME/x")
     (tmp_path / "wrong").write_text("--lr=x")
     for name, text in (
-        ("missing", "No such file"), ("a", "includes itself"), ("binary", "not a UTF-8 text"), ("", "directory"),
-        ("unclosed", "no closing quotation"), ("huge", "larger than"), ("many", "more than 100 files"),
-        ("variable", "no variables"), ("wrong", "wrong)"), ("nul\0", "null"), ("x" * 5000, "too long"),
-    ):  # fmt: skip
+        ("missing", "No such file"),
+        ("a", "includes itself"),
+        ("binary", "not a UTF-8 text"),
+        ("", "directory"),
+        ("unclosed", "no closing quotation"),
+        ("huge", "larger than"),
+        ("many", "more than 100 files"),
+        ("variable", "no variables"),
+        ("wrong", "wrong)"),
+        ("nul\0", "null"),
+        ("x" * 5000, "too long"),
+    ):
         message = problem([f"@{tmp_path}/{name}"])
         assert text in message and len(message.splitlines()) == 1, message
         message.encode()
@@ -456,8 +546,15 @@ def test_refused_flags(refused: Any) -> None:
 
 def test_accepted_values_in_other_notations() -> None:
     """1, 1.0 and true are the same, and so are an empty value and none."""
-    for text in ("tensor_parallel=1.0", "fim_rate=0.0", "imported_model_type=", "profile_ranks=[]",
-                 "reproducible_init=true", "compile_all=False", "optimization_dtype=FP32"):  # fmt: skip
+    for text in (
+        "tensor_parallel=1.0",
+        "fim_rate=0.0",
+        "imported_model_type=",
+        "profile_ranks=[]",
+        "reproducible_init=true",
+        "compile_all=False",
+        "optimization_dtype=FP32",
+    ):
         assert parse([f"--{text}"]).given == {}
 
 
@@ -494,10 +591,13 @@ def test_secrets_are_not_repeated() -> None:
 def test_tutorial_arguments() -> None:
     """The environment strings of the tutorial parse verbatim and resolve on the machines that it names."""
     argv = [
-        *words(MODEL_ARGS), *words(DATA_ARGS, DATA_PATH="/data/corpus"), *words(TRAINING_ARGS),
-        *words(PERFORMANCE_ARGS), *words(MONITORING_ARGS, EXP_BASE_DIR="/runs/mistral"),
+        *words(MODEL_ARGS),
+        *words(DATA_ARGS, DATA_PATH="/data/corpus"),
+        *words(TRAINING_ARGS),
+        *words(PERFORMANCE_ARGS),
+        *words(MONITORING_ARGS, EXP_BASE_DIR="/runs/mistral"),
         *words(WANDB_ARGS, WANDB_ENTITY_NAME="me", PROJECT_NAME="project", PROJECT_VERSION="v1"),
-    ]  # fmt: skip
+    ]
     arguments = parse(argv)
     assert arguments.warnings == ()
     config = resolve(arguments.config, 128)

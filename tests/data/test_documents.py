@@ -64,9 +64,16 @@ def expected_starts(tokens: torch.Tensor, documents: dict[int, tuple[str, int]])
 def config(*data_path: str, **values: Any) -> Config:
     """A resolved config, as far as the data part looks at it."""
     defaults: dict[str, Any] = {
-        "data_path": data_path, "split": (1.0,), "num_workers": 0, "batch_size": 12, "micro_batch_size": 3,
-        "sequence_length": LENGTH, "train_iters": 6, "vocab_size": 10_000, "cross_document_attention": False,
-    }  # fmt: skip
+        "data_path": data_path,
+        "split": (1.0,),
+        "num_workers": 0,
+        "batch_size": 12,
+        "micro_batch_size": 3,
+        "sequence_length": LENGTH,
+        "train_iters": 6,
+        "vocab_size": 10_000,
+        "cross_document_attention": False,
+    }
     return unflatten({**defaults, **values})
 
 

@@ -41,10 +41,18 @@ def prefixes(tmp_path: Path) -> tuple[str, str]:
 def config(data_path: tuple[str, ...], **values: Any) -> Config:
     """A resolved config, as far as the data part looks at it."""
     defaults: dict[str, Any] = {
-        "data_path": data_path, "split": (80.0, 10.0, 10.0), "num_workers": 0, "batch_size": 12, "micro_batch_size": 3,
-        "sequence_length": LENGTH, "train_iters": 8, "validation_iters": 2, "test_iters": 1, "vocab_size": 200_000,
+        "data_path": data_path,
+        "split": (80.0, 10.0, 10.0),
+        "num_workers": 0,
+        "batch_size": 12,
+        "micro_batch_size": 3,
+        "sequence_length": LENGTH,
+        "train_iters": 8,
+        "validation_iters": 2,
+        "test_iters": 1,
+        "vocab_size": 200_000,
         "seed": 11,
-    }  # fmt: skip
+    }
     return unflatten({**defaults, **values})
 
 
@@ -75,9 +83,11 @@ def test_global_batch_is_independent_of_ranks_and_micro_batches(prefixes: tuple[
     for world_size, micro_batch_size in ((1, 12), (1, 1), (2, 3), (3, 2), (4, 3)):
         for train_iters in (4, 400):
             values = config(
-                ("0.3", prefixes[0], "0.7", prefixes[1]), dataset_source=source, micro_batch_size=micro_batch_size,
+                ("0.3", prefixes[0], "0.7", prefixes[1]),
+                dataset_source=source,
+                micro_batch_size=micro_batch_size,
                 train_iters=train_iters,
-            )  # fmt: skip
+            )
             batch = global_batch(values, world_size, 3)
             assert batch.shape == (12, LENGTH + 1) and batch.dtype == torch.int64
             reference = batch if reference is None else reference
@@ -148,8 +158,11 @@ def test_a_schedule_reads_every_sample_once_in_order(prefixes: tuple[str, str], 
 def test_padding_is_documents_of_its_own(prefixes: tuple[str, str], source: str) -> None:
     """Of a micro-batch with one sample and of one with none: the documents of the samples, then one for each row."""
     options = dict(cross_document_attention=False, dataset_source=source, micro_batch_size=4)
-    whole = next(open_data(config(prefixes[:1], batch_size=1, **{**options, "micro_batch_size": 1}), 0, 1)
-                 .batches("training", 0, 1))[0]  # fmt: skip
+    whole = next(
+        open_data(config(prefixes[:1], batch_size=1, **{**options, "micro_batch_size": 1}), 0, 1).batches(
+            "training", 0, 1
+        )
+    )[0]
     padded = config(prefixes[:1], batch_size=1, allow_nondivisible_batch_size=True, **options)
     some, none = (next(open_data(padded, rank, 2).batches("training", 0, 1))[0] for rank in (0, 1))
     assert (some.padding, none.padding) == (3, 4) and torch.equal(some.tokens[:1], whole.tokens)
@@ -230,8 +243,9 @@ def test_bad_token_is_named(tmp_path: Path, num_workers: int, bad: int, dtype: s
             if number == 7:
                 document[4] = bad
             writer.add_document(document[: 0 if number == 6 else 10])
-    values = config((str(tmp_path / "x"),), vocab_size=500, num_workers=num_workers, split=(1.0,), validation_iters=0,
-                    test_iters=0)  # fmt: skip
+    values = config(
+        (str(tmp_path / "x"),), vocab_size=500, num_workers=num_workers, split=(1.0,), validation_iters=0, test_iters=0
+    )
     with pytest.raises(DataError) as caught:
         micro_batches(open_data(values, 0, 1), "training", 0, 8)
     expected = f"x.bin: document 7, offset 4: token id {bad} is outside of the vocabulary of 500 (--vocab_size)"
@@ -305,9 +319,13 @@ def test_workers_die_with_their_parent(tmp_path: Path, ending: str, code: int) -
     script.write_text(PARENT)
     begun = time.monotonic()
     done = subprocess.run(
-        [sys.executable, str(script), ending], env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=60, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, str(script), ending],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        start_new_session=True,
+    )
     assert (done.returncode, done.stderr) == (code, "")
     for pid in map(int, done.stdout.split()):
         while _alive(pid):
@@ -342,9 +360,14 @@ def faults() -> Iterator[tuple[str, dict[str, Any], type[Exception], str]]:
     yield "", {}, DataError, r"x\.idx: an empty data set: it holds no documents"
     yield "100", {}, DataError, r"--split=80,10,10 leaves none of its 1 documents for validation; .*--validation_iters="
     yield "100", {"split": (0.0, 1.0), "test_iters": 0}, DataError, r"leaves none of its 1 documents for training"
-    yield "10 0 6", {"split": (1.0,)}, DataError, (
-        r"x\.bin: 16 tokens for training \(3 of 3 documents, --split=1\), but one sample needs 17 "
-        r"\(--sequence_length \+ 1\)"
+    yield (
+        "10 0 6",
+        {"split": (1.0,)},
+        DataError,
+        (
+            r"x\.bin: 16 tokens for training \(3 of 3 documents, --split=1\), but one sample needs 17 "
+            r"\(--sequence_length \+ 1\)"
+        ),
     )
     yield "0 0 0", {"split": (1.0,)}, DataError, r"x\.bin: 0 tokens for training"
     yield "100", {"data_path": ()}, UsageError, r"--data_path: names no data set"

@@ -16,9 +16,14 @@ from megatron_lite.data.tokenizing import (
 )
 from megatron_lite.errors import DataError, StorageError, UsageError
 
-TEXTS = ["", "plain", "  spaces\t\n\r\nand lines ", "Zürich 東京 🦙 \u0000\u007f\u00a0\ufeff",
-         f"a {END_OF_DOCUMENT} in text",
-         "def read(self, size=-1):\n    return self.buffer.read(size)\n" * 5]  # fmt: skip
+TEXTS = [
+    "",
+    "plain",
+    "  spaces\t\n\r\nand lines ",
+    "Zürich 東京 🦙 \u0000\u007f\u00a0\ufeff",
+    f"a {END_OF_DOCUMENT} in text",
+    "def read(self, size=-1):\n    return self.buffer.read(size)\n" * 5,
+]
 
 
 @pytest.fixture
@@ -138,9 +143,12 @@ def test_copy_keeps_special_tokens_and_needs_no_end_of_document(byte_file: str, 
 
 BESIDE = {
     "tokenizer_config.json": {"eos_token": END_OF_DOCUMENT, "tokenizer_class": "PreTrainedTokenizerFast", "x": [1]},
-    "special_tokens_map.json": {"eos_token": END_OF_DOCUMENT}, "added_tokens.json": {END_OF_DOCUMENT: 256},
-    "vocab.json": {}, "merges.txt": "", "chat_template.jinja": "{{ messages }}",
-}  # fmt: skip
+    "special_tokens_map.json": {"eos_token": END_OF_DOCUMENT},
+    "added_tokens.json": {END_OF_DOCUMENT: 256},
+    "vocab.json": {},
+    "merges.txt": "",
+    "chat_template.jinja": "{{ messages }}",
+}
 
 
 def write_beside(folder: Path, tokenizer: str) -> None:

@@ -34,9 +34,10 @@ def test_flags_of_architectures() -> None:
     command = ["--dataset_source=random", "--sequence_length=128", "--train_iters=1", "--batch_size=1"]
     biases = {
         "any": [["--add_linear_biases=1"], ["--add_mlp_biases=1"], ["--add_linear_biases=1", "--add_qkv_biases=0"]],
-        "none": [], "query, key, value": [["--add_qkv_biases=1"]],
+        "none": [],
+        "query, key, value": [["--add_qkv_biases=1"]],
         "attention": [["--add_linear_biases=1", "--add_mlp_biases=0"], ["--add_qkv_biases=1"]],
-    }  # fmt: skip
+    }
     for name, flags, biased, window in table:
         typed = flags.strip("`").split()
         windows = [[], ["--window_size=32"]] if window == "any" else [[]]

@@ -51,9 +51,14 @@ def test_commands_print_what_is_shown(command: str, shown: str, tmp_path: Path) 
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     own = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path, env=os.environ | own, text=True, timeout=120,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        env=os.environ | own,
+        text=True,
+        timeout=120,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     printed = result.stdout.rstrip().replace(str(tmp_path), "/home/you/megatron_lite")
     assert NUMBER.sub("#", printed) == NUMBER.sub("#", shown)
     numbers = [[float(word.replace(",", "")) for word in NUMBER.findall(text)] for text in (printed, shown)]

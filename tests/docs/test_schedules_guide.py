@@ -28,9 +28,14 @@ def test_commands_print_what_is_shown(command: str, shown: str, tmp_path: Path) 
         (tmp_path / name).symlink_to(ROOT / name)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     result = subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path, env=os.environ | {"PATH": path}, text=True, timeout=60,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": path},
+        text=True,
+        timeout=60,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     printed = result.stdout.rstrip()
     assert NUMBER.sub("#", printed) == NUMBER.sub("#", shown)
     numbers = [[float(number) for number in NUMBER.findall(text)] for text in (printed, shown)]

@@ -101,8 +101,12 @@ def test_texts_end_one_by_one_and_where_the_model_ends(mistral: LocalModel) -> N
     for text in texts:
         assert text.tokens == alone[len(text.prompt)][: len(text.tokens)]
     assert {len(text.prompt): text.finish for text in texts} == {
-        1: "stop", 3: "stop", 12: "stop", 20: "context", 6: "stop",
-    }  # fmt: skip
+        1: "stop",
+        3: "stop",
+        12: "stop",
+        20: "context",
+        6: "stop",
+    }
 
 
 def test_a_cache_holds_what_can_be_looked_at() -> None:
@@ -139,14 +143,29 @@ class RandomSource:
 @pytest.mark.parametrize(
     "options",
     [
-        dict(make_vocab_size_divisible_by=48, logit_soft_cap=5.0, qk_layernorm=True, hybrid_norm=True,
-             use_rotary_embeddings=True, use_position_embeddings=True, rotary_percent=0.5),
-        dict(full_precision_residual=True, input_embedding_norm=True, attention_softmax_in_fp32=True,
-             zero_centered_normalization=True, head_groups=1, window_size=5, attention_dropout=0.1,
-             embedding_dropout=0.1, tie_word_embeddings=False),
+        dict(
+            make_vocab_size_divisible_by=48,
+            logit_soft_cap=5.0,
+            qk_layernorm=True,
+            hybrid_norm=True,
+            use_rotary_embeddings=True,
+            use_position_embeddings=True,
+            rotary_percent=0.5,
+        ),
+        dict(
+            full_precision_residual=True,
+            input_embedding_norm=True,
+            attention_softmax_in_fp32=True,
+            zero_centered_normalization=True,
+            head_groups=1,
+            window_size=5,
+            attention_dropout=0.1,
+            embedding_dropout=0.1,
+            tie_word_embeddings=False,
+        ),
     ],
     ids=["capped logits, every norm", "fp32 residual stream, wide softmax"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_options_that_transformers_lacks_have_the_texts_of_whole_passes(
     options: dict[str, Any], dtype: torch.dtype

@@ -12,9 +12,15 @@ from megatron_lite.generation.sampling import Choice, Chooser
 
 LOGITS = 3 * torch.randn(200, generator=torch.Generator().manual_seed(0))
 CHOICES = (
-    Choice(1.0), Choice(0.3), Choice(2.5, top_k=7), Choice(1.0, top_p=0.6), Choice(0.7, top_k=50, top_p=0.9),
-    Choice(1.0, top_k=1), Choice(1.0, top_p=1e-9), Choice(1.0, top_k=10_000, top_p=1.0),
-)  # fmt: skip
+    Choice(1.0),
+    Choice(0.3),
+    Choice(2.5, top_k=7),
+    Choice(1.0, top_p=0.6),
+    Choice(0.7, top_k=50, top_p=0.9),
+    Choice(1.0, top_k=1),
+    Choice(1.0, top_p=1e-9),
+    Choice(1.0, top_k=10_000, top_p=1.0),
+)
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)

@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.data.tokenizing import (
-    ByteTokenizer,
-    JsonTokenizer,
-    Tokenizer,
-    save_byte_tokenizer,
-    train_tokenizer,
-)
+from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer, Tokenizer, save_byte_tokenizer, train_tokenizer
 from megatron_lite.errors import DataError
 from megatron_lite.generation.continuation import Limits, Text
 from megatron_lite.generation.prompts import (

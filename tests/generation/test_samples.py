@@ -17,31 +17,43 @@ from megatron_lite.errors import DataError, UsageError
 from megatron_lite.generation.samples import Samples, load_prompts
 from megatron_lite.model.kv_cache import KeyValueCache
 from megatron_lite.monitor.trackers import MetricsFile
-from tests.support.harness import (
-    full_weights,
-    run_distributed,
-    same_weights,
-    tiny_config,
-    train_whole,
-)
+from tests.support.harness import full_weights, run_distributed, same_weights, tiny_config, train_whole
 
 PROMPTS = ("the", "a longer one", "", "the")
 KEPT = ("the", "a longer one", "the")
 LLAMA = dict(
-    use_rotary_embeddings=True, gated=True, add_linear_biases=False, normalization_type="rms_norm", head_groups=2,
-    tie_word_embeddings=False, window_size=5,
-)  # fmt: skip
+    use_rotary_embeddings=True,
+    gated=True,
+    add_linear_biases=False,
+    normalization_type="rms_norm",
+    head_groups=2,
+    tie_word_embeddings=False,
+    window_size=5,
+)
 
 
 def options(folder: Path, **more: Any) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     save_byte_tokenizer(str(folder / "tokenizer.json"))
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
-    return dict(
-        vocab_size=257, sequence_length=24, batch_size=4, train_iters=4, lr=1e-2, lr_warmup_iters=2,
-        init_method_std=0.5, tokenizer_file=str(folder / "tokenizer.json"), sample_interval=2, sample_tokens=9,
-        sample_prompts=str(folder / "prompts.txt"), experiment_dir=str(folder / "run"), hidden_dropout=0.1,
-    ) | more  # fmt: skip
+    return (
+        dict(
+            vocab_size=257,
+            sequence_length=24,
+            batch_size=4,
+            train_iters=4,
+            lr=1e-2,
+            lr_warmup_iters=2,
+            init_method_std=0.5,
+            tokenizer_file=str(folder / "tokenizer.json"),
+            sample_interval=2,
+            sample_tokens=9,
+            sample_prompts=str(folder / "prompts.txt"),
+            experiment_dir=str(folder / "run"),
+            hidden_dropout=0.1,
+        )
+        | more
+    )
 
 
 def train_each(distributed: Distributed, *every: dict[str, Any]) -> list[dict[str, Any]]:

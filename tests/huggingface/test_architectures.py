@@ -11,12 +11,7 @@ import pytest
 
 from megatron_lite.config import BatchConfig, Config, DataConfig, ModelConfig
 from megatron_lite.errors import CheckpointError, UsageError
-from megatron_lite.huggingface.architectures import (
-    ARCHITECTURES,
-    check_exportable,
-    hugging_face_config,
-    model_values,
-)
+from megatron_lite.huggingface.architectures import ARCHITECTURES, check_exportable, hugging_face_config, model_values
 from megatron_lite.validation import resolve
 from tests.support.families import FAMILIES, SEQUENCE_LENGTH, make_config
 from tests.support.public_configs import BIGCODE, PUBLIC, public_config
@@ -99,13 +94,18 @@ def test_what_is_read_is_what_the_model_has(family: str) -> None:
     config, values = make_config(family, **dropouts), family_values(family, **dropouts)
     assert values["attention_dropout"] == 0.25
     expected = {
-        "num_layers": config.num_hidden_layers, "hidden_size": config.hidden_size, "vocab_size": config.vocab_size,
-        "num_attention_heads": config.num_attention_heads, "init_method_std": config.initializer_range,
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "num_attention_heads": config.num_attention_heads,
+        "init_method_std": config.initializer_range,
         "head_groups": getattr(config, "num_key_value_heads", config.num_attention_heads),
-        "max_position_embeddings": config.max_position_embeddings, "tie_word_embeddings": config.tie_word_embeddings,
+        "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": config.tie_word_embeddings,
         "window_size": getattr(config, "sliding_window", None),
-        "hidden_dropout": dropouts.get(hidden, 0.0), "qk_layernorm": kind == "qwen3",
-    }  # fmt: skip
+        "hidden_dropout": dropouts.get(hidden, 0.0),
+        "qk_layernorm": kind == "qwen3",
+    }
     rope = getattr(config, "rope_parameters", None)
     if rope:
         expected |= {"rope_type": rope["rope_type"], "rotary_base": rope["rope_theta"]}
@@ -258,8 +258,11 @@ def test_every_problem_is_told() -> None:
     with pytest.raises(CheckpointError) as caught:
         model_values({"model_type": "llama", "mystery": 3, "puzzle": None, "mlp_bias": "no", "vocab_size": 1})
     assert [line.split(": ")[1] for line in str(caught.value).splitlines()] == [
-        "mlp_bias is 'no'; it must be true or false", "mystery", "puzzle", "vocab_size is 1"
-    ]  # fmt: skip
+        "mlp_bias is 'no'; it must be true or false",
+        "mystery",
+        "puzzle",
+        "vocab_size is 1",
+    ]
 
 
 @pytest.mark.parametrize(

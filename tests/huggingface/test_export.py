@@ -26,13 +26,30 @@ from tests.support.fakes import FakeDistributed, Layout, World, empty_model, mak
 
 SEQUENCE_LENGTH = 24
 BASE = ModelConfig(
-    num_layers=2, hidden_size=24, num_attention_heads=4, head_groups=4, kv_channels=6, ffn_hidden_size=40,
-    vocab_size=50, max_position_embeddings=32, use_position_embeddings=False, use_rotary_embeddings=True,
-    tie_word_embeddings=False, add_linear_biases=False, gated=True, activation_type="silu",
-    normalization_type="rms_norm", layer_norm_eps=1e-4, rotary_embedding_scale=-math.log(500.0),
-    init_method_std=0.1, init_method_std_embed=0.1, init_method_std_qkv=0.1, init_method_std_attn_proj=0.1,
-    init_method_std_mlp_1=0.1, init_method_std_mlp_2=0.1,
-)  # fmt: skip
+    num_layers=2,
+    hidden_size=24,
+    num_attention_heads=4,
+    head_groups=4,
+    kv_channels=6,
+    ffn_hidden_size=40,
+    vocab_size=50,
+    max_position_embeddings=32,
+    use_position_embeddings=False,
+    use_rotary_embeddings=True,
+    tie_word_embeddings=False,
+    add_linear_biases=False,
+    gated=True,
+    activation_type="silu",
+    normalization_type="rms_norm",
+    layer_norm_eps=1e-4,
+    rotary_embedding_scale=-math.log(500.0),
+    init_method_std=0.1,
+    init_method_std_embed=0.1,
+    init_method_std_qkv=0.1,
+    init_method_std_attn_proj=0.1,
+    init_method_std_mlp_1=0.1,
+    init_method_std_mlp_2=0.1,
+)
 LAYER_NORM: dict[str, Any] = dict(normalization_type="layer_norm", gated=False, activation_type="gelu")
 LEARNED: dict[str, Any] = dict(
     LAYER_NORM, use_rotary_embeddings=False, use_position_embeddings=True, add_linear_biases=True
@@ -45,7 +62,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, window": ("mistral", dict(window_size=5, head_groups=2)),
     "mistral, window of one, tied": ("mistral", dict(window_size=1, tie_word_embeddings=True)),
     "mistral, wide heads that do not divide": (
-        "mistral", dict(hidden_size=22, num_attention_heads=3, head_groups=3, kv_channels=8),
+        "mistral",
+        dict(hidden_size=22, num_attention_heads=3, head_groups=3, kv_channels=8),
     ),
     "gpt2": ("gpt2", dict(LEARNED, tie_word_embeddings=True)),
     "gpt2, untied, exact gelu": ("gpt2", dict(LEARNED, activation_type="gelu_exact")),
@@ -53,7 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", dict(LAYER_NORM, add_linear_biases=True, head_groups=2, tie_word_embeddings=True)),
     "starcoder2, no biases, window": ("starcoder2", dict(LAYER_NORM, window_size=7)),
     "starcoder2, wide heads, identity": ("starcoder2", dict(LAYER_NORM, kv_channels=16, activation_type="identity")),
-}  # fmt: skip
+}
 
 
 def make_config(dtype: str = "fp32", **changes: Any) -> Config:
@@ -128,9 +146,12 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
     def activation(x: Tensor) -> Tensor:
         return {
             "gelu": lambda: 0.5 * x * (1 + torch.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3))),
-            "gelu_exact": lambda: 0.5 * x * (1 + torch.erf(x / 2**0.5)), "silu": lambda: x * torch.sigmoid(x),
-            "relu": lambda: x.clamp(min=0), "squared_relu": lambda: x.clamp(min=0) ** 2, "identity": lambda: x,
-        }[str(model.activation_type)]()  # fmt: skip
+            "gelu_exact": lambda: 0.5 * x * (1 + torch.erf(x / 2**0.5)),
+            "silu": lambda: x * torch.sigmoid(x),
+            "relu": lambda: x.clamp(min=0),
+            "squared_relu": lambda: x.clamp(min=0) ** 2,
+            "identity": lambda: x,
+        }[str(model.activation_type)]()
 
     positions = torch.arange(length)
     theta = model.rotary_base or 0.0

@@ -29,9 +29,13 @@ LR = 1e-3
 # Adam divides a gradient by its own size: where one is zero but for rounding, float32 decides nothing. With these seeds
 # no element of these models has such a gradient: transformers in float32 and in float64 agree to 1e-6.
 SEEDS = {
-    "llama, llama3 rope, tied, attention biases": 1, "llama, linear rope, MLP biases": 1, "gpt2": 2,
-    "gpt_bigcode, multi-query": 2, "qwen2, yarn": 2, "qwen2, window, tied": 2,
-}  # fmt: skip
+    "llama, llama3 rope, tied, attention biases": 1,
+    "llama, linear rope, MLP biases": 1,
+    "gpt2": 2,
+    "gpt_bigcode, multi-query": 2,
+    "qwen2, yarn": 2,
+    "qwen2, window, tied": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,19 @@ class Trained:
 
 def flags(folder: Path, experiment: Path, *more: str) -> list[str]:
     return [
-        f"--pretrained_checkpoint_path={folder}", f"--experiment_dir={experiment}", "--dataset_source=random",
-        f"--sequence_length={SEQUENCE_LENGTH}", "--batch_size=4", f"--train_iters={ITERATIONS}",
-        f"--export_interval={ITERATIONS}", "--log_interval=1", f"--lr={LR}", "--weight_decay=0.1", "--device=cpu",
+        f"--pretrained_checkpoint_path={folder}",
+        f"--experiment_dir={experiment}",
+        "--dataset_source=random",
+        f"--sequence_length={SEQUENCE_LENGTH}",
+        "--batch_size=4",
+        f"--train_iters={ITERATIONS}",
+        f"--export_interval={ITERATIONS}",
+        "--log_interval=1",
+        f"--lr={LR}",
+        "--weight_decay=0.1",
+        "--device=cpu",
         *more,
-    ]  # fmt: skip
+    ]
 
 
 def config_of(argv: list[str], world_size: int) -> Config:

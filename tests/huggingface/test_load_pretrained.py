@@ -35,8 +35,8 @@ from tests.train.test_resume import curve, weights
 # GPT-2 stores its matrices the other way round, StarCoder2 has them in several tensors.
 FAMILIES = {"gpt2": "gpt2", "starcoder2": "starcoder2, window"}
 RUN = dict(
-    device="cpu", sequence_length=16, dataset_source="random", num_workers=0, batch_size=4, lr=1e-3, log_interval=1,
-)  # fmt: skip
+    device="cpu", sequence_length=16, dataset_source="random", num_workers=0, batch_size=4, lr=1e-3, log_interval=1
+)
 FLAGS = [f"--{name}={value}" for name, value in RUN.items()]
 
 

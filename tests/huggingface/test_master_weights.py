@@ -13,10 +13,11 @@ from megatron_lite.zero.multi_stage import MultiStage
 from tests.support.harness import layers_of, run_distributed, tiny_config
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "ZeRO 1": {"zero_stage": 1}, "ZeRO 3, two blocks a stage": {"zero_stage": 3, "layers_per_stage": 2.0},
+    "ZeRO 1": {"zero_stage": 1},
+    "ZeRO 3, two blocks a stage": {"zero_stage": 3, "layers_per_stage": 2.0},
     "frozen": {"zero_stage": 2, "freeze": ("embedding", "*.bias")},
     "split": {"zero_stage": 1, "training_dtype": "bf16", "split_master_weights": True},
-}  # fmt: skip
+}
 
 
 def gathered(distributed: Distributed, options: dict[str, Any], window: int) -> dict[str, np.ndarray]:

@@ -185,36 +185,44 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "longer": (lambda f: os.truncate(f / "model.safetensors", 10**6), "its header says"),
     "a link into nothing": (lambda f: (only(f, "config.json"), (f / "model.safetensors").symlink_to("x")), "No such"),
     "a link to itself": (
-        lambda f: (only(f, "config.json"), (f / "model.safetensors").symlink_to("model.safetensors")), "symbolic links",
+        lambda f: (only(f, "config.json"), (f / "model.safetensors").symlink_to("model.safetensors")),
+        "symbolic links",
     ),
     "a pipe": (lone_pipe, "not a regular file"),
     "a folder for a file": (lambda f: (only(f, "config.json"), (f / "model.safetensors").mkdir()), "regular file"),
     "header is a list": (lambda f: edit_header(f, lambda h: [1]), "header is not readable (no object)"),
     "header overlaps": (lambda f: edit_header(f, overlap), "overlap or leave gaps"),
     "header lies about a shape": (
-        lambda f: edit_header(f, lambda h: h[QUERY].update(shape=[10**9, 10**9])), "contradict",
+        lambda f: edit_header(f, lambda h: h[QUERY].update(shape=[10**9, 10**9])),
+        "contradict",
     ),
     "header with negative offsets": (
-        lambda f: edit_header(f, lambda h: h[QUERY].update(data_offsets=[-8, 0])), "malformed",
+        lambda f: edit_header(f, lambda h: h[QUERY].update(data_offsets=[-8, 0])),
+        "malformed",
     ),
     "header with offsets that run back": (
-        lambda f: edit_header(f, lambda h: h[QUERY].update(dtype="U8", data_offsets=[8, 0])), "malformed",
+        lambda f: edit_header(f, lambda h: h[QUERY].update(dtype="U8", data_offsets=[8, 0])),
+        "malformed",
     ),
     "header with a number for a dtype": (lambda f: edit_header(f, lambda h: h[QUERY].update(dtype=7)), "malformed"),
     "wrong shape": (lambda f: edit_tensors(f, widen), "q_proj.weight has shape [7, 7], the model needs [60, 30]"),
     "wrong dtype": (lambda f: edit_tensors(f, quantize), "quantized ones are not read"),
     "missing tensor": (lambda f: edit_tensors(f, lambda t: t.pop(QUERY)), f"{QUERY} is missing"),
     "extra tensor": (
-        lambda f: edit_tensors(f, lambda t: t.update({"model.extra": torch.ones(1)})), "model.extra is no tensor",
+        lambda f: edit_tensors(f, lambda t: t.update({"model.extra": torch.ones(1)})),
+        "model.extra is no tensor",
     ),
     "a tensor with and without prefix": (
-        lambda f: edit_tensors(f, lambda t: t.update({"norm.weight": torch.ones(30)})), "is there twice",
+        lambda f: edit_tensors(f, lambda t: t.update({"norm.weight": torch.ones(30)})),
+        "is there twice",
     ),
     "a tied head that differs": (
-        lambda f: edit_tensors(f, lambda t: t.update({"lm_head.weight": t[WORDS] + 1})), "though tie_word_embeddings",
+        lambda f: edit_tensors(f, lambda t: t.update({"lm_head.weight": t[WORDS] + 1})),
+        "though tie_word_embeddings",
     ),
     "a tied head of another shape": (
-        lambda f: edit_tensors(f, lambda t: t.update({"lm_head.weight": t[WORDS][:3].clone()})), "is no copy",
+        lambda f: edit_tensors(f, lambda t: t.update({"lm_head.weight": t[WORDS][:3].clone()})),
+        "is no copy",
     ),
     "missing shard": (lambda f: index(f, lambda n: "model-00002-of-00002.safetensors"), "00002.safetensors: No such"),
     "index points outside": (lambda f: index(f, lambda n: "../a.safetensors"), "not the name of a safetensors file"),
@@ -222,12 +230,15 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "index names a pickle": (lambda f: index(f, lambda n: "pytorch_model.bin"), "not the name of a safetensors file"),
     "index names a number": (lambda f: index(f, lambda n: 3), "not the name of a safetensors file"),  # type: ignore
     "index names an absent tensor": (
-        lambda f: (index(f, lambda n: SHARD), edit(
-            f, "model.safetensors.index.json", lambda c: c["weight_map"].update(nothing=SHARD)
-        )), "'nothing' is not in it",
+        lambda f: (
+            index(f, lambda n: SHARD),
+            edit(f, "model.safetensors.index.json", lambda c: c["weight_map"].update(nothing=SHARD)),
+        ),
+        "'nothing' is not in it",
     ),
     "index without a map": (
-        lambda f: (index(f, lambda n: SHARD), (f / "model.safetensors.index.json").write_text("{}")), "weight_map",
+        lambda f: (index(f, lambda n: SHARD), (f / "model.safetensors.index.json").write_text("{}")),
+        "weight_map",
     ),
     "config is a list": (lambda f: (f / "config.json").write_text("[1]"), "config.json: not a JSON object"),
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: not readable"),
@@ -239,17 +250,20 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no model_type": (lambda f: edit(f, "config.json", lambda c: {**c, "model_type": None}), "model_type"),
     "extra key": (lambda f: edit(f, "config.json", lambda c: c.update(secret_sauce=1)), "secret_sauce"),
     "extra keys": (
-        lambda f: edit(f, "config.json", lambda c: {**c, **{f"key_{i}": i for i in range(9)}}), "(and 3 more)",
+        lambda f: edit(f, "config.json", lambda c: {**c, **{f"key_{i}": i for i in range(9)}}),
+        "(and 3 more)",
     ),
     "quantized": (
-        lambda f: edit(f, "config.json", lambda c: c.update(quantization_config={"bits": 4})), "quantization_config",
+        lambda f: edit(f, "config.json", lambda c: c.update(quantization_config={"bits": 4})),
+        "quantization_config",
     ),
     "a size of the wrong type": (lambda f: edit(f, "config.json", lambda c: c.update(hidden_size="30")), "hidden_size"),
     "heads that do not divide": (
-        lambda f: edit(f, "config.json", lambda c: c.update(num_key_value_heads=4)), "divisor of 6",
+        lambda f: edit(f, "config.json", lambda c: c.update(num_key_value_heads=4)),
+        "divisor of 6",
     ),
     "no layers": (lambda f: edit(f, "config.json", lambda c: c.update(num_hidden_layers=0)), "num_hidden_layers"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

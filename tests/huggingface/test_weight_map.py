@@ -11,25 +11,14 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import BatchConfig, Config, DataConfig, ModelConfig
-from megatron_lite.huggingface.architectures import (
-    check_exportable,
-    hugging_face_config,
-    model_values,
-)
+from megatron_lite.huggingface.architectures import check_exportable, hugging_face_config, model_values
 from megatron_lite.huggingface.weight_map import constants, known_name, pieces
 from megatron_lite.model.embedding_and_head import Head
 from megatron_lite.model.gpt import build_gpt, parameters_of
 from megatron_lite.model.layer import Layer, MicroBatch
 from megatron_lite.parameter import Parameter
 from megatron_lite.validation import resolve
-from tests.support.families import (
-    FAMILIES,
-    SEQUENCE_LENGTH,
-    logits_of,
-    make_config,
-    make_model,
-    random_tokens,
-)
+from tests.support.families import FAMILIES, SEQUENCE_LENGTH, logits_of, make_config, make_model, random_tokens
 
 families = pytest.mark.parametrize("family", FAMILIES)
 Weights = dict[str, Tensor]
@@ -153,24 +142,23 @@ EXPORTED: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "q/k norms without weights": ("qwen3", dict(use_layer_norm_weight=False), "qwen3", 9),
     "layer norms without weights": ("gpt2", dict(use_layer_norm_weight=False), "gpt2", 14),
     "GPT-2 without biases": (
-        "gpt2", dict(add_linear_biases=False, add_qkv_biases=False, add_mlp_biases=False), "gpt2", 12,
+        "gpt2",
+        dict(add_linear_biases=False, add_qkv_biases=False, add_mlp_biases=False),
+        "gpt2",
+        12,
     ),
     "biases of q, k, v alone": ("llama", dict(add_qkv_biases=True), "qwen2", 0),
     "biases of q, k, v and the MLP": ("llama", dict(add_qkv_biases=True, add_mlp_biases=True), "llama", 2),
     "biases of the attention output alone": ("llama", dict(add_linear_biases=True), "llama", 6),
     "biases of q, k, v in a Qwen3": ("qwen3", dict(add_qkv_biases=True), "qwen3", 2),
-    "biases of a StarCoder2's MLP": (
-        "starcoder2, yarn, untied, no biases", dict(add_mlp_biases=True), "starcoder2", 8,
-    ),
+    "biases of a StarCoder2's MLP": ("starcoder2, yarn, untied, no biases", dict(add_mlp_biases=True), "starcoder2", 8),
     "multi-query with learned positions": ("gpt2", dict(head_groups=1), "gpt_bigcode", 0),
     "a Qwen2 with a window and no biases": ("qwen2, window, tied", dict(add_qkv_biases=False), "mistral", 0),
     "quick gelu": ("gpt2", dict(activation_type="quick_gelu"), "gpt2", 0),
     "tanh": ("gpt2", dict(activation_type="tanh"), "gpt2", 0),
     "a padded vocabulary": ("llama", dict(make_vocab_size_divisible_by=64), "llama", 0),
-    "every dropout": (
-        "gpt2", dict(hidden_dropout=0.1, attention_dropout=0.2, embedding_dropout=0.3), "gpt2", 0,
-    ),
-}  # fmt: skip
+    "every dropout": ("gpt2", dict(hidden_dropout=0.1, attention_dropout=0.2, embedding_dropout=0.3), "gpt2", 0),
+}
 
 
 @pytest.mark.parametrize("case", EXPORTED)

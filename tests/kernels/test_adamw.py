@@ -15,16 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.kernels import adamw as module
-from megatron_lite.kernels.adamw import (
-    ALIGNMENT,
-    BLOCK,
-    Control,
-    Hyperparameters,
-    Range,
-    Ranges,
-    Shard,
-    adamw,
-)
+from megatron_lite.kernels.adamw import ALIGNMENT, BLOCK, Control, Hyperparameters, Range, Ranges, Shard, adamw
 from megatron_lite.kernels.adamw_clipped import adamw_moments, adamw_weights
 from megatron_lite.kernels.split_weights import join, split
 

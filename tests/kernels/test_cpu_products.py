@@ -53,9 +53,11 @@ def test_weight_gradients_are_written_then_added_in_place() -> None:
 def test_the_switch_is_set_for_large_fp32_products_only_and_set_back() -> None:
     before = precision()
     for factor, columns, switched in (
-        (draw(T, I), O, True), (draw(T, I), 8, False), (draw(T, I).bfloat16(), O, False),
+        (draw(T, I), O, True),
+        (draw(T, I), 8, False),
+        (draw(T, I).bfloat16(), O, False),
         (torch.empty(T, I, device="meta"), O, False),
-    ):  # fmt: skip
+    ):
         with through_onednn(factor, columns):
             assert precision() == ("bf16" if switched else before)
         assert precision() == before

@@ -13,13 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_lite.kernels.choice import Kernels
-from megatron_lite.kernels.cross_entropy import (
-    LARGEST_BLOCK,
-    REFERENCE_ELEMENTS,
-    Sums,
-    capped,
-    sweep,
-)
+from megatron_lite.kernels.cross_entropy import LARGEST_BLOCK, REFERENCE_ELEMENTS, Sums, capped, sweep
 from megatron_lite.kernels.linear_cross_entropy import held_logits, linear_cross_entropy
 from megatron_lite.kernels.triton_support import runs_on
 from megatron_lite.model.embedding_and_head import chunk_tokens
@@ -88,9 +82,13 @@ def scale() -> Tensor:
 
 
 def run(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *cuts: Any, trained: tuple[bool, bool] = (True, True),
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *cuts: Any,
+    trained: tuple[bool, bool] = (True, True),
     **options: Any,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Loss, gradient of the hidden states and of the weight."""
     ours, parameter = hidden.clone().requires_grad_(trained[0]), make_parameter(weight, trained[1])
     loss = linear_cross_entropy(ours, parameter, labels, scale(), *cuts, **options)
@@ -208,9 +206,7 @@ def test_frozen_sides_leave_the_other_gradient_as_it_is(block: int | None, trito
 @implementations
 @dtypes
 @pytest.mark.parametrize("block", [None, 9])
-def test_evaluation_computes_the_same_bits_and_no_gradient(
-    block: int | None, dtype: torch.dtype, triton: bool
-) -> None:
+def test_evaluation_computes_the_same_bits_and_no_gradient(block: int | None, dtype: torch.dtype, triton: bool) -> None:
     hidden, weight, labels = randn(5, 6).to(dtype), randn(17, 6).to(dtype), some_labels(5, 17)
     loss, *_ = run(hidden, weight, labels, 3, block, z_loss=0.1, triton=triton)
     parameter = make_parameter(weight)

@@ -38,15 +38,25 @@ def gradient(tokens: Tensor, grad: Tensor, grad_dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "s", "h"),
-    [("few of each", 1, 1), ("few of each", 9, 20), ("one token", 9, 20), ("runs and the ends", 9, 20),
-     ("random", 9, 20), ("runs and the ends", 4, 520)],
-)  # fmt: skip
+    [
+        ("few of each", 1, 1),
+        ("few of each", 9, 20),
+        ("one token", 9, 20),
+        ("runs and the ends", 9, 20),
+        ("random", 9, 20),
+        ("runs and the ends", 4, 520),
+    ],
+)
 @pytest.mark.parametrize(
     ("dtype", "grad_dtype"),
-    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16),
-     (torch.float16, torch.float32)],
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_triton_gradient_is_the_formula(kind: str, s: int, h: int, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
     """Against fp64; in fp32 buffers no summand is rounded."""
     tokens = TOKENS[kind](2 * s).view(2, s).long().to(DEVICE)

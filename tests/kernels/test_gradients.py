@@ -56,7 +56,9 @@ OPERATIONS = {
     "long linear": Operation(linear, functional.linear, [(2, 150, 5)], [(4, 5)]),  # more rows: another product
     "layer norm": Operation(
         lambda x, w, b: layer_norm(x, w, b, 1e-5),
-        lambda x, w, b: functional.layer_norm(x, (5,), w, b, 1e-5), [(2, 3, 5)], [(5,), (5,)],
+        lambda x, w, b: functional.layer_norm(x, (5,), w, b, 1e-5),
+        [(2, 3, 5)],
+        [(5,), (5,)],
     ),
     "rms norm": Operation(
         lambda x, w: rms_norm(x, w, 1e-5), lambda x, w: functional.rms_norm(x, (5,), w, 1e-5), [(2, 3, 5)], [(5,)]
@@ -64,18 +66,20 @@ OPERATIONS = {
     "sum and layer norm": Operation(
         lambda x, y, w, b: torch.cat(add_norm(x, y * 1, w, b, Kind(1e-5, True))),
         lambda x, y, w, b: torch.cat([x + y, functional.layer_norm(x + y, (5,), w, b, 1e-5)]),
-        [(2, 3, 5), (2, 3, 5)], [(5,), (5,)],
+        [(2, 3, 5), (2, 3, 5)],
+        [(5,), (5,)],
     ),
     "sum and rms norm": Operation(
         lambda x, y, w: torch.cat(add_norm(x, y * 1, w, None, Kind(1e-5, False))),
         lambda x, y, w: torch.cat([x + y, functional.rms_norm(x + y, (5,), w, 1e-5)]),
-        [(2, 3, 5), (2, 3, 5)], [(5,)],
+        [(2, 3, 5), (2, 3, 5)],
+        [(5,)],
     ),
     "embedding": Operation(lambda w: embedding(w, TOKENS), lambda w: w[TOKENS], [], [(9, 5)]),
     "positions": Operation(add_positions, lambda x, w: x + w[:3], [(2, 3, 5)], [(7, 5)]),
     "cross-entropy": Operation(_our_loss, _loss, [(11, 5)], [(7, 5)]),
     "long cross-entropy": Operation(_our_loss, _loss, [(800, 5)], [(7, 5)]),
-}  # fmt: skip
+}
 operations = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=list(OPERATIONS))
 
 

@@ -33,9 +33,13 @@ def make(gated: bool, biases: bool, dtype: torch.dtype = torch.float32) -> dict[
 
 
 def run(
-    values: dict[str, Tensor], trained: tuple[str, ...], gated: bool, level: str, activation: str = "silu",
+    values: dict[str, Tensor],
+    trained: tuple[str, ...],
+    gated: bool,
+    level: str,
+    activation: str = "silu",
     triton: bool = False,
-) -> tuple[dict[str, Tensor], list[Tensor]]:  # fmt: skip
+) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Output and gradients (of what is trained, from buffers full of NaN), and the tensors kept for the backward."""
     tensors: dict[str, Tensor | None] = dict.fromkeys(NAMES)
     for name, value in values.items():
@@ -92,8 +96,11 @@ def test_mlp_by_kernels_equals_its_formula(gated: bool, biases: bool, dtype: tor
         error = (ours.double() - reference[name]).abs().max() / reference[name].abs().max()
         assert error < (2e-6 if dtype == torch.float32 else 2e-2), name
     for trained, level in (
-        (tuple(values), "activation"), (tuple(values), "full"), (("input",), "activation"), (("down",), "full"),
-    ):  # fmt: skip
+        (tuple(values), "activation"),
+        (tuple(values), "full"),
+        (("input",), "activation"),
+        (("down",), "full"),
+    ):
         results = run(values, trained, gated, level, triton=True)[0]
         assert all(torch.equal(ours, first[name]) for name, ours in results.items()), (trained, level)
 

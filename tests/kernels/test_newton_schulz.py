@@ -6,12 +6,7 @@ import pytest
 import torch
 from torch.optim import _muon
 
-from megatron_lite.kernels.newton_schulz import (
-    COEFFICIENTS,
-    SMALLEST_NORM,
-    orthogonalize,
-    orthogonalize_flops,
-)
+from megatron_lite.kernels.newton_schulz import COEFFICIENTS, SMALLEST_NORM, orthogonalize, orthogonalize_flops
 from tests.support.memory_meters import PeakMeter
 
 SHAPES = [(48, 48), (32, 128), (128, 32), (96, 36), (1, 7), (7, 1), (1, 1), (5, 3)]

@@ -112,9 +112,12 @@ HEADS = [(1, 1, 1, 1, 2), (2, 3, 3, 1, 6), (1, 5, 4, 2, 20), (2, 11, 6, 3, 128)]
 
 
 def exact_heads(
-    projection: Tensor, shape: tuple[int, ...], table: tuple[Tensor, Tensor] | None, exact: list[Tensor | None],
+    projection: Tensor,
+    shape: tuple[int, ...],
+    table: tuple[Tensor, Tensor] | None,
+    exact: list[Tensor | None],
     kind: Kind,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     b, s, n, g, d = shape
     parts = projection.view(b, s, n + 2 * g, d).split([n, g, g], dim=2)
     made = []

@@ -12,15 +12,7 @@ from torch.nn import functional
 
 from megatron_lite.kernels.normalization import LARGEST_ROW, Kind, add_norm, layer_norm, rms_norm
 from megatron_lite.parameter import Parameter
-from tests.support.kernel_checks import (
-    DEVICE,
-    close,
-    compare,
-    dtypes,
-    implementations,
-    needs_triton,
-    randn,
-)
+from tests.support.kernel_checks import DEVICE, close, compare, dtypes, implementations, needs_triton, randn
 
 EPS = 1e-5
 kinds = pytest.mark.parametrize("kind", ["layer", "rms"])
@@ -86,9 +78,12 @@ def test_norms(kind: str, shape: tuple[int, ...], dtype: torch.dtype, triton: bo
     weights = [randn(h, seed=3).to(DEVICE), randn(h, seed=4).to(DEVICE)][: 2 if kind == "layer" else 1]
     ours: Any = layer_norm if kind == "layer" else rms_norm
     compare(
-        lambda x, *w: ours(x, *w, EPS, triton), lambda x, w, b=None: formula(x, w, b),
-        [randn(*shape).to(DEVICE)], weights, dtype,
-    )  # fmt: skip
+        lambda x, *w: ours(x, *w, EPS, triton),
+        lambda x, w, b=None: formula(x, w, b),
+        [randn(*shape).to(DEVICE)],
+        weights,
+        dtype,
+    )
 
 
 @dtypes

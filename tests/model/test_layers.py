@@ -23,11 +23,15 @@ BOTH = {"use_rotary_embeddings": True, "use_position_embeddings": True}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": {
-        "use_rotary_embeddings": True, "gated": True, "add_linear_biases": False, "normalization_type": "rms_norm",
-        "head_groups": 2, "tie_word_embeddings": False,
+        "use_rotary_embeddings": True,
+        "gated": True,
+        "add_linear_biases": False,
+        "normalization_type": "rms_norm",
+        "head_groups": 2,
+        "tie_word_embeddings": False,
     },
     "every norm": {"qk_layernorm": True, "hybrid_norm": True, "input_embedding_norm": True, **BOTH},
-}  # fmt: skip
+}
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
@@ -55,9 +59,12 @@ def some_tokens() -> Tensor:
 
 
 def run(
-    layers: list[Layer], scale: float | None = 0.5, labels: Tensor | None = None, loss_weight: float = 1.0,
+    layers: list[Layer],
+    scale: float | None = 0.5,
+    labels: Tensor | None = None,
+    loss_weight: float = 1.0,
     dropout_seed: int | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The loss of one micro-batch, (), with its graph."""
     tokens = some_tokens()
     labels = tokens[:, 1:] if labels is None else labels
@@ -90,10 +97,21 @@ def test_layer_names_begin_their_parameters_names(architecture: str) -> None:
 
 
 PATTERNS = (
-    ["embedding.*"], ["embedding.word.*"], ["embedding.*", "blocks.0.*"], ["blocks.*"], ["head.*"], ["*norm*"],
-    ["*.bias"], ["blocks.*.weight"], ["*.up.*"], ["*.down.*"], ["*.query_key_value.*", "blocks.1.attention.output.*"],
-    ["embedding.*", "head.output.*"], ["embedding.*", "blocks.*"], ["[!b]*"],
-)  # fmt: skip
+    ["embedding.*"],
+    ["embedding.word.*"],
+    ["embedding.*", "blocks.0.*"],
+    ["blocks.*"],
+    ["head.*"],
+    ["*norm*"],
+    ["*.bias"],
+    ["blocks.*.weight"],
+    ["*.up.*"],
+    ["*.down.*"],
+    ["*.query_key_value.*", "blocks.1.attention.output.*"],
+    ["embedding.*", "head.output.*"],
+    ["embedding.*", "blocks.*"],
+    ["[!b]*"],
+)
 
 
 @architectures
@@ -140,11 +158,13 @@ def plain_gradients(
 LOSSES: list[tuple[str, dict[str, Any]]] = [
     *(
         (architecture, {"cross_entropy_splits": splits, "cross_entropy_block_size": size})
-        for architecture in ARCHITECTURES for splits in (None, 5) for size in (None, 7, 24)
+        for architecture in ARCHITECTURES
+        for splits in (None, 5)
+        for size in (None, 7, 24)
     ),
     ("llama", {"cross_entropy_impl": "triton"}),
     ("gpt2", {"cross_entropy_impl": "triton", "cross_entropy_splits": 2, "cross_entropy_block_size": 40}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("architecture", "options"), LOSSES, ids=str)
@@ -172,7 +192,7 @@ ATTENTIONS: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "attention_softmax_in_fp32": True}),
     ("llama", {"rotary_percent": 0.5, "rope_type": "linear", "rope_factor": 3.0, "rotary_base": 30.0}),
     ("llama", {"rotary_percent": 0.4, "kv_channels": 11, "scale_attn_by_inverse_layer_idx": True, "window_size": 5}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("architecture", "options"), ATTENTIONS, ids=str)

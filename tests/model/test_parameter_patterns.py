@@ -21,9 +21,11 @@ from tests.support.harness import full_weights, layers_of, run_distributed, tiny
 
 Options = dict[str, Any]
 MODELS: list[Options] = [
-    {}, {"tie_word_embeddings": False}, {"add_linear_biases": False, "normalization_type": "rms_norm"},
+    {},
+    {"tie_word_embeddings": False},
+    {"add_linear_biases": False, "normalization_type": "rms_norm"},
     {"tie_word_embeddings": False, "use_rotary_embeddings": True, "gated": True},
-]  # fmt: skip
+]
 
 
 def names(options: Options) -> list[str]:
@@ -160,12 +162,15 @@ def test_patterns_that_select_nothing(pattern: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("regex:", "nothing stands behind it"), ("", "nothing stands behind it"),
-        ("regex:(", "no regular expression: missing \\)"), ("regex:*", "no regular expression: nothing to repeat"),
-        ("regex:" + "(" * 4000, "no regular expression: "), ("regex:a{99999999999}", "no regular expression: "),
+        ("regex:", "nothing stands behind it"),
+        ("", "nothing stands behind it"),
+        ("regex:(", "no regular expression: missing \\)"),
+        ("regex:*", "no regular expression: nothing to repeat"),
+        ("regex:" + "(" * 4000, "no regular expression: "),
+        ("regex:a{99999999999}", "no regular expression: "),
         ("regex:[[a]", "no regular expression: Possible nested set"),
     ],
-)  # fmt: skip
+)
 def test_expressions_that_cannot_be_read(pattern: str, message: str) -> None:
     """Refused when the command line is read, before any model is built; what Python warns of, too."""
     with pytest.raises(UsageError, match=message) as caught:

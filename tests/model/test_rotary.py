@@ -20,11 +20,17 @@ from tests.support.harness import tiny_config
 
 CPU = torch.device("cpu")
 THEIR_NAMES = {
-    "rope_factor": "factor", "rope_original_max_position_embeddings": "original_max_position_embeddings",
-    "rope_low_freq_factor": "low_freq_factor", "rope_high_freq_factor": "high_freq_factor",
-    "rope_beta_fast": "beta_fast", "rope_beta_slow": "beta_slow", "rope_attention_factor": "attention_factor",
-    "rope_mscale": "mscale", "rope_mscale_all_dim": "mscale_all_dim", "rope_truncate": "truncate",
-}  # fmt: skip
+    "rope_factor": "factor",
+    "rope_original_max_position_embeddings": "original_max_position_embeddings",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "rope_beta_fast": "beta_fast",
+    "rope_beta_slow": "beta_slow",
+    "rope_attention_factor": "attention_factor",
+    "rope_mscale": "mscale",
+    "rope_mscale_all_dim": "mscale_all_dim",
+    "rope_truncate": "truncate",
+}
 
 
 def resolved(**options: Any) -> ModelConfig:
@@ -44,36 +50,78 @@ def theirs(model: ModelConfig, left_out: Container[str] = ()) -> LlamaConfig:
         elif getattr(model, ours) is not None:
             parameters[their] = getattr(model, ours)
     return LlamaConfig(
-        hidden_size=model.hidden_size, num_attention_heads=model.num_attention_heads, head_dim=model.kv_channels,
-        max_position_embeddings=model.max_position_embeddings, rope_parameters=parameters,
-    )  # fmt: skip
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        head_dim=model.kv_channels,
+        max_position_embeddings=model.max_position_embeddings,
+        rope_parameters=parameters,
+    )
 
 
 ROPES: list[dict[str, Any]] = [
-    *(dict(rope_type="linear", rope_factor=factor, rotary_base=base) for factor in (1.0, 2.5, 8.0)
-      for base in (10000.0, 500000.0)),
+    *(
+        dict(rope_type="linear", rope_factor=factor, rotary_base=base)
+        for factor in (1.0, 2.5, 8.0)
+        for base in (10000.0, 500000.0)
+    ),
     dict(rope_type="linear", rope_factor=3.0, rotary_percent=0.5),
     dict(rope_type="llama3", rope_factor=8.0, rope_original_max_position_embeddings=8192, rotary_base=500000.0),  # 3.1
     dict(rope_type="llama3", rope_factor=32.0, rope_original_max_position_embeddings=8192, rotary_base=500000.0),  # 3.2
     dict(rope_type="llama3", rope_factor=4.0, rope_original_max_position_embeddings=40),
-    *(dict(rope_type="llama3", rope_factor=5.0, rope_low_freq_factor=low, rope_high_freq_factor=high, kv_channels=128,
-           rope_original_max_position_embeddings=original)
-      for low, high in ((0.5, 0.75), (1.0, 64.0), (3.0, 9.0)) for original in (100, 4096)),
-    *(dict(rope_type="yarn", rope_factor=factor, rope_original_max_position_embeddings=original, rotary_base=base,
-           rope_truncate=truncate)
-      for factor, original, base, truncate in itertools.product((1.0, 1.7, 4.0, 40.0), (4, 2048, 32768), (100.0, 1e6),
-                                                                (True, False))),
-    *(dict(rope_type="yarn", rope_factor=40.0, rope_original_max_position_embeddings=4096, rope_mscale=mscale,
-           rope_mscale_all_dim=all_dim) for mscale, all_dim in ((1.0, 1.0), (0.707, 1.0), (1.0, 0.3))),  # DeepSeek's
-    dict(rope_type="yarn", rope_factor=1.0, rope_original_max_position_embeddings=64, rope_mscale=2.0,
-         rope_mscale_all_dim=1.0),
+    *(
+        dict(
+            rope_type="llama3",
+            rope_factor=5.0,
+            rope_low_freq_factor=low,
+            rope_high_freq_factor=high,
+            kv_channels=128,
+            rope_original_max_position_embeddings=original,
+        )
+        for low, high in ((0.5, 0.75), (1.0, 64.0), (3.0, 9.0))
+        for original in (100, 4096)
+    ),
+    *(
+        dict(
+            rope_type="yarn",
+            rope_factor=factor,
+            rope_original_max_position_embeddings=original,
+            rotary_base=base,
+            rope_truncate=truncate,
+        )
+        for factor, original, base, truncate in itertools.product(
+            (1.0, 1.7, 4.0, 40.0), (4, 2048, 32768), (100.0, 1e6), (True, False)
+        )
+    ),
+    *(
+        dict(
+            rope_type="yarn",
+            rope_factor=40.0,
+            rope_original_max_position_embeddings=4096,
+            rope_mscale=mscale,
+            rope_mscale_all_dim=all_dim,
+        )
+        for mscale, all_dim in ((1.0, 1.0), (0.707, 1.0), (1.0, 0.3))
+    ),  # DeepSeek's
+    dict(
+        rope_type="yarn",
+        rope_factor=1.0,
+        rope_original_max_position_embeddings=64,
+        rope_mscale=2.0,
+        rope_mscale_all_dim=1.0,
+    ),
     dict(rope_type="yarn", rope_factor=16.0, rope_original_max_position_embeddings=4096, rope_attention_factor=0.9),
     dict(rope_type="yarn", rope_factor=4.0, rope_beta_fast=20.0, rope_beta_slow=2.5, rotary_percent=0.75),
-    dict(rope_type="yarn", rope_factor=4.0, rope_beta_fast=3.0, rope_beta_slow=3.0, rope_truncate=False,
-         rope_original_max_position_embeddings=1000),  # a ramp of no length
+    dict(
+        rope_type="yarn",
+        rope_factor=4.0,
+        rope_beta_fast=3.0,
+        rope_beta_slow=3.0,
+        rope_truncate=False,
+        rope_original_max_position_embeddings=1000,
+    ),  # a ramp of no length
     dict(rope_type="yarn", rope_original_max_position_embeddings=500, max_position_embeddings=2000),
     dict(rope_type="yarn", rope_original_max_position_embeddings=500, max_position_embeddings=1999, kv_channels=2),
-]  # fmt: skip
+]
 
 
 @pytest.mark.filterwarnings("ignore")

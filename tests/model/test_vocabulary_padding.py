@@ -59,10 +59,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tied, zero 1": {"zero_stage": 1},
     "untied, zero 3": {"zero_stage": 3, "tie_word_embeddings": False, "cross_entropy_block_size": 25},
     "untied, bf16, zero 2, lion, averaged": {
-        "zero_stage": 2, "tie_word_embeddings": False, "training_dtype": "bf16", "optimizer": "lion", "ema_type": "ema",
+        "zero_stage": 2,
+        "tie_word_embeddings": False,
+        "training_dtype": "bf16",
+        "optimizer": "lion",
+        "ema_type": "ema",
     },
     "tied, frozen, bf16, muon": {"training_dtype": "bf16", "optimizer": "muon", "freeze": ("embedding",)},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

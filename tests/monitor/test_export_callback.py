@@ -55,7 +55,7 @@ def test_it_gets_the_folder_and_the_environment_one_export_after_the_other(
     tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     """Argument and variables arrive, in the order of the exports and never two at once; its output is in the log."""
-    text = f'test ! -e {tmp_path}/busy || exit 9; touch {tmp_path}/busy; sleep 0.1; rm {tmp_path}/busy\n'
+    text = f"test ! -e {tmp_path}/busy || exit 9; touch {tmp_path}/busy; sleep 0.1; rm {tmp_path}/busy\n"
     text += f'echo "$1 $GREETING $HOME" >> {tmp_path}/seen; echo "out $1"; echo "err" >&2'
     run(script(tmp_path, text), [tmp_path / "10", tmp_path / "20"], GREETING="hello")
     expected = [f"{tmp_path}/{n} hello {os.environ['HOME']}" for n in (10, 20)]
@@ -155,7 +155,7 @@ def test_a_flood_of_lines_is_cut(
         (lambda path: path.mkdir(), "it is no file"),
         (lambda path: path.write_text("#!/bin/sh"), r"not executable; run: chmod \+x"),
     ],
-)  # fmt: skip
+)
 def test_a_script_that_cannot_be_run_is_refused_before_training(tmp_path: Path, make: object, said: str) -> None:
     """Missing, a folder, not executable."""
     path = tmp_path / "script"

@@ -127,8 +127,10 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
             logger.info("line %d", index)
         sys.exit(0)
         """,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert process.stdout.readline() == "first\n"
     process.stdout.close()
     _, errors = process.stdin.write("go\n"), process.stdin.close()
@@ -148,7 +150,7 @@ def test_no_stdout_at_all(tmp_path):
         start_logging(Path({str(tmp_path)!r}) / "log.txt", 0, 1, to_console=True, timestamps=False).info("kept")
         """,
         stderr=subprocess.PIPE,
-    )  # fmt: skip
+    )
     assert process.communicate(timeout=30)[1] == "" and process.returncode == 0
     assert (tmp_path / "log.txt").read_text() == "kept\n"
 
@@ -162,6 +164,6 @@ def test_text_that_the_terminal_cannot_spell_is_escaped(tmp_path, monkeypatch):
         start_logging(Path({str(tmp_path)!r}) / "log.txt", 0, 1, to_console=True, timestamps=False).info("\\u00e9")
         """,
         stdout=subprocess.PIPE,
-    )  # fmt: skip
+    )
     assert process.communicate(timeout=30)[0] == "\\xe9\n" and process.returncode == 0
     assert (tmp_path / "log.txt").read_text(encoding="utf-8") == "\u00e9\n"

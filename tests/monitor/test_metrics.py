@@ -6,13 +6,7 @@ from datetime import datetime
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_lite.config import (
-    BatchConfig,
-    Config,
-    ModelConfig,
-    PerformanceConfig,
-    TrainingConfig,
-)
+from megatron_lite.config import BatchConfig, Config, ModelConfig, PerformanceConfig, TrainingConfig
 from megatron_lite.monitor.metrics import (
     StepTimer,
     format_duration,
@@ -25,9 +19,15 @@ from tests.support.harness import layers_of, tiny_config
 from tests.support.memory_meters import a_model, micro_batches
 
 LLAMA = ModelConfig(
-    num_layers=32, hidden_size=4096, num_attention_heads=32, head_groups=8, kv_channels=128, ffn_hidden_size=14336,
-    gated=True, vocab_size=128256,
-)  # fmt: skip
+    num_layers=32,
+    hidden_size=4096,
+    num_attention_heads=32,
+    head_groups=8,
+    kv_channels=128,
+    ffn_hidden_size=14336,
+    gated=True,
+    vocab_size=128256,
+)
 MISTRAL = dataclasses.replace(LLAMA, vocab_size=32000)
 MISTRAL_WINDOW = dataclasses.replace(MISTRAL, window_size=4096)
 
@@ -57,9 +57,15 @@ def test_a_window_as_long_as_the_sequence_changes_nothing():
 def test_window_flops_count_the_keys_that_a_causal_window_leaves():
     """A brute-force count of (query, key) pairs approaches the formula's w (1 - w / 2s) keys per query."""
     model = ModelConfig(
-        num_layers=1, hidden_size=1, num_attention_heads=1, head_groups=1, kv_channels=1, ffn_hidden_size=1,
-        vocab_size=2, window_size=300,
-    )  # fmt: skip
+        num_layers=1,
+        hidden_size=1,
+        num_attention_heads=1,
+        head_groups=1,
+        kv_channels=1,
+        ffn_hidden_size=1,
+        vocab_size=2,
+        window_size=300,
+    )
     sequence_length = 1000
     pairs = sum(min(query + 1, 300) for query in range(sequence_length))
     dense = model_flops(dataclasses.replace(model, num_attention_heads=0, head_groups=1), sequence_length, 1000)
@@ -99,10 +105,15 @@ def test_hardware_flops_of_recomputation():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"gated": True, "head_groups": 2}, {"mlp_recompute_level": "full"}, {"recompute_layers": 2},
-     {"gated": True, "recompute_layers": 1, "mlp_recompute_level": "full"}],
+    [
+        {},
+        {"gated": True, "head_groups": 2},
+        {"mlp_recompute_level": "full"},
+        {"recompute_layers": 2},
+        {"gated": True, "recompute_layers": 1, "mlp_recompute_level": "full"},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_products_of_a_real_step_are_those_of_the_formula(options):
     """Counted by torch while a step computes, without attention."""
     config = tiny_config(1, num_layers=3, cross_entropy_splits=1, **options)
@@ -221,17 +232,34 @@ def test_timer_without_an_iteration_says_nothing_and_survives_endless_runs():
 
 def test_log_line_of_a_training_record():
     record = {
-        "phase": "training", "iteration": 20, "train_iters": 1000, "loss": 3.123456, "learning_rate": 3e-4,
-        "grad_norm": 1.25, "loss_scale": 1.0, "batch_size": 32, "consumed_samples": 640, "consumed_tokens": 81920,
-        "step_time_ms": 12.345, "tokens_per_sec_per_gpu": 12345.678, "model_tflops": 440.126,
+        "phase": "training",
+        "iteration": 20,
+        "train_iters": 1000,
+        "loss": 3.123456,
+        "learning_rate": 3e-4,
+        "grad_norm": 1.25,
+        "loss_scale": 1.0,
+        "batch_size": 32,
+        "consumed_samples": 640,
+        "consumed_tokens": 81920,
+        "step_time_ms": 12.345,
+        "tokens_per_sec_per_gpu": 12345.678,
+        "model_tflops": 440.126,
         "hardware_tflops": 0.01234,
-        "mfu": 0.4321, "skipped_iters": 0, "nan_iters": 0, "max_allocated_mib": 1024.0, "max_reserved_mib": 2048.0,
-        "run": 0, "time": 0.0,
-    }  # fmt: skip
+        "mfu": 0.4321,
+        "skipped_iters": 0,
+        "nan_iters": 0,
+        "max_allocated_mib": 1024.0,
+        "max_reserved_mib": 2048.0,
+        "run": 0,
+        "time": 0.0,
+    }
     console = {
-        "average_step_time_ms": 12.0, "remaining_seconds": 3725.0, "completion_date": datetime(2030, 1, 2, 3, 4, 5),
+        "average_step_time_ms": 12.0,
+        "remaining_seconds": 3725.0,
+        "completion_date": datetime(2030, 1, 2, 3, 4, 5),
         "allocated_mib": 512.0,
-    }  # fmt: skip
+    }
     assert format_record(record, console) == (
         "training @ iteration   20/1000 | consumed samples: 640 | consumed tokens: 81,920 | batch size: 32"
         " | step time: 12.35 ms | throughput: 440.13 tflop/s (model) | 0.0123 tflop/s (hardware) | mfu: 43.2%"
@@ -251,5 +279,8 @@ def test_log_line_shows_only_what_the_record_has():
 
 def test_durations():
     assert [format_duration(seconds) for seconds in (0, 59.6, 3600, 360_000)] == [
-        "0:00:00", "0:01:00", "1:00:00", "100:00:00",
-    ]  # fmt: skip
+        "0:00:00",
+        "0:01:00",
+        "1:00:00",
+        "100:00:00",
+    ]

@@ -28,9 +28,12 @@ bar.close()
 
 def test_silent_without_a_terminal():
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=60,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-    )  # fmt: skip
+    )
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == "line 10\nline 15\nline 20\n"
 

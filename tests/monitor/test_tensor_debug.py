@@ -22,13 +22,7 @@ from torch import Tensor
 from megatron_lite.config import Config, RunConfig
 from megatron_lite.errors import UsageError
 from megatron_lite.monitor import tensor_debug, tensor_log
-from megatron_lite.monitor.tensor_debug import (
-    LEVELS,
-    TensorDebugger,
-    join_ranks,
-    memory_in_use,
-    open_debugger,
-)
+from megatron_lite.monitor.tensor_debug import LEVELS, TensorDebugger, join_ranks, memory_in_use, open_debugger
 from megatron_lite.monitor.tensor_log import (
     TensorEntry,
     compute_statistics,
@@ -468,9 +462,12 @@ def test_saved_but_not_shown(tmp_path: Path) -> None:
     """--show_tensor_logs=0 only saves; --tensor_logs_show_elements cuts lines, not files."""
     for show in (False, True):
         debugger, lines = open_alone(
-            tmp_path / str(show), save_tensor_logs=True, show_tensor_logs=show, debug_param_init=20,
+            tmp_path / str(show),
+            save_tensor_logs=True,
+            show_tensor_logs=show,
+            debug_param_init=20,
             tensor_logs_show_elements=2,
-        )  # fmt: skip
+        )
         run_phases(debugger, FakeModel())
         assert len(lines) == (len(SHAPES) if show else 0)
         assert all(len(re.findall(r"e[+-]\d\d", line)) == 4 for line in lines), lines
@@ -507,8 +504,11 @@ def test_memory_after_each_layer() -> None:
     with debugger.phase("train_00002"):
         debugger.layer_gradient("embedding", None, 0)
     assert [line.split(" | ")[1] for line in lines] == [
-        "embedding fw, mb=1/1", "head fw, mb=1/1", "head bw, mb=1/1", "embedding bw, mb=1/1",
-    ]  # fmt: skip
+        "embedding fw, mb=1/1",
+        "head fw, mb=1/1",
+        "head bw, mb=1/1",
+        "embedding bw, mb=1/1",
+    ]
     assert all(re.search(r"\| memory: resident set of the process [\d,]+\.\d MiB$", line) for line in lines), lines
 
 

@@ -20,15 +20,24 @@ from tests.support.launch import run as launch
 from tests.support.loading import loaded
 
 EVERYTHING = {
-    "debug_layer_outputs": 9, "debug_layer_gradients": 9, "debug_param_init": 9, "debug_param_gradients": 9,
-    "debug_all_param_gradients": 9, "debug_param_update": 9, "save_tensor_logs": True, "show_tensor_logs": False,
-}  # fmt: skip
+    "debug_layer_outputs": 9,
+    "debug_layer_gradients": 9,
+    "debug_param_init": 9,
+    "debug_param_gradients": 9,
+    "debug_all_param_gradients": 9,
+    "debug_param_update": 9,
+    "save_tensor_logs": True,
+    "show_tensor_logs": False,
+}
 ITERATIONS = 2
 # Two micro-batches a step, so that they can be mixed up.
 COMMON = {
-    "num_layers": 3, "batch_size": 8, "depth_first_micro_batches": 1, "breadth_first_micro_batches": 2,
+    "num_layers": 3,
+    "batch_size": 8,
+    "depth_first_micro_batches": 1,
+    "breadth_first_micro_batches": 2,
     "lr_warmup_iters": 1,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -234,8 +243,9 @@ def test_damaged_reduction_is_located(tmp_path: Path, compare: Any) -> None:
     run_distributed(2, damaged_reduction, [options])
     difference = compare(good, tmp_path / "bad")[0]
     assert (difference.file, difference.name) == (
-        "tensor_logs_train_00001_rank_000.safetensors", "stage 3 gradient shards",
-    )  # fmt: skip
+        "tensor_logs_train_00001_rank_000.safetensors",
+        "stage 3 gradient shards",
+    )
 
 
 def test_resumed_run_begins_with_the_weights_that_were_saved(tmp_path: Path) -> None:
@@ -267,8 +277,9 @@ def test_frozen_parameters_have_no_gradients(tmp_path: Path) -> None:
 def test_validation_is_not_logged(tmp_path: Path) -> None:
     """Layers are logged in training steps alone."""
     counts = [
-        start(tmp_path / str(iterations), 1, "--debug_layer_outputs=1", f"--validation_iters={iterations}")
-        .output.count(" fw, mb=")
+        start(
+            tmp_path / str(iterations), 1, "--debug_layer_outputs=1", f"--validation_iters={iterations}"
+        ).output.count(" fw, mb=")
         for iterations in (0, 2)
-    ]  # fmt: skip
+    ]
     assert counts[0] == counts[1] == 2 * 2 * 4

@@ -62,8 +62,11 @@ def test_a_later_line_replaces_an_earlier_one(tmp_path):
     path = log(tmp_path, training(2, 3.0), training(3, 2.0), run=1)
     records = read_metrics(path)
     assert [(record["phase"], record["iteration"], record["loss"]) for record in records] == [
-        ("training", 1, 5.0), ("training", 2, 3.0), ("validation", 2, 4.5), ("training", 3, 2.0),
-    ]  # fmt: skip
+        ("training", 1, 5.0),
+        ("training", 2, 3.0),
+        ("validation", 2, 4.5),
+        ("training", 3, 2.0),
+    ]
     assert len(path.read_text().splitlines()) == 5  # nothing is taken out of the file
 
 

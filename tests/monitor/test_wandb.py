@@ -239,10 +239,13 @@ def test_alerts_tell_start_and_end(tmp_path, wandb, key):
     for exit_code in (0, 3, EXIT_PREEMPTED):
         run(tmp_path / "exp", exit_code=exit_code, wandb_post_alerts=True)
     assert [title for title, _ in wandb.alerts] == [
-        "exp started", "exp ended",
-        "exp started", "exp failed with exit code 3",
-        "exp started", "exp stopped and saved",
-    ]  # fmt: skip
+        "exp started",
+        "exp ended",
+        "exp started",
+        "exp failed with exit code 3",
+        "exp started",
+        "exp stopped and saved",
+    ]
     assert wandb.finished == [0, 3, EXIT_PREEMPTED]
 
 

@@ -46,8 +46,16 @@ def poisoned_update(distributed: Distributed, poison: float, options: dict[str, 
     unchanged = before == state()
     after_bad = optimizer.state()
     again = update(False)
-    return {"good": good, "bad": bad, "unchanged": unchanged, "again": again, "moved": before != state(),
-            "before": counters, "after": after_bad, "end": optimizer.state()}  # fmt: skip
+    return {
+        "good": good,
+        "bad": bad,
+        "unchanged": unchanged,
+        "again": again,
+        "moved": before != state(),
+        "before": counters,
+        "after": after_bad,
+        "end": optimizer.state(),
+    }
 
 
 # With the kernels one of each: they run under Triton's interpreter here, slowly.
@@ -79,13 +87,21 @@ def test_an_overflow_in_fp16_counts_against_the_hysteresis() -> None:
 # -- where the weights go --------------------------------------------------------------------------------------------
 
 FORMS: list[dict[str, Any]] = [
-    {}, {"training_dtype": "bf16"}, {"training_dtype": "bf16", "zero_stage": 3}, {"training_dtype": "fp16"},
+    {},
+    {"training_dtype": "bf16"},
+    {"training_dtype": "bf16", "zero_stage": 3},
+    {"training_dtype": "fp16"},
     {"training_dtype": "bf16", "full_precision_gradients": False},
-    {"training_dtype": "bf16", "split_master_weights": True}, {"lr_scales": ("embedding:0.1", "*.bias:2")},
+    {"training_dtype": "bf16", "split_master_weights": True},
+    {"lr_scales": ("embedding:0.1", "*.bias:2")},
     {"training_dtype": "bf16", "full_precision_gradients": False, "update_rms_clip": 0.5, "adam_nesterov": True},
-    {"training_dtype": "bf16", "split_master_weights": True, "clip_update_norm_sigma": 1e-3,
-     "clip_update_norm_window": 2},
-]  # fmt: skip
+    {
+        "training_dtype": "bf16",
+        "split_master_weights": True,
+        "clip_update_norm_sigma": 1e-3,
+        "clip_update_norm_window": 2,
+    },
+]
 triton_too = pytest.mark.parametrize("triton", [False, True])
 
 

@@ -34,7 +34,7 @@ CASES: list[Options] = [
     NORM | {"adam_nesterov": True, "lr_scales": ("head:3",), "clip_grad": 0.5, "clip_grad_style": "levanter"},
     {"adam_nesterov": True},
     {"adamc_weight_decay": True, "default_lr_scale": 0.5, "adam_beta1": 0.0},
-]  # fmt: skip
+]
 
 
 def rate_of(options: Options, step: int) -> float:
@@ -127,10 +127,13 @@ def runs(request: pytest.FixtureRequest) -> list[Any]:
     """
     cases = [options | {"zero_stage": zero_stage} for zero_stage in (1, 3) for options in CASES]
     return [
-        (together([rank[0] for rank in case]),
-         [together([rank[1][step] for rank in case]) for step in range(len(GRADIENTS))], *case[0][2:])
+        (
+            together([rank[0] for rank in case]),
+            [together([rank[1][step] for rank in case]) for step in range(len(GRADIENTS))],
+            *case[0][2:],
+        )
         for case in zip(*run_distributed(request.param, updated, cases), strict=True)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case])[:60])

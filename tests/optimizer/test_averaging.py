@@ -100,9 +100,11 @@ def as_levanter(options: AveragingConfig, iterates: list[float]) -> float:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # of a busy machine
 @given(
-    st.floats(0.0, 0.9999), st.integers(0, 12), st.integers(1, 12),
+    st.floats(0.0, 0.9999),
+    st.integers(0, 12),
+    st.integers(1, 12),
     st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=30),
-)  # fmt: skip
+)
 def test_any_numbers_give_levanters_average(beta: float, switch: int, decay: int, iterates: list[float]) -> None:
     """And the average never leaves the range of the weights, and stands still after the decay."""
     options = {"ema_type": "ema_decay_sqrt", "ema_beta": beta, "ema_switch_iter": switch, "ema_decay_iters": decay}
@@ -251,11 +253,14 @@ def apart(outcome: Outcome) -> tuple[Any, ...]:
 
 
 CASES: list[Options] = [
-    {"zero_stage": 1}, {"zero_stage": 3}, {"zero_stage": 1, **BF16}, {"zero_stage": 2, **SPLIT},
+    {"zero_stage": 1},
+    {"zero_stage": 3},
+    {"zero_stage": 1, **BF16},
+    {"zero_stage": 2, **SPLIT},
     {"zero_stage": 3, "num_weight_buffers": 1, "depth_first_micro_batches": 2, "batch_size": 12, **BF16},
     {"zero_stage": 1, "tie_word_embeddings": False, "recompute_layers": 1, "freeze": ("blocks.0", "*.norm.*")},
     {"zero_stage": 2, "optimizer": "muon"},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

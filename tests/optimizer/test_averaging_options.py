@@ -57,11 +57,14 @@ def test_surprises(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {**EMA, "validation_iters": 1}, {**EMA, "test_iters": 1}, {**EMA, **EXPORT},
+        {},
+        {**EMA, "validation_iters": 1},
+        {**EMA, "test_iters": 1},
+        {**EMA, **EXPORT},
         {"ema_type": "ema_decay_sqrt", "ema_switch_iter": 19, "ema_decay_iters": 1, "validation_iters": 1},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_no_surprise(options: dict[str, Any]) -> None:
     assert warnings(tiny_config(**{"experiment_dir": "/run", **options})) == []
 

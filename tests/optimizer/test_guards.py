@@ -122,9 +122,18 @@ def test_an_overflow_is_of_the_gradient_alone() -> None:
 # -- stopping --------------------------------------------------------------------------------------------------------
 
 CASES: list[tuple[float, float]] = [
-    (5.0, 1.0), (NAN, 1.0), (INF, 1.0), (5.0, NAN), (5.0, INF), (5.0, LARGE), (NAN, NAN), (INF, NAN), (99.0, 1.0),
-    (5.0, 99.0), (99.0, INF),
-]  # fmt: skip
+    (5.0, 1.0),
+    (NAN, 1.0),
+    (INF, 1.0),
+    (5.0, NAN),
+    (5.0, INF),
+    (5.0, LARGE),
+    (NAN, NAN),
+    (INF, NAN),
+    (99.0, 1.0),
+    (5.0, 99.0),
+    (99.0, INF),
+]
 # Policy -> for each of the cases whether it stops the run; then the same with a dynamic loss scale.
 STOPS: dict[str, tuple[dict[str, Any], str, str]] = {
     "none": ({}, "-----------", "-----------"),
@@ -197,10 +206,15 @@ def test_reports_between_log_lines() -> None:
     assert fp16.dropped.close().reason == "iteration 14: gradient norm inf; the loss scale follows"
 
 
-@pytest.mark.parametrize("step, options, needed", [
-    ((5.0, NAN), {}, 50), ((5.0, NAN), SKIPPING, 50), ("growing", SKIPPING, 50),
-    ("growing", {**SKIPPING, "skip_bad_steps_window": 60}, 60),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "step, options, needed",
+    [
+        ((5.0, NAN), {}, 50),
+        ((5.0, NAN), SKIPPING, 50),
+        ("growing", SKIPPING, 50),
+        ("growing", {**SKIPPING, "skip_bad_steps_window": 60}, 60),
+    ],
+)
 def test_a_hopeless_streak_stops_the_run(step: Any, options: dict[str, Any], needed: int) -> None:
     """50 dropped updates in a row, a resume in between; spikes only once all of a whole window was dropped."""
     a_guard = guard(**options)
@@ -276,26 +290,36 @@ def test_clipping_factors(norm: float) -> None:
 # -- the command line ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options, caution", [
-    ({"skip_bad_steps_window": 64}, "--skip_bad_steps_window has no effect without --skip_bad_steps=1"),
-    ({"skip_bad_steps_sigma": 3.0}, "--skip_bad_steps_sigma has no effect without --skip_bad_steps=1"),
-    ({"clip_grad": 0.0, "clip_grad_style": "levanter"}, "--clip_grad_style has no effect with --clip_grad=0"),
-    ({"on_bad_step": "abort", "crash_on_nan": True}, "--crash_on_nan has no effect with --on_bad_step=abort"),
-    ({"on_bad_step": "abort", "crash_on_inf": True}, "--crash_on_inf has no effect with --on_bad_step=abort"),
-    ({"skip_bad_steps": True}, "--skip_bad_steps_window=128: the run ends before half of it is known"),
-    ({**SKIPPING, "clip_grad_style": "levanter", "crash_on_nan": True}, None),
-    ({**SKIPPING, "on_bad_step": "abort"}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, caution",
+    [
+        ({"skip_bad_steps_window": 64}, "--skip_bad_steps_window has no effect without --skip_bad_steps=1"),
+        ({"skip_bad_steps_sigma": 3.0}, "--skip_bad_steps_sigma has no effect without --skip_bad_steps=1"),
+        ({"clip_grad": 0.0, "clip_grad_style": "levanter"}, "--clip_grad_style has no effect with --clip_grad=0"),
+        ({"on_bad_step": "abort", "crash_on_nan": True}, "--crash_on_nan has no effect with --on_bad_step=abort"),
+        ({"on_bad_step": "abort", "crash_on_inf": True}, "--crash_on_inf has no effect with --on_bad_step=abort"),
+        ({"skip_bad_steps": True}, "--skip_bad_steps_window=128: the run ends before half of it is known"),
+        ({**SKIPPING, "clip_grad_style": "levanter", "crash_on_nan": True}, None),
+        ({**SKIPPING, "on_bad_step": "abort"}, None),
+    ],
+)
 def test_what_an_option_makes_idle_is_said(options: dict[str, Any], caution: str | None) -> None:
     named = ("bad_step", "crash_on", "clip_grad")
     found = [line for line in warnings(tiny_config(**options)) if any(name in line for name in named)]
     assert len(found) == (caution is not None) and all(line.startswith(caution or "") for line in found), found
 
 
-@pytest.mark.parametrize("option, value", [
-    ("skip_bad_steps_window", 1), ("skip_bad_steps_sigma", 0.0), ("skip_bad_steps_sigma", NAN), ("on_bad_step", "stop"),
-    ("clip_grad_style", "optax"), ("clip_grad", -1.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("skip_bad_steps_window", 1),
+        ("skip_bad_steps_sigma", 0.0),
+        ("skip_bad_steps_sigma", NAN),
+        ("on_bad_step", "stop"),
+        ("clip_grad_style", "optax"),
+        ("clip_grad", -1.0),
+    ],
+)
 def test_values_without_meaning_are_refused(option: str, value: Any) -> None:
     with pytest.raises(UsageError, match=f"--{option}="):
         tiny_config(**{option: value})

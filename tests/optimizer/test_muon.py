@@ -10,14 +10,7 @@ import pytest
 import torch
 
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.optimizer.rules.muon import (
-    Matrix,
-    assign,
-    describe,
-    matrices_of,
-    rounds_of,
-    shape_factor,
-)
+from megatron_lite.optimizer.rules.muon import Matrix, assign, describe, matrices_of, rounds_of, shape_factor
 from megatron_lite.parameter import ParameterSpec
 from megatron_lite.planner.plan import make_plan
 from megatron_lite.zero.stage import Stage
@@ -30,9 +23,14 @@ Options = dict[str, Any]
 STEPS, RATE = 4, 0.02
 SMALL = {"sequence_length": 8, "optimizer": "muon", "clip_grad": 0.0, "batch_size": 6}
 LLAMA = {
-    "use_rotary_embeddings": True, "gated": True, "add_linear_biases": False, "normalization_type": "rms_norm",
-    "head_groups": 2, "tie_word_embeddings": False, "ffn_hidden_size": 88,
-}  # fmt: skip
+    "use_rotary_embeddings": True,
+    "gated": True,
+    "add_linear_biases": False,
+    "normalization_type": "rms_norm",
+    "head_groups": 2,
+    "tie_word_embeddings": False,
+    "ffn_hidden_size": 88,
+}
 ADAMC: Options = {"adamc_weight_decay": True, "lr": RATE, "weight_decay": 1.0}
 CASES: list[Options] = [
     {},
@@ -44,7 +42,7 @@ CASES: list[Options] = [
     {"muon_adjust_lr": "original", "muon_nesterov": False, "muon_momentum": 0.8, "muon_ns_steps": 3} | ADAMC,
     {"num_layers": 1, "muon_momentum": 0.0, "add_linear_biases": False, "freeze": ("embedding", "*norm*")},
     {"full_precision_gradients": False, "training_dtype": "bf16"},
-]  # fmt: skip
+]
 
 
 def update(distributed: Distributed, cases: list[Options]) -> list[tuple[Weights, Weights, list[ParameterSpec]]]:
@@ -80,10 +78,16 @@ def oracle(options: Options, before: Weights, specs: list[ParameterSpec]) -> Wei
     for is_matrix, piece, spec, _ in pieces:
         decay = config.weight_decay if len(spec.shape) > 1 else 0.0
         if is_matrix:
-            optimizers.append(torch.optim.Muon(
-                [piece], weight_decay=decay, momentum=config.muon_momentum, nesterov=config.muon_nesterov,
-                adjust_lr_fn=config.muon_adjust_lr, ns_steps=config.muon_ns_steps,
-            ))  # fmt: skip
+            optimizers.append(
+                torch.optim.Muon(
+                    [piece],
+                    weight_decay=decay,
+                    momentum=config.muon_momentum,
+                    nesterov=config.muon_nesterov,
+                    adjust_lr_fn=config.muon_adjust_lr,
+                    ns_steps=config.muon_ns_steps,
+                )
+            )
         else:
             betas = (config.adam_beta1, config.adam_beta2)
             optimizers.append(torch.optim.AdamW([piece], weight_decay=decay, betas=betas, eps=config.adam_eps))
@@ -152,8 +156,14 @@ def test_the_matrices_of_a_stage_are_where_the_parameters_are() -> None:
     stage = planned_stages(3, LLAMA)[1]
     matrices = matrices_of(stage)
     assert [(m.rows, m.columns) for m in matrices] == [
-        (32, 32), (16, 32), (16, 32), (32, 32), (88, 32), (88, 32), (32, 88),
-    ]  # fmt: skip
+        (32, 32),
+        (16, 32),
+        (16, 32),
+        (32, 32),
+        (88, 32),
+        (88, 32),
+        (32, 88),
+    ]
     covered = [range(m.offset, m.end) for m in matrices]
     assert stage.trainable is not None
     slots = [slot for slot in stage.trainable.layout.slots if "norm" not in slot.spec.name]

@@ -31,10 +31,16 @@ TOKENS = 8
 
 # Levanter's argument -> flag.
 FLAGS = {
-    "learning_rate": "lr", "warmup": "lr_warmup_iters", "lr_schedule": "lr_decay_style", "min_lr_ratio": "min_lr_ratio",
-    "weight_decay": "weight_decay", "max_grad_norm": "clip_grad", "nesterov": "adam_nesterov",
-    "adamc_weight_decay": "adamc_weight_decay", "update_rms_clipping": "update_rms_clip",
-}  # fmt: skip
+    "learning_rate": "lr",
+    "warmup": "lr_warmup_iters",
+    "lr_schedule": "lr_decay_style",
+    "min_lr_ratio": "min_lr_ratio",
+    "weight_decay": "weight_decay",
+    "max_grad_norm": "clip_grad",
+    "nesterov": "adam_nesterov",
+    "adamc_weight_decay": "adamc_weight_decay",
+    "update_rms_clipping": "update_rms_clip",
+}
 CONVENTIONS = ("--lr_step_offset=0", "--clip_grad_style=levanter", "--adam_beta2=0.95", "--adam_eps=1e-8")
 
 

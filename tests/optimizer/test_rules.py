@@ -25,9 +25,14 @@ Options = dict[str, Any]
 ITERATIONS = 12
 GPT2: Options = {"clip_grad": 0.3}
 LLAMA: Options = {
-    "use_rotary_embeddings": True, "gated": True, "add_linear_biases": False, "normalization_type": "rms_norm",
-    "head_groups": 2, "tie_word_embeddings": False, "ffn_hidden_size": 88,
-}  # fmt: skip
+    "use_rotary_embeddings": True,
+    "gated": True,
+    "add_linear_biases": False,
+    "normalization_type": "rms_norm",
+    "head_groups": 2,
+    "tie_word_embeddings": False,
+    "ffn_hidden_size": 88,
+}
 
 
 # -- against plain torch ----------------------------------------------------------------------------------------------
@@ -171,13 +176,18 @@ def test_training_equals_plain_torch(case: str, layout: tuple[int, int]) -> None
 
 SMALL: Options = {"sequence_length": 8, "num_layers": 3, "batch_size": 6}
 LAYOUTS: list[Options] = [
-    {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}, {"num_weight_buffers": 1, "num_grad_buffers": 1},
+    {"zero_stage": 1},
+    {"zero_stage": 2},
+    {"zero_stage": 3},
+    {"num_weight_buffers": 1, "num_grad_buffers": 1},
     {"num_weight_buffers": 3, "num_grad_buffers": 1},
-]  # fmt: skip
+]
 OPTIMIZERS: list[Options] = [
-    {"optimizer": "muon"}, {"optimizer": "muon", "layers_per_stage": 2.0, "training_dtype": "bf16"},
-    {"optimizer": "lion", "training_dtype": "bf16"}, {"optimizer": "sgd"},
-]  # fmt: skip
+    {"optimizer": "muon"},
+    {"optimizer": "muon", "layers_per_stage": 2.0, "training_dtype": "bf16"},
+    {"optimizer": "lion", "training_dtype": "bf16"},
+    {"optimizer": "sgd"},
+]
 
 
 def outcomes(distributed: Distributed, options: Options) -> list[Outcome]:
@@ -229,8 +239,12 @@ def poisoned(distributed: Distributed, cases: list[Options]) -> list[tuple[bool,
 
 def test_a_bad_step_leaves_every_bit_as_it_was() -> None:
     """Weights in all their forms, and moments, on both ranks; the next step goes on."""
-    forms: list[Options] = [{}, {"training_dtype": "bf16"}, {"training_dtype": "bf16", "split_master_weights": True},
-                            {"training_dtype": "fp16", "zero_stage": 3}]  # fmt: skip
+    forms: list[Options] = [
+        {},
+        {"training_dtype": "bf16"},
+        {"training_dtype": "bf16", "split_master_weights": True},
+        {"training_dtype": "fp16", "zero_stage": 3},
+    ]
     cases = [{"optimizer": name, **form} for name in ("muon", "lion", "sgd") for form in forms]
     for results in run_distributed(2, poisoned, cases):
         for options, result in zip(cases, results, strict=True):
@@ -247,8 +261,15 @@ def test_a_run_from_the_command_line_learns(optimizer: str, tmp_path: Path) -> N
     with IndexedDatasetWriter(str(tmp_path / "corpus"), "<u2") as writer:
         for first in range(64):
             writer.add_document(np.arange(first, first + 64) % 64)
-    flags = [f"--optimizer={optimizer}", f"--lr={rate}", "--dataset_source=list", f"--data_path={tmp_path / 'corpus'}",
-             "--split=1", "--train_iters=60", f"--experiment_dir={tmp_path / 'run'}"]  # fmt: skip
+    flags = [
+        f"--optimizer={optimizer}",
+        f"--lr={rate}",
+        "--dataset_source=list",
+        f"--data_path={tmp_path / 'corpus'}",
+        "--split=1",
+        "--train_iters=60",
+        f"--experiment_dir={tmp_path / 'run'}",
+    ]
     ranks = 2 if optimizer == "muon" else 1
     outcome = run([*TINY, *flags, "--log_communication=1"], ranks)
     assert outcome.codes == [0] * ranks, outcome.output
@@ -263,11 +284,18 @@ def test_a_run_from_the_command_line_learns(optimizer: str, tmp_path: Path) -> N
 
 def test_options_of_other_optimizers_have_no_effect() -> None:
     """Which is said, one line each."""
+
     def idle(optimizer: str) -> set[str]:
         changed = {
-            "adam_beta1": 0.8, "adam_beta2": 0.8, "adam_eps": 1e-6, "muon_momentum": 0.8, "muon_nesterov": False,
-            "muon_ns_steps": 3, "muon_adjust_lr": "original", "sgd_momentum": 0.8,
-        }  # fmt: skip
+            "adam_beta1": 0.8,
+            "adam_beta2": 0.8,
+            "adam_eps": 1e-6,
+            "muon_momentum": 0.8,
+            "muon_nesterov": False,
+            "muon_ns_steps": 3,
+            "muon_adjust_lr": "original",
+            "sgd_momentum": 0.8,
+        }
         lines = [line for line in warnings(tiny_config(optimizer=optimizer, **changed)) if "has no effect" in line]
         assert all(line.endswith(f"has no effect with --optimizer={optimizer}") for line in lines)
         return {line.split()[0].removeprefix("--") for line in lines}

@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from megatron_lite.config import Config
-from megatron_lite.planner.auto import (
-    RESERVE,
-    blocks_per_stage,
-    device_memory_bytes,
-    resolve_auto,
-    worthwhile_bytes,
-)
+from megatron_lite.planner.auto import RESERVE, blocks_per_stage, device_memory_bytes, resolve_auto, worthwhile_bytes
 from megatron_lite.planner.plan import make_plan
 from tests.support.harness import run_distributed, same_weights, tiny_config, train_tiny
 
@@ -30,10 +24,13 @@ def a_config(ranks: int, **options: Any) -> Config:
 def peaks(config: Config, ranks: int) -> list[int]:
     """The predicted peak of each ZeRO stage."""
     plans = [
-        make_plan(dataclasses.replace(config, multi_stage=dataclasses.replace(config.multi_stage, zero_stage=stage)),
-                  ranks, "cuda")
+        make_plan(
+            dataclasses.replace(config, multi_stage=dataclasses.replace(config.multi_stage, zero_stage=stage)),
+            ranks,
+            "cuda",
+        )
         for stage in (1, 2, 3)
-    ]  # fmt: skip
+    ]
     return [plan.peak_bytes() for plan in plans]
 
 

@@ -96,10 +96,14 @@ def planned(ranks: int, options: dict[str, Any]) -> Books:
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
-    [(1, STATE_CASES[::2]), (2, STATE_CASES), (3, STATE_CASES[1::3]),
-     *(pytest.param(ranks, STATE_CASES, marks=pytest.mark.slow) for ranks in (1, 3))],
+    [
+        (1, STATE_CASES[::2]),
+        (2, STATE_CASES),
+        (3, STATE_CASES[1::3]),
+        *(pytest.param(ranks, STATE_CASES, marks=pytest.mark.slow) for ranks in (1, 3)),
+    ],
     ids=lambda value: str(value) if isinstance(value, int) else f"{len(value)} cases",
-)  # fmt: skip
+)
 def test_state_and_traffic_are_those_of_real_runs(ranks: int, cases: list[dict[str, Any]]) -> None:
     """Every kind of memory to the byte, and the collectives, elements, bytes and bytes on the wire of a step."""
     real = run_distributed(ranks, run_steps, cases)
@@ -138,9 +142,15 @@ def test_state_of_many_ranks(world_size: int, zero_stage: int, optimizer: str) -
     for rank in (0, world_size // 2, world_size - 1):
         group = SimulatedGroup(rank, world_size, "cuda", device="cpu")
         model = MultiStage(
-            layers_of(config), config.multi_stage, config.batch, "bf16", group, moments=config.optimizer.moments,
-            averaged=config.averaging.enabled, whole_matrices=config.optimizer.whole_matrices,
-        )  # fmt: skip
+            layers_of(config),
+            config.multi_stage,
+            config.batch,
+            "bf16",
+            group,
+            moments=config.optimizer.moments,
+            averaged=config.averaging.enabled,
+            whole_matrices=config.optimizer.whole_matrices,
+        )
         assert allocated_bytes(model) == plan.state_bytes, rank
         assert model.memory_table() == plan.model.memory_table(), rank
 
@@ -157,10 +167,13 @@ KEPT_NORMS: list[dict[str, Any]] = [
     dict(freeze=("embedding.word", "blocks.0"), tie_word_embeddings=False, **EVERY_NORM, **RMS),
     dict(lr_scales=("*:0", "blocks.1.attention.key_norm:1"), **EVERY_NORM),
     dict(lr_scales=("*:0", "blocks.0.mlp_output_norm:1"), **EVERY_NORM),
-    dict(freeze=("embedding", "blocks.0.attention_norm", "blocks.0.attention.*_norm.*", "*.query_key_value.*"),
-         tie_word_embeddings=False, qk_layernorm=True),
+    dict(
+        freeze=("embedding", "blocks.0.attention_norm", "blocks.0.attention.*_norm.*", "*.query_key_value.*"),
+        tie_word_embeddings=False,
+        qk_layernorm=True,
+    ),
     dict(recompute_layers=1, full_precision_residual=True, training_dtype="bf16", **EVERY_NORM),
-]  # fmt: skip
+]
 KEPT_CASES: list[dict[str, Any]] = [
     *KEPT_NORMS,
     *(
@@ -194,7 +207,7 @@ KEPT_CASES: list[dict[str, Any]] = [
     dict(recompute_layers=2, freeze=("embedding", "*.weight", "head"), tie_word_embeddings=False),
     dict(add_linear_biases=False, add_qkv_biases=True, freeze=("*.weight",), tie_word_embeddings=False),
     dict(add_mlp_biases=False, freeze=("*.weight",), logit_soft_cap=5.0, make_vocab_size_divisible_by=100),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("options", KEPT_CASES, ids=str)
@@ -215,14 +228,28 @@ def mistral(**options: Any) -> Config:
         options.pop("ranks", 1),
         **{
             **dict(
-                num_layers=32, hidden_size=4096, vocab_size=32000, num_attention_heads=32, head_groups=8,
-                add_linear_biases=False, ffn_hidden_size=14336, kv_channels=128, use_rotary_embeddings=True, gated=True,
-                normalization_type="rms_norm", tie_word_embeddings=False, window_size=4096, batch_size=128,
-                sequence_length=8192, training_dtype="bf16", micro_batch_size=1, device="cuda",
+                num_layers=32,
+                hidden_size=4096,
+                vocab_size=32000,
+                num_attention_heads=32,
+                head_groups=8,
+                add_linear_biases=False,
+                ffn_hidden_size=14336,
+                kv_channels=128,
+                use_rotary_embeddings=True,
+                gated=True,
+                normalization_type="rms_norm",
+                tie_word_embeddings=False,
+                window_size=4096,
+                batch_size=128,
+                sequence_length=8192,
+                training_dtype="bf16",
+                micro_batch_size=1,
+                device="cuda",
             ),
             **options,
         },
-    )  # fmt: skip
+    )
 
 
 def test_recomputation_saves_what_theory_says() -> None:
@@ -253,8 +280,14 @@ PEAK_CASES: list[dict[str, Any]] = [
     dict(full_precision_residual=True, training_dtype="bf16", vocab_size=100),
     dict(full_precision_residual=True, training_dtype="bf16", gated=True, hidden_dropout=0.1, vocab_size=100, **RMS),
     dict(full_precision_residual=True, training_dtype="bf16", layers_per_stage=2.0, **EVERY_NORM, **RMS),
-    dict(full_precision_residual=True, training_dtype="bf16", recompute_layers=2, breadth_first_micro_batches=3,
-         batch_size=6, vocab_size=100),
+    dict(
+        full_precision_residual=True,
+        training_dtype="bf16",
+        recompute_layers=2,
+        breadth_first_micro_batches=3,
+        batch_size=6,
+        vocab_size=100,
+    ),
     dict(qk_layernorm=True, vocab_size=100, **RMS),
     dict(qk_layernorm=True, vocab_size=100, training_dtype="bf16"),
     dict(),
@@ -362,10 +395,19 @@ def measured_peak(config: Config) -> int:
 def test_peak_on_a_gpu(options: dict[str, Any]) -> None:
     """State and activations against what the allocator says, within 3 percent."""
     sizes = dict(
-        num_layers=12, hidden_size=1024, num_attention_heads=16, head_groups=4, vocab_size=32000, sequence_length=2048,
-        batch_size=8, training_dtype="bf16", gated=True, normalization_type="rms_norm", use_rotary_embeddings=True,
+        num_layers=12,
+        hidden_size=1024,
+        num_attention_heads=16,
+        head_groups=4,
+        vocab_size=32000,
+        sequence_length=2048,
+        batch_size=8,
+        training_dtype="bf16",
+        gated=True,
+        normalization_type="rms_norm",
+        use_rotary_embeddings=True,
         device="cuda",
-    )  # fmt: skip
+    )
     config = tiny_config(1, **{**sizes, **options})
     group = SimulatedGroup(0, 1, "cuda", device="cuda")
     torch.cuda.reset_peak_memory_stats()

@@ -23,9 +23,13 @@ MISTRAL = """
 --min_lr=0.000003 --training_dtype=bf16 --num_workers=8
 """.split()
 TINY = [
-    "--num_layers=4", "--hidden_size=64", "--num_attention_heads=4", "--vocab_size=256", "--sequence_length=64",
+    "--num_layers=4",
+    "--hidden_size=64",
+    "--num_attention_heads=4",
+    "--vocab_size=256",
+    "--sequence_length=64",
     "--train_iters=3",
-]  # fmt: skip
+]
 
 # The program several times, but nothing may join a process group or look at a GPU. At the end, the MiB that it took.
 WATCHED = """

@@ -17,10 +17,18 @@ SECRET = "s3cr3t-value"
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("5GB", 5 * 10**9), ("500MB", 5 * 10**8), ("1KB", 1000), ("2GiB", 2**31), ("1TiB", 2**40), ("123", 123),
-        ("7B", 7), ("1.5GB", 1_500_000_000), ("0.5KiB", 512), ("10 MB", 10**7),
+        ("5GB", 5 * 10**9),
+        ("500MB", 5 * 10**8),
+        ("1KB", 1000),
+        ("2GiB", 2**31),
+        ("1TiB", 2**40),
+        ("123", 123),
+        ("7B", 7),
+        ("1.5GB", 1_500_000_000),
+        ("0.5KiB", 512),
+        ("10 MB", 10**7),
     ],
-)  # fmt: skip
+)
 def test_sizes_are_those_of_transformers(text: str, size: int) -> None:
     """A thousand or 1,024 to the step."""
     assert size_bytes(text) == size
@@ -29,11 +37,21 @@ def test_sizes_are_those_of_transformers(text: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("5gb", "write 5GB"), ("5Gb", "write 5GB"), ("2gib", "write 2GiB"), ("5G", "G is no unit"), ("GB", "no size"),
-        ("-1", "no size"), ("1e9", "no size"), ("", "no size"), ("0", "at least one byte"), ("0.1B", "at least one"),
-        ("\uff15GB", "no size"), ("9999999TiB", "less than 2**63"), ("nan", "no size"),
+        ("5gb", "write 5GB"),
+        ("5Gb", "write 5GB"),
+        ("2gib", "write 2GiB"),
+        ("5G", "G is no unit"),
+        ("GB", "no size"),
+        ("-1", "no size"),
+        ("1e9", "no size"),
+        ("", "no size"),
+        ("0", "at least one byte"),
+        ("0.1B", "at least one"),
+        ("\uff15GB", "no size"),
+        ("9999999TiB", "less than 2**63"),
+        ("nan", "no size"),
     ],
-)  # fmt: skip
+)
 def test_other_sizes_are_refused(text: str, said: str) -> None:
     """With the flag, and what to write."""
     with pytest.raises(UsageError, match="^--export_shard_size=") as caught:
@@ -43,19 +61,32 @@ def test_other_sizes_are_refused(text: str, said: str) -> None:
 
 def test_an_environment_is_an_object_of_texts() -> None:
     """Any text is a value, the empty one too."""
-    values = {"A": SECRET, "_b1": "", "C": "two\nlines, \"quotes\" and = and \u20ac"}
+    values = {"A": SECRET, "_b1": "", "C": 'two\nlines, "quotes" and = and \u20ac'}
     assert environment_values(json.dumps(values)) == values and environment_values("{}") == {}
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        SECRET, f"A={SECRET}", f'["{SECRET}"]', f'"{SECRET}"', "null", "1", f'{{"A": "{SECRET}"',
+        SECRET,
+        f"A={SECRET}",
+        f'["{SECRET}"]',
+        f'"{SECRET}"',
+        "null",
+        "1",
+        f'{{"A": "{SECRET}"',
         f'{{"A": ["{SECRET}"]}}',
-        f'{{"A": {{"B": "{SECRET}"}}}}', '{"A": 1}', f'{{"{SECRET} x": "1"}}', f'{{"A=B": "{SECRET}"}}',
-        f'{{"A": "{SECRET}", "A": "x"}}', '{"A": "\\u0000"}', '{"A": "\\ud800"}', f"'{SECRET}'", "[" * 10**5,
+        f'{{"A": {{"B": "{SECRET}"}}}}',
+        '{"A": 1}',
+        f'{{"{SECRET} x": "1"}}',
+        f'{{"A=B": "{SECRET}"}}',
+        f'{{"A": "{SECRET}", "A": "x"}}',
+        '{"A": "\\u0000"}',
+        '{"A": "\\ud800"}',
+        f"'{SECRET}'",
+        "[" * 10**5,
     ],
-)  # fmt: skip
+)
 def test_no_message_shows_a_value(text: str) -> None:
     """Whatever is wrong with it."""
     with pytest.raises(BadValueError) as caught:

@@ -64,12 +64,18 @@ def test_a_constant_size_is_a_schedule_of_one() -> None:
 @pytest.mark.parametrize(
     ("items", "message"),
     [
-        ("", "write 0:<size> first"), ("1:32", "write 0:<size> first"), ("0:32 64", r"64: .*write <iteration>:<size>"),
-        ("0:32 10:", "10:: write <iteration>:<size>"), ("0:32 10:1e3", "not an integer; write 1000"),
-        ("0:0", "at least one sample"), ("0:8 10:-4", "at least one sample"), ("0:8 10:4 10:8", "10 stands after 10"),
-        ("0:8 10:4 5:8", "5 stands after 10; write rising iterations"), ("0:8:9", "0:8:9: write <iteration>"),
+        ("", "write 0:<size> first"),
+        ("1:32", "write 0:<size> first"),
+        ("0:32 64", r"64: .*write <iteration>:<size>"),
+        ("0:32 10:", "10:: write <iteration>:<size>"),
+        ("0:32 10:1e3", "not an integer; write 1000"),
+        ("0:0", "at least one sample"),
+        ("0:8 10:-4", "at least one sample"),
+        ("0:8 10:4 10:8", "10 stands after 10"),
+        ("0:8 10:4 5:8", "5 stands after 10; write rising iterations"),
+        ("0:8:9", "0:8:9: write <iteration>"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_schedule_is_refused(items: str, message: str) -> None:
     """Each with the flag, the item and what to write."""
     with pytest.raises(UsageError, match=message) as caught:

@@ -26,11 +26,7 @@ def test_warmup_is_linear_from_one_part_to_the_peak(style: str) -> None:
 
 def test_shapes_of_the_decay() -> None:
     """Halfway (iteration 60 of 10..110) and beyond the absolute end."""
-    middle = {
-        "constant": 1e-3,
-        "linear": 5.5e-4,
-        "cosine": 5.5e-4,
-    }
+    middle = {"constant": 1e-3, "linear": 5.5e-4, "cosine": 5.5e-4}
     for style, expected in middle.items():
         assert learning_rate(config(style), 60) == pytest.approx(expected, rel=1e-12)
     assert learning_rate(config("power", lr_decay_power=2.0), 60) == pytest.approx(1e-4 + 9e-4 * 0.75, rel=1e-12)

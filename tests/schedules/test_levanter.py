@@ -20,8 +20,13 @@ CASES = {case["name"]: case for case in VECTORS["cases"] + VECTORS["error_and_od
 TOLERANCE = 2e-7  # of the peak, as the file says
 DEFAULTS = {"learning_rate": 6e-4, "min_lr_ratio": 0.1, "warmup": 0.01, "lr_schedule": "cosine"}
 # A number up to 1 is a fraction there, any other is steps; here a flag says which it is.
-LENGTHS = {"warmup": "lr_warmup", "decay": "lr_wsd_decay", "rewarmup": "lr_rewarmup", "cooldown": "lr_cooldown",
-           "cycle_length": "lr_cycle"}  # fmt: skip
+LENGTHS = {
+    "warmup": "lr_warmup",
+    "decay": "lr_wsd_decay",
+    "rewarmup": "lr_rewarmup",
+    "cooldown": "lr_cooldown",
+    "cycle_length": "lr_cycle",
+}
 
 # What is refused here, with the text that says why. In the first part Levanter, the older one at least, raises
 # an error, too.

@@ -28,10 +28,15 @@ def schedules(draw: st.DrawFn, styles: tuple[str, ...] = STYLES, plain: bool = F
     """A resolved configuration. plain: no exponents that make the curve as steep as they like."""
     total = draw(st.integers(1, 300))
     options: dict[str, Any] = {
-        "train_iters": total, "lr": draw(st.floats(1e-6, 10.0)), "lr_decay_style": draw(st.sampled_from(styles)),
-        "lr_step_offset": draw(st.integers(0, 1)), "dataset_source": "random", "dry_run": True,
-        "batch_size": draw(st.integers(1, 2**20)), "sequence_length": draw(st.integers(1, 2**17)),
-    }  # fmt: skip
+        "train_iters": total,
+        "lr": draw(st.floats(1e-6, 10.0)),
+        "lr_decay_style": draw(st.sampled_from(styles)),
+        "lr_step_offset": draw(st.integers(0, 1)),
+        "dataset_source": "random",
+        "dry_run": True,
+        "batch_size": draw(st.integers(1, 2**20)),
+        "sequence_length": draw(st.integers(1, 2**17)),
+    }
     options["min_lr_ratio"] = draw(st.sampled_from((0.05, 0.1, 1.0)) | st.floats(1e-3, 1.0))
     options |= draw(_length("lr_warmup", total)) | draw(_length("lr_rewarmup", total))
     options |= draw(_length("lr_wsd_decay", total) | st.just({}))

@@ -51,7 +51,7 @@ LINEAR: dict[str, Any] = {"lr_decay_style": "linear"}
         ({"lr_cooldown_iters": 1000}, "--lr_cooldown_iters=1000: nothing is left before the cooldown"),
         ({"lr_cooldown_fraction": 1.0}, "--lr_cooldown_fraction=1: nothing is left before the cooldown"),
     ],
-)  # fmt: skip
+)
 def test_contradictions(options: dict[str, Any], text: str) -> None:
     """Each is one line with the flags, their values, the rule and the fix."""
     with pytest.raises(UsageError) as error:
@@ -85,31 +85,63 @@ def test_nothing_is_asked_of_a_run_that_trains_nothing() -> None:
 
 # Lengths that do not fit are cut, as in the newer Levanter. (options, the warning, {iteration: rate})
 CUT: list[tuple[dict[str, Any], str, dict[int, float]]] = [
-    ({"lr_warmup_iters": 2000}, "--lr_warmup_iters=2000: the schedule has only 1000 iterations, to which the warmup is",
-     {1: 1e-6, 500: 5e-4, 1000: 1e-3}),
-    ({"lr_warmup_iters": 2000, "lr_decay_style": "constant"}, "--lr_warmup_iters=2000: the schedule has only 1000",
-     {500: 5e-4, 1000: 1e-3}),
-    ({"lr_warmup_iters": 1000}, "--lr_warmup_iters=1000: no decay in the schedule (1000 iterations); the rate stays at",
-     {500: 5e-4, 1000: 1e-3, 2000: 1e-3}),
+    (
+        {"lr_warmup_iters": 2000},
+        "--lr_warmup_iters=2000: the schedule has only 1000 iterations, to which the warmup is",
+        {1: 1e-6, 500: 5e-4, 1000: 1e-3},
+    ),
+    (
+        {"lr_warmup_iters": 2000, "lr_decay_style": "constant"},
+        "--lr_warmup_iters=2000: the schedule has only 1000",
+        {500: 5e-4, 1000: 1e-3},
+    ),
+    (
+        {"lr_warmup_iters": 1000},
+        "--lr_warmup_iters=1000: no decay in the schedule (1000 iterations); the rate stays at",
+        {500: 5e-4, 1000: 1e-3, 2000: 1e-3},
+    ),
     ({"lr_warmup_fraction": 1.0}, "--lr_warmup_fraction=1: no decay in the schedule (1000", {500: 5e-4, 2000: 1e-3}),
-    ({"lr_wsd_decay_iters": 1500}, "--lr_wsd_decay_iters=1500: 1500 iterations, but the schedule has 1000, of which "
-     "the warmup leaves 1000; the decay is cut to those", {500: 5e-4, 1000: 0.0}),
-    ({"lr_warmup_fraction": 0.6, "lr_wsd_decay_fraction": 0.6}, "--lr_wsd_decay_fraction=0.6: 600 iterations, but the "
-     "schedule has 1000, of which the warmup leaves 400", {300: 5e-4, 600: 1e-3, 800: 5e-4}),
-    ({"lr_wsd_decay_iters": 0}, "--lr_wsd_decay_iters=0: no decay in the schedule (1000 iterations); the rate stays at",
-     {1: 1e-3, 1000: 1e-3}),
-    ({"lr_cycle_minima": (400, 500), "lr_rewarmup_iters": 200}, "--lr_rewarmup_iters=200: cycle 2 of 3 has only 100 "
-     "iterations, to which the warmup is cut", {450: 5e-4, 500: 1e-3, 600: 1e-3, 700: 1e-3, 850: 5e-4}),
-    ({"lr_cycle_iters": 300}, "--lr_cycle_iters=300: the last cycle takes the remainder, too, and has 400 iterations",
-     {599: 1e-3 / 300, 600: 1e-3, 800: 5e-4}),
+    (
+        {"lr_wsd_decay_iters": 1500},
+        "--lr_wsd_decay_iters=1500: 1500 iterations, but the schedule has 1000, of which "
+        "the warmup leaves 1000; the decay is cut to those",
+        {500: 5e-4, 1000: 0.0},
+    ),
+    (
+        {"lr_warmup_fraction": 0.6, "lr_wsd_decay_fraction": 0.6},
+        "--lr_wsd_decay_fraction=0.6: 600 iterations, but the schedule has 1000, of which the warmup leaves 400",
+        {300: 5e-4, 600: 1e-3, 800: 5e-4},
+    ),
+    (
+        {"lr_wsd_decay_iters": 0},
+        "--lr_wsd_decay_iters=0: no decay in the schedule (1000 iterations); the rate stays at",
+        {1: 1e-3, 1000: 1e-3},
+    ),
+    (
+        {"lr_cycle_minima": (400, 500), "lr_rewarmup_iters": 200},
+        "--lr_rewarmup_iters=200: cycle 2 of 3 has only 100 iterations, to which the warmup is cut",
+        {450: 5e-4, 500: 1e-3, 600: 1e-3, 700: 1e-3, 850: 5e-4},
+    ),
+    (
+        {"lr_cycle_iters": 300},
+        "--lr_cycle_iters=300: the last cycle takes the remainder, too, and has 400 iterations",
+        {599: 1e-3 / 300, 600: 1e-3, 800: 5e-4},
+    ),
     ({"lr_cycle_fraction": 0.3}, "--lr_cycle_fraction=0.3: the last cycle takes the remainder", {800: 5e-4}),
     ({"lr_cycle_iters": 5000}, "--lr_cycle_iters=5000: one cycle, as the schedule has only 1000", {500: 5e-4}),
-    ({"lr_cycle_minima": (200, 10**9), "lr_wsd_decay_iters": 100}, "--lr_cycle_minima=200,1000000000: 1000000000 is "
-     "beyond the end of the schedule (1000): its last cycle goes on until there", {150: 5e-4, 200: 1e-3, 1000: 1e-3}),
+    (
+        {"lr_cycle_minima": (200, 10**9), "lr_wsd_decay_iters": 100},
+        "--lr_cycle_minima=200,1000000000: 1000000000 is "
+        "beyond the end of the schedule (1000): its last cycle goes on until there",
+        {150: 5e-4, 200: 1e-3, 1000: 1e-3},
+    ),
     ({"min_lr_ratio": 2.0}, "--min_lr_ratio=2: above 1, so the rate rises where it would decay", {500: 1.5e-3}),
-    ({"lr_cooldown_iters": 100}, "--lr_cooldown_iters=100: the decay before it has reached the minimum already",
-     {450: 5e-4, 900: 0.0, 950: 0.0}),
-]  # fmt: skip
+    (
+        {"lr_cooldown_iters": 100},
+        "--lr_cooldown_iters=100: the decay before it has reached the minimum already",
+        {450: 5e-4, 900: 0.0, 950: 0.0},
+    ),
+]
 
 
 @pytest.mark.parametrize(("options", "text", "rates"), CUT)

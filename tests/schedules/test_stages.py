@@ -26,8 +26,20 @@ def test_stages_follow_each_other() -> None:
     """The first update is one step into the first stage; a stage has its own rate from its first step on, and the last
     rate holds after all of them."""
     config = resolved("linear,10,0,1e-3;constant,20,1e-3;cosine,40,1e-3,1e-4;power,10,5e-4,1e-4,2")
-    expected = {1: 1e-4, 5: 5e-4, 10: 1e-3, 29: 1e-3, 30: 1e-3, 40: 1e-4 + 9e-4 * (1 + math.cos(math.pi / 4)) / 2,
-                50: 5.5e-4, 70: 5e-4, 75: 5e-4 - 4e-4 / 4, 79: 5e-4 - 4e-4 * 0.81, 80: 1e-4, 10**12: 1e-4}  # fmt: skip
+    expected = {
+        1: 1e-4,
+        5: 5e-4,
+        10: 1e-3,
+        29: 1e-3,
+        30: 1e-3,
+        40: 1e-4 + 9e-4 * (1 + math.cos(math.pi / 4)) / 2,
+        50: 5.5e-4,
+        70: 5e-4,
+        75: 5e-4 - 4e-4 / 4,
+        79: 5e-4 - 4e-4 * 0.81,
+        80: 1e-4,
+        10**12: 1e-4,
+    }
     for iteration, rate in expected.items():
         assert learning_rate(config, iteration) == pytest.approx(rate, rel=1e-12), iteration
     assert peak_learning_rate(config) == 1e-3
@@ -123,9 +135,12 @@ def test_exclusive_with_the_other_options(options: dict[str, Any], typed: str) -
 
 
 stages = st.tuples(
-    st.sampled_from(("constant", "linear", "power", "cosine")), st.integers(1, 30), st.floats(0, 1), st.floats(0, 1),
+    st.sampled_from(("constant", "linear", "power", "cosine")),
+    st.integers(1, 30),
+    st.floats(0, 1),
+    st.floats(0, 1),
     st.floats(0.1, 4),
-)  # fmt: skip
+)
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)

@@ -15,10 +15,18 @@ ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
 SCRIPTS = ROOT / "scripts"
 TINY = (
-    "--num_layers=2", "--hidden_size=64", "--num_attention_heads=4", "--head_groups=2", "--micro_batch_size=2",
-    "--ffn_hidden_size=96", "--vocab_size=128", "--sequence_length=32", "--turns=3", "--warmup_turns=1",
+    "--num_layers=2",
+    "--hidden_size=64",
+    "--num_attention_heads=4",
+    "--head_groups=2",
+    "--micro_batch_size=2",
+    "--ffn_hidden_size=96",
+    "--vocab_size=128",
+    "--sequence_length=32",
+    "--turns=3",
+    "--warmup_turns=1",
     "--steps_per_turn=2",
-)  # fmt: skip
+)
 OWN = {"ZeRO-1", "ZeRO-2", "ZeRO-2 breadth-first", "ZeRO-3", "ZeRO-3 breadth-first"}
 PLAIN = {f"plain {name}" for name in OWN}
 FSDP = {"FSDP2", "FSDP2 all resharded", "FSDP2 no reshard", "FSDP2 no sync", "FSDP2 compiled"}
@@ -88,8 +96,15 @@ def test_one_rank_at_a_time_in_gpt2s_shape(tmp_path: Path) -> None:
 
     Every turn starts from the same weights and computes the same losses everywhere, recomputing or not.
     """
-    names = {"torch", "torch compiled full logits", "ZeRO-1", "ZeRO-1 recompute activation", "ZeRO-1 recompute full",
-             "plain ZeRO-3", "FSDP2"}  # fmt: skip
+    names = {
+        "torch",
+        "torch compiled full logits",
+        "ZeRO-1",
+        "ZeRO-1 recompute activation",
+        "ZeRO-1 recompute full",
+        "plain ZeRO-3",
+        "FSDP2",
+    }
     options = ("--model=gpt2-124m", "--head_groups=4", "--one_at_a_time", f"--only={','.join(names)},HF", "--turns=2")
     result = run_on_ranks(1, tmp_path / "results.json", *options)
     rows = result["configurations"]

@@ -133,8 +133,10 @@ def test_shapes_and_missing_tensors_are_differences(script: Any, tmp_path: Path,
     a = write(tmp_path / "a", {"x": torch.ones(6), "only a": torch.ones(1), "z": torch.ones(1)})
     b = write(tmp_path / "b", {"only b": torch.ones(1), "z": torch.ones(1), "x": torch.ones(2, 3)})
     assert [(difference.name, difference.what) for difference in script.compare(a, b, rtol)] == [
-        ("x", "shapes (6,) and (2, 3)"), ("only a", "only in the first run"), ("only b", "only in the second run"),
-    ]  # fmt: skip
+        ("x", "shapes (6,) and (2, 3)"),
+        ("only a", "only in the first run"),
+        ("only b", "only in the second run"),
+    ]
 
 
 def test_levels_may_differ(script: Any, tmp_path: Path) -> None:

@@ -28,9 +28,11 @@ from tests.support.families import FAMILIES, load_model, logits_of, random_token
 
 FAST = "mistral, yarn, tied"
 DEFAULT = (
-    FAST, "gpt2, untied, inverse layer scale", "gpt_bigcode, multi-head, untied",
+    FAST,
+    "gpt2, untied, inverse layer scale",
+    "gpt_bigcode, multi-head, untied",
     "qwen3, linear rope, window, biases, tied",
-)  # fmt: skip
+)
 
 
 def convert(source: Path, target: Path, kind: str, *flags: str) -> int:
@@ -176,7 +178,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], None] | None, list[str], int, str]] =
     "average": (None, ["--weights=average"], 4, "one set of weights"),
     "no tokenizer": (None, ["--tokenizer_file=/nowhere/t.json"], 3, "/nowhere/t.json: cannot be read"),
     "overflow": (None, ["--dtype=fp16"], 5, "model.norm.weight has a weight of 1e+06, which fp16 cannot hold"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSALS)

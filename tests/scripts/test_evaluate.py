@@ -16,12 +16,7 @@ import pytest
 import torch
 
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
-from megatron_lite.data.tokenizing import (
-    ByteTokenizer,
-    JsonTokenizer,
-    save_byte_tokenizer,
-    train_tokenizer,
-)
+from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer, save_byte_tokenizer, train_tokenizer
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.generation.evaluation import text_batches
 from megatron_lite.monitor.trackers import read_metrics
@@ -30,10 +25,23 @@ from tests.support.loading import loaded
 
 TEXTS = ("the cats' café\n", "a second one, of zoë", "日本語 🎉", "x" * 40)
 MODEL = dict(
-    vocab_size=300, sequence_length=16, max_position_embeddings=32, init_method_std=0.3, batch_size=4,
-    train_iters=2, lr=1e-2, lr_warmup_iters=0, dataset_source="list", split=(50, 50, 0), validation_iters="all",
-    validation_interval=2, export_interval=2, cross_document_attention=False, ema_type="ema", ema_beta=0.5,
-)  # fmt: skip
+    vocab_size=300,
+    sequence_length=16,
+    max_position_embeddings=32,
+    init_method_std=0.3,
+    batch_size=4,
+    train_iters=2,
+    lr=1e-2,
+    lr_warmup_iters=0,
+    dataset_source="list",
+    split=(50, 50, 0),
+    validation_iters="all",
+    validation_interval=2,
+    export_interval=2,
+    cross_document_attention=False,
+    ema_type="ema",
+    ema_beta=0.5,
+)
 
 
 @pytest.fixture(scope="module")
@@ -168,9 +176,14 @@ def test_without_a_tokenizer_there_are_no_bytes(
     ],
 )
 def test_errors_are_one_clear_line(
-    options: list[str], code: int, fact: str, folder: Path, script: ModuleType, capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    code: int,
+    fact: str,
+    folder: Path,
+    script: ModuleType,
+    capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     (tmp_path / "LINES.jsonl").write_text('{"text": "a"}\n{"words": "b"}\n')
     (tmp_path / "EMPTY.txt").write_text(" \n")
     places = {"DATA": folder / "data", "LINES": tmp_path / "LINES", "EMPTY": tmp_path / "EMPTY"}

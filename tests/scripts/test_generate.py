@@ -21,9 +21,17 @@ from tests.support.loading import loaded
 
 PROMPTS = ("def f(", "a", "the quick brown fox", "a")
 MODEL = dict(
-    vocab_size=257, sequence_length=64, max_position_embeddings=64, use_rotary_embeddings=True, gated=True,
-    normalization_type="rms_norm", add_linear_biases=False, head_groups=2, init_method_std=0.4, window_size=9,
-)  # fmt: skip
+    vocab_size=257,
+    sequence_length=64,
+    max_position_embeddings=64,
+    use_rotary_embeddings=True,
+    gated=True,
+    normalization_type="rms_norm",
+    add_linear_biases=False,
+    head_groups=2,
+    init_method_std=0.4,
+    window_size=9,
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +43,13 @@ def script() -> Iterator[ModuleType]:
 def save_model(distributed: Distributed, folder: str) -> None:
     """A short run leaves both: the checkpoint of its last iteration, and an export."""
     options = MODEL | dict(
-        train_iters=1, lr=1e-6, lr_warmup_iters=0, experiment_dir=f"{folder}/run", export_interval=1,
+        train_iters=1,
+        lr=1e-6,
+        lr_warmup_iters=0,
+        experiment_dir=f"{folder}/run",
+        export_interval=1,
         tokenizer_file=f"{folder}/tokenizer.json",
-    )  # fmt: skip
+    )
     train_whole(distributed, tiny_config(distributed.world_size, **options))
 
 
@@ -235,11 +247,17 @@ def test_a_home_is_found_and_memory_that_is_short_is_told_of(
 @pytest.mark.parametrize(
     "options, fact",
     [
-        (["--temperature=-1"], "at least 0"), (["--temperature=nan"], "at least 0"), (["--top_k=x"], "x"),
-        (["--max_new_tokens=0"], "at least 1"), (["--top_p=0"], "above 0"), (["--top_p=1.5"], "at most 1"),
-        (["--stop="], "empty"), (["--temperature=0", "--top_k=3"], "nothing is drawn"), (["--dtype=fp8"], "fp8"),
+        (["--temperature=-1"], "at least 0"),
+        (["--temperature=nan"], "at least 0"),
+        (["--top_k=x"], "x"),
+        (["--max_new_tokens=0"], "at least 1"),
+        (["--top_p=0"], "above 0"),
+        (["--top_p=1.5"], "at most 1"),
+        (["--stop="], "empty"),
+        (["--temperature=0", "--top_k=3"], "nothing is drawn"),
+        (["--dtype=fp8"], "fp8"),
     ],
-)  # fmt: skip
+)
 def test_wrong_options_are_usage_errors(
     script: ModuleType, capsys: pytest.CaptureFixture[str], options: list[str], fact: str
 ) -> None:

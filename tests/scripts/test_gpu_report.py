@@ -63,12 +63,13 @@ def test_a_failure_does_not_stop_the_others(tmp_path: Path) -> None:
     """The reason and the end of the log are recorded; what the step had written counts; the next one runs."""
     write = "open(sys.argv[1], 'w').write(json.dumps({'rows': 3}))"
     found = run(
-        tmp_path, 60.0,
+        tmp_path,
+        60.0,
         Step("bad", (*python(f"{write}; print('so it goes'); sys.exit(7)"), "{output}"), 30, reading.read_json),
         Step("silent", python("pass"), 30, reading.read_json),
         Step("broken", (*python("open(sys.argv[1], 'w').write('{')"), "{output}"), 30, reading.read_json),
         Step("good", (*python(write), "{output}"), 30, reading.read_json),
-    )  # fmt: skip
+    )
     bad, silent, broken, good = found["steps"].values()
     assert bad["status"] == "failed" and bad["reason"] == "exit code 7" and bad["result"] == {"rows": 3}
     assert bad["log_tail"] == ["so it goes"]
@@ -87,11 +88,12 @@ def test_deadlines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     endless = f"import subprocess; subprocess.Popen([sys.executable, '-c', {grandchild!r}]); time.sleep(60)"
     partial = "open(sys.argv[1], 'w').write(json.dumps({'rows': 1})); time.sleep(60)"
     found = run(
-        tmp_path, 3.0,
+        tmp_path,
+        3.0,
         Step("slow", (*python(partial), "{output}"), 1.0, reading.read_json),
         Step("endless", python(endless), 30, reading.read_json),
         Step("late", python("pass"), 30, reading.read_json),
-    )  # fmt: skip
+    )
     slow, endless_one, late = found["steps"].values()
     assert slow["status"] == "stopped" and slow["seconds"] < 2 and slow["result"] == {"rows": 1}
     assert endless_one["status"] == "stopped" and endless_one["seconds"] < 3
@@ -110,14 +112,17 @@ def test_a_step_that_crashes_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     command = (*python(count), "{output}")
     found = run(
-        tmp_path, 60.0,
+        tmp_path,
+        60.0,
         Step("resumed", (*command, "3"), 30, reading.read_json, resumes=True),
         Step("hopeless", (*command, "99"), 30, reading.read_json, resumes=True),
         Step("single", (*command, "3"), 30, reading.read_json),
-    )  # fmt: skip
+    )
     assert [(step["status"], step["result"]) for step in found["steps"].values()] == [
-        ("ok", 3), ("failed", gpu_report.ATTEMPTS), ("failed", 1)
-    ]  # fmt: skip
+        ("ok", 3),
+        ("failed", gpu_report.ATTEMPTS),
+        ("failed", 1),
+    ]
 
 
 def test_operations_go_on_behind_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +175,7 @@ def test_variants_of_training_fit_an_h200(variants: str) -> None:
 
 SMALL = Shape(
     tokens=6, hidden=16, ffn=24, heads=4, groups=2, head_size=8, vocab=40, large_vocab=70, shard=256, device="cpu"
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
@@ -208,15 +213,27 @@ def test_what_is_measured_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> No
     moved = 3 * 6 * 16 * 2
     assert norm["status"] == "ok" and norm["bytes"] == moved and norm["memory_bound"]
     assert norm["variants"]["triton"] == {
-        "ms": ms(0.5), "peak_bytes": 600, "bytes_per_s": moved / 5e-4, "fraction_of_copy": moved / 5e-4 / 1e6,
+        "ms": ms(0.5),
+        "peak_bytes": 600,
+        "bytes_per_s": moved / 5e-4,
+        "fraction_of_copy": moved / 5e-4 / 1e6,
         "fraction_of_equal_copy": 0.5,
-    }  # fmt: skip
+    }
     attention = gpu_ops.measure_op(ops["attention forward"], SMALL, clock, 1e6)
     assert attention["status"] == "failed" and set(attention["variants"]) == set(FULL)
     product = gpu_ops.measure_op(ops["weight gradient"], SMALL, clock, 1e6)["variants"]["training dtype alone"]
     assert product["flop_per_s"] == 2 * 6 * 16 * 24 / 5e-4 and "bytes_per_s" not in product
-    text = rendering.render({"steps": {"ops": {"status": "failed", "seconds": 1.0, "result": {"ops": {
-        "rms_norm backward": norm, "attention forward": attention}}}}})  # fmt: skip
+    text = rendering.render(
+        {
+            "steps": {
+                "ops": {
+                    "status": "failed",
+                    "seconds": 1.0,
+                    "result": {"ops": {"rms_norm backward": norm, "attention forward": attention}},
+                }
+            }
+        }
+    )
     assert "| rms_norm backward | 6 x 16 | triton | 0.500 (0.450-0.550) |" in text and "cudnn" in text
 
 
@@ -262,16 +279,27 @@ def ms(median: float) -> dict[str, Any]:
 
 def a_report() -> dict[str, Any]:
     """One in which the aims are met but for two, and some things failed."""
+
     def table(ratios: dict[str, float], **tokens_per_s: float) -> dict[str, Any]:
         rows: dict[str, Any] = {
-            name.replace("_", " "): {"step_s": ms(8192 / value), "tokens_per_s": value, "model_tflops": value / 20,
-                                     "mfu": 0.5, "mfu_full": None, "peak_bytes": 100 * 2**30}
+            name.replace("_", " "): {
+                "step_s": ms(8192 / value),
+                "tokens_per_s": value,
+                "model_tflops": value / 20,
+                "mfu": 0.5,
+                "mfu_full": None,
+                "peak_bytes": 100 * 2**30,
+            }
             for name, value in tokens_per_s.items()
-        }  # fmt: skip
+        }
         if "ZeRO-1" in rows:
             rows["ZeRO-1"]["ratios"] = {name: {"median": ratio} for name, ratio in ratios.items()}
-        return {"command": "scripts/benchmark.py", "configurations": rows, "failures": {"HF": "out of memory"},
-                "unavailable": {"HF Liger": "liger_kernel is not installed"}}  # fmt: skip
+        return {
+            "command": "scripts/benchmark.py",
+            "configurations": rows,
+            "failures": {"HF": "out of memory"},
+            "unavailable": {"HF Liger": "liger_kernel is not installed"},
+        }
 
     def variants(**step_ms: float) -> dict[str, Any]:
         return {
@@ -289,7 +317,9 @@ def a_report() -> dict[str, Any]:
     ceilings = {"copy_bytes": 2**33, "copy_bytes_per_s": 4.3e12, "gemm_size": 8192, "gemm_flop_per_s": 7.9e14}
     failed = {"status": "failed", "variants": {"": {"failed": "RuntimeError: no"}}}
     return {
-        "date": "2026-01-01", "seconds": 100.0, "machine": {"device": "A GPU", "driver": "1.2"},
+        "date": "2026-01-01",
+        "seconds": 100.0,
+        "machine": {"device": "A GPU", "driver": "1.2"},
         "versions": {"torch": "2.11.0", "triton": None},
         "steps": {
             "ceilings": done(ceilings),
@@ -302,7 +332,7 @@ def a_report() -> dict[str, Any]:
             "kernel tests": done({"counts": {"passed": 9, "failed": 1}, "failures": ["x.py::test - no"]}, "failed"),
             "smoke test": {"status": "not run", "seconds": 0.0, "reason": "3 s were left"},
         },
-    }  # fmt: skip
+    }
 
 
 def test_rendering_of_a_report() -> None:
@@ -311,15 +341,29 @@ def test_rendering_of_a_report() -> None:
     cells = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
     rows = {name + goal: " | ".join([name, goal, *others]) for name, goal, *others in cells}
     aims = {
-        "9,000 tokens/s": "10,000 tokens/s | met", "11,000 tokens/s": "10,000 tokens/s | missed",
-        "540 model": "550 TFLOP/s | met", "1.15x": "1.250x | met", "1.10x": "1.020x | missed",
-        "99.6 %": "99.9 % | met", "90 %": "91.7 % | met",
-        "slowest": "86.0 % | met", "AdamW": "86.0 % | met",
-    }  # fmt: skip
+        "9,000 tokens/s": "10,000 tokens/s | met",
+        "11,000 tokens/s": "10,000 tokens/s | missed",
+        "540 model": "550 TFLOP/s | met",
+        "1.15x": "1.250x | met",
+        "1.10x": "1.020x | missed",
+        "99.6 %": "99.9 % | met",
+        "90 %": "91.7 % | met",
+        "slowest": "86.0 % | met",
+        "AdamW": "86.0 % | met",
+    }
     for aim, measured in aims.items():
         assert any(aim in key and measured in line for key, line in rows.items()), (aim, rows)
-    for part in ("4.30 TB/s", "790 TFLOP/s", "RuntimeError: no", "x.py::test - no", "3 s were left", "+2.0 %",
-                 "out of memory", "liger_kernel is", "torch 2.11.0"):  # fmt: skip
+    for part in (
+        "4.30 TB/s",
+        "790 TFLOP/s",
+        "RuntimeError: no",
+        "x.py::test - no",
+        "3 s were left",
+        "+2.0 %",
+        "out of memory",
+        "liger_kernel is",
+        "torch 2.11.0",
+    ):
         assert part in text, part
     assert "triton None" not in text and "NaN" not in text
 

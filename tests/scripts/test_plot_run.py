@@ -57,8 +57,11 @@ def test_svg_without_matplotlib(num_lines, validation, tmp_path, script, capsys,
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert texts[0] == "a & <b>" and "x<y: 5.500" in texts and any("training" in text for text in texts)
     assert any("validation" in text for text in texts) is validation
-    numbers = [float(pair.split(",")[1]) for line in root.iter("{http://www.w3.org/2000/svg}polyline")
-               for pair in line.get("points").split()]  # fmt: skip
+    numbers = [
+        float(pair.split(",")[1])
+        for line in root.iter("{http://www.w3.org/2000/svg}polyline")
+        for pair in line.get("points").split()
+    ]
     assert all(0 <= number <= 600 for number in numbers)  # inside the picture
 
 

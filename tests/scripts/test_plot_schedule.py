@@ -18,8 +18,15 @@ from megatron_lite.validation import resolve
 from tests.support.loading import loaded
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "plot_schedule.py"
-FLAGS = ["--train_iters=40", "--lr=1e-3", "--lr_decay_style=cosine", "--lr_num_cycles=2", "--lr_warmup_fraction=0.2",
-         "--lr_rewarmup_iters=3", "--min_lr_ratio=0.1"]  # fmt: skip
+FLAGS = [
+    "--train_iters=40",
+    "--lr=1e-3",
+    "--lr_decay_style=cosine",
+    "--lr_num_cycles=2",
+    "--lr_warmup_fraction=0.2",
+    "--lr_rewarmup_iters=3",
+    "--min_lr_ratio=0.1",
+]
 
 
 @pytest.fixture(scope="module")

@@ -48,9 +48,14 @@ def summary(prefix: Path) -> dict[str, object]:
 def folder(tmp_path: Path) -> Path:
     """A folder with text files at several depths, and others that are not asked for."""
     files = {
-        "b.txt": "second\r\nfile\n", "a/z.txt": "first ü\n", "a/z.md": "# mark\n", "c.jsonl": '{"text": "third"}\n',
-        "a/skip.py": "print()\n", "d.txt": " \n ", ".hidden/e.txt": "hidden\n",
-    }  # fmt: skip
+        "b.txt": "second\r\nfile\n",
+        "a/z.txt": "first ü\n",
+        "a/z.md": "# mark\n",
+        "c.jsonl": '{"text": "third"}\n',
+        "a/skip.py": "print()\n",
+        "d.txt": " \n ",
+        ".hidden/e.txt": "hidden\n",
+    }
     for name, text in files.items():
         path = tmp_path / "in" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,9 +86,15 @@ def test_summary_has_the_entropy(tmp_path: Path) -> None:
     found = summary(tmp_path / "x")
     assert found.pop("unigram_entropy_nats") == pytest.approx(entropy, rel=1e-12)
     assert found == {
-        "documents": 2, "tokens": 11, "text_bytes": 9, "bytes_per_token": 9 / 11, "vocab_size": 257,
-        "end_of_document": 256, "dtype": "uint16", "skipped": {},
-    }  # fmt: skip
+        "documents": 2,
+        "tokens": 11,
+        "text_bytes": 9,
+        "bytes_per_token": 9 / 11,
+        "vocab_size": 257,
+        "end_of_document": 256,
+        "dtype": "uint16",
+        "skipped": {},
+    }
 
 
 BAD_LINES = [
@@ -203,6 +214,9 @@ def test_killed_run_leaves_nothing_that_opens_and_a_rerun_works(tmp_path: Path) 
     assert (done.returncode, done.stderr) == (0, "")
     assert IndexedDataset(str(tmp_path / "x")).num_tokens == 2000 * (1100 + 1)
     assert sorted(path.name for path in tmp_path.glob("x.*")) == [
-        "x.bin", "x.idx", "x.summary.json", "x.tokenizer.json"
-    ]  # fmt: skip
+        "x.bin",
+        "x.idx",
+        "x.summary.json",
+        "x.tokenizer.json",
+    ]
     assert ByteTokenizer().decode(IndexedDataset(str(tmp_path / "x")).document(0)) == "some words " * 100

@@ -43,10 +43,18 @@ def environment(**more: str) -> dict[str, str]:
     """The environment of a user with this Python active, who installs nothing and has no GPU."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "QUICKSTART", "SLURM"))}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return kept | {
-        "PATH": path, "VIRTUAL_ENV": sys.prefix, "MEGATRON_LITE_NO_INSTALL": "1", "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-    } | more  # fmt: skip
+    return (
+        kept
+        | {
+            "PATH": path,
+            "VIRTUAL_ENV": sys.prefix,
+            "MEGATRON_LITE_NO_INSTALL": "1",
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        | more
+    )
 
 
 def shell(command: str, cwd: Path = ROOT, timeout: float = 120, **more: str) -> subprocess.CompletedProcess[str]:
@@ -74,9 +82,11 @@ def captured(tmp_path: Path) -> dict[str, str]:
     """Environment variables with which torchrun writes down its arguments instead of running."""
     executable(tmp_path / "bin" / "torchrun", CAPTURE)
     return {
-        "PATH": f"{tmp_path / 'bin'}{os.pathsep}{environment()['PATH']}", "CAPTURED": str(tmp_path / "captured.json"),
-        "DATA_PATH": "/data/corpus", "EXP_BASE_DIR": str(tmp_path / "mistral"),
-    }  # fmt: skip
+        "PATH": f"{tmp_path / 'bin'}{os.pathsep}{environment()['PATH']}",
+        "CAPTURED": str(tmp_path / "captured.json"),
+        "DATA_PATH": "/data/corpus",
+        "EXP_BASE_DIR": str(tmp_path / "mistral"),
+    }
 
 
 def split_command(captured: dict[str, str]) -> tuple[list[str], list[str]]:

@@ -96,10 +96,12 @@ class Recorder:
         compiled = self._run(kernel, *args, grid=grid, warmup=True, **options)
         if compiled.hash not in self.launched:
             self.launched[compiled.hash] = {
-                "kernel": name_of(kernel), "common": self.common, "warps": compiled.metadata.num_warps,
+                "kernel": name_of(kernel),
+                "common": self.common,
+                "warps": compiled.metadata.num_warps,
                 "shared_bytes": compiled.metadata.shared,
                 **resources(compiled.asm["cubin"]),
-            }  # fmt: skip
+            }
         return compiled
 
 
@@ -164,12 +166,20 @@ def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
             wide = shape.random(rows, width, dtype=torch.float32).requires_grad_()
             sum_and_norm = add_norm(wide, x, None, None, kind, triton=True, dtype=shape.dtype)
             yield f"{what} norm of a wide sum {width}", backward(sum_and_norm, (wide, x), (grads[0].float(), grads[1]))
-    for columns, start, adds_up, scaled in ((1, 0, True, True), (50257, 0, True, True), (300, 0, True, False),
-                                            (300, 300, True, False), (300, 300, False, True)):  # fmt: skip
+    for columns, start, adds_up, scaled in (
+        (1, 0, True, True),
+        (50257, 0, True, True),
+        (300, 0, True, False),
+        (300, 300, True, False),
+        (300, 300, False, True),
+    ):
         labels = torch.zeros(4, dtype=torch.int64, device=shape.device)
         sums, scale = Sums.empty(4, labels.device), torch.ones((), device=shape.device) if scaled else None
-        yield f"cross-entropy {columns} {start}", partial(
-            sweep, shape.random(4, columns), labels, sums, scale, 1e-4, start=start, adds_up=adds_up, triton=True
+        yield (
+            f"cross-entropy {columns} {start}",
+            partial(
+                sweep, shape.random(4, columns), labels, sums, scale, 1e-4, start=start, adds_up=adds_up, triton=True
+            ),
         )
     for vocab, width in ((1, 1), (50, 123)):
         rows, tokens = shape.parameter(vocab, width), torch.zeros(1, 5, dtype=torch.int64, device=shape.device)

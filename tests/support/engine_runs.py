@@ -50,10 +50,16 @@ class Engine:
         self.config: Config = tiny_config(ranks.world_size, **options)
         self.ranks, dtype = ranks, self.config.distributed.training_dtype
         self.model = MultiStage(
-            layers_of(self.config), self.config.multi_stage, self.config.batch, dtype, group or ranks, training,
-            moments=self.config.optimizer.moments, whole_matrices=self.config.optimizer.whole_matrices,
+            layers_of(self.config),
+            self.config.multi_stage,
+            self.config.batch,
+            dtype,
+            group or ranks,
+            training,
+            moments=self.config.optimizer.moments,
+            whole_matrices=self.config.optimizer.whole_matrices,
             averaged=self.config.averaging.enabled,
-        )  # fmt: skip
+        )
         self.model.initialize(self.config.distributed.seed)
         kernels = choose_kernels(self.config, ranks.device)
         self.optimizer = Optimizer(self.config, self.model.stages, ranks, kernels)
@@ -98,11 +104,13 @@ class Engine:
                     with self.model.averaged():
                         averaged.append(self.model.evaluate(self.batches(0)))
         return Outcome(
-            [float(loss) for loss, _ in steps], [float(norm) for _, norm in steps], [float(loss) for loss in evaluated],
+            [float(loss) for loss, _ in steps],
+            [float(norm) for _, norm in steps],
+            [float(loss) for loss in evaluated],
             [float(loss) for loss in averaged],
             digest(weight for _, weight in self.model.full_weights()),
             digest(part.read(kind) for _, part in self.model.parts() for kind in part.kinds()),
-        )  # fmt: skip
+        )
 
 
 def digest(tensors: Iterator[Tensor]) -> str:

@@ -30,9 +30,12 @@ def parameter(values: Tensor, dtype: torch.dtype) -> Parameter:
 
 
 def compare(
-    ours: Callable[..., Tensor], formula: Callable[..., Tensor], inputs: list[Tensor], weights: list[Tensor],
+    ours: Callable[..., Tensor],
+    formula: Callable[..., Tensor],
+    inputs: list[Tensor],
+    weights: list[Tensor],
     dtype: torch.dtype,
-) -> None:  # fmt: skip
+) -> None:
     """`ours` in dtype and `formula` in float64 on the same (rounded) values; two backwards add up."""
     inputs, weights = ([tensor.to(dtype) for tensor in tensors] for tensors in (inputs, weights))
     our_inputs = [tensor.clone().requires_grad_() for tensor in inputs]

@@ -46,10 +46,21 @@ _CONTEXT.set_forkserver_preload(["megatron_lite.train", "numpy", "torch.fx.exper
 
 # A model and a schedule small enough for a hundred starts; flags given later win.
 TINY = (
-    "--device=cpu", "--num_layers=2", "--hidden_size=32", "--num_attention_heads=4", "--vocab_size=64",
-    "--sequence_length=16", "--max_position_embeddings=16", "--batch_size=4", "--dataset_source=random",
-    "--num_workers=0", "--lr=0.01", "--lr_warmup_iters=2", "--log_interval=1", "--train_iters=6",
-)  # fmt: skip
+    "--device=cpu",
+    "--num_layers=2",
+    "--hidden_size=32",
+    "--num_attention_heads=4",
+    "--vocab_size=64",
+    "--sequence_length=16",
+    "--max_position_embeddings=16",
+    "--batch_size=4",
+    "--dataset_source=random",
+    "--num_workers=0",
+    "--lr=0.01",
+    "--lr_warmup_iters=2",
+    "--log_interval=1",
+    "--train_iters=6",
+)
 
 
 @dataclass(frozen=True)
@@ -84,9 +95,14 @@ class Start:
     """One start of the program. A context manager: at its end every process of it is killed and gone."""
 
     def __init__(
-        self, flags: Sequence[str], ranks: int = 1, how: str = "forked", variables: Mapping[str, str] | None = None,
-        mounts_of: int | None = None, faults: Mapping[int, Fault] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        flags: Sequence[str],
+        ranks: int = 1,
+        how: str = "forked",
+        variables: Mapping[str, str] | None = None,
+        mounts_of: int | None = None,
+        faults: Mapping[int, Fault] | None = None,
+    ) -> None:
         """`variables` are added to the environment. Forked ranks only: `mounts_of`, a process whose file systems they
         see; `faults` by rank."""
         self.marker = uuid.uuid4().hex
@@ -107,9 +123,13 @@ class Start:
         port = str(free_port())
         for rank in range(ranks):
             place = {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "localhost", "MASTER_PORT": port,
-            }  # fmt: skip
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": port,
+            }
             self._start(command, place if ranks > 1 else {}, forked_start if how == "forked" else subprocess_start)
 
     def _start(self, command: list[str], place: Mapping[str, str], how_to: Callable[..., _Process]) -> None:
@@ -194,9 +214,14 @@ class Start:
 
 
 def run(
-    flags: Sequence[str], ranks: int = 1, how: str = "forked", variables: Mapping[str, str] | None = None,
-    mounts_of: int | None = None, faults: Mapping[int, Fault] | None = None, timeout_s: float = TIMEOUT_S,
-) -> Outcome:  # fmt: skip
+    flags: Sequence[str],
+    ranks: int = 1,
+    how: str = "forked",
+    variables: Mapping[str, str] | None = None,
+    mounts_of: int | None = None,
+    faults: Mapping[int, Fault] | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Outcome:
     """Start, wait for the end, and see that nothing is left behind."""
     with Start(flags, ranks, how, variables, mounts_of, faults) as start:
         outcome = start.wait(timeout_s)
@@ -226,9 +251,13 @@ def subprocess_start(command: list[str], environment: dict[str, str], outputs: l
     """A new interpreter."""
     with open(outputs[0], "wb") as stdout, open(outputs[1], "wb") as stderr:
         process = subprocess.Popen(
-            [sys.executable, *command], env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+            [sys.executable, *command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
             start_new_session=True,
-        )  # fmt: skip
+        )
     return _Process(process)
 
 

@@ -17,32 +17,62 @@ ITERATIONS = 20
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": {
-        "use_rotary_embeddings": True, "gated": True, "add_linear_biases": False, "normalization_type": "rms_norm",
-        "head_groups": 2, "tie_word_embeddings": False, "ffn_hidden_size": 88,
+        "use_rotary_embeddings": True,
+        "gated": True,
+        "add_linear_biases": False,
+        "normalization_type": "rms_norm",
+        "head_groups": 2,
+        "tie_word_embeddings": False,
+        "ffn_hidden_size": 88,
     },
     "mistral": {
-        "use_rotary_embeddings": True, "gated": True, "add_linear_biases": False, "normalization_type": "rms_norm",
-        "head_groups": 1, "window_size": 5, "kv_channels": 12, "tie_word_embeddings": True,
+        "use_rotary_embeddings": True,
+        "gated": True,
+        "add_linear_biases": False,
+        "normalization_type": "rms_norm",
+        "head_groups": 1,
+        "window_size": 5,
+        "kv_channels": 12,
+        "tie_word_embeddings": True,
     },
     "qwen2": {
-        "use_rotary_embeddings": True, "gated": True, "add_linear_biases": False, "add_qkv_biases": True,
-        "normalization_type": "rms_norm", "head_groups": 2, "logit_soft_cap": 5.0, "make_vocab_size_divisible_by": 100,
+        "use_rotary_embeddings": True,
+        "gated": True,
+        "add_linear_biases": False,
+        "add_qkv_biases": True,
+        "normalization_type": "rms_norm",
+        "head_groups": 2,
+        "logit_soft_cap": 5.0,
+        "make_vocab_size_divisible_by": 100,
     },
     "starcoder2": {"use_rotary_embeddings": True, "head_groups": 2, "window_size": 7, "random_bias_init": True},
     "relu_squared": {"activation_type": "squared_relu", "layer_norm_init_range": 0.2, "gated": True},
     "every norm": {
-        "qk_layernorm": True, "hybrid_norm": True, "input_embedding_norm": True, "zero_centered_normalization": True,
-        "layer_norm_init_range": 0.3, "use_rotary_embeddings": True, "use_position_embeddings": True,
+        "qk_layernorm": True,
+        "hybrid_norm": True,
+        "input_embedding_norm": True,
+        "zero_centered_normalization": True,
+        "layer_norm_init_range": 0.3,
+        "use_rotary_embeddings": True,
+        "use_position_embeddings": True,
     },
     "norms without weights": {
-        "qk_layernorm": True, "hybrid_norm": True, "use_layer_norm_weight": False, "normalization_type": "rms_norm",
-        "head_groups": 2, "kv_channels": 12,
+        "qk_layernorm": True,
+        "hybrid_norm": True,
+        "use_layer_norm_weight": False,
+        "normalization_type": "rms_norm",
+        "head_groups": 2,
+        "kv_channels": 12,
     },
     "exact, biases in attention alone": {
-        "activation_type": "gelu_exact", "hidden_size": 36, "vocab_size": 61, "num_attention_heads": 3,
-        "add_mlp_biases": False, "random_bias_init": True,
+        "activation_type": "gelu_exact",
+        "hidden_size": 36,
+        "vocab_size": 61,
+        "num_attention_heads": 3,
+        "add_mlp_biases": False,
+        "random_bias_init": True,
     },
-}  # fmt: skip
+}
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "constant": {},
@@ -69,9 +99,7 @@ def plain_loop(
             groups.append({"params": [parameter], "weight_decay": decay, "scale": scale})
         parameter.requires_grad_(scale != 0)
     optimizer = torch.optim.AdamW(
-        groups,
-        betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2),
-        eps=config.optimizer.adam_eps,
+        groups, betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2), eps=config.optimizer.adam_eps
     )
     losses = []
     batches = open_data(config, 0, 1).batches("training", 0, ITERATIONS)
@@ -132,9 +160,12 @@ def test_clipping_is_active_in_these_runs() -> None:
 def test_recomputation_changes_no_bit_of_a_run(architecture: str) -> None:
     """Losses, gradient norms and weights of 2 ranks with ZeRO 3, dropout and accumulation are equal at every level."""
     options = {
-        **ARCHITECTURES[architecture], "zero_stage": 3, "hidden_dropout": 0.1, "micro_batch_size": 1,
+        **ARCHITECTURES[architecture],
+        "zero_stage": 3,
+        "hidden_dropout": 0.1,
+        "micro_batch_size": 1,
         "lr_warmup_iters": 2,
-    }  # fmt: skip
+    }
     plain = run_distributed(2, train_tiny, options, 4)[0]
     for level in ("activation", "full"):
         recomputed = run_distributed(2, train_tiny, {**options, "mlp_recompute_level": level}, 4)[0]
@@ -145,19 +176,26 @@ def test_recomputation_changes_no_bit_of_a_run(architecture: str) -> None:
 
 PARTS: dict[str, tuple[str, dict[str, Any], dict[str, float]]] = {
     "embedding and first block frozen": (
-        "llama", {"freeze": ("embedding", "blocks.0")}, {"embedding": 0.0, "blocks.0": 0.0},
+        "llama",
+        {"freeze": ("embedding", "blocks.0")},
+        {"embedding": 0.0, "blocks.0": 0.0},
     ),
     "tied embedding frozen, head norm slower": (
-        "gpt2", {"freeze": ("embedding.word",), "lr_scales": ("head:0.25",)}, {"embedding.word": 0.0, "head": 0.25},
+        "gpt2",
+        {"freeze": ("embedding.word",), "lr_scales": ("head:0.25",)},
+        {"embedding.word": 0.0, "head": 0.25},
     ),
     "only the last block trained, its MLP faster": (
-        "llama", {"freeze": ("embedding", "blocks.0", "head"), "lr_scales": ("blocks.1.mlp:3",)},
+        "llama",
+        {"freeze": ("embedding", "blocks.0", "head"), "lr_scales": ("blocks.1.mlp:3",)},
         {"embedding": 0.0, "blocks.0": 0.0, "head": 0.0, "blocks.1.mlp.": 3.0},
     ),
     "only the first norm trained": (
-        "gpt2", {"lr_scales": ("*:0", "blocks.0.attention_norm:1")}, {"blocks.0.attention_norm": 1.0, "": 0.0},
+        "gpt2",
+        {"lr_scales": ("*:0", "blocks.0.attention_norm:1")},
+        {"blocks.0.attention_norm": 1.0, "": 0.0},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -122,9 +122,13 @@ def lines(experiment: Path, after: int) -> list[dict[str, Any]]:
 
 SKIPPING: dict[str, Any] = {"skip_bad_steps": True, "skip_bad_steps_window": 8, "skip_bad_steps_sigma": 6.0}
 FAULTS = {
-    9: Fault(1, gradient=30.0), 12: Fault(0, gradient=NAN), 13: Fault(1, gradient=INF), 14: Fault(0, loss=3.0),
-    15: Fault(1, loss=NAN), 22: Fault(0, gradient=-30.0),
-}  # fmt: skip
+    9: Fault(1, gradient=30.0),
+    12: Fault(0, gradient=NAN),
+    13: Fault(1, gradient=INF),
+    14: Fault(0, loss=3.0),
+    15: Fault(1, loss=NAN),
+    22: Fault(0, gradient=-30.0),
+}
 # Options, and the checkpoints from which the run is repeated.
 FORMS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "zero 1": ({"zero_stage": 1}, (8, 14, 20)),

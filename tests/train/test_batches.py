@@ -37,9 +37,12 @@ from tests.train.test_resume import weights
 
 SIZES = [3, 3, 8, 8, 8, 5, 5]  # of the iterations of "0:3 2:8 5:5"
 UNEVEN: dict[str, Any] = dict(
-    batch_size=None, batch_size_schedule=("0:3", "2:8", "5:5"), micro_batch_size=2, allow_nondivisible_batch_size=True,
+    batch_size=None,
+    batch_size_schedule=("0:3", "2:8", "5:5"),
+    micro_batch_size=2,
+    allow_nondivisible_batch_size=True,
     lr_warmup_iters=2,
-)  # fmt: skip
+)
 
 
 def one_by_one(count: int, phase: str = "training", **options: Any) -> Tensor:
@@ -113,7 +116,7 @@ def in_every_zero_stage(distributed: Distributed, options: dict[str, Any]) -> li
         (dict(batch_size_schedule=("0:4", "2:11"), micro_batch_size=1, breadth_first_micro_batches=2), (2, 3)),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_zero_stages_agree_on_a_schedule(options: dict[str, Any], same: tuple[int, ...]) -> None:
     """On 2 ranks, in bf16: losses, norms and weights bit for bit where gradients are added up alike, else nearly."""
     runs = run_distributed(2, in_every_zero_stage, {**UNEVEN, "num_layers": 3, **options})[0]
@@ -136,8 +139,9 @@ def test_padding_masks_labels_and_leaves_tokens_alone(rows: int) -> None:
 
 def training_lines(experiment: Path) -> list[dict[str, Any]]:
     keys = ("iteration", "loss", "grad_norm", "batch_size", "consumed_samples", "consumed_tokens")
-    lines = {line["iteration"]: line for line in read_metrics(experiment / "metrics.jsonl")
-             if line["phase"] == "training"}  # fmt: skip
+    lines = {
+        line["iteration"]: line for line in read_metrics(experiment / "metrics.jsonl") if line["phase"] == "training"
+    }
     return [{key: line[key] for key in keys} for line in lines.values()]
 
 
@@ -147,9 +151,15 @@ def test_a_run_with_a_schedule_resumes_as_if_it_had_not_stopped(tmp_path: Path) 
     A line of the log has the mean over all tokens of its steps, and counts what the schedule says.
     """
     flags = [
-        *TINY, "--batch_size=none", "--batch_size_schedule=0:4 2:10 5:6", "--micro_batch_size=2", "--log_interval=3",
-        "--allow_nondivisible_batch_size=1", "--loss_reduction=micro_mean", "--train_iters=8",
-    ]  # fmt: skip
+        *TINY,
+        "--batch_size=none",
+        "--batch_size_schedule=0:4 2:10 5:6",
+        "--micro_batch_size=2",
+        "--log_interval=3",
+        "--allow_nondivisible_batch_size=1",
+        "--loss_reduction=micro_mean",
+        "--train_iters=8",
+    ]
     whole, stopped, every = tmp_path / "whole", tmp_path / "stopped", tmp_path / "every"
     assert run([*flags, f"--experiment_dir={whole}"], 2).codes == [0, 0]
     for _ in range(5):
@@ -212,10 +222,20 @@ def test_the_whole_validation_split_counts_once(ranks: int, corpus: str, tmp_pat
     model.load(full_weights(a_model(config, layers_of(config))))
     expected = token_losses(model, samples, 0.0).mean().item()
     flags = [
-        *TINY, "--dataset_source=list", f"--data_path={corpus}", "--split=1,3", f"--experiment_dir={tmp_path}",
-        "--validation_iters=all", "--validation_at_start=1", "--validation_interval=2", "--eval_micro_batch_size=3",
-        "--batch_size=none", "--batch_size_schedule=0:4 1:8", "--logit_z_loss=0.1", "--seed=1",
-    ]  # fmt: skip
+        *TINY,
+        "--dataset_source=list",
+        f"--data_path={corpus}",
+        "--split=1,3",
+        f"--experiment_dir={tmp_path}",
+        "--validation_iters=all",
+        "--validation_at_start=1",
+        "--validation_interval=2",
+        "--eval_micro_batch_size=3",
+        "--batch_size=none",
+        "--batch_size_schedule=0:4 1:8",
+        "--logit_z_loss=0.1",
+        "--seed=1",
+    ]
     for iterations in (2, 3):
         outcome = run([*flags, f"--train_iters={iterations}"], ranks)
         assert set(outcome.codes) == {0}, outcome.output

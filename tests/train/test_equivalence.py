@@ -13,9 +13,11 @@ from megatron_lite.distributed.process_group import Distributed, deterministic_w
 from tests.support.harness import Trajectory, run_distributed, same_weights, train_tiny
 
 BUFFERS = [
-    {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3},
+    {"zero_stage": 1},
+    {"zero_stage": 2},
+    {"zero_stage": 3},
     *({"num_weight_buffers": w, "num_grad_buffers": g} for w, g in itertools.product((1, 2, 3), repeat=2)),
-]  # fmt: skip
+]
 
 
 def several(distributed: Distributed, runs: list[dict[str, Any]], iterations: int) -> list[Trajectory]:
@@ -31,18 +33,23 @@ def relative_difference(a: Trajectory, b: Trajectory) -> float:
     [
         ("bf16", True, 2, 6),
         ("fp32", False, 1, 6),
-        *(pytest.param(*case, 20, marks=pytest.mark.slow)
-          for case in itertools.product(("fp32", "bf16"), (True, False), (1, 2))),
+        *(
+            pytest.param(*case, 20, marks=pytest.mark.slow)
+            for case in itertools.product(("fp32", "bf16"), (True, False), (1, 2))
+        ),
     ],
-)  # fmt: skip
+)
 def test_zero_stage_and_buffers_change_no_bit(
     training_dtype: str, tied: bool, breadth_first: int, iterations: int
 ) -> None:
     """Two ranks: every loss, gradient norm and weight is identical for every stage and buffer count."""
     common = {
-        "training_dtype": training_dtype, "tie_word_embeddings": tied, "num_layers": 3,
-        "breadth_first_micro_batches": breadth_first, "depth_first_micro_batches": 1,
-    }  # fmt: skip
+        "training_dtype": training_dtype,
+        "tie_word_embeddings": tied,
+        "num_layers": 3,
+        "breadth_first_micro_batches": breadth_first,
+        "depth_first_micro_batches": 1,
+    }
     rank_0, rank_1 = run_distributed(2, several, [common | layout for layout in BUFFERS], iterations)
     for a, b in zip(rank_0, rank_1, strict=True):
         assert a.losses == b.losses and same_weights(a.weights, b.weights)

@@ -22,9 +22,15 @@ from tests.support.harness import run_distributed, same_weights
 transformers = pytest.importorskip("transformers")
 
 LLAMA = {
-    "use_rotary_embeddings": True, "gated": True, "add_linear_biases": False, "normalization_type": "rms_norm",
-    "head_groups": 2, "tie_word_embeddings": False, "ffn_hidden_size": 88, "kv_channels": 12,
-}  # fmt: skip
+    "use_rotary_embeddings": True,
+    "gated": True,
+    "add_linear_biases": False,
+    "normalization_type": "rms_norm",
+    "head_groups": 2,
+    "tie_word_embeddings": False,
+    "ffn_hidden_size": 88,
+    "kv_channels": 12,
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "mistral": {**LLAMA, "window_size": 5, "tie_word_embeddings": True},
@@ -73,10 +79,19 @@ def train_and_export(distributed: Distributed, options: dict[str, Any]) -> dict[
 
 def options_for(folder: Path, architecture: str) -> dict[str, Any]:
     return {
-        **ARCHITECTURES[architecture], "dataset_source": "list", "data_path": (a_corpus(folder),),
-        "split": (8.0, 2.0, 0.0), "experiment_dir": str(folder / "run"), "export_interval": 30, "train_iters": 30,
-        "validation_iters": 3, "lr": 3e-3, "zero_stage": 3, "hidden_dropout": 0.1, "attention_dropout": 0.1,
-    }  # fmt: skip
+        **ARCHITECTURES[architecture],
+        "dataset_source": "list",
+        "data_path": (a_corpus(folder),),
+        "split": (8.0, 2.0, 0.0),
+        "experiment_dir": str(folder / "run"),
+        "export_interval": 30,
+        "train_iters": 30,
+        "validation_iters": 3,
+        "lr": 3e-3,
+        "zero_stage": 3,
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+    }
 
 
 @pytest.mark.parametrize(

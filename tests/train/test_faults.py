@@ -84,10 +84,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "empty index": (lambda prefix: cut(prefix.with_suffix(".idx"), 0), (".idx: 0 bytes",)),
     "missing index": (lambda prefix: prefix.with_suffix(".idx").unlink(), (".idx",)),
     "tokens cut by a byte": (
-        lambda prefix: cut(prefix.with_suffix(".bin"), -1), (".bin: 1,999 bytes", "promises 2,000"),
+        lambda prefix: cut(prefix.with_suffix(".bin"), -1),
+        (".bin: 1,999 bytes", "promises 2,000"),
     ),
     "tokens cut in half": (
-        lambda prefix: cut(prefix.with_suffix(".bin"), 1000), (".bin: 1,000 bytes", "promises 2,000"),
+        lambda prefix: cut(prefix.with_suffix(".bin"), 1000),
+        (".bin: 1,000 bytes", "promises 2,000"),
     ),
     "missing tokens": (lambda prefix: prefix.with_suffix(".bin").unlink(), (".bin",)),
     "no documents": (lambda prefix: write_corpus(prefix, []), (".idx: an empty data set",)),
@@ -96,12 +98,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         lambda prefix: write_corpus(prefix, [[1, 2, 3, 4]] * 4),
         (".bin: 16 tokens for training", "one sample needs 17"),
     ),
-}  # fmt: skip
+}
 
 
 # What is wrong with data and checkpoints is found by parts that have tests of their own, of every damage. Here:
-AT_A_START = {"index cut in half", "missing tokens", "shorter than a sample",
-              "bit of a weight", "short shard", "missing manifest"}  # fmt: skip
+AT_A_START = {
+    "index cut in half",
+    "missing tokens",
+    "shorter than a sample",
+    "bit of a weight",
+    "short shard",
+    "missing manifest",
+}
 
 
 def some(damages: Iterable[str]) -> list[ParameterSet]:
@@ -147,9 +155,14 @@ def test_token_outside_of_the_vocabulary(tmp_path: Path, bad: str, num_workers: 
     prefix, experiment = tmp_path / "corpus", tmp_path / "run"
     corpus_with(prefix, {})
     command = [
-        *TINY, "--dataset_source=list", f"--data_path={prefix}", "--split=1", f"--experiment_dir={experiment}",
-        f"--num_workers={num_workers}", "--checkpoint_interval=2",
-    ]  # fmt: skip
+        *TINY,
+        "--dataset_source=list",
+        f"--data_path={prefix}",
+        "--split=1",
+        f"--experiment_dir={experiment}",
+        f"--num_workers={num_workers}",
+        "--checkpoint_interval=2",
+    ]
     assert run([*command, "--train_iters=2"], RANKS).codes == [0, 0]
     before = digests(experiment / "checkpoints" / "2")
     if bad == "one token":
@@ -301,10 +314,14 @@ def test_changed_architecture(trained: Path, tmp_path: Path) -> None:
     changed = train(experiment, "--hidden_size=64", "--num_layers=3", "--tie_word_embeddings=0", "--lr=0.5")
     outcome = run(changed, RANKS)
     message = assert_one_error(
-        outcome, "--num_layers: 2 in the checkpoint, 3 now", "--hidden_size: 32 in the checkpoint, 64 now",
-        "--tie_word_embeddings: True in the checkpoint, False now", "another --experiment_dir",
-        codes=[4], experiment=experiment,
-    )  # fmt: skip
+        outcome,
+        "--num_layers: 2 in the checkpoint, 3 now",
+        "--hidden_size: 32 in the checkpoint, 64 now",
+        "--tie_word_embeddings: True in the checkpoint, False now",
+        "another --experiment_dir",
+        codes=[4],
+        experiment=experiment,
+    )
     assert "--lr" not in message
     assert digests(experiment / "checkpoints") == before
 
@@ -320,8 +337,9 @@ def namespace() -> Iterator[subprocess.Popen[bytes]]:
         pytest.skip(f"needs {', '.join(missing)}")
     holder = subprocess.Popen(
         ["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo ready; exec sleep 600"],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
     assert holder.stdout is not None
     try:
         if holder.stdout.readline() != b"ready\n":
@@ -377,9 +395,14 @@ def test_full_disk_during_a_save(tmp_path: Path, namespace: subprocess.Popen[byt
     outcome = run(train(experiment, "--train_iters=8"), RANKS, mounts_of=namespace.pid)
     seen = seen_by(namespace, experiment)
     message = assert_one_error(
-        outcome, "cannot save the checkpoint of iteration 6", "No space left on device", "bytes needed", "bytes free",
-        codes=[8], experiment=seen,
-    )  # fmt: skip
+        outcome,
+        "cannot save the checkpoint of iteration 6",
+        "No space left on device",
+        "bytes needed",
+        "bytes free",
+        codes=[8],
+        experiment=seen,
+    )
     assert "\n" not in message
     assert sorted(os.listdir(seen / "checkpoints")) == ["2", "4"]
     for iteration in (2, 4):

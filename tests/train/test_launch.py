@@ -16,29 +16,43 @@ import pytest
 
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.monitor.trackers import read_metrics
-from tests.support.launch import (
-    MARKER,
-    PROGRAM,
-    ROOT,
-    TINY,
-    Outcome,
-    Start,
-    find_marked,
-    read_exit,
-    run,
-)
+from tests.support.launch import MARKER, PROGRAM, ROOT, TINY, Outcome, Start, find_marked, read_exit, run
 
 # The README's command that needs no file, with fewer iterations and lines to compare.
 NO_FILE = [
-    "--num_layers=2", "--hidden_size=64", "--num_attention_heads=4", "--vocab_size=256", "--sequence_length=128",
-    "--train_iters=25", "--batch_size=8", "--dataset_source=random", "--log_interval=5", "--validation_iters=1",
+    "--num_layers=2",
+    "--hidden_size=64",
+    "--num_attention_heads=4",
+    "--vocab_size=256",
+    "--sequence_length=128",
+    "--train_iters=25",
+    "--batch_size=8",
+    "--dataset_source=random",
+    "--log_interval=5",
+    "--validation_iters=1",
     "--test_iters=1",
-]  # fmt: skip
+]
 KEYS = {
-    "phase", "iteration", "train_iters", "loss", "learning_rate", "grad_norm", "loss_scale", "batch_size",
-    "consumed_samples", "consumed_tokens", "step_time_ms", "data_wait_ms", "tokens_per_sec_per_gpu", "model_tflops",
-    "hardware_tflops", "skipped_iters", "nan_iters", "run", "time",
-}  # fmt: skip
+    "phase",
+    "iteration",
+    "train_iters",
+    "loss",
+    "learning_rate",
+    "grad_norm",
+    "loss_scale",
+    "batch_size",
+    "consumed_samples",
+    "consumed_tokens",
+    "step_time_ms",
+    "data_wait_ms",
+    "tokens_per_sec_per_gpu",
+    "model_tflops",
+    "hardware_tflops",
+    "skipped_iters",
+    "nan_iters",
+    "run",
+    "time",
+}
 
 
 def assert_quiet(outcome: Outcome) -> None:
@@ -67,8 +81,10 @@ def test_no_file_command_alone_and_under_torchrun(tmp_path: Path) -> None:
             assert alone.keys() == both.keys() == KEYS
             assert both["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-6)
     assert [(record["phase"], record["iteration"]) for record in records[0]] == [
-        *(("training", iteration) for iteration in (1, 6, 11, 16, 21, 25)), ("validation", 25), ("test", 25),
-    ]  # fmt: skip
+        *(("training", iteration) for iteration in (1, 6, 11, 16, 21, 25)),
+        ("validation", 25),
+        ("test", 25),
+    ]
     assert all(0 < record["loss"] < 10 for record in records[0])
 
 
@@ -81,11 +97,23 @@ def test_every_part_at_once_is_quiet(tmp_path: Path) -> None:
             writer.add_document(np.arange(document, document + 100, dtype=np.int64) % 64)
     experiment = tmp_path / "run über alles"
     command = [
-        *TINY, "--dataset_source=list", f"--data_path={prefix}", "--split=8,1,1", "--num_workers=2",
-        "--training_dtype=bf16", "--zero_stage=3", "--checkpoint_interval=2", "--max_checkpoints=1",
-        "--export_interval=3", "--validation_iters=1", "--validation_interval=2", "--hidden_dropout=0.1",
-        "--enable_all_loggers", "--log_timestamps", f"--experiment_dir={experiment}",
-    ]  # fmt: skip
+        *TINY,
+        "--dataset_source=list",
+        f"--data_path={prefix}",
+        "--split=8,1,1",
+        "--num_workers=2",
+        "--training_dtype=bf16",
+        "--zero_stage=3",
+        "--checkpoint_interval=2",
+        "--max_checkpoints=1",
+        "--export_interval=3",
+        "--validation_iters=1",
+        "--validation_interval=2",
+        "--hidden_dropout=0.1",
+        "--enable_all_loggers",
+        "--log_timestamps",
+        f"--experiment_dir={experiment}",
+    ]
     outcome = run(command, 2, "processes", variables={"PYTHONIOENCODING": "ascii"})
     assert_quiet(outcome)
     assert sorted(os.listdir(experiment / "checkpoints")) == ["6"]

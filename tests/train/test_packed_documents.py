@@ -23,10 +23,14 @@ ITERATIONS = 6
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "mistral": {
-        "use_rotary_embeddings": True, "gated": True, "add_linear_biases": False, "normalization_type": "rms_norm",
-        "head_groups": 2, "window_size": 5,
+        "use_rotary_embeddings": True,
+        "gated": True,
+        "add_linear_biases": False,
+        "normalization_type": "rms_norm",
+        "head_groups": 2,
+        "window_size": 5,
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +48,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tensor]:
 
 def options(prefix: str, **more: Any) -> dict[str, Any]:
     return {
-        "dataset_source": "list", "data_path": (prefix,), "split": (1.0,), "vocab_size": sum(SIZES),
-        "cross_document_attention": False, "lr_warmup_iters": 2, "train_iters": ITERATIONS, **more,
-    }  # fmt: skip
+        "dataset_source": "list",
+        "data_path": (prefix,),
+        "split": (1.0,),
+        "vocab_size": sum(SIZES),
+        "cross_document_attention": False,
+        "lr_warmup_iters": 2,
+        "train_iters": ITERATIONS,
+        **more,
+    }
 
 
 def plain_losses(values: dict[str, Any], initial: dict[str, np.ndarray], documents: Tensor) -> list[float]:

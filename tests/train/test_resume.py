@@ -33,9 +33,17 @@ RANKS = 2
 REPEAT_S = 1.5  # after which a second signal is another request (launchers pass on one that ranks have got already)
 # What metrics.jsonl must have in common with an uninterrupted run; the rest of a line is about time.
 SAME = (
-    "loss", "averaged_loss", "grad_norm", "learning_rate", "loss_scale", "batch_size", "consumed_samples",
-    "consumed_tokens", "skipped_iters", "nan_iters",
-)  # fmt: skip
+    "loss",
+    "averaged_loss",
+    "grad_norm",
+    "learning_rate",
+    "loss_scale",
+    "batch_size",
+    "consumed_samples",
+    "consumed_tokens",
+    "skipped_iters",
+    "nan_iters",
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +60,25 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 def flags(corpus: str, experiment: Path, *more: str) -> list[str]:
     """The command of the run that is interrupted."""
     return [
-        *TINY, f"--experiment_dir={experiment}", f"--train_iters={ITERATIONS}", "--dataset_source=list",
-        f"--data_path={corpus}", "--split=9,1,0", "--num_workers=1", "--hidden_dropout=0.1",
-        "--attention_dropout=0.1", "--batch_size=8", "--micro_batch_size=2", "--checkpoint_interval=4",
-        "--max_checkpoints=3", "--log_interval=3", "--validation_iters=1", "--validation_interval=5",
-        "--export_interval=10", *more,
-    ]  # fmt: skip
+        *TINY,
+        f"--experiment_dir={experiment}",
+        f"--train_iters={ITERATIONS}",
+        "--dataset_source=list",
+        f"--data_path={corpus}",
+        "--split=9,1,0",
+        "--num_workers=1",
+        "--hidden_dropout=0.1",
+        "--attention_dropout=0.1",
+        "--batch_size=8",
+        "--micro_batch_size=2",
+        "--checkpoint_interval=4",
+        "--max_checkpoints=3",
+        "--log_interval=3",
+        "--validation_iters=1",
+        "--validation_interval=5",
+        "--export_interval=10",
+        *more,
+    ]
 
 
 def checkpoints(experiment: Path) -> list[int]:
@@ -190,13 +211,19 @@ def test_killed_run_is_the_run_that_was_not(reference: Path, corpus: str, tmp_pa
 
 FREEZING: dict[str, tuple[str, ...]] = {
     "low precision": (
-        "--zero_stage=3", "--training_dtype=bf16", "--store_frozen_weights_in_optimization_precision=0",
-        "--freeze=embedding,*.bias,blocks.0.mlp", "--lr_scales=head:0.5",
+        "--zero_stage=3",
+        "--training_dtype=bf16",
+        "--store_frozen_weights_in_optimization_precision=0",
+        "--freeze=embedding,*.bias,blocks.0.mlp",
+        "--lr_scales=head:0.5",
     ),
     "split masters": (
-        "--zero_stage=2", "--training_dtype=bf16", "--split_master_weights=1", "--freeze=embedding.position,blocks.1",
+        "--zero_stage=2",
+        "--training_dtype=bf16",
+        "--split_master_weights=1",
+        "--freeze=embedding.position,blocks.1",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("how", [pytest.param("low precision", marks=pytest.mark.slow), "split masters"])
@@ -217,18 +244,33 @@ def test_killed_run_with_frozen_parameters(corpus: str, tmp_path: Path, how: str
 
 # Three cycles with warmups, steps that are dropped (the limits are low), batches of 8, 16 and 4 samples.
 EVERYTHING = (
-    "--batch_size=none", "--batch_size_schedule=0:8 11:16 19:4", "--lr=0.02", "--lr_decay_style=cosine",
-    "--lr_warmup_iters=3", "--lr_cycle_minima=10,21", "--lr_rewarmup_iters=2", "--min_lr_ratio=0.1",
-    "--skip_bad_steps=1", "--skip_bad_steps_window=8", "--skip_bad_steps_sigma=1.2", "--weight_decay=0.1",
-    "--adamc_weight_decay=1", "--ema_beta=0.9", "--logit_z_loss=0.001",
-)  # fmt: skip
+    "--batch_size=none",
+    "--batch_size_schedule=0:8 11:16 19:4",
+    "--lr=0.02",
+    "--lr_decay_style=cosine",
+    "--lr_warmup_iters=3",
+    "--lr_cycle_minima=10,21",
+    "--lr_rewarmup_iters=2",
+    "--min_lr_ratio=0.1",
+    "--skip_bad_steps=1",
+    "--skip_bad_steps_window=8",
+    "--skip_bad_steps_sigma=1.2",
+    "--weight_decay=0.1",
+    "--adamc_weight_decay=1",
+    "--ema_beta=0.9",
+    "--logit_z_loss=0.001",
+)
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "adamw": ("--zero_stage=3", "--ema_type=ema", "--adam_nesterov=1", "--clip_update_norm_sigma=1"),
     "muon": (
-        "--zero_stage=1", "--training_dtype=bf16", "--optimizer=muon", "--ema_type=ema_decay_sqrt",
-        "--ema_switch_iter=9", "--ema_decay_iters=15",
+        "--zero_stage=1",
+        "--training_dtype=bf16",
+        "--optimizer=muon",
+        "--ema_type=ema_decay_sqrt",
+        "--ema_switch_iter=9",
+        "--ema_decay_iters=15",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "muon"])
@@ -402,9 +444,13 @@ def short_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def short_flags(experiment: Path) -> list[str]:
     return [
-        *TINY, f"--experiment_dir={experiment}", "--train_iters=5", "--checkpoint_interval=2", "--max_checkpoints=1",
+        *TINY,
+        f"--experiment_dir={experiment}",
+        "--train_iters=5",
+        "--checkpoint_interval=2",
+        "--max_checkpoints=1",
         "--export_interval=4",
-    ]  # fmt: skip
+    ]
 
 
 def survives(fault: Fault, ranks: int, rank: int, experiment: Path, reference: Path) -> bool:

@@ -23,9 +23,15 @@ from tests.support.harness import run_distributed, tiny_config, train_whole
 from tests.support.launch import TINY, read_exit, run
 
 LLAMA: dict[str, Any] = {
-    "use_rotary_embeddings": True, "gated": True, "add_linear_biases": False, "normalization_type": "rms_norm",
-    "head_groups": 2, "tie_word_embeddings": False, "ffn_hidden_size": 88, "kv_channels": 12,
-}  # fmt: skip
+    "use_rotary_embeddings": True,
+    "gated": True,
+    "add_linear_biases": False,
+    "normalization_type": "rms_norm",
+    "head_groups": 2,
+    "tie_word_embeddings": False,
+    "ffn_hidden_size": 88,
+    "kv_channels": 12,
+}
 CANARY = "s3cr3t-canary-of-the-callback"
 
 
@@ -177,7 +183,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "no JSON": ([f"--export_callback_env=TOKEN={CANARY}"], "not JSON"),
     "a list": ([f'--export_callback_env=["{CANARY}"]'], "no JSON object"),
     "a number": ([f'--export_callback_env={{"A": "{CANARY}", "N": 1}}'], "the value of N is no text"),
-    "a quoted word": ([f"--export_callback_env='{{\"A\": \"{CANARY}\"}}'"], "literal quote"),
+    "a quoted word": ([f'--export_callback_env=\'{{"A": "{CANARY}"}}\''], "literal quote"),
     "cut by the shell": (['--export_callback_env={"A":', f'"{CANARY}"}}'], "words follow its value"),
     "cut behind a blank": (["--export_callback_env", '{"A":', f'"{CANARY}"}}'], "words follow its value"),
     "no script": ([f'--export_callback_env={{"A": "{CANARY}"}}', "--export_callback_script=/nowhere"], "no such file"),

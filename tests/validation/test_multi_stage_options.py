@@ -18,22 +18,41 @@ COMPLETE = ("--dataset_source=random", "--train_iters=10", "--experiment_dir=/ru
 
 # The fields of Fast-LLM's MultiStageConfig with their types and defaults, as its documentation lists them.
 FAST_LLM = {
-    "full_precision_gradients": (bool, True), "store_frozen_weights_in_optimization_precision": (bool, True),
-    "layers_per_stage": (float, 1.0), "zero_stage": (int, None), "debug_activation_memory": (bool, False),
-    "debug_all_param_gradients": (int, 0), "debug_global_tensors": (bool, True), "debug_layer_gradients": (int, 0),
-    "debug_layer_outputs": (int, 0), "debug_param_gradients": (int, 0), "debug_param_init": (int, 0),
-    "debug_param_update": (int, 0), "debug_tensor_parallel": (bool, False), "num_grad_buffers": (int, None),
-    "num_weight_buffers": (int, None), "pipeline_delay": (float, 0.0), "stages_per_pipeline_stage": (int, 1),
-}  # fmt: skip
+    "full_precision_gradients": (bool, True),
+    "store_frozen_weights_in_optimization_precision": (bool, True),
+    "layers_per_stage": (float, 1.0),
+    "zero_stage": (int, None),
+    "debug_activation_memory": (bool, False),
+    "debug_all_param_gradients": (int, 0),
+    "debug_global_tensors": (bool, True),
+    "debug_layer_gradients": (int, 0),
+    "debug_layer_outputs": (int, 0),
+    "debug_param_gradients": (int, 0),
+    "debug_param_init": (int, 0),
+    "debug_param_update": (int, 0),
+    "debug_tensor_parallel": (bool, False),
+    "num_grad_buffers": (int, None),
+    "num_weight_buffers": (int, None),
+    "pipeline_delay": (float, 0.0),
+    "stages_per_pipeline_stage": (int, 1),
+}
 
 # What the engine has besides, and Fast-LLM's options of other areas that belong to it.
 OURS = {
-    "freeze": (tuple, ()), "lr_scales": (tuple, ()), "split_master_weights": (bool, False),
-    "mlp_recompute_level": (str, "none"), "throttle_cpu": (bool, True), "throttle_cpu_rate": (int, 1),
-    "throttle_cpu_delay": (int, 1), "log_communication": (bool, False), "dry_run": (bool, False),
-    "world_size": (int, None), "save_tensor_logs": (bool, False), "show_tensor_logs": (bool, True),
+    "freeze": (tuple, ()),
+    "lr_scales": (tuple, ()),
+    "split_master_weights": (bool, False),
+    "mlp_recompute_level": (str, "none"),
+    "throttle_cpu": (bool, True),
+    "throttle_cpu_rate": (int, 1),
+    "throttle_cpu_delay": (int, 1),
+    "log_communication": (bool, False),
+    "dry_run": (bool, False),
+    "world_size": (int, None),
+    "save_tensor_logs": (bool, False),
+    "show_tensor_logs": (bool, True),
     "tensor_logs_show_elements": (int, 8),
-}  # fmt: skip
+}
 OPTIONS = FAST_LLM | OURS
 
 
@@ -82,17 +101,27 @@ TABLE = [
         "layers_per_stage",
         {"1": 1.0, "1.0": 1.0, "1.5": 1.5, "2": 2.0, "1e3": 1000.0, "auto": "auto", "AUTO": "auto"},
         {
-            "0.5": "a stage is the unit of gather and reduce, and no layer is cut; write 1", "0": "write 1",
-            "-1": "must be >= 1, or auto", "nan": "not a finite number", "inf": "not a finite number",
-            "atuo": "did you mean auto?", "none": "must be >= 1, or auto", "": "is empty",
+            "0.5": "a stage is the unit of gather and reduce, and no layer is cut; write 1",
+            "0": "write 1",
+            "-1": "must be >= 1, or auto",
+            "nan": "not a finite number",
+            "inf": "not a finite number",
+            "atuo": "did you mean auto?",
+            "none": "must be >= 1, or auto",
+            "": "is empty",
         },
     ),
     Row(
         "zero_stage",
         {"1": 1, "2": 2, "3": 3, "auto": "auto", "Auto": "auto", "none": 1},
         {
-            "0": "strictly worse", "4": "must be >= 1 and <= 3, or auto", "-1": "must be >= 1 and <= 3, or auto",
-            "2.0": "write 2", "aut": "did you mean auto?", "optim": "not an integer", "": "is empty",
+            "0": "strictly worse",
+            "4": "must be >= 1 and <= 3, or auto",
+            "-1": "must be >= 1 and <= 3, or auto",
+            "2.0": "write 2",
+            "aut": "did you mean auto?",
+            "optim": "not an integer",
+            "": "is empty",
         },
     ),
     Row("debug_activation_memory", BOOL, NO_BOOL),
@@ -116,10 +145,17 @@ TABLE = [
         "lr_scales",
         {"embedding:0.1": ("embedding:0.1",), "a:0 *:2,a:1e-3": ("a:0", "*:2", "a:1e-3")},
         {
-            "embedding": "--lr_scales=embedding: write <pattern of the names>:<scale>", ":2": "write <pattern",
-            "head:": "write <pattern", "a:1 b": "--lr_scales=b: write <pattern", "a:x": "scale x: not a number",
-            "a:-0.1": "scale -0.1 must be >= 0; 0 freezes", "a:nan": "scale nan: not a finite number",
-            "a:inf": "not a finite number", "a:1e999": "too large", "a:b:": "--lr_scales=a:b:", "": "empty",
+            "embedding": "--lr_scales=embedding: write <pattern of the names>:<scale>",
+            ":2": "write <pattern",
+            "head:": "write <pattern",
+            "a:1 b": "--lr_scales=b: write <pattern",
+            "a:x": "scale x: not a number",
+            "a:-0.1": "scale -0.1 must be >= 0; 0 freezes",
+            "a:nan": "scale nan: not a finite number",
+            "a:inf": "not a finite number",
+            "a:1e999": "too large",
+            "a:b:": "--lr_scales=a:b:",
+            "": "empty",
         },
     ),
     Row("split_master_weights", {"0": False}, {"1": "write --training_dtype=bf16", "2": "takes 0 or 1"}),
@@ -137,7 +173,7 @@ TABLE = [
     Row("save_tensor_logs", BOOL, NO_BOOL),
     Row("show_tensor_logs", BOOL, NO_BOOL),
     Row("tensor_logs_show_elements", {"0": 0, "1": 1, "100": 100}, {"-1": "must be >= 0", "x": "not an integer"}),
-]  # fmt: skip
+]
 
 
 def test_table_has_every_option_once() -> None:
@@ -195,11 +231,20 @@ BF16 = ("--training_dtype=bf16", "--split_master_weights=1", "--num_layers=4")
 
 @pytest.mark.parametrize(
     "argv",
-    [(), ("--zero_stage=1",), ("--zero_stage=2",), ("--zero_stage=auto",), ("--num_grad_buffers=1",),
-     ("--num_weight_buffers=5",), ("--num_weight_buffers=6", "--tie_word_embeddings=0"), ("--layers_per_stage=auto",),
-     ("--zero_stage=3", "--num_weight_buffers=6"), ("--num_weight_buffers=3", "--layers_per_stage=2")],
+    [
+        (),
+        ("--zero_stage=1",),
+        ("--zero_stage=2",),
+        ("--zero_stage=auto",),
+        ("--num_grad_buffers=1",),
+        ("--num_weight_buffers=5",),
+        ("--num_weight_buffers=6", "--tie_word_embeddings=0"),
+        ("--layers_per_stage=auto",),
+        ("--zero_stage=3", "--num_weight_buffers=6"),
+        ("--num_weight_buffers=3", "--layers_per_stage=2"),
+    ],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_master_weights_can_be_split(argv: tuple[str, ...]) -> None:
     """In bf16 training with a weight buffer for every stage (a tied embedding has its own in any case)."""
     assert resolved(*BF16, *argv, *COMPLETE).multi_stage.split_master_weights
@@ -239,8 +284,10 @@ def test_world_size_of_a_dry_run() -> None:
 def test_errors_of_a_dry_run_count_its_ranks() -> None:
     """Beside another error, too, contradictions are those of the ranks that were asked for, if they are known."""
     for flags, contradiction in (
-        (("--world_size=128",), False), (("--world_size=3",), True), (("--world_size=x",), False)
-    ):  # fmt: skip
+        (("--world_size=128",), False),
+        (("--world_size=3",), True),
+        (("--world_size=x",), False),
+    ):
         with pytest.raises(UsageError) as caught:
             parse(["--dry_run=1", "--batch_size=128", "--micro_batch_size=1", "--lr=x", *flags, *COMPLETE])
         assert ("nearest" in str(caught.value)) == contradiction
@@ -248,16 +295,28 @@ def test_errors_of_a_dry_run_count_its_ranks() -> None:
 
 def test_dry_run_needs_neither_data_nor_a_folder() -> None:
     """What a run would read and write is not asked for, and that nothing is saved is no surprise."""
-    argv = ("--dry_run=1", "--train_iters=5", "--checkpoint_interval=5", "--export_interval=5", "--stop_interval=5",
-            "--save_tensor_logs=1", "--debug_param_init=1", "--split=0,1")  # fmt: skip
+    argv = (
+        "--dry_run=1",
+        "--train_iters=5",
+        "--checkpoint_interval=5",
+        "--export_interval=5",
+        "--stop_interval=5",
+        "--save_tensor_logs=1",
+        "--debug_param_init=1",
+        "--split=0,1",
+    )
     assert warnings(resolved(*argv)) == []
     with pytest.raises(UsageError) as caught:
         resolved(*argv[1:])
     lines = str(caught.value).splitlines()
     assert [line.partition(":")[0] for line in lines] == [
-        "--data_path is missing", "--split=0,1,0, --train_iters=5", "--checkpoint_interval=5", "--export_interval=5",
-        "--stop_interval=5", "--save_tensor_logs=1",
-    ]  # fmt: skip
+        "--data_path is missing",
+        "--split=0,1,0, --train_iters=5",
+        "--checkpoint_interval=5",
+        "--export_interval=5",
+        "--stop_interval=5",
+        "--save_tensor_logs=1",
+    ]
     with pytest.raises(UsageError, match="--data_path=0.5: write a weight before every prefix"):
         resolved("--dry_run=1", "--data_path=0.5")
 
@@ -295,47 +354,71 @@ def test_patterns_of_learning_rates() -> None:
     [
         ("--num_grad_buffers=4 --zero_stage=2", "--num_grad_buffers=4 is used; --zero_stage=2 alone would set 2"),
         ("--num_weight_buffers=1 --zero_stage=3", "--num_weight_buffers=1 is used; --zero_stage=3 alone would set 2"),
-        ("--num_weight_buffers=3 --zero_stage=2",
-         "--num_weight_buffers=3 is used; --zero_stage=2 alone would set one per stage (14)"),
+        (
+            "--num_weight_buffers=3 --zero_stage=2",
+            "--num_weight_buffers=3 is used; --zero_stage=2 alone would set one per stage (14)",
+        ),
         ("--num_grad_buffers=2", "--num_grad_buffers=2 is used; --zero_stage=1 alone would set one per stage (14)"),
-        ("--num_grad_buffers=2 --layers_per_stage=auto",
-         "--num_grad_buffers=2 is used; --zero_stage=1 alone would set one per stage"),
+        (
+            "--num_grad_buffers=2 --layers_per_stage=auto",
+            "--num_grad_buffers=2 is used; --zero_stage=1 alone would set one per stage",
+        ),
         ("--num_grad_buffers=4 --zero_stage=auto", "--num_grad_buffers=4 is used, whatever --zero_stage=auto chooses"),
         ("--num_weight_buffers=15", "--num_weight_buffers=15: no more than 14 are allocated, one for each stage"),
-        ("--num_grad_buffers=7 --layers_per_stage=4 --zero_stage=3",
-         "--num_grad_buffers=7: no more than 5 are allocated, one for each stage; --zero_stage=3 alone would set 2"),
+        (
+            "--num_grad_buffers=7 --layers_per_stage=4 --zero_stage=3",
+            "--num_grad_buffers=7: no more than 5 are allocated, one for each stage; --zero_stage=3 alone would set 2",
+        ),
         ("--pipeline_delay=2", "--pipeline_delay=2 is unused: no pipeline"),
         ("--pipeline_delay=-0.5", "--pipeline_delay=-0.5 is unused: no pipeline"),
         ("--debug_tensor_parallel=1", "--debug_tensor_parallel=1: nothing to check: no tensor parallelism"),
-        ("--store_frozen_weights_in_optimization_precision=0 --training_dtype=bf16",
-         "--store_frozen_weights_in_optimization_precision has no effect without --freeze or a scale of 0 in "
-         "--lr_scales"),
-        ("--store_frozen_weights_in_optimization_precision=0 --training_dtype=bf16 --lr_scales=head:0.5",
-         "--store_frozen_weights_in_optimization_precision has no effect without --freeze or a scale of 0 in "
-         "--lr_scales"),
-        ("--store_frozen_weights_in_optimization_precision=0 --freeze=head",
-         "--store_frozen_weights_in_optimization_precision has no effect in fp32 training"),
-        ("--full_precision_gradients=0 --training_dtype=bf16",
-         "--full_precision_gradients=0: gradients are accumulated and reduced in bf16; small contributions are lost"),
+        (
+            "--store_frozen_weights_in_optimization_precision=0 --training_dtype=bf16",
+            "--store_frozen_weights_in_optimization_precision has no effect without --freeze or a scale of 0 in "
+            "--lr_scales",
+        ),
+        (
+            "--store_frozen_weights_in_optimization_precision=0 --training_dtype=bf16 --lr_scales=head:0.5",
+            "--store_frozen_weights_in_optimization_precision has no effect without --freeze or a scale of 0 in "
+            "--lr_scales",
+        ),
+        (
+            "--store_frozen_weights_in_optimization_precision=0 --freeze=head",
+            "--store_frozen_weights_in_optimization_precision has no effect in fp32 training",
+        ),
+        (
+            "--full_precision_gradients=0 --training_dtype=bf16",
+            "--full_precision_gradients=0: gradients are accumulated and reduced in bf16; small contributions are lost",
+        ),
         ("--full_precision_gradients=0", "--full_precision_gradients has no effect in fp32 training"),
         ("--save_tensor_logs=1", "--save_tensor_logs has no effect while all debug levels are 0"),
         ("--show_tensor_logs=0", "--show_tensor_logs has no effect while all debug levels are 0"),
         ("--debug_global_tensors=0", "--debug_global_tensors has no effect while all debug levels are 0"),
-        ("--tensor_logs_show_elements=3 --debug_param_init=2",
-         "--tensor_logs_show_elements has no effect while no debug level is 3 or more"),
-        ("--tensor_logs_show_elements=3 --debug_param_init=3 --show_tensor_logs=0 --save_tensor_logs=1",
-         "--tensor_logs_show_elements has no effect with --show_tensor_logs=0"),
-        ("--debug_layer_outputs=2 --show_tensor_logs=0",
-         "--debug_layer_outputs has no effect with --show_tensor_logs=0 and without --save_tensor_logs=1"),
+        (
+            "--tensor_logs_show_elements=3 --debug_param_init=2",
+            "--tensor_logs_show_elements has no effect while no debug level is 3 or more",
+        ),
+        (
+            "--tensor_logs_show_elements=3 --debug_param_init=3 --show_tensor_logs=0 --save_tensor_logs=1",
+            "--tensor_logs_show_elements has no effect with --show_tensor_logs=0",
+        ),
+        (
+            "--debug_layer_outputs=2 --show_tensor_logs=0",
+            "--debug_layer_outputs has no effect with --show_tensor_logs=0 and without --save_tensor_logs=1",
+        ),
         ("--throttle_cpu=0 --device=cpu", "--throttle_cpu has no effect with --device=cpu"),
         ("--throttle_cpu_rate=4 --device=cpu", "--throttle_cpu_rate has no effect with --device=cpu"),
         ("--throttle_cpu_delay=4 --throttle_cpu=0", "--throttle_cpu_delay has no effect with --throttle_cpu=0"),
-        ("--train_iters=0", "--train_iters=0: nothing is trained, so neither gradients nor optimizer state are "
-         "allocated"),
-        ("--train_iters=0 --export_interval=1 --export_format=distributed",
-         "--train_iters=0: nothing is trained; --export_format=distributed alone needs the optimizer state"),
+        (
+            "--train_iters=0",
+            "--train_iters=0: nothing is trained, so neither gradients nor optimizer state are allocated",
+        ),
+        (
+            "--train_iters=0 --export_interval=1 --export_format=distributed",
+            "--train_iters=0: nothing is trained; --export_format=distributed alone needs the optimizer state",
+        ),
     ],
-)  # fmt: skip
+)
 def test_cautions(argv: str, expected: str) -> None:
     """What is legal but does not do what one may expect is said in one line, and nothing else is."""
     assert cautions(*argv.split()) == [expected]
@@ -350,8 +433,9 @@ def test_buffers_on_one_rank() -> None:
     weights = "--num_weight_buffers=1 is used; --zero_stage=3 alone would set 2"
     assert cautions(*argv, "--training_dtype=bf16", launched=1) == [weights, gradients]
     assert cautions(*argv, "--batch_size=12", launched=3) == [
-        weights, "--num_grad_buffers=1 is used; --zero_stage=3 alone would set 2"
-    ]  # fmt: skip
+        weights,
+        "--num_grad_buffers=1 is used; --zero_stage=3 alone would set 2",
+    ]
 
 
 @pytest.mark.parametrize("name", DEBUG_LEVELS[2:])
@@ -363,18 +447,31 @@ def test_gradients_cannot_be_logged_without_training(name: str) -> None:
 @pytest.mark.parametrize(
     "argv",
     [
-        "", "--zero_stage=auto", "--layers_per_stage=auto", "--layers_per_stage=1.5", "--zero_stage=3",
-        "--num_grad_buffers=2 --zero_stage=2", "--num_weight_buffers=2 --num_grad_buffers=2 --zero_stage=3",
-        "--num_weight_buffers=14", "--num_weight_buffers=13 --zero_stage=2", "--pipeline_delay=0",
-        "--stages_per_pipeline_stage=1", "--store_frozen_weights_in_optimization_precision=0 --training_dtype=bf16 "
-        "--freeze=embedding", "--lr_scales=head:0 --training_dtype=bf16 "
-        "--store_frozen_weights_in_optimization_precision=0", "--split_master_weights=1 --training_dtype=bf16",
+        "",
+        "--zero_stage=auto",
+        "--layers_per_stage=auto",
+        "--layers_per_stage=1.5",
+        "--zero_stage=3",
+        "--num_grad_buffers=2 --zero_stage=2",
+        "--num_weight_buffers=2 --num_grad_buffers=2 --zero_stage=3",
+        "--num_weight_buffers=14",
+        "--num_weight_buffers=13 --zero_stage=2",
+        "--pipeline_delay=0",
+        "--stages_per_pipeline_stage=1",
+        "--store_frozen_weights_in_optimization_precision=0 --training_dtype=bf16 --freeze=embedding",
+        "--lr_scales=head:0 --training_dtype=bf16 --store_frozen_weights_in_optimization_precision=0",
+        "--split_master_weights=1 --training_dtype=bf16",
         "--debug_layer_outputs=3 --save_tensor_logs=1 --show_tensor_logs=0 --debug_global_tensors=0",
-        "--debug_param_update=13 --tensor_logs_show_elements=2", "--debug_activation_memory=1",
-        "--throttle_cpu_rate=2 --throttle_cpu_delay=0", "--throttle_cpu=0", "--device=cpu", "--log_communication=1",
-        "--mlp_recompute_level=full", "--dry_run=1 --world_size=128 --batch_size=128",
+        "--debug_param_update=13 --tensor_logs_show_elements=2",
+        "--debug_activation_memory=1",
+        "--throttle_cpu_rate=2 --throttle_cpu_delay=0",
+        "--throttle_cpu=0",
+        "--device=cpu",
+        "--log_communication=1",
+        "--mlp_recompute_level=full",
+        "--dry_run=1 --world_size=128 --batch_size=128",
     ],
-)  # fmt: skip
+)
 def test_no_caution_without_reason(argv: str) -> None:
     """Options that do what they say need no comment."""
     assert cautions(*argv.split()) == []

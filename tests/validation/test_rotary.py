@@ -35,20 +35,31 @@ def test_the_base_has_two_names() -> None:
         (dict(rope_type="linear", rope_factor=2.0), (2.0, *(None,) * 9)),
         (dict(rope_type="llama3", rope_factor=8.0), (8.0, 2048, 1.0, 4.0, *(None,) * 6)),
         (dict(rope_type="yarn", rope_factor=4.0), (4.0, 2048, None, None, 32.0, 1.0, None, None, None, True)),
-        (dict(rope_type="yarn", rope_original_max_position_embeddings=512, rope_truncate=False),
-         (4.0, 512, None, None, 32.0, 1.0, None, None, None, False)),
-        (dict(rope_type="yarn", rope_original_max_position_embeddings=512, rope_factor=3.0),
-         (3.0, 512, None, None, 32.0, 1.0, None, None, None, True)),
+        (
+            dict(rope_type="yarn", rope_original_max_position_embeddings=512, rope_truncate=False),
+            (4.0, 512, None, None, 32.0, 1.0, None, None, None, False),
+        ),
+        (
+            dict(rope_type="yarn", rope_original_max_position_embeddings=512, rope_factor=3.0),
+            (3.0, 512, None, None, 32.0, 1.0, None, None, None, True),
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_rope_is_filled_in_as_far_as_its_type_reads_it(options: dict[str, Any], filled: tuple[Any, ...]) -> None:
     found = model(**options)
     assert filled == (
-        found.rope_factor, found.rope_original_max_position_embeddings, found.rope_low_freq_factor,
-        found.rope_high_freq_factor, found.rope_beta_fast, found.rope_beta_slow, found.rope_attention_factor,
-        found.rope_mscale, found.rope_mscale_all_dim, found.rope_truncate,
-    )  # fmt: skip
+        found.rope_factor,
+        found.rope_original_max_position_embeddings,
+        found.rope_low_freq_factor,
+        found.rope_high_freq_factor,
+        found.rope_beta_fast,
+        found.rope_beta_slow,
+        found.rope_attention_factor,
+        found.rope_mscale,
+        found.rope_mscale_all_dim,
+        found.rope_truncate,
+    )
 
 
 YARN = dict(rope_type="yarn", rope_factor=2.0)
@@ -58,12 +69,19 @@ LLAMA3 = dict(rope_type="llama3", rope_factor=2.0)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(rotary_base=100.0, rotary_embedding_scale=-9.0),
-         "--rotary_base=100, --rotary_embedding_scale=-9: two names of one number"),
-        (dict(rotary_percent=0.55), "--rotary_percent=0.55: of the 10 channels of a head (kv_channels) 5 would be "
-         "rotated, and they are in pairs; write an even part of them: --rotary_percent=0.4 rotates 4"),
-        (dict(rotary_percent=0.1), "1 would be rotated, and they are in pairs; write an even part of them: "
-         "--rotary_percent=0.2 rotates 2"),
+        (
+            dict(rotary_base=100.0, rotary_embedding_scale=-9.0),
+            "--rotary_base=100, --rotary_embedding_scale=-9: two names of one number",
+        ),
+        (
+            dict(rotary_percent=0.55),
+            "--rotary_percent=0.55: of the 10 channels of a head (kv_channels) 5 would be "
+            "rotated, and they are in pairs; write an even part of them: --rotary_percent=0.4 rotates 4",
+        ),
+        (
+            dict(rotary_percent=0.1),
+            "1 would be rotated, and they are in pairs; write an even part of them: --rotary_percent=0.2 rotates 2",
+        ),
         (dict(rotary_percent=0.01), "0 would be rotated"),
         (dict(rotary_percent=0.35, kv_channels=67), "--rotary_percent=0.33 rotates 22"),
         (dict(rotary_percent=0.5, kv_channels=1), "more --kv_channels"),
@@ -71,16 +89,20 @@ LLAMA3 = dict(rope_type="llama3", rope_factor=2.0)
         (dict(rotary_percent=0.0), "--rotary_percent=0: must be > 0 and <= 1"),
         (dict(rotary_percent=1.5), "--rotary_percent=1.5: must be > 0 and <= 1"),
         (dict(rope_type="ntk"), "--rope_type=ntk: takes default, linear, llama3, yarn"),
-        (dict(rope_factor=2.0), "--rope_factor=2: --rope_type=default does not use it; leave it out, or write "
-         "--rope_type=linear or llama3 or yarn"),
+        (
+            dict(rope_factor=2.0),
+            "--rope_factor=2: --rope_type=default does not use it; leave it out, or write "
+            "--rope_type=linear or llama3 or yarn",
+        ),
         (dict(rope_factor=0.5, rope_type="linear"), "--rope_factor=0.5: must be >= 1"),
         (dict(rope_type="linear"), "--rope_type=linear: by how much is not said; write --rope_factor=<times>"),
         (dict(rope_type="llama3", rope_original_max_position_embeddings=64), "write --rope_factor=<times>"),
-        (dict(rope_type="yarn"),
-         "write --rope_factor=<times> or --rope_original_max_position_embeddings=<positions>"),
+        (dict(rope_type="yarn"), "write --rope_factor=<times> or --rope_original_max_position_embeddings=<positions>"),
         (dict(rope_type="yarn", rope_original_max_position_embeddings=4096), "their quotient, must be >= 1"),
-        (dict(rope_type="linear", rope_factor=2.0, rope_original_max_position_embeddings=64),
-         "--rope_type=linear does not use it; leave it out, or write --rope_type=llama3 or yarn"),
+        (
+            dict(rope_type="linear", rope_factor=2.0, rope_original_max_position_embeddings=64),
+            "--rope_type=linear does not use it; leave it out, or write --rope_type=llama3 or yarn",
+        ),
         (dict(rope_beta_fast=32.0, **LLAMA3), "--rope_beta_fast=32: --rope_type=llama3 does not use it"),
         (dict(rope_truncate=True, **LLAMA3), "--rope_truncate=1: --rope_type=llama3 does not use it"),
         (dict(rope_low_freq_factor=1.0, **YARN), "does not use it; leave it out, or write --rope_type=llama3"),
@@ -89,17 +111,23 @@ LLAMA3 = dict(rope_type="llama3", rope_factor=2.0)
         (dict(rope_beta_fast=0.5, **YARN), "--rope_beta_fast=0.5, --rope_beta_slow=1: turns of the fast end"),
         (dict(rope_mscale=0.7, **YARN), "--rope_mscale=0.7: has an effect only together with rope_mscale_all_dim"),
         (dict(rope_mscale_all_dim=0.7, **YARN), "write --rope_mscale, too"),
-        (dict(rope_mscale=0.7, rope_mscale_all_dim=1.0, rope_attention_factor=1.0, **YARN),
-         "--rope_attention_factor=1, --rope_mscale=0.7, --rope_mscale_all_dim=1: the factor is given"),
-        (dict(use_rotary_embeddings=False, rope_type="yarn"),
-         "--rope_type=yarn: nothing is rotated; write --use_rotary_embeddings=1, or leave it out"),
+        (
+            dict(rope_mscale=0.7, rope_mscale_all_dim=1.0, rope_attention_factor=1.0, **YARN),
+            "--rope_attention_factor=1, --rope_mscale=0.7, --rope_mscale_all_dim=1: the factor is given",
+        ),
+        (
+            dict(use_rotary_embeddings=False, rope_type="yarn"),
+            "--rope_type=yarn: nothing is rotated; write --use_rotary_embeddings=1, or leave it out",
+        ),
         (dict(use_rotary_embeddings=False, rotary_percent=0.5), "--rotary_percent=0.5: nothing is rotated"),
         (dict(use_rotary_embeddings=False, rope_factor=2.0), "--rope_factor=2: --rope_type=default does not use it"),
-        (dict(attention_softmax_in_fp32=True, attention_backend="flash"),
-         "--attention_softmax_in_fp32=1, --attention_backend=flash: only math computes so"),
+        (
+            dict(attention_softmax_in_fp32=True, attention_backend="flash"),
+            "--attention_softmax_in_fp32=1, --attention_backend=flash: only math computes so",
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_would_be_ignored_or_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
     """One line with flag, value, rule and fix."""
     with pytest.raises(UsageError) as caught:

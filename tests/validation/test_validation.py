@@ -54,11 +54,27 @@ def test_model_defaults() -> None:
 def test_given_values_are_kept() -> None:
     """A value that was set is never replaced, whatever would be derived."""
     options: dict[str, Any] = dict(
-        head_groups=2, kv_channels=10, ffn_hidden_size=7, max_position_embeddings=5000, use_position_embeddings=True,
-        use_rotary_embeddings=True, activation_type="relu", init_method_std_qkv=0.0, batch_size=8, micro_batch_size=2,
-        lr_decay_iters=7, zero_stage=3, prefetch_factor=4, loss_scale=8.0, experiment_name="x", experiment_dir="/y",
-        train_iters=5, wandb_post_alerts=False, wandb_status_interval=3, split=(1.0, 1.0, 1.0),
-    )  # fmt: skip
+        head_groups=2,
+        kv_channels=10,
+        ffn_hidden_size=7,
+        max_position_embeddings=5000,
+        use_position_embeddings=True,
+        use_rotary_embeddings=True,
+        activation_type="relu",
+        init_method_std_qkv=0.0,
+        batch_size=8,
+        micro_batch_size=2,
+        lr_decay_iters=7,
+        zero_stage=3,
+        prefetch_factor=4,
+        loss_scale=8.0,
+        experiment_name="x",
+        experiment_dir="/y",
+        train_iters=5,
+        wandb_post_alerts=False,
+        wandb_status_interval=3,
+        split=(1.0, 1.0, 1.0),
+    )
     values = flatten(resolved(**options))
     assert {name: values[name] for name in options} == options
 
@@ -159,8 +175,11 @@ def test_cross_entropy_splits() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (dict(hidden_size=100), "--hidden_size=100, --num_attention_heads=8: the heads share hidden_size equally; "
-         "nearest hidden sizes: 96 or 104; or set --kv_channels"),
+        (
+            dict(hidden_size=100),
+            "--hidden_size=100, --num_attention_heads=8: the heads share hidden_size equally; "
+            "nearest hidden sizes: 96 or 104; or set --kv_channels",
+        ),
         (dict(head_groups=3), "--num_attention_heads=8, --head_groups=3: "),
         (dict(head_groups=16), "--num_attention_heads=8, --head_groups=16: "),
         (dict(kv_channels=7, use_rotary_embeddings=True), "write an even --kv_channels"),
@@ -186,7 +205,7 @@ def test_cross_entropy_splits() -> None:
         (dict(lr=float("nan")), "--lr=nan: must be >= 0"),
         (dict(device="tpu"), "--device=tpu: takes auto, cuda, cpu"),
     ],
-)  # fmt: skip
+)
 def test_contradictions(options: dict[str, Any], text: str) -> None:
     """Each is one line that names the flags, their values, the rule and the fix."""
     assert text in only_problem(**options)
@@ -231,29 +250,63 @@ def test_all_problems_together() -> None:
 
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    "num_attention_heads": (1, 6, 8), "head_groups": (None, 1, 4), "kv_channels": (None, 5, 8),
-    "hidden_size": (8, 48, 100), "use_rotary_embeddings": (False, True), "use_position_embeddings": (None, False, True),
-    "sequence_length": (1, 128, 4096), "max_position_embeddings": (None, 64, 4096), "gated": (False, True),
-    "window_size": (None, 1, 10**6), "batch_size": (None, 1, 12), "micro_batch_size": (None, 1, 3),
-    "depth_first_micro_batches": (None, 1, 2), "breadth_first_micro_batches": (None, 1, 2),
-    "sequential_micro_batches": (None, 1, 4), "lr": (0.0, 1e-3), "min_lr": (0.0, 1e-4), "train_iters": (0, 5, 1000),
-    "lr_warmup_iters": (0, 5, 100), "lr_decay_iters": (None, 5, 2000), "lr_decay_style": ("constant", "cosine"),
-    "training_dtype": ("fp32", "bf16", "fp16"), "loss_scale": (None, 2.0), "initial_loss_scale": (0.5, 65536.0),
-    "full_precision_gradients": (True, False), "zero_stage": (None, 1, 2, 3, "auto"), "layers_per_stage": (1.5, "auto"),
-    "num_weight_buffers": (None, 1, 20), "split_master_weights": (False, True), "freeze": ((), ("head",)),
-    "lr_scales": ((), ("a:0",)), "dry_run": (False, True), "save_tensor_logs": (False, True),
+    "num_attention_heads": (1, 6, 8),
+    "head_groups": (None, 1, 4),
+    "kv_channels": (None, 5, 8),
+    "hidden_size": (8, 48, 100),
+    "use_rotary_embeddings": (False, True),
+    "use_position_embeddings": (None, False, True),
+    "sequence_length": (1, 128, 4096),
+    "max_position_embeddings": (None, 64, 4096),
+    "gated": (False, True),
+    "window_size": (None, 1, 10**6),
+    "batch_size": (None, 1, 12),
+    "micro_batch_size": (None, 1, 3),
+    "depth_first_micro_batches": (None, 1, 2),
+    "breadth_first_micro_batches": (None, 1, 2),
+    "sequential_micro_batches": (None, 1, 4),
+    "lr": (0.0, 1e-3),
+    "min_lr": (0.0, 1e-4),
+    "train_iters": (0, 5, 1000),
+    "lr_warmup_iters": (0, 5, 100),
+    "lr_decay_iters": (None, 5, 2000),
+    "lr_decay_style": ("constant", "cosine"),
+    "training_dtype": ("fp32", "bf16", "fp16"),
+    "loss_scale": (None, 2.0),
+    "initial_loss_scale": (0.5, 65536.0),
+    "full_precision_gradients": (True, False),
+    "zero_stage": (None, 1, 2, 3, "auto"),
+    "layers_per_stage": (1.5, "auto"),
+    "num_weight_buffers": (None, 1, 20),
+    "split_master_weights": (False, True),
+    "freeze": ((), ("head",)),
+    "lr_scales": ((), ("a:0",)),
+    "dry_run": (False, True),
+    "save_tensor_logs": (False, True),
     "dataset_source": ("list", "random"),
-    "data_path": ((), ("a",), ("0.5", "a", "0.5", "b"), ("0.5", "a", "b")), "num_workers": (0, 2),
-    "prefetch_factor": (None, 3), "split": ((1.0,), (1.0, 1.0), (0.0, 0.0, 1.0)), "validation_iters": (0, 3),
-    "test_iters": (0, 3), "checkpoint_interval": (None, 2), "export_interval": (None, 2),
-    "experiment_dir": (None, "/x"), "cross_entropy_splits": (None, 1, 500),
-    "cross_entropy_block_size": (None, 7, 10**6), "recompute_layers": (0, 2, 100),
-    "enable_triton_kernels": (None, False, True), "rotary_base": (None, 100.0), "rotary_percent": (1.0, 0.5, 0.3),
-    "rope_type": ("default", "linear", "llama3", "yarn"), "rope_factor": (None, 4.0),
-    "rope_original_max_position_embeddings": (None, 64), "attention_softmax_in_fp32": (False, True),
+    "data_path": ((), ("a",), ("0.5", "a", "0.5", "b"), ("0.5", "a", "b")),
+    "num_workers": (0, 2),
+    "prefetch_factor": (None, 3),
+    "split": ((1.0,), (1.0, 1.0), (0.0, 0.0, 1.0)),
+    "validation_iters": (0, 3),
+    "test_iters": (0, 3),
+    "checkpoint_interval": (None, 2),
+    "export_interval": (None, 2),
+    "experiment_dir": (None, "/x"),
+    "cross_entropy_splits": (None, 1, 500),
+    "cross_entropy_block_size": (None, 7, 10**6),
+    "recompute_layers": (0, 2, 100),
+    "enable_triton_kernels": (None, False, True),
+    "rotary_base": (None, 100.0),
+    "rotary_percent": (1.0, 0.5, 0.3),
+    "rope_type": ("default", "linear", "llama3", "yarn"),
+    "rope_factor": (None, 4.0),
+    "rope_original_max_position_embeddings": (None, 64),
+    "attention_softmax_in_fp32": (False, True),
     "attention_backend": ("auto", "flash", "math"),
-    "wandb_entity_name": (None, "me"), "wandb_status_interval": (None, 2),
-}  # fmt: skip
+    "wandb_entity_name": (None, "me"),
+    "wandb_status_interval": (None, 2),
+}
 
 
 def covering_array(generator: random.Random) -> Iterator[dict[str, Any]]:
@@ -285,18 +338,56 @@ def test_pairs_of_options() -> None:
         names = generator.sample(list(OPTIONS), 4)
         rows.append({name: generator.choice(OPTIONS[name]) for name in names})
     derived_later = {
-        "num_weight_buffers", "num_grad_buffers", "cross_entropy_splits", "peak_tflops", "window_size",
-        "tokenizer_file", "checkpoint_interval", "max_checkpoints", "export_interval", "stop_interval",
-        "experiment_dir", "experiment_name", "wandb_entity_name", "wandb_status_interval", "loss_scale",
-        "prefetch_factor", "world_size", "enable_triton_kernels", "cross_entropy_block_size",
-        "min_lr_ratio", "lr_warmup_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_fraction", "lr_rewarmup_fraction",
-        "lr_cycle_iters", "lr_cycle_fraction", "lr_cooldown_fraction", "lr_schedule", "update_rms_clip",
-        "clip_update_norm_sigma", "weight_decay_default_mask", "eval_micro_batch_size", "model",
-        "pretrained_checkpoint_path", "pretrained_checkpoint_type", "sample_interval", "sample_prompts", "sample_top_k",
-        "rope_factor", "rope_original_max_position_embeddings", "rope_low_freq_factor", "rope_high_freq_factor",
-        "rope_beta_fast", "rope_beta_slow", "rope_attention_factor", "rope_mscale", "rope_mscale_all_dim",
-        "rope_truncate", "export_model_type",
-    }  # fmt: skip
+        "num_weight_buffers",
+        "num_grad_buffers",
+        "cross_entropy_splits",
+        "peak_tflops",
+        "window_size",
+        "tokenizer_file",
+        "checkpoint_interval",
+        "max_checkpoints",
+        "export_interval",
+        "stop_interval",
+        "experiment_dir",
+        "experiment_name",
+        "wandb_entity_name",
+        "wandb_status_interval",
+        "loss_scale",
+        "prefetch_factor",
+        "world_size",
+        "enable_triton_kernels",
+        "cross_entropy_block_size",
+        "min_lr_ratio",
+        "lr_warmup_fraction",
+        "lr_wsd_decay_iters",
+        "lr_wsd_decay_fraction",
+        "lr_rewarmup_fraction",
+        "lr_cycle_iters",
+        "lr_cycle_fraction",
+        "lr_cooldown_fraction",
+        "lr_schedule",
+        "update_rms_clip",
+        "clip_update_norm_sigma",
+        "weight_decay_default_mask",
+        "eval_micro_batch_size",
+        "model",
+        "pretrained_checkpoint_path",
+        "pretrained_checkpoint_type",
+        "sample_interval",
+        "sample_prompts",
+        "sample_top_k",
+        "rope_factor",
+        "rope_original_max_position_embeddings",
+        "rope_low_freq_factor",
+        "rope_high_freq_factor",
+        "rope_beta_fast",
+        "rope_beta_slow",
+        "rope_attention_factor",
+        "rope_mscale",
+        "rope_mscale_all_dim",
+        "rope_truncate",
+        "export_model_type",
+    }
     good = 0
     for row in rows:
         options = {"dataset_source": "random", **row}
@@ -332,9 +423,24 @@ def test_weighted_paths() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["0.3", "0.3 a b", "a 0.3", "a 0.3 b 0.7", "0.3 0.7", "0 a 1 b", "-1 a 2 b", "nan a 1 b", "inf a", "1e999 a",
-     "1 a nan b", "1_0 a 1 b", "1e308 a 1e308 b", "1 a 2", "1 2 3 4"],
-)  # fmt: skip
+    [
+        "0.3",
+        "0.3 a b",
+        "a 0.3",
+        "a 0.3 b 0.7",
+        "0.3 0.7",
+        "0 a 1 b",
+        "-1 a 2 b",
+        "nan a 1 b",
+        "inf a",
+        "1e999 a",
+        "1 a nan b",
+        "1_0 a 1 b",
+        "1e308 a 1e308 b",
+        "1 a 2",
+        "1 2 3 4",
+    ],
+)
 def test_bad_weighted_paths(words: str) -> None:
     """Weights that are no positive finite numbers, or do not alternate with prefixes, are refused."""
     with pytest.raises(UsageError, match="^--data_path="):
@@ -364,7 +470,9 @@ def test_bad_weighted_paths(words: str) -> None:
         (dict(hysteresis=3), "--hysteresis has no effect without dynamic loss scaling"),
         (dict(data_path=("a",)), "--data_path has no effect with --dataset_source=random"),
         (
-            dict(use_rotary_embeddings=True, rope_type="yarn", rope_factor=2., rope_original_max_position_embeddings=9),
+            dict(
+                use_rotary_embeddings=True, rope_type="yarn", rope_factor=2.0, rope_original_max_position_embeddings=9
+            ),
             "--rope_factor=2: max_position_embeddings 2048 is another multiple of rope_original",
         ),
         (dict(attention_softmax_in_fp32=True), "--attention_softmax_in_fp32 has no effect in fp32 training"),
@@ -382,7 +490,7 @@ def test_bad_weighted_paths(words: str) -> None:
         (dict(wandb_project_name="x"), "--wandb_project_name has no effect without --wandb_entity_name"),
         (dict(wandb_status_interval=3, wandb_post_alerts=False), "--wandb_status_interval has no effect"),
     ],
-)  # fmt: skip
+)
 def test_warnings(options: dict[str, Any], text: str) -> None:
     """Each surprise is one line."""
     assert len([line for line in cautions(**options) if text in line]) == 1, cautions(**options)
@@ -391,12 +499,28 @@ def test_warnings(options: dict[str, Any], text: str) -> None:
 def test_no_warnings_without_reason() -> None:
     """Defaults and the settings of the tutorial are no surprise; a run without a directory is one."""
     assert cautions() == []
-    assert cautions(
-        training_dtype="bf16", lr_decay_style="cosine", min_lr=1e-5, lr_decay_iters=5, wandb_entity_name="me",
-        wandb_project_name="x", validation_iters=2, validation_interval=5, checkpoint_interval=2, max_checkpoints=5,
-        use_rotary_embeddings=True, rotary_embedding_scale=-9.0, window_size=64, num_workers=8, zero_stage=2,
-        dataset_source="list", data_path=("a",),
-    ) == []  # fmt: skip
+    assert (
+        cautions(
+            training_dtype="bf16",
+            lr_decay_style="cosine",
+            min_lr=1e-5,
+            lr_decay_iters=5,
+            wandb_entity_name="me",
+            wandb_project_name="x",
+            validation_iters=2,
+            validation_interval=5,
+            checkpoint_interval=2,
+            max_checkpoints=5,
+            use_rotary_embeddings=True,
+            rotary_embedding_scale=-9.0,
+            window_size=64,
+            num_workers=8,
+            zero_stage=2,
+            dataset_source="list",
+            data_path=("a",),
+        )
+        == []
+    )
     assert warnings(resolved(train_iters=1)) == ["--experiment_dir is not set: nothing is saved"]
 
 
@@ -421,11 +545,14 @@ SCHEDULES: list[tuple[int, dict[str, Any], str]] = [
     (2, dict(batch_size_schedule=("0:5", "10:13"), allow_nondivisible_batch_size=True), "13 3 3 1 3"),
     (2, dict(batch_size=13, allow_nondivisible_batch_size=True), "13 7 1 1 1"),
     (2, dict(batch_size=13, micro_batch_size=2, allow_nondivisible_batch_size=True), "13 2 4 1 4"),
-    (2, dict(batch_size=13, micro_batch_size=2, breadth_first_micro_batches=3, allow_nondivisible_batch_size=True),
-     "13 2 2 3 6"),
+    (
+        2,
+        dict(batch_size=13, micro_batch_size=2, breadth_first_micro_batches=3, allow_nondivisible_batch_size=True),
+        "13 2 2 3 6",
+    ),
     (2, dict(batch_size=13, sequential_micro_batches=4, allow_nondivisible_batch_size=True), "13 2 4 1 4"),
     (1, dict(batch_size=12, micro_batch_size=3, allow_nondivisible_batch_size=True), "12 3 4 1 4"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("ranks", "options", "expected"), SCHEDULES, ids=str)
@@ -434,9 +561,12 @@ def test_batches_of_a_schedule_and_with_padding(ranks: int, options: dict[str, A
     config = resolve(unflatten({"dataset_source": "random", "batch_size": None, **options}), ranks)
     batch = config.batch
     found = (
-        batch.batch_size, batch.micro_batch_size, batch.depth_first_micro_batches, batch.breadth_first_micro_batches,
+        batch.batch_size,
+        batch.micro_batch_size,
+        batch.depth_first_micro_batches,
+        batch.breadth_first_micro_batches,
         batch.sequential_micro_batches,
-    )  # fmt: skip
+    )
     assert " ".join(map(str, found)) == expected
     assert resolve(config, ranks) == config
 
@@ -447,21 +577,33 @@ def test_batches_of_a_schedule_and_with_padding(ranks: int, options: dict[str, A
         (1, dict(batch_size=32, batch_size_schedule=("0:32", "9:64")), "leave batch_size out (it becomes the"),
         (1, dict(batch_size_schedule=("5:32",)), "write 0:<size> first"),
         (2, dict(batch_size_schedule=("0:32", "9:40"), micro_batch_size=16), "its largest size, 40, must be a"),
-        (2, dict(batch_size_schedule=("0:24", "9:64"), micro_batch_size=16),
-         "every size must be a multiple of 16 * 2 = 32, and 24 is not; write a smaller --micro_batch_size, or "
-         "--allow_nondivisible_batch_size=1; nearest: 32"),
-        (2, dict(batch_size_schedule=("0:32", "9:64"), micro_batch_size=8, breadth_first_micro_batches=4),
-         "multiple of 8 * 2 * 4 breadth-first = 64, and 32 is not"),
+        (
+            2,
+            dict(batch_size_schedule=("0:24", "9:64"), micro_batch_size=16),
+            "every size must be a multiple of 16 * 2 = 32, and 24 is not; write a smaller --micro_batch_size, or "
+            "--allow_nondivisible_batch_size=1; nearest: 32",
+        ),
+        (
+            2,
+            dict(batch_size_schedule=("0:32", "9:64"), micro_batch_size=8, breadth_first_micro_batches=4),
+            "multiple of 8 * 2 * 4 breadth-first = 64, and 32 is not",
+        ),
         (2, dict(batch_size_schedule=("0:3", "9:6")), "must be a multiple of 1 * 2 = 2, and 3 is not; write --allow_"),
-        (1, dict(batch_size=5, sequential_micro_batches=4, allow_nondivisible_batch_size=True),
-         "micro-batches of 2 are full after 3, and 1 would be padding alone; write --micro_batch_size=2 and leave"),
-        (2, dict(batch_size=13, micro_batch_size=2, sequential_micro_batches=3, allow_nondivisible_batch_size=True),
-         "is 4, not 3"),
+        (
+            1,
+            dict(batch_size=5, sequential_micro_batches=4, allow_nondivisible_batch_size=True),
+            "micro-batches of 2 are full after 3, and 1 would be padding alone; write --micro_batch_size=2 and leave",
+        ),
+        (
+            2,
+            dict(batch_size=13, micro_batch_size=2, sequential_micro_batches=3, allow_nondivisible_batch_size=True),
+            "is 4, not 3",
+        ),
         (2, dict(batch_size=12, eval_micro_batch_size=7), "a validation batch has batch_size samples, 6 for a rank"),
         (1, dict(validation_iters="all"), "made-up samples have no end; write a number of batches"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_batches_that_cannot_be(ranks: int, options: dict[str, Any], message: str) -> None:
     """Each message has the rule and the fix."""
     with pytest.raises(UsageError) as caught:

@@ -16,10 +16,14 @@ from tests.support.harness import run_distributed
 
 Options = dict[str, Any]
 LAYOUTS: list[Options] = [
-    {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}, {"num_weight_buffers": 1, "num_grad_buffers": 1},
-    {"num_weight_buffers": 2, "num_grad_buffers": 2}, {"zero_stage": 3, "num_grad_buffers": 1},
+    {"zero_stage": 1},
+    {"zero_stage": 2},
+    {"zero_stage": 3},
+    {"num_weight_buffers": 1, "num_grad_buffers": 1},
+    {"num_weight_buffers": 2, "num_grad_buffers": 2},
+    {"zero_stage": 3, "num_grad_buffers": 1},
     {"num_weight_buffers": 3, "num_grad_buffers": 3},
-]  # fmt: skip
+]
 ORDERS = [(4, 1), (1, 4), (2, 2)]
 
 
@@ -27,9 +31,16 @@ def gradients(distributed: Distributed, layout: Options, order: tuple[int, int],
     """Of the same eight samples: the relative error of accumulated gradients, stage by stage."""
     shards: list[list[Tensor]] = []
     for depth, breadth in (order, (1, 1)):
-        options = {"num_layers": 3, "batch_size": 8 * distributed.world_size, "depth_first_micro_batches": depth,
-                   "breadth_first_micro_batches": breadth, "tie_word_embeddings": False, "training_dtype": dtype,
-                   "max_position_embeddings": 16, **layout}  # fmt: skip
+        options = {
+            "num_layers": 3,
+            "batch_size": 8 * distributed.world_size,
+            "depth_first_micro_batches": depth,
+            "breadth_first_micro_batches": breadth,
+            "tie_word_embeddings": False,
+            "training_dtype": dtype,
+            "max_position_embeddings": 16,
+            **layout,
+        }
         engine = Engine(distributed, options)
         generator = torch.Generator().manual_seed(distributed.rank)
         tokens = torch.randint(64, (8, 17), generator=generator).chunk(depth * breadth)
@@ -72,11 +83,14 @@ def evaluated_runs(distributed: Distributed, options: Options) -> list[Outcome]:
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param({}, marks=pytest.mark.slow), {"tie_word_embeddings": False, "training_dtype": "bf16"},
-     {"freeze": ("embedding",), "training_dtype": "bf16"}, {"depth_first_micro_batches": 1,
-      "breadth_first_micro_batches": 2}],
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"tie_word_embeddings": False, "training_dtype": "bf16"},
+        {"freeze": ("embedding",), "training_dtype": "bf16"},
+        {"depth_first_micro_batches": 1, "breadth_first_micro_batches": 2},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_evaluations_in_between_change_no_bit(options: Options) -> None:
     """ZeRO 1, 2 and 3, with an evaluation after every second step and without."""
     first, *others = run_distributed(2, evaluated_runs, {"num_layers": 3, **options})[0]
@@ -148,9 +162,10 @@ class _FakeEvent:
         (1, 1, "record 1, record 2, wait 1, record 3, wait 2, record 4, wait 3, record 5, wait 4"),
         (2, 1, "record 1, record 2, wait 1"),
         (1, 3, "record 1, record 2, record 3, record 4, wait 1, record 5, wait 2"),
-        (5, 0, "record 1, wait 1"), (6, 1, ""),
+        (5, 0, "record 1, wait 1"),
+        (6, 1, ""),
     ],
-)  # fmt: skip
+)
 def test_the_throttle_waits_for_earlier_events(rate: int, delay: int, log: str) -> None:
     """Five steps: every `rate`-th records an event, and waits for that of `delay` recordings before."""
     events = FakeEvents()

@@ -27,10 +27,16 @@ def allocated(ranks: Any, options: Options, training: bool = True) -> tuple[Mult
     layers = layers_of(config)
     gc.freeze()  # what exists already is not looked at
     model = MultiStage(
-        layers, config.multi_stage, config.batch, config.distributed.training_dtype, ranks, training,
-        moments=config.optimizer.moments, averaged=config.averaging.enabled,
+        layers,
+        config.multi_stage,
+        config.batch,
+        config.distributed.training_dtype,
+        ranks,
+        training,
+        moments=config.optimizer.moments,
+        averaged=config.averaging.enabled,
         whole_matrices=config.optimizer.whole_matrices,
-    )  # fmt: skip
+    )
     storages = [thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     gc.unfreeze()
     return model, sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -61,29 +67,52 @@ def padding(model: MultiStage, ranks: int) -> int:
 
 FREEZE = ("embedding", "blocks.0", "blocks.1.mlp")
 CASES: list[Options] = [
-    {"training_dtype": dtype, "num_layers": 4, "batch_size": 6, "max_position_embeddings": 16,
-     "tie_word_embeddings": False, **buffers, **more}
+    {
+        "training_dtype": dtype,
+        "num_layers": 4,
+        "batch_size": 6,
+        "max_position_embeddings": 16,
+        "tie_word_embeddings": False,
+        **buffers,
+        **more,
+    }
     for dtype in ("fp32", "bf16")
     for buffers in (
-        {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}, {"num_weight_buffers": 1, "num_grad_buffers": 1},
-        {"num_weight_buffers": 3, "num_grad_buffers": 5}, {"zero_stage": 1, "num_grad_buffers": 1},
+        {"zero_stage": 1},
+        {"zero_stage": 2},
+        {"zero_stage": 3},
+        {"num_weight_buffers": 1, "num_grad_buffers": 1},
+        {"num_weight_buffers": 3, "num_grad_buffers": 5},
+        {"zero_stage": 1, "num_grad_buffers": 1},
     )
     for more in (
-        {}, {"full_precision_gradients": False}, {"freeze": FREEZE},
-        {"freeze": FREEZE, "store_frozen_weights_in_optimization_precision": False}, {"split_master_weights": True},
-        {"split_master_weights": True, "freeze": FREEZE}, {"ema_type": "ema", "freeze": FREEZE},
+        {},
+        {"full_precision_gradients": False},
+        {"freeze": FREEZE},
+        {"freeze": FREEZE, "store_frozen_weights_in_optimization_precision": False},
+        {"split_master_weights": True},
+        {"split_master_weights": True, "freeze": FREEZE},
+        {"ema_type": "ema", "freeze": FREEZE},
         {"ema_type": "ema", "split_master_weights": True},
     )
     if not (dtype == "fp32" and ("full_precision_gradients" in more or "split_master_weights" in more))
     and not ("split_master_weights" in more and buffers.get("zero_stage") not in (1, 2))
 ] + [
-    {"training_dtype": "bf16", "num_layers": layers, "batch_size": 6, "max_position_embeddings": 16,
-     "tie_word_embeddings": False, "zero_stage": zero_stage, "optimizer": optimizer, **more}
+    {
+        "training_dtype": "bf16",
+        "num_layers": layers,
+        "batch_size": 6,
+        "max_position_embeddings": 16,
+        "tie_word_embeddings": False,
+        "zero_stage": zero_stage,
+        "optimizer": optimizer,
+        **more,
+    }
     for layers in (1, 4)
     for zero_stage in (1, 3)
     for optimizer in ("muon", "lion", "sgd")
     for more in ({}, {"freeze": ("*.mlp.*", "*.bias")}, {"layers_per_stage": 3.0})
-]  # fmt: skip
+]
 
 
 def expected_bytes(model: MultiStage, options: Options, ranks: int, training: bool = True) -> int:

@@ -13,14 +13,7 @@ from megatron_lite.data.loader import open_data
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import UsageError
 from tests.support.engine_runs import Engine, SimulatedRanks
-from tests.support.harness import (
-    Trajectory,
-    layers_of,
-    run_distributed,
-    same_weights,
-    tiny_config,
-    train_tiny,
-)
+from tests.support.harness import Trajectory, layers_of, run_distributed, same_weights, tiny_config, train_tiny
 from tests.support.plain_gpt import PlainGPT
 
 Options = dict[str, Any]
@@ -30,14 +23,16 @@ ITERATIONS = 8
 FREEZING: dict[str, tuple[Options, tuple[str, ...]]] = {
     "first stages": ({"freeze": ("embedding", "blocks.0")}, ("embedding.", "blocks.0.")),
     "a middle one": ({"freeze": ("blocks.1",)}, ("blocks.1.",)),
-    "parts": ({"freeze": ("blocks.0.mlp", "blocks.2.attention"), "lr_scales": ("head:0",)},
-              ("blocks.0.mlp.", "blocks.2.attention.", "head.")),
+    "parts": (
+        {"freeze": ("blocks.0.mlp", "blocks.2.attention"), "lr_scales": ("head:0",)},
+        ("blocks.0.mlp.", "blocks.2.attention.", "head."),
+    ),
     "all but the head": ({"freeze": ("embedding", "blocks")}, ("embedding.", "blocks.")),
     "all but the embedding": ({"freeze": ("blocks", "head")}, ("blocks.", "head.")),
     "a tied embedding": ({"freeze": ("embedding.word.weight",), "tie_word_embeddings": True}, ("embedding.word.",)),
     "all but a tied embedding": ({"freeze": ("blocks", "head"), "tie_word_embeddings": True}, ("blocks.", "head.")),
     "scales": ({"lr_scales": ("blocks:0.25", "blocks.1:3", "*.bias:0.5", "embedding:0")}, ("embedding.",)),
-}  # fmt: skip
+}
 
 
 def options_of(case: str, **more: Any) -> Options:
@@ -52,9 +47,7 @@ def plain_loop(options: Options, initial: dict[str, np.ndarray]) -> tuple[list[f
     """The oracle: torch.nn with requires_grad False, and torch.optim.AdamW with a learning rate for each scale."""
     config = tiny_config(**options)
     scales = {
-        parameter.spec.name: parameter.spec.lr_scale
-        for layer in layers_of(config)
-        for parameter in layer.parameters()
+        parameter.spec.name: parameter.spec.lr_scale for layer in layers_of(config) for parameter in layer.parameters()
     }
     model = PlainGPT(config.model)
     model.load(initial)
@@ -123,7 +116,7 @@ def frozen_storage(distributed: Distributed) -> list[tuple[Trajectory, Trajector
             for precise in (True, False)
         )
         for stage in (1, 3)
-    ]  # fmt: skip
+    ]
 
 
 def test_the_precision_of_frozen_shards_changes_no_bit_of_a_run() -> None:
@@ -163,11 +156,15 @@ def test_a_scale_multiplies_the_update(weight_decay: float) -> None:
 @pytest.mark.parametrize(
     ("case", "first", "reduced"),
     [
-        ("first stages", 2, {2, 3, 4}), ("a middle one", 0, {0, 1, 3, 4}), ("parts", 0, {0, 1, 2, 3}),
-        ("all but the head", 4, {4}), ("all but the embedding", 0, {0}), ("a tied embedding", 0, {0, 1, 2, 3, 4}),
+        ("first stages", 2, {2, 3, 4}),
+        ("a middle one", 0, {0, 1, 3, 4}),
+        ("parts", 0, {0, 1, 2, 3}),
+        ("all but the head", 4, {4}),
+        ("all but the embedding", 0, {0}),
+        ("a tied embedding", 0, {0, 1, 2, 3, 4}),
         ("all but a tied embedding", 0, {0}),
     ],
-)  # fmt: skip
+)
 def test_backward_ends_at_the_first_stage_with_something_to_train(
     case: str, first: int, reduced: set[int], zero_stage: int
 ) -> None:

@@ -71,10 +71,15 @@ def test_update_ranges_cover_the_shard_and_agree_with_the_parameters(
 @pytest.mark.parametrize(
     ("num_layers", "layers_per_stage", "sizes"),
     [
-        (4, 1.0, [1, 1, 1, 1]), (4, 2.0, [2, 2]), (5, 2.0, [2, 2, 1]), (6, 1.5, [1, 2, 1, 2]), (3, 100.0, [3]),
-        (1, 1.0, [1]), (7, 2.5, [2, 3, 2]),
+        (4, 1.0, [1, 1, 1, 1]),
+        (4, 2.0, [2, 2]),
+        (5, 2.0, [2, 2, 1]),
+        (6, 1.5, [1, 2, 1, 2]),
+        (3, 100.0, [3]),
+        (1, 1.0, [1]),
+        (7, 2.5, [2, 3, 2]),
     ],
-)  # fmt: skip
+)
 def test_blocks_per_stage(num_layers: int, layers_per_stage: float, sizes: list[int]) -> None:
     """Embedding and head stand alone, blocks are grouped in order, fractions alternate."""
     stages = split_into_stages(num_layers, layers_per_stage)

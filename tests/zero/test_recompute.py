@@ -10,24 +10,24 @@ from torch import Tensor
 
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.zero.observer import Observer
-from tests.support.harness import (
-    Trajectory,
-    layers_of,
-    run_distributed,
-    same_weights,
-    tiny_config,
-    train_tiny,
-)
+from tests.support.harness import Trajectory, layers_of, run_distributed, same_weights, tiny_config, train_tiny
 from tests.support.memory_meters import a_model, micro_batches
 
 CASES: list[dict[str, Any]] = [
     {"hidden_dropout": 0.1, "attention_dropout": 0.1},
     {"zero_stage": 3, "breadth_first_micro_batches": 2, "tie_word_embeddings": False, "hidden_dropout": 0.1},
-    {"zero_stage": 2, "depth_first_micro_batches": 2, "layers_per_stage": 2.0, "gated": True,
-     "normalization_type": "rms_norm", "use_rotary_embeddings": True, "mlp_recompute_level": "full"},
+    {
+        "zero_stage": 2,
+        "depth_first_micro_batches": 2,
+        "layers_per_stage": 2.0,
+        "gated": True,
+        "normalization_type": "rms_norm",
+        "use_rotary_embeddings": True,
+        "mlp_recompute_level": "full",
+    },
     {"zero_stage": 3, "training_dtype": "bf16", "freeze": ("embedding", "blocks.1.mlp"), "tie_word_embeddings": False},
     {"freeze": ("embedding", "*.weight", "head"), "tie_word_embeddings": False},  # biases alone
-]  # fmt: skip
+]
 
 
 def runs(distributed: Distributed, cases: list[dict[str, Any]], numbers: tuple[int, ...]) -> list[list[Trajectory]]:

@@ -111,9 +111,19 @@ def test_one_buffer_per_stage_gathers_everything_at_once_in_order() -> None:
 def test_breadth_first_runs_all_micro_batches_through_a_stage_before_the_next() -> None:
     schedule = training_schedule(plans(3, 2, 2), 1, 2)
     assert [(step.kind[0], step.stage, step.micro_batch) for step in schedule] == [
-        ("f", 0, 0), ("f", 0, 1), ("f", 1, 0), ("f", 1, 1), ("f", 2, 0), ("f", 2, 1),
-        ("b", 2, 0), ("b", 2, 1), ("b", 1, 0), ("b", 1, 1), ("b", 0, 0), ("b", 0, 1),
-    ]  # fmt: skip
+        ("f", 0, 0),
+        ("f", 0, 1),
+        ("f", 1, 0),
+        ("f", 1, 1),
+        ("f", 2, 0),
+        ("f", 2, 1),
+        ("b", 2, 0),
+        ("b", 2, 1),
+        ("b", 1, 0),
+        ("b", 1, 1),
+        ("b", 0, 0),
+        ("b", 0, 1),
+    ]
     assert reduces(schedule) == [(2, False), (1, False), (0, False)]
 
 

@@ -27,27 +27,46 @@ from tests.support.harness import run_distributed
 Options = dict[str, Any]
 
 BUFFERS: list[Options] = [
-    {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3},
-    {"num_weight_buffers": 1, "num_grad_buffers": 1}, {"num_weight_buffers": 3, "num_grad_buffers": 3},
-    {"num_weight_buffers": 1, "num_grad_buffers": 4}, {"num_weight_buffers": 4, "num_grad_buffers": 1},
+    {"zero_stage": 1},
+    {"zero_stage": 2},
+    {"zero_stage": 3},
+    {"num_weight_buffers": 1, "num_grad_buffers": 1},
+    {"num_weight_buffers": 3, "num_grad_buffers": 3},
+    {"num_weight_buffers": 1, "num_grad_buffers": 4},
+    {"num_weight_buffers": 4, "num_grad_buffers": 1},
     {"num_weight_buffers": 2, "num_grad_buffers": 3},
-]  # fmt: skip
+]
 ORDERS = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]  # micro-batches: depth-first, breadth-first
 KINDS: list[Options] = [
     {"freeze": ("embedding", "blocks.0")},
     {"freeze": ("blocks.1", "head.norm")},
-    {"freeze": ("embedding",), "tie_word_embeddings": True, "store_frozen_weights_in_optimization_precision": False,
-     "training_dtype": "bf16"},
+    {
+        "freeze": ("embedding",),
+        "tie_word_embeddings": True,
+        "store_frozen_weights_in_optimization_precision": False,
+        "training_dtype": "bf16",
+    },
     {"training_dtype": "bf16"},
     {"training_dtype": "bf16", "full_precision_gradients": False, "tie_word_embeddings": True},
     {"training_dtype": "bf16", "split_master_weights": True, "lr_scales": ("blocks:0.5",)},
-]  # fmt: skip
+]
 
 
 def layout(buffers: Options, order: tuple[int, int], **more: Any) -> Options:
-    return {"num_layers": 3, "sequence_length": 8, "max_position_embeddings": 8,
-            "depth_first_micro_batches": order[0], "breadth_first_micro_batches": order[1], "micro_batch_size": 1,
-            "batch_size": None, "tie_word_embeddings": False} | buffers | more  # fmt: skip
+    return (
+        {
+            "num_layers": 3,
+            "sequence_length": 8,
+            "max_position_embeddings": 8,
+            "depth_first_micro_batches": order[0],
+            "breadth_first_micro_batches": order[1],
+            "micro_batch_size": 1,
+            "batch_size": None,
+            "tie_word_embeddings": False,
+        }
+        | buffers
+        | more
+    )
 
 
 def is_legal(options: Options) -> bool:
@@ -62,7 +81,7 @@ ALL = [
     layout(buffers, order, **kind)
     for buffers, order, kind in itertools.product(BUFFERS, ORDERS, KINDS)
     if is_legal(buffers | kind)
-]  # fmt: skip
+]
 # Every buffer count, every order with each of the first three, tied and not in turn; every kind at ZeRO 1 or 2, and 3.
 SOME = [
     layout(buffers, order, tie_word_embeddings=(i + j) % 2 == 0)
@@ -73,7 +92,7 @@ SOME = [
     for i, kind in enumerate(KINDS)
     for stage in (i % 2, 2)
     if is_legal(BUFFERS[stage] | kind)
-]  # fmt: skip
+]
 
 
 def train_late(distributed: Any, layouts: list[Options]) -> list[Outcome]:

@@ -61,8 +61,9 @@ def test_computing_with_another_stages_buffer_is_caught() -> None:
 
 def padding_after_reduction(distributed: Distributed) -> list[float]:
     """Fill all gradient memory with NaN, run an iteration, and look at every shard whole."""
-    model = build(distributed, zero_stage=2, vocab_size=61, hidden_size=36, num_attention_heads=3, num_layers=3,
-                  batch_size=6)  # fmt: skip
+    model = build(
+        distributed, zero_stage=2, vocab_size=61, hidden_size=36, num_attention_heads=3, num_layers=3, batch_size=6
+    )
     for stage in model.stages:
         assert stage.gradients is not None and stage.trainable is not None
         stage.gradients.data.fill_(float("nan"))
@@ -114,9 +115,13 @@ def memory(distributed: Distributed, options: dict[str, Any]) -> tuple[dict[str,
 
 # Bytes per parameter beside the B shared buffers: ranks -> (dtype, ZeRO stage) -> a + b / N (DESIGN, section 3).
 PER_PARAMETER = {
-    ("bf16", 1): (6, 12), ("bf16", 2): (2, 16), ("bf16", 3): (0, 16),
-    ("fp32", 1): (8, 8), ("fp32", 2): (4, 12), ("fp32", 3): (0, 16),
-}  # fmt: skip
+    ("bf16", 1): (6, 12),
+    ("bf16", 2): (2, 16),
+    ("bf16", 3): (0, 16),
+    ("fp32", 1): (8, 8),
+    ("fp32", 2): (4, 12),
+    ("fp32", 3): (0, 16),
+}
 ALONE = {("bf16", 1): 18, ("bf16", 2): 18, ("bf16", 3): 16, ("fp32", 1): 16, ("fp32", 2): 16, ("fp32", 3): 16}
 
 
@@ -125,8 +130,13 @@ ALONE = {("bf16", 1): 18, ("bf16", 2): 18, ("bf16", 3): 16, ("fp32", 1): 16, ("f
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_state_memory_is_the_formula_to_the_byte(ranks: int, training_dtype: str, zero_stage: int) -> None:
     """What is allocated, counted over storages so that nothing is kept twice, equals formula plus padding exactly."""
-    options = {"zero_stage": zero_stage, "training_dtype": training_dtype, "tie_word_embeddings": False,
-               "num_layers": 4, "batch_size": 6}  # fmt: skip
+    options = {
+        "zero_stage": zero_stage,
+        "training_dtype": training_dtype,
+        "tie_word_embeddings": False,
+        "num_layers": 4,
+        "batch_size": 6,
+    }
     kinds, stages, allocated = run_distributed(ranks, memory, options)[0]
     padded = sum(numel for _, numel in stages)
     assert padded < 1.1 * sum(numel for numel, _ in stages)

@@ -34,24 +34,39 @@ Options = dict[str, Any]
 Books = dict[str, Total]
 
 BUFFERS: list[Options] = [
-    {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3},
+    {"zero_stage": 1},
+    {"zero_stage": 2},
+    {"zero_stage": 3},
     *({"num_weight_buffers": w, "num_grad_buffers": g} for w, g in ((1, 1), (3, 3), (4, 1), (1, 4), (2, 5), (5, 2))),
-]  # fmt: skip
+]
 ORDERS = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
 SMALL = {"sequence_length": 4, "max_position_embeddings": 4, "micro_batch_size": 1, "batch_size": None}
 CASES = [
-    {"num_layers": 3, **SMALL, "tie_word_embeddings": tied, "depth_first_micro_batches": order[0],
-     "breadth_first_micro_batches": order[1], **buffers}
+    {
+        "num_layers": 3,
+        **SMALL,
+        "tie_word_embeddings": tied,
+        "depth_first_micro_batches": order[0],
+        "breadth_first_micro_batches": order[1],
+        **buffers,
+    }
     for (i, buffers), (j, order), tied in itertools.product(enumerate(BUFFERS), enumerate(ORDERS), (False, True))
     if i < 3 or j in (i % 5, 2)
 ] + [
-    {"num_layers": layers, **SMALL, "layers_per_stage": per_stage, "depth_first_micro_batches": 2,
-     "zero_stage": zero_stage, "training_dtype": "bf16", "full_precision_gradients": full_precision,
-     "tie_word_embeddings": False}
+    {
+        "num_layers": layers,
+        **SMALL,
+        "layers_per_stage": per_stage,
+        "depth_first_micro_batches": 2,
+        "zero_stage": zero_stage,
+        "training_dtype": "bf16",
+        "full_precision_gradients": full_precision,
+        "tie_word_embeddings": False,
+    }
     for layers, per_stage in ((1, 1.0), (5, 1.5), (6, 2.0))
     for zero_stage in (1, 2, 3)
     for full_precision in (True, False)
-]  # fmt: skip
+]
 
 
 def books(distributed: Distributed, cases: list[Options]) -> list[tuple[list[Books], list[int]]]:
@@ -187,8 +202,13 @@ def check(total: Total, per_stage: list[int], sizes: list[int], ranks: int, item
 def frozen_books(distributed: Distributed) -> list[tuple[Books, list[tuple[int, int]]]]:
     results = []
     for zero_stage in (1, 3):
-        options = {"num_layers": 3, **SMALL, "zero_stage": zero_stage, "tie_word_embeddings": False,
-                   "freeze": ("embedding", "blocks.0", "blocks.1.mlp")}  # fmt: skip
+        options = {
+            "num_layers": 3,
+            **SMALL,
+            "zero_stage": zero_stage,
+            "tie_word_embeddings": False,
+            "freeze": ("embedding", "blocks.0", "blocks.1.mlp"),
+        }
         engine = Engine(distributed, options)
         engine.model.gather_ahead()
         for iteration in (1, 2):

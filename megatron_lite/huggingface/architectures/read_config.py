@@ -16,11 +16,19 @@ from megatron_lite.huggingface.architectures.table import ACTIVATIONS, ARCHITECT
 
 # Keys that must have one of these values, if they are there and the architecture does not read them.
 _CONSTANTS: dict[str, tuple[Any, ...]] = {
-    "is_encoder_decoder": (False, None), "add_cross_attention": (False, None), "cross_attention_hidden_size": (None,),
-    "pruned_heads": ({}, None), "per_layer_config": (None,), "partial_rotary_factor": (1.0, None), "auto_map": (None,),
-    "quantization_config": (None,), "attention_bias": (False, None), "mlp_bias": (False, None),
-    "sliding_window": (None,), "use_sliding_window": (False, None),
-}  # fmt: skip
+    "is_encoder_decoder": (False, None),
+    "add_cross_attention": (False, None),
+    "cross_attention_hidden_size": (None,),
+    "pruned_heads": ({}, None),
+    "per_layer_config": (None,),
+    "partial_rotary_factor": (1.0, None),
+    "auto_map": (None,),
+    "quantization_config": (None,),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "sliding_window": (None,),
+    "use_sliding_window": (False, None),
+}
 # Keys that mean nothing for what a model computes: where it comes from, in which precision it is kept, tokens, how
 # transformers generates, labels of classifiers, and what older versions of transformers wrote into every file.
 _MEANINGLESS = frozenset(
@@ -48,9 +56,11 @@ _MAY_BE_NONE = ("window_size", *rope.OPTIONS)
 _TYPES = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
 # Under these names, too, transformers reads keys of GPT-2 and GPTBigCode.
 _SECOND_NAMES = {
-    "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
     "n_positions": "max_position_embeddings",
-}  # fmt: skip
+}
 _WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
 

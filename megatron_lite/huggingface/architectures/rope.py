@@ -12,21 +12,25 @@ from megatron_lite.huggingface.architectures.table import shown
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 # Options that only some types use, None with the others, under the names of rope_parameters.
 _NAMES = {
-    "factor": "rope_factor", "low_freq_factor": "rope_low_freq_factor", "high_freq_factor": "rope_high_freq_factor",
-    "original_max_position_embeddings": "rope_original_max_position_embeddings", "beta_fast": "rope_beta_fast",
-    "beta_slow": "rope_beta_slow", "attention_factor": "rope_attention_factor", "mscale": "rope_mscale",
-    "mscale_all_dim": "rope_mscale_all_dim", "truncate": "rope_truncate",
-}  # fmt: skip
+    "factor": "rope_factor",
+    "low_freq_factor": "rope_low_freq_factor",
+    "high_freq_factor": "rope_high_freq_factor",
+    "original_max_position_embeddings": "rope_original_max_position_embeddings",
+    "beta_fast": "rope_beta_fast",
+    "beta_slow": "rope_beta_slow",
+    "attention_factor": "rope_attention_factor",
+    "mscale": "rope_mscale",
+    "mscale_all_dim": "rope_mscale_all_dim",
+    "truncate": "rope_truncate",
+}
 OPTIONS = tuple(_NAMES.values())
 _ORIGINAL = "original_max_position_embeddings"
 _USED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
-    "yarn": (
-        "factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate",
-    ),
-}  # fmt: skip
+    "yarn": ("factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+}
 _REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 
 
@@ -111,6 +115,7 @@ def write(model: ModelConfig) -> dict[str, Any]:
         scaling = {"type": "linear", **values}
     base = model.rotary_base
     return {
-        "rope_theta": base, "rope_scaling": scaling,
+        "rope_theta": base,
+        "rope_scaling": scaling,
         "rope_parameters": {"rope_type": model.rope_type, "rope_theta": base, **values},
-    }  # fmt: skip
+    }

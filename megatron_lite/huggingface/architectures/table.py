@@ -15,77 +15,155 @@ from megatron_lite.config import ModelConfig
 from megatron_lite.errors import UsageError
 
 # Hugging Face's name of an activation -> ours. Exports write the first name of each.
-ACTIVATIONS: Mapping[str, str] = MappingProxyType({
-    "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_python_tanh": "gelu",
-    "gelu_accurate": "gelu", "gelu": "gelu_exact", "gelu_python": "gelu_exact", "silu": "silu", "swish": "silu",
-    "relu": "relu", "relu2": "squared_relu", "linear": "identity", "quick_gelu": "quick_gelu", "tanh": "tanh",
-})  # fmt: skip
+ACTIVATIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "gelu_pytorch_tanh": "gelu",
+        "gelu_new": "gelu",
+        "gelu_fast": "gelu",
+        "gelu_python_tanh": "gelu",
+        "gelu_accurate": "gelu",
+        "gelu": "gelu_exact",
+        "gelu_python": "gelu_exact",
+        "silu": "silu",
+        "swish": "silu",
+        "relu": "relu",
+        "relu2": "squared_relu",
+        "linear": "identity",
+        "quick_gelu": "quick_gelu",
+        "tanh": "tanh",
+    }
+)
 
 # What no architecture has.
 _PLAIN: dict[str, Any] = {
-    "hybrid_norm": False, "input_embedding_norm": False, "qk_layernorm": False, "logit_soft_cap": 0.0,
+    "hybrid_norm": False,
+    "input_embedding_norm": False,
+    "qk_layernorm": False,
+    "logit_soft_cap": 0.0,
     "scale_attn_by_inverse_layer_idx": False,
-}  # fmt: skip
+}
 _ROTARY = _PLAIN | {"use_rotary_embeddings": True, "use_position_embeddings": False, "rotary_percent": 1.0}
 _LLAMA = _ROTARY | {"normalization_type": "rms_norm", "gated": True}
 _LEARNED = _PLAIN | {
-    "use_rotary_embeddings": False, "use_position_embeddings": True, "normalization_type": "layer_norm", "gated": False,
+    "use_rotary_embeddings": False,
+    "use_position_embeddings": True,
+    "normalization_type": "layer_norm",
+    "gated": False,
     "window_size": None,
-}  # fmt: skip
+}
 
 # Keys of config.json that are options of ours; those that need more than a new name are in reading.py and writing.py.
 _DECODER_KEYS = {
-    "vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_attention_heads", "num_key_value_heads": "head_groups", "head_dim": "kv_channels",
-    "intermediate_size": "ffn_hidden_size", "hidden_act": "activation_type",
-    "max_position_embeddings": "max_position_embeddings", "initializer_range": "init_method_std",
-    "attention_dropout": "attention_dropout", "tie_word_embeddings": "tie_word_embeddings",
-}  # fmt: skip
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "head_groups",
+    "head_dim": "kv_channels",
+    "intermediate_size": "ffn_hidden_size",
+    "hidden_act": "activation_type",
+    "max_position_embeddings": "max_position_embeddings",
+    "initializer_range": "init_method_std",
+    "attention_dropout": "attention_dropout",
+    "tie_word_embeddings": "tie_word_embeddings",
+}
 _RMS_KEYS = _DECODER_KEYS | {"rms_norm_eps": "layer_norm_eps"}
 _STARCODER2_KEYS = _DECODER_KEYS | {
-    "norm_epsilon": "layer_norm_eps", "residual_dropout": "hidden_dropout", "embedding_dropout": "embedding_dropout",
-}  # fmt: skip
+    "norm_epsilon": "layer_norm_eps",
+    "residual_dropout": "hidden_dropout",
+    "embedding_dropout": "embedding_dropout",
+}
 _GPT_KEYS = {
-    "vocab_size": "vocab_size", "n_embd": "hidden_size", "n_layer": "num_layers", "n_head": "num_attention_heads",
-    "n_inner": "ffn_hidden_size", "activation_function": "activation_type", "n_positions": "max_position_embeddings",
-    "initializer_range": "init_method_std", "layer_norm_epsilon": "layer_norm_eps", "attn_pdrop": "attention_dropout",
-    "resid_pdrop": "hidden_dropout", "embd_pdrop": "embedding_dropout", "tie_word_embeddings": "tie_word_embeddings",
-}  # fmt: skip
+    "vocab_size": "vocab_size",
+    "n_embd": "hidden_size",
+    "n_layer": "num_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "ffn_hidden_size",
+    "activation_function": "activation_type",
+    "n_positions": "max_position_embeddings",
+    "initializer_range": "init_method_std",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "attn_pdrop": "attention_dropout",
+    "resid_pdrop": "hidden_dropout",
+    "embd_pdrop": "embedding_dropout",
+    "tie_word_embeddings": "tie_word_embeddings",
+}
 _GPT2_KEYS = _GPT_KEYS | {
     "scale_attn_by_inverse_layer_idx": "scale_attn_by_inverse_layer_idx",
     "reorder_and_upcast_attn": "attention_softmax_in_fp32",
-}  # fmt: skip
+}
 
 # What transformers takes for a key that config.json leaves out. None: derived from others, as in our options.
 _LLAMA_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": None, "head_dim": None, "intermediate_size": 11008, "hidden_act": "silu",
-    "max_position_embeddings": 2048, "initializer_range": 0.02, "attention_dropout": 0.0,
-    "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
-}  # fmt: skip
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "intermediate_size": 11008,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.02,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+}
 _MISTRAL_DEFAULTS = _LLAMA_DEFAULTS | {
-    "num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072, "sliding_window": 4096
-}  # fmt: skip
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
 _QWEN_DEFAULTS = _LLAMA_DEFAULTS | {
-    "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768,
-    "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28,
-}  # fmt: skip
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
 _STARCODER2_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 49152, "hidden_size": 3072, "num_hidden_layers": 30, "num_attention_heads": 24,
-    "num_key_value_heads": 2, "head_dim": None, "intermediate_size": 12288, "hidden_act": "gelu_pytorch_tanh",
-    "max_position_embeddings": 4096, "initializer_range": 0.018042, "attention_dropout": 0.0,
-    "tie_word_embeddings": True, "norm_epsilon": 1e-5, "residual_dropout": 0.0, "embedding_dropout": 0.0,
-    "use_bias": True, "sliding_window": None,
-}  # fmt: skip
+    "vocab_size": 49152,
+    "hidden_size": 3072,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 2,
+    "head_dim": None,
+    "intermediate_size": 12288,
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.018042,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": True,
+    "norm_epsilon": 1e-5,
+    "residual_dropout": 0.0,
+    "embedding_dropout": 0.0,
+    "use_bias": True,
+    "sliding_window": None,
+}
 _GPT2_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
-    "activation_function": "gelu_new", "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
-    "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "tie_word_embeddings": True,
-    "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
-}  # fmt: skip
+    "vocab_size": 50257,
+    "n_positions": 1024,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_inner": None,
+    "activation_function": "gelu_new",
+    "resid_pdrop": 0.1,
+    "embd_pdrop": 0.1,
+    "attn_pdrop": 0.1,
+    "layer_norm_epsilon": 1e-5,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "reorder_and_upcast_attn": False,
+}
 _BIGCODE_DEFAULTS = {key: value for key, value in _GPT2_DEFAULTS.items() if key in _GPT_KEYS} | {
-    "activation_function": "gelu_pytorch_tanh", "multi_query": True
-}  # fmt: skip
+    "activation_function": "gelu_pytorch_tanh",
+    "multi_query": True,
+}
 
 
 @dataclass(frozen=True)
@@ -101,35 +179,51 @@ class Architecture:
 
 _GPT_CONSTANTS = {"scale_attn_weights": True, "add_cross_attention": False}
 # In order of preference.
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
-    "llama": Architecture(
-        "LlamaForCausalLM", _LLAMA | {"window_size": None}, _RMS_KEYS,
-        _LLAMA_DEFAULTS | {"attention_bias": False, "mlp_bias": False}, {"rope_interleaved": False},
-    ),
-    "mistral": Architecture(
-        "MistralForCausalLM",
-        _LLAMA | {"add_linear_biases": False, "add_qkv_biases": False, "add_mlp_biases": False},
-        _RMS_KEYS, _MISTRAL_DEFAULTS,
-    ),
-    "gpt2": Architecture(
-        "GPT2LMHeadModel",
-        {key: value for key, value in _LEARNED.items() if key != "scale_attn_by_inverse_layer_idx"},
-        _GPT2_KEYS, _GPT2_DEFAULTS, _GPT_CONSTANTS,
-    ),
-    "gpt_bigcode": Architecture("GPTBigCodeForCausalLM", _LEARNED, _GPT_KEYS, _BIGCODE_DEFAULTS, _GPT_CONSTANTS),
-    "starcoder2": Architecture(
-        "Starcoder2ForCausalLM", _ROTARY | {"normalization_type": "layer_norm", "gated": False}, _STARCODER2_KEYS,
-        _STARCODER2_DEFAULTS, {"norm_type": "layer_norm", "mlp_type": "default"},
-    ),
-    "qwen2": Architecture(
-        "Qwen2ForCausalLM", _LLAMA | {"add_linear_biases": False, "add_mlp_biases": False}, _RMS_KEYS, _QWEN_DEFAULTS,
-        {"use_mrope": False},
-    ),
-    "qwen3": Architecture(
-        "Qwen3ForCausalLM", _LLAMA | {"qk_layernorm": True, "add_mlp_biases": False}, _RMS_KEYS,
-        _QWEN_DEFAULTS | {"head_dim": 128, "attention_bias": False},
-    ),
-})  # fmt: skip
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {
+        "llama": Architecture(
+            "LlamaForCausalLM",
+            _LLAMA | {"window_size": None},
+            _RMS_KEYS,
+            _LLAMA_DEFAULTS | {"attention_bias": False, "mlp_bias": False},
+            {"rope_interleaved": False},
+        ),
+        "mistral": Architecture(
+            "MistralForCausalLM",
+            _LLAMA | {"add_linear_biases": False, "add_qkv_biases": False, "add_mlp_biases": False},
+            _RMS_KEYS,
+            _MISTRAL_DEFAULTS,
+        ),
+        "gpt2": Architecture(
+            "GPT2LMHeadModel",
+            {key: value for key, value in _LEARNED.items() if key != "scale_attn_by_inverse_layer_idx"},
+            _GPT2_KEYS,
+            _GPT2_DEFAULTS,
+            _GPT_CONSTANTS,
+        ),
+        "gpt_bigcode": Architecture("GPTBigCodeForCausalLM", _LEARNED, _GPT_KEYS, _BIGCODE_DEFAULTS, _GPT_CONSTANTS),
+        "starcoder2": Architecture(
+            "Starcoder2ForCausalLM",
+            _ROTARY | {"normalization_type": "layer_norm", "gated": False},
+            _STARCODER2_KEYS,
+            _STARCODER2_DEFAULTS,
+            {"norm_type": "layer_norm", "mlp_type": "default"},
+        ),
+        "qwen2": Architecture(
+            "Qwen2ForCausalLM",
+            _LLAMA | {"add_linear_biases": False, "add_mlp_biases": False},
+            _RMS_KEYS,
+            _QWEN_DEFAULTS,
+            {"use_mrope": False},
+        ),
+        "qwen3": Architecture(
+            "Qwen3ForCausalLM",
+            _LLAMA | {"qk_layernorm": True, "add_mlp_biases": False},
+            _RMS_KEYS,
+            _QWEN_DEFAULTS | {"head_dim": 128, "attention_bias": False},
+        ),
+    }
+)
 
 
 class Biases(NamedTuple):

@@ -6,12 +6,7 @@ from typing import Any
 
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.huggingface.architectures import rope
-from megatron_lite.huggingface.architectures.table import (
-    ACTIVATIONS,
-    ARCHITECTURES,
-    biases_of,
-    check_exportable,
-)
+from megatron_lite.huggingface.architectures.table import ACTIVATIONS, ARCHITECTURES, biases_of, check_exportable
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -30,10 +25,15 @@ def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -
     architecture = ARCHITECTURES[name]
     dtype = _DTYPES[config.training.export_dtype or config.distributed.training_dtype]
     content: dict[str, Any] = {
-        "architectures": [architecture.class_name], "model_type": name, "dtype": dtype, "torch_dtype": dtype,
-        "bos_token_id": special_tokens.get("bos_token_id"), "eos_token_id": special_tokens.get("eos_token_id"),
-        "pad_token_id": None, "use_cache": True,
-    }  # fmt: skip
+        "architectures": [architecture.class_name],
+        "model_type": name,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "bos_token_id": special_tokens.get("bos_token_id"),
+        "eos_token_id": special_tokens.get("eos_token_id"),
+        "pad_token_id": None,
+        "use_cache": True,
+    }
     content |= {key: getattr(model, option) for key, option in architecture.keys.items()}
     content["initializer_range"] = min(1.0, model.init_method_std or 0.0)
     content[_key(name, "activation_type")] = _activation(name, model)
@@ -60,9 +60,10 @@ def _activation(name: str, model: ModelConfig) -> str:
 def _biases(name: str, model: ModelConfig) -> dict[str, Any]:
     biases = biases_of(name, model)
     keys = {
-        "llama": {"attention_bias": biases.qkv, "mlp_bias": biases.mlp}, "qwen3": {"attention_bias": biases.qkv},
+        "llama": {"attention_bias": biases.qkv, "mlp_bias": biases.mlp},
+        "qwen3": {"attention_bias": biases.qkv},
         "starcoder2": {"use_bias": biases.mlp},
-    }  # fmt: skip
+    }
     return keys.get(name, {})
 
 
@@ -75,6 +76,8 @@ def _window(name: str, model: ModelConfig) -> dict[str, Any]:
         return {"sliding_window": window}
     kind = "full_attention" if window is None else "sliding_attention"
     return {
-        "use_sliding_window": window is not None, "sliding_window": window,
-        "max_window_layers": model.num_layers if window is None else 0, "layer_types": [kind] * model.num_layers,
-    }  # fmt: skip
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": model.num_layers if window is None else 0,
+        "layer_types": [kind] * model.num_layers,
+    }

@@ -26,10 +26,18 @@ class Documents:
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, window: int | None, dropout_p: float, dropout_seed: int | None,
-    *, backend: str = "auto", documents: Documents | None = None, scale: float | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    dropout_p: float,
+    dropout_seed: int | None,
+    *,
+    backend: str = "auto",
+    documents: Documents | None = None,
+    scale: float | None = None,
     softmax_in_fp32: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """query (b, n, s, d), key and value (b, g, s, d) -> (b, n, s, d); head i uses key/value head i // (n / g).
 
     `backend`: a name of `attention_choice.py`. With dropout, and for a single position, it is "math" in any case.
@@ -43,14 +51,18 @@ def attention(
     drops = dropout_p > 0.0 and dropout_seed is not None
     if backend == "auto":
         backend = choose_attention(
-            "auto", query.device, query.dtype, window, documents is not None, query.shape[3],
-            torch.are_deterministic_algorithms_enabled(), drops,
-        )  # fmt: skip
+            "auto",
+            query.device,
+            query.dtype,
+            window,
+            documents is not None,
+            query.shape[3],
+            torch.are_deterministic_algorithms_enabled(),
+            drops,
+        )
     if backend == "math" or drops or length == 1:
         lengths = documents.lengths if documents is not None else None
-        return block_attention(
-            query, key, value, window, lengths, dropout_p, dropout_seed, scale, softmax_in_fp32
-        )  # fmt: skip
+        return block_attention(query, key, value, window, lengths, dropout_p, dropout_seed, scale, softmax_in_fp32)
     assert not softmax_in_fp32, f"{backend} attention has no softmax of its own"
     starts = documents.starts if documents is not None else None
     if backend == "varlen":

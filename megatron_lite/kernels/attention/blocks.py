@@ -192,9 +192,16 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def block_attention(
-    query: Tensor, key: Tensor, value: Tensor, window: int | None, lengths: Sequence[int] | None,
-    dropout_p: float = 0.0, dropout_seed: int | None = None, scale: float | None = None, in_fp32: bool = False,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    lengths: Sequence[int] | None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    scale: float | None = None,
+    in_fp32: bool = False,
+) -> Tensor:
     """query (b, n, s, d), key and value (b, g, s, d) -> (b, n, s, d), causal, over `window` keys at most.
 
     `lengths`: of the documents of the flattened (b s,) micro-batch, each inside a sample; None: samples are documents.

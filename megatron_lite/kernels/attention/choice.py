@@ -140,10 +140,17 @@ def _head_size_obstacle(work: Work, limit: int) -> str | None:
 
 
 def choose_attention(
-    wanted: str, device: torch.device, dtype: torch.dtype, window: int | None, documents: bool, head_size: int,
-    deterministic: bool = False, dropout: bool = False, machine: Machine | None = None,
+    wanted: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    window: int | None,
+    documents: bool,
+    head_size: int,
+    deterministic: bool = False,
+    dropout: bool = False,
+    machine: Machine | None = None,
     works: Callable[[str], bool] = lambda backend: True,
-) -> str:  # fmt: skip
+) -> str:
     """The backend's name: the one wanted or, of "auto", the fastest that can do the work.
 
     `window`: None also where it is not shorter than the sequence. `machine`: instead of the one at hand; a plan, which

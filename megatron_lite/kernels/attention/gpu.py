@@ -27,13 +27,18 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, backend: str, sca
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if backend == "cudnn" else SDPBackend.FLASH_ATTENTION):
         return functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
-        )  # fmt: skip
+        )
 
 
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, window: int | None, starts: Tensor | None, longest: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    starts: Tensor | None,
+    longest: int,
     scale: float | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`starts` (documents + 1,) int32 in the flattened (b s,) micro-batch; None: samples are documents."""
     b, n, s, _ = query.shape
     if starts is None:

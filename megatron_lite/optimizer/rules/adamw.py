@@ -36,9 +36,13 @@ class AdamW(Rule):
         """See `Rule`."""
         config = self._config
         numbers = Hyperparameters(
-            step.learning_rate, step.weight_decay, config.adam_beta1, config.adam_beta2, config.adam_eps,
+            step.learning_rate,
+            step.weight_decay,
+            config.adam_beta1,
+            config.adam_beta2,
+            config.adam_eps,
             config.adam_nesterov,
-        )  # fmt: skip
+        )
         self._control = Control(step.divisor, step.updates, step.skipped, numbers)
         if self._clipping is None:
             return

@@ -143,10 +143,12 @@ class Muon(Rule):
             matrices = [matrices_of(stage) for stage in stages]
             ranks = iter(assign(list(itertools.chain(*matrices)), distributed.world_size))
             of_stages = [list(itertools.islice(ranks, len(some))) for some in matrices]
-            self._rounds.append([
-                _Plan(stage, some, assigned, distributed.rank, config.muon_adjust_lr)
-                for stage, some, assigned in zip(stages, matrices, of_stages, strict=True)
-            ])  # fmt: skip
+            self._rounds.append(
+                [
+                    _Plan(stage, some, assigned, distributed.rank, config.muon_adjust_lr)
+                    for stage, some, assigned in zip(stages, matrices, of_stages, strict=True)
+                ]
+            )
         self._places = {plan.stage.index: (i, plan) for i, plans in enumerate(self._rounds) for plan in plans}
 
     def begin(self, trained: Sequence[Trained], step: Step) -> None:
@@ -186,9 +188,14 @@ class Muon(Rule):
         config = self._config
         for plan in plans:
             muon_momentum(
-                plan.part.grad_shard, plan.part.moments["exp_avg"], plan.own, plan.bounds, step,
-                config.muon_momentum, config.muon_nesterov,
-            )  # fmt: skip
+                plan.part.grad_shard,
+                plan.part.moments["exp_avg"],
+                plan.own,
+                plan.bounds,
+                step,
+                config.muon_momentum,
+                config.muon_nesterov,
+            )
             plan.stage.gather_update()
 
     def _orthogonalize(self, plans: Sequence[_Plan]) -> None:

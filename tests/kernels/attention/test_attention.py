@@ -101,9 +101,15 @@ def compare(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu", s
     ours = [tensor.to(device).requires_grad_() for tensor in inputs]
     documents = case.documents(device)
     output = attention(
-        *ours, case.window, 0.0, None, backend=backend, documents=documents, scale=case.scale,
+        *ours,
+        case.window,
+        0.0,
+        None,
+        backend=backend,
+        documents=documents,
+        scale=case.scale,
         softmax_in_fp32=softmax_in_fp32,
-    )  # fmt: skip
+    )
     assert output.shape == formula.shape and output.dtype == dtype
     output.backward(grad.to(device))
     for mine, reference in zip([output, *(t.grad for t in ours)], [formula, *(t.grad for t in exact)], strict=True):
@@ -327,8 +333,19 @@ FUSED_CASES = [case for case in CASES if case.s > 1]
 def test_varlen_is_asked_for_the_right_thing(case: Case, says_grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a varlen_attn of the same arguments that is written out in torch, as the real one needs a GPU."""
 
-    def written_out(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, max_q: int, max_k: int, *,
-                    scale: float | None, window_size: tuple[int, int], **more: bool) -> Tensor:  # fmt: skip
+    def written_out(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts_q: Tensor,
+        starts_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float | None,
+        window_size: tuple[int, int],
+        **more: bool,
+    ) -> Tensor:
         assert starts_q.dtype == torch.int32 and torch.equal(starts_q, starts_k) and max_q == max_k
         assert more == ({"enable_gqa": case.n != case.g} if says_grouped else {})
         assert q.data_ptr() == inputs[0].data_ptr(), "no copy"
@@ -485,7 +502,7 @@ def test_a_candidate_that_does_not_work_is_passed_over() -> None:
 
 
 def test_the_trial_tells_what_works() -> None:
-    """"math" does everywhere, forward and backward; cuDNN does not on a CPU."""
+    """ "math" does everywhere, forward and backward; cuDNN does not on a CPU."""
     cpu = torch.device("cpu")
     assert works("math", cpu, BF16, 16)
     assert not works("cudnn", cpu, BF16, 16)
