@@ -102,6 +102,7 @@ class MLP(torch.nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """(b, s, h) -> (b, s, h)."""
         up, down = self.up, self.down
         return mlp(
             hidden,

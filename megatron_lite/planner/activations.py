@@ -86,7 +86,7 @@ def kept_by_layer(model: ModelConfig, one: Pass, made: Sequence[Kept]) -> list[K
 
 
 def made_by_layer(model: ModelConfig, one: Pass) -> list[Kept]:
-    """What the backward passes of embedding, each block and head read; nothing before the first layer that is trained."""
+    """Bytes that the backward passes of embedding, blocks and head read; none before the first trained layer."""
     embedding, reached = Kept(), one.trains("embedding.word.") or one.trains("embedding.position.")
     if model.input_embedding_norm:
         reached = _norm(embedding, model, one, "embedding.norm.", reached, one.residual(model.hidden_size))

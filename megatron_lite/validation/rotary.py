@@ -102,7 +102,7 @@ def _without_rotation(values: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _stretched(values: dict[str, Any]) -> Iterator[Problem]:
-    """Fills in as Hugging Face does: the original length is max_position_embeddings, and yarn's factor their quotient."""
+    """Fill in as Hugging Face does: the original length is max_position_embeddings, yarn's factor their quotient."""
     kind, longest, original = values["rope_type"], "max_position_embeddings", "rope_original_max_position_embeddings"
     derives = kind == "yarn" and values[original] is not None
     if values["rope_factor"] is None and not derives:
