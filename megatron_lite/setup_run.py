@@ -44,7 +44,7 @@ from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.stop_signal import StopSignal
 from megatron_lite.schedules.batch_size import Split, batch_schedule, consumed_tokens
 from megatron_lite.validation import warnings
-from megatron_lite.validation.note import Note
+from megatron_lite.validation.messages import Note
 from megatron_lite.zero.multi_stage import MemoryRow, MultiStage
 
 MIB = 2**20

@@ -32,7 +32,7 @@ from megatron_lite.schedules.batch_size import batch_schedule, consumed_tokens
 from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.seeds import derive_seed
 from megatron_lite.setup_run import MIB, Run, build
-from megatron_lite.validation.note import Note
+from megatron_lite.validation.messages import Note
 
 # What a rank says instead of a signal number when it cannot go on.
 FAILED = 1 << 16

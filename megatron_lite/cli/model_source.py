@@ -32,7 +32,7 @@ from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.huggingface import folder_kind, model_options
 from megatron_lite.huggingface.architectures import check_exportable
 from megatron_lite.validation import examine
-from megatron_lite.validation.note import Note
+from megatron_lite.validation.messages import Note
 
 # What weights mean does not depend on these: noise, initial values, precision, padding.
 FREE = frozenset(

@@ -25,7 +25,7 @@ from megatron_lite.config.structured_values import environment_values
 from megatron_lite.config.values import SPELLINGS, BadValueError, Flag, parse_list, parse_value, shown, written
 from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.validation import examine, planned_world_size
-from megatron_lite.validation.note import Note
+from megatron_lite.validation.messages import Note
 
 MOST_FILES = 100
 # The shell leaves the ~ of --flag=~/folder alone.

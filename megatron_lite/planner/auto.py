@@ -13,7 +13,7 @@ from megatron_lite.kernels.choice import REFERENCES
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.parameter import DTYPES, Parameter
 from megatron_lite.planner.plan import make_plan
-from megatron_lite.validation.note import Note
+from megatron_lite.validation.messages import Note
 
 MIB, GIB = 2**20, 2**30
 # Of a device's memory, what a plan leaves to others: on a GPU the CUDA context and NCCL's channels take 1 to 2 GiB, and

@@ -1,10 +1,17 @@
-"""What the rules have in common: the form of a problem, and words for its message."""
+"""Problems, notes, and the words they are made of."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 from megatron_lite.config.values import written
+
+
+class Note(NamedTuple):
+    """A remark or warning that a run prints at its start."""
+
+    text: str
+    is_warning: bool = False
 
 
 class Problem(NamedTuple):
