@@ -7,7 +7,7 @@
 #     bash scripts/gpu_report.sh --only=ceilings,ops    some of the steps; --limit_s=300: less time
 #
 # Without a GPU it says so and exits 0. Else the exit code is 0 if every step ended well; the file is written after each
-# step, so that it is there whatever happens. scripts/render_gpu_report.py puts it into docs/benchmarks.md. A read-only
+# step, so that it is there whatever happens. scripts/benchmarks/gpu/render.py puts it into docs/benchmarks.md. A read-only
 # checkout will do: everything is written below TMPDIR. PYTHON is the interpreter to use (default: python3 of the active
 # environment); it needs torch, numpy and pytest, and Triton for most of it.
 set -euo pipefail
@@ -19,4 +19,4 @@ if [ -z "$PYTHON" ] || ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (
     exit 1
 fi
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONDONTWRITEBYTECODE=1
-exec "$PYTHON" "$ROOT/scripts/gpu_report.py" "$@"
+exec "$PYTHON" -m scripts.benchmarks.gpu.report "$@"

@@ -1,4 +1,4 @@
-"""scripts/benchmark.py in miniature: peers compute what we compute; the JSON holds what docs/benchmarks.md says."""
+"""The training benchmark in miniature: peers compute what we compute; the JSON holds what docs/benchmarks.md says."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
-SCRIPTS = ROOT / "scripts"
+
 TINY = (
     "--num_layers=2",
     "--hidden_size=64",
@@ -42,17 +42,17 @@ def run(program: list[str], output: Path) -> tuple[str, dict[str, Any]]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, *program, f"--output={output}"]
-    done = subprocess.run(command, cwd=output.parent, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout, json.loads(output.read_text("utf-8"))
 
 
 def run_on_ranks(ranks: int, output: Path, *options: str) -> dict[str, Any]:
-    """The JSON of scripts/benchmark.py, whose table names every configuration in it.
+    """The JSON of scripts/benchmarks/training, whose table names every configuration in it.
 
     Compiled rows are traced, not compiled, which would take minutes.
     """
-    program = [*TORCHRUN, f"--nproc-per-node={ranks}", str(SCRIPTS / "benchmark.py"), "--device=cpu"]
+    program = [*TORCHRUN, f"--nproc-per-node={ranks}", "-m", "scripts.benchmarks.training", "--device=cpu"]
     text, result = run([*program, "--compile_backend=aot_eager", *TINY, *options], output)
     assert all(f"| {name} |" in text for name in result["configurations"])
     assert all(f"not run: {name}: " in text for name in result["unavailable"])
@@ -187,7 +187,14 @@ def test_plain_layers_train_to_the_weights_of_ddp(result: dict[str, Any]) -> Non
 
 def test_memory_is_measured_one_configuration_at_a_time(tmp_path: Path) -> None:
     """Peaks are above a bare process, and at least what the state takes where that is more than a little."""
-    program = [str(SCRIPTS / "benchmark_memory.py"), *TINY, "--ranks=1", "--layers=plain", "--only=torch,plain ZeRO-3"]
+    program = [
+        "-m",
+        "scripts.benchmarks.training.memory",
+        *TINY,
+        "--ranks=1",
+        "--layers=plain",
+        "--only=torch,plain ZeRO-3",
+    ]
     text, memory = run([*program, "--vocab_size=65536", "--turns=2"], tmp_path / "memory.json")
     assert set(memory["configurations"]) == {"torch", "plain ZeRO-3"}
     assert memory["configurations"]["torch"]["ratios"]["torch"] == 1.0

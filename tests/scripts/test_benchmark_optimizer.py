@@ -1,4 +1,4 @@
-"""scripts/benchmark_optimizer.py in miniature: every row is timed beside its peers and does what they do."""
+"""scripts/benchmarks/training/optimizer.py in miniature: every row is timed beside its peers and does what they do."""
 
 import json
 import os
@@ -13,9 +13,9 @@ TINY = ("--num_layers=1", "--hidden_size=64", "--ffn_hidden_size=96", "--vocab_s
 def test_every_row_is_measured_and_agrees_with_its_peer(tmp_path: Path) -> None:
     """The program fails where weights are apart; here it is made to say how far they are."""
     output = tmp_path / "optimizer.json"
-    program = [sys.executable, str(ROOT / "scripts" / "benchmark_optimizer.py"), *TINY, f"--output={output}"]
+    program = [sys.executable, "-m", "scripts.benchmarks.training.optimizer", *TINY, f"--output={output}"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     rows = json.loads(output.read_text("utf-8"))["rows"]
     assert len(rows) == 7 and all(f"| {row['name']} |" in done.stdout for row in rows)

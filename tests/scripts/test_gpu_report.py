@@ -14,20 +14,18 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_lite.planner.plan import make_plan
+from scripts.benchmarks.gpu import ops as gpu_ops
+from scripts.benchmarks.gpu import render as rendering
+from scripts.benchmarks.gpu import report as gpu_report
+from scripts.benchmarks.gpu import report_read as reading
+from scripts.benchmarks.gpu import training as gpu_training
+from scripts.benchmarks.gpu.ops_table import FULL, OPS, WINDOWED, Op, Shape, attention_flops
+from scripts.benchmarks.gpu.report import Report, Step
+from scripts.benchmarks.training import rows as benchmark_rows
+from scripts.benchmarks.training import settings as benchmark_settings
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import benchmark_rows  # noqa: E402
-import benchmark_settings  # noqa: E402
-import gpu_ops  # noqa: E402
-import gpu_report  # noqa: E402
-import gpu_report_read as reading  # noqa: E402
-import gpu_training  # noqa: E402
-import render_gpu_report as rendering  # noqa: E402
-from gpu_ops_table import FULL, OPS, WINDOWED, Op, Shape, attention_flops  # noqa: E402
-from gpu_report import Report, Step  # noqa: E402
-
-from megatron_lite.planner.plan import make_plan  # noqa: E402
 
 
 def python(code: str) -> tuple[str, ...]:
@@ -151,11 +149,11 @@ def test_operations_go_on_behind_a_crash(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_training_tables_name_rows_that_exist() -> None:
-    """What the report asks of scripts/benchmark.py: models and rows that it knows, by which the aims are read off."""
+    """What the report asks of the training benchmark: models and rows that it knows, by which the aims are read off."""
     rows = {}
     for step in gpu_report.steps(1):
-        if step.command[0].endswith("benchmark.py"):
-            options = benchmark_settings.parse(step.command[1:])
+        if step.command[:2] == ("-m", "scripts.benchmarks.training"):
+            options = benchmark_settings.parse(step.command[2:])
             rows[step.name] = set(benchmark_rows.chosen(options, 1))
     assert rows == {
         "gpt2-124m": {"ZeRO-1", "torch compiled", "torch compiled full logits", "FSDP2 compiled"},
@@ -295,7 +293,7 @@ def a_report() -> dict[str, Any]:
         if "ZeRO-1" in rows:
             rows["ZeRO-1"]["ratios"] = {name: {"median": ratio} for name, ratio in ratios.items()}
         return {
-            "command": "scripts/benchmark.py",
+            "command": "scripts/benchmarks/training",
             "configurations": rows,
             "failures": {"HF": "out of memory"},
             "unavailable": {"HF Liger": "liger_kernel is not installed"},
@@ -384,7 +382,7 @@ def test_nothing_is_claimed_without_a_report() -> None:
 
 def test_the_document_is_up_to_date(tmp_path: Path) -> None:
     """docs/benchmarks.md holds what docs/gpu_report.json says, or "not yet measured" where there is none."""
-    assert rendering.main(["--check"]) == 0, "run python scripts/render_gpu_report.py"
+    assert rendering.main(["--check"]) == 0, "run python -m scripts.benchmarks.gpu.render"
     document, report = tmp_path / "benchmarks.md", tmp_path / "report.json"
     document.write_text("before\n<!-- table: gpu_report -->\n<!-- end -->\nafter\n", "utf-8")
     report.write_text(json.dumps(a_report()), "utf-8")

@@ -1,11 +1,11 @@
 """Compile every Triton kernel for a GPU on a machine that has none; a program of its own, run by test_compilation.py.
 
-    python tests/kernels/compile_kernels.py [--dtype=bfloat16] [--all]
+    python tests/support/compile_kernels.py [--dtype=bfloat16] [--all]
 
 The operations are called with meta tensors, which have shapes and no memory, and Triton is told that its device is
 an H100 or H200 and that it should compile, not launch. So each kernel is compiled with the types, block sizes and
-specialisations that it will have there, down to machine code: at the shapes of scripts/gpu_ops_table.py, with --all at
-odd ones, too. Prints one JSON line per kernel.
+specialisations that it will have there, down to machine code: at the shapes of
+scripts/benchmarks/gpu/ops_table.py, with --all at odd ones, too. Prints one JSON line per kernel.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import triton  # noqa: E402
-from gpu_ops_table import OPS, Op, Shape, backward  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
@@ -45,6 +44,7 @@ from megatron_lite.kernels.gradient_norm import squared_norm  # noqa: E402
 from megatron_lite.kernels.head_norm import normalized_heads  # noqa: E402
 from megatron_lite.kernels.normalization import Kind, add_norm  # noqa: E402
 from megatron_lite.kernels.rotary import rotary_table, split_heads  # noqa: E402
+from scripts.benchmarks.gpu.ops_table import OPS, Op, Shape, backward  # noqa: E402
 
 
 class Hopper:

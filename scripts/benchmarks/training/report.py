@@ -1,4 +1,4 @@
-"""What scripts/benchmark.py makes of its measurements: spreads, ratios, rates, the memory formula, and the tables."""
+"""What the benchmark makes of its measurements: spreads, ratios, rates, the memory formula, and the tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmark_targets import verdicts
+from scripts.benchmarks.training.targets import verdicts
 
 MIB = 2**20
 # Whom the others are compared with, where they take part.

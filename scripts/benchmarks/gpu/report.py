@@ -1,6 +1,6 @@
 """The GPU report behind gpu_report.sh: steps in processes of their own, under one deadline, into one JSON file.
 
-    python scripts/gpu_report.py --output=report.json [--only=ceilings,ops] [--limit_s=520]
+    python -m scripts.benchmarks.gpu.report --output=report.json [--only=ceilings,ops] [--limit_s=520]
 
 A step that fails or takes too long is recorded as such and does not stop the others; what it had written by then
 counts. Each gets its budget or what is left, whichever is less. The file is written anew after every step.
@@ -24,11 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ROOT / "scripts"
-sys.path[:0] = [str(ROOT), str(SCRIPTS)]  # runs from a plain checkout
+from scripts.benchmarks.gpu.report_read import read_benchmark, read_json, read_smoke_test, read_tests
 
-from gpu_report_read import read_benchmark, read_json, read_smoke_test, read_tests  # noqa: E402
+ROOT = Path(__file__).resolve().parents[3]
 
 LIMIT_S = 520.0  # of the nine minutes; the rest is for the end of a step that is stopped, and for starting Python
 LEAST_S = 10.0  # with less than this left, no step is begun
@@ -69,11 +67,12 @@ def steps(parallel_tests: int) -> list[Step]:
     # flex_attention is compiled for every shape, for some ten seconds each: last, if time is left.
     pytest_gpu = (*pytest, "-m", "gpu", "-k", "not flex", *files)
     pytest_flex = (*pytest, "-m", "gpu", "-k", "flex", *files)
-    ops, training = str(SCRIPTS / "gpu_ops.py"), str(SCRIPTS / "gpu_training.py")
+    ops, training = ("-m", "scripts.benchmarks.gpu.ops"), ("-m", "scripts.benchmarks.gpu.training")
 
     def table(model: str, only: str, turns: int, *options: str) -> tuple[str, ...]:
         return (
-            str(SCRIPTS / "benchmark.py"),
+            "-m",
+            "scripts.benchmarks.training",
             "--device=cuda",
             f"--model={model}",
             "--dtype=bf16",
@@ -89,17 +88,17 @@ def steps(parallel_tests: int) -> list[Step]:
     mistral = table("mistral-7b", "ZeRO-1,ZeRO-3", 3, "--one_at_a_time", "--num_layers=16")
     whole = table("mistral-7b", "ZeRO-3 recompute full", 2, "--one_at_a_time")
     return [
-        Step("ceilings", (ops, "--ceilings", "--output={output}"), 40, read_json),
+        Step("ceilings", (*ops, "--ceilings", "--output={output}"), 40, read_json),
         Step("kernel tests", (*pytest, "-m", "not slow and not gpu", "tests/kernels"), 110, read_tests),
-        Step("ops", (ops, "--output={output}"), 120, read_json, resumes=True),
+        Step("ops", (*ops, "--output={output}"), 120, read_json, resumes=True),
         Step("gpt2-124m", gpt2, 90, read_benchmark),
         Step("llama-3-8b-8l", llama, 90, read_benchmark),
         Step("mistral-7b", whole, 50, read_benchmark),
         Step("mistral-7b, 16 layers", mistral, 50, read_benchmark),
-        Step("variants", (training, "--variants=speed", "--output={output}"), 60, read_json),
+        Step("variants", (*training, "--variants=speed", "--output={output}"), 60, read_json),
         Step("GPU tests", pytest_gpu, 100, read_tests),
-        Step("smoke test", (str(SCRIPTS / "smoke_test.py"), "--device=cuda"), 80, read_smoke_test),
-        Step("deterministic", (training, "--variants=deterministic", "--output={output}"), 40, read_json),
+        Step("smoke test", ("scripts/smoke_test.py", "--device=cuda"), 80, read_smoke_test),
+        Step("deterministic", (*training, "--variants=deterministic", "--output={output}"), 40, read_json),
         Step("flex_attention tests", pytest_flex, 120, read_tests),
     ]
 
@@ -222,7 +221,9 @@ def without_gpu() -> str | None:
 
 def describe() -> dict[str, Any]:
     """The device and what computes on it, as asked of a process of its own."""
-    asked = subprocess.run([sys.executable, str(SCRIPTS / "gpu_ops.py"), "--describe"], capture_output=True, text=True)
+    asked = subprocess.run(
+        [sys.executable, "-m", "scripts.benchmarks.gpu.ops", "--describe"], cwd=ROOT, capture_output=True, text=True
+    )
     try:
         return json.loads(asked.stdout.splitlines()[-1])
     except (IndexError, ValueError):

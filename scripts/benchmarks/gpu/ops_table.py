@@ -1,4 +1,4 @@
-"""The operations that scripts/gpu_ops.py times: how their inputs are made, how they are called, what they have to move.
+"""The operations that ops.py times: how their inputs are made, how they are called, what they have to move.
 
 Shapes are those of Mistral-7B with one sequence of 8192 tokens. Bytes are the least: each input read once, each output
 written once; statistics of rows and tables of angles are left out. Everything is made anew for every operation, of

@@ -1,4 +1,4 @@
-"""The configurations that scripts/benchmark.py can compare: which there are, which take part, which cannot."""
+"""The configurations that the benchmark can compare: which there are, which take part, which cannot."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import benchmark_peers as peers
 import torch
-from benchmark_engine import Engine, PlainEngine
-from benchmark_measure import Contestant
-from benchmark_model import PlainGPT
-from benchmark_settings import MODELS, engine_config, own_options
 
 from megatron_lite.distributed.process_group import Distributed
+from scripts.benchmarks.training import peers
+from scripts.benchmarks.training.engine import Engine, PlainEngine
+from scripts.benchmarks.training.measure import Contestant
+from scripts.benchmarks.training.model import PlainGPT
+from scripts.benchmarks.training.settings import MODELS, engine_config, own_options
 
 
 @dataclass(frozen=True)

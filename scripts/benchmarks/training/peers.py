@@ -1,4 +1,4 @@
-"""The peers of scripts/benchmark.py: a plain torch.nn model and Hugging Face's, alone, under DDP and under FSDP2.
+"""The peers of the benchmark: a plain torch.nn model and Hugging Face's, alone, under DDP and under FSDP2.
 
 What a peer's documentation recommends is on: fused AdamW, gradients in DDP's buckets, `no_sync`, one FSDP2 group per
 block, autocast or FSDP2's MixedPrecisionPolicy for bf16, and on a GPU the attention kernels that are fastest there.
@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from benchmark_model import PlainGPT, initial_value, initialize, parameter_specs, tokens_per_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -26,6 +25,7 @@ from megatron_lite.config import Config
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.huggingface.architectures import hugging_face_config
 from megatron_lite.huggingface.export import convert
+from scripts.benchmarks.training.model import PlainGPT, initial_value, initialize, parameter_specs, tokens_per_rank
 
 
 class Peer:

@@ -3,8 +3,8 @@
 In docs/from_levanter.md and docs/from_fast_llm.md the rows of the tables are written by hand, except for our own
 defaults and the reasons why flags are refused; the other programs' defaults in flags.md come from there.
 
-python scripts/make_flags_table.py            writes the three files
-python scripts/make_flags_table.py --check    only compares them; exit code 1 if one is out of date
+python -m scripts.docs.flags            writes the three files
+python -m scripts.docs.flags --check    only compares them; exit code 1 if one is out of date
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))  # runs from a plain checkout
+from megatron_lite.cli.help import default_words, instead_table, option_table, refused_table
+from megatron_lite.cli.suggestions import instead_of
+from megatron_lite.config import AREAS
+from megatron_lite.config.foreign_values import REFUSED_SPELLINGS
+from megatron_lite.config.values import FLAGS
 
-from megatron_lite.cli.help import default_words, instead_table, option_table, refused_table  # noqa: E402
-from megatron_lite.cli.suggestions import instead_of  # noqa: E402
-from megatron_lite.config import AREAS  # noqa: E402
-from megatron_lite.config.foreign_values import REFUSED_SPELLINGS  # noqa: E402
-from megatron_lite.config.values import FLAGS  # noqa: E402
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 TARGET = REPOSITORY / "docs" / "flags.md"
 # Guides with tables: option, default there (perhaps of several models), here, default here, remarks.
@@ -31,7 +30,7 @@ SAME = "(the same)"  # behind a default here: it is only written differently the
 INTRODUCTION = """\
 # Flags
 
-<!-- Written by scripts/make_flags_table.py from megatron_lite/config/, refused.py and instead.py: do not edit. -->
+<!-- Written by scripts/docs/flags.py from megatron_lite/config/, refused.py and instead.py: do not edit. -->
 
 `--a_b=v`, `--a_b v` and `--a-b=v` are the same flag; names are never abbreviated. Option by option from elsewhere:
 [from_levanter.md](from_levanter.md), [from_fast_llm.md](from_fast_llm.md). What flags do together: stages and memory in
@@ -149,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
         if current == wanted:
             continue
         if argv:
-            print(f"{target} is out of date; run python scripts/make_flags_table.py", file=sys.stderr)
+            print(f"{target} is out of date; run python -m scripts.docs.flags", file=sys.stderr)
             stale = True
         else:
             target.write_text(wanted, encoding="utf-8")

@@ -1,8 +1,8 @@
 """The operations of megatron_lite/kernels on a GPU, against what the device can do at best.
 
-    python scripts/gpu_ops.py --output=FILE               all operations; --only=rms_norm,adamw: some
-    python scripts/gpu_ops.py --ceilings --output=FILE    copy bandwidth and matrix products alone
-    python scripts/gpu_ops.py --describe                  the device, as one line of JSON
+    python -m scripts.benchmarks.gpu.ops --output=FILE               all operations; --only=rms_norm,adamw: some
+    python -m scripts.benchmarks.gpu.ops --ceilings --output=FILE    copy bandwidth and matrix products alone
+    python -m scripts.benchmarks.gpu.ops --describe                  the device, as one line of JSON
 
 Each variant of an operation (Triton, the torch reference, the reference compiled) is timed; its bytes, each counted
 once where it has to be read and once where it has to be written, over the time, are held against the bandwidth of a
@@ -21,12 +21,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]  # runs from a plain checkout
+import torch
 
-import torch  # noqa: E402
-from gpu_measure import Clock, ceilings, describe  # noqa: E402
-from gpu_ops_table import OPS, Op, Shape  # noqa: E402
+from scripts.benchmarks.gpu.measure import Clock, ceilings, describe
+from scripts.benchmarks.gpu.ops_table import OPS, Op, Shape
 
 # After one of these nothing that this process does on the device succeeds any more.
 FATAL = ("CUDA error", "device-side assert", "illegal memory access", "misaligned address", "launch failure")

@@ -1,7 +1,7 @@
 """Write the tables of docs/multi_stage.md: memory, traffic and choices, counted by the engine itself.
 
-python scripts/make_engine_tables.py            writes them
-python scripts/make_engine_tables.py --check    only compares them; exit code 1 if they are out of date
+python -m scripts.docs.engine_tables            writes them
+python -m scripts.docs.engine_tables --check    only compares them; exit code 1 if they are out of date
 
 Each plan is a `MultiStage` on the meta device whose memory and collectives are counted, as in `--dry_run=1`. The
 formulas beside them are those of the guide, from nothing but sizes.
@@ -15,15 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))  # runs from a plain checkout
+from megatron_lite.cli.parse import parse as parse_flags
+from megatron_lite.cli.words import read_words
+from megatron_lite.planner.auto import RESERVE
+from megatron_lite.planner.plan import Plan, make_plan
+from megatron_lite.planner.report import PLANNED_GPU_BYTES
+from megatron_lite.validation import resolve
 
-from megatron_lite.cli.parse import parse as parse_flags  # noqa: E402
-from megatron_lite.cli.words import read_words  # noqa: E402
-from megatron_lite.planner.auto import RESERVE  # noqa: E402
-from megatron_lite.planner.plan import Plan, make_plan  # noqa: E402
-from megatron_lite.planner.report import PLANNED_GPU_BYTES  # noqa: E402
-from megatron_lite.validation import resolve  # noqa: E402
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 TARGET = REPOSITORY / "docs" / "multi_stage.md"
 MODEL = read_words(str(REPOSITORY / "scripts" / "examples" / "mistral_7b.flags"))
@@ -189,7 +188,7 @@ def main(argv: Sequence[str]) -> int:
     if "--check" in argv:
         if text == current:
             return 0
-        print(f"{TARGET} is out of date: run python scripts/make_engine_tables.py", file=sys.stderr)
+        print(f"{TARGET} is out of date: run python -m scripts.docs.engine_tables", file=sys.stderr)
         return 1
     TARGET.write_text(current, "utf-8")
     return 0

@@ -1,12 +1,12 @@
 """Peak resident memory of a rank while training: ZeRO-1, 2 and 3 beside plain torch, DistributedDataParallel and FSDP2.
 
-    python scripts/benchmark_memory.py --output=memory.json
-    python scripts/benchmark_memory.py --layers=plain --micro_batches=4
+    python -m scripts.benchmarks.training.memory --output=memory.json
+    python -m scripts.benchmarks.training.memory --layers=plain --micro_batches=4
 
-Starts scripts/benchmark.py on two CPU ranks once for each configuration, with that configuration alone, for a few
+Starts the benchmark on two CPU ranks once for each configuration, with that configuration alone, for a few
 steps, and once bare: everything imported, the process group open, no model. What is reported is the kernel's peak of
 resident memory (VmHWM) of the largest rank, from the start of the process to its end, less that of the bare process.
-Options that are not listed below go to scripts/benchmark.py. Prints a Markdown table; docs/benchmarks.md explains it.
+Options that are not listed below go to the benchmark. Prints a Markdown table; docs/benchmarks.md explains it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]  # runs from a plain checkout
-
-import benchmark_report as report  # noqa: E402
-from benchmark_rows import catalogue  # noqa: E402
-from benchmark_settings import parse  # noqa: E402
+from scripts.benchmarks.training import report
+from scripts.benchmarks.training.rows import catalogue
+from scripts.benchmarks.training.settings import parse
 
 BARE = "bare"
 REFERENCES = ("torch", "DDP", "FSDP2", "FSDP2 all resharded")
@@ -53,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     names = names or [name for name, row in rows.items() if row.default and not row.compiled and "HF" not in row.model]
     measured = {name: measure(name, options.ranks, passed_on) for name in (BARE, *names)}
     result = {
-        "command": f"python scripts/benchmark_memory.py {' '.join(argv)}".strip(),
+        "command": f"python -m scripts.benchmarks.training.memory {' '.join(argv)}".strip(),
         "settings": measured[BARE]["settings"],
         "versions": measured[BARE]["versions"],
         "ranks": options.ranks,
@@ -67,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure(name: str, ranks: int, passed_on: Sequence[str]) -> dict[str, Any]:
-    """What scripts/benchmark.py writes when it runs one configuration alone.
+    """What scripts/benchmarks/training writes when it runs one configuration alone.
 
     Raises:
         SystemExit: if it fails; what it said has been shown.
@@ -82,7 +79,8 @@ def measure(name: str, ranks: int, passed_on: Sequence[str]) -> dict[str, Any]:
             "--rdzv-backend=c10d",
             "--rdzv-endpoint=localhost:0",
             f"--nproc-per-node={ranks}",
-            str(HERE / "benchmark.py"),
+            "-m",
+            "scripts.benchmarks.training",
             "--device=cpu",
             "--turns=3",
             "--steps_per_turn=2",

@@ -1,4 +1,4 @@
-"""What we aim at, and how a run of scripts/benchmark.py compares with it."""
+"""What we aim at, and how a run of the benchmark compares with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plain torch.nn model of scripts/benchmark.py.
+"""The plain torch.nn model of the benchmark.
 
 It computes what `megatron_lite.model.gpt` computes, for the shapes of Llama and GPT-2, with parameters of the same
 names; everything is written as one writes it in plain torch, in the variant that measured fastest (docs/benchmarks.md).

@@ -1,4 +1,4 @@
-"""How the operations of scripts/gpu_ops.py are timed, and the two ceilings that they are held against.
+"""How the operations of ops.py are timed, and the two ceilings that they are held against.
 
 Every call is timed by a pair of events. Before each, a buffer larger than the second-level cache is written, so that
 nothing is found there that a training step would not find, and the device sleeps for a moment, so that the host has

@@ -1,4 +1,4 @@
-"""What scripts/benchmark.py reads of the machine: traffic, load, memory, versions, and how fast its GPU could be."""
+"""What the benchmark reads of the machine: traffic, load, memory, versions, and how fast its GPU could be."""
 
 from __future__ import annotations
 

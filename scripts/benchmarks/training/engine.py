@@ -1,4 +1,4 @@
-"""Our rows of scripts/benchmark.py: the engine with its own layers, or with the very modules that the peers train.
+"""Our rows of the benchmark: the engine with its own layers, or with the very modules that the peers train.
 
 A plain module becomes a layer by having its parameters replaced by declared ones of the same names. What autograd
 computes for them goes into the stage's gradient buffer as soon as it is there.
@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import cast
 
-from benchmark_model import Embedding, Head, PlainGPT, parameter_specs
 from torch import Tensor, nn
 
 from megatron_lite.config import Config
@@ -28,6 +27,7 @@ from megatron_lite.schedules.batch_size import Split
 from megatron_lite.setup_run import Run
 from megatron_lite.train import train_step
 from megatron_lite.zero.multi_stage import MultiStage
+from scripts.benchmarks.training.model import Embedding, Head, PlainGPT, parameter_specs
 
 
 class Engine:

@@ -1,7 +1,7 @@
 """Time of one optimizer step on CPU beside torch.optim.AdamW(fused=True) on the same parameters.
 
-    python scripts/benchmark_optimizer.py --threads=1 --output=optimizer.json
-    python scripts/benchmark_optimizer.py --threads=2 --max_others=0.05
+    python -m scripts.benchmarks.training.optimizer --threads=1 --output=optimizer.json
+    python -m scripts.benchmarks.training.optimizer --threads=2 --max_others=0.05
 
 Only the optimizer runs, in one process: gradients are random, and brought back to the same norm before every step,
 outside of the clock. Each row of ours takes turns with both peers, in an order that rotates, so that whatever else the
@@ -27,20 +27,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]  # runs from a plain checkout
-
-import benchmark_machine as machine  # noqa: E402
-from benchmark_settings import COMMON, MODELS  # noqa: E402
-
-from megatron_lite.config import unflatten  # noqa: E402
-from megatron_lite.distributed import process_group as launch  # noqa: E402
-from megatron_lite.distributed.process_group import Distributed  # noqa: E402
-from megatron_lite.kernels.choice import choose_kernels  # noqa: E402
-from megatron_lite.model.gpt import model_layers  # noqa: E402
-from megatron_lite.optimizer.optimizer import Optimizer  # noqa: E402
-from megatron_lite.validation import resolve  # noqa: E402
-from megatron_lite.zero.multi_stage import MultiStage  # noqa: E402
+from megatron_lite.config import unflatten
+from megatron_lite.distributed import process_group as launch
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.kernels.choice import choose_kernels
+from megatron_lite.model.gpt import model_layers
+from megatron_lite.optimizer.optimizer import Optimizer
+from megatron_lite.validation import resolve
+from megatron_lite.zero.multi_stage import MultiStage
+from scripts.benchmarks.training import machine
+from scripts.benchmarks.training.settings import COMMON, MODELS
 
 RATE, DECAY, BETAS = 1e-4, 0.1, (0.9, 0.95)
 CLIP = 1.0  # as in training; gradients have these norms:
@@ -273,7 +269,7 @@ def main(argv: Sequence[str]) -> int:
     load_before = machine.load_average()
     # Each row in a process of its own: memory that an earlier row has freed made a later one up to a third slower.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "benchmark_model"])  # which import what takes time
+    context.set_forkserver_preload(["torch", "scripts.benchmarks.training.model"])  # which import what takes time
     with context.Pool(1, maxtasksperchild=1) as pool:
         rows = [pool.apply(measure, (row, options)) for row in ROWS if options.only in row.name]
     result = {

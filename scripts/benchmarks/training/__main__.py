@@ -1,8 +1,8 @@
 """Step time, rates, traffic and memory of our configurations beside PyTorch's, Hugging Face's and compiled ones.
 
-    torchrun --nproc-per-node=2 scripts/benchmark.py --device=cpu --output=results.json
-    torchrun --nproc-per-node=1 scripts/benchmark.py --model=gpt2-124m --dtype=bf16
-    torchrun --nproc-per-node=1 scripts/benchmark.py --model=mistral-7b --num_layers=16 --dtype=bf16 --recompute
+    torchrun --nproc-per-node=2 -m scripts.benchmarks.training --device=cpu --output=results.json
+    torchrun --nproc-per-node=1 -m scripts.benchmarks.training --model=gpt2-124m --dtype=bf16
+    torchrun --nproc-per-node=1 -m scripts.benchmarks.training --model=mistral-7b --dtype=bf16 --recompute
 
 All configurations train the same model from the same weights on the same tokens in the same processes and take turns
 of a few steps, so that whatever else the machine does falls on all of them alike. At every step their losses have to
@@ -10,7 +10,7 @@ agree, or the program fails (exit code 1), as it does if a configuration fails. 
 very torch.nn modules that the peers train, so that only the engine differs. On a machine that others use too,
 --max_others=0.05 counts only turns during which other processes took less than 5 % of the CPUs: it waits for such
 moments, and goes on until there are enough. Rank 0 prints Markdown tables and writes JSON to --output.
-docs/benchmarks.md explains rows, columns and keys. Peak memory on CPUs is measured by scripts/benchmark_memory.py, one
+docs/benchmarks.md explains rows, columns and keys. Peak memory on CPUs is measured by memory.py, one
 configuration at a time.
 """
 
@@ -28,23 +28,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]  # runs from a plain checkout
-
-import benchmark_machine as machine  # noqa: E402
-import benchmark_report as report  # noqa: E402
-from benchmark_engine import Engine  # noqa: E402
-from benchmark_measure import Contestant, Rounds, largest_difference  # noqa: E402
-from benchmark_model import PlainGPT, parameter_specs, tokens_per_rank  # noqa: E402
-from benchmark_rows import chosen, make, torchtitan, unavailable  # noqa: E402
-from benchmark_settings import engine_config, has_known_shape, parse  # noqa: E402
-from benchmark_targets import compare  # noqa: E402
-
-from megatron_lite.config import Config, unflatten  # noqa: E402
-from megatron_lite.distributed import process_group as launch  # noqa: E402
-from megatron_lite.distributed.process_group import Distributed  # noqa: E402
-from megatron_lite.monitor.metrics import known_peak_tflops, model_flops  # noqa: E402
-from megatron_lite.run import exit_status  # noqa: E402
+from megatron_lite.config import Config, unflatten
+from megatron_lite.distributed import process_group as launch
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.monitor.metrics import known_peak_tflops, model_flops
+from megatron_lite.run import exit_status
+from scripts.benchmarks.training import machine, report
+from scripts.benchmarks.training.engine import Engine
+from scripts.benchmarks.training.measure import Contestant, Rounds, largest_difference
+from scripts.benchmarks.training.model import PlainGPT, parameter_specs, tokens_per_rank
+from scripts.benchmarks.training.rows import chosen, make, torchtitan, unavailable
+from scripts.benchmarks.training.settings import engine_config, has_known_shape, parse
+from scripts.benchmarks.training.targets import compare
 
 # Losses are near log(vocab_size): about 1e-6 relative in fp32. docs/benchmarks.md says where the other comes from.
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
@@ -130,7 +125,7 @@ def describe(
         "warmup_turns": 0 if options.one_at_a_time else options.warmup_turns,
     }
     configurations = report.summarize(distributed.gather_objects(measured), facts)
-    command = f"torchrun --nproc-per-node={ranks} scripts/benchmark.py {' '.join(argv)}".strip()
+    command = f"torchrun --nproc-per-node={ranks} -m scripts.benchmarks.training {' '.join(argv)}".strip()
     return {
         "command": command,
         "date": datetime.date.today().isoformat(),

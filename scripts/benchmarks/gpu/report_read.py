@@ -1,4 +1,4 @@
-"""How scripts/gpu_report.py reads what its steps leave: a JSON file, or the lines of a log, whole or cut short."""
+"""How report.py reads what its steps leave: a JSON file, or the lines of a log, whole or cut short."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read_tests(output: Path, log: Path) -> dict[str, Any]:
 
 
 def read_benchmark(output: Path, log: Path) -> Any:
-    """The JSON of scripts/benchmark.py without losses and the like."""
+    """The JSON of scripts/benchmarks/training without losses and the like."""
     result = read_json(output, log)
     if result is not None:
         for row in result["configurations"].values():

@@ -1,8 +1,8 @@
 """Put a GPU report into docs/benchmarks.md, between `<!-- table: gpu_report -->` and `<!-- end -->`.
 
-python scripts/render_gpu_report.py                       docs/gpu_report.json, or "not yet measured" without it
-python scripts/render_gpu_report.py --report=other.json   another report of scripts/gpu_report.sh
-python scripts/render_gpu_report.py --check               only compares; exit code 1 if the document is out of date
+python -m scripts.benchmarks.gpu.render                       docs/gpu_report.json, or "not yet measured" without it
+python -m scripts.benchmarks.gpu.render --report=other.json   another report of scripts/gpu_report.sh
+python -m scripts.benchmarks.gpu.render --check               only compares; exit code 1 if the document is out of date
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 REPORT = ROOT / "docs" / "gpu_report.json"
 SECTION = re.compile(r"(<!-- table: gpu_report -->\n).*?(<!-- end -->)", re.S)
@@ -319,7 +319,7 @@ def main(argv: Sequence[str]) -> int:
     new = SECTION.sub(lambda found: found[1] + render(report) + found[2], text)
     if options.check:
         if new != text:
-            print(f"{options.document} is out of date: run python scripts/render_gpu_report.py", file=sys.stderr)
+            print(f"{options.document} is out of date: run python -m scripts.benchmarks.gpu.render", file=sys.stderr)
         return int(new != text)
     options.document.write_text(new, "utf-8")
     return 0

@@ -1,4 +1,4 @@
-"""Options of scripts/benchmark.py, the models it knows, and what they mean as a configuration of the engine."""
+"""Options of the benchmark, the models it knows, and what they mean as a configuration of the engine."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmark_model import LOSSES
-
 from megatron_lite.cli import parse as command_line
 from megatron_lite.config import Config, unflatten
 from megatron_lite.validation import resolve
+from scripts.benchmarks.training.model import LOSSES
 
 # Adam turns rounding into a full step where a gradient is nearly zero: a high rate would make losses drift apart, at
 # 1e-4 by 1.6e-5 in 28 steps of eleven configurations.

@@ -1,4 +1,4 @@
-"""How scripts/benchmark.py measures: all configurations in turn, each turn of a few steps between two barriers."""
+"""How the benchmark measures: all configurations in turn, each turn of a few steps between two barriers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import benchmark_machine as machine
 import torch
 from torch import Tensor
 
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.seeds import derive_seed
+from scripts.benchmarks.training import machine
 
 # --max_others gives up after this many times --turns.
 MAX_REPEATS = 6

@@ -1,7 +1,7 @@
 """Step time and peak memory of variants of our own training on one GPU, taking turns; memory also as it was planned.
 
-    python scripts/gpu_training.py --variants=speed --output=FILE       MLP recompute levels, and without Triton
-    python scripts/gpu_training.py --variants=deterministic --output=FILE   what --deterministic=1 costs
+    python -m scripts.benchmarks.gpu.training --variants=speed --output=FILE    MLP recompute levels, and without Triton
+    python -m scripts.benchmarks.gpu.training --variants=deterministic --output=FILE   what --deterministic=1 costs
 
 Layers are Mistral-7B's, a few of them, at sequence 8192 in bf16, with whole steps as in a run. In each round each
 variant is built, warmed up, timed and thrown away. The file is written after every turn.
@@ -20,19 +20,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # runs from a plain checkout
+import torch
 
-import torch  # noqa: E402
-
-from megatron_lite.config import Config, unflatten  # noqa: E402
-from megatron_lite.distributed.process_group import Distributed  # noqa: E402
-from megatron_lite.planner.plan import make_plan  # noqa: E402
-from megatron_lite.run.experiment import Experiment  # noqa: E402
-from megatron_lite.run.stop_signal import StopSignal  # noqa: E402
-from megatron_lite.setup_run import build  # noqa: E402
-from megatron_lite.train import train_step  # noqa: E402
-from megatron_lite.validation import resolve  # noqa: E402
+from megatron_lite.config import Config, unflatten
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.planner.plan import make_plan
+from megatron_lite.run.experiment import Experiment
+from megatron_lite.run.stop_signal import StopSignal
+from megatron_lite.setup_run import build
+from megatron_lite.train import train_step
+from megatron_lite.validation import resolve
 
 MISTRAL: dict[str, Any] = dict(
     hidden_size=4096,

@@ -1,0 +1,1 @@
+"""Programs that users type, the writers of generated documents, and the benchmarks."""

@@ -1,0 +1,1 @@
+"""The report of a GPU, which `bash scripts/gpu_report.sh` writes."""
