@@ -8,18 +8,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_lite.checkpoint import sharded
 from megatron_lite.cli.parse import launch_rank
 from megatron_lite.config import Config
-from megatron_lite.data.loader import HostBatch
+from megatron_lite.data.loader import HostBatch, micro_batch
 from megatron_lite.distributed import process_group
 from megatron_lite.distributed.agreement import raise_first, together
 from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, NumericsError, RunError
 from megatron_lite.huggingface.export import export_weights, save_huggingface
-from megatron_lite.kernels.attention.attention import Documents
-from megatron_lite.model.layer import MicroBatch
 from megatron_lite.monitor.communication import communication_lines
 from megatron_lite.monitor.export_callback import STOPPED_WAIT_S
 from megatron_lite.monitor.metrics import format_record
@@ -36,8 +33,6 @@ from megatron_lite.validation.messages import Note
 
 # What a rank says instead of a signal number when it cannot go on.
 FAILED = 1 << 16
-# The label of a token that counts in no loss.
-MASKED = -1
 
 
 def pretrain(config: Config, notes: tuple[Note, ...], environment: Mapping[str, str] | None = None) -> int:
@@ -188,25 +183,6 @@ def train_step(run: Run, micro_batches: list[HostBatch], iteration: int) -> Upda
     run.model.gather_ahead()  # of frozen stages, which nobody updates
     run.distributed.end_step()
     return update
-
-
-def micro_batch(
-    batch: HostBatch, device: torch.device, scale: Tensor | None, dropout_seed: int | None, loss_weight: float = 1.0
-) -> MicroBatch:
-    """(b, s + 1) tokens -> inputs and labels (b, s) on the device, and the documents that they consist of.
-
-    The labels of padding are masked; `loss_weight` becomes part of the gradient's scale.
-    """
-    tokens, documents = batch.tokens.to(device, non_blocking=True), None
-    # A copy: `contiguous` makes none of a single row, and padding is masked in the labels alone.
-    labels = tokens[:, 1:].clone(memory_format=torch.contiguous_format)
-    if batch.padding:
-        labels[-batch.padding :] = MASKED
-    if scale is not None and loss_weight != 1.0:
-        scale = scale * loss_weight
-    if batch.starts is not None:
-        documents = Documents(batch.starts.to(device, non_blocking=True), tuple(batch.starts.diff().tolist()))
-    return MicroBatch(tokens[:, :-1].contiguous(), labels, scale, dropout_seed, documents, loss_weight)
 
 
 def next_batch(run: Run, batches: Iterator[list[HostBatch]], warn: bool = False) -> tuple[list[HostBatch], float, bool]:

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain check
 
 from megatron_lite.config import BatchConfig, Config, DataConfig, DistributedConfig, TrainingConfig  # noqa: E402
 from megatron_lite.config.system import DTYPE_ALIASES, DTYPES  # noqa: E402
-from megatron_lite.data.loader import open_data  # noqa: E402
+from megatron_lite.data.loader import micro_batch, open_data  # noqa: E402
 from megatron_lite.data.tokenizing import Tokenizer  # noqa: E402
 from megatron_lite.errors import EXIT_DONE, DataError, NumericsError, UsageError  # noqa: E402
 from megatron_lite.generation.evaluation import Totals, evaluate, text_batches  # noqa: E402
@@ -38,7 +38,6 @@ from megatron_lite.generation.model import LocalModel, choose_device, load_model
 from megatron_lite.generation.prompts import open_tokenizer  # noqa: E402
 from megatron_lite.model.layer import MicroBatch  # noqa: E402
 from megatron_lite.run.exit_status import print_failure, print_page  # noqa: E402
-from megatron_lite.train import micro_batch  # noqa: E402
 from megatron_lite.validation import resolve  # noqa: E402
 
 LONGEST_DEFAULT = 2048

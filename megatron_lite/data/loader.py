@@ -28,6 +28,8 @@ from megatron_lite.data.sampling import PHASES, StreamSampler, sampler_key, spli
 from megatron_lite.data.tokenizing import read_tokenizer_file
 from megatron_lite.data.workers import Request, Workers
 from megatron_lite.errors import DataError, UsageError
+from megatron_lite.kernels.attention.attention import Documents
+from megatron_lite.model.layer import MASKED, MicroBatch
 from megatron_lite.schedules.batch_size import BatchSchedule, Segment, Split, batch_schedule, once_through
 from megatron_lite.validation import weighted_paths
 
@@ -40,6 +42,25 @@ class HostBatch(NamedTuple):
     # Every sample begins a piece. None with --cross_document_attention=1.
     starts: Tensor | None = None
     padding: int = 0  # rows at the end that are no samples
+
+
+def micro_batch(
+    batch: HostBatch, device: torch.device, scale: Tensor | None, dropout_seed: int | None, loss_weight: float = 1.0
+) -> MicroBatch:
+    """Copy a micro-batch to the device: (b, s + 1) tokens -> inputs and labels, (b, s), and their documents.
+
+    Labels of padding are masked. `loss_weight` is multiplied into the gradient scale.
+    """
+    tokens, documents = batch.tokens.to(device, non_blocking=True), None
+    # A real copy: `contiguous` returns a single row as it is, and masking its labels would change the tokens.
+    labels = tokens[:, 1:].clone(memory_format=torch.contiguous_format)
+    if batch.padding:
+        labels[-batch.padding :] = MASKED
+    if scale is not None and loss_weight != 1.0:
+        scale = scale * loss_weight
+    if batch.starts is not None:
+        documents = Documents(batch.starts.to(device, non_blocking=True), tuple(batch.starts.diff().tolist()))
+    return MicroBatch(tokens[:, :-1].contiguous(), labels, scale, dropout_seed, documents, loss_weight)
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,7 @@ from megatron_lite.data.tokenizing import Tokenizer
 from megatron_lite.errors import DataError
 from megatron_lite.generation.model import LocalModel
 from megatron_lite.kernels.attention.attention import Documents
-from megatron_lite.model.layer import MicroBatch
-
-MASKED = -1  # the label of a token that counts in no loss
+from megatron_lite.model.layer import MASKED, MicroBatch
 
 
 @dataclass

@@ -15,6 +15,8 @@ from megatron_lite.model.kv_cache import CachePass
 from megatron_lite.parameter import Initializer, ParameterSpec, declare
 from megatron_lite.seeds import derive_seed
 
+MASKED = -1  # label of a token that counts in no loss
+
 
 @dataclass(frozen=True)
 class MicroBatch:

@@ -13,10 +13,9 @@ from torch.nn import functional
 
 from megatron_lite.config import Config
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
-from megatron_lite.data.loader import open_data
+from megatron_lite.data.loader import micro_batch, open_data
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.model.embedding_and_head import Head
-from megatron_lite.train import micro_batch
 from tests.support.harness import run_distributed, same_weights
 
 transformers = pytest.importorskip("transformers")

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
-from megatron_lite.data.loader import HostBatch, open_data
+from megatron_lite.data.loader import HostBatch, micro_batch, open_data
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.model.gpt import build_gpt
-from megatron_lite.train import micro_batch
 from tests.support.harness import full_weights, run_distributed, tiny_config, train_tiny
 from tests.support.plain_gpt import PlainGPT
 
