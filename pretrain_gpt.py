@@ -3,23 +3,17 @@
 
 import sys
 
-from megatron_lite.cli.parse import (
-    HelpRequested,
-    folder_of,
-    launch_rank,
-    launch_world_size,
-    parse,
-    speaks_for_its_machine,
-)
+from megatron_lite.cli.parse import HelpRequested, folder_of, parse
 from megatron_lite.errors import EXIT_DONE, CheckpointError, UsageError
 from megatron_lite.huggingface.export_checks import check_exports
 from megatron_lite.run import exit_status
+from megatron_lite.run.launch import is_first_on_machine, launch_rank, launch_world_size
 from megatron_lite.run.secrets import without_secrets
 from megatron_lite.validation import planned_world_size, resolve
 
 
 def main(argv: list[str]) -> int:
-    """Parse, validate, train; returns the exit code. Nothing heavy is imported before the flags are known good."""
+    """Parse, validate, train; return the exit code. Nothing heavy is imported before the flags are known to be good."""
     experiment_dir = None
     try:
         arguments = parse(argv)
@@ -36,8 +30,7 @@ def main(argv: list[str]) -> int:
             exit_status.print_page(str(request))
         return EXIT_DONE
     except (CheckpointError, UsageError) as error:
-        directory = error.experiment_dir or experiment_dir
-        return exit_status.report(error, directory, rank=0 if speaks_for_its_machine() else 1)
+        return exit_status.report(error, error.experiment_dir or experiment_dir, prints=is_first_on_machine())
 
     from megatron_lite.train import pretrain
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_lite.checkpoint import compatibility, sharded
-from megatron_lite.cli import parse
+from megatron_lite.cli.help import banner
 from megatron_lite.config import Config
 from megatron_lite.data.loader import DataSource, open_data
 from megatron_lite.distributed.agreement import together
@@ -41,6 +41,7 @@ from megatron_lite.optimizer.rules import muon
 from megatron_lite.parameter import DTYPES
 from megatron_lite.planner.auto import device_memory_bytes, resolve_auto
 from megatron_lite.run.experiment import Experiment
+from megatron_lite.run.launch import environment_with
 from megatron_lite.run.stop_signal import StopSignal
 from megatron_lite.schedules.batch_size import Split, batch_schedule, consumed_tokens
 from megatron_lite.validation import warnings
@@ -100,13 +101,13 @@ def build(
     check_exports(config)
     script = config.training.export_callback_script if distributed.rank == 0 else ""
     variables = environment or {}
-    callback = together(distributed, lambda: open_callback(script, parse.environment_with(variables), variables))
+    callback = together(distributed, lambda: open_callback(script, environment_with(variables), variables))
     config, choices = _choose(config, distributed)
     data = together(distributed, lambda: open_data(config, distributed.rank, distributed.world_size))
     samples = open_samples(config, distributed, experiment, stop)
     kernels = together(distributed, lambda: choose_kernels(config, distributed.device))
     layers = together(distributed, lambda: model_layers(config, kernels))
-    for line in parse.banner(config, derived_numbers(config, layers, distributed, data)).splitlines():
+    for line in banner(config, derived_numbers(config, layers, distributed, data)).splitlines():
         logger.info(line)
     logger.info(kernels.describe())
     if config.training.train_iters > 0 and config.optimizer.weight_decay > 0:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from megatron_lite.checkpoint import sharded
-from megatron_lite.cli.parse import launch_rank
 from megatron_lite.config import Config
 from megatron_lite.data.loader import HostBatch, micro_batch
 from megatron_lite.distributed import process_group
@@ -24,6 +23,7 @@ from megatron_lite.monitor.progress import ProgressBar, progress_bar
 from megatron_lite.optimizer.optimizer import Update
 from megatron_lite.run import exit_status
 from megatron_lite.run.experiment import Experiment
+from megatron_lite.run.launch import launch_rank
 from megatron_lite.run.stop_signal import StopSignal
 from megatron_lite.schedules.batch_size import batch_schedule, consumed_tokens
 from megatron_lite.schedules.learning_rate import learning_rate
@@ -65,7 +65,7 @@ def pretrain(config: Config, notes: tuple[Note, ...], environment: Mapping[str, 
         group.close()
         return code
     except BaseException as error:
-        code = exit_status.report(error, config.run.experiment_dir, rank, run_number)
+        code = exit_status.report(error, config.run.experiment_dir, prints=rank == 0, rank=rank, run=run_number)
         if run is not None:
             run.callback.close(0.0)
             run.trackers.close(code)

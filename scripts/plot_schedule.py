@@ -19,10 +19,11 @@ from typing import NamedTuple
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))  # runs from a plain checkout
 
-from megatron_lite.cli.parse import HelpRequested, launch_world_size, parse  # noqa: E402
+from megatron_lite.cli.parse import HelpRequested, parse  # noqa: E402
 from megatron_lite.config import Config  # noqa: E402
 from megatron_lite.errors import EXIT_DONE, RunError, StorageError, UsageError  # noqa: E402
 from megatron_lite.run.exit_status import print_page  # noqa: E402
+from megatron_lite.run.launch import launch_world_size  # noqa: E402
 from megatron_lite.schedules.batch_size import batch_schedule  # noqa: E402
 from megatron_lite.schedules.learning_rate import learning_rate  # noqa: E402
 from megatron_lite.validation import planned_world_size, resolve, warnings  # noqa: E402

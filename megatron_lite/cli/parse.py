@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megatron_lite.cli.help import banner as banner
 from megatron_lite.cli.help import help_text
 from megatron_lite.cli.model_source import with_preset, with_source
 from megatron_lite.cli.suggestions import LONG_DASHES, instead_of, unknown_flag
-from megatron_lite.cli.words import read_words
 from megatron_lite.config import Config, unflatten
 from megatron_lite.config.foreign_values import REFUSED_SPELLINGS, REFUSED_VALUES
 from megatron_lite.config.structured_values import environment_values
 from megatron_lite.config.values import SPELLINGS, BadValueError, Flag, parse_list, parse_value, shown, written
 from megatron_lite.errors import CheckpointError, UsageError
+from megatron_lite.run.launch import launch_world_size
 from megatron_lite.validation import examine, planned_world_size
 from megatron_lite.validation.messages import Note
 
@@ -37,6 +37,9 @@ PATHS = (
     "sample_prompts",
     "export_callback_script",
 )
+LARGEST_FILE_BYTES = 2**20
+# Group 1 is kept: quoted text and escaped characters. Comments and escaped line breaks are dropped.
+_COMMENT = re.compile(r"""('[^']*'|"(?:\\.|[^"\\])*"|\\[^\r\n])|(?<!\S)\#[^\n]*|\\\r?\n""", re.DOTALL)
 QUOTES = "'\"\u2018\u2019\u201c\u201d"
 
 
@@ -141,47 +144,6 @@ def _contradictions(config: Config, wrong: set[str]) -> list[str]:
 def folder_of(config: Config) -> str | None:
     """Where the run may leave something: nowhere if it is a dry run."""
     return None if config.distributed.dry_run else config.run.experiment_dir
-
-
-def launch_rank() -> int:
-    """This process's rank as torchrun tells it; 0 without torchrun, and never an error: it decides who prints one."""
-    text = os.environ.get("RANK", "")
-    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0
-
-
-def speaks_for_its_machine() -> bool:
-    """Whether this is the first rank of its machine: errors of a command line may differ between machines."""
-    return (os.environ.get("LOCAL_RANK") or str(launch_rank())) == "0"
-
-
-def launch_world_size() -> int:
-    """The number of processes as torchrun tells it; 1 without torchrun.
-
-    Raises:
-        UsageError: if the launcher's variables make no sense, or the peers cannot be found by them.
-    """
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
-        text = os.environ.get(name) or "0"
-        if not re.fullmatch(r"[0-9]{1,9}", text):
-            raise UsageError(f"the environment variable {name}={shown(text)} is no number; unset it, or use torchrun")
-    world_size = int(os.environ.get("WORLD_SIZE") or "1")
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if world_size > 1 and missing:
-        raise UsageError(
-            f"WORLD_SIZE={world_size}, but {' and '.join(missing)} not set in the environment: the ranks cannot find "
-            "each other; start with torchrun, or unset WORLD_SIZE and RANK"
-        )
-    if launch_rank() >= world_size:
-        raise UsageError(
-            f"the environment variables RANK={launch_rank()} and WORLD_SIZE={world_size} contradict each other; "
-            f"unset both, or use torchrun"
-        )
-    return world_size
-
-
-def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment of this process and some more variables, for a process that it starts."""
-    return {**os.environ, **variables}
 
 
 class _Parser:
@@ -338,6 +300,27 @@ class _Parser:
             accepted = " or ".join(f"--{refused.name}={accepted}" for accepted in refused.accepted)
             only = f"; accepted: {accepted}, which changes nothing" if accepted else ""
             self._problem(f"{item.spelling}={shown(value)} is refused: {refused.reason}{only}", item.flag)
+
+
+def read_words(path: str) -> list[str]:
+    """Return the shell words of an @file: quotes and backslashes as in a shell, `#` comments, any line breaks.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is not text, is too large, or leaves a quote open.
+    """
+    with open(path, "rb") as file:
+        data = file.read(LARGEST_FILE_BYTES + 1)
+    if len(data) > LARGEST_FILE_BYTES:
+        raise ValueError(f"larger than {LARGEST_FILE_BYTES} bytes; an @file holds flags")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError("not a UTF-8 text file") from None
+    try:
+        return shlex.split(_COMMENT.sub(lambda match: match[1] or "", text))
+    except ValueError as error:
+        raise ValueError(f"{str(error).lower()}; close the quote, or escape it with a backslash") from None
 
 
 def is_flag(text: str) -> bool:

@@ -1,1 +1,1 @@
-"""What surrounds one start of the program: its directory, exit status, stop signals, durable files and secrets."""
+"""One start of the program: directory, launcher environment, exit status, stop signals, durable files, secrets."""

@@ -1,4 +1,4 @@
-"""Files that are never seen half written, and folders whose names survive a power cut."""
+"""Files that are never visible half written, and folders whose entries survive a power cut."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def replace_file(path: Path, data: bytes, sync: bool = False) -> None:
-    """Write a small file aside and rename it; `sync`: on disk when this returns.
+    """Write `data` to a temporary file and rename it to `path`. `sync`: return only once it is on disk.
 
     Raises:
         OSError: if it cannot be written.
@@ -29,7 +29,7 @@ def replace_file(path: Path, data: bytes, sync: bool = False) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable; file systems that cannot sync folders are left alone."""
+    """Make the entries of a folder durable, where the file system can sync folders."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""How a start of the program ends: one message, one exit code, and both in `exit.json`. Imports no torch."""
+"""How the program ends: one message and one exit code, both also written to `exit.json`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from megatron_lite.run.durable_files import replace_file
 EXIT_FILE = "exit.json"
 
 
-def report(error: BaseException, experiment_dir: str | None, rank: int, run: int = 0) -> int:
-    """Print an error once and leave it in exit.json; returns the exit code.
+def report(error: BaseException, experiment_dir: str | None, *, prints: bool, rank: int = 0, run: int = 0) -> int:
+    """Print an error once, write it to exit.json and return the exit code.
 
-    Of an error that every rank raises, rank 0 speaks. Otherwise the failing rank speaks itself, and a rank that only
-    lost its peer keeps what the peer wrote.
+    `prints`: whether this process prints an error that every rank raises. A rank that fails by itself always prints
+    its error. A rank that only lost its peer keeps the exit.json that the peer wrote.
     """
     expected = as_run_error(error)
     code = expected.exit_code if expected is not None else 1
     message = str(expected) if expected is not None else f"{type(error).__name__}: {error}"
     agreed = expected is not None and expected.agreed
-    if rank > 0 and (agreed or (isinstance(expected, PeerError) and not _must_speak(experiment_dir, rank, run))):
+    lost_peer = isinstance(expected, PeerError)
+    if not prints and (agreed or (lost_peer and not _must_report_lost_peer(experiment_dir, rank, run))):
         return code
     if expected is None:
         traceback.print_exception(error)
     print(f"ERROR{'' if rank == 0 else f' on rank {rank}'}: {message}", file=sys.stderr, flush=True)
-    heard = isinstance(expected, PeerError) and _written_by(experiment_dir, run)
-    if not heard and (expected is None or expected.recorded):
+    peer_wrote = lost_peer and _peer_wrote(experiment_dir, run)
+    if not peer_wrote and (expected is None or expected.recorded):
         write_exit(experiment_dir, code, "failed", message, run)
     return code
 
 
 def print_failure(error: Exception, less_memory: str) -> int:
-    """Print why a script fails; returns its exit code. What nobody expected is raised again."""
+    """Print why a script failed and return its exit code; raise `error` again if it is a defect of the program."""
     expected = as_run_error(error, less_memory)
     if expected is None:
         raise error
@@ -47,8 +48,9 @@ def print_failure(error: Exception, less_memory: str) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process here and now, with nothing unsaid: nothing that is left, not a thread of a library that still
-    works or waits for a peer, can keep it or change its exit code. No `finally` or `atexit` of anyone is run.
+    """Flush the output and end the process at once, without running any `finally` or `atexit`.
+
+    A library's thread that still works or waits for a peer can neither delay the end nor change the exit code.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -56,26 +58,27 @@ def leave(code: int) -> NoReturn:
 
 
 def print_page(text: str) -> None:
-    """Print to stdout, to the end or until it takes no more (`--help | head`)."""
+    """Print `text` to stdout; a reader that closes the pipe early (`--help | head`) is not an error."""
     try:
         print(text, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its exit
 
 
-def _must_speak(experiment_dir: str | None, rank: int, run: int) -> bool:
-    """Whether this rank, which only lost a peer, has to say so because the peer died without a word, as may rank 0.
+def _must_report_lost_peer(experiment_dir: str | None, rank: int, run: int) -> bool:
+    """Whether this rank must report that it lost a peer, because the peer died without reporting anything.
 
-    One after the other the survivors give the others time to write exit.json. Without one, rank 1 speaks.
+    The survivors wait one after the other, so that the first one can write exit.json. Without an experiment
+    directory rank 1 reports.
     """
     if experiment_dir is None:
         return rank == 1
     time.sleep(1.0 + 0.1 * min(rank, 50))
-    return not _written_by(experiment_dir, run)
+    return not _peer_wrote(experiment_dir, run)
 
 
 def write_exit(experiment_dir: str | None, code: int | None, status: str, message: str, run: int = 0) -> None:
-    """Replace exit.json. A directory that cannot be written is no reason to hide the error being reported."""
+    """Replace exit.json; never fails, because a second error would hide the one being reported."""
     if experiment_dir is None:
         return
     path = Path(experiment_dir) / EXIT_FILE
@@ -87,8 +90,8 @@ def write_exit(experiment_dir: str | None, code: int | None, status: str, messag
         pass
 
 
-def _written_by(experiment_dir: str | None, run: int) -> bool:
-    """Whether a peer of this start has already said how it failed."""
+def _peer_wrote(experiment_dir: str | None, run: int) -> bool:
+    """Whether another rank of this start has already written its failure to exit.json."""
     if experiment_dir is None:
         return False
     try:

@@ -1,4 +1,4 @@
-"""The experiment directory: what a run leaves, and who may write it."""
+"""The experiment directory: the files of a run, and the lock that keeps other runs out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_lite.run.durable_files import replace_file
 
 
 class Experiment:
-    """Paths of one start of a run; without a directory everything is None and nothing is written.
+    """Paths of one start of a run. Without --experiment_dir every path is None and nothing is written.
 
     <root>/config.json, metrics.jsonl, checkpoints/<iteration>/, export/<iteration>/, runs/<run>/{logs,artifacts}/
 
@@ -40,20 +40,20 @@ class Experiment:
         return None if self.root is None else self.root / "checkpoints"
 
     def export(self, iteration: int) -> Path | None:
-        """Where the export of an iteration goes."""
+        """Return the folder for the export of an iteration."""
         return None if self.root is None else self.root / "export" / str(iteration)
 
     def log_file(self, rank: int) -> Path | None:
-        """This start's log of one rank."""
+        """Return the log file of one rank of this start."""
         return None if self.root is None else self.root / "runs" / str(self.run) / "logs" / f"logs_rank_{rank:03d}.txt"
 
     @property
     def artifacts(self) -> Path | None:
-        """Where this start leaves what is neither log nor checkpoint: tensor logs."""
+        """The folder for tensor logs of this start."""
         return None if self.root is None else self.root / "runs" / str(self.run) / "artifacts"
 
     def record(self, config: Config) -> None:
-        """Write config.json; for rank 0, once the configuration is known to fit what is there."""
+        """Write config.json. Call on rank 0, after the configuration was checked against the checkpoints."""
         if self.root is None:
             return
         text = (json.dumps(flatten(config), indent=2) + "\n").encode()
@@ -61,18 +61,18 @@ class Experiment:
             replace_file(folder / "config.json", text)
 
     def _prepare(self) -> int:
-        """Create the directories of a new start; returns its number, from 0."""
+        """Create the directories of a new start and return its number, counted from 0."""
         assert self.root is not None
         try:
             return self._make_directories(self.root)
         except OSError as error:
             reason = error.strerror or error
-            raise StorageError(f"--experiment_dir={self._directory}: {reason}; choose a writable place") from error
+            raise StorageError(f"--experiment_dir={self._directory}: {reason}; choose a writable directory") from error
 
     def _make_directories(self, root: Path) -> int:
         root.mkdir(parents=True, exist_ok=True)
         self._take_lock(root)
-        for name in ("checkpoints", "export"):  # noticed now, and not at the first save
+        for name in ("checkpoints", "export"):  # fail now rather than at the first save
             if (root / name).exists() and not (root / name).is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, f"{root / name} is not a directory")
         runs = root / "runs"
@@ -82,25 +82,25 @@ class Experiment:
         return run
 
     def _take_lock(self, root: Path) -> None:
-        """Hold a lock while this process lives; the system drops it with the process, however it ends."""
+        """Lock the directory; the system releases the lock when this process ends, however it ends."""
         self._lock = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             refusal = StorageError(
-                f"--experiment_dir={root}: another run is using it; wait for that or choose another directory"
+                f"--experiment_dir={root}: another run is using it; wait for that run or choose another directory"
             )
-            refusal.recorded = False  # exit.json is the other run's
+            refusal.recorded = False  # exit.json belongs to the other run
             raise refusal from None
         except OSError:
-            # A file system without locks: two runs in one directory are then the user's to avoid.
+            # A file system without locks: the user must keep two runs out of one directory.
             with contextlib.suppress(OSError):
                 os.close(self._lock)
             self._lock = None
 
 
 def absolute_path(directory: str) -> Path:
-    """The directory as an absolute path, with ~ expanded.
+    """Return the directory as an absolute path, with ~ expanded.
 
     Raises:
         StorageError: if there is no such user, or the current directory is gone.
@@ -109,5 +109,5 @@ def absolute_path(directory: str) -> Path:
         return Path(directory).expanduser().absolute()
     except (OSError, RuntimeError) as error:
         refusal = StorageError(f"--experiment_dir={directory}: {error}; give an absolute path")
-        refusal.recorded = False  # there is no such place
+        refusal.recorded = False  # there is no directory to write to
         raise refusal from error

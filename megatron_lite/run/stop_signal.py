@@ -1,4 +1,4 @@
-"""Requests to stop: SIGTERM, SIGINT and SIGUSR1 set a flag, and all ranks agree on it before the next iteration."""
+"""Stop requests: SIGTERM, SIGINT and SIGUSR1 set a flag, on which all ranks agree before the next iteration."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import time
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-# A scheduler signals every process of a job, and torchrun passes its own signal on: that is one request, not two.
+# A scheduler signals every process of a job and torchrun forwards its own signal: count both as one request.
 SAME_REQUEST_S = 1.0
 
 
 class StopSignal:
-    """The first signal asks for a checkpoint and a clean end; another, over a second later, ends the process at once.
+    """Handlers of the stop signals.
 
-    Before training nothing could be saved, so until `saves` is set the first signal ends the process too. A rank that
-    waits for its peers inside a collective runs no Python signal handler. The wake-up descriptor is
-    written all the same, and a thread of its own sees the second signal there.
+    The first signal requests a checkpoint and a clean end. Another one, over a second later, ends the process at once.
+    Until `saves` is set there is nothing to save, and the first signal ends the process too. A rank that waits inside
+    a collective runs no Python signal handler, but Python still writes the signal to the wake-up descriptor, where a
+    separate thread sees it.
     """
 
     def __init__(self) -> None:
         self.received = 0
-        self.saves = False  # whether a request is answered by a checkpoint
+        self.saves = False  # whether a request saves a checkpoint
         self._previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
@@ -31,7 +32,7 @@ class StopSignal:
         threading.Thread(target=self._watch, args=(reader,), daemon=True, name="stop-signal").start()
 
     def restore(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Restore the previous signal handlers."""
         signal.set_wakeup_fd(-1)
         os.close(self._writer)
         for number, handler in self._previous.items():
@@ -41,7 +42,7 @@ class StopSignal:
         self.received = number
 
     def _watch(self, reader: int) -> None:
-        """Count the signals as they arrive; ends when the other end of the pipe is closed."""
+        """Count signals as they arrive, until the writing end of the pipe is closed."""
         first_s: float | None = None
         while numbers := os.read(reader, 1):
             if numbers[0] not in SIGNALS:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.cli.parse import parse as parse_flags
-from megatron_lite.cli.words import read_words
+from megatron_lite.cli.parse import read_words
 from megatron_lite.planner.auto import RESERVE
 from megatron_lite.planner.plan import Plan, make_plan
 from megatron_lite.planner.report import PLANNED_GPU_BYTES

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from megatron_lite.cli.foreign_flags import INSTEAD
-from megatron_lite.cli.parse import HelpRequested, ParseError, launch_rank, launch_world_size, parse
+from megatron_lite.cli.parse import HelpRequested, ParseError, parse
 from megatron_lite.cli.suggestions import nearest_flags
 from megatron_lite.config import flatten
 from megatron_lite.config.foreign_values import REFUSED, REFUSED_SPELLINGS, REFUSED_VALUES
 from megatron_lite.config.values import FLAGS, SPELLINGS, Flag
 from megatron_lite.errors import CheckpointError, UsageError
+from megatron_lite.run.launch import launch_rank, launch_world_size
 from megatron_lite.validation import resolve
 
 ROOT = Path(__file__).resolve().parents[2]

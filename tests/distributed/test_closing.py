@@ -72,5 +72,7 @@ def test_a_finished_run_ends_with_its_own_exit_code(tmp_path: Path) -> None:
 
 def test_an_error_steers_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     """Names in a downloaded file may hold anything: control characters are spelled, as are bytes that are no text."""
-    assert exit_status.report(CheckpointError("key \x1b[2J\r\udcff\u2028is\nnot known, für alle"), None, rank=0) == 4
+    assert (
+        exit_status.report(CheckpointError("key \x1b[2J\r\udcff\u2028is\nnot known, für alle"), None, prints=True) == 4
+    )
     assert capsys.readouterr().err == "ERROR: key \\x1b[2J\\r\\udcff\\u2028is\nnot known, für alle\n"

@@ -370,7 +370,7 @@ def test_experiment_directory_that_cannot_be(tmp_path: Path, place: str) -> None
     (tmp_path / "file").write_text("mine")
     path = tmp_path / place
     outcome = run([*TINY, f"--experiment_dir={path}"], RANKS)
-    message = assert_one_error(outcome, f"--experiment_dir={path}: ", "choose a writable place", codes=[8])
+    message = assert_one_error(outcome, f"--experiment_dir={path}: ", "choose a writable directory", codes=[8])
     assert "\n" not in message
     assert (tmp_path / "file").read_text() == "mine"
 

@@ -1,0 +1,58 @@
+"""What the launcher's environment says: this process's rank, the number of processes, and whether it makes sense."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+from megatron_lite.config.values import shown
+from megatron_lite.errors import UsageError
+
+_WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
+
+
+def launch_rank() -> int:
+    """Return the rank that torchrun gave this process; 0 without torchrun.
+
+    Never raises, because the rank decides which process prints an error.
+    """
+    text = os.environ.get("RANK", "")
+    return int(text) if _WHOLE_NUMBER.fullmatch(text) else 0
+
+
+def is_first_on_machine() -> bool:
+    """Whether this is the first rank of its machine: command-line errors may differ between machines."""
+    return (os.environ.get("LOCAL_RANK") or str(launch_rank())) == "0"
+
+
+def launch_world_size() -> int:
+    """Return the number of processes that torchrun started; 1 without torchrun.
+
+    Raises:
+        UsageError: if the launcher's variables contradict each other, or do not say where the peers are.
+    """
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
+        text = os.environ.get(name) or "0"
+        if not _WHOLE_NUMBER.fullmatch(text):
+            raise UsageError(
+                f"the environment variable {name}={shown(text)} is not a whole number; unset it, or use torchrun"
+            )
+    world_size = int(os.environ.get("WORLD_SIZE") or "1")
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if world_size > 1 and missing:
+        raise UsageError(
+            f"WORLD_SIZE={world_size}, but {' and '.join(missing)} not set in the environment: the ranks cannot find "
+            "each other; start with torchrun, or unset WORLD_SIZE and RANK"
+        )
+    if launch_rank() >= world_size:
+        raise UsageError(
+            f"the environment variables RANK={launch_rank()} and WORLD_SIZE={world_size} contradict each other; "
+            "unset both, or use torchrun"
+        )
+    return world_size
+
+
+def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment plus `variables`, for a child process."""
+    return {**os.environ, **variables}
