@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lite.kernels.gradients import accumulate
+from megatron_lite.kernels.linear import accumulate
 from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tl
 from megatron_lite.parameter import Parameter
 

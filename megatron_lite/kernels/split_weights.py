@@ -7,7 +7,7 @@ One memory pass each with torch's functions too, so that only the width of the a
 step stay torch's: between equal dtypes and from fp32 to a narrower one (weights into a buffer of ZeRO 3, shards that
 accumulate) its accesses are wide, and filling with zero is a memset. The kernel is for large gradients in a narrower
 dtype that are written or added to fp32 memory, where torch looks at the dtype of every single element; no step does
-that where products accumulate in fp32 (see `gradients.py`), so it is measured beside torch's, and not called. AdamW
+that where products accumulate in fp32 (see `linear.py`), so it is measured beside torch's, and not called. AdamW
 writes its weights in both dtypes in one pass and needs no copy (see `adamw.py`).
 """
 

@@ -11,11 +11,10 @@ from torch import Tensor
 from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.attention.attention import attention
 from megatron_lite.kernels.choice import Kernels
-from megatron_lite.kernels.dropout import dropout
 from megatron_lite.kernels.head_norm import normalized_heads
 from megatron_lite.kernels.mlp import mlp
 from megatron_lite.kernels.rotary import Table, split_heads
-from megatron_lite.model.layer import Layer, Linear, MicroBatch
+from megatron_lite.model.layer import Layer, Linear, MicroBatch, dropout
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import Rotary
 

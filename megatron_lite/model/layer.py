@@ -72,3 +72,15 @@ class Linear(torch.nn.Module):
 
     def forward(self, input_: Tensor) -> Tensor:
         return linear(input_, self.weight, self.bias)
+
+
+def dropout(x: Tensor, p: float, seed: int | None) -> Tensor:
+    """Zero each element with probability p and scale the rest by 1 / (1 - p); with no seed (evaluation) drop nothing.
+
+    The mask depends on the seed only, not on what ran before.
+    """
+    if p == 0.0 or seed is None:
+        return x
+    generator = torch.Generator(device=x.device).manual_seed(seed)
+    mask = torch.empty_like(x).bernoulli_(1.0 - p, generator=generator)
+    return x * mask.div_(1.0 - p)

@@ -37,7 +37,7 @@ class Pass:
 
     @property
     def makes_weight_gradients(self) -> bool:
-        """Whether a weight's gradient is made apart before it gets into its buffer: see `kernels/gradients.py`."""
+        """Whether a weight's gradient is made apart before it gets into its buffer: see `kernels/linear.py`."""
         return self.itemsize != self.grad_itemsize and not self.on_gpu
 
     @property

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.attention.blocks import blocks_of_a_sample, rows_of_a_block
 from megatron_lite.kernels.cross_entropy import reference_rows
-from megatron_lite.kernels.gradients import temporary_rows
+from megatron_lite.kernels.linear import temporary_rows
 from megatron_lite.kernels.linear_cross_entropy import held_logits
 from megatron_lite.planner.activations import FP32_BYTES, Kept, Pass
 

@@ -1,4 +1,4 @@
-"""The embedding's gradient by its Triton kernel: the sums of the reference, in one order, from sorted positions."""
+"""The embedding and its gradient; the Triton kernel adds in one fixed order, over sorted positions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.kernels.embedding import embedding
-from megatron_lite.kernels.triton_support import runs_on
+from megatron_lite.kernels.embedding import add_positions, embedding
 from megatron_lite.parameter import Parameter
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-pytestmark = pytest.mark.skipif(not runs_on(DEVICE), reason="Triton is not installed")
+from tests.support.kernel_checks import DEVICE, compare, dtypes, needs_triton, randn
 
 V = 50
 TOKENS = {
@@ -24,8 +21,15 @@ TOKENS = {
 }
 
 
+@dtypes
+def test_embedding_adds_up_repeated_tokens(dtype: torch.dtype) -> None:
+    tokens = torch.tensor([[1, 1, 4], [0, 1, 6]])
+    compare(lambda w: embedding(w, tokens), lambda w: w[tokens], [], [randn(7, 5)], dtype)
+    compare(add_positions, lambda x, w: x + w[:3], [randn(2, 3, 5)], [randn(9, 5)], dtype)
+
+
 def gradient(tokens: Tensor, grad: Tensor, grad_dtype: torch.dtype) -> Tensor:
-    """Of two accumulations, into a buffer full of NaN."""
+    """Return the gradient of two accumulations into a buffer full of NaN, by the kernel."""
     weight = cast(Parameter, Parameter(torch.randn(V, grad.shape[-1], device=DEVICE).to(grad.dtype)))
     weight.main_grad = torch.full(weight.shape, torch.nan, dtype=grad_dtype, device=DEVICE)
     weight.gradient_is_empty = True
@@ -36,6 +40,7 @@ def gradient(tokens: Tensor, grad: Tensor, grad_dtype: torch.dtype) -> Tensor:
     return weight.main_grad
 
 
+@needs_triton
 @pytest.mark.parametrize(
     ("kind", "s", "h"),
     [
@@ -58,7 +63,7 @@ def gradient(tokens: Tensor, grad: Tensor, grad_dtype: torch.dtype) -> Tensor:
     ids=str,
 )
 def test_triton_gradient_is_the_formula(kind: str, s: int, h: int, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
-    """Against fp64; in fp32 buffers no summand is rounded."""
+    """Compare with fp64: in fp32 buffers no summand is rounded."""
     tokens = TOKENS[kind](2 * s).view(2, s).long().to(DEVICE)
     grad = torch.randn(2, s, h, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
     exact = torch.zeros(V, h, dtype=torch.float64, device=DEVICE)
@@ -71,15 +76,16 @@ def test_triton_gradient_is_the_formula(kind: str, s: int, h: int, dtype: torch.
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_same_bits_every_time() -> None:
-    """Thousands of positions and few tokens: the order of atomic additions would show in the last bits."""
+    """With thousands of positions and few tokens, unordered atomic additions would change the last bits."""
     tokens = torch.randint(V, (4, 2048), device=DEVICE)
     grad = torch.randn(4, 2048, 768, device=DEVICE, dtype=torch.bfloat16)
     first, *others = (gradient(tokens, grad, torch.float32) for _ in range(5))
     assert all(torch.equal(first, other) for other in others)
 
 
+@needs_triton
 def test_a_gradient_that_is_not_contiguous() -> None:
-    """Of a sum: one element for all."""
+    """The gradient of a sum is one element expanded."""
     tokens = torch.tensor([[1, 1, 4], [0, 1, 6]], device=DEVICE)
     weight = cast(Parameter, Parameter(torch.randn(V, 5, device=DEVICE)))
     weight.main_grad, weight.gradient_is_empty = torch.empty_like(weight), True

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_lite.kernels.triton_support import is_interpreted
-from megatron_lite.model.layer import Layer, MicroBatch
+from megatron_lite.model.layer import Layer, MicroBatch, dropout
 from megatron_lite.parameter import Parameter
 from tests.support.harness import layers_of, tiny_config
 from tests.support.plain_gpt import PlainGPT
@@ -281,3 +281,13 @@ def test_triton_kernels_give_the_gradients_of_the_references(architecture: str) 
     assert kernels.keys() == references.keys()
     for name, gradient in kernels.items():
         assert float((gradient - references[name]).abs().max()) <= 2e-5 * float(references[name].abs().max()), name
+
+
+def test_dropout() -> None:
+    x = torch.ones(100, 100, requires_grad=True)
+    y = dropout(x, 0.25, seed=3)
+    y.sum().backward()
+    assert set(y.detach().unique().tolist()) == {0.0, float(torch.tensor(1 / 0.75))} and torch.equal(x.grad, y)
+    assert abs(float((y == 0).float().mean()) - 0.25) < 0.02
+    assert torch.equal(dropout(x, 0.25, seed=3), y) and not torch.equal(dropout(x, 0.25, seed=4), y)
+    assert dropout(x, 0.25, None) is x and dropout(x, 0.0, 3) is x

@@ -17,7 +17,7 @@ from megatron_lite.config import Config
 from megatron_lite.data.loader import HostBatch
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.choice import choose_kernels
-from megatron_lite.kernels.gradients import accumulate
+from megatron_lite.kernels.linear import accumulate
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import Layer, MicroBatch
 from megatron_lite.monitor.tensor_debug import open_debugger
