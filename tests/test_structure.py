@@ -130,6 +130,39 @@ def test_imports_go_one_way(module: Path) -> None:
     assert not never, f"{identify(module)} must not import {sorted(never)}"
 
 
+def test_the_drawing_in_contributing_is_the_rule() -> None:
+    """The floors that a reader sees are the ones that the test above enforces."""
+    drawing = (ROOT / "CONTRIBUTING.md").read_text("utf-8").split("## The rooms")[1].split("```")[1]
+    assert tuple(tuple(line.split()) for line in drawing.strip().splitlines()) == FLOORS
+
+
+def test_every_room_says_what_is_in_it() -> None:
+    """The docstring of each room's __init__.py is one sentence."""
+    for init in PACKAGE.glob("*/__init__.py"):
+        words = ast.get_docstring(parse(init)) or ""
+        assert words.splitlines()[:1] and words.splitlines()[0].endswith("."), f"{identify(init)}: one sentence"
+
+
+def test_few_modules_lie_flat() -> None:
+    """A new module belongs into a room."""
+    flat = {path.stem for path in PACKAGE.glob("*.py")}
+    assert flat == {"__init__", "train", "setup_run", "parameter", "errors", "seeds"}
+
+
+def test_docstrings_begin_with_the_thing_or_a_verb(source: Path) -> None:
+    """No docstring begins with a relative clause or a fragment ("What is due ...", "Of the blocks, ...")."""
+    for node in ast.walk(parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            first = (ast.get_docstring(node) or "").partition(" ")[0]
+            where = f"{identify(source)}:{getattr(node, 'lineno', 1)}"
+            assert first not in ("What", "Who", "Of", "Those", "Whose", "Whom"), f"{where} begins with {first!r}"
+
+
+def test_formatting_has_no_exceptions(source: Path) -> None:
+    """`ruff format` has the last word, everywhere."""
+    assert "fmt: " + "skip" not in source.read_text("utf-8")
+
+
 def test_command_line_needs_no_torch() -> None:
     """Options, arguments and their validation work without importing torch, so that --help answers at once."""
     code = (
