@@ -67,7 +67,7 @@ class Run:
     trackers: Trackers
     stop: StopSignal
     iteration: int  # iterations done
-    evaluation_due: bool  # the last start was told to stop before it had evaluated what it saved
+    evaluation_due: bool  # what is due after `iteration` is not done: a stop request came first
     collectives_alone_s: dict[str, float]  # see `MultiStage.time_collectives`; empty without --log_communication
     debugger: TensorDebugger
     callback: ExportCallback

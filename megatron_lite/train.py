@@ -24,14 +24,14 @@ from megatron_lite.optimizer.optimizer import Update
 from megatron_lite.run import exit_status
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.launch import launch_rank
-from megatron_lite.run.stop_signal import StopSignal
+from megatron_lite.run.stop_signal import StopRequested, StopSignal
 from megatron_lite.schedules.batch_size import batch_schedule, consumed_tokens
 from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.seeds import derive_seed
 from megatron_lite.setup_run import MIB, Run, build
 from megatron_lite.validation.messages import Note
 
-# What a rank says instead of a signal number when it cannot go on.
+# Sentinel sent instead of a signal number: this rank failed.
 FAILED = 1 << 16
 
 
@@ -73,61 +73,53 @@ def pretrain(config: Config, notes: tuple[Note, ...], environment: Mapping[str, 
 
 
 def train(run: Run) -> tuple[int, str]:
-    """Run the remaining iterations; returns exit code and how it ended."""
-    config, training = run.config, run.config.training
-    if training.train_iters == 0:
-        if not evaluate_and_export(run, last=True):
-            return 1, "stopped by a signal during an evaluation; there is nothing to save: --train_iters=0"
-        return EXIT_DONE, "nothing to train: --train_iters=0"
-    if (stopped := evaluate_first(run)) is not None:
-        return stopped
-    if run.iteration >= training.train_iters:
-        message = f"the run is complete: iteration {run.iteration} of {training.train_iters}; nothing to do"
+    """Run the remaining iterations; returns the exit code and how the run ended."""
+    config, training, first = run.config, run.config.training, run.iteration + 1
+    loss: float | None = None
+    try:
+        if training.train_iters == 0:
+            evaluate_and_export(run, last=True)
+            return EXIT_DONE, "nothing to train: --train_iters=0"
+        evaluate_first(run)
+        if first > training.train_iters:
+            message = f"the run is complete: iteration {run.iteration} of {training.train_iters}; nothing to do"
+            run.logger.info(message)
+            return EXIT_DONE, message
+        batches = run.data.batches("training", run.iteration, training.train_iters - run.iteration)
+        with contextlib.closing(open_bar(run)) as bar:
+            for iteration in range(first, training.train_iters + 1):
+                # The first wait includes the start of the workers and is no reason to warn.
+                micro_batches, data_wait_s = next_batch(run, batches, warn=iteration > first)
+                update = train_step(run, micro_batches, iteration)
+                run.window.add(update.loss, run.tokens(iteration), update.verdict.skipped, data_wait_s)
+                run.iteration = iteration
+                last = iteration == training.train_iters
+                if last or is_due(iteration, config.run.log_interval, config.run.log_offset):
+                    loss = log_training(run, update)
+                bar.update(iteration, loss)
+                with run.timer.excluded(), run.distributed.traffic.paused():
+                    evaluate_and_export(run, last)
+                    if is_save_due(run, last):
+                        save(run)
+                if not last and is_due(iteration, training.stop_interval, training.stop_offset):
+                    return EXIT_DONE, f"stopped at iteration {iteration} as planned by --stop_interval"
+        message = f"training complete: {run.iteration} iterations"
         run.logger.info(message)
         return EXIT_DONE, message
-    batches = run.data.batches("training", run.iteration, training.train_iters - run.iteration)
-    loss: float | None = None
-    first = run.iteration + 1
-    with contextlib.closing(open_bar(run)) as bar:
-        for iteration in range(first, training.train_iters + 1):
-            # The first wait holds the start of the workers: nothing to warn of.
-            micro_batches, data_wait_s, stop = next_batch(run, batches, warn=iteration > first)
-            if stop:
-                return preempted(run)
-            update = train_step(run, micro_batches, iteration)
-            run.window.add(update.loss, run.tokens(iteration), update.verdict.skipped, data_wait_s)
-            run.iteration = iteration
-            last = iteration == training.train_iters
-            if last or is_due(iteration, config.run.log_interval, config.run.log_offset):
-                loss = log_training(run, update)
-            bar.update(iteration, loss)
-            with run.timer.excluded(), run.distributed.traffic.paused():
-                if not evaluate_and_export(run, last):
-                    return preempted(run, evaluation_due=True)
-                if is_save_due(run, last):
-                    save(run)
-            if not last and is_due(iteration, training.stop_interval, training.stop_offset):
-                return EXIT_DONE, f"stopped at iteration {iteration} as planned by --stop_interval"
-    message = f"training complete: {run.iteration} iterations"
-    run.logger.info(message)
-    return EXIT_DONE, message
+    except StopRequested:
+        return save_and_stop(run)
 
 
-def evaluate_first(run: Run) -> tuple[int, str] | None:
-    """What is evaluated before the next iteration: what the last start was told to leave, or a fresh run.
-
-    Returns how the run ended, if a rank was told to stop meanwhile.
-    """
+def evaluate_first(run: Run) -> None:
+    """Evaluate before the first iteration: what the last start left undone, or a fresh run."""
     training, last = run.config.training, run.iteration >= run.config.training.train_iters
-    fresh = run.iteration == 0 and training.validation_at_start and training.validation_iters
     with run.timer.excluded(), run.distributed.traffic.paused():
-        if run.evaluation_due and not evaluate_and_export(run, last):
-            return preempted(run, evaluation_due=True)
-        if run.evaluation_due and last:
-            save(run)
-        if fresh and not evaluate(run, "validation"):
-            return preempted(run)
-    return None
+        if run.evaluation_due:
+            evaluate_and_export(run, last)
+            if last:
+                save(run)
+        if run.iteration == 0 and training.validation_at_start and training.validation_iters:
+            evaluate(run, "validation")
 
 
 def open_bar(run: Run) -> ProgressBar:
@@ -137,23 +129,23 @@ def open_bar(run: Run) -> ProgressBar:
     return progress_bar(run.config.training.train_iters, run.iteration)
 
 
-def evaluate_and_export(run: Run, last: bool) -> bool:
-    """What is due after an iteration, before its checkpoint: resuming from that repeats none of it.
+def evaluate_and_export(run: Run, last: bool) -> None:
+    """Evaluate, sample and export as due after an iteration, before its checkpoint: resuming repeats none of it.
 
-    False: a rank was told to stop, and not all of it was done.
+    A stop request on the way leaves `run.evaluation_due` set: the next start repeats all of it.
     """
     training, iteration = run.config.training, run.iteration
-    validated = bool(training.validation_iters) and (last or iteration % training.validation_interval == 0)
-    if validated and not evaluate(run, "validation"):
-        return False
-    if training.test_iters and last and not evaluate(run, "test"):
-        return False
-    if training.sample_interval is not None and (last or iteration % training.sample_interval == 0):
-        if not sample(run):
-            return False
-    if training.export_interval is not None and (last or iteration % training.export_interval == 0):
+    run.evaluation_due = True
+    if training.validation_iters and (last or iteration % training.validation_interval == 0):
+        evaluate(run, "validation")
+    if training.test_iters and last:
+        evaluate(run, "test")
+    if run.samples is not None and (last or is_due(iteration, training.sample_interval)):
+        refuse_bad_steps(run)
+        run.samples.write(run.model, iteration, run.logger)
+    if training.export_interval is not None and (last or is_due(iteration, training.export_interval)):
         export(run)
-    return True
+    run.evaluation_due = False
 
 
 def is_save_due(run: Run, last: bool) -> bool:
@@ -185,13 +177,14 @@ def train_step(run: Run, micro_batches: list[HostBatch], iteration: int) -> Upda
     return update
 
 
-def next_batch(run: Run, batches: Iterator[list[HostBatch]], warn: bool = False) -> tuple[list[HostBatch], float, bool]:
-    """The micro-batches of the next iteration, the seconds that they took, and whether any rank was told to stop.
+def next_batch(run: Run, batches: Iterator[list[HostBatch]], warn: bool = False) -> tuple[list[HostBatch], float]:
+    """Return the micro-batches of the next iteration and the seconds spent waiting for them.
 
     Ranks agree here, over the CPU group with its long time-out: data may take long, a step's collectives may not.
 
     Raises:
-        DataError: on every rank, if any cannot read its data.
+        StopRequested: on every rank, if any rank received a signal.
+        DataError: on every rank, if any rank cannot read its data.
     """
     failure: RunError | None = None
     micro_batches: list[HostBatch] = []
@@ -206,7 +199,9 @@ def next_batch(run: Run, batches: Iterator[list[HostBatch]], warn: bool = False)
     signal = run.distributed.agree_max(run.stop.received if failure is None else FAILED)
     if signal == FAILED:
         raise_first(run.distributed, failure)
-    return micro_batches, waited_s, bool(signal)
+    if signal:
+        raise StopRequested
+    return micro_batches, waited_s
 
 
 def is_due(iteration: int, interval: int | None, offset: int = 0) -> bool:
@@ -214,19 +209,14 @@ def is_due(iteration: int, interval: int | None, offset: int = 0) -> bool:
     return interval is not None and iteration >= offset and (iteration - offset) % interval == 0
 
 
-def evaluate(run: Run, phase: str) -> bool:
-    """Log the mean loss over the tokens of a phase's batches, the same ones every time: that of the weights and, where
-    they are averaged, that of the averages. False: a rank was told to stop before all batches were read.
-    """
+def evaluate(run: Run, phase: str) -> None:
+    """Log the mean loss per token of a phase, on the same batches every time: of the weights and of their averages."""
     refuse_bad_steps(run)
     batches, device = run.data.evaluation_batches(phase), run.distributed.device
     kinds = ("loss", "averaged_loss") if run.config.averaging.enabled else ("loss",)
     losses = torch.zeros(len(kinds), dtype=torch.float64, device=device)  # summed over tokens
     for _ in range(run.data.evaluation_iterations(phase)):
-        micro_batches, _, stop = next_batch(run, batches)
-        if stop:
-            return False
-        inputs = [micro_batch(batch, device, None, None) for batch in micro_batches]
+        inputs = [micro_batch(batch, device, None, None) for batch in next_batch(run, batches)[0]]
         losses[0] += run.model.evaluate(inputs)
         if run.config.averaging.enabled:
             with run.model.averaged():
@@ -242,14 +232,6 @@ def evaluate(run: Run, phase: str) -> bool:
     }
     run.trackers.log(record)
     run.logger.info(format_record(record))
-    return True
-
-
-def sample(run: Run) -> bool:
-    """Let the model continue the prompts of --sample_prompts. False: a rank was told to stop meanwhile."""
-    refuse_bad_steps(run)
-    assert run.samples is not None
-    return run.samples.write(run.model, run.iteration, run.logger)
 
 
 def log_training(run: Run, update: Update) -> float | None:
@@ -356,14 +338,16 @@ def export(run: Run) -> None:
     run.callback.start(directory)
 
 
-def preempted(run: Run, evaluation_due: bool = False) -> tuple[int, str]:
-    """Save and stop, as a signal to any rank asked. An evaluation that it cut short is made again by the next start."""
+def save_and_stop(run: Run) -> tuple[int, str]:
+    """Answer a stop request: save, and return the exit code and how the run ended."""
+    if run.config.training.train_iters == 0:
+        return 1, "stopped by a signal during an evaluation; there is nothing to save: --train_iters=0"
     refuse_bad_steps(run)
     if run.experiment.checkpoints is None:
         message = f"stopped by a signal at iteration {run.iteration}; nothing was saved (no --experiment_dir)"
         run.logger.info(message)
         return 1, message
-    save(run, evaluation_due)
+    save(run, run.evaluation_due)
     message = f"stopped by a signal: saved at iteration {run.iteration}; the same command resumes"
     run.logger.info(message)
     return EXIT_PREEMPTED, message

@@ -32,7 +32,7 @@ from megatron_lite.generation.sampling import Choice, Chooser
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.monitor.trackers import MetricsFile
 from megatron_lite.run.experiment import Experiment
-from megatron_lite.run.stop_signal import StopSignal
+from megatron_lite.run.stop_signal import StopRequested, StopSignal
 from megatron_lite.seeds import derive_seed
 from megatron_lite.zero.multi_stage import MultiStage
 
@@ -52,10 +52,6 @@ class StageModel:
         result = self._model.output(micro_batch)
         self._distributed.end_step()
         return result
-
-
-class Stopped(Exception):  # noqa: N818 (not an error)
-    """A rank was told to stop."""
 
 
 class Broken(Exception):  # noqa: N818 (not an error)
@@ -90,10 +86,11 @@ class Samples:
         self._config, self._distributed, self._stop = config, distributed, stop
         self._tokenizer, self._prompts, self._file, self._run = tokenizer, prompts, file, run
 
-    def write(self, model: MultiStage, iteration: int, logger: logging.Logger) -> bool:
-        """Continue every prompt; all ranks call this together. False: a rank was told to stop, and nothing is written.
+    def write(self, model: MultiStage, iteration: int, logger: logging.Logger) -> None:
+        """Continue every prompt; all ranks call this together. Logits that are not finite cost the samples: a warning.
 
-        Nothing is written but a warning, either, if logits are not finite.
+        Raises:
+            StopRequested: on every rank, if any rank received a signal; nothing is written.
         """
         texts = self._texts(iteration)
         training = self._config.training
@@ -103,11 +100,9 @@ class Samples:
             # Prompts by the default, "math", which is everywhere: a library that fails would end the training.
             for _ in continue_texts(stage_model, texts, limits, ROWS, self._agree):
                 pass
-        except Stopped:
-            return False
         except Broken:
             logger.warning("no samples @ iteration %d: logits are not finite", iteration)
-            return True
+            return
         continuations = Continuations(self._tokenizer)
         samples: list[dict[str, Any]] = []
         for (prompt, _), text in zip(self._prompts, texts, strict=True):
@@ -117,7 +112,6 @@ class Samples:
         if self._file is not None:
             record = {"iteration": iteration, "train_iters": training.train_iters, "samples": samples}
             self._file.write({**record, "run": self._run, "time": round(time.time(), 3)})
-        return True
 
     def _texts(self, iteration: int) -> list[Text]:
         """Draws depend on seed, iteration and prompt alone."""
@@ -132,7 +126,7 @@ class Samples:
     def _agree(self, tokens: list[int]) -> list[int]:
         every = self._distributed.gather_objects([self._stop.received, tokens])
         if any(received for received, _ in every):
-            raise Stopped
+            raise StopRequested
         chosen: list[int] = every[0][1]
         if TrainingChooser.NONE in chosen:
             raise Broken

@@ -13,6 +13,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_REQUEST_S = 1.0
 
 
+class StopRequested(Exception):  # noqa: N818 - not an error
+    """Raised on every rank once all agree that one of them received a stop signal."""
+
+
 class StopSignal:
     """Handlers of the stop signals.
 
