@@ -23,8 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_lite.kernels.tanh import tanh
-from megatron_lite.kernels.triton_support import jit, next_power_of_2, tl
+from megatron_lite.kernels.triton_support import jit, next_power_of_2, tanh, tl
 
 LOG2_E = math.log2(math.e)
 LOWEST = -3.0e38  # stands for the largest of no entries: minus infinity less minus infinity would be no number

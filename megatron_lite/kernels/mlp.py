@@ -1,97 +1,271 @@
-"""MLP: y = a(x U^T + c) W^T + b, with a(.) plain or gated (see `activation.py`).
+"""MLP: y = z W^T + b with z = a(u), or gated z = a(gate) * up with u = [gate, up], and u = x U^T + c.
 
-    u = x U^T + c,   z = a(u),   y = z W^T + b
-    dz = dy W,   du = dz a'(u),   dx = du U        W.main_grad += dy^T z,   U.main_grad += du^T x
+    plain: du = dz a'(u)        gated: dgate = dz up a'(gate),   dup = dz a(gate)
+    dz = dy W,   dx = du U        W.main_grad += dy^T z,   U.main_grad += du^T x
 
-Kept for the backward, in elements per token: x, u and z (h + 2 f, gated h + 3 f); with level "activation" x and u
-(h + f, gated h + 2 f); with level "full" x alone (h). What is missing is computed again by the same operations from the
-same values, so that no level changes a bit: z on the way from dz to du, where a(u) is needed anyway.
-Nothing is kept that only a frozen parameter's gradient would be made of.
+    gelu: u s(2 k (u + c u^3)), k = sqrt(2 / pi), c = 0.044715       gelu_exact: u (1 + erf(u / sqrt 2)) / 2
+    silu: u s(u)        quick_gelu: u s(1.702 u)        with the sigmoid s(x) = 1 / (1 + e^-x)
+    relu: max(u, 0)        squared_relu: max(u, 0)^2        tanh: tanh(u)        identity: u
+
+gelu: Hendrycks and Gimpel (2016), usually written with tanh; 1 + tanh(x) = 2 s(2 x). quick_gelu: section 2 there.
+
+Kept for the backward pass, in elements per token: x, u and z (h + 2 f, gated h + 3 f); with recompute level
+"activation" x and u (h + f, gated h + 2 f); with level "full" only x (h). The backward pass recomputes the rest with
+the same operations from the same values, so no level changes a bit. It gets z on the way from dz to du, where a(u) is
+computed anyway. Tensors that only a frozen parameter's gradient would need are not kept.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
-from megatron_lite.kernels.activation import activate, activate_backward
 from megatron_lite.kernels.linear import accumulate_bias, accumulate_product, affine, product
+from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tanh, tl
 from megatron_lite.parameter import Parameter
+
+Bias = Parameter | None
+aten = torch.ops.aten
+QUICK = 1.702
+
+# name -> (a(u) in new memory, dz * a'(u) from (dz, u) in the memory of u)
+FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "gelu": (
+        lambda u: functional.gelu(u, approximate="tanh"),
+        lambda dz, u: aten.gelu_backward.grad_input(dz, u, approximate="tanh", grad_input=u),
+    ),
+    "gelu_exact": (functional.gelu, lambda dz, u: aten.gelu_backward.grad_input(dz, u, grad_input=u)),
+    "silu": (functional.silu, lambda dz, u: aten.silu_backward.grad_input(dz, u, grad_input=u)),
+    # The derivative is silu's at 1.702 u. Clamping keeps 1.702 u finite in fp16; beyond 100 the derivative is 0 or 1.
+    "quick_gelu": (
+        lambda u: (u * QUICK).sigmoid_().mul_(u),
+        lambda dz, u: aten.silu_backward.grad_input(dz, u.mul_(QUICK).clamp_(-100, 100), grad_input=u),
+    ),
+    "relu": (functional.relu, lambda dz, u: aten.threshold_backward.grad_input(dz, u, 0.0, grad_input=u)),
+    "squared_relu": (lambda u: functional.relu(u).square_(), lambda dz, u: u.relu_().mul_(dz).mul_(2)),
+    "tanh": (torch.tanh, lambda dz, u: aten.tanh_backward.grad_input(dz, u.tanh_(), grad_input=u)),
+    "identity": (torch.clone, lambda dz, u: u.copy_(dz)),
+}
+
+
+# -- the activation by torch -----------------------------------------------------------------------------------------
+
+
+def _reference_forward(u: Tensor, name: str, gated: bool) -> Tensor:
+    forward = FUNCTIONS[name][0]
+    if not gated:
+        return forward(u)
+    gate, up = u.chunk(2, dim=-1)
+    return forward(gate).mul_(up)
+
+
+def _reference_backward(dz: Tensor, u: Tensor, name: str, gated: bool, needs_z: bool) -> tuple[Tensor, Tensor | None]:
+    forward, backward = FUNCTIONS[name]
+    if not gated:
+        z = forward(u) if needs_z else None
+        return backward(dz, u), z
+    gate, up = u.chunk(2, dim=-1)
+    value = forward(gate)
+    z = value * up if needs_z else None
+    dup = value.mul_(dz)  # cannot take the memory of `up` yet: dgate reads it
+    backward(dz.mul_(up), gate)
+    up.copy_(dup)
+    return u, z
+
+
+# -- the activation by Triton ----------------------------------------------------------------------------------------
+
+
+@jit
+def _value_and_slope(u, NAME: tl.constexpr):
+    """a(u) and a'(u) of fp32 values."""
+    if NAME == "gelu":
+        s = tl.sigmoid(1.5957691216057308 * (u + 0.044715 * u * u * u))
+        value = u * s
+        slope = s + value * (1.0 - s) * (1.5957691216057308 + 0.2140644488 * u * u)
+    elif NAME == "gelu_exact":
+        s = 0.5 + 0.5 * tl.erf(u * 0.7071067811865476)
+        value = u * s
+        slope = s + u * 0.3989422804014327 * tl.exp(-0.5 * u * u)
+    elif NAME == "silu":
+        s = tl.sigmoid(u)
+        value = u * s
+        slope = s + value * (1.0 - s)
+    elif NAME == "quick_gelu":
+        s = tl.sigmoid(1.702 * u)
+        value = u * s
+        slope = s + 1.702 * value * (1.0 - s)
+    elif NAME == "tanh":
+        value = tanh(u)
+        slope = 1.0 - value * value
+    elif NAME == "identity":
+        value = u
+        slope = tl.full(u.shape, 1.0, tl.float32)
+    else:
+        value = tl.where(u < 0.0, 0.0, u)  # NaN stays NaN
+        slope = tl.where(u > 0.0, 1.0, 0.0)
+        if NAME == "squared_relu":
+            slope = 2.0 * value
+            value = value * value
+    return value, slope
+
+
+@jit
+def _activate_kernel(u_ptr, z_ptr, width, NAME: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """One block of channels of one row (width,) per program."""
+    blocks = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    if GATED:
+        start = u_ptr + row * 2 * width
+        z, _ = _value_and_slope(tl.load(start + column, mask=inside, other=0.0).to(tl.float32), NAME)
+        z *= tl.load(start + width + column, mask=inside, other=0.0).to(tl.float32)
+    else:
+        z, _ = _value_and_slope(tl.load(u_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32), NAME)
+    tl.store(z_ptr + row * width + column, z.to(z_ptr.dtype.element_ty), mask=inside)
+
+
+@jit
+def _activate_backward_kernel(
+    dz_ptr, u_ptr, width, NAME: tl.constexpr, GATED: tl.constexpr, NEEDS_Z: tl.constexpr, BLOCK: tl.constexpr
+):
+    """du overwrites u; z, if needed, overwrites dz."""
+    blocks = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    dz_pointers = dz_ptr + row * width + column
+    dz = tl.load(dz_pointers, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        gate_pointers = u_ptr + row * 2 * width + column
+        up = tl.load(gate_pointers + width, mask=inside, other=0.0).to(tl.float32)
+        z, slope = _value_and_slope(tl.load(gate_pointers, mask=inside, other=0.0).to(tl.float32), NAME)
+        tl.store(gate_pointers, (dz * up * slope).to(u_ptr.dtype.element_ty), mask=inside)
+        tl.store(gate_pointers + width, (dz * z).to(u_ptr.dtype.element_ty), mask=inside)
+        z *= up
+    else:
+        u_pointers = u_ptr + row * width + column
+        z, slope = _value_and_slope(tl.load(u_pointers, mask=inside, other=0.0).to(tl.float32), NAME)
+        tl.store(u_pointers, (dz * slope).to(u_ptr.dtype.element_ty), mask=inside)
+    if NEEDS_Z:
+        tl.store(dz_pointers, z.to(dz_ptr.dtype.element_ty), mask=inside)
+
+
+def _grid(z: Tensor) -> tuple[tuple[int], int]:
+    """Return the number of programs and the channels of each: 8 for each of 128 threads, 16 bytes in bf16."""
+    width = z.shape[-1]
+    block = min(next_power_of_2(width), 1024)
+    return (z.numel() // width * cdiv(width, block),), block
+
+
+# -- both directions -------------------------------------------------------------------------------------------------
+
+
+def activate(u: Tensor, name: str, gated: bool, triton: bool = False) -> Tensor:
+    """u (..., f), or (..., 2 f) if gated, -> z (..., f) in new memory; without autograd."""
+    if not triton:
+        return _reference_forward(u, name, gated)
+    u = u.contiguous()
+    z = u.new_empty((*u.shape[:-1], u.shape[-1] // (2 if gated else 1)))
+    grid, block = _grid(z)
+    _activate_kernel[grid](u, z, z.shape[-1], NAME=name, GATED=gated, BLOCK=block, num_warps=4)
+    return z
+
+
+def activate_backward(
+    dz: Tensor, u: Tensor, name: str, gated: bool, needs_z: bool, triton: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return du in the memory of u, and z, bit for bit that of `activate`, if `needs_z`, else None.
+
+    dz and u are contiguous; both are overwritten.
+    """
+    if not triton:
+        return _reference_backward(dz, u, name, gated, needs_z)
+    assert u.is_contiguous() and dz.is_contiguous()
+    grid, block = _grid(dz)
+    _activate_backward_kernel[grid](
+        dz, u, dz.shape[-1], NAME=name, GATED=gated, NEEDS_Z=needs_z, BLOCK=block, num_warps=4
+    )
+    return u, dz if needs_z else None
+
+
+# -- the MLP ---------------------------------------------------------------------------------------------------------
+
+
+class _Options(NamedTuple):
+    """Arguments of `mlp` that are not tensors."""
+
+    activation: str
+    gated: bool
+    recompute_level: str
+    triton: bool
 
 
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        input_: Tensor,
-        up: Parameter,
-        up_bias: Parameter | None,
-        down: Parameter,
-        down_bias: Parameter | None,
-        activation: str,
-        gated: bool,
-        recompute_level: str,
-        triton: bool,
+        ctx: Any, x: Tensor, up: Parameter, up_bias: Bias, down: Parameter, down_bias: Bias, options: _Options
     ) -> Tensor:
-        ctx.up, ctx.up_bias, ctx.down, ctx.down_bias = up, up_bias, down, down_bias
-        ctx.activation, ctx.gated, ctx.triton = activation, gated, triton
-        before = affine(input_, up, up_bias)  # u, (..., f) or (..., 2 f)
-        after = activate(before, activation, gated, triton)  # z, (..., f)
-        # u leads back to the input and to the first weight; z makes the gradient of the second.
-        ctx.reads_before = any(ctx.needs_input_grad[:3])
-        recomputes_after = down.requires_grad and recompute_level != "none"
-        needs_before = ctx.reads_before or recomputes_after
+        ctx.up, ctx.up_bias, ctx.down, ctx.down_bias, ctx.options = up, up_bias, down, down_bias, options
+        u = affine(x, up, up_bias)  # (..., f) or (..., 2 f)
+        z = activate(u, options.activation, options.gated, options.triton)  # (..., f)
+        ctx.needs_du = any(ctx.needs_input_grad[:3])  # for dx and the gradients of `up` and its bias
+        recomputes_z = down.requires_grad and options.recompute_level != "none"
+        recomputes_u = options.recompute_level == "full"
+        needs_u = ctx.needs_du or recomputes_z
         ctx.save_for_backward(
-            input_ if up.requires_grad or (needs_before and recompute_level == "full") else None,
-            before if needs_before and recompute_level != "full" else None,
-            after if down.requires_grad and not recomputes_after else None,
+            x if up.requires_grad or (needs_u and recomputes_u) else None,
+            u if needs_u and not recomputes_u else None,
+            z if down.requires_grad and not recomputes_z else None,
         )
-        return affine(after, down, down_bias)
+        return affine(z, down, down_bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        flat_or_none: list[Any] = [None if kept is None else kept.flatten(0, -2) for kept in ctx.saved_tensors]
-        input_, before, after = flat_or_none
-        flat, up, down = grad_output.reshape(-1, grad_output.shape[-1]), ctx.up, ctx.down
-        again = down.requires_grad and after is None
-        if before is None and (ctx.reads_before or again):
-            before = affine(input_, up, ctx.up_bias)
-        grad = None
-        if ctx.reads_before:
-            grad = product(flat, down.t())  # dz, and then du
-            grad, remade = activate_backward(grad, before, ctx.activation, ctx.gated, again, ctx.triton)
-        else:
-            remade = activate(before, ctx.activation, ctx.gated, ctx.triton) if again else None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        saved: list[Any] = [None if kept is None else kept.flatten(0, -2) for kept in ctx.saved_tensors]
+        x, u, z = saved
+        up, down, (activation, gated, _, triton) = ctx.up, ctx.down, ctx.options
+        flat_dy, du, recomputed_z = dy.reshape(-1, dy.shape[-1]), None, None
+        needs_z = down.requires_grad and z is None
+        if u is None and (ctx.needs_du or needs_z):
+            u = affine(x, up, ctx.up_bias)
+        if ctx.needs_du:
+            du, recomputed_z = activate_backward(product(flat_dy, down.t()), u, activation, gated, needs_z, triton)
+        elif needs_z:
+            recomputed_z = activate(u, activation, gated, triton)
         if down.requires_grad:
-            accumulate_product(down, flat, after if remade is None else remade)
-        accumulate_bias(ctx.down_bias, flat)
-        del remade
-        if grad is None:
-            return (None,) * 9
+            accumulate_product(down, flat_dy, z if recomputed_z is None else recomputed_z)
+        accumulate_bias(ctx.down_bias, flat_dy)
+        del recomputed_z
+        if du is None:
+            return (None,) * 6
         if up.requires_grad:
-            accumulate_product(up, grad, input_)
-        accumulate_bias(ctx.up_bias, grad)
-        grad_input = product(grad, up.t()).view(*grad_output.shape[:-1], -1) if ctx.needs_input_grad[0] else None
-        return grad_input, *(None,) * 8
+            accumulate_product(up, du, x)
+        accumulate_bias(ctx.up_bias, du)
+        dx = product(du, up.t()).view(*dy.shape[:-1], -1) if ctx.needs_input_grad[0] else None
+        return dx, *(None,) * 5
 
 
 def mlp(
-    input_: Tensor,
+    x: Tensor,
     up: Parameter,
-    up_bias: Parameter | None,
+    up_bias: Bias,
     down: Parameter,
-    down_bias: Parameter | None,
+    down_bias: Bias,
     activation: str,
     gated: bool,
     recompute_level: str = "none",
     triton: bool = False,
 ) -> Tensor:
-    """(..., h) -> (..., h), with up (f, h) or, gated, (2 f, h), the gate first; down (h, f); a bias for each, or None.
+    """x (..., h) -> y (..., h), with up (f, h) or, if gated, (2 f, h), the gate first, and down (h, f).
 
-    `activation` is a name in `activation.FUNCTIONS`, `recompute_level` "none", "activation" or "full".
+    `activation` is a name in `FUNCTIONS`, `recompute_level` is "none", "activation" or "full".
     """
-    return _MLP.apply(input_, up, up_bias, down, down_bias, activation, gated, recompute_level, triton)
+    return _MLP.apply(x, up, up_bias, down, down_bias, _Options(activation, gated, recompute_level, triton))

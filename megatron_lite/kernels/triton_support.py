@@ -1,4 +1,4 @@
-"""Triton, where it is installed: kernels run on a GPU, or, for tests, on a CPU under Triton's interpreter."""
+"""Triton, if installed, and functions that kernels share. Kernels run on a GPU, or in tests in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 try:
     import triton
     import triton.language as tl
-except ImportError:  # not made for every platform: the torch references do without
+except ImportError:  # Triton does not exist for every platform; the torch references do not need it
     triton = tl = None
 
 
 class _Absent:
-    """In place of a kernel where Triton is not installed."""
+    """Stands in for a kernel where Triton is not installed."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._name = function.__name__
@@ -25,25 +25,42 @@ class _Absent:
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit`."""
+    """Apply `triton.jit`; without Triton, return an object that raises when launched."""
     return _Absent(function) if triton is None else triton.jit(function)
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run under Triton's interpreter, on CPU tensors and slowly."""
+    """Whether kernels run in Triton's interpreter: slowly, on CPU tensors."""
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether Triton kernels take tensors of this device here."""
+    """Whether Triton kernels can run on tensors of this device."""
     return triton is not None and (device.type == "cuda" or is_interpreted())
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b rounded up."""
+    """Return a / b rounded up."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of 2 that is not below n."""
+    """Return the smallest power of 2 that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+@jit
+def tanh(x):
+    """tanh of fp32 values to a few units in the last place; Triton has none that its interpreter runs.
+
+    |x| < 0.3: the Taylor series, because 1 - e loses digits there; else sign(x) (1 - e) / (1 + e), e = exp(-2 |x|).
+    NaN stays NaN, infinities become 1 and -1.
+    """
+    square = x * x
+    series = x + x * square * (
+        -0.3333333333333333
+        + square * (0.13333333333333333 + square * (-0.05396825396825397 + square * 0.021869488536155203))
+    )
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    return tl.where(tl.abs(x) < 0.3, series, tl.where(x < 0.0, -far, far))

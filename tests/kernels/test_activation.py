@@ -1,4 +1,4 @@
-"""MLP activations against their formulas; what the backward pass makes again is what the forward pass made."""
+"""MLP activations against their formulas; the backward pass recomputes the output of the forward pass bit for bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.model import ACTIVATIONS
-from megatron_lite.kernels.activation import FUNCTIONS, activate, activate_backward
+from megatron_lite.kernels.mlp import FUNCTIONS, activate, activate_backward
 from tests.support.kernel_checks import DEVICE, close, dtypes, implementations, randn
 
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -25,8 +25,7 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
 names = pytest.mark.parametrize("name", FUNCTIONS)
 
 
-def test_every_activation_that_can_be_chosen_is_there() -> None:
-    """And no other."""
+def test_the_functions_are_the_choices_of_the_flag() -> None:
     assert set(FUNCTIONS) == set(ACTIVATIONS) == set(FORMULAS)
 
 
@@ -35,7 +34,7 @@ def test_every_activation_that_can_be_chosen_is_there() -> None:
 @names
 @pytest.mark.parametrize("gated", [False, True])
 def test_activations(name: str, gated: bool, dtype: torch.dtype, triton: bool) -> None:
-    """Output and gradient; the output made again equals the first bit for bit, and changes no bit of the gradient."""
+    """Check output and gradient; recomputing the output gives the same bits and changes no bit of the gradient."""
     width = 7
     x = (3 * randn(2, 5, 2 * width if gated else width)).to(DEVICE, dtype)
     grad = randn(2, 5, width, seed=1).to(DEVICE, dtype)
@@ -43,7 +42,7 @@ def test_activations(name: str, gated: bool, dtype: torch.dtype, triton: bool) -
     output = FORMULAS[name](exact[..., :width]) * (exact[..., width:] if gated else 1)
     output.backward(grad.double())
     ours = activate(x, name, gated, triton)
-    assert ours.dtype == dtype and ours.data_ptr() != x.data_ptr(), "the MLP keeps input and output apart"
+    assert ours.dtype == dtype and ours.data_ptr() != x.data_ptr(), "the MLP keeps input and output separately"
     close(ours, output, dtype)
     gradient, nothing = activate_backward(grad.clone(), x.clone(), name, gated, False, triton)
     assert nothing is None and gradient.shape == x.shape and exact.grad is not None
@@ -55,7 +54,7 @@ def test_activations(name: str, gated: bool, dtype: torch.dtype, triton: bool) -
 @implementations
 @pytest.mark.parametrize("gated", [False, True])
 def test_rows_of_several_blocks(gated: bool, triton: bool) -> None:
-    """Wider than what one program takes, the last block in part; the gradient is where the input was."""
+    """Rows wider than one program takes, with a partial last block; the gradient overwrites the input."""
     width = 1500
     x = randn(3, 2 * width if gated else width).to(DEVICE)
     exact, grad = x.double().requires_grad_(), randn(3, width, seed=1).to(DEVICE)
@@ -68,11 +67,11 @@ def test_rows_of_several_blocks(gated: bool, triton: bool) -> None:
     close(again, output, torch.float32)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # as on a GPU, where nobody is told
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # a GPU would not warn
 @implementations
 @names
-def test_what_is_not_finite_stays_so(name: str, triton: bool) -> None:
-    """A broken value must reach the loss: no activation turns NaN into a number, nor large values into NaN."""
+def test_non_finite_values_stay_non_finite(name: str, triton: bool) -> None:
+    """A broken value must reach the loss: no activation turns NaN into a number or large values into NaN."""
     x = torch.tensor([[float("nan"), 1e4, -1e4, 80.0, -80.0]], device=DEVICE)
     output = activate(x, name, False, triton)
     gradient, _ = activate_backward(torch.ones_like(x), x.clone(), name, False, False, triton)
@@ -83,14 +82,14 @@ def test_what_is_not_finite_stays_so(name: str, triton: bool) -> None:
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @implementations
 def test_quick_gelu_of_the_largest_numbers_in_fp16(triton: bool) -> None:
-    """1.702 u may be none of them."""
+    """1.702 u overflows fp16."""
     x = torch.tensor([[65504.0, -65504.0]], device=DEVICE, dtype=torch.float16)
     gradient, output = activate_backward(torch.ones_like(x), x.clone(), "quick_gelu", False, True, triton)
     assert output is not None and output.tolist() == [[65504.0, 0.0]] and gradient.tolist() == [[1.0, 0.0]]
 
 
 @implementations
-def test_an_input_that_is_no_whole_memory(triton: bool) -> None:
-    """Columns of something wider."""
+def test_an_input_that_is_not_contiguous(triton: bool) -> None:
+    """The input is some columns of a wider tensor."""
     x = randn(3, 20).to(DEVICE)[:, 4:14]
     assert torch.equal(activate(x, "gelu", True, triton), activate(x.contiguous(), "gelu", True, triton))

@@ -1,4 +1,4 @@
-"""The MLP against its formula, and what each recomputation level keeps and changes (memory; never a bit)."""
+"""The MLP against its formula; a recomputation level changes memory and never a bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_lite.kernels.mlp import mlp
 from megatron_lite.parameter import Parameter
 from tests.support.kernel_checks import DEVICE, needs_triton
 
-B, S, H, F = 2, 150, 8, 12  # 300 tokens: also the products for many rows
+B, S, H, F = 2, 150, 8, 12  # 300 tokens: takes the products for many rows
 LEVELS = ("none", "activation", "full")
 GRAD = torch.randn((B, S, H), generator=torch.Generator().manual_seed(1))
 NAMES = ("input", "up", "up_bias", "down", "down_bias")
@@ -24,7 +24,7 @@ shapes = pytest.mark.parametrize(("gated", "biases"), list(itertools.product((Fa
 
 
 def make(gated: bool, biases: bool, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Values of the input and of the parameters."""
+    """Return values for the input and the parameters."""
     width = 2 * F if gated else F
     shapes = {"input": (B, S, H), "up": (width, H), "up_bias": (width,), "down": (H, F), "down_bias": (H,)}
     generator = torch.Generator().manual_seed(0)
@@ -40,7 +40,7 @@ def run(
     activation: str = "silu",
     triton: bool = False,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Output and gradients (of what is trained, from buffers full of NaN), and the tensors kept for the backward."""
+    """Return output and gradients of trained tensors, from buffers full of NaN, and the tensors kept for backward."""
     tensors: dict[str, Tensor | None] = dict.fromkeys(NAMES)
     for name, value in values.items():
         if name == "input":
@@ -62,7 +62,7 @@ def run(
 
 
 def exact(values: dict[str, Tensor], gated: bool) -> dict[str, Tensor]:
-    """The same with torch.nn.functional and autograd in fp64."""
+    """Compute the same with torch.nn.functional and autograd in fp64."""
     leaves = {name: value.double().requires_grad_() for name, value in values.items()}
     hidden = functional.linear(leaves["input"], leaves["up"], leaves.get("up_bias"))
     gate = functional.silu(hidden[..., :F])
@@ -87,7 +87,7 @@ def test_mlp_equals_its_formula(gated: bool, biases: bool, level: str, dtype: to
 @shapes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_mlp_by_kernels_equals_its_formula(gated: bool, biases: bool, dtype: torch.dtype) -> None:
-    """A few tokens; no level changes a bit of what level "none" gives, whatever is frozen."""
+    """A few tokens; every level gives the bits of level "none", whatever is frozen."""
     values = {name: value.to(DEVICE) for name, value in make(gated, biases, dtype).items()}
     values["input"] = values["input"][:, :4]
     reference = exact(values, gated)
@@ -108,7 +108,7 @@ def test_mlp_by_kernels_equals_its_formula(gated: bool, biases: bool, dtype: tor
 @pytest.mark.parametrize("activation", ["silu", "gelu", "squared_relu", "quick_gelu", "tanh", "identity"])
 @shapes
 def test_no_level_and_no_freezing_changes_a_bit(gated: bool, biases: bool, activation: str) -> None:
-    """Each level, with every choice of what needs a gradient, gives the bits that level "none" gives for everything."""
+    """Every level with every choice of trained tensors gives the bits of level "none" with everything trained."""
     values = make(gated, biases)
     reference = run(values, tuple(values), gated, "none", activation)[0]
     for count in range(1, len(values) + 1):
@@ -121,8 +121,8 @@ def test_no_level_and_no_freezing_changes_a_bit(gated: bool, biases: bool, activ
 
 @shapes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_each_level_keeps_exactly_the_bytes_it_says(gated: bool, biases: bool, dtype: torch.dtype) -> None:
-    """Level "activation" keeps tokens x f elements less than "none"; "full" two times that, three when gated."""
+def test_each_level_keeps_exactly_the_documented_bytes(gated: bool, biases: bool, dtype: torch.dtype) -> None:
+    """Level "activation" keeps tokens x f elements fewer than "none"; "full" twice as many fewer, gated three times."""
     values = make(gated, biases, dtype)
     kept = {level: sum(tensor.nbytes for tensor in run(values, tuple(values), gated, level)[1]) for level in LEVELS}
     activation_bytes = B * S * F * dtype.itemsize
@@ -131,15 +131,15 @@ def test_each_level_keeps_exactly_the_bytes_it_says(gated: bool, biases: bool, d
     assert kept["full"] == B * S * H * dtype.itemsize
 
 
-def test_frozen_weights_keep_only_what_leads_back() -> None:
-    """Kept tensors as widths per token: input, before and after the activation."""
-    widths = {H: "input", 2 * F: "before", F: "after"}
+def test_frozen_weights_keep_only_what_other_gradients_need() -> None:
+    """Name kept tensors by their width per token: x, u, z."""
+    widths = {H: "x", 2 * F: "u", F: "z"}
 
     def kept(trained: tuple[str, ...], level: str) -> set[str]:
         return {widths[tensor.shape[-1]] for tensor in run(make(True, True), trained, True, level)[1]}
 
-    assert kept(("input",), "none") == kept(("input", "up_bias", "down_bias"), "none") == {"before"}
-    assert kept(("input", "down"), "none") == {"before", "after"}
-    assert kept(("input", "up"), "none") == {"input", "before"}
-    assert kept(("down",), "none") == {"after"} and kept(("down_bias",), "none") == set()
-    assert kept(("input",), "full") == kept(("down",), "full") == {"input"} and kept(("down_bias",), "full") == set()
+    assert kept(("input",), "none") == kept(("input", "up_bias", "down_bias"), "none") == {"u"}
+    assert kept(("input", "down"), "none") == {"u", "z"}
+    assert kept(("input", "up"), "none") == {"x", "u"}
+    assert kept(("down",), "none") == {"z"} and kept(("down_bias",), "none") == set()
+    assert kept(("input",), "full") == kept(("down",), "full") == {"x"} and kept(("down_bias",), "full") == set()

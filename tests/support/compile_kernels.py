@@ -36,12 +36,12 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 import megatron_lite.kernels  # noqa: E402
 from megatron_lite.kernels import adamw as optimizer  # noqa: E402
 from megatron_lite.kernels import split_weights  # noqa: E402
-from megatron_lite.kernels.activation import FUNCTIONS, activate, activate_backward  # noqa: E402
 from megatron_lite.kernels.adamw_clipped import adamw_moments, adamw_weights  # noqa: E402
 from megatron_lite.kernels.cross_entropy import Sums, sweep  # noqa: E402
 from megatron_lite.kernels.embedding import embedding  # noqa: E402
 from megatron_lite.kernels.gradient_norm import squared_norm  # noqa: E402
 from megatron_lite.kernels.head_norm import normalized_heads  # noqa: E402
+from megatron_lite.kernels.mlp import FUNCTIONS, activate, activate_backward  # noqa: E402
 from megatron_lite.kernels.normalization import Kind, add_norm  # noqa: E402
 from megatron_lite.kernels.rotary import rotary_table, split_heads  # noqa: E402
 from scripts.benchmarks.gpu.ops_table import OPS, Op, Shape, backward  # noqa: E402
