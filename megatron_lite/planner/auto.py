@@ -1,4 +1,4 @@
-"""The values that `auto` stands for: which ZeRO stage fits a device, and how many blocks a stage should have."""
+"""Values for `auto`: the lowest ZeRO stage that fits a device, and the number of blocks per stage."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron_lite.planner.plan import make_plan
 from megatron_lite.validation.messages import Note
 
 MIB, GIB = 2**20, 2**30
-# Of a device's memory, what a plan leaves to others: on a GPU the CUDA context and NCCL's channels take 1 to 2 GiB, and
-# the caching allocator reserves some percent more than is allocated; on a CPU the interpreter, its libraries and loader
+# Share of a device's memory that a plan leaves free. On a GPU the CUDA context and NCCL's channels take 1 to 2 GiB, and
+# the caching allocator reserves some percent more than it allocates; on a CPU the interpreter, its libraries and loader
 # processes take as much.
 RESERVE = 0.08
-# What a gather costs: seconds to start it, seconds for each further rank, bytes a second. See `worthwhile_bytes`.
+# Cost of a gather: seconds to start, seconds per further rank, bytes per second. See `worthwhile_bytes`.
 NCCL_COST = (20e-6, 2e-6, 50e9)
 GLOO_COST = (100e-6, 50e-6, 1e9)
 LATENCY_SHARE = 0.1
@@ -30,10 +30,10 @@ SMALLEST_NCCL_GATHER = 32 * MIB
 def resolve_auto(
     config: Config, world_size: int, device_type: str, device_bytes: int
 ) -> tuple[MultiStageConfig, tuple[Note, ...]]:
-    """The stage options with numbers in place of `auto`, and a line that gives the reason for each.
+    """Replace `auto` in the stage options by numbers; return the options and one note per choice with its reason.
 
-    --zero_stage: the lowest stage whose predicted peak (`planning.py`) fits `device_bytes` less RESERVE; if none does,
-    the highest, with a warning. --layers_per_stage: see `blocks_per_stage`. All ranks have to pass the same numbers.
+    --zero_stage becomes the lowest stage whose predicted peak (`plan.py`) fits `device_bytes` less RESERVE; if none
+    does, the highest, with a warning. --layers_per_stage: see `blocks_per_stage`. All ranks must pass the same numbers.
     """
     notes: list[Note] = []
     multi_stage = config.multi_stage
@@ -55,15 +55,15 @@ def _lowest_zero_stage(
     limit = f"{usable / GIB:.1f} GiB, {device_bytes / GIB:.1f} GiB of memory less {RESERVE:.0%} for the runtime"
     predicted: list[str] = []
     zero_stage = peak = 0
-    # A split master lives in the weight buffer of its own stage, which ZeRO-3 does not have.
+    # Half of a split master weight lives in the weight buffer of its own stage, which ZeRO-3 does not have.
     for zero_stage in (1, 2) if multi_stage.split_master_weights else (1, 2, 3):
         candidate = dataclasses.replace(multi_stage, zero_stage=zero_stage)
         peak = make_plan(dataclasses.replace(config, multi_stage=candidate), world_size, device_type).peak_bytes()
         predicted.append(f"ZeRO-{zero_stage} {peak / GIB:.1f} GiB")
         if peak <= usable:
             return zero_stage, Note(
-                f"--zero_stage=auto is {zero_stage}, the lowest whose predicted peak fits: {', '.join(predicted)}, "
-                f"limit {limit}"
+                f"--zero_stage=auto is {zero_stage}, the lowest stage whose predicted peak fits: "
+                f"{', '.join(predicted)}, limit {limit}"
             )
     return zero_stage, Note(
         f"--zero_stage=auto is {zero_stage}, but its predicted peak is {(peak - usable) / GIB:.1f} GiB too high: "
@@ -74,8 +74,10 @@ def _lowest_zero_stage(
 
 
 def blocks_per_stage(config: Config, world_size: int, device_type: str) -> tuple[int, Note]:
-    """As many blocks as a gather needs to be worth its latency, but at most a quarter of them, so that the two buffers
-    of ZeRO-3 hold at most half of the blocks and something is left to overlap. One rank gathers nothing: 1.
+    """Choose the number of blocks per stage, and give the reason: enough to make a gather worth its latency.
+
+    At most a quarter of the blocks, so that the two buffers of ZeRO-3 hold at most half of them, and some are left to
+    overlap. One rank gathers nothing and gets 1.
     """
     if world_size == 1:
         return 1, Note("--layers_per_stage=auto is 1: one rank gathers nothing")
@@ -84,20 +86,20 @@ def blocks_per_stage(config: Config, world_size: int, device_type: str) -> tuple
     block_bytes = numel * DTYPES[config.distributed.training_dtype].itemsize
     wanted, most = worthwhile_bytes(world_size, device_type), max(1, config.model.num_layers // 4)
     blocks = min(most, math.ceil(wanted / block_bytes))
-    held_back = f"; {most} is a quarter of the blocks" if blocks * block_bytes < wanted else ""
+    capped = f"; {most} is a quarter of the blocks" if blocks * block_bytes < wanted else ""
     return blocks, Note(
-        f"--layers_per_stage=auto is {blocks}: the weights of a block are {block_bytes / MIB:,.1f} MiB, and with "
-        f"{world_size} ranks a gather is worth its latency from {wanted / MIB:,.1f} MiB on{held_back}"
+        f"--layers_per_stage=auto is {blocks}: the weights of a block take {block_bytes / MIB:,.1f} MiB, and with "
+        f"{world_size} ranks a gather is worth its latency from {wanted / MIB:,.1f} MiB on{capped}"
     )
 
 
 def worthwhile_bytes(world_size: int, device_type: str) -> int:
-    """The size of a stage's weights, in the training dtype, from which on latency is at most a tenth of a gather.
+    """Smallest size of a stage's weights, in the training dtype, at which latency is at most a tenth of a gather.
 
-    A gather of n bytes takes latency + n / bandwidth. On NCCL a launch costs about 20 us and each of the N - 1 hops of
-    a ring about 2 us; 50 GB/s is one adapter of 400 Gbit/s for each GPU. That is 63 MiB with 64 GPUs, 118 MiB with 128.
-    Inside of a machine there are few hops, but NVLink has several times the bandwidth: therefore never less than
-    32 MiB. On gloo, pairs of messages of about 50 us share about 1 GB/s: 1.3 MiB with 2 processes.
+    A gather of n bytes takes latency + n / bandwidth. With NCCL a launch costs about 20 us, and each of the N - 1 hops
+    of a ring about 2 us; 50 GB/s is one 400 Gbit/s adapter per GPU. That makes 63 MiB with 64 GPUs and 118 MiB with
+    128. Within a machine there are few hops, but NVLink has several times the bandwidth, so the minimum is 32 MiB. With
+    gloo, pairs of messages of about 50 us share about 1 GB/s: 1.3 MiB with 2 processes.
     """
     start_s, per_rank_s, bytes_per_s = NCCL_COST if device_type == "cuda" else GLOO_COST
     latency_s = start_s + per_rank_s * (world_size - 1)
@@ -106,7 +108,7 @@ def worthwhile_bytes(world_size: int, device_type: str) -> int:
 
 
 def device_memory_bytes(device: torch.device, local_world_size: int) -> int:
-    """All memory of a GPU, or this rank's part of the machine's."""
+    """Memory of a GPU, or this rank's share of the machine's memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size

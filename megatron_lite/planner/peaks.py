@@ -1,8 +1,8 @@
-"""What layers need for a moment, beyond what they keep: the peaks of their forward and backward passes. Bytes.
+"""Bytes that layers need for a moment, beyond what they save: the peaks of their forward and backward passes.
 
-Each pass is walked through in the order in which the functions of `kernels/` make and drop their large tensors. Small
-ones, and workspaces inside of a library's kernels, are left out, so that this is close, not exact: within 0.5 percent
-of a step's peak, 3 percent where attention is most of a block.
+Each function walks through a pass in the order in which `kernels/` allocates and frees large tensors. Small tensors and
+the workspaces of libraries are left out, so the result is close, not exact: within 0.5 percent of a step's peak, or
+3 percent where attention is most of a block.
 """
 
 from __future__ import annotations
@@ -10,330 +10,330 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.attention.blocks import blocks_of_a_sample, rows_of_a_block
 from megatron_lite.kernels.cross_entropy import reference_rows
 from megatron_lite.kernels.linear import temporary_rows
 from megatron_lite.kernels.linear_cross_entropy import held_logits
-from megatron_lite.planner.activations import FP32_BYTES, Kept, Pass
+from megatron_lite.planner.activations import FP32_BYTES, Saved, Sizes
 
 
 class Walk:
-    """What lives while a pass goes on, beyond what was there at its beginning: `peak` is the most at any time."""
+    """Bytes that a pass has allocated beyond those that were there at its start: `live` now, `peak` so far."""
 
     def __init__(self) -> None:
         self.live = self.peak = 0
 
-    def make(self, size: int, moment: int = 0) -> None:
-        """Something new of `size`; `moment` bytes live only while it is made."""
-        self.peak = max(self.peak, self.live + size + moment)
+    def allocate(self, size: int, temporary: int = 0) -> None:
+        """Allocate a tensor of `size` bytes; `temporary` bytes exist only while it is computed."""
+        self.peak = max(self.peak, self.live + size + temporary)
         self.live += size
 
-    def drop(self, *sizes: int) -> None:
-        """Something is no longer needed."""
+    def free(self, *sizes: int) -> None:
+        """Free tensors of these sizes, those from before the pass included."""
         self.live -= sum(sizes)
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """Of one layer and one micro-batch: beyond what all layers keep."""
+    """Bytes of one layer and one micro-batch beyond what all layers keep."""
 
     forward: int
-    backward: int  # beyond the gradient that it begins with, too
+    backward: int  # beyond the gradient of the layer's output, too
 
 
-def peaks_by_layer(model: ModelConfig, one: Pass, made: Sequence[Kept]) -> list[Peaks]:
-    """Of the embedding, each block and the head, as if everything in them were trained.
+def peaks_by_layer(sizes: Sizes, saved: Sequence[Saved]) -> list[Peaks]:
+    """Peaks of the embedding, each block and the head, as if all their parameters were trained.
 
-    `made`: what their backward passes read (`made_by_layer`).
+    saved: the bytes of each layer without block recomputation (`saved_by_layer`).
     """
-    blocks = [Peaks(_block_forward(model, one, block), _block_backward(model, one, block)) for block in made[1:-1]]
-    for index, plain in enumerate(blocks[: one.kernels.recompute_layers]):
-        blocks[index] = _recomputed(model, one, made[index + 1], plain)
-    return [_embedding(model, one), *blocks, _head(model, one)]
+    blocks = [Peaks(_block_forward(sizes, block), _block_backward(sizes, block)) for block in saved[1:-1]]
+    for index, plain in enumerate(blocks[: sizes.kernels.recompute_layers]):
+        blocks[index] = _recomputed(sizes, saved[index + 1], plain)
+    return [_embedding(sizes), *blocks, _head(sizes)]
 
 
-def _recomputed(model: ModelConfig, one: Pass, made: Kept, plain: Peaks) -> Peaks:
-    """In its backward pass, whatever the forward pass makes, beyond the input, and a second output.
+def evaluation_peaks(sizes: Sizes) -> list[int]:
+    """Peaks of the embedding, each block and the head, beyond their input, in a pass that saves nothing."""
+    head = Walk()
+    head.allocate(sizes.hidden, temporary=_norm_temporaries(sizes, sizes.stream, sizes.hidden))
+    head.allocate(*_logits(sizes))
+    return [_embedding_forward(sizes).peak, *[_block_evaluation(sizes)] * sizes.model.num_layers, head.peak]
 
-    What is made for a moment in its first forward pass is never the most: the same is made again in the backward pass.
+
+def _recomputed(sizes: Sizes, saved: Saved, plain: Peaks) -> Peaks:
+    """A recomputed block: its backward pass saves all but the input again, and holds a second output.
+
+    The temporaries of its first forward pass never make the peak: the backward pass has the same, and more.
     """
-    hidden = one.residual(model.hidden_size)
-    again = made.total - hidden if made else 0
-    return Peaks(plain.forward, again + max(plain.forward, hidden + plain.backward))
+    saved_again = saved.total() - sizes.stream if saved else 0
+    return Peaks(plain.forward, saved_again + max(plain.forward, sizes.stream + plain.backward))
 
 
-def _embedding(model: ModelConfig, one: Pass) -> Peaks:
-    """The rows looked up, perhaps with positions, normalized or dropped from; backward, their gradient in the buffer's
-    dtype.
-    """
-    stream, walk, backward = one.residual(model.hidden_size), _embedded(model, one), Walk()
+def _embedding(sizes: Sizes) -> Peaks:
+    """Lookup, positions, norm and dropout; backward down to the rows' gradient in the dtype of the gradient buffer."""
+    model, stream = sizes.model, sizes.stream
     dropped = stream if model.embedding_dropout else 0
-    kept = stream if model.input_embedding_norm else 0
-    walk.make(dropped)
+    saved = stream if model.input_embedding_norm else 0
+    forward, backward = _embedding_forward(sizes), Walk()
+    forward.allocate(dropped)
     if model.input_embedding_norm:
-        backward.make(dropped)
-        backward.drop(dropped)  # the mask
-        _norm_backward(backward, model, one, stream, stream)
-        backward.drop(dropped, kept)
-    casts = one.grad_itemsize != one.residual_itemsize and not one.kernels.triton
-    backward.make(one.tokens * model.hidden_size * one.grad_itemsize if casts else 0)
-    return Peaks(walk.peak - kept, backward.peak)
+        backward.allocate(dropped)
+        backward.free(dropped)  # the mask
+        _norm_backward(backward, sizes, stream, stream)
+        backward.free(dropped, saved)
+    if sizes.grad_itemsize != sizes.residual_itemsize and not sizes.kernels.triton:
+        backward.allocate(sizes.tokens * model.hidden_size * sizes.grad_itemsize)
+    return Peaks(forward.peak - saved, backward.peak)
 
 
-def _embedded(model: ModelConfig, one: Pass) -> Walk:
-    """Up to where its elements are dropped from."""
-    walk, stream = Walk(), one.residual(model.hidden_size)
-    looked_up = one.size(model.hidden_size)
-    walk.make(looked_up)
-    if stream != looked_up:
-        walk.make(stream)
-        walk.drop(looked_up)
+def _embedding_forward(sizes: Sizes) -> Walk:
+    """The embedding up to its dropout."""
+    model, stream, walk = sizes.model, sizes.stream, Walk()
+    walk.allocate(sizes.hidden)
+    if stream != sizes.hidden:
+        walk.allocate(stream)
+        walk.free(sizes.hidden)
     if model.use_position_embeddings:
-        walk.make(stream)
-        walk.drop(stream)
+        walk.allocate(stream)
+        walk.free(stream)
     if model.input_embedding_norm:
-        walk.make(stream, moment=_norm_forward(model, one, stream, stream))
+        walk.allocate(stream, temporary=_norm_temporaries(sizes, stream, stream))
     return walk
 
 
-def _head(model: ModelConfig, one: Pass) -> Peaks:
-    """The norm, then logits and their gradient chunk by chunk; see `kernels/linear_cross_entropy.py`."""
-    walk, hidden, stream = Walk(), one.size(model.hidden_size), one.residual(model.hidden_size)
-    walk.make(hidden, moment=_norm_forward(model, one, stream, hidden))
-    walk.make(*_logits(model, one))
-    rows, entries = min(one.chunk_tokens, one.tokens), _block_entries(model, one)
-    # Of several blocks, the hidden gradient is summed up in fp32.
-    walk.make(rows * model.hidden_size * FP32_BYTES if one.cast_itemsize and entries < model.vocab_size else 0)
-    walk.make(0, moment=_weight_gradient(one, entries, model.hidden_size))
-    backward = Walk()
-    _norm_backward(backward, model, one, stream, hidden)
-    return Peaks(walk.peak, backward.peak)
+def _head(sizes: Sizes) -> Peaks:
+    """The norm, then logits and their gradient chunk by chunk: see `kernels/linear_cross_entropy.py`."""
+    model, forward, backward = sizes.model, Walk(), Walk()
+    forward.allocate(sizes.hidden, temporary=_norm_temporaries(sizes, sizes.stream, sizes.hidden))
+    forward.allocate(*_logits(sizes))
+    entries = _entries_of_a_block(sizes)
+    if sizes.is_half and entries < model.vocab_size:  # several blocks: fp32 sum of the gradient of the hidden states
+        forward.allocate(min(sizes.chunk_tokens, sizes.tokens) * model.hidden_size * FP32_BYTES)
+    forward.allocate(0, temporary=_weight_gradient(sizes, entries, model.hidden_size))
+    _norm_backward(backward, sizes, sizes.stream, sizes.hidden)
+    return Peaks(forward.peak, backward.peak)
 
 
-def _logits(model: ModelConfig, one: Pass) -> tuple[int, int]:
-    """The memory for logits, and momentary bytes beside it."""
-    entries, block = min(_block_entries(model, one), model.vocab_size), one.kernels.cross_entropy_block_size
-    rows, columns = held_logits(one.tokens, model.padded_vocab_size, one.chunk_tokens, block)
-    copied = min(rows, reference_rows(entries, "cuda" if one.on_gpu else "cpu")) * entries * FP32_BYTES
-    copies = bool(one.cast_itemsize) + bool(model.logit_soft_cap)  # in fp32; and of what capping has made of them
-    return rows * columns * one.itemsize, copies * copied if one.kernels.cross_entropy == "torch" else 0
+def _logits(sizes: Sizes) -> tuple[int, int]:
+    """Bytes of the logits of a chunk, and of the temporaries of the loss."""
+    model, kernels = sizes.model, sizes.kernels
+    rows, columns = held_logits(
+        sizes.tokens, model.padded_vocab_size, sizes.chunk_tokens, kernels.cross_entropy_block_size
+    )
+    logits = rows * columns * sizes.itemsize
+    if kernels.cross_entropy != "torch":
+        return logits, 0
+    entries = min(_entries_of_a_block(sizes), model.vocab_size)
+    fp32_rows = min(rows, reference_rows(entries, "cuda" if sizes.on_gpu else "cpu"))
+    copies = int(sizes.is_half) + bool(model.logit_soft_cap)  # the logits in fp32, and the capped logits
+    return logits, copies * fp32_rows * entries * FP32_BYTES
 
 
-def _block_entries(model: ModelConfig, one: Pass) -> int:
-    """Entries of the vocabulary, its padding included, whose logits exist at a time."""
-    return min(one.kernels.cross_entropy_block_size or model.padded_vocab_size, model.padded_vocab_size)
+def _entries_of_a_block(sizes: Sizes) -> int:
+    """Entries of the vocabulary, padding included, whose logits exist at a time."""
+    padded = sizes.model.padded_vocab_size
+    return min(sizes.kernels.cross_entropy_block_size or padded, padded)
 
 
-def _block_forward(model: ModelConfig, one: Pass, kept: Kept) -> int:
-    """What the level of recomputation does not keep, the branch and the output."""
-    assert model.ffn_hidden_size is not None
-    width = model.ffn_hidden_size
-    walk, hidden, stream = Walk(), one.size(model.hidden_size), one.residual(model.hidden_size)
-    if one.level == "full":
-        walk.make(one.size(2 * width if model.gated else width))
-    if one.level != "none":
-        walk.make(one.size(width))
-    walk.make(0 if model.hybrid_norm else hidden)  # else it is what the norm keeps
-    walk.drop(walk.live)
-    walk.make(hidden, moment=_norm_forward(model, one, hidden, hidden) if model.hybrid_norm else 0)
-    walk.make(stream)
-    if one.attention != "math":
+def _block_forward(sizes: Sizes, saved: Saved) -> int:
+    """Tensors that the level of recomputation does not save, the output of a branch, and the output of the block."""
+    hidden, stream, hybrid, walk = sizes.hidden, sizes.stream, sizes.model.hybrid_norm, Walk()
+    if sizes.level == "full":
+        walk.allocate(sizes.u)
+    if sizes.level != "none":
+        walk.allocate(sizes.z)
+    if not hybrid:  # otherwise the branch norm saves it
+        walk.allocate(hidden)
+    walk.free(walk.live)
+    walk.allocate(hidden, temporary=_norm_temporaries(sizes, hidden, hidden) if hybrid else 0)
+    walk.allocate(stream)
+    if sizes.attention != "math":
         return walk.peak
-    # While attention goes through its blocks, all that comes later is not there yet.
-    later = sum(kept.get(what, 0) for what in ("MLP up outputs", "MLP activations", "dropout masks")) + stream
-    return max(walk.peak, _attention_blocks(model, one, backward=False) - later)
+    # During attention, what the layer saves later does not exist yet.
+    later = sum(saved[kind] for kind in ("MLP up outputs", "MLP activations", "dropout masks")) + stream
+    return max(walk.peak, _attention_temporaries(sizes, backward=False) - later)
 
 
-def evaluation_peaks(model: ModelConfig, one: Pass) -> list[int]:
-    """Of the embedding, each block and the head in a pass that nothing is kept of: beyond their input."""
-    head, hidden, stream = Walk(), one.size(model.hidden_size), one.residual(model.hidden_size)
-    head.make(hidden, moment=_norm_forward(model, one, stream, hidden))
-    head.make(*_logits(model, one))
-    return [_embedded(model, one).peak, *[_block_evaluation(model, one)] * model.num_layers, head.peak]
-
-
-def _block_evaluation(model: ModelConfig, one: Pass) -> int:
-    """Its output remains; until then each function holds what it was given."""
-    assert model.ffn_hidden_size and model.head_groups and model.kv_channels
-    query, group = model.num_attention_heads * model.kv_channels, model.head_groups * model.kv_channels
-    walk, hidden, stream = Walk(), one.size(model.hidden_size), one.residual(model.hidden_size)
-    heads, context = one.size(query, group, group), one.size(query)
-    normalized = one.size(query, group) if model.qk_layernorm else 0
-    walk.make(hidden, moment=_norm_forward(model, one, stream, hidden))
-    walk.make(heads, moment=_rotation(model, one, query + group) if not normalized else 0)
-    walk.make(normalized, moment=_rotation(model, one, query + group) if normalized else 0)
-    walk.make(context, moment=_attention_blocks(model, one, backward=False) if one.attention == "math" else 0)
-    walk.make(hidden)  # the branch, which then becomes the sum where that has its dtype
-    walk.drop(heads, normalized, context)
-    _branch_norm(walk, model, one)
-    walk.make(stream if stream != hidden else 0)
-    walk.make(hidden, moment=_norm_forward(model, one, stream, hidden))
-    walk.drop(hidden, hidden if stream != hidden else 0)
-    up_output, activated = one.size(model.ffn_hidden_size * (2 if model.gated else 1)), one.size(model.ffn_hidden_size)
-    walk.make(up_output)
-    walk.make(activated)
-    walk.make(hidden)
-    walk.drop(up_output, activated)
-    _branch_norm(walk, model, one)
-    walk.make(stream)
+def _block_evaluation(sizes: Sizes) -> int:
+    """A block that saves nothing: a function's input lives until its output is there."""
+    model, hidden, stream, walk = sizes.model, sizes.hidden, sizes.stream, Walk()
+    assert model.head_groups is not None, "resolved"
+    into_norm = _norm_temporaries(sizes, stream, hidden)
+    rotation = _rotation_temporaries(sizes, model.num_attention_heads + model.head_groups)
+    context = sizes.of(sizes.query_channels)
+    normalized = sizes.of(sizes.query_channels, sizes.key_channels) if model.qk_layernorm else 0
+    walk.allocate(hidden, temporary=into_norm)
+    walk.allocate(sizes.query_key_value, temporary=0 if normalized else rotation)
+    if normalized:
+        walk.allocate(normalized, temporary=rotation)
+    math = sizes.attention == "math"
+    walk.allocate(context, temporary=_attention_temporaries(sizes, backward=False) if math else 0)
+    walk.allocate(hidden)  # the branch, which becomes the sum if its dtype is the stream's
+    walk.free(sizes.query_key_value, normalized, context)
+    _branch_norm(walk, sizes)
+    if stream != hidden:
+        walk.allocate(stream)
+    walk.allocate(hidden, temporary=into_norm)
+    walk.free(hidden, hidden if stream != hidden else 0)
+    walk.allocate(sizes.u)
+    walk.allocate(sizes.z)
+    walk.allocate(hidden)
+    walk.free(sizes.u, sizes.z)
+    _branch_norm(walk, sizes)
+    walk.allocate(stream)
     return walk.peak
 
 
-def _branch_norm(walk: Walk, model: ModelConfig, one: Pass) -> None:
-    """Its output takes the place of its input."""
-    if model.hybrid_norm:
-        hidden = one.size(model.hidden_size)
-        walk.make(hidden, moment=_norm_forward(model, one, hidden, hidden))
-        walk.drop(hidden)
+def _branch_norm(walk: Walk, sizes: Sizes) -> None:
+    """The norm at the end of a branch: its output replaces its input."""
+    if sizes.model.hybrid_norm:
+        walk.allocate(sizes.hidden, temporary=_norm_temporaries(sizes, sizes.hidden, sizes.hidden))
+        walk.free(sizes.hidden)
 
 
-def _block_backward(model: ModelConfig, one: Pass, kept: Kept) -> int:
-    assert model.ffn_hidden_size and model.head_groups and model.kv_channels
-    walk, hidden, stream = Walk(), one.size(model.hidden_size), one.residual(model.hidden_size)
-    wide = hidden if stream != hidden else 0
-    walk.make(wide)  # the gradient of the MLP's branch
-    own = _branch_backward(walk, model, one, wide)
-    _mlp_backward(walk, model, one, model.ffn_hidden_size)
-    walk.drop(own, kept.get("MLP up outputs", 0), kept.get("MLP activations", 0), kept.get("linear inputs", 0) // 2)
-    _norm_backward(walk, model, one, stream, hidden, adds=True, branch=wide)
-    walk.drop(kept.get("norm inputs", 0) // 2)
-    own = _branch_backward(walk, model, one, wide)
-    _attention_backward(walk, model, one, kept)
-    walk.drop(own)
-    _norm_backward(walk, model, one, stream, hidden, adds=True)
+def _block_backward(sizes: Sizes, saved: Saved) -> int:
+    hidden, stream, walk = sizes.hidden, sizes.stream, Walk()
+    cast = hidden if stream != hidden else 0  # the gradient of a branch, a copy where the stream has another dtype
+    walk.allocate(cast)
+    gradient = _end_of_branch_backward(walk, sizes, cast)
+    _mlp_backward(walk, sizes)
+    half_of_inputs = saved["linear inputs"] // 2  # those of the MLP; the other half is the attention's
+    walk.free(gradient, saved["MLP up outputs"], saved["MLP activations"], half_of_inputs)
+    _norm_backward(walk, sizes, stream, hidden, adds=True, branch=cast)
+    walk.free(saved["norm inputs"] // 2)
+    gradient = _end_of_branch_backward(walk, sizes, cast)
+    _attention_backward(walk, sizes, saved)
+    walk.free(gradient)
+    _norm_backward(walk, sizes, stream, hidden, adds=True)
     return walk.peak
 
 
-def _branch_backward(walk: Walk, model: ModelConfig, one: Pass, own: int) -> int:
-    """Through dropout and norm of a branch. `own`, in and out: bytes of its gradient, 0 while it is the stream's."""
-    hidden = one.size(model.hidden_size)
-    if model.hidden_dropout > 0:
-        walk.make(hidden)
-        walk.drop(hidden, own)  # the mask
-        own = hidden
-    if model.hybrid_norm:
-        _norm_backward(walk, model, one, hidden, 0)
-        walk.drop(own, hidden)  # what the norm has kept
-        own = hidden
-    return own
+def _end_of_branch_backward(walk: Walk, sizes: Sizes, gradient: int) -> int:
+    """Dropout and norm of a branch. `gradient` and the result: bytes of its gradient, 0 while it is the stream's."""
+    hidden = sizes.hidden
+    if sizes.model.hidden_dropout > 0:
+        walk.allocate(hidden)
+        walk.free(hidden, gradient)  # the mask
+        gradient = hidden
+    if sizes.model.hybrid_norm:
+        _norm_backward(walk, sizes, hidden, 0)
+        walk.free(gradient, hidden)  # the saved input of the norm
+        gradient = hidden
+    return gradient
 
 
-def _attention_backward(walk: Walk, model: ModelConfig, one: Pass, kept: Kept) -> None:
-    """See `kernels/attention.py` and `kernels/rotary.py`. Its input's gradient remains."""
-    assert model.head_groups and model.kv_channels
-    query, group = model.num_attention_heads * model.kv_channels, model.head_groups * model.kv_channels
-    context, heads = one.size(query), one.size(query, group, group)
-    walk.make(context, moment=_weight_gradient(one, model.hidden_size, query))  # gradient of the context
-    if one.attention == "math":
-        walk.drop(kept.get("attention outputs", 0))
-        walk.make(heads, moment=_attention_blocks(model, one, backward=True))
+def _mlp_backward(walk: Walk, sizes: Sizes) -> None:
+    """See `kernels/mlp.py` for u and z; the gradient of the MLP's input remains."""
+    hidden_size, in_place = sizes.model.hidden_size, sizes.kernels.triton
+    recomputes_z = sizes.level != "none"
+    if sizes.level == "full":
+        walk.allocate(sizes.u)
+    walk.allocate(sizes.z)  # dz
+    du_temporary = sizes.z if sizes.model.gated and not in_place else 0
+    walk.allocate(sizes.z if recomputes_z and not in_place else 0, temporary=du_temporary)
+    if not (recomputes_z and in_place):  # otherwise z is written over dz
+        walk.free(sizes.z)
+    walk.allocate(0, temporary=_weight_gradient(sizes, hidden_size, sizes.model.ffn_hidden_size or 0))
+    if recomputes_z:
+        walk.free(sizes.z)
+    walk.allocate(0, temporary=_weight_gradient(sizes, sizes.up_channels, hidden_size))
+    walk.allocate(sizes.hidden)
+    if sizes.level == "full":
+        walk.free(sizes.u)
+
+
+def _attention_backward(walk: Walk, sizes: Sizes, saved: Saved) -> None:
+    """See `kernels/attention/` and `kernels/rotary.py`; the gradient of the attention's input remains."""
+    model, query, key = sizes.model, sizes.query_channels, sizes.key_channels
+    context, gradients = sizes.of(query), sizes.query_key_value
+    walk.allocate(context, temporary=_weight_gradient(sizes, model.hidden_size, query))  # the context's gradient
+    if sizes.attention == "math":
+        walk.free(saved["attention outputs"])
+        walk.allocate(gradients, temporary=_attention_temporaries(sizes, backward=True))
     else:
-        # The kernels add up queries' gradients in fp32, and make those of keys and values for each head.
-        groups = one.size(query, query) if group != query else 0
-        walk.make(heads, moment=groups + one.tokens * query * FP32_BYTES)
-        walk.drop(kept.get("attention outputs", 0))
-    walk.drop(context, kept.get("query, key, value", 0), kept.get("attention statistics", 0))
-    walk.make(heads, moment=_rotation(model, one, query))
+        # GPU kernels sum the queries' gradients in fp32, and compute the keys' and values' per query head.
+        per_head = sizes.of(query, query) if key != query else 0
+        walk.allocate(gradients, temporary=per_head + sizes.tokens * query * FP32_BYTES)
+        walk.free(saved["attention outputs"])
+    walk.free(context, saved["query, key, value"], saved["attention statistics"])
+    walk.allocate(gradients, temporary=_rotation_temporaries(sizes, model.num_attention_heads))
     if model.qk_layernorm:
-        walk.make(0, moment=_head_norm_backward(model, one, query))
-        walk.drop(kept.get("normalized query, key", 0))
-    walk.drop(heads)
-    walk.make(one.size(model.hidden_size), moment=_weight_gradient(one, query + 2 * group, model.hidden_size))
-    walk.drop(heads)
+        walk.allocate(0, temporary=_query_norm_backward_temporaries(sizes))
+        walk.free(saved["normalized query, key"])
+    walk.free(gradients)
+    walk.allocate(sizes.hidden, temporary=_weight_gradient(sizes, query + 2 * key, model.hidden_size))
+    walk.free(gradients)
 
 
-def _attention_blocks(model: ModelConfig, one: Pass, backward: bool) -> int:
-    """Momentary bytes of `kernels/attention_blocks.py`, at the block with most scores."""
-    assert model.head_groups and model.kv_channels
-    heads, channels = model.num_attention_heads, model.kv_channels
-    rows = min(rows_of_a_block(one.on_gpu), one.length)
-    blocks = blocks_of_a_sample([one.length], model.window_size, rows)
-    scores, keys = heads * max(b.scores for b in blocks), max(b.end - b.low for b in blocks)
-    single, narrow = scores * FP32_BYTES, scores * one.itemsize
-    queries, keys_of_all = heads * rows * channels, model.head_groups * one.length * channels
-    always = rows**2 + (keys_of_all * FP32_BYTES if one.cast_itemsize else 0)  # the triangle; keys in fp32
-    drops = narrow if model.attention_dropout > 0 else 0  # the mask
-    # Scores beside their queries, then probabilities beside the scores or the mask.
-    peak = max(single + queries * FP32_BYTES, narrow + max(single if one.cast_itemsize else 0, drops))
+def _attention_temporaries(sizes: Sizes, backward: bool) -> int:
+    """Temporaries of `kernels/attention/blocks.py` at the block with the most scores, in its letters."""
+    model = sizes.model
+    rows = min(rows_of_a_block(sizes.on_gpu), sizes.length)
+    blocks = blocks_of_a_sample([sizes.length], model.window_size, rows)
+    scores = model.num_attention_heads * max(block.scores for block in blocks)
+    columns = max(block.end - block.low for block in blocks)
+    s_bytes, p_bytes = scores * FP32_BYTES, scores * sizes.itemsize
+    query_elements, keys_fp32 = rows * sizes.query_channels, sizes.length * sizes.key_channels * FP32_BYTES
+    q_bytes = query_elements * sizes.itemsize
+    mask = p_bytes if model.attention_dropout > 0 else 0
+    always = rows**2 + (keys_fp32 if sizes.is_half else 0)  # the triangle; keys in fp32
+    # S beside fp32 queries, then P beside S or the mask.
+    softmax = max(s_bytes + query_elements * FP32_BYTES, p_bytes + max(s_bytes if sizes.is_half else 0, mask))
     if not backward:
-        return always + max(peak, narrow + queries * one.itemsize)
-    # Then the gradient of the output's rows, and dropped probabilities or those of the scores beside the probabilities.
-    part = model.head_groups * keys * channels * one.itemsize if one.cast_itemsize else 0
-    gradients = narrow + drops + queries * one.itemsize + max(narrow, drops + part)
-    if model.attention_softmax_in_fp32 and one.cast_itemsize:  # both in fp32, and either one cast for a moment, too
-        peak = single + queries * FP32_BYTES
-        gradients = single + narrow + drops + queries * one.itemsize + max(drops + part, single)
-    return always + 2 * keys_of_all * FP32_BYTES + max(peak, gradients)
+        return always + max(softmax, p_bytes + q_bytes)
+    # Then P beside dO, and dropped P or dS.
+    key_part = columns * sizes.key_channels * sizes.itemsize if sizes.is_half else 0
+    gradients = p_bytes + mask + q_bytes + max(p_bytes, mask + key_part)
+    if model.attention_softmax_in_fp32 and sizes.is_half:  # P and dS in fp32, and a cast of either
+        softmax = s_bytes + query_elements * FP32_BYTES
+        gradients = s_bytes + p_bytes + mask + q_bytes + max(mask + key_part, s_bytes)
+    return always + 2 * keys_fp32 + max(softmax, gradients)
 
 
-def _mlp_backward(walk: Walk, model: ModelConfig, one: Pass, width: int) -> None:
-    """See `kernels/mlp.py`. Its input's gradient remains."""
-    activated, up_width = one.size(width), 2 * width if model.gated else width
-    up_output = one.size(up_width)
-    if one.level == "full":
-        walk.make(up_output)
-    again, in_place = one.level != "none", one.kernels.triton
-    walk.make(activated)  # its gradient
-    walk.make(0 if in_place or not again else activated, moment=activated if model.gated and not in_place else 0)
-    if not (in_place and again):  # the gradient's memory takes what is made again
-        walk.drop(activated)
-    walk.make(0, moment=_weight_gradient(one, model.hidden_size, width))
-    if again:
-        walk.drop(activated)
-    walk.make(0, moment=_weight_gradient(one, up_width, model.hidden_size))
-    walk.make(one.size(model.hidden_size))
-    walk.drop(up_output if one.level == "full" else 0)
+def _norm_temporaries(sizes: Sizes, read: int, written: int) -> int:
+    """Bytes beside the output of a norm, whose reference computes in fp32. `read`, `written`: of input and output."""
+    fp32 = sizes.hidden_fp32
+    if not sizes.is_half or sizes.kernels.triton or written == fp32:
+        return 0
+    return fp32 if read == fp32 or sizes.model.normalization_type == "rms_norm" else 2 * fp32
 
 
-def _norm_forward(model: ModelConfig, one: Pass, read: int, written: int) -> int:
-    """Momentary bytes beside the output: the references compute in fp32 tensors of their own. `read`, `written`: bytes
-    of input and output.
+def _norm_backward(walk: Walk, sizes: Sizes, read: int, written: int, adds: bool = False, branch: int = 0) -> None:
+    """Replace the gradient of a norm's output (`written` bytes) by the gradient of its input (`read` bytes).
+
+    adds: the gradient of the residual stream is added. branch: bytes of another gradient, which remains.
     """
-    single = one.tokens * model.hidden_size * FP32_BYTES
-    if not one.cast_itemsize or one.kernels.triton or written == single:
+    fp32, temporary = sizes.hidden_fp32, 0
+    if sizes.is_half and not sizes.kernels.triton:
+        if read != fp32:
+            temporary = 4 * fp32 - read if adds else 3 * fp32
+        elif written != fp32:
+            temporary = fp32
+    walk.allocate(read, temporary)
+    walk.allocate(branch)
+    walk.free(written)
+
+
+def _query_norm_backward_temporaries(sizes: Sizes) -> int:
+    """Bytes of the norm of the queries, whose reference computes in fp32."""
+    if sizes.kernels.triton:
         return 0
-    return single * (1 if read == single or model.normalization_type == "rms_norm" else 2)
+    fp32 = sizes.tokens * sizes.query_channels * FP32_BYTES
+    if sizes.is_half:
+        return 3 * fp32 + sizes.of(sizes.query_channels)
+    return fp32 if sizes.model.normalization_type == "rms_norm" else 3 * fp32
 
 
-def _norm_backward(
-    walk: Walk, model: ModelConfig, one: Pass, read: int, written: int, adds: bool = False, branch: int = 0
-) -> None:
-    """The gradient of its input, of `read` bytes, takes the place of its output's; `adds`: that of the sum is added.
-
-    `branch`: bytes of another gradient, which remains, too.
-    """
-    single = one.tokens * model.hidden_size * FP32_BYTES
-    moment = 0
-    if one.cast_itemsize and not one.kernels.triton:
-        if read != single:
-            moment = 4 * single - read if adds else 3 * single
-        elif written != single:
-            moment = single
-    walk.make(read, moment)
-    walk.make(branch)
-    walk.drop(written)
-
-
-def _head_norm_backward(model: ModelConfig, one: Pass, query: int) -> int:
-    """Momentary bytes of the norm of the queries; the references compute in fp32 tensors of their own."""
-    if one.kernels.triton:
+def _rotation_temporaries(sizes: Sizes, heads: int) -> int:
+    """Bytes while `heads` heads are rotated: one half of the rotated channels, or three in fp32 from another dtype."""
+    if not sizes.model.use_rotary_embeddings or sizes.kernels.triton:
         return 0
-    single = one.tokens * query * FP32_BYTES
-    if one.cast_itemsize:
-        return 3 * single + one.size(query)
-    return single if model.normalization_type == "rms_norm" else 3 * single
+    half = sizes.tokens * heads * (sizes.model.rotated_channels // 2) * FP32_BYTES
+    return 3 * half if sizes.is_half else half
 
 
-def _rotation(model: ModelConfig, one: Pass, query: int) -> int:
-    """Momentary bytes while the gradient of the queries is rotated back: of one half, in another dtype of all."""
-    if not model.use_rotary_embeddings or one.kernels.triton:
+def _weight_gradient(sizes: Sizes, rows: int, columns: int) -> int:
+    """Bytes of the temporary for a weight gradient whose buffer has another dtype: see `kernels/linear.py`."""
+    if sizes.on_gpu or sizes.itemsize == sizes.grad_itemsize:
         return 0
-    assert model.kv_channels is not None
-    half = query // model.kv_channels * (model.rotated_channels // 2)
-    return (3 if one.cast_itemsize else 1) * one.tokens * half * FP32_BYTES
-
-
-def _weight_gradient(one: Pass, rows: int, columns: int) -> int:
-    """Momentary bytes: a gradient in another dtype than its buffer's is made first and added then."""
-    return min(rows, temporary_rows(columns)) * columns * one.itemsize if one.makes_weight_gradients else 0
+    return min(rows, temporary_rows(columns)) * columns * sizes.itemsize

@@ -1,8 +1,8 @@
-"""What a run will need, before anything is allocated: memory and traffic of one rank, and the values of `auto`.
+"""The plan of a run, before anything is allocated: memory and traffic of one rank.
 
-The books are kept by the engine itself: a `MultiStage` is built on the meta device, for one rank among as many as are
-asked for, and its collectives are counted while its own schedule is replayed. Only what layers keep between forward and
-backward is written down apart, in `activations.py` and `transients.py`.
+The engine itself does the counting: a `MultiStage` is built on the meta device, for one of any number of ranks, and its
+collectives are counted while its own schedule is replayed. Only the memory that layers need between and during their
+passes is modelled separately, in `activations.py` and `peaks.py`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from megatron_lite.distributed.traffic import Total, Traffic
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.embedding_and_head import chunk_tokens
 from megatron_lite.model.gpt import model_layers
-from megatron_lite.planner.activations import FP32_BYTES, Kept, Pass, kept_by_layer, made_by_layer
+from megatron_lite.planner.activations import FP32_BYTES, Saved, Sizes, kept_by_layer, saved_by_layer
 from megatron_lite.planner.peaks import evaluation_peaks, peaks_by_layer
 from megatron_lite.zero.multi_stage import MultiStage
 
 
 class Done:
-    """A collective that there is nothing to wait for."""
+    """A collective that has finished already."""
 
     def wait(self) -> None:
         """Return at once."""
 
 
 class SimulatedGroup:
-    """One rank among `world_size` that do not exist: counts the collectives, moves nothing."""
+    """One rank of a group that does not exist: counts collectives and moves nothing."""
 
     def __init__(self, rank: int, world_size: int, device_type: str, device: str = "meta") -> None:
         self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
@@ -47,30 +47,30 @@ class SimulatedGroup:
         return Done()
 
     def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
-        """As on the device that is planned for."""
+        """Bytes on the planned type of device."""
         return reduction_scratch_bytes(self._device_type, self.world_size, shard_numel, dtype)
 
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """At one level of recomputation, in bytes."""
+    """Bytes of activations at one level of recomputation."""
 
     level: str
-    kept: list[Kept]  # by layer, of one micro-batch
+    kept: list[Saved]  # per layer, for one micro-batch
     held: int  # by all layers and micro-batches, when the backward pass begins
-    peak: int  # `held`, or a little less or more, and what is needed for a moment
-    peak_at: str  # the layer and pass of the peak
+    peak: int  # most at any time, temporary tensors included
+    peak_at: str  # layer and pass of the peak
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank of a run will need."""
+    """Memory and traffic of one rank of a run."""
 
     config: Config  # without `auto`
     world_size: int
     device_type: str
     model: MultiStage  # on the meta device
-    traffic: dict[str, Total]  # of one step, once the first is done
+    traffic: dict[str, Total]  # of one step after the first
     activations: dict[str, ActivationMemory]  # by level
 
     @property
@@ -79,20 +79,18 @@ class Plan:
         return sum(self.model.memory_bytes().values())
 
     def peak_bytes(self, level: str | None = None) -> int:
-        """State and activations at their peak; without the reserve."""
+        """State and activations at their peak; without the reserve for the runtime."""
         return self.state_bytes + self.activations[level or self.config.performance.mlp_recompute_level].peak
 
 
 def make_plan(config: Config, world_size: int, device_type: str, rank: int = 0) -> Plan:
-    """The plan of a resolved configuration without `auto`, for one rank of `world_size` on `device_type`."""
+    """Plan one of `world_size` ranks on `device_type`. `config`: resolved, without `auto`."""
     group = SimulatedGroup(rank, world_size, device_type)
-    layers = model_layers(config, choose_kernels(config, torch.device(device_type), planned=True))
-    dtype = config.distributed.training_dtype
     model = MultiStage(
-        layers,
+        model_layers(config, choose_kernels(config, torch.device(device_type), planned=True)),
         config.multi_stage,
         config.batch,
-        dtype,
+        config.distributed.training_dtype,
         group,
         moments=config.optimizer.moments,
         whole_matrices=config.optimizer.whole_matrices,
@@ -103,9 +101,9 @@ def make_plan(config: Config, world_size: int, device_type: str, rank: int = 0) 
 
 
 def count_traffic(model: MultiStage, group: SimulatedGroup) -> dict[str, Total]:
-    """The collectives of a step by kind, as `Traffic` counts them, from a replay of the schedule without computing.
+    """Replay the schedule of a step without computing; return its collectives by kind, as `Traffic` counts them.
 
-    It is the second step that counts: what a buffer holds from the step before is not gathered again.
+    The second of two steps counts: it does not gather again what a buffer still holds.
     """
     for _ in range(2):
         group.traffic.take()
@@ -134,71 +132,71 @@ def count_traffic(model: MultiStage, group: SimulatedGroup) -> dict[str, Total]:
 
 
 def activation_memory(config: Config, model: MultiStage, device_type: str, level: str) -> ActivationMemory:
-    """What the layers of a model keep, and its peak, found by going through the schedule."""
-    one = one_pass(config, model, device_type, level)
-    made = made_by_layer(config.model, one)
-    kept = kept_by_layer(config.model, one, made)
-    peaks = peaks_by_layer(config.model, one, made)
+    """Walk through the schedule of a step, and an evaluation if there is one, to find what layers hold and its peak."""
+    sizes = micro_batch_sizes(config, model, device_type, level)
+    saved = saved_by_layer(sizes)
+    kept, peaks = kept_by_layer(sizes, saved), peaks_by_layer(sizes, saved)
     names = [layer.name for stage in model.stages for layer in stage.layers]
-    totals = [layer.total for layer in kept]
-    hidden = one.residual(config.model.hidden_size)
-    live = peak = held = 0
-    peak_at = ""
-    on_way: set[int] = set()  # micro-batches that are on their way back
     first = min(stage.index for stage in model.stages if stage.runs_backward)
+    live = held = 0
+    needed: list[tuple[int, str]] = []  # bytes at each layer and pass, and its name
+    in_backward: set[int] = set()  # micro-batches between two stages of their backward pass
     for step in model.training_schedule:
         layers = model.split[step.stage]
-        forward = step.kind == "forward"
-        for index in layers if forward else reversed(layers):
-            moment = peaks[index].forward if forward else peaks[index].backward
-            live += totals[index] if forward else 0
-            between = 2 * hidden * len(on_way)
-            if not forward and index != layers[-1]:
-                between += hidden  # the gradient inside of the stage, beside the one that the stage began with
-            if live + between + moment > peak:
-                peak, peak_at = live + between + moment, f"{names[index]} {step.kind}"
-            live -= 0 if forward else totals[index]
-        held = max(held, live)
-        if not forward:
-            # Between stages: a gradient, and the output of the stage that it goes to.
-            (on_way.add if step.stage > first else on_way.discard)(step.micro_batch)
+        # Each holds a gradient, and the output of the stage that the gradient goes to.
+        between_stages = 2 * sizes.stream * len(in_backward)
+        if step.kind == "forward":
+            for index in layers:
+                live += kept[index].total()
+                needed.append((live + between_stages + peaks[index].forward, f"{names[index]} forward"))
+            held = max(held, live)
+            continue
+        for index in reversed(layers):
+            # Below the last layer: a gradient within the stage, beside the one that the stage began with.
+            within_stage = 0 if index == layers[-1] else sizes.stream
+            needed.append((live + between_stages + within_stage + peaks[index].backward, f"{names[index]} backward"))
+            live -= kept[index].total()
+        if step.stage > first:
+            in_backward.add(step.micro_batch)
+        else:
+            in_backward.discard(step.micro_batch)
     if config.training.validation_iters or config.training.test_iters:
-        peak, peak_at = max((peak, peak_at), evaluation_peak(config, model, device_type))
+        needed += evaluation_memory(config, model, device_type)
+    peak, peak_at = max(needed, key=lambda entry: entry[0])
     return ActivationMemory(level, kept, held, peak, peak_at)
 
 
-def evaluation_peak(config: Config, model: MultiStage, device_type: str) -> tuple[int, str]:
-    """The most that the layers need in an evaluation, which keeps nothing for a backward pass, and where."""
-    one = one_pass(config, model, device_type, "none", config.batch.eval_micro_batch_size)
-    peaks, hidden = evaluation_peaks(config.model, one), one.residual(config.model.hidden_size)
+def evaluation_memory(config: Config, model: MultiStage, device_type: str) -> list[tuple[int, str]]:
+    """Bytes that each layer needs in an evaluation, which saves nothing for a backward pass, and the layer's name."""
+    sizes = micro_batch_sizes(config, model, device_type, "none", config.batch.eval_micro_batch_size)
+    peaks = evaluation_peaks(sizes)
     needed = []
     for stage, layers in zip(model.stages, model.split, strict=True):
         for index, layer in zip(layers, stage.layers, strict=True):
-            # The layer's input and, if that is another one, the stage's.
-            held = hidden * ((index > 0) + (index > 0 and index != layers[0]))
-            needed.append((held + peaks[index], f"{layer.name} evaluation"))
-    return max(needed, key=lambda entry: entry[0])
+            # The layer's input and, if that is another tensor, the stage's.
+            inputs = (index > 0) + (index > 0 and index != layers[0])
+            needed.append((sizes.stream * inputs + peaks[index], f"{layer.name} evaluation"))
+    return needed
 
 
-def one_pass(
+def micro_batch_sizes(
     config: Config, model: MultiStage, device_type: str, level: str, micro_batch_size: int | None = None
-) -> Pass:
-    """The sizes that the arithmetic of a micro-batch needs; None: of one in training."""
-    batch, precision = config.batch, model.precision
-    size = micro_batch_size or batch.micro_batch_size
-    assert size is not None
-    tokens = size * batch.sequence_length
-    return Pass(
-        batch=size,
+) -> Sizes:
+    """Sizes of a micro-batch, by default of one in training."""
+    batch, precision, device = config.batch, model.precision, torch.device(device_type)
+    samples, itemsize = micro_batch_size or batch.micro_batch_size, precision.training.itemsize
+    assert samples is not None, "resolved"
+    splits, tokens = config.performance.cross_entropy_splits, samples * batch.sequence_length
+    return Sizes(
+        model=config.model,
+        kernels=choose_kernels(config, device, planned=True),
+        level=level,
+        batch=samples,
         length=batch.sequence_length,
-        itemsize=precision.training.itemsize,
-        residual_itemsize=FP32_BYTES if config.model.full_precision_residual else precision.training.itemsize,
+        itemsize=itemsize,
+        residual_itemsize=FP32_BYTES if config.model.full_precision_residual else itemsize,
         grad_itemsize=precision.gradients.itemsize,
         on_gpu=device_type == "cuda",
-        chunk_tokens=chunk_tokens(
-            config.performance.cross_entropy_splits, tokens, torch.device(device_type), precision.training.itemsize
-        ),
+        chunk_tokens=chunk_tokens(splits, tokens, device, itemsize),
         trained={name for name, parameter in model.parameters() if parameter.requires_grad},
-        level=level,
-        kernels=choose_kernels(config, torch.device(device_type), planned=True),
     )

@@ -1,4 +1,4 @@
-"""`--dry_run=1`: what a run would need, printed on any machine. No process group, no device, no memory."""
+"""`--dry_run=1`: print what a run would need, on any machine, without a process group, a device or its memory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from megatron_lite.config import Config
 from megatron_lite.errors import EXIT_DONE, UsageError
 from megatron_lite.parameter import DTYPES
+from megatron_lite.planner.activations import Saved
 from megatron_lite.planner.auto import GIB, MIB, RESERVE, device_memory_bytes, resolve_auto
 from megatron_lite.planner.plan import Plan, make_plan
 from megatron_lite.run import exit_status
@@ -21,18 +22,18 @@ from megatron_lite.validation.messages import Note
 from megatron_lite.validation.warnings import warnings
 from megatron_lite.zero.stage import Stage
 
-# What A100 and H100 cards of 80 GB report, rounded down. A dry run looks at no device.
+# Memory that A100 and H100 cards of 80 GB report, rounded down. A dry run does not look at devices.
 PLANNED_GPU_BYTES = 79 * GIB
 WIDTH = 118
 
 
 def dry_run(config: Config, world_size: int, notes: Sequence[Note], prints: bool) -> int:
-    """Print the plan of a resolved configuration for `world_size` ranks, if this process `prints`; the exit code.
+    """Plan a resolved configuration for `world_size` ranks, print the plan if `prints`, and return the exit code.
 
-    `notes` are those of the command line. `--device=auto` plans for GPUs.
+    notes: of the command line. `--device=auto` plans for GPUs.
 
     Raises:
-        UsageError: if a pattern of --freeze or --lr_scales matches nothing, or no address reaches to a tensor's end.
+        UsageError: if a pattern of --freeze or --lr_scales matches nothing, or a tensor is too large to address.
     """
     device_type = "cpu" if config.distributed.device == "cpu" else "cuda"
     on_gpu = device_type == "cuda"
@@ -40,22 +41,23 @@ def dry_run(config: Config, world_size: int, notes: Sequence[Note], prints: bool
     try:
         multi_stage, choices = resolve_auto(config, world_size, device_type, memory)
         plan = make_plan(dataclasses.replace(config, multi_stage=multi_stage), world_size, device_type)
-    except (RuntimeError, OverflowError) as error:  # of a tensor of more than 2**63 bytes, be it on the meta device
+    except (RuntimeError, OverflowError) as error:  # a tensor above 2**63 bytes, even on the meta device
         raise UsageError(f"--dry_run=1: {error}; write smaller sizes (--hidden_size, --vocab_size ...)") from error
-    cautions = [*notes, *(Note(text, is_warning=True) for text in warnings(config))]
     if prints:
-        exit_status.print_page("\n".join([*describe(plan, memory, choices), *_notes(cautions)]))
+        all_notes = [*notes, *(Note(text, is_warning=True) for text in warnings(config))]
+        exit_status.print_page("\n".join([*describe(plan, memory, choices), *_notes(all_notes)]))
     return EXIT_DONE
 
 
 def describe(plan: Plan, device_bytes: int, choices: Sequence[Note]) -> list[str]:
-    """The page that a dry run prints."""
-    device = "GPU of 80 GB" if plan.device_type == "cuda" else f"rank on CPU, {device_bytes / GIB:.1f} GiB each"
+    """Return the lines that a dry run prints."""
     distributed = plan.config.distributed
-    ranks = f"{plan.world_size:,} {device if plan.world_size == 1 else device.replace('GPU', 'GPUs', 1)}"
-    ranks = ranks if plan.world_size == 1 else ranks.replace("rank", "ranks", 1)
+    if plan.device_type == "cuda":
+        ranks = f"{_count(plan.world_size, 'GPU')} of 80 GB"
+    else:
+        ranks = f"{_count(plan.world_size, 'rank')} on CPU, {device_bytes / GIB:.1f} GiB each"
     return [
-        f"dry run for {ranks} (--device={distributed.device}), {distributed.training_dtype}: numbers of each rank",
+        f"dry run for {ranks} (--device={distributed.device}), {distributed.training_dtype}; numbers are per rank",
         *_notes(choices),
         *_model(plan),
         *_batch(plan),
@@ -83,12 +85,15 @@ def _mib(size: float) -> str:
     return f"{size / MIB:,.2f}"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
+def _count(number: int, noun: str) -> str:
+    """1 stage, 2 stages, 3 micro-batches."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def _model(plan: Plan) -> Iterator[str]:
-    """Parameters, and stages in runs of equal ones."""
+    """Parameters, and one row per run of equal stages."""
     model, options = plan.model, plan.config.multi_stage
     frozen = sum(slot.numel for _, part in model.parts() if part.frozen for slot in part.layout.slots)
     total = model.num_parameters
@@ -99,13 +104,13 @@ def _model(plan: Plan) -> Iterator[str]:
         f"{_count(gradients, 'gradient buffer')} (zero_stage {options.zero_stage}, "
         f"layers_per_stage {options.layers_per_stage:g})"
     )
-    yield _title("stages", "layers in each", "elements of each", "with padding", "weights of each, MiB")
+    yield _title("stages", "layers each", "elements each", "with padding", "weights each, MiB")
     for _, run in itertools.groupby(model.stages, key=functools.partial(_shape, plan)):
         yield _stage_row(plan, list(run))
 
 
 def _shape(plan: Plan, stage: Stage) -> tuple[int, ...]:
-    """What makes neighbours alike: being an end or not, the number of layers, sizes."""
+    """Key that neighbouring stages must share to appear in one row; the two ends stay separate."""
     in_the_middle = 0 < stage.index < len(plan.model.stages) - 1
     return in_the_middle, len(stage.layers), _elements(stage), stage.numel, stage.grad_numel
 
@@ -122,32 +127,31 @@ def _stage_row(plan: Plan, run: Sequence[Stage]) -> str:
 
 
 def _batch(plan: Plan) -> Iterator[str]:
-    """What the rest of the page is for: of a schedule the largest batch."""
+    """The batch that the plan is for: the largest of a schedule."""
     batch, training = plan.config.batch, plan.config.training
     assert batch.batch_size and batch.micro_batch_size and batch.sequential_micro_batches
     iterations, tokens = training.train_iters, batch.batch_size * batch.sequence_length
     padding = batch.micro_batch_size * batch.sequential_micro_batches * plan.world_size - batch.batch_size
     yield (
         f"{'largest batch' if batch.batch_size_schedule else 'batch'}: {batch.batch_size:,} samples = "
-        f"{batch.micro_batch_size:,} in a micro-batch x {batch.depth_first_micro_batches:,} depth-first x "
+        f"{batch.micro_batch_size:,} per micro-batch x {batch.depth_first_micro_batches:,} depth-first x "
         f"{batch.breadth_first_micro_batches:,} breadth-first x {_count(plan.world_size, 'rank')}"
-        + (f" - {padding:,} of padding" if padding else "")
+        + (f" - {padding:,} padding" if padding else "")
     )
-    yield f"  {tokens:,} tokens an iteration, {batch.sequence_length:,} a sample; " + (
-        f"{consumed_tokens(batch, iterations):,} tokens in {_count(iterations, 'iteration')}"
-        if iterations
-        else "with --train_iters=0 nothing is trained: what follows is for a run that trains"
-    )
+    in_all = f"{consumed_tokens(batch, iterations):,} tokens in {_count(iterations, 'iteration')}"
+    if not iterations:
+        in_all = "--train_iters=0 trains nothing: the plan below is for a run that trains"
+    yield f"  {tokens:,} tokens per iteration, {batch.sequence_length:,} per sample; {in_all}"
     if batch.batch_size_schedule:
-        yield f"  iterations done and samples of those that follow: {' '.join(batch.batch_size_schedule)}"
+        yield f"  schedule (iterations done:samples per iteration from there on): {' '.join(batch.batch_size_schedule)}"
     if batch.eval_micro_batch_size and (training.validation_iters or training.test_iters):
-        yield f"  {batch.eval_micro_batch_size:,} samples in a micro-batch of a validation"
+        yield f"  {batch.eval_micro_batch_size:,} samples per micro-batch of a validation"
     if training.sample_interval is not None:
-        yield f"  samples (--sample_interval) keep {_kept_of_a_token(plan):,} bytes for each token of 8 texts at a time"
+        yield f"  samples (--sample_interval) keep {_cache_bytes(plan):,} bytes per token, 8 texts at a time"
 
 
-def _kept_of_a_token(plan: Plan) -> int:
-    """Bytes of keys and values of one token in all blocks."""
+def _cache_bytes(plan: Plan) -> int:
+    """Bytes of the keys and values of one token in all blocks."""
     model, dtype = plan.config.model, DTYPES[plan.config.distributed.training_dtype]
     assert model.head_groups and model.kv_channels
     return 2 * model.num_layers * model.head_groups * model.kv_channels * dtype.itemsize
@@ -158,38 +162,38 @@ def _state(plan: Plan) -> Iterator[str]:
     yield _title("state", "count", "bytes", "MiB")
     for row in rows:
         yield _row(row.kind, f"{row.count:,}", f"{row.bytes:,}", _mib(row.bytes))
-    yield _row("in all", f"{sum(row.count for row in rows):,}", f"{plan.state_bytes:,}", _mib(plan.state_bytes))
+    yield _row("total", f"{sum(row.count for row in rows):,}", f"{plan.state_bytes:,}", _mib(plan.state_bytes))
 
 
 def _activations(plan: Plan, device_bytes: int) -> Iterator[str]:
-    """One column for each level of recomputation, in MiB; what a block keeps kind by kind."""
+    """One column per level of recomputation, in MiB; a block kind by kind."""
     chosen = plan.config.performance.mlp_recompute_level
     levels = list(plan.activations.values())
-    blocks = [max(level.kept[1:-1], key=lambda kept: kept.total) for level in levels]
+    blocks = [max(level.kept[1:-1], key=Saved.total) for level in levels]
     held = _count(plan.config.batch.breadth_first_micro_batches or 1, "micro-batch")
     usable = int(device_bytes * (1 - RESERVE))
     peaks = [plan.peak_bytes(level.level) for level in levels]
-    yield _title("activations, MiB, with", *(level.level + " *" * (level.level == chosen) for level in levels))
+    yield _title("activations, MiB, at level", *(level.level + " *" * (level.level == chosen) for level in levels))
     for kind in blocks[0]:
         yield _row(kind, *(_mib(block.get(kind, 0)) for block in blocks))
-    yield _row("a block, a micro-batch", *(_mib(block.total) for block in blocks))
+    yield _row("one block, one micro-batch", *(_mib(block.total()) for block in blocks))
     if recomputed := plan.config.performance.recompute_layers:
-        inputs = (_mib(level.kept[recomputed].total) for level in levels)
-        yield _row(f"of the first {recomputed:,}, each", *inputs)
+        inputs = (_mib(level.kept[recomputed].total()) for level in levels)
+        yield _row(f"each of the first {recomputed:,}", *inputs)
     yield _row(f"all layers, {held}", *(_mib(level.held) for level in levels))
-    yield _row("most at any time", *(_mib(level.peak) for level in levels))
-    yield _row("  namely in the", *(level.peak_at for level in levels))
-    yield _row("with the state", *(_mib(peak) for peak in peaks))
+    yield _row("peak", *(_mib(level.peak) for level in levels))
+    yield _row("  reached in", *(level.peak_at for level in levels))
+    yield _row("peak with state", *(_mib(peak) for peak in peaks))
     fits = ("fits" if peak <= usable else f"{(peak - usable) / GIB:,.1f} GiB too much" for peak in peaks)
-    yield _row(f"in {_mib(usable)}", *fits)
-    yield f"  * --mlp_recompute_level={chosen}; {RESERVE:.0%} of {device_bytes / GIB:.1f} GiB left to the runtime"
+    yield _row(f"limit {_mib(usable)}", *fits)
+    yield f"  * --mlp_recompute_level={chosen}; limit: {device_bytes / GIB:.1f} GiB less {RESERVE:.0%} for the runtime"
 
 
 def _traffic(plan: Plan) -> Iterator[str]:
     if not plan.traffic:
         yield "traffic: none with one rank"
         return
-    yield _title("traffic of a step", "collectives", "elements", "MiB", "sent by a rank, MiB")
+    yield _title("traffic per step", "collectives", "elements", "MiB", "sent per rank, MiB")
     for kind, total in sorted(plan.traffic.items()):
         sizes = (_mib(total.bytes), _mib(total.wire_bytes))
         yield _row(f"{kind}s", f"{total.collectives:,}", f"{total.elements:,}", *sizes)

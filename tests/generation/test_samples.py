@@ -173,7 +173,7 @@ def test_a_dry_run_says_what_samples_keep(tmp_path: Path, capsys: pytest.Capture
     cache, like = KeyValueCache(1, 1), torch.zeros(1, config.model.head_groups or 0, 1, config.model.kv_channels or 0)
     for block in range(config.model.num_layers):
         cache.of(str(block), like, None)
-    assert f"keep {cache.nbytes():,} bytes for each token" in capsys.readouterr().out
+    assert f"keep {cache.nbytes():,} bytes per token" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ def test_activations_are_what_autograd_keeps(options: dict[str, Any], micro_batc
     kept = plan.activations[config.performance.mlp_recompute_level].kept
     kept[-1].pop("gradient made by the loss", None)  # not autograd's
     measured = measure_kept(a_model(config, layers_of(config)), micro_batches(config)[0])
-    assert dict(zip(measured, (layer.total for layer in kept), strict=True)) == measured
+    assert dict(zip(measured, (layer.total() for layer in kept), strict=True)) == measured
 
 
 def mistral(**options: Any) -> Config:

@@ -83,11 +83,11 @@ def check_mistral(text: str, ranks: int) -> None:
     assert "parameters: 7,241,732,096 (7,241,732,096 trainable, 0 frozen)" in text
     assert "34 stages, 34 weight buffers, 34 gradient buffers (zero_stage 1, layers_per_stage 1)" in text
     assert f"dry run for {ranks} GPUs of 80 GB (--device=auto), bf16" in text
-    assert f"batch: 128 samples = 1 in a micro-batch x {128 // ranks} depth-first x 1 breadth-first" in text
-    assert "1,048,576 tokens an iteration, 8,192 a sample; 524,288,000,000 tokens in 500,000 iterations" in text
+    assert f"batch: 128 samples = 1 per micro-batch x {128 // ranks} depth-first x 1 breadth-first" in text
+    assert "1,048,576 tokens per iteration, 8,192 per sample; 524,288,000,000 tokens in 500,000 iterations" in text
     assert numbers(text, "blocks.0 to 31") == ["1", "218,112,000", "218,112,000", "416.02"]
     elements = sum(round_up(stage, 64 * ranks) for stage in (131_072_000, *[218_112_000] * 32, 131_076_096))
-    assert numbers(text, "in all")[1] == f"{elements * 6 + elements * 12 // ranks:,}"
+    assert numbers(text, "total")[1] == f"{elements * 6 + elements * 12 // ranks:,}"
     for kind, itemsize in (("gathers", 2), ("reduces", 4)):
         sent = elements * itemsize * (ranks - 1) / ranks
         expected = ["34", f"{elements:,}", f"{elements * itemsize / 2**20:,.2f}", f"{sent / 2**20:,.2f}"]
@@ -100,8 +100,10 @@ def check_mistral(text: str, ranks: int) -> None:
 def test_auto_says_what_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*MISTRAL, "--dataset_source=random", "--num_workers=0", "--micro_batch_size=1"]
     text = page(capsys, *flags, "--world_size=8", "--zero_stage=auto", "--layers_per_stage=auto")
-    assert re.search(r"^--zero_stage=auto is \d, the lowest whose predicted peak fits: ZeRO-1 [\d.]+ GiB", text, re.M)
-    assert "\n--layers_per_stage=auto is 1: the weights of a block are 416.0 MiB, and with 8 ranks" in text
+    assert re.search(
+        r"^--zero_stage=auto is \d, the lowest stage whose predicted peak fits: ZeRO-1 [\d.]+ GiB", text, re.M
+    )
+    assert "\n--layers_per_stage=auto is 1: the weights of a block take 416.0 MiB, and with 8 ranks" in text
 
 
 def test_frozen_parameters_and_the_other_device(capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,23 +123,21 @@ def test_one_rank_and_no_iterations(capsys: pytest.CaptureFixture[str]) -> None:
     text = page(capsys, *TINY, "--train_iters=0", "--mlp_recompute_level=full")
     assert "dry run for 1 GPU of 80 GB" in text and "traffic: none with one rank" in text
     assert "full *" in text and "none *" not in text
-    assert "with --train_iters=0 nothing is trained" in text
+    assert "--train_iters=0 trains nothing" in text
 
 
 def test_batches_that_change_or_do_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
     """The page is that of the largest batch; padding is named, and validations in larger micro-batches decide."""
     flags = ["--batch_size=none", "--batch_size_schedule=0:4 10:13", "--micro_batch_size=2", "--train_iters=20"]
     text = page(capsys, *TINY, *flags, "--allow_nondivisible_batch_size=1", "--world_size=2", "--sequence_length=32")
-    assert "largest batch: 13 samples = 2 in a micro-batch x 4 depth-first x 1 breadth-first x 2 ranks" in text
-    assert " - 3 of padding" in text and "416 tokens an iteration" in text
+    assert "largest batch: 13 samples = 2 per micro-batch x 4 depth-first x 1 breadth-first x 2 ranks" in text
+    assert " - 3 padding" in text and "416 tokens per iteration" in text
     assert f"{32 * (10 * 4 + 10 * 13):,} tokens in 20 iterations" in text
-    assert "iterations done and samples of those that follow: 0:4 10:13" in text
+    assert "schedule (iterations done:samples per iteration from there on): 0:4 10:13" in text
     small = ["--micro_batch_size=1", "--batch_size=64", "--validation_iters=2"]
     large = page(capsys, *TINY, *small, "--eval_micro_batch_size=64")
-    assert "64 samples in a micro-batch of a validation" in large and "evaluation" in large
-    peaks = [
-        float(numbers(text, "most at any time")[0].replace(",", "")) for text in (page(capsys, *TINY, *small), large)
-    ]
+    assert "64 samples per micro-batch of a validation" in large and "evaluation" in large
+    peaks = [float(numbers(text, "peak  ")[0].replace(",", "")) for text in (page(capsys, *TINY, *small), large)]
     assert peaks[0] < peaks[1] / 2
 
 
@@ -177,6 +177,6 @@ def test_recomputed_blocks_keep_their_input(capsys: pytest.CaptureFixture[str]) 
     for layers in (0, 2, 4):
         text = page(capsys, *TINY, "--batch_size=1", "--device=cpu", f"--recompute_layers={layers}")
         if layers:
-            assert numbers(text, f"of the first {layers}, each") == ["0.02"] * 3
+            assert numbers(text, f"each of the first {layers}") == ["0.02"] * 3
         held.append(float(numbers(text, "all layers, 1 micro-batch")[0]))
     assert "block inputs" in text and held[0] - held[1] == pytest.approx(held[1] - held[2], abs=0.02) and held[2] < 0.2
