@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_lite.checkpoint import files, manifest
 from megatron_lite.checkpoint.compatibility import keeps_moments, saved_optimizer
 from megatron_lite.checkpoint.manifest import MOMENTS, DamagedError, Manifest, SavedParameter, dtype_name
-from megatron_lite.distributed.checkpoint_agreement import first_problem
+from megatron_lite.distributed.agreement import first_problem
 from megatron_lite.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from megatron_lite.checkpoint.manifest import Manifest, SavedFile
 from megatron_lite.checkpoint.reading import changes, check_parameters, fill, find_checkpoints, verify
 from megatron_lite.checkpoint.retention import checkpoints_to_delete
 from megatron_lite.config import Config, flatten
-from megatron_lite.distributed.checkpoint_agreement import first_problem, together
+from megatron_lite.distributed.agreement import first_problem, write_together
 from megatron_lite.errors import CheckpointError, DamagedError
 from megatron_lite.run.durable_files import sync_folder
 
@@ -87,9 +87,10 @@ def save(
 
     what = f"the checkpoint of iteration {iteration}"
     try:
-        together(distributed, what, root, 0, prepare)
-        written = together(distributed, what, temporary / own_name, sum(tensor.num_bytes for tensor in tensors), write)
-        together(distributed, what, folder, 0, lambda: finish([files.WrittenFile(*file) for file in written]))
+        write_together(distributed, what, root, prepare)
+        own_bytes = sum(tensor.num_bytes for tensor in tensors)
+        written = write_together(distributed, what, temporary / own_name, write, own_bytes)
+        write_together(distributed, what, folder, lambda: finish([files.WrittenFile(*file) for file in written]))
     except Exception:
         if distributed.rank == 0:
             files.remove_folder(temporary)

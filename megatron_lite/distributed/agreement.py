@@ -1,40 +1,111 @@
-"""What fails on one rank fails on all, with one message: no rank waits for one that is gone."""
+"""A failure on one rank becomes a failure on all of them, with one message: no rank waits for one that is gone."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 from megatron_lite import errors
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.errors import as_run_error
+from megatron_lite.errors import DamagedError, RunError, StorageError, as_run_error
 
 T = TypeVar("T")
 
 
 def together(distributed: Distributed, action: Callable[[], T]) -> T:
-    """Run an action on every rank; if it fails on any, all raise the error of the first that failed.
+    """Run an action on every rank; if it fails on any, raise the error of the first rank that failed on all.
 
-    A defect of the program (an error that is not expected) is raised where it happens; the others lose that peer.
+    A defect of the program (an unexpected error) is raised where it happens; the other ranks lose that peer.
     """
-    failure: errors.RunError | None = None
-    result: list[T] = []
+    result, failures = _attempt(distributed, action, _describe_expected)
+    _raise_first(failures)
+    return cast(T, result)
+
+
+def raise_first(distributed: Distributed, failure: RunError | None) -> None:
+    """Exchange every rank's failure, or None, and raise the first one on all ranks; rank 0 reports it."""
+    _raise_first(distributed.gather_objects(None if failure is None else _describe_expected(failure)))
+
+
+def write_together(
+    distributed: Distributed, what: str, path: Path, action: Callable[[], Any], bytes_needed: int = 0
+) -> list[Any]:
+    """Run an action that writes to `path` on every rank; return its results (JSON) in rank order.
+
+    Raises:
+        StorageError: on every rank, if the action raised OSError on any: rank, path, reason, the bytes this rank's
+            action needs and the bytes free. Any other exception is raised unchanged on the rank where it happened.
+    """
+    failed: list[Exception] = []
+
+    def describe(error: Exception) -> str:
+        failed.append(error)
+        return _describe_write(error, path, bytes_needed)
+
+    result, failures = _attempt(distributed, action, describe)
+    if failed and not isinstance(failed[0], OSError):
+        raise failed[0]
+    problems = [f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure is not None]
+    if problems:
+        raise StorageError(
+            f"cannot save {what}: {'; '.join(problems)}. Earlier files are untouched: free some space or make the "
+            "directory writable, then start the same command again"
+        )
+    return distributed.gather_objects(result)
+
+
+def first_problem(distributed: Distributed, action: Callable[[], None]) -> str | None:
+    """Run an action that reads on every rank; return the problem of the first rank that has one, else None."""
+    _, problems = _attempt(distributed, action, _describe_read)
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _attempt(
+    distributed: Distributed, action: Callable[[], T], describe: Callable[[Exception], Any]
+) -> tuple[T | None, list[Any]]:
+    """Run an action on every rank; return this rank's result and every rank's described failure, None for success.
+
+    An exception that `describe` answers with None is raised here and now.
+    """
+    result, failure = None, None
     try:
-        result.append(action())
+        result = action()
     except Exception as error:
-        failure = as_run_error(error)
+        failure = describe(error)
         if failure is None:
             raise
-    raise_first(distributed, failure)
-    return result[0]
+    return result, distributed.gather_objects(failure)
 
 
-def raise_first(distributed: Distributed, failure: errors.RunError | None) -> None:
-    """Every rank brings its failure or None; all raise the first one, of which rank 0 will then speak."""
-    own = None if failure is None else [type(failure).__name__, str(failure), failure.recorded]
-    for rank, failed in enumerate(distributed.gather_objects(own)):
-        if failed is not None:
-            kind, message, recorded = failed
-            shared: errors.RunError = getattr(errors, kind)(message if rank == 0 else f"rank {rank}: {message}")
-            shared.agreed, shared.recorded = True, recorded
-            raise shared
+def _raise_first(failures: list[Any]) -> None:
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            kind, message, recorded = failure
+            error: RunError = getattr(errors, kind)(message if rank == 0 else f"rank {rank}: {message}")
+            error.agreed, error.recorded = True, recorded
+            raise error
+
+
+def _describe_expected(error: Exception) -> tuple[str, str, bool] | None:
+    expected = as_run_error(error)
+    return None if expected is None else (type(expected).__name__, str(expected), expected.recorded)
+
+
+def _describe_write(error: Exception, path: Path, bytes_needed: int) -> str:
+    if not isinstance(error, OSError):
+        return f"{path}: {type(error).__name__}: {error}"
+    try:
+        usage = os.statvfs(next(parent for parent in (path, *path.parents) if parent.exists()))
+        free = f"{usage.f_bavail * usage.f_frsize:,}"
+    except (OSError, StopIteration):
+        free = "unknown"
+    needed = f"{bytes_needed:,} bytes needed, " if bytes_needed else ""
+    return f"{path}: {error.strerror or error} ({needed}{free} bytes free)"
+
+
+def _describe_read(error: Exception) -> str | None:
+    if isinstance(error, DamagedError):
+        return str(error)
+    return f"{error.filename or ''}: {error.strerror or error}" if isinstance(error, OSError) else None

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_lite.checkpoint import files
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.config.structured_values import size_bytes
-from megatron_lite.distributed.checkpoint_agreement import together
+from megatron_lite.distributed.agreement import write_together
 from megatron_lite.errors import NumericsError
 from megatron_lite.huggingface.architectures import check_exportable
 from megatron_lite.huggingface.export_folder import ExportFolder, FilePlan, their_tensor
@@ -95,10 +95,10 @@ def save_huggingface(
             files.publish(temporary, directory, files.has_only_our_files)
 
     try:
-        together(distributed, what, directory.parent, 0, prepare)
+        write_together(distributed, what, directory.parent, prepare)
         num_bytes = {spec.name: spec.numel * dtype.itemsize for spec in specs}
         _write_all(distributed, what, temporary, num_bytes, folder, weights)
-        together(distributed, what, directory, 0, finish)
+        write_together(distributed, what, directory, finish)
     except BaseException:
         if is_writer:
             files.remove_folder(temporary)
@@ -130,9 +130,9 @@ def _write_all(
                 failure = error
         waiting_bytes += num_bytes[name]
         if waiting_bytes >= AGREE_BYTES:
-            together(distributed, what, path, total_bytes, settle)
+            write_together(distributed, what, path, settle, total_bytes)
             waiting_bytes = 0
-    if overflow := together(distributed, what, path, total_bytes, settle)[0]:
+    if overflow := write_together(distributed, what, path, settle, total_bytes)[0]:
         raise NumericsError(
             f"{overflow}, which --export_dtype cannot hold: nothing was exported; write --export_dtype=bf16 or fp32"
         )
