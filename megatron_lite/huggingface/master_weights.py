@@ -41,7 +41,7 @@ def _put_together(part: Part, distributed: Distributed, average: bool) -> Tensor
     gathered = torch.empty(world_size, step, device=distributed.device)
     for start in range(0, shard_numel, step):
         end = min(start + step, shard_numel)
-        own = part.average[start:end] if average and part.average is not None else part.weights.read(start, end)
+        own = part.average[start:end] if average and part.average is not None else part.weights.read(slice(start, end))
         if world_size > 1:
             gathered[distributed.rank, : end - start] = own
             distributed.all_gather(gathered.view(-1), "export").wait()

@@ -10,9 +10,8 @@ as optax has it) the last line takes, in place of m / (1 - beta1^t), what m will
 
     beta1 * m / (1 - beta1^(t+1)) + (1 - beta1) * g / (1 - beta1^t)
 
-Gradients are read in whatever dtype they have. The master weights w are
-fp32, or split into bf16 weights and 16-bit remainders (see `copying.py`); beside fp32 ones the weights in the training
-dtype are written in the same pass, where a memory is given for them. Where `skipped` is set nothing is written at all.
+Gradients are read in whatever dtype they have. The weights are a `WeightShard`, of which every form is updated in the
+same pass. Where `skipped` is set nothing is written at all.
 
 The kernel is launched once for a shard. Its blocks find what holds for them (learning-rate scale, weight decay) in a
 table with a row for each range of the shard that is updated alike; no block crosses a border. One launch for each range
@@ -31,9 +30,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.kernels.split_weights import narrow
+from megatron_lite.kernels.split_weights import WeightShard, narrow
 from megatron_lite.kernels.triton_support import cdiv, jit, tl
-from megatron_lite.kernels.weights import Weights
 
 # Ranges begin and end at multiples of this, so that the kernel may use wide accesses.
 ALIGNMENT = 64
@@ -44,18 +42,12 @@ CPU_CHUNK_NUMEL, GPU_CHUNK_NUMEL = 2**17, 2**24
 
 
 class Shard(NamedTuple):
-    """What is updated, (n,) each; the first three are the `Weights`."""
+    """Weights, gradient and moments of one rank's shard, (n,) each."""
 
-    master: Tensor | None
-    rounded: Tensor | None
-    remainder: Tensor | None
+    weights: WeightShard
     gradient: Tensor  # left alone by the kernel, unscaled by the reference, or overwritten
     exp_avg: Tensor  # m, fp32
     exp_avg_sq: Tensor  # v, fp32
-
-    @property
-    def weights(self) -> Weights:
-        return Weights(self.master, self.rounded, self.remainder)
 
 
 class Range(NamedTuple):
@@ -122,8 +114,8 @@ def adamw(shard: Shard, ranges: Ranges, control: Control, triton: bool = False) 
 
 
 def _reference(shard: Shard, ranges: Ranges, control: Control) -> None:
-    numbers, gradient, exp_avg, exp_avg_sq = control.numbers, *shard[3:]
-    in_place = shard.rounded is None and gradient.dtype == torch.float32 and not numbers.nesterov
+    numbers, gradient, exp_avg, exp_avg_sq = control.numbers, *shard[1:]
+    in_place = shard.weights.rounded is None and gradient.dtype == torch.float32 and not numbers.nesterov
     for _, row, bounds in chunks(shard, ranges, whole=in_place):
         rate, decay = numbers.learning_rate * row.lr_scale, numbers.weight_decay * row.decay_scale
         weights = shard.weights.read(bounds)
@@ -147,7 +139,7 @@ def _reference(shard: Shard, ranges: Ranges, control: Control) -> None:
                 grad_scale=control.grad_scale,
                 found_inf=control.skipped,
             )
-        shard.weights.write(bounds, weights)
+        shard.weights.write(weights, bounds)
 
 
 # -- parts of the reference, of this and of `adamw_clipped.py` --------------------------------------------------------
@@ -241,12 +233,14 @@ def _launch(shard: Shard, ranges: Ranges, control: Control) -> None:
 
 
 def pointers(shard: Shard) -> list[Tensor | None]:
-    """A shard as kernels take it."""
-    assert all(tensor is None or tensor.is_contiguous() for tensor in shard)
-    if shard.remainder is None:
-        return list(shard)
-    assert shard.rounded is not None and shard.rounded.dtype == torch.bfloat16
-    return [shard.master, shard.rounded.view(torch.int16), *shard[2:]]
+    """Return the six tensors that a kernel takes: master, rounded, remainder, gradient, m, v."""
+    master, rounded, remainder = shard.weights.master, shard.weights.rounded, shard.weights.remainder
+    if remainder is not None:
+        assert rounded is not None and rounded.dtype == torch.bfloat16
+        rounded = rounded.view(torch.int16)
+    tensors = [master, rounded, remainder, *shard[1:]]
+    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+    return tensors
 
 
 @jit
@@ -334,7 +328,7 @@ def store_weights(weight, master_ptr, rounded_ptr, remainder_ptr, offsets, mask)
         if rounded_ptr is not None:
             tl.store(rounded_ptr + offsets, narrow(weight, rounded_ptr.dtype.element_ty), mask=mask)
     else:
-        # As `copying.split`: a NaN with all payload bits set would be rounded over the edge, to zero.
+        # As `split_weights.split`: a NaN with all payload bits set would be rounded over the edge, to zero.
         bits = tl.where(weight == weight, weight.to(tl.int32, bitcast=True), 0x7FC00000)
         high = (bits + 0x8000) >> 16
         tl.store(rounded_ptr + offsets, high.to(tl.int16), mask=mask)

@@ -68,7 +68,7 @@ def adamw_weights(shard: Shard, ranges: Ranges, factors: Tensor, control: Contro
         else:
             gradient = shard.gradient[bounds].float() / control.divisor
             descend(weights, direction(shard, bounds, gradient, control), decay, rate, control)
-        shard.weights.write(bounds, weights)
+        shard.weights.write(weights, bounds)
 
 
 def _keeps(shard: Shard) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.kernels.adamw import CPU_CHUNK_NUMEL, GPU_CHUNK_NUMEL, Range
-from megatron_lite.kernels.weights import Weights
+from megatron_lite.kernels.split_weights import WeightShard
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Numbers:
 
 
 def sgd(
-    weights: Weights, gradient: Tensor, exp_avg: Tensor, rows: Sequence[Range], numbers: Numbers, momentum: float
+    weights: WeightShard, gradient: Tensor, exp_avg: Tensor, rows: Sequence[Range], numbers: Numbers, momentum: float
 ) -> None:
     """Update a shard in place."""
     skipped = numbers.skipped.bool()
@@ -47,7 +47,7 @@ def sgd(
 
 
 def lion(
-    weights: Weights,
+    weights: WeightShard,
     gradient: Tensor,
     exp_avg: Tensor,
     rows: Sequence[Range],
@@ -76,7 +76,7 @@ def muon_momentum(
 
 
 def descend(
-    weights: Weights, update: Tensor, rows: Sequence[Range], numbers: Numbers, factors: Sequence[float]
+    weights: WeightShard, update: Tensor, rows: Sequence[Range], numbers: Numbers, factors: Sequence[float]
 ) -> None:
     """Decay the weights of each row, and move them against the update times the row's factor of the learning rate."""
     skipped = numbers.skipped.bool()
@@ -86,13 +86,19 @@ def descend(
 
 
 def _descend(
-    weights: Weights, bounds: slice, update: Tensor, row: Range, numbers: Numbers, skipped: Tensor, factor: float = 1.0
+    weights: WeightShard,
+    bounds: slice,
+    update: Tensor,
+    row: Range,
+    numbers: Numbers,
+    skipped: Tensor,
+    factor: float = 1.0,
 ) -> None:
     rate = numbers.learning_rate * row.lr_scale
     values = weights.read(bounds)
     decayed = values * (1 - rate * numbers.weight_decay * row.decay_scale)
     _keep(values, decayed.add_(update, alpha=-rate * factor), skipped)
-    weights.write(bounds, values)
+    weights.write(values, bounds)
 
 
 def _keep(old: Tensor, new: Tensor, skipped: Tensor) -> None:

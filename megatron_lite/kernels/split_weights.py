@@ -1,20 +1,20 @@
-"""Flat ranges copied or added with a change of dtype, and fp32 values split into bf16 and a 16-bit remainder.
+"""The weights of a shard, in the forms that optimizers read and write; flat copies with a change of dtype.
 
+    split: rounded = bf16(value), half up; remainder = bits(value) - (bits(rounded) << 16); joining restores every bit
     copy: target = source        add: target = target + source, in fp32, rounded once
-    split: rounded = bf16(value), half up; remainder = bits(value) - (bits(rounded) << 16); joined again: every bit
 
-One memory pass each with torch's functions too, so that only the width of the accesses matters, and most copies of a
-step stay torch's: between equal dtypes and from fp32 to a narrower one (weights into a buffer of ZeRO 3, shards that
-accumulate) its accesses are wide, and filling with zero is a memset. The kernel is for large gradients in a narrower
-dtype that are written or added to fp32 memory, where torch looks at the dtype of every single element; no step does
-that where products accumulate in fp32 (see `linear.py`), so it is measured beside torch's, and not called. AdamW
-writes its weights in both dtypes in one pass and needs no copy (see `adamw.py`).
+`copy` and `add` have a Triton kernel, which training does not call: the benchmarks compare it with torch. Torch copies
+with wide accesses between equal dtypes and from fp32 to a narrower one; only a narrow gradient written or added to fp32
+memory makes it check the dtype of every element, and products accumulate in fp32 already (see `linear.py`). AdamW
+writes its weights in both dtypes in one pass (see `adamw.py`).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +23,69 @@ from megatron_lite.kernels.triton_support import cdiv, jit, tl
 
 BLOCK = 1024
 NUM_WARPS = 8  # 4 elements per thread: 16 bytes of fp32
+# Elements split or joined at a time, which bounds the temporaries.
+CPU_CHUNK_NUMEL, GPU_CHUNK_NUMEL = 2**18, 2**22
+ALL = slice(None)
+
+
+@dataclass
+class WeightShard:
+    """The weights of one rank's shard of a flat range, (n,), in every form that is kept.
+
+    A plain shard is `master`, with `rounded` beside it where a weight buffer in a narrower dtype belongs to one stage
+    only. A split shard is `rounded` (bf16) and `remainder`: 2 bytes per element less than fp32 beside bf16, and exact.
+    Optimizers update every form, so that a gather finds `rounded` up to date.
+    """
+
+    master: Tensor | None  # fp32 (frozen weights: any dtype), perhaps a slice of the weight buffer; None: split
+    rounded: Tensor | None = None  # a slice of the weight buffer
+    remainder: Tensor | None = None  # int16
+
+    @classmethod
+    def split_into(cls, rounded: Tensor) -> WeightShard:
+        """Return a split shard of zeros in a slice of the weight buffer, which must be zero, and a new remainder."""
+        assert rounded.dtype == torch.bfloat16, rounded.dtype
+        return cls(None, rounded, torch.zeros_like(rounded, dtype=torch.int16))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the values that `read` returns."""
+        return torch.float32 if self.master is None else self.master.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of `master` or `remainder`, without `rounded`."""
+        return sum(tensor.nbytes for tensor in (self.master, self.remainder) if tensor is not None)
+
+    def read(self, bounds: slice = ALL) -> Tensor:
+        """Return the weights between two bounds: a view of `master` or, of a split shard, a new fp32 tensor."""
+        if self.master is not None:
+            return self.master[bounds]
+        assert self.rounded is not None and self.remainder is not None
+        return join(self.rounded[bounds], self.remainder[bounds])
+
+    def write(self, values: Tensor, bounds: slice = ALL) -> None:
+        """Store in every form what `read` returned for these bounds, after a change. Leaves `values` as it is."""
+        if self.rounded is None:
+            return
+        if self.remainder is None:
+            self.rounded[bounds].copy_(values)
+            return
+        rounded, remainder = self.rounded[bounds], self.remainder[bounds]
+        for chunk in chunk_bounds(values):
+            split(values[chunk], rounded[chunk], remainder[chunk])
+
+    def round_into(self, weights: Tensor) -> None:
+        """Write the weights in the training dtype to this rank's slice of the weight buffer, unless they are there."""
+        if self.rounded is None and self.master is not None and weights.data_ptr() != self.master.data_ptr():
+            weights.copy_(self.master)
+
+
+def chunk_bounds(tensor: Tensor) -> Iterator[slice]:
+    """Cut a flat tensor into pieces small enough for temporaries."""
+    numel = CPU_CHUNK_NUMEL if tensor.device.type == "cpu" else GPU_CHUNK_NUMEL
+    for start in range(0, tensor.numel(), numel):
+        yield slice(start, min(start + numel, tensor.numel()))
 
 
 def copy(target: Tensor, source: Tensor, triton: bool = False) -> None:

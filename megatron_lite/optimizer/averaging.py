@@ -23,10 +23,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lite.config import AveragingConfig
+from megatron_lite.kernels.split_weights import ALL, chunk_bounds
 from megatron_lite.zero.flat_shard import Part
-
-# Elements of a split master that are put together at a time: bounds the temporaries.
-CPU_CHUNK_NUMEL, GPU_CHUNK_NUMEL = 2**18, 2**22
 
 
 class Averaging:
@@ -81,13 +79,8 @@ def weight_in_sum(config: AveragingConfig, update: int) -> float:
 
 
 def _pieces(part: Part) -> Iterator[tuple[Tensor, Tensor]]:
-    """(average, weights), (n,) each and fp32: of a split master piece by piece, else the whole shard at once."""
-    average = part.average
-    if average is None:
+    """Yield (average, weights), (n,) each and fp32: the whole shard at once or, of a split shard, in chunks."""
+    if part.average is None:
         return
-    step = max(1, average.numel())
-    if part.weights.master is None:
-        step = CPU_CHUNK_NUMEL if average.device.type == "cpu" else GPU_CHUNK_NUMEL
-    for start in range(0, average.numel(), step):
-        end = min(start + step, average.numel())
-        yield average[start:end], part.weights.read(start, end)
+    for bounds in [ALL] if part.weights.master is not None else chunk_bounds(part.average):
+        yield part.average[bounds], part.weights.read(bounds)

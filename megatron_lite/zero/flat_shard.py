@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron_lite.distributed.process_group import Group
+from megatron_lite.kernels.split_weights import WeightShard
 from megatron_lite.parameter import ParameterSpec
 from megatron_lite.seeds import derive_seed
 from megatron_lite.zero.layout import lay_out
-from megatron_lite.zero.weight_shard import SplitWeightShard, WeightShard
 
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -33,7 +33,7 @@ class Precision:
 class Part:
     """See the module. `has_state`: whether there are a gradient shard and moments."""
 
-    weights: WeightShard | SplitWeightShard
+    weights: WeightShard
     average: Tensor | None = None  # of the weights over the updates, (shard_numel,) fp32; None: nobody keeps it
     shows_average = False  # `placed` is where the average is gathered, not the weights
     grad_shard: Tensor
@@ -69,13 +69,14 @@ class Part:
         self.full_weights = full_weights
         self._own_weights = self._own(full_weights)
         dtype = precision.frozen_weights if self.frozen else torch.float32
+        self.shares_weights = owns_weights and full_weights.dtype == dtype
         if precision.split_master and self.has_state:
             assert owns_weights, "split master weights need a weight buffer for each stage"
-            self.weights = SplitWeightShard(self._own_weights)
-        elif owns_weights and full_weights.dtype == dtype:
-            self.weights = WeightShard(self._own_weights, counted=False)
+            self.weights = WeightShard.split_into(self._own_weights)
+        elif self.shares_weights:
+            self.weights = WeightShard(self._own_weights)
         else:
-            self.weights = WeightShard(self._zeros(dtype), True, self._own_weights if owns_weights else None)
+            self.weights = WeightShard(self._zeros(dtype), self._own_weights if owns_weights else None)
         self.moments = {name: self._zeros(torch.float32, self.numel(name)) for name in self._moments}
         if self.has_state:
             assert full_gradients is not None

@@ -230,8 +230,8 @@ class MultiStage:
         scratch = self.group.reduction_scratch_bytes(largest, self.precision.gradients)
         split = self.precision.split_master and self.training
         sizes = {
-            "weight remainders" if split else "weight shards": [part.weights.nbytes for part in trained],
-            "frozen weight shards": [part.weights.nbytes for part in frozen],
+            "weight remainders" if split else "weight shards": [_weight_bytes(part) for part in trained],
+            "frozen weight shards": [_weight_bytes(part) for part in frozen],
             "gradient shards": [0 if part.shares_gradients else part.grad_shard.nbytes for part in stateful],
             "optimizer moments": [moment.nbytes for part in stateful for moment in part.moments.values()],
             "averages": [0 if part.average is None else part.average.nbytes for part in parts],
@@ -337,3 +337,8 @@ class MultiStage:
             for other in self.stages
             if other is not stage and any(layer is lender for layer in other.layers for lender in borrowed)
         )
+
+
+def _weight_bytes(part: Part) -> int:
+    """Bytes of a weight shard outside of the weight buffer."""
+    return 0 if part.shares_weights else part.weights.nbytes

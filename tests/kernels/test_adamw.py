@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_lite.kernels import adamw as module
 from megatron_lite.kernels.adamw import ALIGNMENT, BLOCK, Control, Hyperparameters, Range, Ranges, Shard, adamw
 from megatron_lite.kernels.adamw_clipped import adamw_moments, adamw_weights
-from megatron_lite.kernels.split_weights import join, split
+from megatron_lite.kernels.split_weights import WeightShard, split
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Neither a multiple of the kernel's block nor without one: its blocks end at the borders.
@@ -62,14 +62,18 @@ def make_shard(form: str, gradient_dtype: torch.dtype, numel: int = NUMEL) -> Sh
     elif form != "master alone":
         rounded = inside(weights.to(torch.bfloat16 if form == "bf16 in place" else torch.float16))
     master = None if form == "split" else inside(weights)
-    return Shard(master, rounded, remainder, inside(zeros.to(gradient_dtype)), inside(zeros), inside(zeros))
+    return Shard(
+        WeightShard(master, rounded, remainder), inside(zeros.to(gradient_dtype)), inside(zeros), inside(zeros)
+    )
+
+
+def forms_of(shard: Shard) -> list[Tensor]:
+    """The weights in every form that is kept."""
+    return [tensor for tensor in vars(shard.weights).values() if tensor is not None]
 
 
 def master_of(shard: Shard) -> Tensor:
-    if shard.master is not None:
-        return shard.master
-    assert shard.rounded is not None and shard.remainder is not None
-    return join(shard.rounded, shard.remainder)
+    return shard.weights.read()
 
 
 def control_of(divisor: float, updates: int, skipped: bool = False, numbers: Hyperparameters = NUMBERS) -> Control:
@@ -107,7 +111,7 @@ class Exact:
 
 
 def bits(shard: Shard) -> list[bytes]:
-    return [t.cpu().view(torch.int16).numpy().tobytes() for t in shard if t is not None and t is not shard.gradient]
+    return [t.cpu().view(torch.int16).numpy().tobytes() for t in (*forms_of(shard), *shard[2:])]
 
 
 @pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")  # in what is dropped
@@ -165,11 +169,11 @@ def compare(form: str, dtype: torch.dtype, nesterov: bool, triton: bool, passes:
             assert torch.allclose(ours.cpu().double(), formula, rtol=2e-6, atol=2e-6), updates
         assert torch.allclose(shard.exp_avg_sq.cpu().double(), exact.v, rtol=1e-5, atol=0), updates
         if form.endswith("in place"):
-            assert shard.rounded is not None and torch.equal(shard.rounded, master_of(shard).to(shard.rounded.dtype))
+            rounded = shard.weights.rounded
+            assert rounded is not None and torch.equal(rounded, master_of(shard).to(rounded.dtype))
     drop(updates)
-    for tensor in shard:
-        if tensor is not None:
-            assert (around(tensor) == MARK).all(), "something beside the shard was written"
+    for tensor in (*forms_of(shard), *shard[1:]):
+        assert (around(tensor) == MARK).all(), "something beside the shard was written"
 
 
 @pytest.mark.parametrize("triton", [False, True])
@@ -216,7 +220,7 @@ def test_sums_have_the_same_bits_each_time_and_wherever_a_range_lies(triton: boo
     whole = make_shard("master alone", torch.float32)
     whole.gradient.copy_(draw(1))
     own = slice(rows[1].start, rows[1].end)
-    alone = Shard(*(None if tensor is None else tensor[own].clone() for tensor in whole))
+    alone = Shard(WeightShard(master_of(whole)[own].clone()), *(tensor[own].clone() for tensor in whole[1:]))
     sums = adamw_moments(whole, Ranges(rows, DEVICE), control_of(3.0, 1), triton)
     again = adamw_moments(alone, Ranges([Range(0, BLOCK + 128, 1.0, 1.0)], DEVICE), control_of(3.0, 1), triton)
     assert torch.equal(sums[1:2], again) and float(again) > 0.0
@@ -279,7 +283,7 @@ def test_the_kernel_takes_no_memory(form: str, dtype: torch.dtype) -> None:
     assert memory.bytes == 0
     launches.__getitem__.assert_called_once_with((5,))
     given = {argument.data_ptr() for argument in launches[(5,)].call_args.args if isinstance(argument, Tensor)}
-    assert given >= {tensor.data_ptr() for tensor in shard if tensor is not None}, "copies are given to the kernel"
+    assert given >= {tensor.data_ptr() for tensor in (*forms_of(shard), *shard[1:])}, "copies are given to the kernel"
     with NewMemory() as memory:
         adamw(shard, ranges, control)
     assert (memory.bytes > 0) == (form == "split" or dtype != torch.float32)

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_lite.config import AveragingConfig
+from megatron_lite.kernels import split_weights
+from megatron_lite.kernels.split_weights import WeightShard
 from megatron_lite.optimizer import averaging
 from megatron_lite.optimizer.averaging import Averaging, weight_in_sum
 from megatron_lite.zero.stage import Stage
-from megatron_lite.zero.weight_shard import SplitWeightShard, WeightShard
 from tests.support.engine_runs import Engine, LateGroup, Outcome, SimulatedRanks
 from tests.support.harness import run_distributed
 
@@ -35,9 +36,9 @@ SPLIT: Options = {"training_dtype": "bf16", "split_master_weights": True}
 def a_part(weights: Tensor, split: bool = False) -> Any:
     """What `Averaging` needs of a part."""
     if not split:
-        shard: Any = WeightShard(weights, counted=True)
+        shard = WeightShard(weights)
     else:
-        shard = SplitWeightShard(torch.zeros(weights.shape, dtype=torch.bfloat16))
+        shard = WeightShard.split_into(torch.zeros(weights.shape, dtype=torch.bfloat16))
         shard.write(weights)
     return SimpleNamespace(weights=shard, average=torch.zeros(weights.shape))
 
@@ -147,7 +148,7 @@ def test_without_a_state_of_its_type_it_begins_anew(state: dict[str, Any]) -> No
 def test_a_split_master_is_followed_in_pieces_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the fp32 weights that it stands for, whatever the size of the pieces."""
     weights = torch.randn(1000, generator=torch.Generator().manual_seed(2))
-    monkeypatch.setattr(averaging, "CPU_CHUNK_NUMEL", 64)
+    monkeypatch.setattr(split_weights, "CPU_CHUNK_NUMEL", 64)
     results = []
     for split in (False, True):
         part = a_part(weights.clone(), split)

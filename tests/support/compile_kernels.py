@@ -127,8 +127,8 @@ def updates(shape: Shape, rows: int, split: bool, nesterov: bool, passes: int) -
     values = [shape.random(numel, dtype=torch.float32) for _ in range(3)]
     rounded, gradient = shape.random(numel, dtype=torch.bfloat16), shape.random(numel)
     remainder = torch.empty(numel, dtype=torch.int16, device=shape.device)
-    master = (None, rounded, remainder) if split else (values[0], None, None)
-    shard = optimizer.Shard(*master, gradient, *values[1:])
+    weights = split_weights.WeightShard(*((None, rounded, remainder) if split else (values[0],)))
+    shard = optimizer.Shard(weights, gradient, *values[1:])
     borders = range(0, numel, numel // rows)
     ranges = optimizer.Ranges(
         [optimizer.Range(start, start + numel // rows, 1.0, 1.0) for start in borders], values[0].device

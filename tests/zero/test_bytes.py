@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.kernels.split_weights import WeightShard
 from megatron_lite.zero.layout import round_up
 from megatron_lite.zero.multi_stage import MultiStage
-from megatron_lite.zero.weight_shard import SplitWeightShard, WeightShard
 from tests.support.engine_runs import Engine, SimulatedRanks
 from tests.support.harness import layers_of, run_distributed, tiny_config
 
@@ -240,7 +240,7 @@ def bit_patterns() -> Tensor:
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 values -> (bf16 weights, rebuilt fp32)."""
     weights = torch.zeros(values.shape, dtype=torch.bfloat16)
-    shard = SplitWeightShard(weights)
+    shard = WeightShard.split_into(weights)
     shard.write(values)
     return weights, shard.read()
 
@@ -275,13 +275,13 @@ def test_a_split_weight_is_the_master_rounded_half_up_in_magnitude() -> None:
 def test_parts_of_a_split_shard_are_read_and_written() -> None:
     generator = torch.Generator().manual_seed(1)
     values, others = torch.randn(2, 1000, generator=generator)
-    shard = SplitWeightShard(torch.zeros(1000, dtype=torch.bfloat16))
+    shard = WeightShard.split_into(torch.zeros(1000, dtype=torch.bfloat16))
     shard.write(values)
     before = others.clone()
-    shard.write(others[100:300], 100)
+    shard.write(others[100:300], slice(100, 300))
     assert torch.equal(others, before)
     assert torch.equal(shard.read(), torch.cat([values[:100], others[100:300], values[300:]]))
-    assert torch.equal(shard.read(250, 350), torch.cat([others[250:300], values[300:350]]))
+    assert torch.equal(shard.read(slice(250, 350)), torch.cat([others[250:300], values[300:350]]))
     assert shard.nbytes == 2000 and shard.dtype == torch.float32
 
 

@@ -9,7 +9,7 @@ from megatron_lite.config import OptimizerConfig
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.momentum import lion, sgd
-from megatron_lite.optimizer.rules.rule import Rule, Step, Trained, ranges_of, weights_of
+from megatron_lite.optimizer.rules.rule import Rule, Step, Trained, ranges_of
 
 
 class Momentum(Rule):
@@ -28,4 +28,4 @@ class Momentum(Rule):
     def apply(self, trained: Trained, step: Step) -> None:
         """See `Rule`."""
         part, rows = trained.part, self._ranges[trained.stage.index].rows
-        self._update(weights_of(part), part.grad_shard, part.moments["exp_avg"], rows, step)
+        self._update(part.weights, part.grad_shard, part.moments["exp_avg"], rows, step)

@@ -34,7 +34,7 @@ from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.momentum import descend, muon_momentum
 from megatron_lite.kernels.newton_schulz import orthogonalize, orthogonalize_flops
 from megatron_lite.optimizer.rules.adamw import AdamW
-from megatron_lite.optimizer.rules.rule import Rule, Step, Trained, weights_of
+from megatron_lite.optimizer.rules.rule import Rule, Step, Trained
 from megatron_lite.zero.stage import Stage
 
 
@@ -167,7 +167,7 @@ class Muon(Rule):
         if plan is plans[0]:
             self._orthogonalize(plans)
         plan.buffer.wait()
-        descend(weights_of(plan.part), plan.own, plan.rows, step, plan.factors)
+        descend(plan.part.weights, plan.own, plan.rows, step, plan.factors)
         if plan is plans[-1] and index + 1 < len(self._rounds):
             self._gather(self._rounds[index + 1], step)
 

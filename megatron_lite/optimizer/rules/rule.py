@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megatron_lite.kernels.adamw import Range, Ranges, Shard
 from megatron_lite.kernels.momentum import Numbers
-from megatron_lite.kernels.weights import Weights
 from megatron_lite.zero.flat_shard import Part
 from megatron_lite.zero.stage import Stage
 
@@ -54,7 +53,7 @@ class Rule:
 
 def shard_of(part: Part) -> Shard:
     """What is updated, as the kernels take it; for optimizers with Adam's moments."""
-    return Shard(*weights_of(part), part.grad_shard, part.moments["exp_avg"], part.moments["exp_avg_sq"])
+    return Shard(part.weights, part.grad_shard, part.moments["exp_avg"], part.moments["exp_avg_sq"])
 
 
 def ranges_of(part: Part, rank: int, device: torch.device, apart: bool = False) -> Ranges:
@@ -63,8 +62,3 @@ def ranges_of(part: Part, rank: int, device: torch.device, apart: bool = False) 
     """
     rows = [row for row in part.layout.update_ranges(rank, apart) if not (row.is_matrix and part.whole_matrices)]
     return Ranges([Range(row.start, row.end, row.lr_scale, float(row.weight_decay)) for row in rows], device)
-
-
-def weights_of(part: Part) -> Weights:
-    """The weights alone, for optimizers with other moments."""
-    return Weights(part.weights.master, part.weights.rounded, part.weights.remainder)

@@ -323,7 +323,8 @@ def adamw_call(shape: Shape, split: bool) -> Callable[[bool], Any]:
     remainder = torch.empty(numel, dtype=torch.int16, device=device) if split else None
     if remainder is not None:
         split_weights.split(master, rounded, remainder)
-    shard = optimizer.Shard(None if split else master, rounded, remainder, gradient, exp_avg, exp_avg_sq)
+    weights = split_weights.WeightShard(None if split else master, rounded, remainder)
+    shard = optimizer.Shard(weights, gradient, exp_avg, exp_avg_sq)
     border = numel // (4 * optimizer.ALIGNMENT) * 3 * optimizer.ALIGNMENT  # behind it, no weight decay
     ranges = optimizer.Ranges([optimizer.Range(0, border, 1.0, 1.0), optimizer.Range(border, numel, 1.0, 0.0)], device)
     one, none = torch.ones((), device=device), torch.zeros((), device=device)
