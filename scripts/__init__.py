@@ -1,1 +1,1 @@
-"""Programs that users type, the writers of generated documents, and the benchmarks."""
+"""Commands that users type, writers of generated documents, and benchmarks."""

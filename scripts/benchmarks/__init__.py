@@ -1,1 +1,1 @@
-"""Measurements for docs/benchmarks.md: training beside the peers, and the report of a GPU."""
+"""Measurements for docs/benchmarks.md: training beside the peers, and the GPU report."""

@@ -1,1 +1,1 @@
-"""Writers of the generated tables in docs/: `python -m scripts.docs.flags`, run from the checkout."""
+"""Writers of the generated tables in docs/, for example `python -m scripts.docs.flags`."""

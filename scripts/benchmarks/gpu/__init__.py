@@ -1,1 +1,1 @@
-"""The report of a GPU, which `bash scripts/gpu_report.sh` writes."""
+"""Tests and measurements on one GPU, collected by `bash scripts/gpu_report.sh`."""

@@ -1,1 +1,1 @@
-"""Step time, traffic and memory of training beside the peers: `torchrun -m scripts.benchmarks.training`."""
+"""Training beside PyTorch and Hugging Face: `torchrun -m scripts.benchmarks.training`."""

@@ -1,7 +1,7 @@
-"""Our rows of the benchmark: the engine with its own layers, or with the very modules that the peers train.
+"""Our rows of the benchmark: the engine with its own layers, or with the peers' plain modules.
 
-A plain module becomes a layer by having its parameters replaced by declared ones of the same names. What autograd
-computes for them goes into the stage's gradient buffer as soon as it is there.
+A plain module becomes a layer when its parameters are replaced by declared ones of the same names. A hook moves each
+gradient from autograd into the stage's gradient buffer as soon as it exists.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from scripts.benchmarks.training.model import Embedding, Head, PlainGPT, paramet
 
 
 class Engine:
-    """megatron_lite, built from its own parts and driven by the training loop's own step."""
+    """The engine, built from its own parts and driven by the `train_step` of the training loop."""
 
     def __init__(self, config: Config, distributed: Distributed, layers: Sequence[Layer] | None = None) -> None:
         kernels = choose_kernels(config, distributed.device)
@@ -52,10 +52,10 @@ class Engine:
         assert config.multi_stage.zero_stage != "auto"
         self.zero_stage, self._iteration = config.multi_stage.zero_stage or 1, 0
         self.tied = config.model.tie_word_embeddings
-        self.counted_bytes = 0  # sent by all ranks in the latest step, as the engine's own books have it
+        self.counted_bytes = 0  # sent by all ranks in the last step, as counted by the engine
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        """The loss comes back summed over all ranks; the mean over ranks of what is returned is the mean loss."""
+        """Train one step; return the mean loss over the tokens of all ranks, the same on every rank."""
         traffic = self._run.distributed.traffic
         traffic.take()
         self._iteration += 1
@@ -65,23 +65,23 @@ class Engine:
         return loss
 
     def finish(self) -> None:
-        """Gathers for the next step begin beside the optimizer."""
+        """Wait for the gathers of the next step, which start during the update."""
         for stage in self.model.stages:
             stage.weights.wait()
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(global name, full weight), valid until the next one is asked for. Every rank has to iterate to the end."""
+        """Yield (global name, full weight), valid until the next item. Every rank must iterate to the end."""
         return self.model.full_weights()
 
     def memory_bytes(self) -> dict[str, int]:
-        """As printed at the start of a run."""
+        """Return state memory by kind, as printed at the start of a run."""
         return self.model.memory_bytes()
 
     def wire_bytes(self) -> int:
-        """What all ranks together have to send in a step by the books: the schedule's collectives times their sizes.
+        """Return the bytes that all ranks send in a step according to the schedule.
 
-        Each collective moves (N - 1) / N of a stage's weights or gradients out of every one of N ranks. The gradient
-        norm and the loss, a few bytes, are left out.
+        Each collective moves (N - 1) / N of a stage's weights or gradients out of each of N ranks. The gradient norm
+        and the loss, a few bytes, are not counted.
         """
         model, total = self.model, 0
         for step in model.training_schedule:
@@ -91,12 +91,12 @@ class Engine:
         return total * (self._world_size - 1)
 
     def stage_sizes(self) -> list[int]:
-        """Parameters of each stage, without padding."""
+        """Return the number of parameters of each stage, without padding."""
         return [sum(slot.numel for part in stage.parts for slot in part.layout.slots) for stage in self.model.stages]
 
 
 class PlainEngine(Engine):
-    """The engine with the plain torch.nn model: nothing but the engine differs from the peers."""
+    """The engine with the plain torch.nn model, so that only the engine differs from the peers."""
 
     def __init__(self, config: Config, distributed: Distributed, model: PlainGPT) -> None:
         super().__init__(config, distributed, plain_layers(config, model))
@@ -105,19 +105,19 @@ class PlainEngine(Engine):
                 setattr(module, name, plain_parameter(cast(Parameter, parameter)))
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        """The plain head returns its loss with the scale, which here is one over the tokens of the global batch."""
+        """Undo the scale in the loss of the plain head: one over the tokens of the global batch."""
         return super().step(micro_batches) * self._tokens
 
 
 def plain_parameter(placed: Parameter) -> nn.Parameter:
-    """An ordinary parameter in the memory of one that has its place in the engine's buffers.
+    """Return an ordinary parameter that shares the memory of an engine parameter.
 
-    Autograd, which keeps weights of plain modules from forward to backward, must not see that the buffer is written in
-    between (ZeRO-3 gathers them again): that is what `.data` is for.
+    Autograd keeps the weights of plain modules from forward to backward. ZeRO-3 gathers them again in between, and
+    `.data` hides that write from autograd.
     """
 
     def move_gradient(parameter: Tensor) -> None:
-        """From where autograd put a fresh gradient into the gradient buffer."""
+        """Move a new gradient from autograd into the gradient buffer."""
         assert parameter.grad is not None
         accumulate(placed, parameter.grad)
         parameter.grad = None
@@ -128,7 +128,7 @@ def plain_parameter(placed: Parameter) -> nn.Parameter:
 
 
 def plain_layers(config: Config, model: PlainGPT) -> list[Layer]:
-    """The modules of a plain model as layers for the engine."""
+    """Wrap the modules of a plain model as layers of the engine."""
     specs = parameter_specs(config)
     for prefix, module in list(model.named_modules()):
         for name, _ in list(module.named_parameters(recurse=False)):
@@ -163,11 +163,11 @@ class PlainBlock(Layer):
 
 
 class PlainHead(Layer):
-    """The plain head as the last layer: its loss is already scaled."""
+    """The plain head as the last layer; its loss is already scaled."""
 
     def __init__(self, head: Head, embedding: PlainEmbedding) -> None:
         super().__init__()
-        self.head, self.lender = head, (embedding,)  # a tuple, so that torch does not count it as part of this module
+        self.head, self.lender = head, (embedding,)  # a tuple hides it from torch's list of submodules
         if head.output is None:
             self.borrows_from = self.lender
 

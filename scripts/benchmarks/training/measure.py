@@ -1,11 +1,13 @@
-"""How the benchmark measures: all configurations in turn, each turn of a few steps between two barriers."""
+"""Measurement: all rows take turns of a few steps between two barriers; counters of the machine beside them."""
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib.metadata
 import math
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,37 +17,37 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+import megatron_lite
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.seeds import derive_seed
-from scripts.benchmarks.training import machine
 
 # --max_others gives up after this many times --turns.
 MAX_REPEATS = 6
 
 
 class Contestant(Protocol):
-    """Anything that can be trained step by step."""
+    """A configuration that trains step by step."""
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        """One update from this rank's micro-batches (b, s + 1); returns its share of the mean loss, ()."""
+        """Train one step on this rank's micro-batches (b, s + 1); return its share of the mean loss, ()."""
         ...
 
     def finish(self) -> None:
-        """Wait for what the last step has left under way, so that it takes no time from whoever is next."""
+        """Wait for everything the last step left in flight, so that it costs the next configuration no time."""
         ...
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full weight), valid until the next one is asked for. All ranks iterate to the end."""
+        """Yield (name, full weight), valid until the next item. Every rank must iterate to the end."""
         ...
 
     def memory_bytes(self) -> dict[str, int]:
-        """State memory of this rank by kind."""
+        """Return the state memory of this rank by kind."""
         ...
 
 
 @dataclass
 class Record:
-    """What was measured of one configuration on this rank, per step: a value a turn, warm-up included."""
+    """Measurements of one row on this rank, per step; one value a turn, warm-up included."""
 
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
@@ -53,17 +55,17 @@ class Record:
     losses: list[float] = field(default_factory=list)  # of every step
     others: list[float] = field(default_factory=list)  # share of the CPUs that other processes took meanwhile
     counts: list[bool] = field(default_factory=list)
-    peak_bytes: list[int] = field(default_factory=list)  # GPU memory of this configuration
-    allocated_bytes: int = 0  # the same now
+    peak_bytes: list[int] = field(default_factory=list)  # GPU memory of this row
+    allocated_bytes: int = 0  # GPU memory that this row holds now
     books: dict[str, Any] = field(default_factory=dict)
     failure: str | None = None
 
 
 class Rounds:
-    """All configurations in turn until enough turns count.
+    """All rows in turn until enough turns count.
 
-    Side by side they are built at the start and live until the end. One at a time, each is built anew for every turn,
-    warmed up, and freed afterwards; then a turn starts from the initial weights.
+    Side by side, rows are built at the start and live until the end. One at a time, each row is rebuilt for every turn,
+    warmed up, and freed afterwards, so every turn starts from the initial weights.
     """
 
     def __init__(
@@ -79,14 +81,14 @@ class Rounds:
         self._make, self._books, self._options, self._distributed = make, books, options, distributed
 
     def run(self) -> Iterator[None]:
-        """Measure, a round between two items. `records` holds the results, `contestants` what is still alive."""
+        """Measure, yielding after every round. `records` holds the results, `contestants` the rows still alive."""
         options, names = self._options, list(self.records)
         if not options.one_at_a_time:
             for name in names:
                 self._build(name)
         warmup = 0 if options.one_at_a_time else options.warmup_turns
         for turn in range(warmup + options.turns * (1 if options.max_others is None else MAX_REPEATS)):
-            first = turn % len(names)  # rotates, so that no configuration always follows the same one
+            first = turn % len(names)  # rotates, so that no row always follows the same one
             for name in names[first:] + names[:first]:
                 if self.records[name].failure is None:
                     self._turn(name, turn, turn >= warmup)
@@ -129,7 +131,7 @@ class Rounds:
         first = turn * options.steps_per_turn
         steps = [make_tokens(options, first + index, self._distributed) for index in range(options.steps_per_turn)]
         if options.max_others is not None and may_count and self._distributed.rank == 0:
-            machine.wait_until_quiet(options.max_others)
+            wait_until_quiet(options.max_others)
         timed_turn(self.contestants[name], record, steps, self._distributed)
         record.books = self._books(self.contestants[name])
         quiet = options.max_others is None or record.others[-1] <= options.max_others
@@ -140,29 +142,24 @@ class Rounds:
         if self._distributed.rank != 0 or not sound:
             return
         loss, load = sound[0].losses[-1], max(record.others[-1] for record in sound)
-        line = f"benchmark: turn {turn + 1}: loss {loss:.6f}, others took up to {load:.0%}, {counted} turns count"
+        line = f"benchmark: turn {turn + 1}: loss {loss:.6f}, other processes up to {load:.0%}, {counted} turns count"
         print(line, file=sys.stderr, flush=True)
-
-
-def allocated_bytes(distributed: Distributed) -> int:
-    """GPU memory that tensors of this process take; 0 on a CPU."""
-    return torch.cuda.memory_allocated() if distributed.device.type == "cuda" else 0
 
 
 def timed_turn(
     contestant: Contestant, record: Record, steps: Sequence[Sequence[Tensor]], distributed: Distributed
 ) -> None:
-    """Steps between two barriers; time stops when this rank is done, traffic is counted when all are."""
+    """Time some steps between two barriers: the time until this rank is done, and the traffic until all are."""
     on_gpu = distributed.device.type == "cuda"
     allocated = allocated_bytes(distributed)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     distributed.barrier()
-    wire_before = machine.loopback_bytes()
+    wire_before = loopback_bytes()
     distributed.barrier()
     if on_gpu:
         torch.cuda.synchronize()
-    cpu_before, busy_before, before = time.process_time(), machine.busy_seconds(), time.perf_counter()
+    cpu_before, busy_before, before = time.process_time(), busy_seconds(), time.perf_counter()
     losses = [contestant.step(micro_batches) for micro_batches in steps]
     contestant.finish()
     if on_gpu:
@@ -170,31 +167,127 @@ def timed_turn(
     record.seconds.append((time.perf_counter() - before) / len(steps))
     distributed.barrier()
     cpu_s, elapsed_s = time.process_time() - cpu_before, time.perf_counter() - before
-    busy_s = machine.busy_seconds() - busy_before if distributed.rank == 0 else 0.0
-    wire_after = machine.loopback_bytes()
+    busy_s = busy_seconds() - busy_before if distributed.rank == 0 else 0.0
+    wire_after = loopback_bytes()
     wire = None if wire_before is None or wire_after is None else (wire_after - wire_before) / len(steps)
     record.wire_bytes.append(None if on_gpu else wire)
-    if on_gpu:  # what others hold meanwhile does not count
-        others = allocated - record.allocated_bytes
-        record.peak_bytes.append(torch.cuda.max_memory_allocated() - others)
-        record.allocated_bytes = allocated_bytes(distributed) - others
+    if on_gpu:  # without the memory that other rows hold meanwhile
+        held_by_others = allocated - record.allocated_bytes
+        record.peak_bytes.append(torch.cuda.max_memory_allocated() - held_by_others)
+        record.allocated_bytes = allocated_bytes(distributed) - held_by_others
     own = torch.tensor([*losses, cpu_s, busy_s], dtype=torch.float64, device=distributed.device)
     *total_losses, total_cpu_s, total_busy_s = distributed.sum_in_rank_order(own).tolist()
     record.losses += [loss / distributed.world_size for loss in total_losses]
     record.cpu_seconds.append(total_cpu_s / len(steps))
-    record.others.append(max(0.0, total_busy_s - total_cpu_s) / (elapsed_s * (os.cpu_count() or 1)))
-    # elapsed_s differs a little between ranks; all of them have to count the same turns.
-    record.others[-1] = float(distributed.broadcast_object(record.others[-1]))
+    # elapsed_s differs a little between ranks, but all ranks must count the same turns.
+    others = share_of_cpus(total_busy_s - total_cpu_s, elapsed_s)
+    record.others.append(float(distributed.broadcast_object(others)))
 
 
 def make_tokens(options: argparse.Namespace, step: int, distributed: Distributed) -> list[Tensor]:
-    """This rank's micro-batches of one step, (b, s + 1) each."""
+    """Draw this rank's micro-batches of one step, (b, s + 1) each."""
     generator = torch.Generator().manual_seed(derive_seed(options.seed, "benchmark", step, distributed.rank))
     shape = (options.micro_batch_size, options.sequence_length + 1)
     return [torch.randint(0, options.vocab_size, shape, generator=generator) for _ in range(options.micro_batches)]
 
 
 def largest_difference(losses: Sequence[Sequence[float]]) -> float:
-    """The largest difference between any two configurations at any step."""
+    """Return the largest difference between any two rows at any step; infinity if a loss is not finite."""
     differences = [max(values) - min(values) for values in zip(*losses, strict=True)]
     return max(differences, default=0.0) if all(map(math.isfinite, differences)) else math.inf
+
+
+# -- the machine -----------------------------------------------------------------------------------------------------
+
+
+def allocated_bytes(distributed: Distributed) -> int:
+    """Return the GPU memory that tensors of this process take; 0 on a CPU."""
+    return torch.cuda.memory_allocated() if distributed.device.type == "cuda" else 0
+
+
+def loopback_bytes() -> int | None:
+    """Return the bytes sent over the loopback device since boot by all processes, or None if unknown."""
+    try:
+        with open("/proc/net/dev", encoding="ascii") as file:
+            fields = {name.strip(): values.split() for name, _, values in (line.partition(":") for line in file)}
+        return int(fields["lo"][8])
+    except (OSError, KeyError, IndexError, ValueError):
+        return None
+
+
+def peak_rss_bytes() -> int | None:
+    """Return the peak resident memory of this process, or None if unknown."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            (line,) = [line for line in file if line.startswith("VmHWM:")]
+        return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        return None
+
+
+def busy_seconds() -> float:
+    """Return the CPU seconds that all processes have used since boot, or 0 if unknown."""
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, file.readline().split()[1:9])
+    except (OSError, ValueError):
+        return 0.0
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def share_of_cpus(cpu_s: float, elapsed_s: float) -> float:
+    """Return CPU seconds as a share of all CPUs during some elapsed time."""
+    return max(0.0, cpu_s) / (elapsed_s * (os.cpu_count() or 1))
+
+
+def wait_until_quiet(max_busy: float, at_most_s: float = 60.0, sample_s: float = 0.5) -> None:
+    """Sleep until all processes together use less than a share of the CPUs, or the time is up."""
+    deadline, busy_s = time.monotonic() + at_most_s, busy_seconds()
+    while time.monotonic() < deadline:
+        time.sleep(sample_s)
+        before, busy_s = busy_s, busy_seconds()
+        if share_of_cpus(busy_s - before, sample_s) <= max_busy:
+            return
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of everything installed that computes."""
+    known = {"python": platform.python_version(), "torch": torch.__version__}
+    known["megatron_lite"] = megatron_lite.__version__
+    if torch.version.cuda is not None:
+        known |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}
+    for name in ("triton", "transformers", "liger_kernel", "torchtitan"):
+        try:
+            known[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return known
+
+
+def describe(device: torch.device, load_before: Sequence[float]) -> dict[str, Any]:
+    """Return the name of the processor or GPU and the load averages of the machine."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    if device.type == "cpu" and os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+        name = names[0] if names else name
+    return {"device": name, "cores": os.cpu_count(), "load_before": load_before, "load_after": os.getloadavg()}
+
+
+def set_switches(threads: int, fp32_matmul: str) -> None:
+    """Set the process-wide switches, which apply to all rows."""
+    torch.set_num_threads(threads)
+    if fp32_matmul == "onednn":
+        # Rounds to bf16 only where the CPU has AMX.
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # type: ignore[attr-defined]
+    elif fp32_matmul == "tf32":
+        torch.set_float32_matmul_precision("high")
+    # Rows share the code of their blocks, so torch.compile must not give up on a row because it has compiled many.
+    torch._dynamo.config.recompile_limit = 64
+
+
+def is_crowded(parameters: int, rows: int, device: torch.device) -> bool:
+    """Return whether this many rows, of at least 18 bytes per parameter, may not fit the GPU side by side."""
+    if device.type != "cuda":
+        return False
+    return 18 * parameters * rows > 0.5 * torch.cuda.get_device_properties(device).total_memory

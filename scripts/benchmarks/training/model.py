@@ -1,7 +1,7 @@
-"""The plain torch.nn model of the benchmark.
+"""The plain torch.nn model of the peers, in the shapes of Llama and GPT-2.
 
-It computes what `megatron_lite.model.gpt` computes, for the shapes of Llama and GPT-2, with parameters of the same
-names; everything is written as one writes it in plain torch, in the variant that measured fastest (docs/benchmarks.md).
+It computes the same function as `megatron_lite.model.gpt` from parameters of the same names, written in ordinary torch,
+in the variants that measured fastest (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Table = tuple[Tensor, Tensor]
 def loss_and_gradient(logits: Tensor, labels: Tensor, scale: Tensor | float) -> tuple[Tensor, Tensor]:
     """Logits (t, v), labels (t,) -> summed cross-entropy, (), and the gradient of `scale` times it, (t, v)."""
     labels = labels[:, None]
-    probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)  # one pass, the cast included
+    probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)  # cast and softmax in one pass
     at_label = probabilities.gather(-1, labels)
     loss = -at_label.log().sum(dtype=torch.float64)
     gradient = probabilities.mul_(scale).scatter_add_(-1, labels, torch.zeros_like(at_label).sub_(scale))
@@ -40,15 +40,16 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, scale: Tensor | float) -> 
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Output projection and loss, logits and their gradient for a chunk of tokens at a time, all of it in the forward
-    pass: what Liger's fused linear cross-entropy and torchtitan's chunked loss do.
+    """Output projection and loss, chunk by chunk of tokens, with all gradients computed in the forward pass.
+
+    Liger's fused linear cross-entropy and torchtitan's chunked loss work the same way.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor | float, function: Callable[..., Any]
     ) -> Tensor:
-        """Hidden (t, h), weight (v, h), labels (t,) -> `scale` times the summed loss; `function` treats a chunk."""
+        """Hidden (t, h), weight (v, h), labels (t,) -> `scale` times the summed loss; `function` computes one chunk."""
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         grad_hidden, grad_weight = torch.empty_like(hidden), None
         tokens = chunk_tokens(hidden.shape[0], hidden.device)
@@ -66,18 +67,18 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        # grad_output is 1: backward starts here.
+        # Backward starts here, so grad_output is 1.
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden, grad_weight, None, None, None
 
 
 def chunk_tokens(tokens: int, device: torch.device) -> int:
-    """Tokens whose logits exist at a time: 256 on a CPU; on a GPU an eighth of all (as torchtitan), at least 1024."""
+    """Return the tokens of a chunk: 256 on a CPU; on a GPU an eighth of all (as in torchtitan), at least 1024."""
     return 256 if device.type == "cpu" else max(1024, -(-tokens // 8))
 
 
 class Attention(nn.Module):
-    """Grouped-query causal attention, with rotary positions if there is a table: (b, s, h) -> (b, s, h)."""
+    """Grouped-query causal attention, with rotary positions if given a table: (b, s, h) -> (b, s, h)."""
 
     def __init__(self, config: ModelConfig, table: Table | None) -> None:
         super().__init__()
@@ -94,7 +95,7 @@ class Attention(nn.Module):
         query, key, value = heads.split(self.sizes, dim=1)
         if self.table is not None:
             query, key = rotate(query, self.table), rotate(key, self.table)
-        if query.is_cuda and query.dtype == torch.float32:  # none of the GPU kernels that take fp32 takes groups
+        if query.is_cuda and query.dtype == torch.float32:  # no GPU kernel takes both fp32 and groups
             key, value = (heads.repeat_interleave(self.sizes[0] // self.sizes[1], dim=1) for heads in (key, value))
         grouped = key.shape[1] != query.shape[1]
         context = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
@@ -102,7 +103,7 @@ class Attention(nn.Module):
 
 
 def rotate(heads: Tensor, table: Table) -> Tensor:
-    """(b, n, s, d) rotated by cos and sin (s, d / 2), half-split layout."""
+    """Rotate (b, n, s, d) by cos and sin (s, d / 2), half-split layout."""
     cos, sin = table
     a, b = heads.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).type_as(heads)
@@ -127,7 +128,7 @@ class MLP(nn.Module):
 
 
 def norm(config: ModelConfig) -> nn.Module:
-    """The normalization of the model."""
+    """Return a normalization layer of the model's kind."""
     kind = nn.RMSNorm if config.normalization_type == "rms_norm" else nn.LayerNorm
     return kind(config.hidden_size, eps=config.layer_norm_eps)
 
@@ -146,7 +147,7 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Words and, if the model has them, learned positions: (b, s) -> (b, s, h)."""
+    """Token embedding, plus learned positions if the model has them: (b, s) -> (b, s, h)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -170,17 +171,17 @@ class Head(nn.Module):
         self.output = None
         if not config.tie_word_embeddings:
             self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.function = loss_and_gradient  # of a chunk; may be replaced by a compiled one
+        self.function = loss_and_gradient  # of one chunk; compile_model replaces it
 
     def forward(self, hidden: Tensor, labels: Tensor, tied: Tensor | None, scale: Tensor | float) -> Tensor:
-        """Hidden (b, s, h) -> `scale` times the summed loss, (); `tied` (v, h) is the weight of a model with ties."""
+        """Hidden (b, s, h) -> `scale` times the summed loss, (); `tied` (v, h): the embedding of a tied model."""
         hidden, labels = self.norm(hidden).flatten(0, 1), labels.flatten()
         weight = tied if self.output is None else self.output.weight
         assert weight is not None
         if self.loss == "full":
             logits = functional.linear(hidden, weight).float()
             return functional.cross_entropy(logits, labels, reduction="sum") * scale
-        if torch.is_autocast_enabled(hidden.device.type):  # which does not see into ChunkedLoss
+        if torch.is_autocast_enabled(hidden.device.type):  # autocast does not reach into ChunkedLoss
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
         return ChunkedLoss.apply(hidden, weight, labels, scale, self.function)
@@ -189,7 +190,7 @@ class Head(nn.Module):
 class PlainGPT(nn.Module):
     """Tokens and labels (b, s) -> this micro-batch's share of the rank's mean loss in a step, ().
 
-    Parameters have no memory at first.
+    Parameters start on the meta device.
     """
 
     def __init__(self, config: Config, loss: str, device: torch.device) -> None:
@@ -213,21 +214,21 @@ class PlainGPT(nn.Module):
 
 
 def tokens_per_rank(config: Config) -> int:
-    """Tokens that a rank trains on in a step."""
+    """Return the tokens that one rank trains on in one step."""
     batch = config.batch
     assert batch.micro_batch_size and batch.sequential_micro_batches
     return batch.sequential_micro_batches * batch.micro_batch_size * batch.sequence_length
 
 
 def parameter_specs(config: Config) -> dict[str, ParameterSpec]:
-    """What the engine declares for this model, by global name: shape, initial values, weight decay."""
+    """Return the engine's declarations for this model by global name: shape, initial values, weight decay."""
     layers = build_gpt(config.model, config.batch.sequence_length)
     declared = [parameter for layer in layers for parameter in layer.parameters()]
     return {parameter.spec.name: parameter.spec for parameter in declared if isinstance(parameter, Parameter)}
 
 
 def initial_value(spec: ParameterSpec, config: Config, device: torch.device) -> Tensor:
-    """The values with which the engine starts, in fp32."""
+    """Return the engine's initial values of one parameter, in fp32."""
     generator = torch.Generator(device=device).manual_seed(derive_seed(config.distributed.seed, spec.name))
     value = torch.empty(spec.shape, device=device)
     spec.initializer.fill(value, generator)
@@ -235,9 +236,9 @@ def initial_value(spec: ParameterSpec, config: Config, device: torch.device) -> 
 
 
 def initialize(module: nn.Module, config: Config, device: torch.device) -> None:
-    """Give a plain model, whole or sharded, memory and the values with which the engine starts.
+    """Allocate a plain model, whole or sharded, and fill it with the engine's initial values.
 
-    One parameter at a time is drawn in full, so that the start needs no more memory than training.
+    Only one full parameter exists at a time, so initialization needs no more memory than training.
     """
     specs = parameter_specs(config)
     module.to_empty(device=device)

@@ -1,26 +1,25 @@
-"""Time of one optimizer step on CPU beside torch.optim.AdamW(fused=True) on the same parameters.
+"""Time one optimizer step on a CPU beside torch.optim.AdamW(fused=True) on the same parameters.
 
     python -m scripts.benchmarks.training.optimizer --threads=1 --output=optimizer.json
     python -m scripts.benchmarks.training.optimizer --threads=2 --max_others=0.05
 
-Only the optimizer runs, in one process: gradients are random, and brought back to the same norm before every step,
-outside of the clock. Each row of ours takes turns with both peers, in an order that rotates, so that whatever else the
-machine does falls on all alike; a ratio is one of times within a turn. Where ours and a peer do the same, their weights
-have to agree at the end, or the program fails (exit code 1). With --max_others only turns count during which other
-processes took less than that share of the CPUs; it waits for such moments. Prints a Markdown table.
+Only the optimizer runs, in one process. Gradients are random and get the same norm before every step, outside of the
+timed section. Each of our rows takes turns with both peers, in a rotating order, and ratios compare times within a
+turn. Where a row and a peer compute the same update, their final weights must agree, or the exit code is 1.
+--max_others counts only turns during which other processes used less than that share of the CPUs, and waits for them.
+Prints a Markdown table. Run from the checkout.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import multiprocessing
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,23 +34,24 @@ from megatron_lite.model.gpt import model_layers
 from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.validation import resolve
 from megatron_lite.zero.multi_stage import MultiStage
-from scripts.benchmarks.training import machine
-from scripts.benchmarks.training.settings import COMMON, MODELS
+from scripts.benchmarks.common import argument_parser, markdown_table, spread_cell, spread_of, write_json
+from scripts.benchmarks.training import measure as machine
+from scripts.benchmarks.training.settings import MODELS
 
 RATE, DECAY, BETAS = 1e-4, 0.1, (0.9, 0.95)
-CLIP = 1.0  # as in training; gradients have these norms:
+CLIP = 1.0  # as in training; gradients have one of these norms:
 LARGE, SMALL = 10.0, 0.5
-MAX_REPEATS = 20  # of the turns asked for, where many do not count
+MAX_REPEATS = 20  # of --turns, where few turns count
 PLAIN, CLIPPED = "AdamW(fused)", "clip_grad_norm_ + AdamW(fused)"
 
 
 class Row(NamedTuple):
-    """One of ours."""
+    """One of our rows."""
 
     name: str
     options: dict[str, Any]
     norm: float  # of the gradient
-    same_as: str | None = None  # the peer that does the same
+    same_as: str | None = None  # the peer with the same update
 
 
 GUARDED = {"clip_grad": CLIP, "skip_bad_steps": True}
@@ -67,29 +67,23 @@ ROWS = (
 
 
 class Ours:
-    """The engine's optimizer on the stages of a model that is never run."""
+    """The engine's optimizer on the stages of a model that never runs."""
 
     def __init__(self, row: Row, options: argparse.Namespace, distributed: Distributed) -> None:
-        sizes, rest = MODELS["llama-39m"]
-        sizes = {name: getattr(options, name, None) or size for name, size in sizes.items()}
-        config = resolve(
-            unflatten(
-                {
-                    **COMMON,
-                    **rest,
-                    **sizes,
-                    "device": "cpu",
-                    "lr": RATE,
-                    "weight_decay": DECAY,
-                    "adam_beta1": BETAS[0],
-                    "adam_beta2": BETAS[1],
-                    "weight_decay_default_mask": "off",
-                    "train_iters": 1,
-                    **row.options,
-                }
-            ),
-            1,
-        )
+        model = MODELS["llama-39m"]
+        values = {
+            **model.options,
+            **{name: getattr(options, name, None) or size for name, size in model.sizes.items()},
+            "device": "cpu",
+            "lr": RATE,
+            "weight_decay": DECAY,
+            "adam_beta1": BETAS[0],
+            "adam_beta2": BETAS[1],
+            "weight_decay_default_mask": "off",
+            "train_iters": 1,
+            **row.options,
+        }
+        config = resolve(unflatten(values), 1)
         kernels = choose_kernels(config, distributed.device)
         self.model = MultiStage(
             model_layers(config, kernels),
@@ -103,63 +97,63 @@ class Ours:
         self.model.initialize(1234)
         self._optimizer = Optimizer(config, self.model.stages, distributed, kernels)
         self._optimizer.averaging.start()
-        self._gradients = {name: parameter.main_grad for name, parameter in self.model.parameters()}
         self._iteration, self._loss = 0, torch.tensor(1.0)
 
     def gradients(self) -> dict[str, Tensor]:
-        """By name, live."""
-        return self._gradients
+        """Return the gradients by name, not copied."""
+        return {name: parameter.main_grad for name, parameter in self.model.parameters()}
 
     def weights(self) -> dict[str, Tensor]:
-        """By name, live."""
-        return {name: weight for name, weight in self.model.full_weights()}
+        """Return the weights by name, not copied."""
+        return dict(self.model.full_weights())
 
     def step(self) -> None:
-        """One update, and what belongs to it."""
+        """Update once."""
         self._iteration += 1
         self._optimizer.step(self._iteration, RATE, self._loss, 1, self.model.updated)
 
 
 class Peer:
-    """torch.optim.AdamW(fused=True), perhaps behind clip_grad_norm_."""
+    """torch.optim.AdamW(fused=True), with or without clip_grad_norm_ before it."""
 
     def __init__(self, weights: dict[str, Tensor], clips: bool) -> None:
         self._parameters = {name: torch.nn.Parameter(weight.clone()) for name, weight in weights.items()}
         for parameter in self._parameters.values():
             parameter.grad = torch.zeros_like(parameter)
-        self._clips, together = clips, list(self._parameters.values())
-        self._adamw = torch.optim.AdamW(together, lr=RATE, betas=BETAS, weight_decay=DECAY, fused=True)
+        self._clips, parameters = clips, list(self._parameters.values())
+        self._adamw = torch.optim.AdamW(parameters, lr=RATE, betas=BETAS, weight_decay=DECAY, fused=True)
 
     def gradients(self) -> dict[str, Tensor]:
-        """By name, live."""
+        """Return the gradients by name, not copied."""
         return {name: parameter.grad for name, parameter in self._parameters.items() if parameter.grad is not None}
 
     def weights(self) -> dict[str, Tensor]:
-        """By name, live."""
+        """Return the weights by name, not copied."""
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def step(self) -> None:
-        """One update, and what belongs to it."""
+        """Clip if asked to, and update once."""
         if self._clips:
             torch.nn.utils.clip_grad_norm_(self._parameters.values(), CLIP)
         self._adamw.step()
 
 
 class Contestant:
-    """Ours or a peer, its gradients and its times."""
+    """Our optimizer or a peer, with its gradients and its times."""
 
     def __init__(self, optimizer: Ours | Peer, norm: float) -> None:
-        self.optimizer, self._norm = optimizer, norm
-        self._gradients, self.seconds = list(optimizer.gradients().values()), list[float]()
+        self.optimizer, self._norm, self.seconds = optimizer, norm, list[float]()
+        gradients = optimizer.gradients()
         generator = torch.Generator().manual_seed(1)
-        for _, gradient in sorted(optimizer.gradients().items()):
-            gradient.normal_(generator=generator)
+        for name in sorted(gradients):
+            gradients[name].normal_(generator=generator)
+        self._gradients = list(gradients.values())
 
     def turn(self, steps: int) -> None:
-        """Some steps; their mean time is one of the times."""
+        """Run some steps and record their mean time."""
         elapsed_s = 0.0
         for _ in range(steps):
-            # Clipping may have changed them. Done for all, so that all find the same in the cache.
+            # A clipped step changes the gradients. Everyone rescales, so that everyone finds the same cache.
             norm = torch.stack(torch._foreach_norm(self._gradients)).norm()
             torch._foreach_mul_(self._gradients, self._norm / norm)
             start_s = time.perf_counter()
@@ -169,7 +163,7 @@ class Contestant:
 
 
 def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
-    """Times of one row and its peers in seconds, by turn, and how far the weights are apart in the end."""
+    """Return seconds per turn of one row and its peers, and the largest difference of their final weights."""
     torch.set_num_threads(options.threads)
     distributed = launch.initialize(unflatten({"device": "cpu"}).distributed)
     ours = Ours(row, options, distributed)
@@ -183,7 +177,7 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     for turn in range(1 + options.turns * (1 if options.max_others is None else MAX_REPEATS)):
         others = _turn([contestants[name] for name in names], options)
         names = names[1:] + names[:1]
-        if turn > 0 and (options.max_others is None or others <= options.max_others):  # the first one warms up
+        if turn > 0 and (options.max_others is None or others <= options.max_others):  # the first turn warms up
             counted.append(turn)
         if len(counted) == options.turns:
             break
@@ -204,58 +198,52 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _turn(contestants: Sequence[Contestant], options: argparse.Namespace) -> float:
-    """Returns the share of the CPUs that others took meanwhile."""
+    """Run one turn of each; return the share of the CPUs that other processes used meanwhile."""
     if options.max_others is not None:
         machine.wait_until_quiet(options.max_others)
     busy_s, own_s, start_s = machine.busy_seconds(), time.process_time(), time.perf_counter()
     for contestant in contestants:
         contestant.turn(options.steps_per_turn)
-    elapsed_s = time.perf_counter() - start_s
     others_s = machine.busy_seconds() - busy_s - (time.process_time() - own_s)
-    return max(0.0, others_s) / (elapsed_s * (os.cpu_count() or 1))
+    return machine.share_of_cpus(others_s, time.perf_counter() - start_s)
 
 
 def to_markdown(result: dict[str, Any]) -> str:
-    """The table, and what it was measured on."""
+    """Return the table, with the machine and versions above it."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    rows = []
+    for row in result["rows"]:
+        ours, *theirs = (row["seconds"][name] for name in ("ours", PLAIN, CLIPPED))
+        if ours:
+            times = [f"{1e3 * statistics.median(seconds):.2f}" for seconds in (ours, *theirs)]
+            ratios = [[a / b for a, b in zip(ours, peer, strict=True)] for peer in theirs]
+            rows.append([row["name"], *times, *(spread_cell(spread_of(ratio), 2) for ratio in ratios)])
+        else:
+            rows.append([row["name"], "no turn counted", "", "", "", ""])
+    header = ("ours", "ms", f"{PLAIN} ms", f"{CLIPPED} ms", f"ours / {PLAIN}", f"ours / {CLIPPED}")
     lines = [
         f"{result['date']}, {result['machine']['device']}, {result['threads']} thread(s); {versions}; "
         f"{result['rows'][0]['parameters']:,} parameters in fp32.",
         "",
-        f"| ours | ms | {PLAIN} ms | {CLIPPED} ms | ours / {PLAIN} | ours / {CLIPPED} |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        *markdown_table(header, rows),
+        "",
+        "Medians over turns; ratios within a turn: median (quartiles).",
     ]
-    for row in result["rows"]:
-        seconds = row["seconds"]
-        if not seconds["ours"]:
-            lines.append(f"| {row['name']} | no turn counted | | | | |")
-            continue
-        times = " | ".join(f"{1e3 * statistics.median(seconds[name]):.2f}" for name in ("ours", PLAIN, CLIPPED))
-        ratios = " | ".join(quartiles(seconds["ours"], seconds[name]) for name in (PLAIN, CLIPPED))
-        lines.append(f"| {row['name']} | {times} | {ratios} |")
-    return "\n".join([*lines, "", "Medians over turns; ratios within a turn: median (quartiles)."])
-
-
-def quartiles(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """Median and quartiles of the ratios."""
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+    return "\n".join(lines)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options of the program."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    add: Callable[..., Any] = parser.add_argument
+    """Parse the command line."""
+    parser = argument_parser(__doc__)
     for name, default in (("threads", 1), ("turns", 15), ("steps_per_turn", 3)):
-        add(f"--{name}", type=int, default=default, help=f"default {default}")
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     for name in ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size"):
-        add(f"--{name}", type=int, help="default: that of llama-39m")
-    add("--only", default="", help="rows whose names contain this")
-    add("--max_others", type=float, help="share of the CPUs that others may take in a turn that counts")
-    add("--output", type=Path, help="JSON file to write")
+        parser.add_argument(f"--{name}", type=int, help="default: that of llama-39m")
+    parser.add_argument("--only", default="", help="run rows whose names contain this text")
+    parser.add_argument(
+        "--max_others", type=float, help="count only turns during which other processes used less of the CPUs"
+    )
+    parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)
     if min(options.threads, options.turns, options.steps_per_turn) < 1:
         parser.error("--threads, --turns and --steps_per_turn must be at least 1")
@@ -263,13 +251,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, print, write; returns the exit code."""
+    """Measure, print and write; return the exit code."""
     options = parse(argv)
     torch.set_num_threads(options.threads)
-    load_before = machine.load_average()
-    # Each row in a process of its own: memory that an earlier row has freed made a later one up to a third slower.
+    load_before = os.getloadavg()
+    # A process per row: memory that an earlier row had freed made a later row up to a third slower.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "scripts.benchmarks.training.model"])  # which import what takes time
+    context.set_forkserver_preload(["torch", "scripts.benchmarks.training.settings"])  # slow imports
     with context.Pool(1, maxtasksperchild=1) as pool:
         rows = [pool.apply(measure, (row, options)) for row in ROWS if options.only in row.name]
     result = {
@@ -279,14 +267,13 @@ def main(argv: Sequence[str]) -> int:
         "machine": machine.describe(torch.device("cpu"), load_before),
         "rows": rows,
     }
-    if options.output is not None:
-        options.output.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    write_json(options.output, result)
     print(to_markdown(result), flush=True)
-    # Each update moves a weight by about the rate, and rounding must stay far below.
-    apart = [one for one in rows if one.get("largest_difference", 0.0) > 1e-3 * RATE * one.get("steps", 0)]
-    for one in apart:
-        print(f"{one['name']}: weights differ from the peer's by {one['largest_difference']:.1e}", file=sys.stderr)
-    return 1 if apart else 0
+    # Each update moves a weight by about the rate; rounding must stay far below.
+    wrong = [row for row in rows if row.get("largest_difference", 0.0) > 1e-3 * RATE * row.get("steps", 0)]
+    for row in wrong:
+        print(f"{row['name']}: weights differ from the peer's by {row['largest_difference']:.1e}", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

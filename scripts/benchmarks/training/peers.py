@@ -1,7 +1,7 @@
-"""The peers of the benchmark: a plain torch.nn model and Hugging Face's, alone, under DDP and under FSDP2.
+"""The peers: the plain torch.nn model and Hugging Face's, in one process, under DDP and under FSDP2.
 
-What a peer's documentation recommends is on: fused AdamW, gradients in DDP's buckets, `no_sync`, one FSDP2 group per
-block, autocast or FSDP2's MixedPrecisionPolicy for bf16, and on a GPU the attention kernels that are fastest there.
+Peers run as their documentation recommends: fused AdamW, gradients as views of DDP's buckets, `no_sync`, one FSDP2
+group per block, autocast or FSDP2's MixedPrecisionPolicy for bf16, and the fastest attention kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -29,15 +29,20 @@ from scripts.benchmarks.training.model import PlainGPT, initial_value, initializ
 
 
 class Peer:
-    """One peer ready to train: the usual loop of zero_grad, backward per micro-batch, clip, step."""
+    """A peer ready to train with the usual loop: zero_grad, backward per micro-batch, clip, step."""
 
     def __init__(
-        self, config: Config, distributed: Distributed, module: nn.Module, keep_gradients: bool = False
+        self,
+        config: Config,
+        distributed: Distributed,
+        module: nn.Module,
+        patch: Liger | None,
+        keep_gradients: bool = False,
     ) -> None:
         self._config, self._device, self._module = config, distributed.device, module
-        self._keep_gradients = keep_gradients  # FSDP2: whole gradients until the last micro-batch
+        self._keep_gradients = keep_gradients  # FSDP2: full gradients until the last micro-batch
         self._autocast = config.distributed.training_dtype == "bf16" and not isinstance(module, FSDPModule)
-        self.patch: AbstractContextManager[Any] = contextlib.nullcontext()  # what holds while this one runs
+        self._patch: AbstractContextManager[Any] = patch or contextlib.nullcontext()  # active while this peer runs
         parameters, options = list(module.parameters()), config.optimizer
         decayed = [parameter for parameter in parameters if parameter.dim() > 1]
         exempt = [parameter for parameter in parameters if parameter.dim() <= 1]  # norms and biases
@@ -50,12 +55,12 @@ class Peer:
         )
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        """One update from micro-batches (b, s + 1); returns this rank's mean loss over its own tokens, ()."""
+        """Train one step on micro-batches (b, s + 1); return the mean loss over this rank's tokens, ()."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self._device)
         for index, part in enumerate(micro_batches):
             part = part.to(self._device)
-            with self._synchronized(index == len(micro_batches) - 1), fastest_attention(self._device), self.patch:
+            with self._synchronized(index == len(micro_batches) - 1), fastest_attention(self._device), self._patch:
                 with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
                     value = self._module(part[:, :-1].contiguous(), part[:, 1:].contiguous())
                 value.backward()
@@ -65,11 +70,11 @@ class Peer:
         return loss
 
     def finish(self) -> None:
-        """Nothing is left under way."""
+        """Return at once: a peer's step leaves nothing in flight."""
 
     @contextlib.contextmanager
     def _synchronized(self, last: bool) -> Iterator[None]:
-        """Gradients are exchanged after the last micro-batch only, where the peer can do that."""
+        """Exchange gradients after the last micro-batch only, where the peer can."""
         if isinstance(self._module, DistributedDataParallel) and not last:
             with self._module.no_sync():
                 yield
@@ -79,30 +84,30 @@ class Peer:
         yield
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(its own name, full weight). Every rank has to iterate to the end."""
+        """Yield (the peer's own name, full weight). Every rank must iterate to the end."""
         for name, parameter in self._module.named_parameters():
             value = parameter.detach()
             yield name.removeprefix("module."), value.full_tensor() if isinstance(value, DTensor) else value
 
     def memory_bytes(self) -> dict[str, int]:
-        """State that this rank holds between steps, by kind; what a step allocates for a while is not in it."""
+        """Return the memory by kind that this rank holds between steps, without the temporaries of a step."""
         parameters = list(self._module.parameters())
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        moments = [value for state in self.optimizer.state.values() for value in state.values() if value.dim() > 0]
-        return {
-            "weights": sum(local_bytes(parameter) for parameter in parameters),
-            "gradients": sum(local_bytes(gradient) for gradient in gradients),
-            "Adam moments": sum(local_bytes(value) for value in moments),
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        kinds: dict[str, list[Tensor]] = {
+            "weights": [*parameters],
+            "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+            "Adam moments": [value for value in states if value.dim() > 0],
         }
+        return {kind: sum(map(local_bytes, tensors)) for kind, tensors in kinds.items()}
 
 
 def local_bytes(tensor: Tensor) -> int:
-    """Bytes of the part of a tensor that lies on this rank."""
+    """Return the bytes of a tensor that lie on this rank."""
     return tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes
 
 
 def fastest_attention(device: torch.device) -> AbstractContextManager[Any]:
-    """On a GPU: cuDNN's attention before flash attention, as torchtitan has it."""
+    """Prefer cuDNN's attention to flash attention on a GPU, as torchtitan does."""
     if device.type != "cuda":
         return contextlib.nullcontext()
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -110,9 +115,9 @@ def fastest_attention(device: torch.device) -> AbstractContextManager[Any]:
 
 
 class HuggingFace(nn.Module):
-    """transformers' own model of this shape with its own loss, starting from the weights that the engine starts from.
+    """The model of this shape in transformers, with its own loss and the engine's initial weights.
 
-    `forward` takes and returns what PlainGPT's does.
+    `forward` takes and returns the same as PlainGPT's.
     """
 
     def __init__(self, config: Config, attention: str, device: torch.device) -> None:
@@ -137,7 +142,7 @@ class HuggingFace(nn.Module):
         return body.h if hasattr(body, "h") else body.layers
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        # shift_labels: what is passed is shifted already; the sum over tokens is divided by num_items_in_batch.
+        # shift_labels: the labels are shifted already; the summed loss is divided by num_items_in_batch.
         output = self.model(
             input_ids=tokens, labels=labels, shift_labels=labels, num_items_in_batch=self.tokens, use_cache=False
         )
@@ -145,10 +150,9 @@ class HuggingFace(nn.Module):
 
 
 class Liger(AbstractContextManager[None]):
-    """Liger's kernels in a Hugging Face model.
+    """Liger's kernels in a Hugging Face model, active inside the `with` block.
 
-    Liger replaces functions of transformers' module as well; they are put back, so that other rows keep their own,
-    and replaced again while this row runs.
+    Liger also replaces functions in the module of transformers. Outside the block they are restored for other rows.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -169,9 +173,9 @@ class Liger(AbstractContextManager[None]):
 
 
 def compile_model(model: PlainGPT | HuggingFace, whole: bool, mode: str, backend: str) -> None:
-    """torch.compile of the whole model, or of every block and the loss (as torchtitan does under FSDP2 and DDP).
+    """Compile the whole model, or each block and the loss (as torchtitan does under FSDP2 and DDP).
 
-    `forward` is compiled and not the module, so that the hooks of DDP and FSDP2 stay outside.
+    Only `forward` is compiled, so that the hooks of DDP and FSDP2 stay outside.
     """
     options: dict[str, Any] = {"backend": backend, "dynamic": False}
     if backend == "inductor":
@@ -185,41 +189,38 @@ def compile_model(model: PlainGPT | HuggingFace, whole: bool, mode: str, backend
         model.head.function = torch.compile(model.head.function, fullgraph=True, **options)
 
 
-def alone(config: Config, distributed: Distributed, model: PlainGPT | HuggingFace) -> Peer:
-    """The model in one process."""
+def replicated(config: Config, distributed: Distributed, model: PlainGPT | HuggingFace, patch: Liger | None) -> Peer:
+    """Train in one process, or on several ranks under DistributedDataParallel with gradients inside its buckets."""
     if isinstance(model, PlainGPT):
         initialize(model, config, distributed.device)
-    return Peer(config, distributed, model)
-
-
-def ddp(config: Config, distributed: Distributed, model: PlainGPT | HuggingFace) -> Peer:
-    """DistributedDataParallel as its documentation recommends: gradients live in the buckets."""
-    if isinstance(model, PlainGPT):
-        initialize(model, config, distributed.device)
-    module = DistributedDataParallel(model, process_group=distributed.group, gradient_as_bucket_view=True)
-    return Peer(config, distributed, module)
+    module: nn.Module = model
+    if distributed.world_size > 1:
+        module = DistributedDataParallel(model, process_group=distributed.group, gradient_as_bucket_view=True)
+    return Peer(config, distributed, module, patch)
 
 
 def fsdp(
     config: Config,
     distributed: Distributed,
     model: PlainGPT | HuggingFace,
-    reshard: bool = True,
-    whole: bool = False,
-    keep_gradients: bool = False,
+    *,
+    reshard: bool,
+    separate_ends: bool,
+    keep_gradients: bool,
+    patch: Liger | None,
 ) -> Peer:
-    """FSDP2, as its documentation recommends: one group per block, the rest in the root's, which stays gathered.
+    """Train under FSDP2 as documented: one group per block; the rest is in the root's group, which stays gathered.
 
-    `whole`: embedding and head are groups of their own, so that every weight is freed after its forward pass.
+    With `separate_ends` embedding and head are groups of their own, so every weight is freed after its forward pass.
     """
     mesh = DeviceMesh.from_group(distributed.group, distributed.device.type)
     policy = MixedPrecisionPolicy()
     if config.distributed.training_dtype == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    ends = [model.embedding, model.head] if whole and isinstance(model, PlainGPT) else []
+    ends = [model.embedding, model.head] if separate_ends and isinstance(model, PlainGPT) else []
     for layer in (*ends, *model.blocks):
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     if isinstance(model, PlainGPT):
         initialize(model, config, distributed.device)
-    return Peer(config, distributed, model, keep_gradients)
+    return Peer(config, distributed, model, patch, keep_gradients)

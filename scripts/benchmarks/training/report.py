@@ -1,15 +1,16 @@
-"""What the benchmark makes of its measurements: spreads, ratios, rates, the memory formula, and the tables."""
+"""Results of the training benchmark: spreads, ratios, rates, the memory formula, targets, and Markdown tables."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from scripts.benchmarks.training.targets import verdicts
+from scripts.benchmarks.common import markdown_table, spread_cell, spread_of
 
 MIB = 2**20
-# Whom the others are compared with, where they take part.
+# Rows that the others are compared with, where they run.
 REFERENCES = (
     "torch",
     "torch compiled",
@@ -22,42 +23,49 @@ REFERENCES = (
     "ZeRO-1",
     "ZeRO-3",
 )
-# Columns of the table with ratios; the JSON has all.
+# The table shows these ratios; the JSON file has all.
 RATIO_COLUMNS = REFERENCES[:-2]
 
 
-def summarize(gathered: Sequence[dict[str, Any]], facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Per configuration: spreads over the turns that count. A step takes as long as its slowest rank.
+@dataclass(frozen=True)
+class Facts:
+    """Numbers of the run that all rows share."""
 
-    `gathered` has a rank's records by name, `facts` tokens_per_step, flops_per_token, peak_tflops and warmup_turns.
+    tokens_per_step: int
+    flops_per_token: dict[str, float]  # "causal" and "full" attention
+    peak_tflops: float | None
+    warmup_turns: int
+
+
+def summarize(gathered: Sequence[dict[str, Any]], facts: Facts) -> dict[str, dict[str, Any]]:
+    """Return spreads over the counted turns per row. A step takes as long as its slowest rank.
+
+    `gathered` holds the records of each rank by row.
     """
-    first_rank = gathered[0]
+    first_rank, ranks = gathered[0], len(gathered)
     sound = {name: record for name, record in first_rank.items() if record["failure"] is None}
-    # Per turn: seconds a step, or None where the turn does not count.
-    seconds = {
-        name: _counted([max(step) for step in zip(*(rank[name]["seconds"] for rank in gathered), strict=True)], record)
-        for name, record in sound.items()
-    }
+    seconds = {}  # seconds a step per turn; None where the turn does not count
+    for name, record in sound.items():
+        turns = zip(*(rank[name]["seconds"] for rank in gathered), strict=True)
+        seconds[name] = _counted([max(turn) for turn in turns], record)
     result = {}
     for name, record in sound.items():
         step_s = spread(seconds[name])
         kinds = record["books"]["state_bytes_by_kind"]
         scratch = kinds.get("communication scratch", 0)
-        peaks = [max(rank[name]["peak_bytes"], default=0) for rank in gathered]
+        wire = [value for value in record["wire_bytes"][facts.warmup_turns :] if value is not None]
         row: dict[str, Any] = {
             "step_s": step_s,
             "cpu_s": spread(_counted(record["cpu_seconds"], record)),
             "others": spread(_counted(record["others"], record)),
-            **rates(step_s["median"] if step_s else None, facts, len(gathered)),
-            "peak_bytes": max(peaks) or None,
-            "wire_bytes": _median(record["wire_bytes"][facts["warmup_turns"] :]) if len(gathered) > 1 else None,
+            **rates(step_s["median"] if step_s else None, facts, ranks),
+            "peak_bytes": max(max(rank[name]["peak_bytes"], default=0) for rank in gathered) or None,
+            "wire_bytes": statistics.median(wire) if wire and ranks > 1 else None,
             "losses": record["losses"],
             "state_bytes": sum(kinds.values()) - scratch,
             "scratch_bytes": scratch,
             **record["books"],
-            "ratios": {
-                other: spread(_ratios(seconds[name], seconds[other])) for other in REFERENCES if other in seconds
-            },
+            "ratios": {other: spread(_ratios(seconds[name], seconds[other])) for other in REFERENCES if other in sound},
         }
         if "formula_bytes" in row:
             row["padding_bytes"] = row["state_bytes"] - row["formula_bytes"]
@@ -65,13 +73,14 @@ def summarize(gathered: Sequence[dict[str, Any]], facts: dict[str, Any]) -> dict
     return result
 
 
-def rates(step_s: float | None, facts: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Tokens and model TFLOP/s of one rank, and their share of the device's peak, in both conventions."""
-    per_rank = None if step_s is None else facts["tokens_per_step"] / step_s / ranks
+def rates(step_s: float | None, facts: Facts, ranks: int) -> dict[str, Any]:
+    """Return tokens per second, model TFLOP/s of one rank, and its MFU, for causal and full attention."""
+    per_rank = None if step_s is None else facts.tokens_per_step / step_s / ranks
     result = {"tokens_per_s": None if per_rank is None else per_rank * ranks, "tokens_per_s_per_rank": per_rank}
-    for suffix, flops in (("", facts["flops_per_token"]["causal"]), ("_full", facts["flops_per_token"]["full"])):
-        tflops, peak = None if per_rank is None else per_rank * flops / 1e12, facts["peak_tflops"]
-        result |= {f"model_tflops{suffix}": tflops, f"mfu{suffix}": tflops / peak if tflops and peak else None}
+    for suffix, kind in (("", "causal"), ("_full", "full")):
+        tflops = None if per_rank is None else per_rank * facts.flops_per_token[kind] / 1e12
+        mfu = tflops / facts.peak_tflops if tflops and facts.peak_tflops else None
+        result |= {f"model_tflops{suffix}": tflops, f"mfu{suffix}": mfu}
     return result
 
 
@@ -80,40 +89,134 @@ def _counted(values: Sequence[float], record: dict[str, Any]) -> list[float | No
 
 
 def _ratios(times: Sequence[float | None], references: Sequence[float | None]) -> list[float | None]:
-    """Of the rounds in which both count."""
+    """Divide the times of the rounds in which both count."""
     pairs = zip(times, references, strict=True)
     return [None if own is None or other is None else own / other for own, other in pairs]
 
 
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
-
-
 def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
-    """Median, quartiles and the values themselves, without those that do not count; None if fewer than two are left."""
+    """Return median, quartiles and the counted values, or None if fewer than two turns count."""
     known = [value for value in values if value is not None]
-    if len(known) < 2:
-        return None
-    low, median, high = statistics.quantiles(known, n=4, method="inclusive")
-    return {"median": median, "quartiles": [low, high], "values": known}
+    return {**spread_of(known), "values": known} if len(known) > 1 else None
 
 
-def formula_bytes(stage_sizes: Sequence[int], zero_stage: int, world_size: int, dtype: str) -> int:
-    """State memory per rank without padding and ties: bytes for every parameter, bytes shared by the ranks, and bytes
-    for each of two buffers, each as large as the largest stage in it (the table of docs/benchmarks.md).
-    """
-    kept = {"fp32": {1: (8, 8, 0), 2: (4, 12, 4), 3: (0, 16, 8)}, "bf16": {1: (6, 12, 0), 2: (2, 16, 4), 3: (0, 16, 6)}}
-    whole, sharded, shared = kept[dtype][zero_stage]
-    if world_size == 1:  # buffers of a shard's own dtype are the shards themselves
-        whole, shared = whole if zero_stage < 3 else 0, {"fp32": 0, "bf16": 2}[dtype] if zero_stage == 3 else 0
-        sharded = (18 if dtype == "bf16" and zero_stage < 3 else 16) - whole
-    buffers = sum(max(stage_sizes[first::2], default=0) for first in range(2))
-    return whole * sum(stage_sizes) + sharded * sum(stage_sizes) // world_size + shared * buffers
+# Bytes per parameter of state memory: (on every rank, divided by the ranks, in each shared buffer).
+STATE_BYTES = {
+    ("bf16", 1): (6, 12, 0),
+    ("bf16", 2): (2, 16, 4),
+    ("bf16", 3): (0, 16, 6),
+    ("fp32", 1): (8, 8, 0),
+    ("fp32", 2): (4, 12, 4),
+    ("fp32", 3): (0, 16, 8),
+}
+# With one rank, buffers in the dtype of a shard are the shards themselves. fp32 takes 16 bytes at every ZeRO stage.
+ONE_RANK_BYTES = {("bf16", 1): (18, 0, 0), ("bf16", 2): (18, 0, 0), ("bf16", 3): (16, 0, 2)}
+
+
+def formula_bytes(stage_sizes: Sequence[int], dtype: str, zero_stage: int, ranks: int) -> int:
+    """Return the state memory of a rank without padding and ties. A shared buffer is as large as its largest stage."""
+    whole, sharded, buffered = STATE_BYTES[dtype, zero_stage]
+    if ranks == 1:
+        whole, sharded, buffered = ONE_RANK_BYTES.get((dtype, zero_stage), (16, 0, 0))
+    parameters, buffers = sum(stage_sizes), sum(max(stage_sizes[first::2], default=0) for first in range(2))
+    return whole * parameters + sharded * parameters // ranks + buffered * buffers
+
+
+# -- targets ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """A goal for one of our rows: a ratio of step times (at most `goal`) or a rate (at least `goal`)."""
+
+    row: str
+    measure: str  # a peer's row: ratio of step times; or "model_tflops", "tokens_per_s_per_rank"
+    goal: float
+    moonshot: float | None = None
+    where: dict[str, Any] = field(default_factory=dict)  # settings of the runs that it applies to
+
+    @property
+    def is_rate(self) -> bool:
+        """Whether more is better."""
+        return self.measure in ("model_tflops", "tokens_per_s_per_rank")
+
+    def value(self, rows: dict[str, dict[str, Any]]) -> float | None:
+        """Return the measured rate or median ratio, or None if it was not measured."""
+        row = rows.get(self.row, {})
+        found = row.get(self.measure) if self.is_rate else row.get("ratios", {}).get(self.measure)
+        return found["median"] if isinstance(found, dict) else found
+
+
+def _cpu(accumulates: bool, ranks: str = "several", dtype: str = "fp32") -> dict[str, Any]:
+    return {"device": "cpu", "model": "llama-39m", "dtype": dtype, "accumulates": accumulates, "ranks": ranks}
+
+
+def _gpu(model: str, **more: Any) -> dict[str, Any]:
+    return {"device": "cuda", "model": model, "dtype": "bf16", "ranks": "one", **more}
+
+
+_FSDP, _SAVING = ("FSDP2", "FSDP2 all resharded"), "ZeRO-3 recompute full"
+_COMPILED = ("torch compiled", "torch compiled full logits")
+TARGETS = (
+    *(Target(row, "DDP", 0.90, 0.80, _cpu(False)) for row in ("ZeRO-1", "ZeRO-2")),
+    Target("ZeRO-1", "DDP", 0.92, 0.82, _cpu(True)),
+    *(Target("ZeRO-3", peer, 0.55, 0.48, _cpu(False)) for peer in _FSDP),
+    *(Target("ZeRO-3 breadth-first", peer, 0.55, 0.48, _cpu(True)) for peer in _FSDP),
+    *(Target("ZeRO-3", peer, 0.60, 0.50, _cpu(False, dtype="bf16")) for peer in _FSDP),
+    Target("ZeRO-1", "torch", 0.90, 0.80, _cpu(False, "one")),
+    # The engine under the peers' own layers.
+    *(Target(row, "DDP", 1.00, None, _cpu(False)) for row in ("plain ZeRO-1", "plain ZeRO-2")),
+    Target("plain ZeRO-1", "DDP", 1.00, None, _cpu(True)),
+    Target("plain ZeRO-2", "DDP", 1.03, None, _cpu(True)),
+    *(Target("plain ZeRO-3", peer, 0.60, None, _cpu(False)) for peer in _FSDP),
+    *(Target("plain ZeRO-3", peer, 0.66, None, _cpu(True)) for peer in _FSDP),
+    *(Target("plain ZeRO-3 breadth-first", peer, 0.58, None, _cpu(True)) for peer in _FSDP),
+    # One GPU: 1.10 and 1.15 times a peer's speed; recomputation costs 0.4 % and 10 % of the speed.
+    *(Target(row, "model_tflops", 540.0, None, _gpu("mistral-7b")) for row in ("ZeRO-1", "ZeRO-3", _SAVING)),
+    Target("ZeRO-3", "tokens_per_s_per_rank", 11000.0, 12000.0, _gpu("mistral-7b", num_layers=32)),
+    Target(_SAVING, "tokens_per_s_per_rank", 11000.0, 12000.0, _gpu("mistral-7b", num_layers=32)),
+    Target("ZeRO-1", "FSDP2 compiled", 1 / 1.15, None, _gpu("llama-3-8b-8l")),
+    *(Target("ZeRO-1", peer, 1 / 1.10, None, _gpu("gpt2-124m")) for peer in _COMPILED),
+    *(Target(f"{row} recompute activation", row, 1 / 0.996, None, _gpu("mistral-7b")) for row in ("ZeRO-1", "ZeRO-3")),
+    *(Target(f"{row} recompute full", row, 1 / 0.90, None, _gpu("mistral-7b")) for row in ("ZeRO-1", "ZeRO-3")),
+)
+
+
+def compare(rows: dict[str, dict[str, Any]], settings: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
+    """Return the targets that apply to this run, with their measured values."""
+    known = settings | {"ranks": "one" if ranks == 1 else "several", "accumulates": settings["micro_batches"] > 1}
+    result = []
+    for target in TARGETS:
+        value = target.value(rows)
+        if value is None or any(known[name] != wanted for name, wanted in target.where.items()):
+            continue
+        result.append(
+            {
+                "row": target.row,
+                "measure": target.measure,
+                "value": value,
+                "goal": target.goal,
+                "moonshot": target.moonshot,
+                "at_least": target.is_rate,
+                "met": value >= target.goal if target.is_rate else value <= target.goal,
+            }
+        )
+    return result
+
+
+def verdict(target: dict[str, Any]) -> str:
+    """Format one compared target as a line."""
+    measured = f"{target['row']}{', ' if target['at_least'] else ' / '}{target['measure']}: {target['value']:.4g}"
+    goal = f"at {'least' if target['at_least'] else 'most'} {target['goal']:.4g}"
+    moonshot = "" if target["moonshot"] is None else f", moonshot {target['moonshot']:.4g}"
+    return f"{measured}, goal: {goal}{moonshot}: {'met' if target['met'] else 'missed'}"
+
+
+# -- Markdown --------------------------------------------------------------------------------------------------------
 
 
 def to_markdown(result: dict[str, Any]) -> str:
-    """The tables of docs/benchmarks.md."""
+    """Return the tables of docs/benchmarks.md for one run."""
     settings, versions, rows = result["settings"], result["versions"], result["configurations"]
     ranks = "1 rank" if result["ranks"] == 1 else f"{result['ranks']} ranks"
     device = "GPU" if settings["device"] == "cuda" else f"threads: {settings['threads']}"
@@ -132,24 +235,20 @@ def to_markdown(result: dict[str, Any]) -> str:
         f"(allowed: {result['loss_tolerance']:g})",
         *(f"not run: {name}: {reason}" for name, reason in result["unavailable"].items()),
         *(f"failed: {name}: {reason}" for name, reason in result["failures"].items()),
-        *verdicts(result["targets"]),
+        *map(verdict, result["targets"]),
     ]
     return "\n".join(lines)
 
 
 def table(rows: Sequence[dict[str, str]]) -> list[str]:
-    """The lines of a Markdown table, without the columns in which every cell is empty."""
+    """Return the lines of a Markdown table without the columns in which every cell is empty."""
     header = [name for name in (rows[0] if rows else {}) if not name or any(row[name] for row in rows)]
-    cells = [header, ["---"] * len(header), *([row[name] for name in header] for row in rows)]
-    return [f"| {' | '.join(line)} |" for line in cells]
+    return markdown_table(header, [[row[name] for name in header] for row in rows])
 
 
 def _times(row: dict[str, Any], parameters: int) -> dict[str, str]:
-    def wire(key: str) -> str:
-        return f"{row[key] / (4 * parameters):.3f}" if row.get(key) else ""
-
-    def number(key: str, form: str) -> str:
-        return "" if row[key] is None else format(row[key], form)
+    def number(key: str, form: str, scale: float = 1.0) -> str:
+        return format(row[key] / scale, form) if row.get(key) else ""
 
     weights = f"{row['weights_difference']:.0e}" if "weights_difference" in row else ""
     return {
@@ -159,25 +258,14 @@ def _times(row: dict[str, Any], parameters: int) -> dict[str, str]:
         "model TFLOP/s": number("model_tflops", ".3g"),
         "MFU causal": number("mfu", ".1%"),
         "MFU full": number("mfu_full", ".1%"),
-        "peak, MiB": "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / MIB:,.0f}",
+        "peak, MiB": number("peak_bytes", ",.0f", MIB),
         **{f"/ {name}": spread_cell(row["ratios"].get(name), 2) for name in RATIO_COLUMNS},
-        "wire": wire("wire_bytes"),
-        "by the books": wire("wire_theory_bytes"),
+        "wire": number("wire_bytes", ".3f", 4 * parameters),
+        "by the schedule": number("wire_theory_bytes", ".3f", 4 * parameters),
         "weights": "equal" if row.get("weights_equal") else weights,
     }
 
 
-def spread_cell(values: dict[str, Any] | None, digits: int) -> str:
-    """Median and quartiles; the median alone where they are one."""
-    if values is None:
-        return ""
-    low, high = (f"{value:.{digits}f}" for value in values["quartiles"])
-    median = f"{values['median']:.{digits}f}"
-    return median if low == high else f"{median} ({low}-{high})"
-
-
 def _memory(row: dict[str, Any]) -> dict[str, str]:
-    return {
-        f"{kind}, MiB": f"{row[f'{kind}_bytes'] / MIB:.2f}" if f"{kind}_bytes" in row else ""
-        for kind in ("state", "formula", "padding", "scratch")
-    }
+    kinds = ("state", "formula", "padding", "scratch")
+    return {f"{kind}, MiB": f"{row[f'{kind}_bytes'] / MIB:.2f}" if f"{kind}_bytes" in row else "" for kind in kinds}

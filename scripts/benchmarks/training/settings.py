@@ -1,22 +1,32 @@
-"""Options of the benchmark, the models it knows, and what they mean as a configuration of the engine."""
+"""The command line of the training benchmark, its models, and its rows: which exist, which run, how each is built."""
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
+import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from megatron_lite.cli import parse as command_line
 from megatron_lite.config import Config, unflatten
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.validation import resolve
-from scripts.benchmarks.training.model import LOSSES
+from scripts.benchmarks.common import argument_parser, names_in
+from scripts.benchmarks.training import peers
+from scripts.benchmarks.training.engine import Engine, PlainEngine
+from scripts.benchmarks.training.measure import Contestant
+from scripts.benchmarks.training.model import LOSSES, PlainGPT
 
-# Adam turns rounding into a full step where a gradient is nearly zero: a high rate would make losses drift apart, at
-# 1e-4 by 1.6e-5 in 28 steps of eleven configurations.
+# Adam turns rounding into a full step where a gradient is nearly zero, so a high rate makes losses drift apart: at 1e-4
+# by 1.6e-5 in 28 steps of eleven configurations.
 LEARNING_RATE = 2e-5
-# Far above any norm: it is computed, and gradients are multiplied by 1, so that weights can be compared to the bit.
+# Far above any norm: the norm is computed and gradients are multiplied by 1, so weights can be compared bit for bit.
 CLIP_GRAD = 1e6
 COMMON: dict[str, Any] = dict(dataset_source="random", num_workers=0, weight_decay=0.1)
 LLAMA: dict[str, Any] = dict(
@@ -34,97 +44,69 @@ GPT2: dict[str, Any] = dict(
     tie_word_embeddings=True,
     activation_type="gelu",
 )
-# name -> (what the command line can change, the rest)
-MODELS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "llama-39m": (
-        dict(
-            num_layers=8,
-            hidden_size=512,
-            num_attention_heads=8,
-            head_groups=2,
-            ffn_hidden_size=1408,
-            vocab_size=16384,
-            sequence_length=256,
-            micro_batch_size=2,
-        ),
-        LLAMA,
-    ),
-    # 50,257 entries padded to a multiple of 128, as nanoGPT and llm.c do.
-    "gpt2-124m": (
-        dict(
-            num_layers=12,
-            hidden_size=768,
-            num_attention_heads=12,
-            head_groups=12,
-            ffn_hidden_size=3072,
-            vocab_size=50304,
-            sequence_length=1024,
-            micro_batch_size=32,
-        ),
-        GPT2,
-    ),
-    "mistral-7b": (
-        dict(
-            num_layers=32,
-            hidden_size=4096,
-            num_attention_heads=32,
-            head_groups=8,
-            ffn_hidden_size=14336,
-            vocab_size=32000,
-            sequence_length=8192,
-            micro_batch_size=1,
-        ),
-        LLAMA,
-    ),
-    "llama-3-8b-8l": (
-        dict(
-            num_layers=8,
-            hidden_size=4096,
-            num_attention_heads=32,
-            head_groups=8,
-            ffn_hidden_size=14336,
-            vocab_size=128256,
-            sequence_length=8192,
-            micro_batch_size=1,
-        ),
-        LLAMA | dict(rotary_embedding_scale=-math.log(500000.0)),
+SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "head_groups",
+    "ffn_hidden_size",
+    "vocab_size",
+    "sequence_length",
+    "micro_batch_size",
+)
+
+
+class Model(NamedTuple):
+    """A known model: sizes, which flags of the same names override, and its other options."""
+
+    sizes: dict[str, int]
+    options: dict[str, Any]
+
+
+def _model(sizes: tuple[int, ...], options: dict[str, Any]) -> Model:
+    return Model(dict(zip(SIZES, sizes, strict=True)), COMMON | options)
+
+
+MODELS = {
+    "llama-39m": _model((8, 512, 8, 2, 1408, 16384, 256, 2), LLAMA),
+    # GPT-2's 50,257 tokens padded to a multiple of 128, as in nanoGPT and llm.c.
+    "gpt2-124m": _model((12, 768, 12, 12, 3072, 50304, 1024, 32), GPT2),
+    "mistral-7b": _model((32, 4096, 32, 8, 14336, 32000, 8192, 1), LLAMA),
+    "llama-3-8b-8l": _model(
+        (8, 4096, 32, 8, 14336, 128256, 8192, 1), LLAMA | {"rotary_embedding_scale": -math.log(500000.0)}
     ),
 }
 MEASURING = dict(micro_batches=1, turns=8, warmup_turns=1, steps_per_turn=3, threads=1, seed=1234)
-LAYERS = ("engine", "plain", "both")
-MATMULS = ("default", "onednn", "tf32")
 
 
 def parse(argv: Sequence[str], description: str | None = None) -> argparse.Namespace:
-    """The options of the program, sizes of the model filled in."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    """Parse the command line of the benchmark and fill in the sizes of the model."""
+    parser = argument_parser(description)
     add = parser.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--model", choices=tuple(MODELS), default="llama-39m", help="default llama-39m; its sizes can be changed:")
-    for name in MODELS["llama-39m"][0]:
+    add("--model", choices=tuple(MODELS), default="llama-39m", help="default llama-39m; change its sizes with:")
+    for name in SIZES:
         add(f"--{name}", type=int, help="default: the model's")
     for name, default in MEASURING.items():
         add(f"--{name}", type=int, default=default, help=f"default {default}")
-    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: weights, gradients and moments stay fp32")
+    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 keeps weights, gradients and moments in fp32")
     add(
         "--layers",
-        choices=LAYERS,
+        choices=("engine", "plain", "both"),
         default="engine",
-        help="of our rows: the engine's own, the peers' plain torch.nn modules, or a row of each",
+        help="layers in our rows: the engine's own, the peers' plain torch.nn modules, or a row for each",
     )
-    add("--recompute", action="store_true", help="rows of ours with --mlp_recompute_level=activation and full")
-    add("--ours", default="", help='further options of the engine for our rows: "split_master_weights=1 ..."')
-    add("--loss", choices=LOSSES, default="chunked", help="of the plain model")
+    add("--recompute", action="store_true", help="add rows with --mlp_recompute_level=activation and full")
+    add("--ours", default="", help='more engine options for our rows: "split_master_weights=1 ..."')
+    add("--loss", choices=LOSSES, default="chunked", help="loss of the plain model")
     add("--hf_attention", default="sdpa", help="attn_implementation of the Hugging Face rows")
-    add("--compile_mode", default="default", help="mode of torch.compile for compiled rows")
-    add("--compile_backend", default="inductor", help="backend of torch.compile; aot_eager only traces, for tests")
+    add("--compile_mode", default="default", help="torch.compile mode of the compiled rows")
+    add("--compile_backend", default="inductor", help="torch.compile backend; aot_eager only traces, for tests")
     add(
         "--fp32_matmul",
-        choices=MATMULS,
+        choices=("default", "onednn", "tf32"),
         default="default",
-        help="for the whole process: fp32 products through oneDNN (CPU), or with TF32 inputs (GPU)",
+        help="fp32 products of the whole process: through oneDNN (CPU), or with TF32 inputs (GPU)",
     )
     add(
         "--one_at_a_time",
@@ -132,40 +114,38 @@ def parse(argv: Sequence[str], description: str | None = None) -> argparse.Names
         choices=(0, 1),
         nargs="?",
         const=1,
-        help="build, warm up, time, free each row in every round; default: where all may not fit a GPU",
+        help="build, warm up, time and free each row in every round; default: where all rows may not fit a GPU",
     )
-    add("--max_others", type=float, help="share of the CPUs that others may take in a turn that counts")
-    add("--peak_tflops", type=float, help="of one GPU, for the MFU; default: known for the usual ones")
-    add("--only", default="", help="comma-separated configurations, by the names of the table; * and ? are wildcards")
+    add("--max_others", type=float, help="count only turns during which other processes took less of the CPUs")
+    add("--peak_tflops", type=float, help="peak of one GPU, for the MFU; default: from a table of common GPUs")
+    add("--only", default="", help="comma-separated rows, by their names in the table; * and ? are wildcards")
     add("--output", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)
     if options.turns < 2 or options.warmup_turns < 0 or min(options.micro_batches, options.steps_per_turn) < 1:
         parser.error(
             "--turns must be at least 2, --micro_batches and --steps_per_turn at least 1, --warmup_turns not negative"
         )
-    for name, default in MODELS[options.model][0].items():
+    for name, default in MODELS[options.model].sizes.items():
         setattr(options, name, getattr(options, name) or default)
     return options
 
 
 def has_known_shape(options: argparse.Namespace) -> bool:
-    """Whether the model is the one of its name, but for the number of layers and the micro-batch."""
-    free = ("num_layers", "micro_batch_size")
-    sizes = MODELS[options.model][0]
-    return all(getattr(options, name) == value for name, value in sizes.items() if name not in free)
+    """Return whether the model has the shape of its name; the number of layers and the micro-batch may differ."""
+    sizes = MODELS[options.model].sizes
+    fixed = [name for name in SIZES if name not in ("num_layers", "micro_batch_size")]
+    return all(getattr(options, name) == sizes[name] for name in fixed)
 
 
 def engine_config(options: argparse.Namespace, world_size: int, **changes: Any) -> Config:
-    """The resolved configuration: model, batch and optimizer of every row, and what `changes` in one of ours.
+    """Return the resolved configuration that all rows share, with the `changes` of one of our rows.
 
     Raises:
-        UsageError: if the engine does not take these sizes.
+        UsageError: if the engine refuses these sizes.
     """
-    sizes, rest = MODELS[options.model]
     values = {
-        **COMMON,
-        **rest,
-        **{name: getattr(options, name) for name in sizes},
+        **MODELS[options.model].options,
+        **{name: getattr(options, name) for name in SIZES},
         "device": options.device,
         "training_dtype": options.dtype,
         "lr": LEARNING_RATE,
@@ -178,10 +158,155 @@ def engine_config(options: argparse.Namespace, world_size: int, **changes: Any) 
     return resolve(unflatten(values | changes), world_size)
 
 
-def own_options(text: str) -> dict[str, Any]:
-    """--ours as values of the engine's options.
+@dataclass(frozen=True)
+class Row:
+    """One row of the table: a model, its trainer, and whether it is compiled."""
+
+    trainer: str  # "engine", "torch" (one process), "DDP" or "FSDP2"
+    model: str = "plain"  # "engine" (its own layers), "plain", "HF" or "HF Liger"
+    compiled: bool = False
+    # Engine:
+    zero_stage: int = 1
+    breadth_first: bool = False
+    recompute: str = "none"
+    # FSDP2: reshard_after_forward; separate groups for embedding and head; gradients exchanged every micro-batch
+    reshard: bool = True
+    separate_ends: bool = False
+    sync: bool = True
+    # Plain model: overrides --loss
+    loss: str | None = None
+    default: bool = True  # runs unless --only says otherwise
+
+
+def catalogue(options: argparse.Namespace, ranks: int) -> dict[str, Row]:
+    """Return every row that exists for this number of ranks, in the order in which rows take turns."""
+    fsdp, ours = Row("FSDP2"), dict(_engine_rows(options, ranks))
+    if ranks == 1:
+        rows = {
+            "torch": Row("torch"),
+            "torch compiled": Row("torch", compiled=True),
+            "torch compiled full logits": Row("torch", compiled=True, loss="full"),
+            **ours,
+            "FSDP2": fsdp,
+        }
+    else:
+        rows = {"DDP": Row("DDP"), "DDP compiled": Row("DDP", compiled=True), **ours, "FSDP2": fsdp}
+        rows["FSDP2 all resharded"] = replace(fsdp, separate_ends=True)
+        rows["FSDP2 no reshard"] = replace(fsdp, reshard=False)
+        if options.micro_batches > 1:
+            rows["FSDP2 no sync"] = replace(fsdp, reshard=False, sync=False)
+    rows["FSDP2 compiled"] = replace(fsdp, compiled=True)
+    for trainer in ("torch", "FSDP2") if ranks == 1 else ("DDP", "FSDP2"):
+        name = "" if trainer == "torch" else f" {trainer}"
+        runs = trainer != "FSDP2"
+        rows[f"HF{name}"] = Row(trainer, "HF", default=runs)
+        rows[f"HF{name} compiled"] = Row(trainer, "HF", compiled=True, default=runs)
+        rows[f"HF Liger{name}"] = Row(trainer, "HF Liger", default=runs)
+    return rows
+
+
+def _engine_rows(options: argparse.Namespace, ranks: int) -> Iterator[tuple[str, Row]]:
+    stages = (1, 3) if ranks == 1 else (1, 2, 3)  # with one rank ZeRO-2 is ZeRO-1
+    for model, prefix in (("engine", ""), ("plain", "plain ")):
+        runs = options.layers in (model, "both")
+        for stage in stages:
+            name, row = f"{prefix}ZeRO-{stage}", Row("engine", model, zero_stage=stage, default=runs)
+            yield name, row
+            if options.micro_batches > 1 and stage > 1:
+                yield f"{name} breadth-first", replace(row, breadth_first=True)
+            if model == "engine":
+                for level in ("activation", "full"):
+                    asked = runs and options.recompute and stage == 1
+                    yield f"{name} recompute {level}", replace(row, recompute=level, default=asked)
+
+
+def chosen(options: argparse.Namespace, ranks: int) -> dict[str, Row]:
+    """Return the rows that --only names, or the default rows.
 
     Raises:
-        UsageError: for an option that does not exist, or a value that it does not take.
+        SystemExit: if a name in --only matches no row.
     """
-    return command_line.parse([f"--{word}" for word in text.split()]).given
+    rows, patterns = catalogue(options, ranks), names_in(options.only)
+    for pattern in patterns:
+        if not fnmatch.filter(rows, pattern):
+            raise SystemExit(f"benchmark: --only: no row is called {pattern!r}; choose from {list(rows)}")
+    if not patterns:
+        return {name: row for name, row in rows.items() if row.default}
+    return {name: row for name, row in rows.items() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)}
+
+
+def unavailable(rows: dict[str, Row], options: argparse.Namespace, device: torch.device) -> dict[str, str]:
+    """Return the rows that cannot run here, each with the reason."""
+    no_compiler = None
+    if any(row.compiled for row in rows.values()) and options.compile_backend == "inductor":
+        no_compiler = why_not_compiled(device)
+    reasons = {}
+    for name, row in rows.items():
+        reason = no_compiler if row.compiled else None
+        if row.model.startswith("HF") and importlib.util.find_spec("transformers") is None:
+            reason = "transformers is not installed"
+        elif row.model == "HF Liger" and importlib.util.find_spec("liger_kernel") is None:
+            reason = "liger_kernel is not installed"
+        elif row.model == "HF Liger" and (device.type == "cpu" or "gpt2" in options.model):
+            reason = "Liger's kernels need a GPU, and Liger has none for GPT-2"
+        if row.separate_ends and MODELS[options.model].options["tie_word_embeddings"]:
+            reason = "a tied embedding cannot be a group of its own"
+        if reason is not None:
+            reasons[name] = reason
+    return reasons
+
+
+def torchtitan() -> dict[str, str]:
+    """Explain why torchtitan has no row."""
+    installed = importlib.util.find_spec("torchtitan") is not None
+    state = "installed, but its trainer owns the processes and the step" if installed else "not installed"
+    return {"torchtitan": f"{state}; the row FSDP2 compiled follows its recipe"}
+
+
+def why_not_compiled(device: torch.device) -> str | None:
+    """Return the error of torch.compile (it needs a C++ compiler, or Triton), or None if it works."""
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=device))
+    except Exception as error:  # whatever is missing
+        return f"torch.compile fails: {str(error).strip().splitlines()[0][:200]}"
+    return None
+
+
+def make(row: Row, options: argparse.Namespace, distributed: Distributed) -> Contestant:
+    """Build one row, ready to train.
+
+    Raises:
+        UsageError: if --ours names an option that does not exist, or a value that the engine refuses.
+    """
+    device, ranks = distributed.device, distributed.world_size
+    if row.trainer == "engine":
+        changes: dict[str, Any] = {"zero_stage": row.zero_stage, "mlp_recompute_level": row.recompute}
+        if row.breadth_first:
+            changes |= {"breadth_first_micro_batches": options.micro_batches, "depth_first_micro_batches": 1}
+        changes |= command_line.parse([f"--{word}" for word in options.ours.split()]).given
+        config = engine_config(options, ranks, **changes)
+        if row.model == "engine":
+            return Engine(config, distributed)
+        return PlainEngine(config, distributed, PlainGPT(config, options.loss, device))
+    config = engine_config(options, ranks)
+    model: PlainGPT | peers.HuggingFace
+    if row.model == "plain":
+        model = PlainGPT(config, row.loss or options.loss, device)
+    else:
+        model = peers.HuggingFace(config, options.hf_attention, device)
+    patch = peers.Liger(model.model) if isinstance(model, peers.HuggingFace) and row.model == "HF Liger" else None
+    if row.compiled:
+        peers.compile_model(
+            model, whole=row.trainer == "torch", mode=options.compile_mode, backend=options.compile_backend
+        )
+    if row.trainer == "FSDP2":
+        return peers.fsdp(
+            config,
+            distributed,
+            model,
+            reshard=row.reshard,
+            separate_ends=row.separate_ends,
+            keep_gradients=not row.sync,
+            patch=patch,
+        )
+    return peers.replicated(config, distributed, model, patch)
