@@ -157,6 +157,7 @@ def _narrow_temporary(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
             total[rows].copy_(temporary)
         else:
             total[rows].add_(temporary)
+        del temporary  # or it would live beside the next one
 
 
 def temporary_rows(columns: int) -> int:
