@@ -112,19 +112,26 @@ def test_a_wide_stream_is_rounded_nowhere() -> None:
 
 
 def test_a_wide_stream_keeps_small_contributions() -> None:
-    """Of a deep bf16 model: its loss is nearer to that in fp32, by several times, than with a bf16 stream."""
-    losses = []
+    """24 blocks add contributions near the rounding of a bf16 stream: it loses a third of their sum, a wide one 0.4 %.
+
+    Compared with the same weights in fp32. The bounds are far above what another order of additions changes.
+    """
+    contributions = []
     for options in (dict(), dict(training_dtype="bf16"), dict(training_dtype="bf16", full_precision_residual=True)):
-        config = tiny_config(num_layers=24, **options)
-        model, batches = a_model(config), micro_batches(config)
+        small = dict(init_method_std_attn_proj=1e-3, init_method_std_mlp_2=1e-3)
+        config = tiny_config(num_layers=24, init_method_std_embed=1.0, **small, **options)
+        model, outputs = a_model(config), Outputs()
+        model.observe(outputs)
         with torch.no_grad():
             for stage in model.stages:
                 stage.gather()
                 for _, parameter in stage.parameters():
                     parameter.copy_(parameter.bfloat16())  # the same weights in all three
-        losses.append(float(model.forward_backward(batches)))
-    exact, narrow, wide = losses
-    assert abs(wide - exact) < 0.5 * abs(narrow - exact), losses
+        model.forward_backward(micro_batches(config))
+        contributions.append(outputs.outputs["blocks.23"].float() - outputs.outputs["embedding"].float())
+    exact, narrow, wide = contributions
+    assert (narrow - exact).norm() > 0.2 * exact.norm()
+    assert (wide - exact).norm() < 0.02 * exact.norm()
 
 
 def test_the_weights_of_an_embedding_norm_are_there_for_its_backward_pass() -> None:
