@@ -1,8 +1,8 @@
-"""The operations that ops.py times: how their inputs are made, how they are called, what they have to move.
+"""The timed GPU operations: how to make their inputs, how to call them, and how many bytes they must move.
 
-Shapes are those of Mistral-7B with one sequence of 8192 tokens. Bytes are the least: each input read once, each output
-written once; statistics of rows and tables of angles are left out. Everything is made anew for every operation, of
-random numbers, on any device: tests run small shapes on CPU, and compile the kernels of the full ones on no device.
+Shapes are those of Mistral-7B with one sequence of 8192 tokens. Bytes are the minimum: each input read once, each
+output written once, without row statistics and tables of angles. Inputs are random and rebuilt for every operation, on
+any device: tests run small shapes on a CPU and compile the kernels of the full shapes on the meta device.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes, dtype and device; methods make tensors of random numbers."""
+    """Sizes, dtype and device, with methods that make random tensors."""
 
     tokens: int = 8192
     hidden: int = 4096
@@ -60,44 +60,51 @@ class Shape:
         return self.dtype.itemsize
 
     def random(self, *size: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
-        """Normally distributed."""
+        """Return normally distributed numbers."""
         return torch.randn(*size, device=self.device, dtype=dtype or self.dtype).mul_(scale)
 
     def input(self, *size: int) -> Tensor:
-        """The same, with a gradient."""
+        """Return random numbers that require a gradient."""
         return self.random(*size).requires_grad_()
 
     def parameter(self, *size: int) -> Parameter:
-        """The same, as a parameter whose gradient is added to in fp32."""
+        """Return a random parameter with an fp32 gradient buffer."""
         made = Parameter(self.random(*size, scale=1 / math.sqrt(size[-1])))
         made.main_grad = torch.zeros(size, dtype=torch.float32, device=self.device)
         return made
 
     def labels(self, vocab: int) -> Tensor:
-        """(tokens,) int64."""
+        """Return random labels, (tokens,) int64."""
         return torch.randint(vocab, (self.tokens,), device=self.device)
 
 
 @dataclass(frozen=True)
 class Op:
-    """An operation. `make` returns its variants, each a call without arguments on inputs of its own or shared ones."""
+    """An operation. `make` returns its variants by name, each a call without arguments."""
 
     name: str
     make: Callable[[Shape], dict[str, Call]]
-    describe: Callable[[Shape], str]
-    bytes: Callable[[Shape], int]
+    size: str  # a format string over the fields of Shape
+    bytes: Callable[[Shape], int] = lambda shape: 0
     flops: Callable[[Shape], int] = lambda shape: 0
     memory_bound: bool = True
 
+    def describe(self, shape: Shape) -> str:
+        """Return the size for the table."""
+        return self.size.format(**vars(shape))
 
-def backward(output: Tensor | tuple[Tensor, ...], inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> Call:
-    """The backward pass alone, again and again over one graph."""
+
+Outputs = Tensor | tuple[Tensor, ...]
+
+
+def backward(output: Outputs, inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> Call:
+    """Return a call that repeats the backward pass over one graph."""
     outputs = output if isinstance(output, tuple) else (output,)
     return lambda: torch.autograd.grad(outputs, inputs, grads, retain_graph=True)
 
 
 def compiled(function: Callable[..., Any], *arguments: Any) -> Call:
-    """The same by torch.compile, which it is given to at its first call."""
+    """Return a call of the function that compiles it at its first call."""
 
     @functools.cache
     def made() -> Callable[..., Any]:
@@ -107,8 +114,13 @@ def compiled(function: Callable[..., Any], *arguments: Any) -> Call:
 
 
 def both(call: Callable[[bool], Any]) -> dict[str, Call]:
-    """With the Triton kernel and with the reference."""
+    """Return the variants with the Triton kernel and with the reference."""
     return {"triton": lambda: call(True), "torch": lambda: call(False)}
+
+
+def both_backward(forward: Callable[[bool], Outputs], inputs: tuple[Tensor, ...], *grads: Tensor) -> dict[str, Call]:
+    """Return the backward passes with the Triton kernel and with the reference."""
+    return {name: backward(forward(name == "triton"), inputs, grads) for name in ("triton", "torch")}
 
 
 # -- norms -----------------------------------------------------------------------------------------------------------
@@ -125,10 +137,7 @@ def make_rms_norm_backward(shape: Shape) -> dict[str, Call]:
     """dx and the weight's gradient."""
     x, weight = shape.input(shape.tokens, shape.hidden), shape.parameter(shape.hidden)
     grad = shape.random(shape.tokens, shape.hidden)
-    return {
-        name: backward(rms_norm(x, weight, EPS, triton=triton), (x,), (grad,))
-        for name, triton in (("triton", True), ("torch", False))
-    }
+    return both_backward(lambda triton: rms_norm(x, weight, EPS, triton=triton), (x,), grad)
 
 
 def make_add_norm(shape: Shape) -> dict[str, Call]:
@@ -139,17 +148,17 @@ def make_add_norm(shape: Shape) -> dict[str, Call]:
 
 
 def make_add_norm_backward(shape: Shape) -> dict[str, Call]:
-    """The gradient of both summands, out of those of the sum and of the norm."""
+    """The gradient of both summands from the gradients of the sum and of the norm."""
     size, weight = (shape.tokens, shape.hidden), shape.parameter(shape.hidden)
     hidden, grads = shape.input(*size), (shape.random(*size), shape.random(*size))
-    return {
-        name: backward(add_norm(hidden, shape.random(*size), weight, None, RMS, triton=triton), (hidden,), grads)
-        for name, triton in (("triton", True), ("torch", False))
-    }
+    # The sum overwrites the branch, so each variant gets its own.
+    return both_backward(
+        lambda triton: add_norm(hidden, shape.random(*size), weight, None, RMS, triton=triton), (hidden,), *grads
+    )
 
 
 def make_layer_norm(shape: Shape) -> dict[str, Call]:
-    """With a bias."""
+    """Layer norm with a bias."""
     x, weight, bias = shape.input(shape.tokens, shape.hidden), *(shape.parameter(shape.hidden) for _ in "wb")
     return both(lambda triton: layer_norm(x, weight, bias, EPS, triton=triton))
 
@@ -158,40 +167,33 @@ def make_layer_norm_backward(shape: Shape) -> dict[str, Call]:
     """dx and the gradients of weight and bias."""
     x, weight, bias = shape.input(shape.tokens, shape.hidden), *(shape.parameter(shape.hidden) for _ in "wb")
     grad = shape.random(shape.tokens, shape.hidden)
-    return {
-        name: backward(layer_norm(x, weight, bias, EPS, triton=triton), (x,), (grad,))
-        for name, triton in (("triton", True), ("torch", False))
-    }
+    return both_backward(lambda triton: layer_norm(x, weight, bias, EPS, triton=triton), (x,), grad)
 
 
 def rows(count: int) -> Callable[[Shape], int]:
-    """Bytes of `count` tensors of hidden states."""
+    """Return the bytes of `count` tensors of hidden states."""
     return lambda shape: count * shape.tokens * shape.hidden * shape.item
-
-
-def hidden_size(shape: Shape) -> str:
-    return f"{shape.tokens} x {shape.hidden}"
 
 
 # -- heads -----------------------------------------------------------------------------------------------------------
 
 
 def make_rotary(shape: Shape) -> dict[str, Call]:
-    """Queries and keys turned in place; values stay as they are."""
+    """Rotate queries and keys in place; values stay unchanged."""
     projection = shape.random(1, shape.tokens, (shape.heads + 2 * shape.groups) * shape.head_size)
     table = rotary_table(shape.tokens, shape.head_size, 1e4, projection.device)
     return both(lambda triton: split_heads(projection, shape.heads, shape.groups, table, triton=triton))
 
 
 def make_rotary_backward(shape: Shape) -> dict[str, Call]:
-    """Three gradients turned back and put side by side."""
+    """Rotate gradients of queries and keys back and join all three in one tensor."""
     projection = shape.input(1, shape.tokens, (shape.heads + 2 * shape.groups) * shape.head_size)
     table = rotary_table(shape.tokens, shape.head_size, 1e4, projection.device)
     counts = (shape.heads, shape.groups, shape.groups)
     grads = tuple(shape.random(1, shape.tokens, count, shape.head_size).transpose(1, 2) for count in counts)
 
     def split(triton: bool) -> Call:
-        fused = projection * 1  # rotated in place; its own gradient is asked for, so that nothing else runs
+        fused = projection * 1  # rotated in place; only its own gradient is computed
         parts = split_heads(fused, shape.heads, shape.groups, table, triton=triton)
         return backward(parts, (fused,), grads)
 
@@ -201,7 +203,7 @@ def make_rotary_backward(shape: Shape) -> dict[str, Call]:
 def make_attention(
     shape: Shape, window: int | None, backends: tuple[str, ...], with_backward: bool = False
 ) -> dict[str, Call]:
-    """Causal, by each of some backends; query, key and value are views of one projection."""
+    """Causal attention by several backends; query, key and value are views of one projection."""
     projection = shape.random(1, shape.tokens, shape.heads + 2 * shape.groups, shape.head_size)
     parts = projection.split([shape.heads, shape.groups, shape.groups], dim=2)
     query, key, value = (part.transpose(1, 2).requires_grad_() for part in parts)
@@ -215,32 +217,39 @@ def make_attention(
 
 
 def attention_flops(shape: Shape, window: int | None, factor: float = 1.0) -> int:
-    """Of two products over the pairs of positions that look at each other, times `factor`."""
+    """Return the FLOPs of both products over all pairs of positions that attend to each other, times `factor`."""
     reach = min(window or shape.tokens, shape.tokens)
     pairs = shape.tokens * reach - reach * (reach - 1) // 2
     return int(factor * 4 * pairs * shape.heads * shape.head_size)
 
 
+def attention_op(name: str, window: int | None, backends: tuple[str, ...], with_backward: bool) -> Op:
+    """Return an operation of attention; forward and backward together take 3.5 times the products of forward."""
+    return Op(
+        name,
+        partial(make_attention, window=window, backends=backends, with_backward=with_backward),
+        HEADS,
+        flops=partial(attention_flops, window=window, factor=3.5 if with_backward else 1.0),
+        memory_bound=False,
+    )
+
+
 def make_embedding(shape: Shape) -> dict[str, Call]:
-    """Look-up."""
+    """Look up the rows of the tokens."""
     weight, tokens = shape.parameter(shape.vocab, shape.hidden), shape.labels(shape.vocab)[None]
     return {"torch": lambda: embedding(weight, tokens)}
 
 
 def make_embedding_backward(shape: Shape) -> dict[str, Call]:
-    """The same, and the sums of gradients by row."""
+    """Look up the rows of the tokens, and sum their gradients by row."""
     weight, tokens = shape.parameter(shape.vocab, shape.hidden), shape.labels(shape.vocab)[None]
     grad = shape.random(1, shape.tokens, shape.hidden)
     return both(lambda triton: embedding(weight, tokens, triton=triton).backward(grad))
 
 
 def heads_moved(shape: Shape, count: int) -> int:
-    """Bytes of so many heads, read and written."""
+    """Return the bytes of reading and writing this many heads."""
     return 2 * count * shape.head_size * shape.tokens * shape.item
-
-
-def heads_size(shape: Shape) -> str:
-    return f"{shape.tokens} x ({shape.heads} + 2 x {shape.groups}) x {shape.head_size}"
 
 
 # -- the MLP ---------------------------------------------------------------------------------------------------------
@@ -260,13 +269,16 @@ def make_activation(shape: Shape) -> dict[str, Call]:
 
 
 def make_activation_backward(shape: Shape, again: bool) -> dict[str, Call]:
-    """The gradient of gate and up in their place (each call's input is the last one's gradient); the output again."""
+    """The gradient of gate and up, written in their place: the input of each call is the gradient of the last.
+
+    With `again` the output is recomputed as well.
+    """
     before, grad = shape.random(shape.tokens, 2 * shape.ffn), shape.random(shape.tokens, shape.ffn)
     return both(lambda triton: activate_backward(grad, before, "silu", True, again, triton=triton))
 
 
 def make_weight_gradient(shape: Shape) -> dict[str, Call]:
-    """Of the first half of the MLP's first linear layer: (f, t) (t, h), added up in fp32 or not."""
+    """The gradient of half of the MLP's first linear layer: (f, t) (t, h), with and without accumulation in fp32."""
     weight, x = shape.parameter(shape.ffn, shape.hidden), shape.random(shape.tokens, shape.hidden)
     grad = shape.random(shape.tokens, shape.ffn)
     return {
@@ -276,12 +288,8 @@ def make_weight_gradient(shape: Shape) -> dict[str, Call]:
     }
 
 
-def ffn_size(shape: Shape) -> str:
-    return f"{shape.tokens} x {shape.ffn}"
-
-
 def channels(count: int) -> Callable[[Shape], int]:
-    """Bytes of `count` tensors with a value for each token and channel of the MLP."""
+    """Return the bytes of `count` tensors with one value per token and MLP channel."""
     return lambda shape: count * shape.tokens * shape.ffn * shape.item
 
 
@@ -289,14 +297,14 @@ def channels(count: int) -> Callable[[Shape], int]:
 
 
 def make_cross_entropy(shape: Shape, vocab: int) -> dict[str, Call]:
-    """Loss and gradient, which takes the place of the logits (each call's logits are the last one's gradient)."""
+    """Loss and gradient. The gradient replaces the logits: the logits of each call are the gradient of the last."""
     logits, labels = shape.random(shape.tokens, vocab), shape.labels(vocab)
     sums, scale = Sums.empty(shape.tokens, logits.device), torch.ones((), device=shape.device)
     return both(lambda triton: sweep(logits, labels, sums, scale, triton=triton))
 
 
 def make_linear_cross_entropy(shape: Shape, vocab: int) -> dict[str, Call]:
-    """From hidden states to the loss and both gradients, beside the three products that it consists of."""
+    """From hidden states to the loss and both gradients, beside the three matrix products inside."""
     hidden, weight = shape.input(shape.tokens, shape.hidden), shape.parameter(vocab, shape.hidden)
     labels, scale = shape.labels(vocab), torch.full((), 1 / shape.tokens, device=shape.device)
     chunk = max(1, shape.tokens // 4)
@@ -315,7 +323,7 @@ def make_linear_cross_entropy(shape: Shape, vocab: int) -> dict[str, Call]:
 
 
 def adamw_call(shape: Shape, split: bool) -> Callable[[bool], Any]:
-    """An update of one shard; a bf16 copy of the weights is written in the same pass."""
+    """Update one shard and write bf16 weights in the same pass."""
     numel, device = shape.shard, torch.device(shape.device)
     exp_avg, gradient, master = (shape.random(numel, dtype=torch.float32, scale=1e-3) for _ in range(3))
     exp_avg_sq = shape.random(numel, dtype=torch.float32, scale=1e-3).square_()
@@ -325,7 +333,7 @@ def adamw_call(shape: Shape, split: bool) -> Callable[[bool], Any]:
         split_weights.split(master, rounded, remainder)
     weights = split_weights.WeightShard(None if split else master, rounded, remainder)
     shard = optimizer.Shard(weights, gradient, exp_avg, exp_avg_sq)
-    border = numel // (4 * optimizer.ALIGNMENT) * 3 * optimizer.ALIGNMENT  # behind it, no weight decay
+    border = numel // (4 * optimizer.ALIGNMENT) * 3 * optimizer.ALIGNMENT  # no weight decay after it
     ranges = optimizer.Ranges([optimizer.Range(0, border, 1.0, 1.0), optimizer.Range(border, numel, 1.0, 0.0)], device)
     one, none = torch.ones((), device=device), torch.zeros((), device=device)
     numbers = optimizer.Hyperparameters(1e-4, 0.1, 0.9, 0.95, 1e-8)
@@ -334,119 +342,84 @@ def adamw_call(shape: Shape, split: bool) -> Callable[[bool], Any]:
 
 
 def make_gradient_norm(shape: Shape) -> dict[str, Call]:
-    """Over one shard."""
+    """The norm of the gradient of one shard."""
     gradient = shape.random(shape.shard, dtype=torch.float32, scale=1e-3)
     return both(lambda triton: squared_norm([gradient], triton=triton))
 
 
 def make_gradient_add(shape: Shape) -> dict[str, Call]:
-    """A gradient in the training dtype into a buffer in fp32."""
+    """Add a gradient in the training dtype to an fp32 buffer."""
     target, source = shape.random(shape.shard, dtype=torch.float32), shape.random(shape.shard, scale=1e-3)
     return both(lambda triton: split_weights.add(target, source, triton=triton))
 
 
-def shard_size(shape: Shape) -> str:
-    return f"{shape.shard:,} elements"
-
-
+HIDDEN, HEADS, FFN = "{tokens} x {hidden}", "{tokens} x ({heads} + 2 x {groups}) x {head_size}", "{tokens} x {ffn}"
+SHARD = "{shard:,} elements"
 OPS: tuple[Op, ...] = (
-    Op("rms_norm", make_rms_norm, hidden_size, rows(2)),
-    Op("rms_norm backward", make_rms_norm_backward, hidden_size, rows(3)),
-    Op("add + rms_norm", make_add_norm, hidden_size, rows(4)),
-    Op("add + rms_norm backward", make_add_norm_backward, hidden_size, rows(4)),
-    Op("layer_norm", make_layer_norm, hidden_size, rows(2)),
-    Op("layer_norm backward", make_layer_norm_backward, hidden_size, rows(3)),
-    Op("rotary", make_rotary, heads_size, lambda shape: heads_moved(shape, shape.heads + shape.groups)),
+    Op("rms_norm", make_rms_norm, HIDDEN, rows(2)),
+    Op("rms_norm backward", make_rms_norm_backward, HIDDEN, rows(3)),
+    Op("add + rms_norm", make_add_norm, HIDDEN, rows(4)),
+    Op("add + rms_norm backward", make_add_norm_backward, HIDDEN, rows(4)),
+    Op("layer_norm", make_layer_norm, HIDDEN, rows(2)),
+    Op("layer_norm backward", make_layer_norm_backward, HIDDEN, rows(3)),
+    Op("rotary", make_rotary, HEADS, lambda shape: heads_moved(shape, shape.heads + shape.groups)),
     Op(
-        "rotary backward",
-        make_rotary_backward,
-        heads_size,
-        lambda shape: heads_moved(shape, shape.heads + 2 * shape.groups),
+        "rotary backward", make_rotary_backward, HEADS, lambda shape: heads_moved(shape, shape.heads + 2 * shape.groups)
     ),
-    # Rows read and written; read, and gradients in fp32 read and written.
-    Op("embedding", make_embedding, hidden_size, rows(2), memory_bound=False),
+    # Rows read and written.
+    Op("embedding", make_embedding, HIDDEN, rows(2), memory_bound=False),
+    # Rows read, written and read again; fp32 gradients read and written.
     Op(
         "embedding, backward and forward",
         make_embedding_backward,
-        hidden_size,
+        HIDDEN,
         lambda shape: shape.tokens * shape.hidden * (3 * shape.item + 8),
         memory_bound=False,
     ),
-    Op("silu(gate) * up", make_activation, ffn_size, channels(3)),
-    Op("silu(gate) * up backward", lambda shape: make_activation_backward(shape, False), ffn_size, channels(5)),
-    Op(
-        "silu(gate) * up backward, output again",
-        lambda shape: make_activation_backward(shape, True),
-        ffn_size,
-        channels(6),
-    ),
+    Op("silu(gate) * up", make_activation, FFN, channels(3)),
+    Op("silu(gate) * up backward", partial(make_activation_backward, again=False), FFN, channels(5)),
+    Op("silu(gate) * up backward, output again", partial(make_activation_backward, again=True), FFN, channels(6)),
     Op(
         "cross-entropy, 32,000",
         lambda shape: make_cross_entropy(shape, shape.vocab),
-        lambda shape: f"{shape.tokens} x {shape.vocab}",
+        "{tokens} x {vocab}",
         lambda shape: 2 * shape.tokens * shape.vocab * shape.item,
     ),
     Op(
         "cross-entropy, 128,256",
         lambda shape: make_cross_entropy(shape, shape.large_vocab),
-        lambda shape: f"{shape.tokens} x {shape.large_vocab}",
+        "{tokens} x {large_vocab}",
         lambda shape: 2 * shape.tokens * shape.large_vocab * shape.item,
     ),
     Op(
         "linear + cross-entropy, 128,256",
         lambda shape: make_linear_cross_entropy(shape, shape.large_vocab),
-        lambda shape: f"{shape.tokens} x {shape.hidden} x {shape.large_vocab}",
-        lambda shape: 0,
-        lambda shape: 6 * shape.tokens * shape.hidden * shape.large_vocab,
+        "{tokens} x {hidden} x {large_vocab}",
+        flops=lambda shape: 6 * shape.tokens * shape.hidden * shape.large_vocab,
         memory_bound=False,
     ),
     Op(
         "weight gradient",
         make_weight_gradient,
-        lambda shape: f"{shape.ffn} x {shape.tokens} x {shape.hidden}",
-        lambda shape: 0,
-        lambda shape: 2 * shape.tokens * shape.hidden * shape.ffn,
+        "{ffn} x {tokens} x {hidden}",
+        flops=lambda shape: 2 * shape.tokens * shape.hidden * shape.ffn,
         memory_bound=False,
     ),
     # Gradient 4, master 4, moments 8 read; master 4, moments 8, bf16 weights 2 written.
-    Op("adamw", lambda shape: both(adamw_call(shape, split=False)), shard_size, lambda shape: 30 * shape.shard),
+    Op("adamw", lambda shape: both(adamw_call(shape, split=False)), SHARD, lambda shape: 30 * shape.shard),
     # Gradient 4, weights in two halves 4, moments 8 read; halves 4, moments 8 written.
     Op(
         "adamw, split master weights",
         lambda shape: both(adamw_call(shape, split=True)),
-        shard_size,
+        SHARD,
         lambda shape: 28 * shape.shard,
     ),
-    Op("gradient norm", make_gradient_norm, shard_size, lambda shape: 4 * shape.shard),
+    Op("gradient norm", make_gradient_norm, SHARD, lambda shape: 4 * shape.shard),
+    # No step needs this pass now.
     Op(
-        "gradient into fp32",
-        make_gradient_add,
-        shard_size,
-        lambda shape: (8 + shape.item) * shape.shard,
-        memory_bound=False,
-    ),  # no step does this now
-    Op(
-        "attention forward",
-        partial(make_attention, window=None, backends=FULL),
-        heads_size,
-        lambda shape: 0,
-        partial(attention_flops, window=None),
-        memory_bound=False,
+        "gradient into fp32", make_gradient_add, SHARD, lambda shape: (8 + shape.item) * shape.shard, memory_bound=False
     ),
-    Op(
-        "attention forward and backward",
-        partial(make_attention, window=None, backends=FULL, with_backward=True),
-        heads_size,
-        lambda shape: 0,
-        partial(attention_flops, window=None, factor=3.5),
-        memory_bound=False,
-    ),
-    Op(
-        "attention, window 4096, forward and backward",
-        partial(make_attention, window=4096, backends=WINDOWED, with_backward=True),
-        heads_size,
-        lambda shape: 0,
-        partial(attention_flops, window=4096, factor=3.5),
-        memory_bound=False,
-    ),
+    attention_op("attention forward", None, FULL, with_backward=False),
+    attention_op("attention forward and backward", None, FULL, with_backward=True),
+    attention_op("attention, window 4096, forward and backward", 4096, WINDOWED, with_backward=True),
 )
