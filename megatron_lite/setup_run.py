@@ -24,8 +24,8 @@ from megatron_lite.huggingface import load_pretrained
 from megatron_lite.huggingface.export_checks import check_exports
 from megatron_lite.huggingface.open_source import WeightSource
 from megatron_lite.kernels.choice import choose_kernels
+from megatron_lite.kernels.cross_entropy import held_logits
 from megatron_lite.kernels.linear import describe_products
-from megatron_lite.kernels.linear_cross_entropy import held_logits
 from megatron_lite.model import parameter_patterns
 from megatron_lite.model.embedding_and_head import chunk_tokens
 from megatron_lite.model.gpt import model_layers, parameters_of, shapes_of

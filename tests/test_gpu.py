@@ -178,7 +178,7 @@ def at_most_bytes(limit: float) -> Iterator[None]:
 def test_the_loss_keeps_no_logits(block_size: int | None) -> None:
     """Llama-3's head: 8192 x 128,256 logits take 2.1 GB in bf16 and 4.2 GB in fp32; a quarter of the tokens at a time,
     in blocks of a quarter of the vocabulary besides, take a fraction of the former."""
-    from megatron_lite.kernels.linear_cross_entropy import linear_cross_entropy
+    from megatron_lite.kernels.cross_entropy import linear_cross_entropy
     from megatron_lite.parameter import Parameter
 
     hidden = torch.randn(8192, 4096, dtype=torch.bfloat16, device="cuda", requires_grad=True)

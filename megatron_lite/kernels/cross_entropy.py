@@ -1,48 +1,65 @@
-"""Cross-entropy of logits x (t, v) in fp32, its gradient in the logits' own memory.
+"""Output head and loss in one: logits of a few tokens at a time, forward and backward together.
 
+    x = hidden W^T, (t, v) in the training dtype; then in fp32
     lse = log sum exp(x)        loss = lse - x[label] + z lse^2        dx = ((1 + 2 z lse) exp(x - lse) - onehot) scale
+    dhidden = dx W        W.main_grad += dx^T hidden
 
-z is the coefficient of the z-loss, which holds the log-sum-exp near zero (PaLM, Chowdhery et al. 2022, section 5). A
-label below zero masks its token: no loss, no gradient.
+z is the coefficient of the z-loss, which keeps the log-sum-exp near zero (PaLM, Chowdhery et al. 2022, section 5). A
+label below zero masks its token: no loss, no gradient. With a soft cap c the loss is that of y = c tanh(x / c), which
+stays within +-c (Gemma 2, 2024, section 2), and dx = dy (1 - (y / c)^2).
 
-With a soft cap c the loss is that of y = c tanh(x / c), which stays within +-c (Gemma 2, 2024, section 2), in place of
-x, and dx = dy (1 - (y / c)^2).
+The forward pass computes the gradient while it has the logits, in the logits' memory, so no more than one chunk of
+logits exists at a time. It must therefore know `scale`: the loss scale / tokens of the global batch. Frozen hidden
+states or weights skip their product.
 
-The vocabulary may come in blocks: `sweep` adds the entries of one block to the sums `lse` and x[label], or turns the
-block into its gradient, which needs the sums over all blocks. Where one block is everything, it does both at once.
+Tokens come in chunks. Every chunk adds to the full weight gradient, (v, h), so small chunks cost memory traffic. The
+vocabulary may come in blocks, too, which limits the logits to one chunk and one block. Blocks are visited twice, for
+the sums and for the gradient, and their logits are computed both times: four products instead of three, a third more
+time (evaluation needs only the sums). The hidden gradient is summed over blocks in fp32 and rounded once.
 
-Reference and kernel read the logits in their dtype and compute in fp32; neither makes an fp32 copy of more than a few
-rows. Without autograd: `linear_cross_entropy.py` calls it between its products.
+`sweep` adds one block of logits to the sums `lse` and x[label], or turns the block into its gradient, which needs the
+sums over all blocks, or does both at once if the block is the whole vocabulary. Reference and kernel read logits in
+their dtype, compute in fp32 and copy only a few rows to fp32.
+
+Rows of zeros may follow the weight and its gradient in memory, to give products a rounder size: see `parameter.padded`.
+Their logits enter no sum and have zero gradients, so they add zero to the hidden gradient and to the rows themselves.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from megatron_lite.kernels.triton_support import jit, next_power_of_2, tanh, tl
+from megatron_lite.kernels.linear import add_product, product
+from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tanh, tl
+from megatron_lite.parameter import Parameter, padded
 
 LOG2_E = math.log2(math.e)
-LOWEST = -3.0e38  # stands for the largest of no entries: minus infinity less minus infinity would be no number
-# Elements that the reference works on at a time: on a CPU what stays in the cache from one operation to the next.
+LOWEST = -3.0e38  # the maximum of no entries: minus infinity minus minus infinity would be NaN
+# Elements that the reference works on at a time: on a CPU, as many as stay in the cache between operations.
 REFERENCE_ELEMENTS = {"cpu": 2**17, "cuda": 2**26}
 # Elements of a row that a program of the kernel loads at a time; each thread takes runs of RUN.
 LARGEST_BLOCK, RUN = 16384, 8
+# Rows of logits begin at multiples of this many elements, also for odd vocabularies: a GPU's matrix products and loads
+# are several times slower otherwise.
+ROW_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Of the tokens' logits, over the blocks of the vocabulary so far. All on one device."""
+    """Sums over the blocks of the vocabulary so far, for every token; all on one device."""
 
     lse: Tensor  # log-sum-exp, (t,) in fp32
-    at_label: Tensor  # the logit of the label, (t,) in fp32
+    at_label: Tensor  # the label's logit, (t,) in fp32
 
     @classmethod
     def empty(cls, tokens: int, device: torch.device) -> Sums:
-        """Memory that the first block fills."""
+        """Allocate sums for the first block to fill."""
         both = torch.empty(2, tokens, dtype=torch.float32, device=device)
         return cls(both[0], both[1])
 
@@ -50,7 +67,7 @@ class Sums:
         return Sums(self.lse[rows], self.at_label[rows])
 
     def loss(self, labels: Tensor, z_loss: float = 0.0) -> Tensor:
-        """The sum over tokens with a label, () in fp64, as there may be many."""
+        """Return the loss summed over tokens with a label: () in fp64, because there may be many."""
         lse = self.lse.double()
         losses = lse - self.at_label
         if z_loss:
@@ -58,103 +75,78 @@ class Sums:
         return losses.masked_fill(labels < 0, 0.0).sum()
 
 
-def sweep(
-    logits: Tensor,
-    labels: Tensor,
-    sums: Sums,
-    scale: Tensor | None,
-    z_loss: float = 0.0,
-    *,
-    soft_cap: float = 0.0,
-    columns: int | None = None,
-    start: int = 0,
-    adds_up: bool = True,
-    triton: bool = False,
-) -> None:
-    """Go through a block of logits once: add it to the sums, replace it by its gradient, or both.
+class _Sweep(NamedTuple):
+    """Arguments of `sweep` that are not tensors."""
 
-    Args:
-        logits: (t, w), any float dtype, rows at any distance. Overwritten, whatever is asked for.
-        labels: (t,) int64; below zero: masked.
-        sums: of the blocks before; they are begun where `start` is 0.
-        scale: (), factor of the gradient; None: no gradient is wanted.
-        z_loss: coefficient of the square of the log-sum-exp.
-        soft_cap: what the logits stay within; 0: anything.
-        columns: entries in the block, where w has padding behind them. Padding may hold anything, and holds anything
-            afterwards.
-        start: the first entry's number in the vocabulary.
-        adds_up: add the block to `sums`; together with `scale` for a block that is the whole vocabulary.
-    """
-    columns = logits.shape[1] if columns is None else columns
-    run = _sweep_with_triton if triton else _sweep_with_torch
-    run(logits, labels, sums, scale, z_loss, soft_cap, columns, start, adds_up)
+    z_loss: float
+    soft_cap: float
+    columns: int
+    start: int
+    accumulate: bool
 
 
-def capped(logits: Tensor, soft_cap: float) -> Tensor:
-    """c tanh(x / c) in new memory; without a cap (0) the logits themselves."""
-    return logits.div(soft_cap).tanh_().mul_(soft_cap) if soft_cap else logits
+def capped(x: Tensor, soft_cap: float) -> Tensor:
+    """Return c tanh(x / c) in new memory; without a cap (0) return x itself."""
+    return x.div(soft_cap).tanh_().mul_(soft_cap) if soft_cap else x
+
+
+# -- loss and gradient of logits by torch ----------------------------------------------------------------------------
 
 
 def reference_rows(columns: int, device_type: str) -> int:
-    """Rows that the reference works on at a time."""
+    """Return the number of rows that the reference works on at a time."""
     return max(1, REFERENCE_ELEMENTS[device_type] // columns)
 
 
-def _sweep_with_torch(
-    logits: Tensor,
-    labels: Tensor,
-    sums: Sums,
-    scale: Tensor | None,
-    z_loss: float,
-    soft_cap: float,
-    columns: int,
-    start: int,
-    adds_up: bool,
-) -> None:
+def _reference_sweep(logits: Tensor, labels: Tensor, sums: Sums, scale: Tensor | None, options: _Sweep) -> None:
+    z_loss, soft_cap, columns, start, accumulate = options
     place = labels[:, None] - start  # of the label in the block, (t, 1)
     inside = (place >= 0) & (place < columns)
     place = place.clamp(0, columns - 1)
     step, narrow = reference_rows(columns, logits.device.type), logits.dtype != torch.float32
     scratch = logits.new_empty(min(step, len(logits)) if narrow else 0, columns, dtype=torch.float32)
-    parts = logits.new_empty(min(step, len(logits)) if soft_cap else 0, columns, dtype=torch.float32)
+    tanhs = logits.new_empty(min(step, len(logits)) if soft_cap else 0, columns, dtype=torch.float32)
     for begin in range(0, logits.shape[0], step):
         rows = slice(begin, begin + step)
-        here, at, found = logits[rows, :columns], place[rows], inside[rows]
+        part, at, found = logits[rows, :columns], place[rows], inside[rows]
         lse, at_label = sums.lse[rows, None], sums.at_label[rows, None]
-        x = scratch[: len(here)].copy_(here) if narrow else here
+        x = scratch[: len(part)].copy_(part) if narrow else part
         if soft_cap:
-            part = torch.tanh(x.div_(soft_cap), out=parts[: len(here)])  # y / c
-            torch.mul(part, soft_cap, out=x)
-        if adds_up:
+            y_over_cap = torch.tanh(x.div_(soft_cap), out=tanhs[: len(part)])
+            torch.mul(y_over_cap, soft_cap, out=x)
+        if accumulate:
             shift = x.amax(dim=-1, keepdim=True).clamp_(min=LOWEST)
-            of_label = torch.where(found, x.gather(-1, at), 0.0 if start == 0 else at_label)
+            label_logit = torch.where(found, x.gather(-1, at), 0.0 if start == 0 else at_label)
             total = _exp_(x.sub_(shift)).sum(dim=-1, keepdim=True)
-            of_block = total.log().add_(shift)
-            lse.copy_(of_block if start == 0 else torch.logaddexp(lse, of_block))
-            at_label.copy_(of_label)
+            block_lse = total.log().add_(shift)
+            lse.copy_(block_lse if start == 0 else torch.logaddexp(lse, block_lse))
+            at_label.copy_(label_logit)
         if scale is None:
             continue
         factor = scale * (1 + 2 * z_loss * lse) if z_loss else scale.expand(lse.shape)
-        if adds_up:
+        if accumulate:
             factor = factor / total  # x is exp(x - shift)
         else:
             _exp_(x.sub_(lse))
-        x.mul_(factor.masked_fill(labels[rows, None] < 0, 0.0))
-        x.scatter_add_(-1, at, torch.where(found, -scale, 0.0))
+        dx = x.mul_(factor.masked_fill(labels[rows, None] < 0, 0.0))
+        dx.scatter_add_(-1, at, torch.where(found, -scale, 0.0))
         if soft_cap:
-            x.mul_(part.square_().neg_().add_(1.0))
+            dx.mul_(y_over_cap.square_().neg_().add_(1.0))
         if narrow:
-            here.copy_(x)
+            part.copy_(dx)
 
 
 def _exp_(x: Tensor) -> Tensor:
-    """exp in place, through powers of two: on a CPU in half the time of `exp_`. Relative error |x| 2^-24."""
+    """exp in place through powers of two: half the time of `exp_` on a CPU, relative error |x| 2^-24."""
     return x.mul_(LOG2_E).exp2_()
+
+
+# -- the same by Triton ----------------------------------------------------------------------------------------------
 
 
 @jit
 def _sweep_kernel(
-    logits_ptr,
+    x_ptr,
     labels_ptr,
     lse_ptr,
     at_label_ptr,
@@ -166,30 +158,30 @@ def _sweep_kernel(
     columns,
     row_stride,
     FIRST: tl.constexpr,
-    ADDS_UP: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
     GRADIENT: tl.constexpr,
     CAPPED: tl.constexpr,
     LOWEST: tl.constexpr,
     RUNS: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """One row. Each run of a block keeps a largest value and a sum of its own, so that no thread waits for others."""
+    """One row per program. Each run of a block keeps its own maximum and sum, so that no thread waits for others."""
     row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * row_stride
+    x_ptr += row * row_stride
     label = tl.load(labels_ptr + row).to(tl.int32)
     place = label - start
     blocks = tl.cdiv(width, RUNS * RUN)
     lanes = tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN)[None, :]
-    if ADDS_UP:
+    if ACCUMULATE:
         found = (place >= 0) & (place < columns)
-        at_label = tl.load(logits_ptr + place, mask=found, other=0.0).to(tl.float32)  # before it is overwritten
+        at_label = tl.load(x_ptr + place, mask=found, other=0.0).to(tl.float32)  # before the gradient overwrites it
         if CAPPED:
             at_label = soft_cap * tanh(at_label / soft_cap)
         largest = tl.full((RUNS,), LOWEST, tl.float32)
         total = tl.zeros((RUNS,), tl.float32)
         for block in range(0, blocks):
             offsets = block * (RUNS * RUN) + lanes
-            x = tl.load(logits_ptr + offsets, mask=offsets < width, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + offsets, mask=offsets < width, other=0.0).to(tl.float32)
             if CAPPED:
                 x = soft_cap * tanh(x / soft_cap)
             x = tl.where(offsets < columns, x, float("-inf"))
@@ -211,31 +203,22 @@ def _sweep_kernel(
     if GRADIENT:
         scale = tl.load(scale_ptr)
         factor = tl.where(label >= 0, scale * (1.0 + 2.0 * z_loss * lse), 0.0)
-        for block in range(0, blocks):  # from the end, which the cache may still hold
+        for block in range(0, blocks):  # backwards: the cache may still hold the end
             offsets = (blocks - 1 - block) * (RUNS * RUN) + lanes
-            x = tl.load(logits_ptr + offsets, mask=offsets < width, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + offsets, mask=offsets < width, other=0.0).to(tl.float32)
             if CAPPED:
                 part = tanh(x / soft_cap)
                 x = soft_cap * part
-            grad = tl.exp(x - lse) * factor
-            grad = tl.where(offsets == place, grad - scale, grad)
+            dx = tl.exp(x - lse) * factor
+            dx = tl.where(offsets == place, dx - scale, dx)
             if CAPPED:
-                grad *= 1.0 - part * part
-            grad = tl.where(offsets < columns, grad, 0.0)
-            tl.store(logits_ptr + offsets, grad.to(logits_ptr.dtype.element_ty), mask=offsets < width)
+                dx *= 1.0 - part * part
+            dx = tl.where(offsets < columns, dx, 0.0)
+            tl.store(x_ptr + offsets, dx.to(x_ptr.dtype.element_ty), mask=offsets < width)
 
 
-def _sweep_with_triton(
-    logits: Tensor,
-    labels: Tensor,
-    sums: Sums,
-    scale: Tensor | None,
-    z_loss: float,
-    soft_cap: float,
-    columns: int,
-    start: int,
-    adds_up: bool,
-) -> None:
+def _triton_sweep(logits: Tensor, labels: Tensor, sums: Sums, scale: Tensor | None, options: _Sweep) -> None:
+    z_loss, soft_cap, columns, start, accumulate = options
     assert logits.stride(1) == 1 and labels.is_contiguous()
     tokens, width = logits.shape
     block = min(LARGEST_BLOCK, max(next_power_of_2(width), 32 * RUN))
@@ -252,7 +235,7 @@ def _sweep_with_triton(
         columns,
         logits.stride(0),
         FIRST=start == 0,
-        ADDS_UP=adds_up,
+        ACCUMULATE=accumulate,
         GRADIENT=scale is not None,
         CAPPED=soft_cap != 0.0,
         LOWEST=LOWEST,
@@ -260,3 +243,164 @@ def _sweep_with_triton(
         RUN=RUN,
         num_warps=max(1, min(32, block // 512)),
     )
+
+
+def sweep(
+    logits: Tensor,
+    labels: Tensor,
+    sums: Sums,
+    scale: Tensor | None,
+    z_loss: float = 0.0,
+    *,
+    soft_cap: float = 0.0,
+    columns: int | None = None,
+    start: int = 0,
+    accumulate: bool = True,
+    triton: bool = False,
+) -> None:
+    """Visit a block of logits once: add it to the sums, replace it by its gradient, or both. Without autograd.
+
+    Args:
+        logits: (t, w), any float dtype, any row stride. Always overwritten.
+        labels: (t,) int64; below zero: masked.
+        sums: sums over the blocks before this one; `start` 0 begins them.
+        scale: (), factor of the gradient; None: compute no gradient.
+        z_loss: coefficient of the squared log-sum-exp.
+        soft_cap: bound on the logits; 0: none.
+        columns: entries in the block; further columns are padding, which may hold anything before and after.
+        start: number of the block's first entry in the vocabulary.
+        accumulate: add the block to `sums`; combined with `scale`, the block must be the whole vocabulary.
+    """
+    options = _Sweep(z_loss, soft_cap, logits.shape[1] if columns is None else columns, start, accumulate)
+    run = _triton_sweep if triton else _reference_sweep
+    run(logits, labels, sums, scale, options)
+
+
+# -- the head --------------------------------------------------------------------------------------------------------
+
+
+def held_logits(tokens: int, vocab_size: int, chunk_tokens: int, block_size: int | None) -> tuple[int, int]:
+    """Return rows and columns of the memory for logits, padding included; `vocab_size` includes its padding rows."""
+    block = min(block_size or vocab_size, vocab_size)
+    return min(chunk_tokens, tokens), cdiv(block, ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+class _Block(NamedTuple):
+    """A block of the vocabulary, as rows of the padded weight, and what a visit computes."""
+
+    rows: slice
+    accumulate: bool
+    with_gradient: bool
+
+
+def _blocks(vocab_size: int, padding_rows: int, block_size: int | None, with_gradient: bool) -> list[_Block]:
+    """List the visits of blocks in order; the last block takes as many padding rows as it has room for."""
+    rows = vocab_size + padding_rows
+    size = min(block_size or rows, rows)
+    parts = [slice(start, min(start + size, rows)) for start in range(0, vocab_size, size)]
+    if len(parts) == 1:
+        return [_Block(parts[0], accumulate=True, with_gradient=with_gradient)]
+    visits = [_Block(part, accumulate=True, with_gradient=False) for part in parts]
+    if with_gradient:
+        visits += [_Block(part, accumulate=False, with_gradient=True) for part in parts]
+    return visits
+
+
+class _Options(NamedTuple):
+    """Arguments of `linear_cross_entropy` that are not tensors."""
+
+    chunk_tokens: int
+    block_size: int | None
+    z_loss: float
+    soft_cap: float
+    padding_rows: int
+    triton: bool
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Parameter, labels: Tensor, scale: Tensor | None, options: _Options
+    ) -> Tensor:
+        (tokens, _), vocab_size, padding_rows = hidden.shape, weight.shape[0], options.padding_rows
+        w = padded(weight, padding_rows)
+        trains_hidden = scale is not None and ctx.needs_input_grad[0]
+        trains_weight = scale is not None and weight.requires_grad
+        dhidden = torch.empty_like(hidden) if trains_hidden else None
+        dw = padded(weight.main_grad, padding_rows) if trains_weight else None
+        first_dw = trains_weight and weight.begin_gradient()
+        blocks = _blocks(vocab_size, padding_rows, options.block_size, trains_hidden or trains_weight)
+        memory = hidden.new_empty(held_logits(tokens, w.shape[0], options.chunk_tokens, options.block_size))
+        sums = Sums.empty(tokens, hidden.device)
+        for start in range(0, tokens, options.chunk_tokens):
+            chunk = slice(start, start + options.chunk_tokens)
+            part, part_labels, part_sums = hidden[chunk], labels[chunk], sums.part(chunk)
+            logits = memory[: part.shape[0]]
+            total = None if dhidden is None else dhidden[chunk]  # sum of dhidden over the blocks
+            if total is not None and len(blocks) > 1:
+                total = torch.empty_like(total, dtype=torch.float32)
+            for block in blocks:
+                first, end = block.rows.start, block.rows.stop
+                columns = min(end, vocab_size) - first
+                x = product(part, w[block.rows], out=logits[:, : end - first])
+                sweep(
+                    logits,
+                    part_labels,
+                    part_sums,
+                    scale if block.with_gradient else None,
+                    options.z_loss,
+                    soft_cap=options.soft_cap,
+                    columns=columns,
+                    start=first,
+                    accumulate=block.accumulate,
+                    triton=options.triton,
+                )
+                if not block.with_gradient:
+                    continue
+                dx = x  # the same memory
+                if padding_rows:
+                    dx[:, columns:] = 0.0
+                if total is not None:
+                    add_product(total, dx, w[block.rows], first == 0)
+                if dw is not None:
+                    add_product(dw[block.rows], dx.t(), part, first_dw)
+            first_dw = False
+            if dhidden is not None and total is not None and len(blocks) > 1:
+                dhidden[chunk] = total
+        ctx.dhidden = dhidden
+        return sums.loss(labels, options.z_loss)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        dhidden, ctx.dhidden = ctx.dhidden, None  # `scale` holds every factor, that of dloss included
+        return dhidden, None, None, None, None
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Parameter,
+    labels: Tensor,
+    scale: Tensor | None,
+    chunk_tokens: int,
+    block_size: int | None = None,
+    z_loss: float = 0.0,
+    triton: bool = False,
+    soft_cap: float = 0.0,
+    padding_rows: int = 0,
+) -> Tensor:
+    """Return the summed cross-entropy of hidden (t, h) with weight (v, h) and labels (t,): () in fp64.
+
+    With `scale` (), add the gradient of scale * loss to `weight.main_grad` now and pass it to `hidden` in the backward
+    pass, where they require one.
+
+    Args:
+        labels: int64; below zero: the token has no loss.
+        chunk_tokens: tokens whose logits exist at a time.
+        block_size: entries of the vocabulary whose logits exist at a time; None: all.
+        z_loss: coefficient of the squared log-sum-exp.
+        soft_cap: bound on the logits; 0: none.
+        padding_rows: rows of zeros in memory behind the weight and behind its gradient.
+    """
+    options = _Options(chunk_tokens, block_size, z_loss, soft_cap, padding_rows, triton)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, scale, options)

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.choice import Kernels
-from megatron_lite.kernels.cross_entropy import capped
+from megatron_lite.kernels.cross_entropy import capped, linear_cross_entropy
 from megatron_lite.kernels.embedding import add_positions, embedding
-from megatron_lite.kernels.linear_cross_entropy import linear_cross_entropy
 from megatron_lite.kernels.triton_support import cdiv
 from megatron_lite.model.layer import Layer, MicroBatch, dropout
 from megatron_lite.model.norm import Norm

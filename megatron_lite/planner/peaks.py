@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_lite.kernels.attention.blocks import blocks_of_a_sample, rows_of_a_block
-from megatron_lite.kernels.cross_entropy import reference_rows
+from megatron_lite.kernels.cross_entropy import held_logits, reference_rows
 from megatron_lite.kernels.linear import temporary_rows
-from megatron_lite.kernels.linear_cross_entropy import held_logits
 from megatron_lite.planner.activations import FP32_BYTES, Saved, Sizes
 
 
@@ -102,7 +101,7 @@ def _embedding_forward(sizes: Sizes) -> Walk:
 
 
 def _head(sizes: Sizes) -> Peaks:
-    """The norm, then logits and their gradient chunk by chunk: see `kernels/linear_cross_entropy.py`."""
+    """The norm, then logits and their gradient chunk by chunk: see `kernels/cross_entropy.py`."""
     model, forward, backward = sizes.model, Walk(), Walk()
     forward.allocate(sizes.hidden, temporary=_norm_temporaries(sizes, sizes.stream, sizes.hidden))
     forward.allocate(*_logits(sizes))

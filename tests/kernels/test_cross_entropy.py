@@ -13,8 +13,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_lite.kernels.choice import Kernels
-from megatron_lite.kernels.cross_entropy import LARGEST_BLOCK, REFERENCE_ELEMENTS, Sums, capped, sweep
-from megatron_lite.kernels.linear_cross_entropy import held_logits, linear_cross_entropy
+from megatron_lite.kernels.cross_entropy import (
+    LARGEST_BLOCK,
+    REFERENCE_ELEMENTS,
+    Sums,
+    capped,
+    held_logits,
+    linear_cross_entropy,
+    sweep,
+)
 from megatron_lite.kernels.triton_support import runs_on
 from megatron_lite.model.embedding_and_head import chunk_tokens
 from megatron_lite.model.gpt import build_gpt
@@ -249,7 +256,7 @@ def sweep_blocks(
         sweep(begun, labels, sums, factor, columns=part.shape[1] - 5, start=start, **options)
     if block:
         for part, start in zip(padded, starts, strict=True):
-            sweep(part, labels, sums, scale(), columns=part.shape[1] - 5, start=start, adds_up=False, **options)
+            sweep(part, labels, sums, scale(), columns=part.shape[1] - 5, start=start, accumulate=False, **options)
     return sums.loss(labels, z_loss), torch.cat([part[:, :-5] for part in padded], dim=1)
 
 

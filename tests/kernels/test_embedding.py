@@ -22,7 +22,7 @@ TOKENS = {
 
 
 @dtypes
-def test_embedding_adds_up_repeated_tokens(dtype: torch.dtype) -> None:
+def test_embedding_accumulate_repeated_tokens(dtype: torch.dtype) -> None:
     tokens = torch.tensor([[1, 1, 4], [0, 1, 6]])
     compare(lambda w: embedding(w, tokens), lambda w: w[tokens], [], [randn(7, 5)], dtype)
     compare(add_positions, lambda x, w: x + w[:3], [randn(2, 3, 5)], [randn(9, 5)], dtype)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatron_lite.kernels.cross_entropy import linear_cross_entropy
 from megatron_lite.kernels.embedding import add_positions, embedding
 from megatron_lite.kernels.linear import linear
-from megatron_lite.kernels.linear_cross_entropy import linear_cross_entropy
 from megatron_lite.kernels.normalization import Kind, add_norm, layer_norm, rms_norm
 from megatron_lite.parameter import Parameter
 

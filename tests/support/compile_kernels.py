@@ -166,7 +166,7 @@ def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
             wide = shape.random(rows, width, dtype=torch.float32).requires_grad_()
             sum_and_norm = add_norm(wide, x, None, None, kind, triton=True, dtype=shape.dtype)
             yield f"{what} norm of a wide sum {width}", backward(sum_and_norm, (wide, x), (grads[0].float(), grads[1]))
-    for columns, start, adds_up, scaled in (
+    for columns, start, accumulate, scaled in (
         (1, 0, True, True),
         (50257, 0, True, True),
         (300, 0, True, False),
@@ -175,12 +175,11 @@ def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
     ):
         labels = torch.zeros(4, dtype=torch.int64, device=shape.device)
         sums, scale = Sums.empty(4, labels.device), torch.ones((), device=shape.device) if scaled else None
-        yield (
-            f"cross-entropy {columns} {start}",
-            partial(
-                sweep, shape.random(4, columns), labels, sums, scale, 1e-4, start=start, adds_up=adds_up, triton=True
-            ),
+        inputs, options = (
+            (shape.random(4, columns), labels, sums, scale, 1e-4),
+            dict(start=start, accumulate=accumulate),
         )
+        yield f"cross-entropy {columns} {start}", partial(sweep, *inputs, **options, triton=True)
     for vocab, width in ((1, 1), (50, 123)):
         rows, tokens = shape.parameter(vocab, width), torch.zeros(1, 5, dtype=torch.int64, device=shape.device)
         yield f"embedding {vocab}", embedding(rows, tokens, triton=True).sum().backward

@@ -21,11 +21,10 @@ from torch.nn import functional
 from megatron_lite.kernels import adamw as optimizer
 from megatron_lite.kernels import split_weights
 from megatron_lite.kernels.attention.attention import attention
-from megatron_lite.kernels.cross_entropy import Sums, sweep
+from megatron_lite.kernels.cross_entropy import Sums, linear_cross_entropy, sweep
 from megatron_lite.kernels.embedding import embedding
 from megatron_lite.kernels.gradient_norm import squared_norm
 from megatron_lite.kernels.linear import accumulate_product
-from megatron_lite.kernels.linear_cross_entropy import linear_cross_entropy
 from megatron_lite.kernels.mlp import activate, activate_backward
 from megatron_lite.kernels.normalization import Kind, add_norm, layer_norm, rms_norm
 from megatron_lite.kernels.rotary import rotary_table, split_heads
