@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call under nine minutes: tests on the device, the smoke test, each operation
-# against the ceilings of the device, training beside the peers. Nothing is installed, no network is used.
+# Run everything that needs a GPU in less than nine minutes: tests on the device, the smoke test, each operation against
+# the ceilings of the device, training beside the peers. Installs nothing and needs no network.
 #
-#     bash scripts/gpu_report.sh                        writes gpu_report.json to TMPDIR (/tmp)
-#     bash scripts/gpu_report.sh --output=report.json   elsewhere
-#     bash scripts/gpu_report.sh --only=ceilings,ops    some of the steps; --limit_s=300: less time
+#     bash scripts/gpu_report.sh                        write gpu_report.json to TMPDIR (/tmp)
+#     bash scripts/gpu_report.sh --output=report.json   write another file
+#     bash scripts/gpu_report.sh --only=ceilings,ops    run some steps; --limit_s=300 limits the time
 #
-# Without a GPU it says so and exits 0. Else the exit code is 0 if every step ended well; the file is written after each
-# step, so that it is there whatever happens. scripts/benchmarks/gpu/render.py puts it into docs/benchmarks.md. A read-only
-# checkout will do: everything is written below TMPDIR. PYTHON is the interpreter to use (default: python3 of the active
-# environment); it needs torch, numpy and pytest, and Triton for most of it.
+# Without a GPU it says so and exits 0. Otherwise it exits 0 if every step succeeded. The file is written after each
+# step, so it exists however the run ends; `python -m scripts.benchmarks.gpu.render` puts it into docs/benchmarks.md.
+# The checkout may be read-only: all other files go below TMPDIR. PYTHON chooses the interpreter (default: python3 of
+# the active environment), which needs torch, numpy and pytest, and Triton for most steps.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

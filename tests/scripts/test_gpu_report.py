@@ -18,7 +18,6 @@ from megatron_lite.planner.plan import make_plan
 from scripts.benchmarks.gpu import ops as gpu_ops
 from scripts.benchmarks.gpu import render as rendering
 from scripts.benchmarks.gpu import report as gpu_report
-from scripts.benchmarks.gpu import report_read as reading
 from scripts.benchmarks.gpu import training as gpu_training
 from scripts.benchmarks.gpu.ops_table import FULL, OPS, WINDOWED, Op, Shape, attention_flops
 from scripts.benchmarks.gpu.report import Report, Step
@@ -62,10 +61,10 @@ def test_a_failure_does_not_stop_the_others(tmp_path: Path) -> None:
     found = run(
         tmp_path,
         60.0,
-        Step("bad", (*python(f"{write}; print('so it goes'); sys.exit(7)"), "{output}"), 30, reading.read_json),
-        Step("silent", python("pass"), 30, reading.read_json),
-        Step("broken", (*python("open(sys.argv[1], 'w').write('{')"), "{output}"), 30, reading.read_json),
-        Step("good", (*python(write), "{output}"), 30, reading.read_json),
+        Step("bad", (*python(f"{write}; print('so it goes'); sys.exit(7)"), "{output}"), 30, gpu_report.read_json),
+        Step("silent", python("pass"), 30, gpu_report.read_json),
+        Step("broken", (*python("open(sys.argv[1], 'w').write('{')"), "{output}"), 30, gpu_report.read_json),
+        Step("good", (*python(write), "{output}"), 30, gpu_report.read_json),
     )
     bad, silent, broken, good = found["steps"].values()
     assert bad["status"] == "failed" and bad["reason"] == "exit code 7" and bad["result"] == {"rows": 3}
@@ -78,7 +77,7 @@ def test_a_failure_does_not_stop_the_others(tmp_path: Path) -> None:
 
 def test_deadlines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step ends with its budget or with the time of all, and all its processes with it; later ones are not begun."""
-    monkeypatch.setattr(gpu_report, "LEAST_S", 0.5)
+    monkeypatch.setattr(gpu_report, "MIN_STEP_S", 0.5)
     child = tmp_path / "child"
     # The child would write its file after two seconds, if it were left to live.
     grandchild = f"import time; time.sleep(2); open({str(child)!r}, 'w')"
@@ -87,9 +86,9 @@ def test_deadlines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(
         tmp_path,
         3.0,
-        Step("slow", (*python(partial), "{output}"), 1.0, reading.read_json),
-        Step("endless", python(endless), 30, reading.read_json),
-        Step("late", python("pass"), 30, reading.read_json),
+        Step("slow", (*python(partial), "{output}"), 1.0, gpu_report.read_json),
+        Step("endless", python(endless), 30, gpu_report.read_json),
+        Step("late", python("pass"), 30, gpu_report.read_json),
     )
     slow, endless_one, late = found["steps"].values()
     assert slow["status"] == "stopped" and slow["seconds"] < 2 and slow["result"] == {"rows": 1}
@@ -102,7 +101,7 @@ def test_deadlines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_step_that_crashes_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only one that says so is started again, and not without end."""
-    monkeypatch.setattr(gpu_report, "LEAST_S", 0.1)
+    monkeypatch.setattr(gpu_report, "MIN_STEP_S", 0.1)
     count = (
         "path = sys.argv[1]; n = json.load(open(path)) + 1 if os.path.exists(path) else 1;"
         "open(path, 'w').write(json.dumps(n)); sys.exit(0 if n == int(sys.argv[2]) else 3)"
@@ -111,9 +110,9 @@ def test_a_step_that_crashes_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = run(
         tmp_path,
         60.0,
-        Step("resumed", (*command, "3"), 30, reading.read_json, resumes=True),
-        Step("hopeless", (*command, "99"), 30, reading.read_json, resumes=True),
-        Step("single", (*command, "3"), 30, reading.read_json),
+        Step("resumed", (*command, "3"), 30, gpu_report.read_json, resumes=True),
+        Step("hopeless", (*command, "99"), 30, gpu_report.read_json, resumes=True),
+        Step("single", (*command, "3"), 30, gpu_report.read_json),
     )
     assert [(step["status"], step["result"]) for step in found["steps"].values()] == [
         ("ok", 3),
@@ -140,7 +139,7 @@ def test_operations_go_on_behind_a_crash(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(gpu_ops, "measure_op", measure)
     ops: list[Any] = [type("", (), {"name": name}) for name in ("done", "crashed", "memory", "poison", "last")]
     entries = {"done": {"status": "ok", "variants": {}}, "crashed": {"status": "started"}}
-    gpu_ops.write(output, {"ops": entries})
+    gpu_ops.write_json(output, {"ops": entries})
     assert gpu_ops.run(ops, output) == gpu_ops.RESTART and measured == ["memory", "poison"]
     assert gpu_ops.run(ops, output) == 1 and measured == ["memory", "poison", "last"]
     states = {name: entry["status"] for name, entry in json.loads(output.read_text("utf-8"))["ops"].items()}
@@ -166,7 +165,7 @@ def test_training_tables_name_rows_that_exist() -> None:
 def test_variants_of_training_fit_an_h200(variants: str) -> None:
     """Every one is a legal configuration, and its plan leaves a tenth of 139 GiB."""
     for options in gpu_training.VARIANTS[variants].values():
-        planned = make_plan(gpu_training.configured(6, options), 1, "cuda").peak_bytes()
+        planned = make_plan(gpu_training.configured(options), 1, "cuda").peak_bytes()
         assert 10 * 2**30 < planned < 0.9 * 139 * 2**30
 
 
@@ -257,17 +256,17 @@ def test_logs_of_pytest(tmp_path: Path) -> None:
     """With and without pytest-xdist; with a summary and cut short before it."""
     log = tmp_path / "log"
     log.write_text(LOG, "utf-8")
-    found = reading.read_tests(tmp_path / "none", log)
+    found = gpu_report.read_tests(tmp_path / "none", log)
     assert found["counts"] == {"passed": 2, "failed": 2, "skipped": 2}
     assert found["failures"] == ["tests/kernels/test_a.py::test_two", "tests/test_gpu.py::test_five"]
     log.write_text(f"{LOG}FAILED tests/test_gpu.py::test_five - assert 1 == 2\n", "utf-8")
-    assert reading.read_tests(tmp_path / "none", log)["failures"] == ["tests/test_gpu.py::test_five - assert 1 == 2"]
+    assert gpu_report.read_tests(tmp_path / "none", log)["failures"] == ["tests/test_gpu.py::test_five - assert 1 == 2"]
 
 
 def test_the_result_of_the_smoke_test(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text('smoke_test: prepare\n{"ok": true, "seconds": 30.0}\n', "utf-8")
-    assert reading.read_smoke_test(tmp_path / "none", log) == {"ok": True, "seconds": 30.0}
+    assert gpu_report.read_smoke_test(tmp_path / "none", log) == {"ok": True, "seconds": 30.0}
 
 
 def ms(median: float) -> dict[str, Any]:

@@ -1,13 +1,12 @@
-"""How the operations of ops.py are timed, and the two ceilings that they are held against.
+"""Timing of single GPU operations, and the two ceilings of a device: a large copy and a large matrix product.
 
-Every call is timed by a pair of events. Before each, a buffer larger than the second-level cache is written, so that
-nothing is found there that a training step would not find, and the device sleeps for a moment, so that the host has
-queued the whole call by the time that it begins. Inputs are random: zeros compute faster than what training computes.
+Each call is timed by a pair of CUDA events. Before each call a buffer larger than the L2 cache is written, so that the
+call finds no more in the cache than it would in a training step, and the device sleeps for a moment, so that the host
+has queued the whole call before it starts. Inputs are random, because zeros compute faster than training data.
 """
 
 from __future__ import annotations
 
-import platform
 import statistics
 import subprocess
 from collections.abc import Callable
@@ -16,32 +15,32 @@ from typing import Any
 
 import torch
 
-import megatron_lite
+from scripts.benchmarks.common import spread_of
+from scripts.benchmarks.training.measure import versions
 
 COPY_BYTES = 4 * 2**30  # read; as many are written
 GEMM_SIZE = 8192
-FLUSH_BYTES = 256 * 2**20  # several times the second-level cache
+FLUSH_BYTES = 256 * 2**20  # several times the L2 cache
 SLEEP_CYCLES = 1_000_000  # about half a millisecond
 WARM_UP_CALLS = 3
-LEAST_CALLS, MOST_CALLS = 5, 100
+MIN_CALLS, MAX_CALLS = 5, 100
 
 
 class Clock:
-    """Times calls on the current CUDA device."""
+    """A timer of calls on the current CUDA device."""
 
     def __init__(self) -> None:
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
         self._copies: dict[int, float] = {}
 
     def ms(self, call: Callable[[], Any], for_ms: float = 60.0) -> dict[str, Any]:
-        """Median and quartiles of the milliseconds of a call, over as many calls as take about `for_ms`."""
+        """Return median and quartiles of the milliseconds of a call, repeated for about `for_ms`."""
         for _ in range(WARM_UP_CALLS):
             call()
         first = self._events(call, 3)
-        calls = min(max(int(for_ms / max(statistics.median(first), 1e-3)), LEAST_CALLS), MOST_CALLS)
-        times = sorted(self._events(call, calls))
-        low, median, high = statistics.quantiles(times, n=4)
-        return {"median": median, "quartiles": [low, high], "least": times[0], "calls": calls}
+        calls = min(max(int(for_ms / max(statistics.median(first), 1e-3)), MIN_CALLS), MAX_CALLS)
+        times = self._events(call, calls)
+        return {**spread_of(times), "least": min(times), "calls": calls}
 
     def _events(self, call: Callable[[], Any], calls: int) -> list[float]:
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(calls)]
@@ -55,9 +54,9 @@ class Clock:
         return [before.elapsed_time(after) for before, after in pairs]
 
     def copy_ms(self, bytes_: int) -> float:
-        """Of a copy that moves `bytes_`, read and written together: an operation of this size cannot do better.
+        """Return the milliseconds of a copy that moves `bytes_`, reads and writes together.
 
-        Small ones are slower by the byte: the device has hardly begun when it is done.
+        Small copies are slower per byte, and an operation of this size cannot be faster.
         """
         half = max(bytes_ // 2 // 2**20, 1) * 2**20
         if half not in self._copies:
@@ -66,14 +65,14 @@ class Clock:
 
 
 def copy_spread(clock: Clock, count: int, for_ms: float = 60.0) -> dict[str, Any]:
-    """The time of a copy of `count` random bytes."""
+    """Time a copy of `count` random bytes."""
     source = torch.randint(-128, 128, (count,), dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
     return clock.ms(lambda: target.copy_(source), for_ms)
 
 
 def ceilings(clock: Clock) -> dict[str, Any]:
-    """What the device does at best: bytes per second of a large copy, operations per second of a large product."""
+    """Return the bytes per second of a large copy and the FLOP/s of a large matrix product."""
     copy = copy_spread(clock, COPY_BYTES, for_ms=100)
     a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, dtype=torch.bfloat16, device="cuda") for _ in "ab")
     gemm = clock.ms(lambda: a @ b, for_ms=200)
@@ -88,17 +87,8 @@ def ceilings(clock: Clock) -> dict[str, Any]:
 
 
 def describe() -> dict[str, Any]:
-    """The device and the versions of all that computes on it."""
+    """Return the device and the versions of everything that computes on it."""
     device = torch.cuda.get_device_properties(0)
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "triton": _triton_version(),
-        "megatron_lite": megatron_lite.__version__,
-        "commit": _asked("git", "rev-parse", "HEAD"),
-    }
     return {
         "machine": {
             "device": device.name,
@@ -106,22 +96,14 @@ def describe() -> dict[str, Any]:
             "memory_bytes": device.total_memory,
             "multiprocessors": device.multi_processor_count,
             "l2_bytes": getattr(device, "L2_cache_size", None),
-            "driver": _asked("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         },
-        "versions": versions,
+        "versions": {**versions(), "commit": _first_line("git", "rev-parse", "HEAD")},
     }
 
 
-def _triton_version() -> str | None:
-    try:
-        import triton
-    except ImportError:
-        return None
-    return str(triton.__version__)
-
-
-def _asked(*command: str) -> str | None:
-    """The first line that a program prints; None where there is no such program or it fails."""
+def _first_line(*command: str) -> str | None:
+    """Return the first line that a program prints, or None if it is missing or fails."""
     here = Path(__file__).resolve().parent
     try:
         done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=10)

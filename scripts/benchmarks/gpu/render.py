@@ -2,12 +2,11 @@
 
 python -m scripts.benchmarks.gpu.render                       docs/gpu_report.json, or "not yet measured" without it
 python -m scripts.benchmarks.gpu.render --report=other.json   another report of scripts/gpu_report.sh
-python -m scripts.benchmarks.gpu.render --check               only compares; exit code 1 if the document is out of date
+python -m scripts.benchmarks.gpu.render --check               compare only; exit code 1 if the document is stale
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -16,94 +15,86 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scripts.benchmarks.common import argument_parser, markdown_table, spread_cell
+
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 REPORT = ROOT / "docs" / "gpu_report.json"
 SECTION = re.compile(r"(<!-- table: gpu_report -->\n).*?(<!-- end -->)", re.S)
 NOT_MEASURED = "not yet measured"
-MEMORY_BOUND_GOAL = 0.85
+MISTRAL = ("mistral-7b", "mistral-7b, 16 layers")
+Report = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Target:
-    """A row of the table of aims: what is wanted, and how it is read from a report (None: the report lacks it)."""
+    """A row of the table of goals: the wanted value, and how to read it from a report (None: not measured)."""
 
     name: str
     goal: str
-    value: Callable[[dict[str, Any]], float | None]
+    value: Callable[[Report], float | None]
     at_least: float
     show: Callable[[float], str]
 
 
-def step(report: dict[str, Any], name: str) -> Any:
-    """The results of a step; an empty dict where there are none."""
+def step(report: Report, name: str) -> Any:
+    """Return the results of a step, or an empty dict."""
     return report.get("steps", {}).get(name, {}).get("result") or {}
 
 
-MISTRAL = ("mistral-7b", "mistral-7b, 16 layers")
-
-
-def best(report: dict[str, Any], tables: Sequence[str], key: str) -> float | None:
-    """The best of a key over our rows of some training tables."""
+def best(report: Report, key: str, *tables: str) -> float | None:
+    """Return the best value of a key over our rows of some training tables."""
     rows = [row for table in tables for row in step(report, table).get("configurations", {}).items()]
     values = [row[key] for name, row in rows if name.startswith("ZeRO") and row.get(key)]
     return max(values, default=None)
 
 
-def speedup(report: dict[str, Any], model: str, *peers: str) -> float | None:
-    """Our speed over that of the fastest of some peers: the median of the ratios of each round's step times."""
+def speedup(report: Report, model: str, *peers: str) -> float | None:
+    """Return our speed over that of the fastest of some peers, by the median of the ratios of each round."""
     ratios = step(report, model).get("configurations", {}).get("ZeRO-1", {}).get("ratios", {})
     found = [ratios[peer]["median"] for peer in peers if ratios.get(peer)]
     return 1 / max(found) if found else None
 
 
-def recompute(report: dict[str, Any], level: str) -> float | None:
-    """Tokens per second at a level of MLP recomputation over those at `none`."""
+def recompute(report: Report, level: str) -> float | None:
+    """Return the tokens per second at a level of MLP recomputation over those at `none`."""
     variants = step(report, "variants").get("variants", {})
     times = [variants.get(name, {}).get("step_ms", {}).get("median") for name in ("none", level)]
     return times[0] / times[1] if all(times) else None
 
 
-def memory_bound(report: dict[str, Any]) -> dict[str, float]:
-    """Operation -> its share of the measured copy bandwidth, for those that only move bytes."""
-    ops = step(report, "ops").get("ops", {})
-    found = {
-        name: op.get("variants", {}).get("triton", {}).get("fraction_of_copy")
-        for name, op in ops.items()
-        if op.get("memory_bound")
-    }
-    return {name: value for name, value in found.items() if value is not None}
+def memory_bound(report: Report) -> dict[str, float]:
+    """Return each memory-bound operation's share of the measured copy bandwidth."""
+    found = {}
+    for name, op in step(report, "ops").get("ops", {}).items():
+        fraction = op.get("variants", {}).get("triton", {}).get("fraction_of_copy")
+        if op.get("memory_bound") and fraction is not None:
+            found[name] = fraction
+    return found
 
 
 def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
+def _tokens(value: float) -> str:
+    return f"{value:,.0f} tokens/s"
+
+
 def _times(value: float) -> str:
     return f"{value:.3f}x"
 
 
+_WHOLE = "Mistral-7B shape, whole (32 layers), sequence 8192"
 TARGETS = (
-    Target(
-        "Mistral-7B shape, whole (32 layers), sequence 8192",
-        "9,000 tokens/s to beat",
-        lambda report: best(report, MISTRAL[:1], "tokens_per_s"),
-        9000,
-        lambda v: f"{v:,.0f} tokens/s",
-    ),
-    Target(
-        "Mistral-7B shape, whole (32 layers), sequence 8192",
-        "11,000 tokens/s",
-        lambda report: best(report, MISTRAL[:1], "tokens_per_s"),
-        11000,
-        lambda v: f"{v:,.0f} tokens/s",
-    ),
+    Target(_WHOLE, "9,000 tokens/s to beat", lambda report: best(report, "tokens_per_s", MISTRAL[0]), 9000, _tokens),
+    Target(_WHOLE, "11,000 tokens/s", lambda report: best(report, "tokens_per_s", MISTRAL[0]), 11000, _tokens),
     Target(
         "Mistral-7B shape, 32 or 16 layers, sequence 8192",
         "540 model TFLOP/s",
-        lambda report: best(report, MISTRAL, "model_tflops"),
+        lambda report: best(report, "model_tflops", *MISTRAL),
         540,
-        lambda v: f"{v:.0f} TFLOP/s",
+        lambda value: f"{value:.0f} TFLOP/s",
     ),
     Target(
         "Llama-3-8B dimensions, 8 layers, beside FSDP2 compiled",
@@ -128,37 +119,26 @@ TARGETS = (
     ),
     Target("MLP recompute `full` beside `none`", "90 %", lambda report: recompute(report, "full"), 0.90, _percent),
     Target(
-        "memory-bound operations, the slowest, of copy bandwidth",
+        "slowest memory-bound operation, of copy bandwidth",
         "85 %",
         lambda report: min(memory_bound(report).values(), default=None),
-        MEMORY_BOUND_GOAL,
+        0.85,
         _percent,
     ),
-    Target(
-        "AdamW, of copy bandwidth",
-        "85 %",
-        lambda report: memory_bound(report).get("adamw"),
-        MEMORY_BOUND_GOAL,
-        _percent,
-    ),
+    Target("AdamW, of copy bandwidth", "85 %", lambda report: memory_bound(report).get("adamw"), 0.85, _percent),
 )
 
 
-def render(report: dict[str, Any] | None) -> str:
-    """The section: aims, ceilings, operations, training, tests."""
-    lines = ["", *table(("aim", "goal", "measured", ""), list(_target_rows(report or {})))]
+def render(report: Report | None) -> str:
+    """Return the section: goals, ceilings, operations, training, tests."""
+    lines = ["", *markdown_table(("what", "goal", "measured", ""), list(_target_rows(report or {})))]
     if report is not None:
         for part in (_head, _steps, _ops, _training, _variants, _tests):
             lines += ["", *part(report)]
     return "\n".join([*lines, "", ""])
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table."""
-    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
-
-
-def _target_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def _target_rows(report: Report) -> Iterator[tuple[str, ...]]:
     for target in TARGETS:
         value = target.value(report)
         if value is None:
@@ -167,72 +147,58 @@ def _target_rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
             yield target.name, target.goal, target.show(value), "met" if value >= target.at_least else "missed"
 
 
-def _head(report: dict[str, Any]) -> Iterator[str]:
+def _head(report: Report) -> Iterator[str]:
     machine, versions, ceilings = report.get("machine", {}), report.get("versions", {}), step(report, "ceilings")
     numbers = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     yield f"{machine.get('device', 'unknown device')}, driver {machine.get('driver')}; {numbers}; {report.get('date')}."
     if ceilings:
         yield (
             f"Measured ceilings: a copy of {ceilings['copy_bytes'] / 2**31:.0f} GiB moves "
-            f"{ceilings['copy_bytes_per_s'] / 1e12:.2f} TB/s, read and written together; a bf16 product of "
-            f"{ceilings['gemm_size']} x {ceilings['gemm_size']} matrices of random numbers does "
+            f"{ceilings['copy_bytes_per_s'] / 1e12:.2f} TB/s, reads and writes together; a bf16 product of "
+            f"{ceilings['gemm_size']} x {ceilings['gemm_size']} matrices of random numbers reaches "
             f"{ceilings['gemm_flop_per_s'] / 1e12:.0f} TFLOP/s."
         )
 
 
-def _steps(report: dict[str, Any]) -> list[str]:
+def _steps(report: Report) -> list[str]:
     rows = [
         (name, entry["status"], f"{entry['seconds']:.0f}", str(entry.get("reason", "")))
         for name, entry in report.get("steps", {}).items()
     ]
-    return table(("step", "", "seconds", ""), rows)
+    return markdown_table(("step", "", "seconds", ""), rows)
 
 
-def _spread(times: dict[str, Any], digits: int) -> str:
-    low, high = times["quartiles"]
-    return f"{times['median']:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+def _cell(found: dict[str, Any], key: str, form: str, unit: float = 1.0) -> str:
+    """Format a number in a unit; empty if it is missing or zero."""
+    return format(found[key] / unit, form) if found.get(key) else ""
 
 
-def _ops(report: dict[str, Any]) -> Iterator[str]:
-    """One line per operation and variant; what failed says so."""
+def _ops(report: Report) -> Iterator[str]:
+    """Yield a line per operation and variant; a failed variant shows its error."""
     rows = []
     for name, op in step(report, "ops").get("ops", {}).items():
         for variant, found in op.get("variants", {}).items():
-            what = [name, op.get("shape", ""), variant]
-            if "ms" not in found:
-                rows.append([*what, str(found.get("failed", op.get("status", "")))[:80], *[""] * 5])
-                continue
-            fractions = [found.get(key) for key in ("fraction_of_copy", "fraction_of_equal_copy")]
-            rows.append(
-                [
-                    *what,
-                    _spread(found["ms"], 3),
-                    f"{found['bytes_per_s'] / 1e9:,.0f}" if found.get("bytes_per_s") else "",
-                    *(_percent(fraction) if fraction else "" for fraction in fractions),
-                    f"{found['flop_per_s'] / 1e12:.0f}" if found.get("flop_per_s") else "",
+            cells = [str(found.get("failed", op.get("status", "")))[:80], *[""] * 5]
+            if "ms" in found:
+                cells = [
+                    spread_cell(found["ms"], 3),
+                    _cell(found, "bytes_per_s", ",.0f", 1e9),
+                    _cell(found, "fraction_of_copy", ".1f", 0.01),
+                    _cell(found, "fraction_of_equal_copy", ".1f", 0.01),
+                    _cell(found, "flop_per_s", ".0f", 1e12),
                     f"{found['peak_bytes'] / 2**20:,.0f}" if "peak_bytes" in found else "",
                 ]
-            )
+            rows.append([name, op.get("shape", ""), variant, *cells])
     if rows:
-        yield "Each operation at the shapes of Mistral-7B. Bytes are the least that it has to move, each once;"
-        yield '"new" is the most memory that a call takes beside its inputs.'
+        yield "Each operation at the shapes of Mistral-7B. Bytes are the minimum, each counted once; new memory is the"
+        yield "most that a call allocates beside its inputs."
         yield ""
-        header = (
-            "operation",
-            "shape",
-            "",
-            "ms (quartiles)",
-            "GB/s",
-            "of copy",
-            "of a copy as large",
-            "TFLOP/s",
-            "new, MiB",
-        )
-        yield from table(header, rows)
+        rates = ("ms (quartiles)", "GB/s", "% of copy", "% of equal copy", "TFLOP/s", "new, MiB")
+        yield from markdown_table(("operation", "shape", "", *rates), rows)
 
 
-def _training(report: dict[str, Any]) -> Iterator[str]:
-    """A table per model; a row that failed or cannot run says why."""
+def _training(report: Report) -> Iterator[str]:
+    """Yield a table per model; a row that failed or cannot run shows the reason."""
     for model in ("gpt2-124m", "llama-3-8b-8l", *MISTRAL):
         result = step(report, model)
         rows = [[name, *_training_cells(row)] for name, row in result.get("configurations", {}).items()]
@@ -242,54 +208,46 @@ def _training(report: dict[str, Any]) -> Iterator[str]:
             yield f"`{result.get('command', model)}`"
             yield ""
             header = ("step, s (quartiles)", "tokens/s", "model TFLOP/s", "MFU causal", "MFU full", "peak, GiB")
-            yield from table((model, *header), rows)
+            yield from markdown_table((model, *header), rows)
             yield ""
 
 
 def _training_cells(row: dict[str, Any]) -> list[str]:
-    def cell(key: str, form: Callable[[float], str]) -> str:
-        return form(row[key]) if row.get(key) else ""
-
-    spread = _spread(row["step_s"], 4) if row.get("step_s") else NOT_MEASURED
     return [
-        spread,
-        cell("tokens_per_s", lambda v: f"{v:,.0f}"),
-        cell("model_tflops", lambda v: f"{v:.0f}"),
-        cell("mfu", _percent),
-        cell("mfu_full", _percent),
-        cell("peak_bytes", lambda v: f"{v / 2**30:.2f}"),
+        spread_cell(row.get("step_s"), 4) or NOT_MEASURED,
+        _cell(row, "tokens_per_s", ",.0f"),
+        _cell(row, "model_tflops", ".0f"),
+        _cell(row, "mfu", ".1%"),
+        _cell(row, "mfu_full", ".1%"),
+        _cell(row, "peak_bytes", ".2f", 2**30),
     ]
 
 
-def _variants(report: dict[str, Any]) -> Iterator[str]:
-    """Variants of our own configuration beside each other, with the planned and the measured peak of memory."""
+def _variants(report: Report) -> Iterator[str]:
+    """Yield our own variants beside each other, with the planned and the measured peak of memory."""
     for name in ("variants", "deterministic"):
         result = step(report, name)
         rows = []
         for variant, found in result.get("variants", {}).items():
-            if "step_ms" not in found:
-                rows.append([variant, str(found.get("failed", NOT_MEASURED))[:80], "", "", "", ""])
-                continue
-            planned, peak = found["planned_peak_bytes"], found["peak_bytes"]
-            rows.append(
-                [
-                    variant,
-                    _spread(found["step_ms"], 1),
-                    f"{found['tokens_per_s']:,.0f}",
-                    f"{peak / 2**30:.2f}",
-                    f"{planned / 2**30:.2f}",
-                    f"{100 * (planned / peak - 1):+.1f} %",
+            cells = [str(found.get("failed", NOT_MEASURED))[:80], *[""] * 4]
+            if "step_ms" in found:
+                cells = [
+                    spread_cell(found["step_ms"], 1),
+                    _cell(found, "tokens_per_s", ",.0f"),
+                    _cell(found, "peak_bytes", ".2f", 2**30),
+                    _cell(found, "planned_peak_bytes", ".2f", 2**30),
+                    f"{100 * (found['planned_peak_bytes'] / found['peak_bytes'] - 1):+.1f} %",
                 ]
-            )
+            rows.append([variant, *cells])
         if rows:
             yield f"Our engine, {result.get('shape', '')}:"
             yield ""
-            header = (name, "step, ms (quartiles)", "tokens/s", "peak, GiB", "planned, GiB", "planned off by")
-            yield from table(header, rows)
+            header = (name, "step, ms (quartiles)", "tokens/s", "peak, GiB", "planned, GiB", "error of the plan")
+            yield from markdown_table(header, rows)
             yield ""
 
 
-def _tests(report: dict[str, Any]) -> Iterator[str]:
+def _tests(report: Report) -> Iterator[str]:
     for name in ("kernel tests", "GPU tests", "flex_attention tests"):
         found = step(report, name)
         if found:
@@ -302,20 +260,18 @@ def _tests(report: dict[str, Any]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write or compare the section."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--report", type=Path, default=REPORT)
-    parser.add_argument("--document", type=Path, default=DOCUMENT)
-    parser.add_argument("--check", action="store_true")
+    """Write or compare the section; return the exit code."""
+    parser = argument_parser(__doc__)
+    parser.add_argument("--report", type=Path, default=REPORT, help="default docs/gpu_report.json")
+    parser.add_argument("--document", type=Path, default=DOCUMENT, help="default docs/benchmarks.md")
+    parser.add_argument("--check", action="store_true", help="compare only; exit code 1 if the document is stale")
     options = parser.parse_args(argv)
     if options.report != REPORT and not options.report.exists():
-        parser.error(f"--report: there is no {options.report}")
+        parser.error(f"--report: {options.report} does not exist")
     report = json.loads(options.report.read_text("utf-8")) if options.report.exists() else None
     text = options.document.read_text("utf-8")
     if not SECTION.search(text):
-        parser.error(f"{options.document} lacks the line <!-- table: gpu_report --> with an <!-- end --> after it")
+        parser.error(f"--document: {options.document} needs <!-- table: gpu_report --> and <!-- end --> after it")
     new = SECTION.sub(lambda found: found[1] + render(report) + found[2], text)
     if options.check:
         if new != text:

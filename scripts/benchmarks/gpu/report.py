@@ -1,9 +1,9 @@
-"""The GPU report behind gpu_report.sh: steps in processes of their own, under one deadline, into one JSON file.
+"""Run the steps of the GPU report in separate processes, under one deadline, and collect them in one JSON file.
 
     python -m scripts.benchmarks.gpu.report --output=report.json [--only=ceilings,ops] [--limit_s=520]
 
-A step that fails or takes too long is recorded as such and does not stop the others; what it had written by then
-counts. Each gets its budget or what is left, whichever is less. The file is written anew after every step.
+A step that fails or runs out of time is recorded and does not stop the others; its partial results count. Each step
+gets its own budget or the time left, whichever is less. The file is written after every step.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import datetime
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,16 +25,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.gpu.report_read import read_benchmark, read_json, read_smoke_test, read_tests
+from scripts.benchmarks.common import argument_parser, names_in, write_json
 
 ROOT = Path(__file__).resolve().parents[3]
+LIMIT_S = 520.0  # of nine minutes, which leaves time for stopping the last step and for starting Python
+MIN_STEP_S = 10.0  # with less time left, no step starts
+TAIL_LINES = 30  # of the log of a failed step
+ATTEMPTS = 4  # for a step that resumes after a crash
+OPS = ("-m", "scripts.benchmarks.gpu.ops")
+TRAINING = ("-m", "scripts.benchmarks.gpu.training")
 
-LIMIT_S = 520.0  # of the nine minutes; the rest is for the end of a step that is stopped, and for starting Python
-LEAST_S = 10.0  # with less than this left, no step is begun
-TAIL_LINES = 30  # of the log of a step that did not end well
-ATTEMPTS = 4  # of a step that goes on where its last process ended
-
-# Exits 0 where torch finds a GPU; prints why not otherwise.
+# Exits 0 if torch finds a GPU, else with the reason.
 PROBE = """
 import sys
 try:
@@ -43,68 +45,107 @@ except ImportError as error:
 if not torch.cuda.is_available():
     sys.exit(f"torch {torch.__version__} finds no CUDA device")
 """
+# A line of `pytest -v`, with and without pytest-xdist.
+OUTCOME = "PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS"
+TEST_LINE = re.compile(
+    rf"^(?:\[gw\d+\] \[ *\d+%\] (?P<first>{OUTCOME}) (?P<a>\S+::.*)|(?P<b>\S+::.*) (?P<last>{OUTCOME})(?: .*)?)$"
+)
+SUMMARY_LINE = re.compile(r"^(FAILED|ERROR) (tests/.*)$")
+DROPPED_FROM_ROWS = ("losses", "state_bytes_by_kind", "cpu_s", "others")
+
+# -- readers: (file that a step wrote, its log) -> results -------------------------------------------------------------
+
+
+def read_json(output: Path, log: Path) -> Any:
+    """Return the JSON file, or None if the step wrote none."""
+    return json.loads(output.read_text("utf-8")) if output.exists() else None
+
+
+def read_smoke_test(output: Path, log: Path) -> Any:
+    """Return the last line of the log that is a JSON object."""
+    for line in reversed(log.read_text("utf-8", errors="replace").splitlines()):
+        if line.startswith("{"):
+            return json.loads(line)
+    return None
+
+
+def read_tests(output: Path, log: Path) -> dict[str, Any]:
+    """Return the number of tests per outcome, and the failures, from the log of `pytest -v -rfE`."""
+    counts: dict[str, int] = {}
+    failures, failed = [], []
+    for line in log.read_text("utf-8", errors="replace").splitlines():
+        found = TEST_LINE.match(line)
+        if found:
+            outcome = (found["first"] or found["last"]).lower()
+            counts[outcome] = counts.get(outcome, 0) + 1
+            if outcome in ("failed", "error"):
+                failed.append((found["a"] or found["b"]).strip())
+        elif summary := SUMMARY_LINE.match(line):
+            failures.append(summary[2][:300])
+    return {"counts": counts, "failures": failures or failed}  # a stopped run has no summary
+
+
+def read_benchmark(output: Path, log: Path) -> Any:
+    """Return the JSON of the training benchmark without the long lists in its rows."""
+    result = read_json(output, log)
+    if result is not None:
+        for row in result["configurations"].values():
+            for key in DROPPED_FROM_ROWS:
+                row.pop(key, None)
+    return result
+
+
+# -- steps -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command, the seconds it may take, and how its results are read: from the file that it writes, and its log."""
+    """Arguments of Python, a time limit, and a reader of the results."""
 
     name: str
     command: tuple[str, ...]
     budget_s: float
-    read: Callable[[Path, Path], Any]  # (file, log) -> results; None where there are none
-    resumes: bool = False  # ended by anything but an exit code of 0 or 1, it goes on, started again, behind that
+    read: Callable[[Path, Path], Any]
+    resumes: bool = False  # restart after any exit code but 0 and 1: the step continues behind the crash
 
 
 def steps(parallel_tests: int) -> list[Step]:
-    """All steps in order: first what is needed to trust or to read the rest. {output}: the file that a step writes."""
+    """Return all steps in order, the checks that validate the measurements first. {output}: the file a step writes."""
     pytest: tuple[str, ...] = ("-m", "pytest", "-p", "no:cacheprovider", "-v", "--color=no", "-rfE")
     if parallel_tests > 1:
         pytest += ("-n", str(parallel_tests), "--dist=worksteal")
-    # Not all test files can be imported where the packages of the test extra are not all there.
+    # Some test files cannot be imported without all packages of the test extra.
     files = sorted(str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text("utf-8"))
     pytest += ("--continue-on-collection-errors",)
-    # flex_attention is compiled for every shape, for some ten seconds each: last, if time is left.
+    # flex_attention compiles for some ten seconds per shape, so its tests run last.
     pytest_gpu = (*pytest, "-m", "gpu", "-k", "not flex", *files)
     pytest_flex = (*pytest, "-m", "gpu", "-k", "flex", *files)
-    ops, training = ("-m", "scripts.benchmarks.gpu.ops"), ("-m", "scripts.benchmarks.gpu.training")
 
-    def table(model: str, only: str, turns: int, *options: str) -> tuple[str, ...]:
-        return (
-            "-m",
-            "scripts.benchmarks.training",
-            "--device=cuda",
-            f"--model={model}",
-            "--dtype=bf16",
-            f"--only={only}",
-            f"--turns={turns}",
-            "--output={output}",
-            *options,
-        )
+    def table(name: str, model: str, only: str, turns: int, budget_s: float, *options: str) -> Step:
+        flags = ("--device=cuda", f"--model={model}", "--dtype=bf16", f"--only={only}", f"--turns={turns}", *options)
+        command = ("-m", "scripts.benchmarks.training", *flags, "--output={output}")
+        return Step(name, command, budget_s, read_benchmark)
 
-    # As many layers as fit with every activation kept, beside the peers; and all 32, which need the memory options.
-    gpt2 = table("gpt2-124m", "ZeRO-1,torch compiled*,FSDP2 compiled", 5, "--steps_per_turn=8")
-    llama = table("llama-3-8b-8l", "ZeRO-1,FSDP2 compiled,torch compiled", 3, "--one_at_a_time")
-    mistral = table("mistral-7b", "ZeRO-1,ZeRO-3", 3, "--one_at_a_time", "--num_layers=16")
-    whole = table("mistral-7b", "ZeRO-3 recompute full", 2, "--one_at_a_time")
+    gpt2, llama = "ZeRO-1,torch compiled*,FSDP2 compiled", "ZeRO-1,FSDP2 compiled,torch compiled"
+    alone, layers = "--one_at_a_time", "--num_layers=16"  # 16 layers fit with all activations; 32 need memory options
     return [
-        Step("ceilings", (*ops, "--ceilings", "--output={output}"), 40, read_json),
+        Step("ceilings", (*OPS, "--ceilings", "--output={output}"), 40, read_json),
         Step("kernel tests", (*pytest, "-m", "not slow and not gpu", "tests/kernels"), 110, read_tests),
-        Step("ops", (*ops, "--output={output}"), 120, read_json, resumes=True),
-        Step("gpt2-124m", gpt2, 90, read_benchmark),
-        Step("llama-3-8b-8l", llama, 90, read_benchmark),
-        Step("mistral-7b", whole, 50, read_benchmark),
-        Step("mistral-7b, 16 layers", mistral, 50, read_benchmark),
-        Step("variants", (*training, "--variants=speed", "--output={output}"), 60, read_json),
+        Step("ops", (*OPS, "--output={output}"), 120, read_json, resumes=True),
+        table("gpt2-124m", "gpt2-124m", gpt2, 5, 90, "--steps_per_turn=8"),
+        table("llama-3-8b-8l", "llama-3-8b-8l", llama, 3, 90, alone),
+        table("mistral-7b", "mistral-7b", "ZeRO-3 recompute full", 2, 50, alone),
+        table("mistral-7b, 16 layers", "mistral-7b", "ZeRO-1,ZeRO-3", 3, 50, alone, layers),
+        Step("variants", (*TRAINING, "--variants=speed", "--output={output}"), 60, read_json),
         Step("GPU tests", pytest_gpu, 100, read_tests),
         Step("smoke test", ("scripts/smoke_test.py", "--device=cuda"), 80, read_smoke_test),
-        Step("deterministic", (*training, "--variants=deterministic", "--output={output}"), 40, read_json),
+        Step("deterministic", (*TRAINING, "--variants=deterministic", "--output={output}"), 40, read_json),
         Step("flex_attention tests", pytest_flex, 120, read_tests),
     ]
 
 
 def without_infinities(value: Any) -> Any:
-    """The same with "nan", "inf" and "-inf" in place of numbers that JSON does not have."""
+    """Replace the numbers that JSON lacks by "nan", "inf" and "-inf"."""
     if isinstance(value, dict):
         return {key: without_infinities(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -113,7 +154,7 @@ def without_infinities(value: Any) -> Any:
 
 
 class Report:
-    """The results so far, and the file that has them."""
+    """The results so far, and the file that holds them."""
 
     def __init__(self, output: Path, folder: Path, limit_s: float, head: dict[str, Any]) -> None:
         self.output, self.folder = output, folder
@@ -123,21 +164,18 @@ class Report:
         self.write()
 
     def write(self) -> None:
-        """Aside, then renamed: the file is whole whenever somebody looks."""
+        """Write the file."""
         self.result["seconds"] = round(time.monotonic() - self.started, 1)
         states = [step["status"] for step in self.result["steps"].values()]
         self.result["ok"] = bool(states) and all(state == "ok" for state in states)
-        aside = self.output.with_name(self.output.name + ".part")
-        text = json.dumps(without_infinities(self.result), indent=1, allow_nan=False, default=str)
-        aside.write_text(text + "\n", "utf-8")
-        aside.replace(self.output)
+        write_json(self.output, without_infinities(self.result))
 
     def run(self, step: Step) -> None:
-        """One step, whatever becomes of it."""
+        """Run one step and record its results or its failure."""
         seconds = min(step.budget_s, self.deadline - time.monotonic())
         entry: dict[str, Any] = {"status": "not run", "budget_s": step.budget_s, "seconds": 0.0}
         self.result["steps"][step.name] = entry
-        if seconds < min(LEAST_S, step.budget_s):
+        if seconds < min(MIN_STEP_S, step.budget_s):
             entry["reason"] = f"{max(seconds, 0.0):.0f} s were left"
         else:
             began = time.monotonic()
@@ -154,17 +192,17 @@ class Report:
         entry: dict[str, Any] = {}
         for _ in range(ATTEMPTS if step.resumes else 1):
             code = call([word.replace("{output}", str(output)) for word in step.command], log, deadline)
-            status, reason = "ok", ""
             if code is None:
-                status, reason = "stopped", "it had not ended by its deadline"
+                entry = {"status": "stopped", "reason": "did not end before its deadline"}
             elif code:
-                status, reason = "failed", f"exit code {code}"
-            entry = {"status": status, **({"reason": reason} if reason else {})}
-            if code in (0, 1, None) or time.monotonic() + LEAST_S > deadline:
+                entry = {"status": "failed", "reason": f"exit code {code}"}
+            else:
+                entry = {"status": "ok"}
+            if code in (0, 1, None) or time.monotonic() + MIN_STEP_S > deadline:
                 break
         try:
             entry["result"] = step.read(output, log)
-        except Exception as error:  # half a line, or a file of another shape: the other steps go on
+        except Exception as error:  # a truncated or unexpected file must not stop the other steps
             entry |= {"status": "failed", "reason": f"results cannot be read: {type(error).__name__}: {error}"}
         if entry["status"] != "ok" and log.exists():
             entry["log_tail"] = log.read_text("utf-8", errors="replace").splitlines()[-TAIL_LINES:]
@@ -172,9 +210,9 @@ class Report:
 
 
 def call(command: Sequence[str], log: Path, deadline: float) -> int | None:
-    """Run Python with these arguments from the checkout; its exit code, or None when it was stopped at the deadline.
+    """Run Python with these arguments in the checkout; return its exit code, or None if the deadline stopped it.
 
-    It gets a process group of its own, so that nothing that it has started stays behind on the device.
+    The process gets a group of its own, and the whole group is killed at the end, so nothing stays on the device.
     """
     with log.open("ab") as file:
         process = subprocess.Popen(
@@ -198,7 +236,7 @@ def call(command: Sequence[str], log: Path, deadline: float) -> int | None:
 
 
 def private_environment(folder: Path) -> dict[str, str]:
-    """Environment variables that keep every library offline and its files inside `folder`."""
+    """Return variables that keep every library offline and its files inside `folder`."""
     caches = ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
     return {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -211,7 +249,7 @@ def private_environment(folder: Path) -> dict[str, str]:
 
 
 def without_gpu() -> str | None:
-    """Why there is no GPU to report on; None where there is one."""
+    """Return why there is no GPU to report on, or None if there is one."""
     probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
     if probe.returncode == 0:
         return None
@@ -220,41 +258,37 @@ def without_gpu() -> str | None:
 
 
 def describe() -> dict[str, Any]:
-    """The device and what computes on it, as asked of a process of its own."""
-    asked = subprocess.run(
-        [sys.executable, "-m", "scripts.benchmarks.gpu.ops", "--describe"], cwd=ROOT, capture_output=True, text=True
-    )
+    """Return the device and versions, from a process of their own."""
+    done = subprocess.run([sys.executable, *OPS, "--describe"], cwd=ROOT, capture_output=True, text=True)
     try:
-        return json.loads(asked.stdout.splitlines()[-1])
+        return json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        return {"machine": {}, "versions": {}, "describe_failed": asked.stderr[-2000:]}
+        return {"machine": {}, "versions": {}, "describe_failed": done.stderr[-2000:]}
 
 
 def parallel_tests() -> int:
-    """Test processes side by side: compiling kernels takes the processor, not the GPU. One without pytest-xdist."""
+    """Return the number of test processes; kernels compile on the CPU, so several help. 1 without pytest-xdist."""
     found = subprocess.run([sys.executable, "-c", "import xdist"], capture_output=True)
     return min(6, (os.cpu_count() or 1) // 2) if found.returncode == 0 else 1
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options of this program."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    """Parse the command line."""
+    parser, known = argument_parser(__doc__), [step.name for step in steps(1)]
     default = Path(os.environ.get("TMPDIR") or "/tmp") / "gpu_report.json"
     parser.add_argument("--output", type=Path, default=default, help=f"JSON file to write; default {default}")
     parser.add_argument("--only", default="", help="comma-separated steps")
-    parser.add_argument("--limit_s", type=float, default=LIMIT_S, help=f"for all of it; default {LIMIT_S:g}")
+    parser.add_argument("--limit_s", type=float, default=LIMIT_S, help=f"limit for all steps; default {LIMIT_S:g}")
     options = parser.parse_args(argv)
-    options.only = [name.strip() for name in options.only.split(",") if name.strip()]
-    unknown = set(options.only) - {step.name for step in steps(1)}
+    options.only = names_in(options.only)
+    unknown = sorted(set(options.only) - set(known))
     if unknown:
-        parser.error(f"--only: no step is called {sorted(unknown)}; there are {[step.name for step in steps(1)]}")
+        parser.error(f"--only: no step is called {unknown}; choose from {known}")
     return options
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the steps; exit code 0 if all ended well, or if there is no GPU."""
+    """Run the steps; return 0 if all succeeded or there is no GPU."""
     options, started = parse(argv), time.monotonic()
     options.output = options.output.resolve()
     reason = without_gpu()
@@ -272,9 +306,9 @@ def main(argv: Sequence[str]) -> int:
     finally:
         report.write()
         shutil.rmtree(folder, ignore_errors=True)
-    verdict = "ok" if report.result["ok"] else "not ok"
-    print(f"gpu_report: {report.result['seconds']:.0f} s; {verdict}; {options.output}")
-    return 0 if report.result["ok"] else 1
+    ok = report.result["ok"]
+    print(f"gpu_report: {report.result['seconds']:.0f} s; {'ok' if ok else 'not ok'}; {options.output}")
+    return 0 if ok else 1
 
 
 if __name__ == "__main__":

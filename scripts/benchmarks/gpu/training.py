@@ -1,17 +1,15 @@
-"""Step time and peak memory of variants of our own training on one GPU, taking turns; memory also as it was planned.
+"""Compare variants of our training on one GPU, in turns: step time, and peak memory beside the planned peak.
 
-    python -m scripts.benchmarks.gpu.training --variants=speed --output=FILE    MLP recompute levels, and without Triton
-    python -m scripts.benchmarks.gpu.training --variants=deterministic --output=FILE   what --deterministic=1 costs
+    python -m scripts.benchmarks.gpu.training --variants=speed --output=FILE           recomputation, and no Triton
+    python -m scripts.benchmarks.gpu.training --variants=deterministic --output=FILE   the cost of --deterministic=1
 
-Layers are Mistral-7B's, a few of them, at sequence 8192 in bf16, with whole steps as in a run. In each round each
-variant is built, warmed up, timed and thrown away. The file is written after every turn.
+Trains six layers of Mistral-7B's dimensions at sequence 8192 in bf16, with complete training steps. Every round builds,
+warms up, times and frees each variant. The file is written after every turn.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import statistics
 import sys
@@ -30,56 +28,49 @@ from megatron_lite.run.stop_signal import StopSignal
 from megatron_lite.setup_run import build
 from megatron_lite.train import train_step
 from megatron_lite.validation import resolve
+from scripts.benchmarks.common import argument_parser, reason_of, spread_of, write_json
+from scripts.benchmarks.training.settings import MODELS
 
-MISTRAL: dict[str, Any] = dict(
-    hidden_size=4096,
-    num_attention_heads=32,
-    head_groups=8,
-    ffn_hidden_size=14336,
-    vocab_size=32000,
-    sequence_length=8192,
-    use_rotary_embeddings=True,
-    gated=True,
-    normalization_type="rms_norm",
-    add_linear_biases=False,
-    tie_word_embeddings=False,
-    micro_batch_size=1,
-    batch_size=1,
-    training_dtype="bf16",
-    dataset_source="random",
-    num_workers=0,
-    lr=1e-4,
-    train_iters=1000,
-    device="cuda",
-)
+LAYERS, ROUNDS, WARM_UP, STEPS = 6, 2, 3, 8
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "speed": {
         "none": {},
-        "activation": dict(mlp_recompute_level="activation"),
-        "full": dict(mlp_recompute_level="full"),
-        "without Triton": dict(enable_triton_kernels=False),
+        "activation": {"mlp_recompute_level": "activation"},
+        "full": {"mlp_recompute_level": "full"},
+        "without Triton": {"enable_triton_kernels": False},
     },
-    "deterministic": {"deterministic=0": {}, "deterministic=1": dict(deterministic=True)},
+    "deterministic": {"deterministic=0": {}, "deterministic=1": {"deterministic": True}},
 }
 
 
-def configured(num_layers: int, options: dict[str, Any]) -> Config:
-    """The resolved configuration of a variant."""
-    return resolve(unflatten({**MISTRAL, "num_layers": num_layers, **options}), 1)
+def configured(options: dict[str, Any]) -> Config:
+    """Return the resolved configuration of a variant."""
+    mistral = MODELS["mistral-7b"]
+    values = {
+        **mistral.options,
+        **mistral.sizes,
+        "num_layers": LAYERS,
+        "batch_size": 1,
+        "training_dtype": "bf16",
+        "lr": 1e-4,
+        "train_iters": 1000,
+        "device": "cuda",
+    }
+    return resolve(unflatten(values | options), 1)
 
 
-def turn(config: Config, warm_up: int, steps: int) -> dict[str, Any]:
-    """Milliseconds of each step, the last loss, and the peak of allocated memory of one run of its own."""
-    device = torch.device("cuda")
+def turn(config: Config) -> dict[str, Any]:
+    """Train one run; return the milliseconds of each step, the last loss and the peak of allocated memory."""
+    device, steps = torch.device("cuda"), WARM_UP + STEPS
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     distributed = Distributed(config.distributed, 0, 1, 0)
     stop = StopSignal()
     try:
         run = build(config, distributed, Experiment(config, distributed), stop, ())
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(warm_up + steps + 1)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
         events[0].record()
-        for iteration, batch in enumerate(run.data.batches("training", 0, warm_up + steps), start=1):
+        for iteration, batch in enumerate(run.data.batches("training", 0, steps), start=1):
             update = train_step(run, batch, iteration)
             events[iteration].record()
         torch.cuda.synchronize(device)
@@ -89,12 +80,12 @@ def turn(config: Config, warm_up: int, steps: int) -> dict[str, Any]:
         stop.restore()
         distributed.close()
     peak = torch.cuda.max_memory_allocated(device) - before
-    times = [a.elapsed_time(b) for a, b in zip(events[warm_up:], events[warm_up + 1 :], strict=False)]
+    times = [a.elapsed_time(b) for a, b in zip(events[WARM_UP:], events[WARM_UP + 1 :], strict=False)]
     return {"ms": times, "loss": loss, "peak_bytes": peak}
 
 
-def forget() -> None:
-    """Give back what the last variant held, and its process-wide switches."""
+def reset() -> None:
+    """Free the memory of the last variant and undo its process-wide switches."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.use_deterministic_algorithms(False)
@@ -102,12 +93,11 @@ def forget() -> None:
 
 
 def summarize(turns: Sequence[dict[str, Any]], config: Config) -> dict[str, Any]:
-    """Median and quartiles over all steps of all turns, tokens per second, and memory beside its plan."""
-    times = [time_ms for one in turns for time_ms in one["ms"]]
-    low, median, high = statistics.quantiles(times, n=4)
+    """Return step times over all turns, tokens per second, and the measured and planned peak of memory."""
+    step_ms = spread_of([time_ms for one in turns for time_ms in one["ms"]])
     return {
-        "step_ms": {"median": median, "quartiles": [low, high]},
-        "tokens_per_s": config.batch.sequence_length / median * 1e3,
+        "step_ms": step_ms,
+        "tokens_per_s": config.batch.sequence_length / step_ms["median"] * 1e3,
         "turns_ms": [statistics.median(one["ms"]) for one in turns],
         "loss": turns[0]["loss"],
         "peak_bytes": max(one["peak_bytes"] for one in turns),
@@ -116,39 +106,31 @@ def summarize(turns: Sequence[dict[str, Any]], config: Config) -> dict[str, Any]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure and write; exit code 1 if a variant failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    """Measure and write; return 1 if a variant failed."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--variants", choices=sorted(VARIANTS), required=True)
-    parser.add_argument("--num_layers", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--warm_up", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     options = parser.parse_args(argv)
     if options.variants == "deterministic":
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for both, before cuBLAS is first used
-    result: dict[str, Any] = {
-        "shape": f"{options.num_layers} layers of Mistral-7B, sequence 8192, micro-batch 1, bf16",
-        "variants": {},
-    }
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for both variants, before cuBLAS is first used
+    variants: dict[str, dict[str, Any]] = {}
     turns: dict[str, list[dict[str, Any]]] = {}
-    for _ in range(options.rounds):
+    for _ in range(ROUNDS):
         for name, changes in VARIANTS[options.variants].items():
-            if "failed" in result["variants"].get(name, {}):
+            if "failed" in variants.get(name, {}):
                 continue
             began = time.monotonic()
             try:
-                config = configured(options.num_layers, changes)
-                turns.setdefault(name, []).append(turn(config, options.warm_up, options.steps))
-                result["variants"][name] = summarize(turns[name], config)
-            except Exception as error:  # out of memory, or a backend that is not there: the others go on
-                result["variants"][name] = {"failed": f"{type(error).__name__}: {error}"[:500]}
-            forget()
-            print(f"{name}: {time.monotonic() - began:.1f} s, {result['variants'][name]}", flush=True)
-            options.output.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
-    return int(any("failed" in variant for variant in result["variants"].values()))
+                config = configured(changes)
+                turns.setdefault(name, []).append(turn(config))
+                variants[name] = summarize(turns[name], config)
+            except Exception as error:  # out of memory, or a missing backend: the others still run
+                variants[name] = {"failed": reason_of(error)}
+            reset()
+            print(f"{name}: {time.monotonic() - began:.1f} s, {variants[name]}", flush=True)
+            shape = f"{LAYERS} layers of Mistral-7B, sequence 8192, micro-batch 1, bf16"
+            write_json(options.output, {"shape": shape, "variants": variants})
+    return int(any("failed" in variant for variant in variants.values()))
 
 
 if __name__ == "__main__":
