@@ -32,10 +32,9 @@ from megatron_lite.model.gpt import model_layers, parameters_of, shapes_of
 from megatron_lite.model.layer import Layer
 from megatron_lite.monitor.export_callback import ExportCallback, open_callback
 from megatron_lite.monitor.logging import start_logging
-from megatron_lite.monitor.metrics import StepTimer, known_peak_tflops
+from megatron_lite.monitor.metrics import LogWindow, StepTimer, known_peak_tflops
 from megatron_lite.monitor.tensor_debug import TensorDebugger, open_debugger
 from megatron_lite.monitor.trackers import Trackers, open_trackers
-from megatron_lite.monitor.window import LogWindow
 from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.optimizer.rules import muon
 from megatron_lite.parameter import DTYPES
@@ -69,17 +68,9 @@ class Run:
     iteration: int  # iterations done
     evaluation_due: bool  # what is due after `iteration` is not done: a stop request came first
     collectives_alone_s: dict[str, float]  # see `MultiStage.time_collectives`; empty without --log_communication
-    debugger: TensorDebugger
+    debugger: TensorDebugger | None  # None without debug options
     callback: ExportCallback
     samples: Samples | None  # None: none are asked for
-
-    def split(self, iteration: int) -> Split:
-        """How the samples of an iteration of training are shared by ranks and micro-batches."""
-        return self.data.split("training", iteration)
-
-    def tokens(self, iteration: int) -> int:
-        """Of an iteration of training, over all ranks, padding left out."""
-        return self.split(iteration).samples * self.config.batch.sequence_length
 
 
 def build(
@@ -294,14 +285,15 @@ def _resume(
 
 def _debug(
     config: Config, distributed: Distributed, experiment: Experiment, logger: logging.Logger, model: MultiStage
-) -> TensorDebugger:
-    """Log the initial (or loaded) weights, and look on from here, as far as the debug options ask for it."""
+) -> TensorDebugger | None:
+    """Log the initial (or loaded) weights and observe the stages, if a debug option asks for it."""
     debugger = open_debugger(
         config, logger, distributed.rank, distributed.world_size, distributed.gather_tensors, experiment.artifacts
     )
-    debugger.attach(model)
-    with debugger.phase("init"):
-        debugger.parameters_initialized(model)
+    if debugger is not None:
+        debugger.attach(model)
+        with debugger.phase("init"):
+            debugger.parameters_initialized(model)
     return debugger
 
 

@@ -16,16 +16,16 @@ from megatron_lite.distributed import process_group
 from megatron_lite.distributed.agreement import raise_first, together
 from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, NumericsError, RunError
 from megatron_lite.huggingface.export import export_weights, save_huggingface
-from megatron_lite.monitor.communication import communication_lines
 from megatron_lite.monitor.export_callback import STOPPED_WAIT_S
+from megatron_lite.monitor.logging import communication_lines
 from megatron_lite.monitor.metrics import format_record
-from megatron_lite.monitor.progress import ProgressBar, progress_bar
+from megatron_lite.monitor.progress import ProgressBar
 from megatron_lite.optimizer.optimizer import Update
 from megatron_lite.run import exit_status
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.launch import launch_rank
 from megatron_lite.run.stop_signal import StopRequested, StopSignal
-from megatron_lite.schedules.batch_size import batch_schedule, consumed_tokens
+from megatron_lite.schedules.batch_size import batch_schedule, consumed_tokens, iteration_tokens
 from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.seeds import derive_seed
 from megatron_lite.setup_run import MIB, Run, build
@@ -86,12 +86,14 @@ def train(run: Run) -> tuple[int, str]:
             run.logger.info(message)
             return EXIT_DONE, message
         batches = run.data.batches("training", run.iteration, training.train_iters - run.iteration)
-        with contextlib.closing(open_bar(run)) as bar:
+        with contextlib.closing(ProgressBar(training.train_iters, run.iteration, run.distributed.rank == 0)) as bar:
             for iteration in range(first, training.train_iters + 1):
                 # The first wait includes the start of the workers and is no reason to warn.
                 micro_batches, data_wait_s = next_batch(run, batches, warn=iteration > first)
                 update = train_step(run, micro_batches, iteration)
-                run.window.add(update.loss, run.tokens(iteration), update.verdict.skipped, data_wait_s)
+                run.window.add(
+                    update.loss, iteration_tokens(config.batch, iteration), update.verdict.skipped, data_wait_s
+                )
                 run.iteration = iteration
                 last = iteration == training.train_iters
                 if last or is_due(iteration, config.run.log_interval, config.run.log_offset):
@@ -122,13 +124,6 @@ def evaluate_first(run: Run) -> None:
             evaluate(run, "validation")
 
 
-def open_bar(run: Run) -> ProgressBar:
-    """A progress bar on the terminal of rank 0."""
-    if run.distributed.rank != 0:
-        return ProgressBar(None)
-    return progress_bar(run.config.training.train_iters, run.iteration)
-
-
 def evaluate_and_export(run: Run, last: bool) -> None:
     """Evaluate, sample and export as due after an iteration, before its checkpoint: resuming repeats none of it.
 
@@ -156,23 +151,25 @@ def is_save_due(run: Run, last: bool) -> bool:
 
 
 def train_step(run: Run, micro_batches: list[HostBatch], iteration: int) -> Update:
-    """One update of the weights from this rank's micro-batches."""
-    config, device = run.config, run.distributed.device
-    tokens = run.tokens(iteration)
+    """Update the weights once, from this rank's micro-batches."""
+    config, debugger, seed = run.config, run.debugger, run.config.distributed.seed
+    split = run.data.split("training", iteration)
+    tokens = split.samples * config.batch.sequence_length  # over all ranks, without padding
     scale = run.optimizer.loss_scale.scale / tokens
-    weights = run.split(iteration).loss_weights(config.training.loss_reduction)
-    seed, rank = config.distributed.seed, run.distributed.rank
-    inputs = [
-        micro_batch(batch, device, scale, derive_seed(seed, "dropout", iteration, index, rank), weight)
-        for index, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True))
-    ]
-    with run.debugger.phase(f"train_{iteration:05d}", len(micro_batches)):
-        loss = run.model.forward_backward(inputs)  # gradients are in the shards now
-        run.debugger.gradients_reduced(run.model)
+    weights = split.loss_weights(config.training.loss_reduction)
+    inputs = []
+    for index, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True)):
+        dropout_seed = derive_seed(seed, "dropout", iteration, index, run.distributed.rank)
+        inputs.append(micro_batch(batch, run.distributed.device, scale, dropout_seed, weight))
+    with debugger.phase(f"train_{iteration:05d}", len(inputs)) if debugger else contextlib.nullcontext():
+        loss = run.model.forward_backward(inputs)  # fills the gradient shards
+        if debugger:
+            debugger.gradients_reduced(run.model)
         rate = learning_rate(config, iteration)
         update = run.optimizer.step(iteration, rate, loss, tokens, run.model.updated)
-        run.debugger.parameters_updated(run.model)
-    run.model.gather_ahead()  # of frozen stages, which nobody updates
+        if debugger:
+            debugger.parameters_updated(run.model)
+    run.model.gather_ahead()  # frozen stages, which no update gathers
     run.distributed.end_step()
     return update
 
@@ -249,7 +246,7 @@ def log_training(run: Run, update: Update) -> float | None:
         "nan_iters": dropped.nan,
         "loss_scale": float(run.optimizer.loss_scale.scale),
         **run.optimizer.record(),
-        "batch_size": run.split(run.iteration).samples,
+        "batch_size": batch_schedule(config.batch).batch_size(run.iteration),
         "consumed_samples": batch_schedule(config.batch).consumed_samples(run.iteration),
         "consumed_tokens": consumed_tokens(config.batch, run.iteration),
     }

@@ -66,6 +66,7 @@ def losses(distributed: Distributed, iterations: int = 20, **options: Any) -> li
     """The first losses of the tiny model on the device of `distributed`, by the program's own step."""
     from megatron_lite.run.experiment import Experiment
     from megatron_lite.run.stop_signal import StopSignal
+    from megatron_lite.schedules.batch_size import iteration_tokens
     from megatron_lite.setup_run import build
     from megatron_lite.train import train_step
 
@@ -74,7 +75,7 @@ def losses(distributed: Distributed, iterations: int = 20, **options: Any) -> li
     run = build(config, distributed, Experiment(config, distributed), stop, ())
     stop.restore()
     batches = enumerate(run.data.batches("training", 0, iterations), start=1)
-    return [float(train_step(run, batch, i).loss) / run.tokens(i) for i, batch in batches]
+    return [float(train_step(run, batch, i).loss) / iteration_tokens(run.config.batch, i) for i, batch in batches]
 
 
 @pytest.mark.parametrize("model", [dict(num_layers=3), LLAMA, NORMS], ids=["gpt", "llama", "norms"])

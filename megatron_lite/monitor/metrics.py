@@ -1,7 +1,6 @@
-"""Numbers about a run: FLOPs, peak rates, step times, and the log line that shows them.
+"""Numbers about a run: FLOPs, peak rates, mean losses, step times, and the log line that shows them.
 
-Everything here is a pure function of its arguments (`StepTimer` takes its clock as one). Ratios are fractions of 1,
-units end a name, and only `format_record` rounds.
+Ratios are fractions of 1, units end a name, and only `format_record` rounds.
 """
 
 from __future__ import annotations
@@ -12,6 +11,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from megatron_lite.config import Config, ModelConfig, PerformanceConfig
 from megatron_lite.schedules.batch_size import batch_schedule
@@ -109,6 +111,46 @@ def hardware_flops(model: ModelConfig, performance: PerformanceConfig, sequence_
     if (performance.cross_entropy_block_size or model.vocab_size) < model.vocab_size:
         flops += _head_flops(model, tokens)
     return flops + attention / 2
+
+
+class LogWindow:
+    """Sums between two log lines, kept on the device: loss and tokens of the updates that were not dropped, data wait.
+
+    Checkpoints hold them, so that a resumed run logs the same losses.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)  # summed over tokens
+        self._tokens = torch.zeros((), dtype=torch.int64, device=device)
+        self._data_wait_s = 0.0
+        self.iterations = 0  # of this window, in this start
+
+    def add(self, loss: Tensor, tokens: int, skipped: Tensor, data_wait_s: float) -> None:
+        """Count one update and its loss, summed over `tokens`; reads nothing on the host."""
+        self._loss.add_(torch.where(skipped, torch.zeros_like(loss), loss))
+        self._tokens.add_(tokens * ~skipped)
+        self._data_wait_s += data_wait_s
+        self.iterations += 1
+
+    def close(self) -> dict[str, Any]:
+        """Return the record of this window (reads the device) and start the next one."""
+        tokens = int(self._tokens)
+        record: dict[str, Any] = {"loss": float(self._loss) / tokens if tokens else None}
+        if self.iterations:
+            record["data_wait_ms"] = 1e3 * self._data_wait_s / self.iterations
+        self._loss.zero_()
+        self._tokens.zero_()
+        self._data_wait_s, self.iterations = 0.0, 0
+        return record
+
+    def state(self) -> dict[str, Any]:
+        """Return the sums for a checkpoint (reads the device)."""
+        return {"loss": float(self._loss).hex(), "tokens": int(self._tokens)}
+
+    def load_state(self, state: dict[str, Any], tokens_per_iteration: int = 0) -> None:
+        """Restore `state`. Older checkpoints count updates of `tokens_per_iteration` each instead of tokens."""
+        self._loss.fill_(float.fromhex(state["loss"]))
+        self._tokens.fill_(state["tokens"] if "tokens" in state else state["good"] * tokens_per_iteration)
 
 
 class StepTimer:

@@ -1,19 +1,24 @@
-"""A progress bar on a terminal, and nothing at all in a log file."""
+"""A progress bar on a terminal, and nothing in a log file."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
 
 class ProgressBar:
-    """Iterations done, rate and loss; silent where stderr is no terminal."""
+    """Iterations done, rate and loss; silent where stderr is no terminal, or with `shown` off."""
 
-    def __init__(self, bar: Any | None) -> None:
-        self._bar = bar
+    def __init__(self, total: int, done: int, shown: bool = True) -> None:
+        self._bar: Any = None
+        if shown and sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty():
+            from tqdm import tqdm
 
-    def update(self, iteration: int, loss: float | None = None) -> None:
-        """Show that `iteration` iterations are done; a loss that is None leaves the last one standing."""
+            self._bar = tqdm(total=total, initial=done, unit="it", dynamic_ncols=True, mininterval=0.5, miniters=1)
+
+    def update(self, iteration: int, loss: float | None) -> None:
+        """Show that `iteration` iterations are done; a loss of None keeps the last one."""
         if self._bar is None:
             return
         try:
@@ -25,18 +30,6 @@ class ProgressBar:
 
     def close(self) -> None:
         """Leave the bar as it stands and move on to the next line."""
-        bar, self._bar = self._bar, None
-        if bar is not None:
-            try:
-                bar.close()
-            except OSError:
-                pass
-
-
-def progress_bar(total: int, initial: int) -> ProgressBar:
-    """A bar over `total` iterations of which `initial` are done, on a terminal; elsewhere one that does nothing."""
-    if sys.stderr is None or sys.stderr.closed or not sys.stderr.isatty():
-        return ProgressBar(None)
-    from tqdm import tqdm
-
-    return ProgressBar(tqdm(total=total, initial=initial, unit="it", dynamic_ncols=True, mininterval=0.5, miniters=1))
+        if self._bar is not None:
+            with contextlib.suppress(OSError):
+                self._bar.close()

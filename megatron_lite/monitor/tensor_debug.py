@@ -38,16 +38,17 @@ def open_debugger(
     world_size: int,
     gather: Callable[[Tensor], list[Tensor]],
     artifacts: Path | None,
-) -> TensorDebugger:
-    """What the debug options ask for, which may be nothing.
+) -> TensorDebugger | None:
+    """Return the debugger that the debug options ask for, or None if they ask for nothing.
 
     Args:
-        gather: a tensor that has the same shape and dtype on all ranks -> those of all ranks, in rank order.
-        artifacts: the folder for --save_tensor_logs, or None: nothing is written.
+        gather: maps a tensor, of the same shape and dtype on all ranks, to the list of all ranks' tensors.
+        artifacts: the folder for --save_tensor_logs, or None to write nothing.
     """
     run, micro_batches = config.run, config.batch.sequential_micro_batches or 1
     artifacts = artifacts if run.save_tensor_logs else None
-    return TensorDebugger(run, logger, rank, world_size, gather, artifacts, micro_batches)
+    debugger = TensorDebugger(run, logger, rank, world_size, gather, artifacts, micro_batches)
+    return debugger if debugger.wanted else None
 
 
 class TensorDebugger:
@@ -72,6 +73,7 @@ class TensorDebugger:
         self._levels = dict.fromkeys(LEVELS, 0)
         if artifacts is not None or config.show_tensor_logs:
             self._levels = {name: getattr(config, name) for name in LEVELS}
+        self.wanted = any(self._levels.values()) or config.debug_activation_memory
         self._phase: str | None = None
         self._entries: list[TensorEntry] = []
         self._device = torch.device("cpu")  # where the layers compute, once one has been seen

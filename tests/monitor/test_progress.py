@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.monitor.progress import ProgressBar, progress_bar
+from megatron_lite.monitor.progress import ProgressBar
 
 REPOSITORY = Path(__file__).parents[2]
 PROGRAM = """
 import time
 from megatron_lite.monitor.logging import start_logging
-from megatron_lite.monitor.progress import progress_bar
+from megatron_lite.monitor.progress import ProgressBar
 logger = start_logging(None, 0, 1, to_console=True, timestamps=False)
-bar = progress_bar(20, 5)
+bar = ProgressBar(20, 5)
 for iteration in range(6, 21):
     bar.update(iteration, 2.5 if iteration == 10 else None)
     if iteration % 5 == 0:
@@ -71,12 +71,13 @@ def test_a_terminal_that_goes_away_ends_the_bar_not_the_run():
         def update(self, count):
             raise OSError("gone")
 
-    bar = ProgressBar(Dead())
-    bar.update(1)
-    bar.update(2)
+    bar = ProgressBar(20, 0, shown=False)
+    bar._bar = Dead()
+    bar.update(1, None)
+    bar.update(2, None)
     bar.close()
 
 
 def test_no_stderr_at_all(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
-    progress_bar(10, 0).update(1, 1.0)
+    ProgressBar(10, 0).update(1, 1.0)

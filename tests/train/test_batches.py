@@ -17,8 +17,8 @@ from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.loader import HostBatch, micro_batch, open_data
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.model.layer import MASKED
+from megatron_lite.monitor.metrics import LogWindow
 from megatron_lite.monitor.trackers import read_metrics
-from megatron_lite.monitor.window import LogWindow
 from tests.docs.test_guides import BLOCKS, ROOT
 from tests.docs.test_guides import run as run_command
 from tests.support.harness import (

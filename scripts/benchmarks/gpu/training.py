@@ -25,6 +25,7 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.planner.plan import make_plan
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.stop_signal import StopSignal
+from megatron_lite.schedules.batch_size import iteration_tokens
 from megatron_lite.setup_run import build
 from megatron_lite.train import train_step
 from megatron_lite.validation import resolve
@@ -74,7 +75,7 @@ def turn(config: Config) -> dict[str, Any]:
             update = train_step(run, batch, iteration)
             events[iteration].record()
         torch.cuda.synchronize(device)
-        loss = float(update.loss) / run.tokens(iteration)
+        loss = float(update.loss) / iteration_tokens(run.config.batch, iteration)
         run.data.close()
     finally:
         stop.restore()

@@ -6,7 +6,6 @@ gradient from autograd into the stage's gradient buffer as soon as it exists.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import cast
@@ -20,7 +19,6 @@ from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.kernels.linear import accumulate
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import Layer, MicroBatch
-from megatron_lite.monitor.tensor_debug import open_debugger
 from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.parameter import Parameter, declare
 from megatron_lite.schedules.batch_size import Split
@@ -43,12 +41,11 @@ class Engine:
         self.model.initialize(config.distributed.seed)
         assert config.batch.batch_size
         self._tokens, self._world_size = config.batch.batch_size * config.batch.sequence_length, distributed.world_size
-        logger, gather = logging.getLogger("benchmark"), distributed.gather_tensors
-        debugger = open_debugger(config, logger, distributed.rank, distributed.world_size, gather, None)
-        parts = dict(config=config, distributed=distributed, model=self.model, optimizer=optimizer, debugger=debugger)
+        parts = dict(config=config, distributed=distributed, model=self.model, optimizer=optimizer, debugger=None)
         assert config.batch.micro_batch_size
         split = Split(config.batch.batch_size, config.batch.micro_batch_size, distributed.world_size)
-        self._run = cast(Run, SimpleNamespace(**parts, split=lambda _: split, tokens=lambda _: self._tokens))
+        data = SimpleNamespace(split=lambda phase, iteration: split)
+        self._run = cast(Run, SimpleNamespace(**parts, data=data))
         assert config.multi_stage.zero_stage != "auto"
         self.zero_stage, self._iteration = config.multi_stage.zero_stage or 1, 0
         self.tied = config.model.tie_word_embeddings
