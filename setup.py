@@ -28,5 +28,9 @@ setup(
         "tqdm",
         "wandb",
     ],
-    extras_require={"plot": ["matplotlib"], "test": ["pytest", "transformers", "hypothesis"], "dev": ["ruff", "mypy"]},
+    extras_require={
+        "plot": ["matplotlib"],
+        "test": ["pytest", "pytest-xdist", "transformers", "hypothesis"],
+        "dev": ["ruff", "mypy"],
+    },
 )

@@ -1,16 +1,24 @@
 #!/usr/bin/env bash
-# Install the project with its test extra into the active virtual environment (or .venv) and run the tests.
+# Install the project with its test packages into the active virtual environment (or .venv) and run the tests.
 #
-#     bash scripts/run_tests.sh                       the default suite: what CI runs
-#     bash scripts/run_tests.sh tests/zero -k tied    extra arguments go to pytest
+#     bash scripts/run_tests.sh                       what CI runs: the default suite, then the tests of guides and reports
+#     bash scripts/run_tests.sh tests/zero -k tied    extra arguments go to pytest, which then runs once, in one process
 #     bash scripts/run_tests.sh -m slow               the long tests
 #
-# PYTHON chooses the interpreter of a new .venv; MEGATRON_LITE_NO_INSTALL=1 uses what the environment has.
+# PYTHON chooses the interpreter of a new .venv; MEGATRON_LITE_NO_INSTALL=1 uses the packages of the environment as they are.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 enter_environment
 install_project plot,test
-say "running the tests"
 cd "$ROOT"
-run "the test run" "$PYTHON" -m pytest "$@"
+if [ "$#" -gt 0 ]; then
+    say "running the tests"
+    run "the test run" "$PYTHON" -m pytest "$@"
+    exit
+fi
+IN_PARALLEL=(--numprocesses auto --dist worksteal) # one process per core; idle ones take tests from busy ones
+say "running the tests"
+run "the test run" "$PYTHON" -m pytest "${IN_PARALLEL[@]}"
+say "running the tests of guides, plots, benchmarks and reports"
+run "the test run of guides" "$PYTHON" -m pytest "${IN_PARALLEL[@]}" -m "guides and not slow"

@@ -10,6 +10,8 @@ import pytest
 from megatron_lite.config.foreign_values import REFUSED, REFUSED_VALUES
 from megatron_lite.config.values import FLAGS
 
+pytestmark = pytest.mark.guides
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "flags.md"
 

@@ -10,6 +10,8 @@ import pytest
 
 from megatron_lite.config.values import FLAGS, SPELLINGS
 
+pytestmark = pytest.mark.guides
+
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs" / "multi_stage.md").read_text("utf-8")
 PERFORMANCE = (ROOT / "docs" / "performance.md").read_text("utf-8")

@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from megatron_lite.cli.parse import parse
 from megatron_lite.config.values import SPELLINGS
 from megatron_lite.huggingface.architectures import ARCHITECTURES, check_exportable, model_values
 from megatron_lite.validation import resolve
 from tests.support.public_configs import PUBLIC, public_config
+
+pytestmark = pytest.mark.guides
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text("utf-8")
 

@@ -24,6 +24,8 @@ from megatron_lite.optimizer.guards import Guard
 from megatron_lite.planner.plan import make_plan
 from tests.support.harness import layers_of, tiny_config
 
+pytestmark = pytest.mark.guides
+
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs" / "optimizer.md").read_text("utf-8")
 SHOWN = re.findall(r"^```bash\n(.*?)\n```\n\n```text\n(.*?)\n```$", GUIDE, re.M | re.S)

@@ -15,6 +15,8 @@ from megatron_lite.config.values import SPELLINGS
 from megatron_lite.schedules.cycles import boundaries
 from megatron_lite.validation import resolve
 
+pytestmark = pytest.mark.guides
+
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs" / "schedules.md").read_text("utf-8")
 SHOWN = re.findall(r"^```bash\n(.*?)\n```\n\n```text\n(.*?)\n```$", GUIDE, re.M | re.S)

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.guides
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--num_layers=1", "--hidden_size=64", "--ffn_hidden_size=96", "--vocab_size=128", "--turns=2")
 

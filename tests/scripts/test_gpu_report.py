@@ -23,6 +23,8 @@ from scripts.benchmarks.gpu.ops_table import FULL, OPS, WINDOWED, Op, Shape, att
 from scripts.benchmarks.gpu.report import Report, Step
 from scripts.benchmarks.training import settings as benchmark_settings
 
+pytestmark = pytest.mark.guides
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

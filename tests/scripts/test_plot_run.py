@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.loading import loaded
 
+pytestmark = pytest.mark.guides
+
 
 @pytest.fixture(scope="module")
 def script():

@@ -17,6 +17,8 @@ from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.validation import resolve
 from tests.support.loading import loaded
 
+pytestmark = pytest.mark.guides
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "plot_schedule.py"
 FLAGS = [
     "--train_iters=40",

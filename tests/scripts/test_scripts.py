@@ -134,6 +134,7 @@ def test_documents_point_at_files_that_exist() -> None:
         assert not missing, f"{document} names {missing}"
 
 
+@pytest.mark.guides
 def test_readme_command_without_files() -> None:
     """The README's first training command works as it stands, and writes nothing."""
     before = {path.name for path in ROOT.iterdir()}
@@ -142,6 +143,7 @@ def test_readme_command_without_files() -> None:
     assert {path.name for path in ROOT.iterdir()} - before <= {"__pycache__"}
 
 
+@pytest.mark.guides
 def test_readme_commands_on_own_text(tmp_path: Path) -> None:
     """Tokenizing, training on two processes, exporting and sampling, as the README shows them."""
     for name in ("pretrain_gpt.py", "scripts"):

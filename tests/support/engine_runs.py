@@ -25,7 +25,7 @@ from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.zero.multi_stage import MultiStage
 from tests.support.harness import layers_of, tiny_config
 
-DELAY_S = 0.2
+DELAY_S = 0.1  # a step of the tiny model takes a few milliseconds
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class _Late:
 
 class DelayedGroup(Wrapped):
     """A thread sends and receives while the main thread computes: each collective in the order of the calls, a little
-    later, and those that are chosen 0.2 s later.
+    later, and those that are chosen DELAY_S later.
 
     The thread has a process group, tags and scratch of its own: messages are matched by the order in which ranks hand
     out their tags, and what the main thread sends meanwhile (a gradient norm) must not come in between.

@@ -24,9 +24,10 @@ from megatron_lite.zero.multi_stage import MultiStage
 if TYPE_CHECKING:
     from megatron_lite.setup_run import Run
 
-# A server process that has imported torch already forks each rank in milliseconds.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "megatron_lite.zero.multi_stage", "numpy"])
+# A server process that has imported torch forks each rank in milliseconds. The first backward pass of a process imports
+# symbolic_shapes, which takes a second.
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["megatron_lite.train", "numpy", "torch.fx.experimental.symbolic_shapes"])
 
 TIMEOUT_S = 120.0
 
@@ -44,9 +45,9 @@ def run_distributed(
         device="cpu", distributed_timeout=60.0, startup_timeout=60.0, deterministic=deterministic
     )
     with tempfile.TemporaryDirectory() as directory:
-        pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
+        pipes = [FORKSERVER.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
-            _CONTEXT.Process(
+            FORKSERVER.Process(
                 target=_run_rank,
                 args=(rank, world_size, f"file://{directory}/store", config, pipes[rank][1], function, args),
             )

@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import functools
 import json
-import multiprocessing
 import os
 import re
 import runpy
@@ -30,6 +29,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.support import harness
+from tests.support.harness import FORKSERVER
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "pretrain_gpt.py"
 MARKER = "MEGATRON_LITE_TEST_START"
@@ -40,27 +42,9 @@ DROPPED = re.compile(
     r"(WANDB|SLURM|TORCH|NCCL|GLOO|OMP|MASTER|LOCAL|GROUP|ROLE)_.*|RANK|WORLD_SIZE|PYTHON(WARNINGS|FAULTHANDLER)"
 )
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-# The first backward pass of a process imports the last one, which takes a second.
-_CONTEXT.set_forkserver_preload(["megatron_lite.train", "numpy", "torch.fx.experimental.symbolic_shapes"])
-
-# A model and a schedule small enough for a hundred starts; flags given later win.
-TINY = (
-    "--device=cpu",
-    "--num_layers=2",
-    "--hidden_size=32",
-    "--num_attention_heads=4",
-    "--vocab_size=64",
-    "--sequence_length=16",
-    "--max_position_embeddings=16",
-    "--batch_size=4",
-    "--dataset_source=random",
-    "--num_workers=0",
-    "--lr=0.01",
-    "--lr_warmup_iters=2",
-    "--log_interval=1",
-    "--train_iters=6",
-)
+# The tiny configuration as flags, with a schedule for a hundred starts; flags given later win.
+STARTED = {**harness.TINY, "train_iters": 6, "lr": 0.01, "lr_warmup_iters": 2, "max_position_embeddings": 16}
+TINY = tuple(f"--{name}={value}" for name, value in STARTED.items())
 
 
 @dataclass(frozen=True)
@@ -265,7 +249,7 @@ def forked_start(
     command: list[str], environment: dict[str, str], outputs: list[str], mounts: str | None, fault: Fault | None
 ) -> _Process:
     """A process that need not import torch."""
-    process = _CONTEXT.Process(target=_run_forked, args=(command, environment, outputs, mounts, fault))
+    process = FORKSERVER.Process(target=_run_forked, args=(command, environment, outputs, mounts, fault))
     process.start()
     return _Process(process)
 

@@ -1,7 +1,7 @@
 """A shared buffer is never written, nor zeroed, nor computed with before the collective that uses it has finished.
 
 Collectives are made slow in two ways. Late: nothing is sent before somebody waits, and then the input must still be
-what it was. Delayed: a thread sends and receives while the main thread computes, chosen collectives 0.2 s after they
+what it was. Delayed: a thread sends and receives while the main thread computes, chosen collectives 0.1 s after they
 were started. Whoever forgets to wait writes into a buffer that is still to be read, which is caught at once, or
 computes with what was there before, which changes numbers.
 """
@@ -100,7 +100,7 @@ def train_late(distributed: Any, layouts: list[Options]) -> list[Outcome]:
 
 
 def train_normally_and_delayed(distributed: Distributed, layouts: list[Options]) -> list[tuple[Outcome, Outcome]]:
-    """Two collectives of each run are 0.2 s late, others in every layout."""
+    """Two collectives of each run are 0.1 s late, others in every layout."""
     delayed, outcomes = DelayedGroup(distributed), []
     for seed, options in enumerate(layouts):
         distributed.traffic.take()
