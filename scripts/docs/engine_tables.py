@@ -1,10 +1,10 @@
 """Write the tables of docs/multi_stage.md: memory, traffic and choices, counted by the engine itself.
 
-python -m scripts.docs.engine_tables            writes them
-python -m scripts.docs.engine_tables --check    only compares them; exit code 1 if they are out of date
+    python -m scripts.docs.engine_tables            write the tables
+    python -m scripts.docs.engine_tables --check    compare only; exit code 1 if the document is stale
 
 Each plan is a `MultiStage` on the meta device whose memory and collectives are counted, as in `--dry_run=1`. The
-formulas beside them are those of the guide, from nothing but sizes.
+formulas beside the counts are those of the guide and use only sizes.
 """
 
 from __future__ import annotations
@@ -21,50 +21,30 @@ from megatron_lite.planner.auto import RESERVE
 from megatron_lite.planner.plan import Plan, make_plan
 from megatron_lite.planner.report import PLANNED_GPU_BYTES
 from megatron_lite.validation import resolve
+from scripts.benchmarks.common import markdown_table
+from scripts.benchmarks.training.report import STATE_BYTES, formula_bytes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-
 TARGET = REPOSITORY / "docs" / "multi_stage.md"
 MODEL = read_words(str(REPOSITORY / "scripts" / "examples" / "mistral_7b.flags"))
 MIB, GIB = 2**20, 2**30
 
-# Bytes per parameter: (whole, divided by N, in each shared buffer), as in the guide.
-FORMULAS = {
-    ("bf16", 1): (6, 12, 0),
-    ("bf16", 2): (2, 16, 4),
-    ("bf16", 3): (0, 16, 6),
-    ("fp32", 1): (8, 8, 0),
-    ("fp32", 2): (4, 12, 4),
-    ("fp32", 3): (0, 16, 8),
-}
-ALONE = {("bf16", 1): (18, 0), ("bf16", 2): (18, 0), ("bf16", 3): (16, 2)}  # bytes, bytes in each shared buffer
-
 
 def plan(ranks: int, **flags: Any) -> Plan:
-    """The plan of the example with more flags, for GPUs."""
+    """Plan the Mistral-7B example with more flags, on GPUs."""
     words = [*MODEL, "--dry_run=1", f"--world_size={ranks}", *(f"--{name}={value}" for name, value in flags.items())]
     return make_plan(resolve(parse_flags(words).config, ranks), ranks, "cuda")
 
 
 def stage_sizes(model: Any) -> list[int]:
-    """Elements of each stage without padding."""
+    """Return the elements of each stage, without padding."""
     return [sum(slot.numel for part in stage.parts for slot in part.layout.slots) for stage in model.stages]
 
 
-def formula_bytes(sizes: Sequence[int], dtype: str, zero_stage: int, ranks: int) -> int:
-    """State memory of a rank without padding. Two shared buffers, each as large as its largest stage."""
-    shared = sum(max(sizes[first::2]) for first in range(2))
-    if ranks == 1:
-        whole, buffers = ALONE.get((dtype, zero_stage), (16, 0))
-        return whole * sum(sizes) + buffers * shared
-    whole, sharded, buffers = FORMULAS[dtype, zero_stage]
-    return whole * sum(sizes) + sharded * sum(sizes) // ranks + buffers * shared
-
-
 def memory_table() -> Iterator[tuple[str, ...]]:
-    """State memory against the formula."""
+    """Compare state memory with the formula."""
     yield "training dtype", "ZeRO", "ranks", "formula, bytes", "padding, bytes", "allocated, bytes", "MiB"
-    for dtype, zero_stage in FORMULAS:
+    for dtype, zero_stage in STATE_BYTES:
         for ranks in (1, 2, 8, 64):
             made = plan(ranks, training_dtype=dtype, zero_stage=zero_stage)
             formula = formula_bytes(stage_sizes(made.model), dtype, zero_stage, ranks)
@@ -74,7 +54,7 @@ def memory_table() -> Iterator[tuple[str, ...]]:
 
 
 def traffic_table() -> Iterator[tuple[str, ...]]:
-    """Collectives of a step against the formulas."""
+    """Compare the collectives of a step with the formulas."""
     yield (
         "ZeRO",
         "micro-batches",
@@ -96,7 +76,7 @@ def traffic_table() -> Iterator[tuple[str, ...]]:
                 breadth_first_micro_batches=breadth,
             )
             stages, (buffers, _) = len(made.model.stages), made.model.buffer_counts()
-            # The embedding's weights are not gathered for its backward, which needs none.
+            # The backward of the embedding needs no weights, so they are not gathered for it.
             gathers = stages + (2 * depth - 1) * (stages - buffers) - (1 if buffers < stages else 0)
             reductions = stages * (1 if zero_stage == 1 else depth)
             gathered, reduced = made.traffic["gather"], made.traffic["reduce"]
@@ -114,7 +94,7 @@ def traffic_table() -> Iterator[tuple[str, ...]]:
 
 
 def buffers_table() -> Iterator[tuple[str, ...]]:
-    """Buffer counts between ZeRO-3 and plain data parallelism."""
+    """Show buffer counts between ZeRO-3 and plain data parallelism."""
     yield "weight buffers", "gradient buffers", "state, GiB", "gathers", "reductions", "sent by a rank, GiB"
     for weights, gradients in ((1, 1), (2, 2), (4, 4), (8, 8), (17, 17), (34, 2), (34, 34)):
         made = plan(8, num_weight_buffers=weights, num_grad_buffers=gradients, batch_size=32, micro_batch_size=1)
@@ -131,7 +111,7 @@ def buffers_table() -> Iterator[tuple[str, ...]]:
 
 
 def choices_table() -> Iterator[tuple[str, ...]]:
-    """What fits where."""
+    """Show which configurations fit on how many GPUs."""
     yield (
         "GPUs",
         "ZeRO",
@@ -171,9 +151,9 @@ TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {
 
 
 def render(name: str) -> str:
-    """One table in Markdown."""
-    head, *rows = TABLES[name]()
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, tuple("---" for _ in head), *rows))
+    """Return one table in Markdown."""
+    header, *rows = TABLES[name]()
+    return "\n".join(markdown_table(header, rows))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,10 +1,10 @@
-"""Write docs/flags.md from megatron_lite/config/, refused.py and instead.py, and what follows from them in two guides.
+"""Write docs/flags.md, and our defaults in docs/from_levanter.md and docs/from_fast_llm.md, from the options in config/.
 
-In docs/from_levanter.md and docs/from_fast_llm.md the rows of the tables are written by hand, except for our own
-defaults and the reasons why flags are refused; the other programs' defaults in flags.md come from there.
+    python -m scripts.docs.flags            write the three files
+    python -m scripts.docs.flags --check    compare only; exit code 1 if one is stale
 
-python -m scripts.docs.flags            writes the three files
-python -m scripts.docs.flags --check    only compares them; exit code 1 if one is out of date
+The table rows of the two guides are written by hand, except for our defaults and the reasons for refused flags. In
+return, flags.md takes the defaults of the other programs from the guides.
 """
 
 from __future__ import annotations
@@ -21,50 +21,49 @@ from megatron_lite.config.foreign_values import REFUSED_SPELLINGS
 from megatron_lite.config.values import FLAGS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-
 TARGET = REPOSITORY / "docs" / "flags.md"
-# Guides with tables: option, default there (perhaps of several models), here, default here, remarks.
+# Guides with tables: option, default there (in one or more columns), here, default here, remarks.
 GUIDES = {"Levanter": REPOSITORY / "docs" / "from_levanter.md", "Fast-LLM": REPOSITORY / "docs" / "from_fast_llm.md"}
-SAME = "(the same)"  # behind a default here: it is only written differently there
+SAME = "(the same)"  # after a default here: the same value, written differently there
 
 INTRODUCTION = """\
 # Flags
 
-<!-- Written by scripts/docs/flags.py from megatron_lite/config/, refused.py and instead.py: do not edit. -->
+<!-- Written by `python -m scripts.docs.flags` from megatron_lite/config/ and cli/foreign_flags.py: do not edit. -->
 
-`--a_b=v`, `--a_b v` and `--a-b=v` are the same flag; names are never abbreviated. Option by option from elsewhere:
-[from_levanter.md](from_levanter.md), [from_fast_llm.md](from_fast_llm.md). What flags do together: stages and memory in
-[multi_stage.md](multi_stage.md), layers in [performance.md](performance.md), [batches.md](batches.md),
-[schedules.md](schedules.md), and the update in [optimizer.md](optimizer.md).
+`--a_b=v`, `--a_b v` and `--a-b=v` are the same flag; names are never abbreviated. Guides for
+users of other programs: [from_levanter.md](from_levanter.md), [from_fast_llm.md](from_fast_llm.md). Guides by topic:
+stages and memory in [multi_stage.md](multi_stage.md), layers in [performance.md](performance.md),
+[batches.md](batches.md), [schedules.md](schedules.md), and the update in [optimizer.md](optimizer.md).
 
-- A flag with values 0 and 1 also takes `true` and `false`; bare, it means 1.
-- `none` stands for the default of every flag whose values say so. An empty value (`--wandb_entity_name=$UNSET`)
-  means the same for texts and is an error for every other flag.
-- Lists take commas, spaces, or the words that follow: `--split=969,30,1`, `--data_path 0.3 first 0.7 second`.
-- Numbers are plain ASCII digits with an optional exponent where no integer is asked for; they must be finite.
-- The last one of several equal flags counts, with a warning if their values differ.
-- `@file` inserts the flags of a file: shell words, where quotes work and `#` begins a comment, but no variables.
-  An `@file` in it is relative to its folder; every other path is relative to the current directory, as on the
-  command line. `~` at the beginning of a path is the home directory.
+- A flag with values 0 and 1 also takes `true` and `false`; without a value it means 1.
+- `none` means the default, for every flag that lists `none` among its values. An empty value
+  (`--wandb_entity_name=$UNSET`) means the same for text flags and is an error for all others.
+- Separate list items by commas, by spaces, or as several words: `--split=969,30,1`, `--data_path 0.3 first 0.7 second`.
+- Write numbers in ASCII digits, with an optional exponent unless the flag takes an integer; they must be finite.
+- If a flag is repeated, the last one counts, with a warning if the values differ.
+- `@file` inserts the flags in a file: shell words with quotes and `#` comments, but without variables. A nested
+  `@file` is relative to the folder of the file; all other paths are relative to the current directory, as on the
+  command line. `~` at the start of a path is the home directory.
 """
 
 REFUSED = """\
 ## Flags of Fast-LLM that are not options here
 
-Each is accepted with the values in the third column, because they describe what this program does in any case, and
-refused with every other value. Nothing is accepted and ignored.
+Each flag is accepted with the values in the third column, which describe what this program always does, and refused
+with every other value. No flag is accepted and ignored.
 """
 
 INSTEAD = """\
 ## Flags of Megatron-LM and Levanter that are written differently here
 
-Names that mean the same with the same values are in the column "also spelled" above. These are refused with a message.
-Of a name with dots, such as Levanter's `--trainer.tracker.name`, the longest end counts that is known.
+Other names for the same flag and values are in the column "also spelled" above. The names below are refused with a
+message. For a dotted name such as Levanter's `--trainer.tracker.name`, the longest known ending counts.
 """
 
 
 def table_rows(page: str) -> Iterator[tuple[int, list[str], list[str]]]:
-    """The rows of a guide's tables: (number of the line, names of the columns, cells)."""
+    """Yield (line number, column names, cells) for each table row of a guide."""
     columns: list[str] = []
     for number, line in enumerate(page.splitlines()):
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] if line.startswith("| ") else []
@@ -75,7 +74,7 @@ def table_rows(page: str) -> Iterator[tuple[int, list[str], list[str]]]:
 
 
 def refreshed(page: str) -> str:
-    """A guide with our defaults, and the reasons for what is refused, as they are now."""
+    """Return a guide with current defaults and current reasons for refused flags."""
     lines = page.splitlines()
     for number, columns, cells in table_rows(page):
         row = dict(zip(columns, cells, strict=True))
@@ -89,7 +88,7 @@ def refreshed(page: str) -> str:
 
 
 def refusal(name: str) -> tuple[str, str]:
-    """What stands in the columns "here" and "remarks" of an option that is not here."""
+    """Return the cells "here" and "remarks" of an option that is refused here."""
     refused = REFUSED_SPELLINGS.get(name)
     if refused is None:
         return "refused", escaped(instead_of(name) or "unknown")
@@ -98,18 +97,18 @@ def refusal(name: str) -> tuple[str, str]:
 
 
 def the_flag(cell: str) -> str | None:
-    """The flag that is all of a cell; its default can be compared."""
+    """Return the flag in a cell that holds nothing else, so that its default can be compared."""
     match = re.fullmatch(r"`--(\w+)`", cell)
     return match[1] if match else None
 
 
 def escaped(text: str) -> str:
-    """Text for a cell of a Markdown table."""
+    """Escape text for a cell of a Markdown table."""
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 def other_defaults() -> dict[str, str]:
-    """Flag -> the defaults of other programs, as far as they differ from ours."""
+    """Return the defaults of other programs by flag, where they differ from ours."""
     found: dict[str, dict[str, list[str]]] = {}
     for program, guide in GUIDES.items():
         for _, columns, cells in table_rows(guide.read_text(encoding="utf-8")):
@@ -129,7 +128,7 @@ def other_defaults() -> dict[str, str]:
 
 
 def flags_page() -> str:
-    """The whole text of docs/flags.md."""
+    """Return the text of docs/flags.md."""
     parts, elsewhere = [INTRODUCTION], other_defaults()
     for area, owner in AREAS.items():
         parts += [f"## {owner.__doc__}\n", option_table(area, elsewhere)]
@@ -137,7 +136,7 @@ def flags_page() -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write or compare the three files; returns the exit code."""
+    """Write or compare the three files; return the exit code."""
     if list(argv) not in ([], ["--check"]):
         print(__doc__, file=sys.stderr)
         return 2
