@@ -1,4 +1,4 @@
-"""Write docs/flags.md, and our defaults in docs/from_levanter.md and docs/from_fast_llm.md, from the options in config/.
+"""Write docs/flags.md, and our defaults in from_levanter.md and from_fast_llm.md, from the options in config/.
 
     python -m scripts.docs.flags            write the three files
     python -m scripts.docs.flags --check    compare only; exit code 1 if one is stale
