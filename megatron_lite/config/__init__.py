@@ -1,10 +1,9 @@
-"""Every option of the program: name, type, default, bounds and help, once.
+"""Every option of the program, declared once: name, type, default, bounds and help.
 
-The dataclasses below are the only place where an option is described: `arguments.py` makes the flat `--flags` from
-them, `docs/flags.md` is generated from them, and the rest of the program receives them as frozen values. `None` means
-"derived": `validation.resolve` fills it in. This module imports no torch, so that `--help` answers at once.
-
-Options of Fast-LLM's flat-flag era that this program does not have (yet) stand in `refused.py` with the reason.
+`cli` makes the flat `--flags` from the dataclasses of this room, docs/flags.md is generated from them, and the rest of
+the program receives them as a read-only `Config`. `None` means "derived": `validation.resolve` fills in a `Draft`.
+This room imports no torch, so `--help` answers at once. `foreign_values.py` lists the Fast-LLM options that do not
+exist here, each with a reason.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from megatron_lite.config.learning_rate import LearningRateConfig
 from megatron_lite.config.model import RECOMPUTE_LEVELS as RECOMPUTE_LEVELS
 from megatron_lite.config.model import ModelConfig, PerformanceConfig
 from megatron_lite.config.optimizer import AveragingConfig, OptimizerConfig
+from megatron_lite.config.option import Area
 from megatron_lite.config.source import SourceConfig
 from megatron_lite.config.system import DistributedConfig, MultiStageConfig, RunConfig
 from megatron_lite.config.training import BatchConfig, DataConfig, TrainingConfig
@@ -24,7 +24,7 @@ from megatron_lite.config.training import BatchConfig, DataConfig, TrainingConfi
 
 @dataclass(frozen=True)
 class Config:
-    """All options of one run. Each is reached as `config.<area>.<name>`; names are unique over the areas."""
+    """All options of one run, as `config.<area>.<name>`; names are unique across areas."""
 
     source: SourceConfig = dataclasses.field(default_factory=SourceConfig)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
@@ -40,39 +40,47 @@ class Config:
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
 
-AREAS: dict[str, type] = {
-    "source": SourceConfig,
-    "model": ModelConfig,
-    "batch": BatchConfig,
-    "learning_rate": LearningRateConfig,
-    "optimizer": OptimizerConfig,
-    "averaging": AveragingConfig,
-    "performance": PerformanceConfig,
-    "multi_stage": MultiStageConfig,
-    "distributed": DistributedConfig,
-    "data": DataConfig,
-    "training": TrainingConfig,
-    "run": RunConfig,
-}
+AREAS: dict[str, type[Area]] = {field.name: type(getattr(Config(), field.name)) for field in dataclasses.fields(Config)}
+
+
+@dataclass
+class Draft(
+    SourceConfig,
+    ModelConfig,
+    BatchConfig,
+    LearningRateConfig,
+    OptimizerConfig,
+    AveragingConfig,
+    PerformanceConfig,
+    MultiStageConfig,
+    DistributedConfig,
+    DataConfig,
+    TrainingConfig,
+    RunConfig,
+):
+    """All options of one run in one writable object, as `draft.<name>`: validation checks it and fills it in."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def changed(self, *names: str) -> list[str]:
+        """Return those of `names` whose values differ from their defaults."""
+        return [name for name in names if getattr(self, name) != getattr(Draft, name)]
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """All options as one flat {name: value}, in the order of this file."""
-    return {
-        field.name: getattr(getattr(config, area), field.name)
-        for area, kind in AREAS.items()
-        for field in dataclasses.fields(kind)
-    }
+    """Return all options as one flat {name: value}, in the order of this file."""
+    return {name: value for area in AREAS for name, value in vars(getattr(config, area)).items()}
 
 
 def unflatten(values: dict[str, Any]) -> Config:
-    """The inverse of `flatten`; absent names take their default.
+    """Make a configuration of flat {name: value}; absent names take their defaults.
 
     Raises:
         KeyError: if a name is not an option.
     """
     left = dict(values)
-    areas = {
+    areas: dict[str, Any] = {
         area: kind(**{field.name: left.pop(field.name) for field in dataclasses.fields(kind) if field.name in left})
         for area, kind in AREAS.items()
     }

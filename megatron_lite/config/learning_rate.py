@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.option import option
+from megatron_lite.config.option import Area, option
 
 DECAY_STYLES = ("constant", "linear", "cosine", "power", "inv_sqrt", "inv", "power_tokens")
 
 
-@dataclass(frozen=True)
-class LearningRateConfig:
+@dataclass
+class LearningRateConfig(Area):
     """Learning rate"""
 
     lr: float = option(1e-4, "peak learning rate", minimum=0.0, basic=True, aliases=("learning_rate",))
@@ -34,7 +34,10 @@ class LearningRateConfig:
         basic=True,
     )
     lr_decay_power: float = option(
-        1.0, "exponent on the part of a decay that is over: linear, power, cosine", above=0.0
+        1.0,
+        "exponent on the part of a decay that is over: linear, power, cosine",
+        above=0.0,
+        idle_unless="lr_decay_style=linear|power|cosine",
     )
     lr_warmup_iters: int = option(
         0,
@@ -51,9 +54,15 @@ class LearningRateConfig:
         "at most what the warmup leaves",
         minimum=0,
         unset="all that the warmup leaves",
+        idle_unless="lr_decay_style!=constant",
     )
     lr_wsd_decay_fraction: float | None = option(
-        None, "the same as a fraction of the cycle", minimum=0.0, maximum=1.0, unset="lr_wsd_decay_iters"
+        None,
+        "the same as a fraction of the cycle",
+        minimum=0.0,
+        maximum=1.0,
+        unset="lr_wsd_decay_iters",
+        idle_unless="lr_decay_style!=constant",
     )
     lr_rewarmup_iters: int = option(
         0,
@@ -69,6 +78,7 @@ class LearningRateConfig:
         "cycles of warmup, stable phase and decay, of equal length: the i-th ends at int(T / this * i), "
         "T the end of the last decay (Levanter's page says T / (this + 1), its code does as here)",
         minimum=1,
+        idle_unless="lr_decay_style!=constant",
     )
     lr_cycle_minima: tuple[int, ...] = option(
         (),
@@ -76,33 +86,49 @@ class LearningRateConfig:
         "goes on as if it did not (80000 1000000000: stable after the second warmup, given a short decay)",
         minimum=1,
         aliases=("haps",),
+        idle_unless="lr_decay_style!=constant",
     )
     lr_cycle_iters: int | None = option(
         None,
         "iterations of a cycle; the last one takes the remainder, too, and is longer",
         minimum=1,
         unset="one cycle",
+        idle_unless="lr_decay_style!=constant",
     )
     lr_cycle_fraction: float | None = option(
-        None, "the same as a fraction of the run (without the cooldown)", above=0.0, maximum=1.0, unset="one cycle"
+        None,
+        "the same as a fraction of the run (without the cooldown)",
+        above=0.0,
+        maximum=1.0,
+        unset="one cycle",
+        idle_unless="lr_decay_style!=constant",
     )
     lr_cycle_lengths: tuple[int, ...] = option(
-        (), "iterations of each cycle; what they leave of the run makes a last one", minimum=1
+        (),
+        "iterations of each cycle; what they leave of the run makes a last one",
+        minimum=1,
+        idle_unless="lr_decay_style!=constant",
     )
-    lr_cosine_exponent: float = option(1.0, "exponent on the falling cosine, which goes from 1 to 0", above=0.0)
+    lr_cosine_exponent: float = option(
+        1.0, "exponent on the falling cosine, which goes from 1 to 0", above=0.0, idle_unless="lr_decay_style=cosine"
+    )
     lr_inv_sqrt_timescale: float = option(
         10000.0,
         "inv_sqrt: the rate is lr * sqrt(this / i), at most lr, i iterations after the cycle began (a stable phase "
         "does not count)",
         above=0.0,
+        idle_unless="lr_decay_style=inv_sqrt",
     )
     lr_power_a: float = option(
         4.6,
         "power_tokens: the rate is batch_size * a * tokens ** b, at most lr; batch_size that of the iteration, "
         "tokens those since the decay began, both as batch_size_schedule says",
         above=0.0,
+        idle_unless="lr_decay_style=power_tokens",
     )
-    lr_power_b: float = option(-0.51, "power_tokens: see lr_power_a", below=0.0)
+    lr_power_b: float = option(
+        -0.51, "power_tokens: see lr_power_a", below=0.0, idle_unless="lr_decay_style=power_tokens"
+    )
     lr_cooldown_iters: int = option(
         0,
         "iterations at the end of the run on a straight line to min_lr, after all cycles; for styles that have not "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_lite.config.option import option
+from megatron_lite.config.option import Area, option
 
 ACTIVATIONS = ("gelu", "gelu_exact", "quick_gelu", "silu", "relu", "squared_relu", "tanh", "identity")
 ACTIVATION_ALIASES = {
@@ -26,8 +26,8 @@ RECOMPUTE_LEVELS = ("none", "activation", "full")
 ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "varlen", "flex", "math")
 
 
-@dataclass(frozen=True)
-class ModelConfig:
+@dataclass
+class ModelConfig(Area):
     """Model"""
 
     num_layers: int = option(12, "transformer blocks", minimum=1, maximum=10_000, basic=True)
@@ -66,6 +66,7 @@ class ModelConfig:
         above=1.0,
         maximum=1e44,
         unset="10000",
+        idle_unless="use_rotary_embeddings",
     )
     rotary_percent: float = option(1.0, "part of a head's channels that rotates, the first", above=0.0, maximum=1.0)
     rope_type: str = option(
@@ -125,20 +126,29 @@ class ModelConfig:
         1e-5, "added to the variance", above=0.0, maximum=1.0, aliases=("norm_epsilon", "layernorm_epsilon")
     )
     zero_centered_normalization: bool = option(
-        False, "norm weights are stored as their difference from 1", aliases=("apply_layernorm_1p",)
+        False,
+        "norm weights are stored as their difference from 1",
+        aliases=("apply_layernorm_1p",),
+        idle_unless="use_layer_norm_weight",
     )
     use_layer_norm_weight: bool = option(True, "norms have weights (and layer norms biases)")
     input_embedding_norm: bool = option(False, "a norm behind the embedding")
     hybrid_norm: bool = option(False, "norms on the outputs of attention and MLP, too, before they are added")
     qk_layernorm: bool = option(False, "norms on each head's queries and keys", aliases=("use_qk_norm",))
     full_precision_residual: bool = option(
-        False, "the residual stream is fp32 whatever the training dtype", aliases=("fp32_residual_connection",)
+        False,
+        "the residual stream is fp32 whatever the training dtype",
+        aliases=("fp32_residual_connection",),
+        idle_unless="training_dtype!=fp32",
     )
     scale_attn_by_inverse_layer_idx: bool = option(
         False, "attention scores are divided by 1, 2, 3 ... from block to block"
     )
     attention_softmax_in_fp32: bool = option(
-        False, "attention by its formula, its scores and their gradients in fp32", aliases=("upcast_attn",)
+        False,
+        "attention by its formula, its scores and their gradients in fp32",
+        aliases=("upcast_attn",),
+        idle_unless="training_dtype!=fp32",
     )
     logit_soft_cap: float = option(0.0, "logits become cap * tanh(logits / cap); 0: they are left alone", minimum=0.0)
     window_size: int | None = option(
@@ -166,9 +176,17 @@ class ModelConfig:
         None, "the same, second MLP layer", minimum=0.0, unset="init_method_std / sqrt(2 * num_layers)"
     )
     layer_norm_init_range: float = option(
-        0.0, "initial norm weights are uniform in 1 +- this (zero-centered: 0 +- this)", minimum=0.0, maximum=1.0
+        0.0,
+        "initial norm weights are uniform in 1 +- this (zero-centered: 0 +- this)",
+        minimum=0.0,
+        maximum=1.0,
+        idle_unless="use_layer_norm_weight",
     )
-    random_bias_init: bool = option(False, "biases start like their layer's weights instead of at zero")
+    random_bias_init: bool = option(
+        False,
+        "biases start like their layer's weights instead of at zero",
+        idle_unless="add_linear_biases or add_qkv_biases or add_mlp_biases",
+    )
 
     @property
     def rotated_channels(self) -> int:
@@ -189,8 +207,8 @@ def rotary_base(rotary_embedding_scale: float) -> float:
     return float(round(base)) if abs(base - round(base)) <= 1e-9 * base else base
 
 
-@dataclass(frozen=True)
-class PerformanceConfig:
+@dataclass
+class PerformanceConfig(Area):
     """Performance"""
 
     mlp_recompute_level: str = option(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.option import Auto, debug_level, option
+from megatron_lite.config.option import Area, Auto, debug_level, option
 
 DTYPES = ("fp32", "bf16", "fp16")
 DTYPE_ALIASES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
-@dataclass(frozen=True)
-class MultiStageConfig:
+@dataclass
+class MultiStageConfig(Area):
     """ZeRO and stages"""
 
     zero_stage: int | Auto | None = option(
@@ -34,7 +34,9 @@ class MultiStageConfig:
     num_grad_buffers: int | None = option(
         None, "full gradient buffers, likewise", minimum=1, unset="one per stage; 2 for zero_stage 2 and 3"
     )
-    full_precision_gradients: bool = option(True, "accumulate and reduce gradients in fp32")
+    full_precision_gradients: bool = option(
+        True, "accumulate and reduce gradients in fp32", idle_unless="training_dtype!=fp32"
+    )
     store_frozen_weights_in_optimization_precision: bool = option(
         True, "shards of frozen weights are fp32, too; 0: they have the training dtype"
     )
@@ -50,14 +52,23 @@ class MultiStageConfig:
     )
     pipeline_delay: float = option(0.0, "steps that data need to go around the pipeline; unused: there is no pipeline")
     throttle_cpu: bool = option(
-        True, "GPU: the host waits for earlier steps of the schedule instead of running far ahead"
+        True,
+        "GPU: the host waits for earlier steps of the schedule instead of running far ahead",
+        idle_unless="device!=cpu",
     )
-    throttle_cpu_rate: int = option(1, "record an event, and wait, every this many steps of the schedule", minimum=1)
-    throttle_cpu_delay: int = option(1, "wait for the event of this many recordings ago", minimum=0)
+    throttle_cpu_rate: int = option(
+        1,
+        "record an event, and wait, every this many steps of the schedule",
+        minimum=1,
+        idle_unless="throttle_cpu and device!=cpu",
+    )
+    throttle_cpu_delay: int = option(
+        1, "wait for the event of this many recordings ago", minimum=0, idle_unless="throttle_cpu and device!=cpu"
+    )
 
 
-@dataclass(frozen=True)
-class DistributedConfig:
+@dataclass
+class DistributedConfig(Area):
     """Distributed"""
 
     device: str = option("auto", "device to run on", choices=("auto", "cuda", "cpu"), basic=True)
@@ -74,8 +85,8 @@ class DistributedConfig:
     )
 
 
-@dataclass(frozen=True)
-class RunConfig:
+@dataclass
+class RunConfig(Area):
     """Run and monitoring"""
 
     experiment_dir: str | None = option(None, "where the run leaves its files", unset="nothing is written", basic=True)
@@ -85,12 +96,24 @@ class RunConfig:
     log_timestamps: bool = option(False, "begin log lines with the time")
     enable_all_loggers: bool = option(False, "every rank prints to the console")
     log_communication: bool = option(False, "log what each step sends, by kind, and the time on the wire")
-    debug_layer_outputs: int = debug_level("the output of each layer")
-    debug_layer_gradients: int = debug_level("the gradient of each layer's input")
-    debug_param_init: int = debug_level("each parameter after initialization")
-    debug_param_gradients: int = debug_level("each gradient shard after reduction")
-    debug_all_param_gradients: int = debug_level("each parameter's gradient after reduction")
-    debug_param_update: int = debug_level("each parameter after the update")
+    debug_layer_outputs: int = debug_level(
+        "the output of each layer", idle_unless="show_tensor_logs or save_tensor_logs"
+    )
+    debug_layer_gradients: int = debug_level(
+        "the gradient of each layer's input", idle_unless="show_tensor_logs or save_tensor_logs and train_iters"
+    )
+    debug_param_init: int = debug_level(
+        "each parameter after initialization", idle_unless="show_tensor_logs or save_tensor_logs"
+    )
+    debug_param_gradients: int = debug_level(
+        "each gradient shard after reduction", idle_unless="show_tensor_logs or save_tensor_logs and train_iters"
+    )
+    debug_all_param_gradients: int = debug_level(
+        "each parameter's gradient after reduction", idle_unless="show_tensor_logs or save_tensor_logs and train_iters"
+    )
+    debug_param_update: int = debug_level(
+        "each parameter after the update", idle_unless="show_tensor_logs or save_tensor_logs and train_iters"
+    )
     debug_global_tensors: bool = option(True, "put the tensors of all ranks together before they are logged (slow)")
     debug_activation_memory: bool = option(False, "log the memory in use after each layer")
     debug_tensor_parallel: bool = option(False, "compare tensor-parallel copies; there are none to compare")
@@ -101,11 +124,18 @@ class RunConfig:
         None, "dense peak of one device for mfu, in TFLOP/s", above=0.0, unset="known for common GPUs"
     )
     wandb_entity_name: str | None = option(None, "Weights & Biases user or team; turns it on", unset="off")
-    wandb_project_name: str = option("megatron_lite", "Weights & Biases project")
-    wandb_group_name: str = option("default", "Weights & Biases group")
+    wandb_project_name: str = option("megatron_lite", "Weights & Biases project", idle_unless="wandb_entity_name")
+    wandb_group_name: str = option("default", "Weights & Biases group", idle_unless="wandb_entity_name")
     wandb_status_interval: int | None = option(
-        None, "iterations between Weights & Biases alerts with metrics", minimum=1, unset="none"
+        None,
+        "iterations between Weights & Biases alerts with metrics",
+        minimum=1,
+        unset="none",
+        idle_unless="wandb_entity_name",
     )
     wandb_post_alerts: bool | None = option(
-        None, "post Weights & Biases alerts when the run starts, ends or fails", unset="on with wandb_status_interval"
+        None,
+        "post Weights & Biases alerts when the run starts, ends or fails",
+        unset="on with wandb_status_interval",
+        idle_unless="wandb_entity_name",
     )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.option import All, option
+from megatron_lite.config.option import All, Area, option
 from megatron_lite.config.system import DTYPE_ALIASES, DTYPES
 
 # The architectures of Hugging Face that models come from and go out as.
 MODEL_TYPES = ("llama", "mistral", "gpt2", "gpt_bigcode", "starcoder2", "qwen2", "qwen3")
 
 
-@dataclass(frozen=True)
-class BatchConfig:
+@dataclass
+class BatchConfig(Area):
     """Batch"""
 
     batch_size: int | None = option(
@@ -47,39 +47,68 @@ class BatchConfig:
         False, "fill a batch that does not divide into micro-batches up with padding, which does not count in any way"
     )
     eval_micro_batch_size: int | None = option(
-        None, "samples per rank and forward pass of a validation or test", minimum=1, unset="micro_batch_size"
+        None,
+        "samples per rank and forward pass of a validation or test",
+        minimum=1,
+        unset="micro_batch_size",
+        idle_unless="validation_iters or test_iters",
     )
     sequence_length: int = option(2048, "tokens per sample", minimum=1, basic=True, aliases=("seq_length",))
 
 
-@dataclass(frozen=True)
-class DataConfig:
+@dataclass
+class DataConfig(Area):
     """Data"""
 
     dataset_source: str = option(
         "list", "list: the files of data_path; random: made-up tokens", choices=("list", "random"), basic=True
     )
     data_path: tuple[str, ...] = option(
-        (), "prefixes of .bin/.idx pairs, or weight prefix weight prefix ...", basic=True
+        (),
+        "prefixes of .bin/.idx pairs, or weight prefix weight prefix ...",
+        basic=True,
+        idle_unless="dataset_source!=random",
     )
     split: tuple[float, ...] = option(
-        (969.0, 30.0, 1.0), "documents for training, validation and test, as proportions", minimum=0.0, basic=True
+        (969.0, 30.0, 1.0),
+        "documents for training, validation and test, as proportions",
+        minimum=0.0,
+        basic=True,
+        idle_unless="dataset_source!=random",
     )
     cross_document_attention: bool = option(
         True,
         "attention crosses the borders of the documents of a sample; 0: each document attends to itself alone "
         "(positions still count from the sample's beginning; a random sample is one document)",
     )
-    tokenizer_file: str | None = option(None, "tokenizer.json, copied into exports", unset="none")
-    num_workers: int = option(2, "processes per rank that read training data", minimum=0, maximum=1024, basic=True)
-    prefetch_factor: int | None = option(None, "batches each worker prepares ahead", minimum=1, unset="2")
-    multiprocessing_context: str = option("spawn", "how workers start", choices=("spawn", "fork", "forkserver"))
-    data_sample_warn_time_ms: float = option(1000.0, "warn when reading one sample takes longer", above=0.0)
+    tokenizer_file: str | None = option(
+        None, "tokenizer.json, copied into exports", unset="none", idle_unless="export_interval or sample_interval"
+    )
+    num_workers: int = option(
+        2,
+        "processes per rank that read training data",
+        minimum=0,
+        maximum=1024,
+        basic=True,
+        idle_unless="dataset_source!=random",
+    )
+    prefetch_factor: int | None = option(
+        None, "batches each worker prepares ahead", minimum=1, unset="2", idle_unless="num_workers"
+    )
+    multiprocessing_context: str = option(
+        "spawn",
+        "how workers start",
+        choices=("spawn", "fork", "forkserver"),
+        idle_unless="dataset_source!=random and num_workers",
+    )
+    data_sample_warn_time_ms: float = option(
+        1000.0, "warn when reading one sample takes longer", above=0.0, idle_unless="dataset_source!=random"
+    )
     data_batch_warn_time_ms: float = option(1000.0, "warn when waiting for a batch takes longer", above=0.0)
 
 
-@dataclass(frozen=True)
-class TrainingConfig:
+@dataclass
+class TrainingConfig(Area):
     """Training"""
 
     train_iters: int = option(0, "iterations of the whole run", minimum=0, basic=True)
@@ -98,9 +127,16 @@ class TrainingConfig:
         basic=True,
         aliases=("eval_iters",),
     )
-    validation_at_start: bool = option(False, "validate before the first iteration as well", aliases=("eval_at_start",))
+    validation_at_start: bool = option(
+        False, "validate before the first iteration as well", aliases=("eval_at_start",), idle_unless="validation_iters"
+    )
     validation_interval: int = option(
-        1000, "iterations between validations", minimum=1, basic=True, aliases=("eval_interval",)
+        1000,
+        "iterations between validations",
+        minimum=1,
+        basic=True,
+        aliases=("eval_interval",),
+        idle_unless="validation_iters",
     )
     test_iters: int = option(0, "batches of the test after training", minimum=0)
     checkpoint_interval: int | None = option(
@@ -111,16 +147,22 @@ class TrainingConfig:
         basic=True,
         aliases=("save_interval",),
     )
-    checkpoint_offset: int = option(0, "shift of checkpoint_interval", minimum=0)
-    max_checkpoints: int | None = option(None, "newest checkpoints kept", minimum=1, unset="all", basic=True)
+    checkpoint_offset: int = option(0, "shift of checkpoint_interval", minimum=0, idle_unless="checkpoint_interval")
+    max_checkpoints: int | None = option(
+        None, "newest checkpoints kept", minimum=1, unset="all", basic=True, idle_unless="experiment_dir"
+    )
     export_interval: int | None = option(None, "iterations between exports", minimum=1, unset="no exports", basic=True)
     export_format: str = option(
         "huggingface",
         "what an export is: a model folder, or a resumable checkpoint",
         choices=("huggingface", "distributed"),
+        idle_unless="export_interval",
     )
     export_weights: str = option(
-        "raw", "weights of a Hugging Face export: as trained, or their running average", choices=("raw", "average")
+        "raw",
+        "weights of a Hugging Face export: as trained, or their running average",
+        choices=("raw", "average"),
+        idle_unless="export_interval",
     )
     export_model_type: str | None = option(
         None,
@@ -134,11 +176,21 @@ class TrainingConfig:
         choices=DTYPES,
         value_aliases=DTYPE_ALIASES,
         unset="training_dtype",
+        idle_unless="export_interval",
     )
-    export_shard_size: str = option("5GB", "largest file of a Hugging Face export, as 5GB, 500MB, 2GiB or bytes")
-    export_callback_script: str = option("", "program that is run with every export's folder as its argument")
+    export_shard_size: str = option(
+        "5GB",
+        "largest file of a Hugging Face export, as 5GB, 500MB, 2GiB or bytes",
+        idle_unless="export_interval and export_format=huggingface",
+    )
+    export_callback_script: str = option(
+        "", "program that is run with every export's folder as its argument", idle_unless="export_interval"
+    )
     export_callback_env: str = option(
-        "", "environment variables for it, a JSON object of texts; only their names are kept", secret=True
+        "",
+        "environment variables for it, a JSON object of texts; only their names are kept",
+        secret=True,
+        idle_unless="export_callback_script",
     )
     sample_interval: int | None = option(
         None,
@@ -148,14 +200,16 @@ class TrainingConfig:
         unset="no samples",
     )
     sample_prompts: str | None = option(None, "text file with the prompts of samples, one a line", unset="none")
-    sample_tokens: int = option(64, "tokens of a sample behind its prompt", minimum=1, maximum=65536)
+    sample_tokens: int = option(
+        64, "tokens of a sample behind its prompt", minimum=1, maximum=65536, idle_unless="sample_interval"
+    )
     sample_temperature: float = option(0.0, "temperature of samples; 0: the most probable token", minimum=0.0)
     sample_top_k: int | None = option(None, "samples draw from this many tokens", minimum=1, unset="all")
     sample_top_p: float = option(
         1.0, "samples draw from the fewest tokens whose probabilities add up to this", above=0.0, maximum=1.0
     )
     stop_interval: int | None = option(None, "save and stop at multiples of this iteration", minimum=1, unset="no stop")
-    stop_offset: int = option(0, "shift of stop_interval", minimum=0)
+    stop_offset: int = option(0, "shift of stop_interval", minimum=0, idle_unless="stop_interval")
 
     @property
     def inference(self) -> bool:

@@ -327,3 +327,8 @@ def written(value: Any) -> str:
         numbers = all(isinstance(item, (int, float)) for item in value)
         return ",".join(number(item) for item in value) if numbers else " ".join(value)
     return number(value) if isinstance(value, float) else str(value)
+
+
+def typed(options: object, *names: str) -> str:
+    """These options with their values as one would type them: `--a=1, --b=2`."""
+    return ", ".join(f"--{name}={written(getattr(options, name))}" for name in names)

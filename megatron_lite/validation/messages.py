@@ -1,10 +1,16 @@
-"""Problems, notes, and the words they are made of."""
+"""Problems, notes, and the helpers that put them into words."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, ParamSpec, TypeVar
 
-from megatron_lite.config.values import written
+from megatron_lite.config import Draft
+from megatron_lite.config.values import typed
+from megatron_lite.errors import UsageError
+
+Value = TypeVar("Value")
+Arguments = ParamSpec("Arguments")
 
 
 class Note(NamedTuple):
@@ -21,17 +27,31 @@ class Problem(NamedTuple):
     message: str
 
 
-def typed(values: dict[str, Any], *names: str) -> str:
-    """`--a=1, --b=2` for messages."""
-    return ", ".join(f"--{name}={written(values[name])}" for name in names)
+def problem(draft: Draft, names: str, rule: str, also: str = "") -> Problem:
+    """Report options that break a rule, as `--a=1, --b=2: <rule>; <fix>`.
+
+    names: the options to show with their values. also: options that take part but are not shown. Both are separated by
+    spaces.
+    """
+    return Problem((*names.split(), *also.split()), f"{typed(draft, *names.split())}: {rule}")
 
 
-def fill(values: dict[str, Any], name: str, value: Any) -> None:
-    if values[name] is None:
-        values[name] = value
+def parsing(
+    names: str, parse: Callable[Arguments, object], *args: Arguments.args, **kwargs: Arguments.kwargs
+) -> Iterator[Problem]:
+    """Report the error that `parse` raises for the values of these options, if any."""
+    try:
+        parse(*args, **kwargs)
+    except UsageError as error:
+        yield Problem(tuple(names.split()), str(error))
+
+
+def default(value: Value | None, derived: Value) -> Value:
+    """Return `value` if it was given, else the derived one."""
+    return derived if value is None else value
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """The multiples of `unit` around `value` in words, none of them 0."""
+    """Return the positive multiples of `unit` around `value`, in words."""
     below = value // unit * unit
     return " or ".join(str(multiple) for multiple in (below, below + unit) if multiple > 0)

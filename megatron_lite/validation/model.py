@@ -1,70 +1,201 @@
-"""Rules about the architecture and how it is computed."""
+"""Rules for the architecture, its positions, and how the model is computed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
-from megatron_lite.validation.messages import Problem, fill, nearest_multiples, typed
-from megatron_lite.validation.rotary import rotary
+from megatron_lite.config import Draft
+from megatron_lite.config.model import rotary_base
+from megatron_lite.config.values import written
+from megatron_lite.validation.messages import Problem, default, nearest_multiples, problem
+
+# The values of --rope_type that read each option.
+ROPE_TYPES_WITH: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "rope_factor": ("linear", "llama3", "yarn"),
+        "rope_original_max_position_embeddings": ("llama3", "yarn"),
+        "rope_low_freq_factor": ("llama3",),
+        "rope_high_freq_factor": ("llama3",),
+        "rope_beta_fast": ("yarn",),
+        "rope_beta_slow": ("yarn",),
+        "rope_attention_factor": ("yarn",),
+        "rope_mscale": ("yarn",),
+        "rope_mscale_all_dim": ("yarn",),
+        "rope_truncate": ("yarn",),
+    }
+)
 
 
-def model(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
-    """The shape of the model, and how its weights begin."""
-    hidden, heads = values["hidden_size"], values["num_attention_heads"]
-    fill(values, "head_groups", heads)
-    if heads % values["head_groups"]:
-        yield Problem(
-            ("num_attention_heads", "head_groups"),
-            f"{typed(values, 'num_attention_heads', 'head_groups')}: every key/value head serves equally many query "
-            f"heads; make head_groups a divisor of {heads}",
+def model(draft: Draft) -> Iterator[Problem]:
+    """Check and derive the shape of the model and its initial weights."""
+    heads, hidden = draft.num_attention_heads, draft.hidden_size
+    draft.head_groups = default(draft.head_groups, heads)
+    if heads % draft.head_groups:
+        rule = (
+            f"each key/value head must serve the same number of query heads; set --head_groups to a divisor of {heads}"
         )
-    if values["kv_channels"] is None:
+        yield problem(draft, "num_attention_heads head_groups", rule)
+    if draft.kv_channels is None:
         if hidden % heads:
-            yield Problem(
-                ("hidden_size", "num_attention_heads", "kv_channels"),
-                f"{typed(values, 'hidden_size', 'num_attention_heads')}: the heads share hidden_size equally; "
-                f"nearest hidden sizes: {nearest_multiples(hidden, heads)}; or set --kv_channels",
+            rule = (
+                f"the heads must share hidden_size equally; nearest hidden sizes: {nearest_multiples(hidden, heads)}; "
+                "or set --kv_channels"
             )
+            yield problem(draft, "hidden_size num_attention_heads", rule, also="kv_channels")
             return
-        values["kv_channels"] = hidden // heads
-    fill(values, "ffn_hidden_size", 4 * hidden)
-    fill(values, "activation_type", "silu" if values["gated"] else "gelu")
-    fill(values, "use_position_embeddings", not values["use_rotary_embeddings"])
-    sequence_length = values["sequence_length"]
-    fill(values, "max_position_embeddings", max(2048, sequence_length))
-    if values["use_position_embeddings"] and sequence_length > values["max_position_embeddings"]:
-        yield Problem(
-            ("sequence_length", "max_position_embeddings", "use_position_embeddings"),
-            f"{typed(values, 'sequence_length', 'max_position_embeddings')}: positions beyond the last learned one; "
-            f"write --sequence_length={values['max_position_embeddings']}, or --max_position_embeddings="
-            f"{sequence_length} for a model that is not trained yet",
+        draft.kv_channels = hidden // heads
+    draft.ffn_hidden_size = default(draft.ffn_hidden_size, 4 * hidden)
+    draft.activation_type = default(draft.activation_type, "silu" if draft.gated else "gelu")
+    draft.use_position_embeddings = default(draft.use_position_embeddings, not draft.use_rotary_embeddings)
+    draft.max_position_embeddings = default(draft.max_position_embeddings, max(2048, draft.sequence_length))
+    if draft.use_position_embeddings and draft.sequence_length > draft.max_position_embeddings:
+        rule = (
+            f"samples are longer than the learned positions; write --sequence_length={draft.max_position_embeddings}, "
+            f"or --max_position_embeddings={draft.sequence_length} for a model that is not trained yet"
         )
-    for name in ("add_qkv_biases", "add_mlp_biases"):
-        fill(values, name, values["add_linear_biases"])
-    fill(values, "embedding_dropout", values["hidden_dropout"])
-    yield from rotary(values)
-    _fill_initialization(values)
+        yield problem(draft, "sequence_length max_position_embeddings", rule, also="use_position_embeddings")
+    draft.add_qkv_biases = default(draft.add_qkv_biases, draft.add_linear_biases)
+    draft.add_mlp_biases = default(draft.add_mlp_biases, draft.add_linear_biases)
+    draft.embedding_dropout = default(draft.embedding_dropout, draft.hidden_dropout)
+    yield from _rotary(draft, draft.kv_channels)
+    _fill_initialization(draft)
 
 
-def _fill_initialization(values: dict[str, Any]) -> None:
-    fill(values, "init_method_std", values["hidden_size"] ** -0.5)
-    std, depth = values["init_method_std"], 2 * values["num_layers"]
-    for name in ("embed", "qkv", "mlp_1"):
-        fill(values, f"init_method_std_{name}", std)
-    for name in ("attn_proj", "mlp_2"):  # the two outputs of every block that add up in the residual stream
-        fill(values, f"init_method_std_{name}", std / math.sqrt(depth))
+def _fill_initialization(draft: Draft) -> None:
+    std = draft.init_method_std = default(draft.init_method_std, draft.hidden_size**-0.5)
+    draft.init_method_std_embed = default(draft.init_method_std_embed, std)
+    draft.init_method_std_qkv = default(draft.init_method_std_qkv, std)
+    draft.init_method_std_mlp_1 = default(draft.init_method_std_mlp_1, std)
+    residual_std = std / math.sqrt(2 * draft.num_layers)  # every block adds two outputs to the residual stream
+    draft.init_method_std_attn_proj = default(draft.init_method_std_attn_proj, residual_std)
+    draft.init_method_std_mlp_2 = default(draft.init_method_std_mlp_2, residual_std)
 
 
-def performance(values: dict[str, Any], world_size: int) -> Iterator[Problem]:
-    """How it is computed."""
-    if values["attention_softmax_in_fp32"] and values["attention_backend"] not in ("auto", "math"):
+def performance(draft: Draft) -> Iterator[Problem]:
+    """Check how the model is computed."""
+    if draft.attention_softmax_in_fp32 and draft.attention_backend not in ("auto", "math"):
+        rule = "only the math backend computes the softmax in fp32; leave one of the two out"
+        yield problem(draft, "attention_softmax_in_fp32 attention_backend", rule)
+    if draft.recompute_layers > draft.num_layers:
+        yield problem(draft, "recompute_layers num_layers", f"write at most {draft.num_layers}")
+    if draft.cross_entropy_block_size is not None and draft.cross_entropy_block_size > draft.vocab_size:
+        yield problem(draft, "cross_entropy_block_size vocab_size", f"write at most {draft.vocab_size}")
+
+
+# --- Rotary positions
+
+
+def _rotary(draft: Draft, kv_channels: int) -> Iterator[Problem]:
+    yield from _base(draft)
+    if draft.use_rotary_embeddings:
+        yield from _rotated_channels(draft, kv_channels)
+    elif unused := draft.changed("rotary_percent", "rope_type"):
+        for name in unused:
+            rule = "there are no rotary positions; write --use_rotary_embeddings=1, or leave it out"
+            yield problem(draft, name, rule, also="use_rotary_embeddings")
+        return
+    kind = draft.rope_type
+    unread = [name for name in draft.changed(*ROPE_TYPES_WITH) if kind not in ROPE_TYPES_WITH[name]]
+    for name in unread:
+        types = " or ".join(ROPE_TYPES_WITH[name])
+        rule = f"--rope_type={kind} does not use it; leave it out, or write --rope_type={types}"
+        yield problem(draft, name, rule, also="rope_type")
+    if kind == "llama3":
+        yield from _llama3(draft)
+    elif kind == "yarn":
+        yield from _yarn(draft)
+    if kind != "default" and not unread:
+        yield from _scaling(draft)
+
+
+def _base(draft: Draft) -> Iterator[Problem]:
+    """Derive the base from minus its logarithm, or the other way round."""
+    base, scale = draft.rotary_base, draft.rotary_embedding_scale
+    if base is None:
+        base = 10000.0 if scale is None else rotary_base(scale)
+    draft.rotary_base = base
+    draft.rotary_embedding_scale = default(scale, -math.log(base))
+    if abs(draft.rotary_embedding_scale + math.log(base)) > 1e-9:
+        rule = "the scale must be minus the logarithm of the base; write only one of the two"
+        yield problem(draft, "rotary_base rotary_embedding_scale", rule)
+
+
+def _rotated_channels(draft: Draft, channels: int) -> Iterator[Problem]:
+    """The number of rotated channels must be even."""
+    part, rotated = draft.rotary_percent, draft.rotated_channels
+    if part == 1.0 and channels % 2:
         yield Problem(
-            ("attention_softmax_in_fp32", "attention_backend"),
-            f"{typed(values, 'attention_softmax_in_fp32', 'attention_backend')}: only math computes so; leave one of "
-            "them out",
+            ("kv_channels", "use_rotary_embeddings", "hidden_size", "num_attention_heads"),
+            f"--use_rotary_embeddings=1: channels are rotated in pairs, but a head has {channels} (kv_channels); "
+            "write an even --kv_channels",
         )
-    for name, limit in (("recompute_layers", "num_layers"), ("cross_entropy_block_size", "vocab_size")):
-        if values[name] is not None and values[name] > values[limit]:
-            yield Problem((name, limit), f"{typed(values, name, limit)}: write at most {values[limit]}")
+    if part < 1.0 and (rotated % 2 or rotated == 0):
+        even = [number for number in (rotated - 1, rotated + 1, 2) if number % 2 == 0 and 0 < number <= channels]
+        fix = f"--rotary_percent={_percent(even[0], channels)} rotates {even[0]}" if even else "use more --kv_channels"
+        rule = f"rotates {rotated} of a head's {channels} channels (kv_channels), but they rotate in pairs; {fix}"
+        yield problem(draft, "rotary_percent", rule, also="kv_channels")
+
+
+def _percent(rotated: int, channels: int) -> str:
+    """Return the shortest decimal fraction of `channels` that rounds down to `rotated`."""
+    for digits in range(1, 16):
+        part = math.ceil(rotated / channels * 10**digits) / 10**digits
+        if int(channels * part) == rotated:
+            return written(part)
+    return f"{rotated} / {channels}"
+
+
+def _llama3(draft: Draft) -> Iterator[Problem]:
+    draft.rope_low_freq_factor = default(draft.rope_low_freq_factor, 1.0)
+    draft.rope_high_freq_factor = default(draft.rope_high_freq_factor, 4.0)
+    if draft.rope_high_freq_factor <= draft.rope_low_freq_factor:
+        rule = (
+            "the high factor must be greater, because frequencies between the two are interpolated; "
+            "4 and 1 are the usual values"
+        )
+        yield problem(draft, "rope_high_freq_factor rope_low_freq_factor", rule)
+
+
+def _yarn(draft: Draft) -> Iterator[Problem]:
+    draft.rope_truncate = default(draft.rope_truncate, True)
+    draft.rope_beta_fast = default(draft.rope_beta_fast, 32.0)
+    draft.rope_beta_slow = default(draft.rope_beta_slow, 1.0)
+    if draft.rope_beta_fast < draft.rope_beta_slow:
+        rule = "the ramp must end at no fewer turns than it starts at; 32 and 1 are the usual values"
+        yield problem(draft, "rope_beta_fast rope_beta_slow", rule)
+    scales = draft.changed("rope_mscale", "rope_mscale_all_dim")
+    if len(scales) == 1:
+        other = "rope_mscale" if scales == ["rope_mscale_all_dim"] else "rope_mscale_all_dim"
+        rule = f"has an effect only together with {other}; write --{other} as well, or leave it out"
+        yield problem(draft, scales[0], rule, also=other)
+    if scales and draft.rope_attention_factor is not None:
+        rule = "the mscales derive the attention factor; leave out either the factor or the mscales"
+        yield problem(draft, " ".join(("rope_attention_factor", *scales)), rule)
+
+
+def _scaling(draft: Draft) -> Iterator[Problem]:
+    """Derive the original length and YaRN's factor as Hugging Face does: max_position_embeddings, and the quotient."""
+    kind, longest, original = (
+        draft.rope_type,
+        draft.max_position_embeddings,
+        draft.rope_original_max_position_embeddings,
+    )
+    assert longest is not None, "derived before"
+    if draft.rope_factor is None and kind == "yarn" and original is not None:
+        if longest < original:
+            rule = (
+                "rope_factor, their quotient, must be >= 1; write --max_position_embeddings=<the extended length>, "
+                "or --rope_factor"
+            )
+            names = "max_position_embeddings rope_original_max_position_embeddings"
+            yield problem(draft, names, rule, also="rope_factor")
+            return
+        draft.rope_factor = longest / original
+    if draft.rope_factor is None:
+        alternative = " or --rope_original_max_position_embeddings=<positions>" if kind == "yarn" else ""
+        rule = f"the scaling factor is missing; write --rope_factor=<factor>{alternative}"
+        yield problem(draft, "rope_type", rule, also="rope_factor")
+    elif kind != "linear":
+        draft.rope_original_max_position_embeddings = default(original, longest)

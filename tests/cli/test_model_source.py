@@ -184,7 +184,7 @@ def test_preset_counts_as_typed(folder: Path) -> None:
     ("flags", "words"),
     [
         ("--load_pretrained_optimizer=1 --pretrained_checkpoint_type=huggingface", "holds no optimizer"),
-        ("--load_pretrained_optimizer=1 --load_pretrained_weights=0", "moments belong to the weights"),
+        ("--load_pretrained_optimizer=1 --load_pretrained_weights=0", "moments fit only the weights"),
         ("--use_pretrained_config=0 --ignore_pretrained_config=1 --load_pretrained_weights=0", "would be used"),
     ],
 )

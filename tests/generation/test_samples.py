@@ -183,8 +183,8 @@ def test_a_dry_run_says_what_samples_keep(tmp_path: Path, capsys: pytest.Capture
         ({"tokenizer_file": None}, "--tokenizer_file"),
         ({"sample_tokens": 24}, "--sample_tokens=23"),
         ({"sample_interval": None}, "no samples are written"),
-        ({"sample_top_k": 3}, "nothing is drawn"),
-        ({"sample_top_p": 0.5}, "nothing is drawn"),
+        ({"sample_top_k": 3}, "draws nothing at random"),
+        ({"sample_top_p": 0.5}, "draws nothing at random"),
     ],
 )
 def test_contradictions_are_found_before_training(change: dict[str, Any], fact: str, tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_expressions_that_cannot_be_read(pattern: str, message: str) -> None:
 
 def test_a_mask_that_leaves_patterns_nothing_to_say() -> None:
     """`off` beside patterns is refused; without weight decay there is a warning; derived values stay as they are."""
-    with pytest.raises(UsageError, match="without a mask everything decays, whatever the patterns select"):
+    with pytest.raises(UsageError, match="without a mask all weights decay, whatever the patterns select"):
         tiny_config(weight_decay_modules=("mlp",), weight_decay_default_mask="off")
     idle = [line for line in warnings(tiny_config(weight_decay=0.0, weight_decay_modules=("mlp",))) if "decay" in line]
     assert idle == ["--weight_decay_modules has no effect with --weight_decay=0"]

@@ -201,4 +201,6 @@ def test_what_excludes_each_other() -> None:
     (caution,) = [line for line in warnings(tiny_config(1, clip_update_norm_window=3)) if "update" in line]
     assert caution == "--clip_update_norm_window has no effect without --clip_update_norm_sigma"
     (caution,) = [line for line in warnings(tiny_config(1, clip_update_norm_sigma=2.0)) if "update" in line]
-    assert caution.startswith("--clip_update_norm_window=128: the run ends before half of it is known, so no update")
+    assert caution.startswith(
+        "--clip_update_norm_window=128: the run ends before half of the window is filled, so no update"
+    )

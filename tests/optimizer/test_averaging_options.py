@@ -41,11 +41,11 @@ def test_contradictions(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ema_beta": 0.9}, "--ema_beta has no effect without --ema_type"),
-        ({**EMA, "ema_switch_iter": 5}, "--ema_switch_iter has no effect without --ema_type=ema_decay_sqrt"),
-        ({**EMA, "ema_decay_iters": 5}, "--ema_decay_iters has no effect without --ema_type=ema_decay_sqrt"),
+        ({"ema_beta": 0.9}, "--ema_beta has no effect with --ema_type=none"),
+        ({**EMA, "ema_switch_iter": 5}, "--ema_switch_iter has no effect with --ema_type=ema"),
+        ({**EMA, "ema_decay_iters": 5}, "--ema_decay_iters has no effect with --ema_type=ema"),
         ({**EMA, "export_weights": "average"}, "--export_weights has no effect without --export_interval"),
-        (EMA, "--ema_type=ema: the averages are only saved; --validation_iters would evaluate them"),
+        (EMA, "--ema_type=ema: the averages are only saved; evaluate them with --validation_iters"),
         ({"ema_type": "ema_decay_sqrt"}, "--ema_switch_iter=100000 is not reached in 20 iterations: the average"),
     ],
     ids=str,

@@ -293,12 +293,12 @@ def test_clipping_factors(norm: float) -> None:
 @pytest.mark.parametrize(
     "options, caution",
     [
-        ({"skip_bad_steps_window": 64}, "--skip_bad_steps_window has no effect without --skip_bad_steps=1"),
-        ({"skip_bad_steps_sigma": 3.0}, "--skip_bad_steps_sigma has no effect without --skip_bad_steps=1"),
+        ({"skip_bad_steps_window": 64}, "--skip_bad_steps_window has no effect with --skip_bad_steps=0"),
+        ({"skip_bad_steps_sigma": 3.0}, "--skip_bad_steps_sigma has no effect with --skip_bad_steps=0"),
         ({"clip_grad": 0.0, "clip_grad_style": "levanter"}, "--clip_grad_style has no effect with --clip_grad=0"),
         ({"on_bad_step": "abort", "crash_on_nan": True}, "--crash_on_nan has no effect with --on_bad_step=abort"),
         ({"on_bad_step": "abort", "crash_on_inf": True}, "--crash_on_inf has no effect with --on_bad_step=abort"),
-        ({"skip_bad_steps": True}, "--skip_bad_steps_window=128: the run ends before half of it is known"),
+        ({"skip_bad_steps": True}, "--skip_bad_steps_window=128: the run ends before half of the window is filled"),
         ({**SKIPPING, "clip_grad_style": "levanter", "crash_on_nan": True}, None),
         ({**SKIPPING, "on_bad_step": "abort"}, None),
     ],

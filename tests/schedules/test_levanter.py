@@ -33,21 +33,21 @@ LENGTHS = {
 REFUSED = {
     "both_cycles_and_cycle_length": "--lr_num_cycles=2, --lr_cycle_iters=100: exclude each other",
     "both_haps_and_cycle_length": "--lr_cycle_minima=100, --lr_cycle_iters=100: exclude each other",
-    "cycle_length_list_exceeds": "--lr_cycle_lengths=600,600: 1200 iterations together, but the schedule has 1000",
+    "cycle_length_list_exceeds": "--lr_cycle_lengths=600,600: the cycles need 1200 iterations, but the schedule",
     "cycle_length_zero": "must be > 0",
     "cycle_length_frac_nonint_gt1": "--lr_cycle_fraction=10.5: must be > 0 and <= 1",
     "warmup_negative": "--lr_warmup_fraction=-0.1: must be >= 0 and <= 1",
     "warmup_nonint": "--lr_warmup_fraction=1.5: must be >= 0 and <= 1",
     "unknown_schedule": "--lr_decay_style=exponential: takes constant, linear, cosine",
-    "inv_min_lr_zero": "--lr_decay_style=inv without a minimum",
-    "cycles_list_unsorted_cosine": "300 stands after 700",
+    "inv_min_lr_zero": "--lr_decay_style=inv: the minimum determines",
+    "cycles_list_unsorted_cosine": "300 follows 700",
     "cycles_list_starting_zero_cosine": "--lr_cycle_minima='0 500': must be >= 1",
     # Levanter accepts the rest, and computes something that nobody asked for.
     "cycles_zero": "--lr_num_cycles=0: must be >= 1",  # one cycle
     "cycles_negative": "--lr_num_cycles=-1: must be >= 1",  # one cycle
     "cycles_bool_true": "--lr_num_cycles=true: not an integer",  # one cycle
     "cycles_float": "--lr_num_cycles=2.0: not an integer; write 2",  # one cycle, not two
-    "cycles_list_unsorted": "300 stands after 700",  # the phases of a cycle of -400 steps
+    "cycles_list_unsorted": "300 follows 700",  # the phases of a cycle of -400 steps
     "cycles_list_starting_zero_linear": "--lr_cycle_minima='0 500': must be >= 1",  # a cycle of no steps
     "cooldown_more_than_total": "nothing is left before the cooldown",  # cycles of -1000 steps
 }

@@ -31,9 +31,12 @@ LINEAR: dict[str, Any] = {"lr_decay_style": "linear"}
         ({"min_lr": 1e-5, "min_lr_ratio": 0.1}, "--min_lr=1e-05, --min_lr_ratio=0.1: exclude each other"),
         ({"min_lr_ratio": 1e308, "lr": 1e10}, "the product overflows"),
         ({"lr": 1e200, "default_lr_scale": 1e200}, "--lr=1e+200, --default_lr_scale=1e+200: the product overflows"),
-        ({"lr_decay_style": "inv"}, "--lr_decay_style=inv without a minimum"),
+        ({"lr_decay_style": "inv"}, "--lr_decay_style=inv: the minimum determines how fast"),
         ({"lr_decay_style": "inv_sqrt", "min_lr_ratio": 2.0}, "--min_lr_ratio=2, --lr=0.001, --lr_decay_style=inv"),
-        ({"lr_decay_style": "inv", "min_lr_ratio": 2.0}, "this style only falls; write --min_lr_ratio of at most 1"),
+        (
+            {"lr_decay_style": "inv", "min_lr_ratio": 2.0},
+            "this style can only decrease the rate; write --min_lr_ratio of at most 1",
+        ),
         ({"lr_warmup_iters": 5, "lr_warmup_fraction": 0.5}, "--lr_warmup_iters=5, --lr_warmup_fraction=0.5: exclude"),
         ({"lr_wsd_decay_iters": 0, "lr_wsd_decay_fraction": 0.0}, "--lr_wsd_decay_iters=0, --lr_wsd_decay_fraction=0:"),
         ({"lr_rewarmup_iters": 5, "lr_rewarmup_fraction": 0.5}, "exclude each other"),
@@ -41,13 +44,19 @@ LINEAR: dict[str, Any] = {"lr_decay_style": "linear"}
         ({"lr_cycle_iters": 5, "lr_cycle_fraction": 0.5}, "exclude each other"),
         ({"lr_num_cycles": 2, "lr_cycle_minima": (5,)}, "--lr_num_cycles=2, --lr_cycle_minima=5: exclude each other"),
         ({"lr_cycle_iters": 2, "lr_cycle_lengths": (5,)}, "--lr_cycle_iters=2, --lr_cycle_lengths=5: exclude"),
-        ({"lr_num_cycles": 1001}, "a cycle has at least one iteration, and the schedule has 1000 iterations; write"),
+        (
+            {"lr_num_cycles": 1001},
+            "each cycle needs at least one iteration, and the schedule has 1000 iterations; write",
+        ),
         ({"lr_num_cycles": 901, "lr_cooldown_iters": 100}, "100 of them the cooldown; write at most 900"),
         ({"lr_num_cycles": 11, "lr_decay_iters": 10}, "the schedule has 10 iterations; write at most 10"),
-        ({"lr_cycle_minima": (300, 300)}, "--lr_cycle_minima=300,300: 300 stands after 300; write the iterations in"),
-        ({"lr_cycle_minima": (300, 950), "lr_cooldown_fraction": 0.1}, "950 lies in the cooldown or beyond it"),
-        ({"lr_cycle_lengths": (500, 501)}, "1001 iterations together, but the schedule has 1000 iterations"),
-        ({"lr_cycle_fraction": 1e-4}, "--lr_cycle_fraction=0.0001: less than one iteration, as the schedule has 1000"),
+        ({"lr_cycle_minima": (300, 300)}, "--lr_cycle_minima=300,300: 300 follows 300; write the iterations in"),
+        ({"lr_cycle_minima": (300, 950), "lr_cooldown_fraction": 0.1}, "950 lies in or beyond the cooldown"),
+        ({"lr_cycle_lengths": (500, 501)}, "the cycles need 1001 iterations, but the schedule has 1000 iterations"),
+        (
+            {"lr_cycle_fraction": 1e-4},
+            "--lr_cycle_fraction=0.0001: a cycle would be shorter than one iteration, because",
+        ),
         ({"lr_cooldown_iters": 1000}, "--lr_cooldown_iters=1000: nothing is left before the cooldown"),
         ({"lr_cooldown_fraction": 1.0}, "--lr_cooldown_fraction=1: nothing is left before the cooldown"),
     ],
@@ -87,7 +96,7 @@ def test_nothing_is_asked_of_a_run_that_trains_nothing() -> None:
 CUT: list[tuple[dict[str, Any], str, dict[int, float]]] = [
     (
         {"lr_warmup_iters": 2000},
-        "--lr_warmup_iters=2000: the schedule has only 1000 iterations, to which the warmup is",
+        "--lr_warmup_iters=2000: the schedule has only 1000 iterations; the warmup is cut",
         {1: 1e-6, 500: 5e-4, 1000: 1e-3},
     ),
     (
@@ -103,13 +112,13 @@ CUT: list[tuple[dict[str, Any], str, dict[int, float]]] = [
     ({"lr_warmup_fraction": 1.0}, "--lr_warmup_fraction=1: no decay in the schedule (1000", {500: 5e-4, 2000: 1e-3}),
     (
         {"lr_wsd_decay_iters": 1500},
-        "--lr_wsd_decay_iters=1500: 1500 iterations, but the schedule has 1000, of which "
-        "the warmup leaves 1000; the decay is cut to those",
+        "--lr_wsd_decay_iters=1500: 1500 iterations, but the warmup leaves only 1000 of "
+        "the 1000 in the schedule; the decay is cut to those",
         {500: 5e-4, 1000: 0.0},
     ),
     (
         {"lr_warmup_fraction": 0.6, "lr_wsd_decay_fraction": 0.6},
-        "--lr_wsd_decay_fraction=0.6: 600 iterations, but the schedule has 1000, of which the warmup leaves 400",
+        "--lr_wsd_decay_fraction=0.6: 600 iterations, but the warmup leaves only 400 of the 1000 in the schedule",
         {300: 5e-4, 600: 1e-3, 800: 5e-4},
     ),
     (
@@ -119,26 +128,26 @@ CUT: list[tuple[dict[str, Any], str, dict[int, float]]] = [
     ),
     (
         {"lr_cycle_minima": (400, 500), "lr_rewarmup_iters": 200},
-        "--lr_rewarmup_iters=200: cycle 2 of 3 has only 100 iterations, to which the warmup is cut",
+        "--lr_rewarmup_iters=200: cycle 2 of 3 has only 100 iterations; the warmup is cut to them",
         {450: 5e-4, 500: 1e-3, 600: 1e-3, 700: 1e-3, 850: 5e-4},
     ),
     (
         {"lr_cycle_iters": 300},
-        "--lr_cycle_iters=300: the last cycle takes the remainder, too, and has 400 iterations",
+        "--lr_cycle_iters=300: the last cycle also takes the remainder and has 400 iterations",
         {599: 1e-3 / 300, 600: 1e-3, 800: 5e-4},
     ),
-    ({"lr_cycle_fraction": 0.3}, "--lr_cycle_fraction=0.3: the last cycle takes the remainder", {800: 5e-4}),
-    ({"lr_cycle_iters": 5000}, "--lr_cycle_iters=5000: one cycle, as the schedule has only 1000", {500: 5e-4}),
+    ({"lr_cycle_fraction": 0.3}, "--lr_cycle_fraction=0.3: the last cycle also takes the remainder", {800: 5e-4}),
+    ({"lr_cycle_iters": 5000}, "--lr_cycle_iters=5000: one cycle, because the schedule has only 1000", {500: 5e-4}),
     (
         {"lr_cycle_minima": (200, 10**9), "lr_wsd_decay_iters": 100},
         "--lr_cycle_minima=200,1000000000: 1000000000 is "
-        "beyond the end of the schedule (1000): its last cycle goes on until there",
+        "beyond the end of the schedule (1000): the last cycle is planned up to there",
         {150: 5e-4, 200: 1e-3, 1000: 1e-3},
     ),
     ({"min_lr_ratio": 2.0}, "--min_lr_ratio=2: above 1, so the rate rises where it would decay", {500: 1.5e-3}),
     (
         {"lr_cooldown_iters": 100},
-        "--lr_cooldown_iters=100: the decay before it has reached the minimum already",
+        "--lr_cooldown_iters=100: the decay before it already ends at the minimum",
         {450: 5e-4, 900: 0.0, 950: 0.0},
     ),
 ]

@@ -131,7 +131,7 @@ def test_exclusive_with_the_other_options(options: dict[str, Any], typed: str) -
     """The stages say everything: another option of the rate would be ignored."""
     with pytest.raises(UsageError) as error:
         resolved("constant,-1,1", **options)
-    assert str(error.value).startswith("--lr_schedule, --") and f"{typed}: the stages are" in str(error.value)
+    assert str(error.value).startswith("--lr_schedule, --") and f"{typed}: its stages are" in str(error.value)
 
 
 stages = st.tuples(

@@ -169,7 +169,11 @@ TABLE = [
     Row("throttle_cpu_delay", {"0": 0, "3": 3}, {"-1": "must be >= 0", "1.5": "not an integer"}),
     Row("log_communication", BOOL, NO_BOOL),
     Row("dry_run", BOOL, NO_BOOL),
-    Row("world_size", {"none": None}, {"8": "only a dry run takes it from here: --dry_run=1", "0": "must be >= 1"}),
+    Row(
+        "world_size",
+        {"none": None},
+        {"8": "only a dry run takes it from the command line: --dry_run=1", "0": "must be >= 1"},
+    ),
     Row("save_tensor_logs", BOOL, NO_BOOL),
     Row("show_tensor_logs", BOOL, NO_BOOL),
     Row("tensor_logs_show_elements", {"0": 0, "1": 1, "100": 100}, {"-1": "must be >= 0", "x": "not an integer"}),
@@ -352,26 +356,29 @@ def test_patterns_of_learning_rates() -> None:
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ("--num_grad_buffers=4 --zero_stage=2", "--num_grad_buffers=4 is used; --zero_stage=2 alone would set 2"),
-        ("--num_weight_buffers=1 --zero_stage=3", "--num_weight_buffers=1 is used; --zero_stage=3 alone would set 2"),
+        ("--num_grad_buffers=4 --zero_stage=2", "--num_grad_buffers=4 is used; --zero_stage=2 by itself would set 2"),
+        (
+            "--num_weight_buffers=1 --zero_stage=3",
+            "--num_weight_buffers=1 is used; --zero_stage=3 by itself would set 2",
+        ),
         (
             "--num_weight_buffers=3 --zero_stage=2",
-            "--num_weight_buffers=3 is used; --zero_stage=2 alone would set one per stage (14)",
+            "--num_weight_buffers=3 is used; --zero_stage=2 by itself would set one per stage (14)",
         ),
-        ("--num_grad_buffers=2", "--num_grad_buffers=2 is used; --zero_stage=1 alone would set one per stage (14)"),
+        ("--num_grad_buffers=2", "--num_grad_buffers=2 is used; --zero_stage=1 by itself would set one per stage (14)"),
         (
             "--num_grad_buffers=2 --layers_per_stage=auto",
-            "--num_grad_buffers=2 is used; --zero_stage=1 alone would set one per stage",
+            "--num_grad_buffers=2 is used; --zero_stage=1 by itself would set one per stage",
         ),
         ("--num_grad_buffers=4 --zero_stage=auto", "--num_grad_buffers=4 is used, whatever --zero_stage=auto chooses"),
-        ("--num_weight_buffers=15", "--num_weight_buffers=15: no more than 14 are allocated, one for each stage"),
+        ("--num_weight_buffers=15", "--num_weight_buffers=15: only 14 are allocated, one per stage"),
         (
             "--num_grad_buffers=7 --layers_per_stage=4 --zero_stage=3",
-            "--num_grad_buffers=7: no more than 5 are allocated, one for each stage; --zero_stage=3 alone would set 2",
+            "--num_grad_buffers=7: only 5 are allocated, one per stage; --zero_stage=3 by itself would set 2",
         ),
-        ("--pipeline_delay=2", "--pipeline_delay=2 is unused: no pipeline"),
-        ("--pipeline_delay=-0.5", "--pipeline_delay=-0.5 is unused: no pipeline"),
-        ("--debug_tensor_parallel=1", "--debug_tensor_parallel=1: nothing to check: no tensor parallelism"),
+        ("--pipeline_delay=2", "--pipeline_delay=2 is unused: there is no pipeline"),
+        ("--pipeline_delay=-0.5", "--pipeline_delay=-0.5 is unused: there is no pipeline"),
+        ("--debug_tensor_parallel=1", "--debug_tensor_parallel=1: there is no tensor parallelism to check"),
         (
             "--store_frozen_weights_in_optimization_precision=0 --training_dtype=bf16",
             "--store_frozen_weights_in_optimization_precision has no effect without --freeze or a scale of 0 in "
@@ -384,13 +391,13 @@ def test_patterns_of_learning_rates() -> None:
         ),
         (
             "--store_frozen_weights_in_optimization_precision=0 --freeze=head",
-            "--store_frozen_weights_in_optimization_precision has no effect in fp32 training",
+            "--store_frozen_weights_in_optimization_precision has no effect with --training_dtype=fp32",
         ),
         (
             "--full_precision_gradients=0 --training_dtype=bf16",
             "--full_precision_gradients=0: gradients are accumulated and reduced in bf16; small contributions are lost",
         ),
-        ("--full_precision_gradients=0", "--full_precision_gradients has no effect in fp32 training"),
+        ("--full_precision_gradients=0", "--full_precision_gradients has no effect with --training_dtype=fp32"),
         ("--save_tensor_logs=1", "--save_tensor_logs has no effect while all debug levels are 0"),
         ("--show_tensor_logs=0", "--show_tensor_logs has no effect while all debug levels are 0"),
         ("--debug_global_tensors=0", "--debug_global_tensors has no effect while all debug levels are 0"),
@@ -404,7 +411,7 @@ def test_patterns_of_learning_rates() -> None:
         ),
         (
             "--debug_layer_outputs=2 --show_tensor_logs=0",
-            "--debug_layer_outputs has no effect with --show_tensor_logs=0 and without --save_tensor_logs=1",
+            "--debug_layer_outputs has no effect with --show_tensor_logs=0 and --save_tensor_logs=0",
         ),
         ("--throttle_cpu=0 --device=cpu", "--throttle_cpu has no effect with --device=cpu"),
         ("--throttle_cpu_rate=4 --device=cpu", "--throttle_cpu_rate has no effect with --device=cpu"),
@@ -415,7 +422,7 @@ def test_patterns_of_learning_rates() -> None:
         ),
         (
             "--train_iters=0 --export_interval=1 --export_format=distributed",
-            "--train_iters=0: nothing is trained; --export_format=distributed alone needs the optimizer state",
+            "--train_iters=0: nothing is trained; only --export_format=distributed needs the optimizer state",
         ),
     ],
 )
@@ -426,15 +433,15 @@ def test_cautions(argv: str, expected: str) -> None:
 
 def test_buffers_on_one_rank() -> None:
     """One rank's shards are whole: where they have the dtype of the buffers, there is nothing to share."""
-    idle = "has no effect on one rank{}: the shards are whole and serve as buffers"
+    idle = "has no effect on one rank{}: the shards are the full tensors"
     argv = ("--zero_stage=3", "--num_weight_buffers=1", "--num_grad_buffers=1")
     gradients = "--num_grad_buffers " + idle.format("")
     assert cautions(*argv, launched=1) == ["--num_weight_buffers " + idle.format(" in fp32 training"), gradients]
-    weights = "--num_weight_buffers=1 is used; --zero_stage=3 alone would set 2"
+    weights = "--num_weight_buffers=1 is used; --zero_stage=3 by itself would set 2"
     assert cautions(*argv, "--training_dtype=bf16", launched=1) == [weights, gradients]
     assert cautions(*argv, "--batch_size=12", launched=3) == [
         weights,
-        "--num_grad_buffers=1 is used; --zero_stage=3 alone would set 2",
+        "--num_grad_buffers=1 is used; --zero_stage=3 by itself would set 2",
     ]
 
 

@@ -71,18 +71,18 @@ LLAMA3 = dict(rope_type="llama3", rope_factor=2.0)
     [
         (
             dict(rotary_base=100.0, rotary_embedding_scale=-9.0),
-            "--rotary_base=100, --rotary_embedding_scale=-9: two names of one number",
+            "--rotary_base=100, --rotary_embedding_scale=-9: the scale must be minus the logarithm of the base",
         ),
         (
             dict(rotary_percent=0.55),
-            "--rotary_percent=0.55: of the 10 channels of a head (kv_channels) 5 would be "
-            "rotated, and they are in pairs; write an even part of them: --rotary_percent=0.4 rotates 4",
+            "--rotary_percent=0.55: rotates 5 of a head's 10 channels (kv_channels), but they rotate in pairs; "
+            "--rotary_percent=0.4 rotates 4",
         ),
         (
             dict(rotary_percent=0.1),
-            "1 would be rotated, and they are in pairs; write an even part of them: --rotary_percent=0.2 rotates 2",
+            "rotates 1 of a head's 10 channels (kv_channels), but they rotate in pairs; --rotary_percent=0.2 rotates 2",
         ),
-        (dict(rotary_percent=0.01), "0 would be rotated"),
+        (dict(rotary_percent=0.01), "rotates 0 of"),
         (dict(rotary_percent=0.35, kv_channels=67), "--rotary_percent=0.33 rotates 22"),
         (dict(rotary_percent=0.5, kv_channels=1), "more --kv_channels"),
         (dict(kv_channels=7), "write an even --kv_channels"),
@@ -95,9 +95,9 @@ LLAMA3 = dict(rope_type="llama3", rope_factor=2.0)
             "--rope_type=linear or llama3 or yarn",
         ),
         (dict(rope_factor=0.5, rope_type="linear"), "--rope_factor=0.5: must be >= 1"),
-        (dict(rope_type="linear"), "--rope_type=linear: by how much is not said; write --rope_factor=<times>"),
-        (dict(rope_type="llama3", rope_original_max_position_embeddings=64), "write --rope_factor=<times>"),
-        (dict(rope_type="yarn"), "write --rope_factor=<times> or --rope_original_max_position_embeddings=<positions>"),
+        (dict(rope_type="linear"), "--rope_type=linear: the scaling factor is missing; write --rope_factor=<factor>"),
+        (dict(rope_type="llama3", rope_original_max_position_embeddings=64), "write --rope_factor=<factor>"),
+        (dict(rope_type="yarn"), "write --rope_factor=<factor> or --rope_original_max_position_embeddings=<positions>"),
         (dict(rope_type="yarn", rope_original_max_position_embeddings=4096), "their quotient, must be >= 1"),
         (
             dict(rope_type="linear", rope_factor=2.0, rope_original_max_position_embeddings=64),
@@ -106,24 +106,30 @@ LLAMA3 = dict(rope_type="llama3", rope_factor=2.0)
         (dict(rope_beta_fast=32.0, **LLAMA3), "--rope_beta_fast=32: --rope_type=llama3 does not use it"),
         (dict(rope_truncate=True, **LLAMA3), "--rope_truncate=1: --rope_type=llama3 does not use it"),
         (dict(rope_low_freq_factor=1.0, **YARN), "does not use it; leave it out, or write --rope_type=llama3"),
-        (dict(rope_high_freq_factor=1.0, **LLAMA3), "--rope_high_freq_factor=1, --rope_low_freq_factor=1: the high"),
-        (dict(rope_low_freq_factor=5.0, **LLAMA3), "--rope_high_freq_factor=4, --rope_low_freq_factor=5: the high"),
-        (dict(rope_beta_fast=0.5, **YARN), "--rope_beta_fast=0.5, --rope_beta_slow=1: turns of the fast end"),
+        (
+            dict(rope_high_freq_factor=1.0, **LLAMA3),
+            "--rope_high_freq_factor=1, --rope_low_freq_factor=1: the high factor must",
+        ),
+        (
+            dict(rope_low_freq_factor=5.0, **LLAMA3),
+            "--rope_high_freq_factor=4, --rope_low_freq_factor=5: the high factor",
+        ),
+        (dict(rope_beta_fast=0.5, **YARN), "--rope_beta_fast=0.5, --rope_beta_slow=1: the ramp must end at"),
         (dict(rope_mscale=0.7, **YARN), "--rope_mscale=0.7: has an effect only together with rope_mscale_all_dim"),
-        (dict(rope_mscale_all_dim=0.7, **YARN), "write --rope_mscale, too"),
+        (dict(rope_mscale_all_dim=0.7, **YARN), "write --rope_mscale as well"),
         (
             dict(rope_mscale=0.7, rope_mscale_all_dim=1.0, rope_attention_factor=1.0, **YARN),
-            "--rope_attention_factor=1, --rope_mscale=0.7, --rope_mscale_all_dim=1: the factor is given",
+            "--rope_attention_factor=1, --rope_mscale=0.7, --rope_mscale_all_dim=1: the mscales derive",
         ),
         (
             dict(use_rotary_embeddings=False, rope_type="yarn"),
-            "--rope_type=yarn: nothing is rotated; write --use_rotary_embeddings=1, or leave it out",
+            "--rope_type=yarn: there are no rotary positions; write --use_rotary_embeddings=1, or leave it out",
         ),
-        (dict(use_rotary_embeddings=False, rotary_percent=0.5), "--rotary_percent=0.5: nothing is rotated"),
+        (dict(use_rotary_embeddings=False, rotary_percent=0.5), "--rotary_percent=0.5: there are no rotary positions"),
         (dict(use_rotary_embeddings=False, rope_factor=2.0), "--rope_factor=2: --rope_type=default does not use it"),
         (
             dict(attention_softmax_in_fp32=True, attention_backend="flash"),
-            "--attention_softmax_in_fp32=1, --attention_backend=flash: only math computes so",
+            "--attention_softmax_in_fp32=1, --attention_backend=flash: only the math backend computes",
         ),
     ],
     ids=str,

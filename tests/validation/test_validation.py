@@ -146,9 +146,9 @@ def test_impossible_batches_name_possible_ones() -> None:
     assert only_problem(2, batch_size=12, depth_first_micro_batches=5).endswith("nearest: 10 or 20")
     counts = dict(depth_first_micro_batches=2, breadth_first_micro_batches=1)
     message = only_problem(2, batch_size=16, micro_batch_size=2, **counts)
-    assert message.endswith("are 2, not 4; leave one of them out, or batch_size must be 8")
+    assert message.endswith("are 2, not 4; leave one of them out, or set --batch_size to 8")
     message = only_problem(1, batch_size=7, micro_batch_size=1, breadth_first_micro_batches=3)
-    assert message.endswith("batch_size must be 6 or 9")
+    assert message.endswith("set --batch_size to 6 or 9")
     message = only_problem(1, batch_size=8, micro_batch_size=2, sequential_micro_batches=3)
     assert message.endswith("is 4, not 3; leave sequential_micro_batches out or write --batch_size=6")
     message = only_problem(1, sequential_micro_batches=5, depth_first_micro_batches=2)
@@ -177,7 +177,7 @@ def test_cross_entropy_splits() -> None:
     [
         (
             dict(hidden_size=100),
-            "--hidden_size=100, --num_attention_heads=8: the heads share hidden_size equally; "
+            "--hidden_size=100, --num_attention_heads=8: the heads must share hidden_size equally; "
             "nearest hidden sizes: 96 or 104; or set --kv_channels",
         ),
         (dict(head_groups=3), "--num_attention_heads=8, --head_groups=3: "),
@@ -467,19 +467,19 @@ def test_bad_weighted_paths(words: str) -> None:
         ),
         (dict(min_lr=1e-5), "--min_lr has no effect with --lr_decay_style=constant"),
         (dict(lr_decay_iters=5), "--lr_decay_iters has no effect"),
-        (dict(hysteresis=3), "--hysteresis has no effect without dynamic loss scaling"),
+        (dict(hysteresis=3), "--hysteresis has no effect with --training_dtype=fp32"),
         (dict(data_path=("a",)), "--data_path has no effect with --dataset_source=random"),
         (
             dict(
                 use_rotary_embeddings=True, rope_type="yarn", rope_factor=2.0, rope_original_max_position_embeddings=9
             ),
-            "--rope_factor=2: max_position_embeddings 2048 is another multiple of rope_original",
+            "--rope_factor=2: max_position_embeddings 2048 is neither rope_original",
         ),
-        (dict(attention_softmax_in_fp32=True), "--attention_softmax_in_fp32 has no effect in fp32 training"),
+        (dict(attention_softmax_in_fp32=True), "--attention_softmax_in_fp32 has no effect with --training_dtype=fp32"),
         (dict(rotary_embedding_scale=-1.0), "--rotary_base has no effect"),
         (dict(add_linear_biases=False, random_bias_init=True), "--random_bias_init has no effect"),
-        (dict(full_precision_gradients=False), "--full_precision_gradients has no effect in fp32 training"),
-        (dict(full_precision_residual=True), "--full_precision_residual has no effect in fp32 training"),
+        (dict(full_precision_gradients=False), "--full_precision_gradients has no effect with --training_dtype=fp32"),
+        (dict(full_precision_residual=True), "--full_precision_residual has no effect with --training_dtype=fp32"),
         (dict(zero_centered_normalization=True, use_layer_norm_weight=False), "--zero_centered_normalization has no"),
         (dict(layer_norm_init_range=0.1, use_layer_norm_weight=False), "--layer_norm_init_range has no effect"),
         (dict(validation_interval=5), "--validation_interval has no effect"),
@@ -592,15 +592,15 @@ def test_batches_of_a_schedule_and_with_padding(ranks: int, options: dict[str, A
         (
             1,
             dict(batch_size=5, sequential_micro_batches=4, allow_nondivisible_batch_size=True),
-            "micro-batches of 2 are full after 3, and 1 would be padding alone; write --micro_batch_size=2 and leave",
+            "3 micro-batches of 2 hold the whole batch, and 1 more would be padding only; write --micro_batch_size=2 ",
         ),
         (
             2,
             dict(batch_size=13, micro_batch_size=2, sequential_micro_batches=3, allow_nondivisible_batch_size=True),
             "is 4, not 3",
         ),
-        (2, dict(batch_size=12, eval_micro_batch_size=7), "a validation batch has batch_size samples, 6 for a rank"),
-        (1, dict(validation_iters="all"), "made-up samples have no end; write a number of batches"),
+        (2, dict(batch_size=12, eval_micro_batch_size=7), "a validation batch has batch_size samples, 6 per rank"),
+        (1, dict(validation_iters="all"), "random samples have no end; write a number of batches"),
     ],
     ids=str,
 )

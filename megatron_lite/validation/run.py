@@ -1,0 +1,154 @@
+"""Rules for the source of a model, stages and ranks, data, and what a run writes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+
+from megatron_lite.config import Draft
+from megatron_lite.config.structured_values import lr_scale_patterns, size_bytes, weighted_paths
+from megatron_lite.validation.messages import Problem, default, parsing, problem
+from megatron_lite.validation.warnings import number_of_stages
+
+PREFETCH_FACTOR = 2
+
+
+def source(draft: Draft) -> Iterator[Problem]:
+    """Check what is taken from a pretrained checkpoint. Without a checkpoint, a warning is enough."""
+    if draft.pretrained_checkpoint_path is None:
+        return
+    if draft.load_pretrained_optimizer and draft.pretrained_checkpoint_type == "huggingface":
+        rule = "a Hugging Face folder holds no optimizer state; leave load_pretrained_optimizer out"
+        yield problem(draft, "load_pretrained_optimizer pretrained_checkpoint_type", rule)
+    if draft.load_pretrained_optimizer and not draft.load_pretrained_weights:
+        rule = "moments fit only the weights they were computed with; leave one of the two out"
+        yield problem(draft, "load_pretrained_optimizer load_pretrained_weights", rule)
+    if not draft.use_pretrained_config and draft.ignore_pretrained_config and not draft.load_pretrained_weights:
+        names = "use_pretrained_config ignore_pretrained_config load_pretrained_weights"
+        rule = "nothing of --pretrained_checkpoint_path would be used; leave it out, or one of these"
+        yield problem(draft, names, rule, also="pretrained_checkpoint_path")
+
+
+def multi_stage(draft: Draft) -> Iterator[Problem]:
+    """Check stages, buffers and learning-rate scales; derive the ZeRO stage."""
+    yield from parsing("freeze lr_scales", lr_scale_patterns, draft.freeze, draft.lr_scales)
+    draft.zero_stage = default(draft.zero_stage, 1)
+    if not draft.split_master_weights:
+        return
+    if draft.training_dtype != "bf16":
+        rule = (
+            "the master is split into the bf16 weight and the rest; write --training_dtype=bf16, or leave "
+            "split_master_weights out"
+        )
+        yield problem(draft, "split_master_weights training_dtype", rule)
+    buffers, stages = draft.num_weight_buffers, number_of_stages(draft.num_layers, draft.layers_per_stage)
+    if buffers is None and draft.zero_stage == 3:
+        name, fix = "zero_stage", "write --zero_stage=1 or 2"
+    elif buffers is not None and (stages is None or buffers < stages - draft.tie_word_embeddings):
+        name, fix = "num_weight_buffers", "leave num_weight_buffers out"
+    else:
+        return
+    rule = (
+        "the bf16 weights are half of the master, so every stage needs its own weight buffer; "
+        f"{fix}, or leave split_master_weights out"
+    )
+    yield problem(draft, f"split_master_weights {name}", rule, also="num_layers layers_per_stage tie_word_embeddings")
+
+
+def ranks(draft: Draft) -> Iterator[Problem]:
+    """Check where the number of ranks comes from."""
+    if draft.world_size is not None and not draft.dry_run:
+        rule = (
+            "torchrun sets it through the environment: torchrun --nproc-per-node=N --nnodes=M; "
+            "only a dry run takes it from the command line: --dry_run=1"
+        )
+        yield problem(draft, "world_size", rule, also="dry_run")
+
+
+def data(draft: Draft) -> Iterator[Problem]:
+    """Check what is read, and that every phase has a share of it."""
+    if draft.num_workers > 0:
+        draft.prefetch_factor = default(draft.prefetch_factor, PREFETCH_FACTOR)
+    if not 1 <= len(draft.split) <= 3 or not 0 < sum(draft.split) < math.inf:
+        rule = "takes up to three proportions (training, validation, test) with a positive sum, as in --split=969,30,1"
+        yield problem(draft, "split", rule)
+        return
+    draft.split += (0.0,) * (3 - len(draft.split))
+    if draft.dataset_source != "list":
+        if draft.validation_iters == "all":
+            rule = "random samples have no end; write a number of batches"
+            yield problem(draft, "validation_iters dataset_source", rule)
+        return
+    if not draft.data_path:
+        if draft.dry_run:  # a dry run reads no data
+            return
+        yield Problem(
+            ("data_path", "dataset_source"),
+            "--data_path is missing: write the prefix of a .bin/.idx pair (scripts/prepare_data.py makes them), "
+            "or --dataset_source=random for random tokens",
+        )
+    else:
+        yield from parsing("data_path", weighted_paths, draft.data_path)
+    phases = (
+        ("training", "train_iters", draft.train_iters),
+        ("validation", "validation_iters", draft.validation_iters),
+        ("test", "test_iters", draft.test_iters),
+    )
+    for share, (phase, name, iterations) in zip(draft.split, phases, strict=True):
+        if iterations != 0 and share == 0:
+            rule = f"no documents are left for {phase}; give it a share in --split or write --{name}=0"
+            yield problem(draft, f"split {name}", rule)
+
+
+def files(draft: Draft) -> Iterator[Problem]:
+    """Check what the run writes, and that there is a place for it."""
+    draft.export_dtype = default(draft.export_dtype, draft.training_dtype)
+    if draft.experiment_dir is None and not draft.dry_run:
+        saving = draft.changed("checkpoint_interval", "export_interval", "stop_interval", "save_tensor_logs")
+        for name in saving:
+            rule = f"there is nowhere to save; set --experiment_dir or leave {name} out"
+            yield problem(draft, name, rule, also="experiment_dir")
+    yield from parsing("export_shard_size", size_bytes, draft.export_shard_size)
+    if draft.export_dtype != draft.training_dtype and draft.export_format == "distributed":
+        rule = (
+            "a resumable checkpoint holds the fp32 masters; leave --export_dtype out, or write "
+            "--export_format=huggingface"
+        )
+        yield problem(draft, "export_dtype export_format", rule)
+    yield from _samples(draft)
+    if draft.experiment_dir is not None:
+        draft.experiment_name = default(draft.experiment_name, _folder_name(draft.experiment_dir))
+    draft.wandb_post_alerts = default(draft.wandb_post_alerts, draft.wandb_status_interval is not None)
+
+
+def _samples(draft: Draft) -> Iterator[Problem]:
+    """Check that samples have prompts, a tokenizer and room, and that their options have an effect."""
+    if draft.sample_interval is None:
+        for name in draft.changed("sample_prompts", "sample_top_k", "sample_temperature", "sample_top_p"):
+            rule = f"no samples are written; set --sample_interval, or leave {name} out"
+            yield problem(draft, name, rule, also="sample_interval")
+        return
+    for name, value in (("sample_prompts", draft.sample_prompts), ("tokenizer_file", draft.tokenizer_file)):
+        if value is None:
+            rule = f"samples need --{name}; write it, or leave sample_interval out"
+            yield problem(draft, "sample_interval", rule, also=name)
+    if draft.sample_tokens >= draft.sequence_length:
+        rule = (
+            "a sample and its prompt must fit into sequence_length; write at most "
+            f"--sample_tokens={draft.sequence_length - 1}"
+        )
+        yield problem(draft, "sample_tokens sequence_length", rule)
+    if draft.sample_temperature == 0:
+        for name in draft.changed("sample_top_k", "sample_top_p"):
+            if getattr(draft, name) != 1:  # the one most probable token is what temperature 0 takes
+                rule = f"--sample_temperature=0 draws nothing at random; set a temperature, or leave {name} out"
+                yield problem(draft, name, rule, also="sample_temperature")
+
+
+def _folder_name(path: str) -> str | None:
+    """Return the last part of a path, made absolute unless the current directory no longer exists."""
+    with contextlib.suppress(OSError):
+        path = os.path.abspath(path)
+    return os.path.basename(path) or None
