@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_lite.errors import UsageError
 from megatron_lite.huggingface.open_source import WeightSource, open_source
 from megatron_lite.kernels.attention.attention import works
-from megatron_lite.kernels.attention.choice import choose_attention
+from megatron_lite.kernels.attention.choice import Work, choose_attention
 from megatron_lite.kernels.choice import REFERENCES
 from megatron_lite.model.gpt import build_gpt, shapes_of
 from megatron_lite.model.layer import Layer, MicroBatch
@@ -52,15 +52,8 @@ class LocalModel:
         if config.attention_softmax_in_fp32:
             return "math"
         head_size = config.kv_channels or 0
-        return choose_attention(
-            "auto",
-            device,
-            dtype,
-            config.window_size,
-            False,
-            head_size,
-            works=lambda backend: works(backend, device, dtype, head_size),
-        )
+        work = Work(dtype, head_size, windowed=config.window_size is not None)
+        return choose_attention("auto", device, work, works=lambda backend: works(backend, device, dtype, head_size))
 
     @torch.no_grad()
     def run(self, micro_batch: MicroBatch) -> Tensor:

@@ -14,8 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_lite.kernels.attention.attention import attention
-from megatron_lite.kernels.attention.cached import cached_attention
+from megatron_lite.kernels.attention.attention import attention, cached_attention
 
 
 class CachePass(Protocol):

@@ -1,8 +1,9 @@
-"""Attention by kernels of torch and cuDNN on a GPU. Each takes query (b, n, s, d) and keys (b, g, s, d) as they are,
-views of one projection with d side by side in memory, and returns (b, n, s, d), (b, s, n, d) in memory. A `scale` of
-None is 1 / sqrt(d).
+"""Attention by kernels of torch and cuDNN on a GPU.
 
-Nothing here reads the host: borders of documents come as a tensor, and their greatest length as a number.
+Every function takes query (b, n, s, d) and key and value (b, g, s, d) without copies, as views of one projection with
+stride 1 along d, and returns (b, n, s, d), laid out in memory as (b, s, n, d). `scale` None means 1 / sqrt(d).
+
+Nothing here waits for the device: document borders are a tensor, their greatest length is a number.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-FLEX_BLOCK = 128  # positions on a side of the blocks of flex_attention's masks
+FLEX_BLOCK = 128  # positions per side of a block in flex_attention's masks
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, backend: str, scale: float | None = None) -> Tensor:
-    """Full causal attention by "cudnn" or "flash"; any other kernel than that is an error."""
+    """Compute full causal attention with "cudnn" or "flash"; torch raises rather than take another kernel."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     grouped = query.shape[1] != key.shape[1]
@@ -39,15 +40,15 @@ def varlen_attention(
     longest: int,
     scale: float | None = None,
 ) -> Tensor:
-    """`starts` (documents + 1,) int32 in the flattened (b s,) micro-batch; None: samples are documents."""
+    """Compute attention inside documents: `starts` (documents + 1,) int32 in the flattened (b s,); None: samples."""
     b, n, s, _ = query.shape
     if starts is None:
         starts = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=query.device)
         longest = s
-    varlen_attn, is_told_of_groups = _varlen()
-    grouped = {"enable_gqa": n != key.shape[1]} if is_told_of_groups else {}
+    varlen_attn, has_enable_gqa = _varlen()
+    grouped = {"enable_gqa": n != key.shape[1]} if has_enable_gqa else {}
     rows = [heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value)]  # (b s, heads, d), views
-    # Of (left, right) neighbours besides oneself; (-1, 0) is all that came before.
+    # (left, right) neighbours of a query; (-1, 0) means all keys before it.
     reach = (-1, 0) if window is None or window >= longest else (window - 1, 0)
     output: Tensor = varlen_attn(*rows, starts, starts, longest, longest, scale=scale, window_size=reach, **grouped)
     return output.unflatten(0, (b, s)).transpose(1, 2)
@@ -55,7 +56,7 @@ def varlen_attention(
 
 @functools.cache
 def _varlen() -> tuple[Callable[..., Any], bool]:
-    """torch's function, and whether it wants to be told of fewer key heads: torch 2.11 takes them silently."""
+    """Return torch's function and whether it has the flag `enable_gqa`; without the flag (2.11) groups just work."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -64,7 +65,7 @@ def _varlen() -> tuple[Callable[..., Any], bool]:
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, window: int | None, starts: Tensor | None, scale: float | None = None
 ) -> Tensor:
-    """As `varlen_attention`, by torch's compiled flex_attention."""
+    """Compute the same as `varlen_attention` with torch's compiled flex_attention."""
     b, n, s, _ = query.shape
     lowest = lowest_keys(starts, b, s, window, query.device)
 
@@ -88,7 +89,7 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 def lowest_keys(starts: Tensor | None, b: int, s: int, window: int | None, device: torch.device) -> Tensor:
-    """(b, s) int32: the first key of its sample that each position looks at."""
+    """Return the first key of its sample that each position looks at, (b, s) int32."""
     positions = torch.arange(s, dtype=torch.int32, device=device).expand(b, s)
     lowest = torch.zeros_like(positions)
     if starts is not None:
@@ -99,20 +100,20 @@ def lowest_keys(starts: Tensor | None, b: int, s: int, window: int | None, devic
 
 
 def block_columns(lowest: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of (b, s) lowest keys, which blocks of keys each block of rows looks at: in part, and in full.
+    """Find the blocks of keys that each block of rows looks at, in part and in full, from the lowest keys (b, s).
 
-    Returns counts (b, 1, blocks) and columns (b, 1, blocks, blocks) of both kinds, int32; of the columns of a row of
-    blocks the first `count` are in use. A block is full if all its rows look at all its keys.
+    Returns counts (b, 1, blocks) and columns (b, 1, blocks, blocks) of partial blocks, then of full ones, int32. Only
+    the first `count` columns of a row are used. In a full block every row looks at every key.
     """
     b, s = lowest.shape
     blocks = -(-s // size)
     index = torch.arange(blocks, dtype=torch.int32, device=lowest.device)
-    # What is lowest never falls from one row to the next: first and last row decide for a block.
+    # The lowest key never decreases from row to row, so the first and the last row decide for a block.
     first = lowest[:, ::size] // size
     last = lowest[:, (index.long() * size + size - 1).clamp_(max=s - 1)]
-    full_first = torch.minimum((last + size - 1) // size, index)  # the first block of keys that the last row sees whole
+    full_first = torch.minimum((last + size - 1) // size, index)  # first block that the last row sees in full
     columns = index.expand(b, blocks, blocks)
-    # In part: from `first` to before `full_first`, and the diagonal; in full: between them.
+    # Partial: from `first` up to `full_first`, and the diagonal. Full: the blocks between.
     before = full_first - first
     partial = torch.where(columns < before[..., None], first[..., None] + columns, index[:, None])
     full = torch.minimum(full_first[..., None] + columns, index[-1:])

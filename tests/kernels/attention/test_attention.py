@@ -1,4 +1,4 @@
-"""Attention against the softmax written out in float64: every backend, windows, documents, what leaks, what is kept."""
+"""Attention against the explicit softmax in float64: every backend, windows, documents, leaks and kept memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_lite.errors import UsageError
 from megatron_lite.kernels.attention import choice as attention_choice
 from megatron_lite.kernels.attention import gpu as attention_gpu
 from megatron_lite.kernels.attention.attention import Documents, attention, works
-from megatron_lite.kernels.attention.choice import Machine, choose_attention, describe_attention
+from megatron_lite.kernels.attention.choice import Machine, Work, choose_attention, describe_attention
 from megatron_lite.kernels.linear import linear
 from megatron_lite.kernels.rotary import rotary_table, split_heads
 from megatron_lite.parameter import Parameter
@@ -30,7 +30,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Sizes; `lengths` of the documents of the flattened micro-batch, all b s tokens of it."""
+    """Sizes of a problem; `lengths` are those of the documents in the flattened micro-batch, b s tokens in all."""
 
     b: int
     n: int
@@ -42,7 +42,7 @@ class Case:
     scale: float | None = None
 
     def inputs(self, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-        """Query, key and value (b, n or g, s, d), views of one projection, and a gradient of the output."""
+        """Return query, key and value (b, n or g, s, d) as views of one projection, and a gradient of the output."""
         generator = torch.Generator().manual_seed(seed)
         projection = torch.randn(self.b, self.s, self.n + 2 * self.g, self.d, generator=generator).to(dtype)
         grad = torch.randn(self.b, self.n, self.s, self.d, generator=generator).to(dtype)
@@ -55,7 +55,7 @@ class Case:
         return Documents(starts.to(device), self.lengths)
 
     def allowed(self) -> Tensor:
-        """(b, s, s): which position looks at which."""
+        """Return which position looks at which, (b, s, s)."""
         document = torch.repeat_interleave(torch.tensor(self.lengths or [self.s] * self.b)).view(self.b, self.s)
         distance = torch.arange(self.s)[:, None] - torch.arange(self.s)
         causal = (distance >= 0) & (distance < (self.window or self.s))
@@ -93,7 +93,7 @@ def close(ours: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
 
 
 def compare(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu", softmax_in_fp32: bool = False) -> None:
-    """Output and gradients against the formula in float64 on the same rounded values."""
+    """Compare output and gradients with the formula in float64 on the same rounded values."""
     *inputs, grad = case.inputs(dtype)
     exact = [tensor.double().requires_grad_() for tensor in inputs]
     formula = case.formula(*exact)
@@ -119,21 +119,21 @@ def compare(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu", s
 @dtypes
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_blocks_equal_the_formula(case: Case, dtype: torch.dtype) -> None:
-    """Grouped queries; windows and documents over, on and beside the borders of blocks; odd sizes of everything."""
+    """Grouped queries, odd sizes, windows and documents across, at and near the borders of blocks."""
     compare(case, dtype, "math")
     if dtype != torch.float32:
         compare(case, dtype, "math", softmax_in_fp32=True)
 
 
 def upcast(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """As models are written with queries and keys cast to fp32 for scores and softmax, differentiated by torch."""
+    """Attention as in models that cast queries and keys to fp32 for scores and softmax, differentiated by torch."""
     scores = (q.float() @ k.float().transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~allowed, float("-inf"))
     return scores.softmax(-1).to(v.dtype) @ v
 
 
 def test_softmax_in_fp32_is_fp32_backward_too() -> None:
-    """In bf16: the output is the same, as its scores are in fp32 in any case; the gradients of queries and keys are
-    those of the formula with casts, half as far from float64 as those whose scores' gradients are rounded to bf16.
+    """In bf16 the output does not change, because its scores are always in fp32. The gradients of queries and keys
+    equal the formula with casts and are twice as close to float64 as with score gradients rounded to bf16.
     """
     case = Case(1, 2, 2, 60, 16)
     *inputs, grad = case.inputs(BF16)
@@ -169,7 +169,7 @@ def test_softmax_in_fp32_changes_nothing_in_fp32() -> None:
 
 
 def test_gradients_of_float64_are_derivatives() -> None:
-    """With dropout, too: forward and backward must draw the same mask for it."""
+    """Forward and backward must draw the same dropout mask for that."""
     case = Case(2, 4, 2, 5, 3, window=3, lengths=(4, 1, 5))
     inputs = [tensor.requires_grad_() for tensor in case.inputs(torch.float64)[:3]]
     for dropout_p, seed in ((0.0, None), (0.4, 7)):
@@ -181,7 +181,7 @@ def test_gradients_of_float64_are_derivatives() -> None:
 @pytest.mark.parametrize("backend", ["math", *(pytest.param(b, marks=gpu) for b in ("varlen", "flex"))])
 @pytest.mark.parametrize("window", [None, 50])
 def test_nothing_leaks_between_documents(backend: str, window: int | None) -> None:
-    """Another content of one document, even NaN, changes not one bit of another's outputs and gradients."""
+    """Changing one document, even to NaN, changes no bit of another document's outputs and gradients."""
     device = "cpu" if backend == "math" else "cuda"
     case = Case(2, 4, 2, 200, 16, window, (90, 3, 107, 150, 50))
     changed = slice(90, 93)  # of the first sample
@@ -219,7 +219,7 @@ def test_the_same_inputs_give_the_same_bits() -> None:
 def test_one_copy_of_query_key_and_value_is_all_that_is_kept(
     rotary: bool, window: int | None, lengths: tuple[int, ...] | None
 ) -> None:
-    """The (n + 2 g) d values per token of the projection: no rotated or repeated heads, no masks, no probabilities."""
+    """Keep the projection's (n + 2 g) d values per token: no rotated or repeated heads, masks or probabilities."""
     b, s, n, g, d = 2, 7, 4, 2, 8
     kept: list[Tensor] = []
     weight = cast(Parameter, Parameter(torch.ones((n + 2 * g) * d, 5)))
@@ -238,7 +238,7 @@ def test_one_copy_of_query_key_and_value_is_all_that_is_kept(
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 def test_memory_is_linear_in_the_sequence(dropout_p: float) -> None:
-    """At no time as much as one byte for each pair of positions: no mask, no probabilities, forward or backward."""
+    """Memory never reaches one byte per pair of positions, so there is no mask and no probabilities."""
     s = 5000
     inputs = [tensor.requires_grad_() for tensor in Case(1, 1, 1, s, 8).inputs(torch.float32)[:3]]
     with PeakMeter() as meter:
@@ -247,7 +247,7 @@ def test_memory_is_linear_in_the_sequence(dropout_p: float) -> None:
 
 
 def test_dropout_drops_probabilities() -> None:
-    """With p -> 0 it equals attention without; the same seed gives the same result, another seed another."""
+    """p -> 0 equals no dropout; the same seed gives the same result, another seed another one."""
     q, k, v = Case(2, 4, 2, 9, 8).inputs(torch.float32)[:3]
     exact = attention(q, k, v, 4, 0.0, None)
     torch.testing.assert_close(attention(q, k, v, 4, 1e-9, 1), exact)
@@ -255,7 +255,7 @@ def test_dropout_drops_probabilities() -> None:
     assert not torch.equal(attention(q, k, v, 4, 0.5, 1), attention(q, k, v, 4, 0.5, 2))
     assert torch.equal(attention(q, k, v, 4, 0.5, None), exact), "evaluation drops nothing"
     q, k, v = torch.zeros(2, 1, 200, 4), torch.zeros(2, 1, 200, 4), torch.ones(2, 1, 200, 4)
-    kept = attention(q, k, v, None, 0.25, 3)[:, 0, :, 0]  # of each row's equal probabilities the share kept, / 0.75
+    kept = attention(q, k, v, None, 0.25, 3)[:, 0, :, 0]  # kept share of each row's equal probabilities, / 0.75
     assert abs(float(kept[:, 100:].mean()) - 1) < 0.01 and not torch.equal(kept[0], kept[1])
 
 
@@ -268,16 +268,16 @@ def test_dropout_drops_probabilities() -> None:
         ("flash", HOPPER, dict(head_size=256)),
         ("flash", Machine((9, 0), 91002), {}),
         ("flash", AMPERE, {}),
-        ("varlen", HOPPER, dict(window=5)),
+        ("varlen", HOPPER, dict(windowed=True)),
         ("varlen", HOPPER, dict(documents=True)),
-        ("varlen", AMPERE, dict(window=5, documents=True, deterministic=True)),
-        ("math", Machine((9, 0), 91501, varlen=False), dict(window=5)),
+        ("varlen", AMPERE, dict(windowed=True, documents=True, deterministic=True)),
+        ("math", Machine((9, 0), 91501, varlen=False), dict(windowed=True)),
         ("math", HOPPER, dict(dtype=FP32)),
         ("math", HOPPER, dict(head_size=68)),
         ("math", HOPPER, dict(dropout=True)),
         ("math", Machine((8, 6), 91501), dict(head_size=256)),
         ("math", Machine((7, 0), 91501), dict(dtype=torch.float16)),
-        ("math", Machine(None), dict(window=5, documents=True)),
+        ("math", Machine(None), dict(windowed=True, documents=True)),
     ],
 )
 def test_automatic_choice(choice: str, machine: Machine, work: dict[str, Any]) -> None:
@@ -287,9 +287,8 @@ def test_automatic_choice(choice: str, machine: Machine, work: dict[str, Any]) -
 
 
 def chosen(wanted: str, machine: Machine, **work: Any) -> str:
-    asked = dict(dtype=BF16, window=None, documents=False, head_size=128) | work
     device = torch.device("cuda" if machine.capability else "cpu")
-    return choose_attention(wanted, device, machine=machine, **asked)
+    return choose_attention(wanted, device, Work(**(dict(dtype=BF16, head_size=128) | work)), machine)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +296,7 @@ def chosen(wanted: str, machine: Machine, **work: Any) -> str:
     [
         *((backend, Machine(None), {}, "needs a GPU") for backend in ("cudnn", "flash", "varlen", "flex")),
         ("flash", Machine((7, 5)), {}, "8.0, and this one has 7.5"),
-        ("flash", HOPPER, dict(window=5), "--window_size"),
+        ("flash", HOPPER, dict(windowed=True), "--window_size"),
         ("cudnn", HOPPER, dict(documents=True), "--cross_document_attention"),
         ("cudnn", HOPPER, dict(deterministic=True), "--deterministic"),
         ("cudnn", AMPERE, {}, "Hopper"),
@@ -314,7 +313,7 @@ def chosen(wanted: str, machine: Machine, **work: Any) -> str:
 def test_a_backend_that_cannot_do_it_is_refused(
     wanted: str, machine: Machine, work: dict[str, Any], reason: str
 ) -> None:
-    """Flag, value, reason and fix."""
+    """The message names flag, value, reason and fix."""
     with pytest.raises(UsageError, match=f"^--attention_backend={wanted}: .*{reason}.*; leave the flag out"):
         chosen(wanted, machine, **work)
 
@@ -322,7 +321,7 @@ def test_a_backend_that_cannot_do_it_is_refused(
 def test_a_plan_looks_at_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_choice, "machine_of", lambda device: pytest.fail("looked at the device"))
     assert chosen("auto", attention_choice.PLANNED_GPU) == "cudnn"
-    assert chosen("auto", attention_choice.PLANNED_GPU, window=5) == "varlen"
+    assert chosen("auto", attention_choice.PLANNED_GPU, windowed=True) == "varlen"
 
 
 FUSED_CASES = [case for case in CASES if case.s > 1]
@@ -330,8 +329,8 @@ FUSED_CASES = [case for case in CASES if case.s > 1]
 
 @pytest.mark.parametrize("says_grouped", [True, False])
 @pytest.mark.parametrize("case", FUSED_CASES, ids=str)
-def test_varlen_is_asked_for_the_right_thing(case: Case, says_grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a varlen_attn of the same arguments that is written out in torch, as the real one needs a GPU."""
+def test_varlen_gets_the_right_arguments(case: Case, says_grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A varlen_attn written in torch stands in for the real one, which needs a GPU."""
 
     def written_out(
         q: Tensor,
@@ -367,15 +366,15 @@ def test_varlen_is_asked_for_the_right_thing(case: Case, says_grouped: bool, mon
 @pytest.mark.skipif(importlib.util.find_spec("torch.nn.attention.varlen") is None, reason="older torch")
 @pytest.mark.parametrize("case", [Case(2, 8, 2, 256, 64, 100), Case(2, 8, 2, 256, 64, None, (100, 156, 256))], ids=str)
 def test_varlen_keeps_query_key_value_output_and_a_number_per_row(case: Case) -> None:
-    """torch's own function on tensors without memory: it takes our arguments, and is differentiated by torch."""
+    """torch's own function accepts our arguments and is differentiable, on tensors without memory."""
     b, n, g, s, d = case.b, case.n, case.g, case.s, case.d
     projection = torch.empty(b, s, n + 2 * g, d, dtype=torch.bfloat16, device="meta", requires_grad=True)
     kept: list[Tensor] = []
     with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         parts = [part.transpose(1, 2) for part in projection.split([n, g, g], dim=2)]
         output = attention(*parts, case.window, 0.0, None, backend="varlen", documents=case.documents("meta"))
-    assert output.shape == (b, n, s, d) and output.transpose(1, 2).is_contiguous(), "(b, s, n d) is a view of it"
-    views = [tensor for tensor in kept if tensor._base is projection]  # three of one memory
+    assert output.shape == (b, n, s, d) and output.transpose(1, 2).is_contiguous(), "(b, s, n d) must be a view"
+    views = [tensor for tensor in kept if tensor._base is projection]  # three views of one memory
     others = [tensor for tensor in kept if tensor._base is not projection and tensor.numel() > 4]
     assert len(views) == 3 and sum(tensor.nbytes for tensor in others) == b * s * (n * d * 2 + n * 4)
     output.sum().backward()
@@ -384,7 +383,7 @@ def test_varlen_keeps_query_key_value_output_and_a_number_per_row(case: Case) ->
 
 @pytest.mark.parametrize("case", FUSED_CASES, ids=str)
 def test_blocks_of_flex_attention_cover_what_is_allowed(case: Case) -> None:
-    """Blocks in full hold only pairs that are allowed, and with those in part all of them; each is named once."""
+    """Full blocks hold only allowed pairs; full and partial blocks hold all of them; each block is listed once."""
     starts = getattr(case.documents(), "starts", None)
     lowest = attention_gpu.lowest_keys(starts, case.b, case.s, case.window, torch.device("cpu"))
     allowed = case.allowed()
@@ -405,7 +404,7 @@ def test_blocks_of_flex_attention_cover_what_is_allowed(case: Case) -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flex_attention_takes_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not compiled, forward only, as on a CPU it has no backward."""
+    """Not compiled and forward only: flex_attention has no backward pass on a CPU."""
     from torch.nn.attention import flex_attention as module
 
     monkeypatch.setattr(attention_gpu, "_compiled_flex", lambda: module.flex_attention)
@@ -417,8 +416,8 @@ def test_flex_attention_takes_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in FUSED_CASES if not (case.window or case.lengths)], ids=str)
-def test_fused_attention_is_told_of_groups(case: Case) -> None:
-    """The flash kernel that torch has for a CPU stands in for the one of a GPU."""
+def test_fused_attention_handles_groups(case: Case) -> None:
+    """torch's flash kernel for a CPU stands in for that of a GPU."""
     inputs = case.inputs(torch.float32)[:3]
     output = attention_gpu.fused_attention(*inputs, "flash", case.scale)
     close(output, case.formula(*(tensor.double() for tensor in inputs)), torch.float32)
@@ -443,10 +442,10 @@ GPU_CASES = [
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
 @pytest.mark.parametrize("backend", [pytest.param(b, marks=gpu) for b in attention_choice.BACKENDS])
 def test_backends_on_a_gpu_equal_the_formula(backend: str, case: Case, dtype: torch.dtype) -> None:
-    """Each in what it says it can do, forward and backward, against float64 on the CPU."""
+    """Compare every backend with float64 on the CPU, forward and backward, in what it claims to support."""
     device, window = torch.device("cuda"), None if (case.window or case.s) >= case.s else case.window
     try:
-        choose_attention(backend, device, dtype, window, case.lengths is not None, case.d)
+        choose_attention(backend, device, Work(dtype, case.d, window is not None, case.lengths is not None))
     except UsageError as error:
         pytest.skip(str(error))
     compare(case, dtype, backend, "cuda")
@@ -470,7 +469,7 @@ def test_deterministic_backends_repeat_their_bits_on_a_gpu(backend: str) -> None
 
 @pytest.mark.parametrize("backend", [pytest.param(b, marks=gpu) for b in ("varlen", "flex", "auto")])
 def test_windowed_attention_keeps_no_probabilities_on_a_gpu(backend: str) -> None:
-    """Mistral's attention, window 4096 over 8192 tokens: kept are query, key, value, output and a number per row."""
+    """Mistral's attention, window 4096 over 8192 tokens, keeps query, key, value, output and a number per row."""
     n, g, s, d = 32, 8, 8192, 128
     projection = torch.randn(1, s, n + 2 * g, d, device="cuda", dtype=torch.bfloat16)
     parts = [part.transpose(1, 2).requires_grad_() for part in projection.split([n, g, g], dim=2)]
@@ -481,18 +480,18 @@ def test_windowed_attention_keeps_no_probabilities_on_a_gpu(backend: str) -> Non
     theory = s * n * d * 2 + s * n * 4
     assert theory <= torch.cuda.memory_allocated() - before < theory + 2**21
     output.sum().backward()
-    assert torch.cuda.max_memory_allocated() - before < 2**30, "6.4 GB would be all probabilities in fp32"
+    assert torch.cuda.max_memory_allocated() - before < 2**30, "all probabilities in fp32 would take 6.4 GB"
 
 
 def test_a_candidate_that_does_not_work_is_passed_over() -> None:
-    """A library may refuse for a reason that the table does not know: `auto` goes on, "math" is not tried."""
+    """A library may refuse for a reason unknown to the table: `auto` tries the next one and takes "math" untried."""
     tried: list[str] = []
 
     def works(backend: str) -> bool:
         tried.append(backend)
         return backend == "varlen"
 
-    asked = (torch.device("cuda"), BF16, None, False, 128)
+    asked = (torch.device("cuda"), Work(BF16, 128))
     assert choose_attention("auto", *asked, machine=HOPPER, works=works) == "varlen"
     assert tried == ["cudnn", "flash", "varlen"]
     assert choose_attention("auto", *asked, machine=HOPPER, works=lambda backend: False) == "math"
@@ -502,7 +501,7 @@ def test_a_candidate_that_does_not_work_is_passed_over() -> None:
 
 
 def test_the_trial_tells_what_works() -> None:
-    """ "math" does everywhere, forward and backward; cuDNN does not on a CPU."""
+    """ "math" works everywhere; cuDNN does not work on a CPU."""
     cpu = torch.device("cpu")
     assert works("math", cpu, BF16, 16)
     assert not works("cudnn", cpu, BF16, 16)

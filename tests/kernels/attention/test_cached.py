@@ -1,12 +1,11 @@
-"""Attention of one new token to all keys so far, against the softmax written out and against training's attention."""
+"""Attention of one new token to all keys so far: against the explicit softmax and against training's attention."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from megatron_lite.kernels.attention.attention import attention
-from megatron_lite.kernels.attention.cached import cached_attention
+from megatron_lite.kernels.attention.attention import attention, cached_attention
 from tests.support.kernel_checks import close, dtypes, randn
 
 
@@ -25,8 +24,8 @@ def test_cached_attention_equals_the_formula(n: int, g: int, k: int, scale: floa
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_token_by_token_is_as_all_at_once(window: int | None) -> None:
-    """Training's attention over 20 tokens, and the same tokens one by one, each with the keys that it may look at."""
+def test_token_by_token_equals_all_at_once(window: int | None) -> None:
+    """Training's attention over 20 tokens equals attention token by token over the keys that each may look at."""
     query, key, value = (randn(2, heads, 20, 8, seed=heads) for heads in (4, 2, 2))
     whole = attention(query, key, value, window, 0.0, None, backend="math", scale=0.2)
     for i in range(20):
