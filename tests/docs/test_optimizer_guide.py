@@ -111,7 +111,7 @@ def test_memory(ranks: int) -> None:
         held, numbers = memory(ranks, optimizer=optimizer, ema_type="ema", tie_word_embeddings=True)
         every = numbers["matrices"] + numbers["others"]
         assert held["optimizer moments"] == share[row] * every
-        assert held["averages"] == share["an average, whatever the optimizer"] * every
+        assert held["averages"] == share["an average, with any optimizer"] * every
         largest = numbers["block"], numbers["embedding"]
         buffers = (largest[0] + (largest[0] if ranks > 1 else 0)) + largest[1]
         assert held["average buffers"] == 2 * buffers
