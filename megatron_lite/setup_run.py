@@ -15,7 +15,8 @@ import torch
 from megatron_lite.checkpoint import compatibility, sharded
 from megatron_lite.cli.help import banner
 from megatron_lite.config import Config
-from megatron_lite.data.loader import DataSource, open_data
+from megatron_lite.data.loader import DataSource
+from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.agreement import together
 from megatron_lite.distributed.process_group import Distributed, deterministic_ways
 from megatron_lite.distributed.traffic import Traffic

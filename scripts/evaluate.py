@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain check
 
 from megatron_lite.config import BatchConfig, Config, DataConfig, DistributedConfig, TrainingConfig  # noqa: E402
 from megatron_lite.config.system import DTYPE_ALIASES, DTYPES  # noqa: E402
-from megatron_lite.data.loader import micro_batch, open_data  # noqa: E402
+from megatron_lite.data.loader import micro_batch  # noqa: E402
+from megatron_lite.data.open_data import open_data  # noqa: E402
 from megatron_lite.data.tokenizing import Tokenizer  # noqa: E402
 from megatron_lite.errors import EXIT_DONE, DataError, NumericsError, UsageError  # noqa: E402
 from megatron_lite.generation.evaluation import Totals, evaluate, text_batches  # noqa: E402

@@ -1,13 +1,11 @@
-"""Token files in Megatron-LM's format: `<prefix>.bin` holds the tokens of all documents, `<prefix>.idx` where each is.
+"""Token files in Megatron-LM's format: `<prefix>.bin` holds the tokens of all documents, `<prefix>.idx` their places.
 
 The index, little-endian: magic (9 bytes), version 1 (u64), dtype code (u8), number of sequences (u64), length of the
 document index (u64); then sizes in tokens (i32 each), byte pointers into `.bin` (i64 each), and the document index (i64
-each: first sequence of each document, and the number of sequences at the end). Here, as in Megatron's GPT data set, a
-"document" of a split or of an error message is a sequence; writers (ours too) put one sequence into each document.
+each: first sequence of each document, and the number of sequences at the end). In splits and error messages a
+"document" is a sequence, as in Megatron's GPT data set; writers, ours included, put one sequence into each document.
 
-Because documents lie back to back in `.bin`, any range of them is one stream of tokens that a single read can cut
-anywhere. Tokens are read with `pread`, not through a memory map: a file that is cut short during a run gives a short
-read and a clear error instead of a SIGBUS.
+Documents lie back to back in `.bin`, so any range of them is one stream of tokens that a single read can cut anywhere.
 """
 
 from __future__ import annotations
@@ -15,77 +13,31 @@ from __future__ import annotations
 import bisect
 import os
 import struct
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_lite.data.disk_array import DiskArray
 from megatron_lite.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
 TOKEN_DTYPES: dict[int, str] = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-FLOAT_CODES = (6, 7)  # in the format, but not tokens
-CHUNK = 1 << 20  # index entries checked or written at a time, to bound the memory
-
-
-class DiskArray:
-    """Integers in a file, from byte `offset` on. Opened at the first read, so that it can be sent to a worker."""
-
-    def __init__(self, path: str, dtype: str, length: int, file_bytes: int, offset: int = 0) -> None:
-        self.path = path
-        self.dtype = np.dtype(dtype)
-        self.length = length
-        self.file_bytes = file_bytes  # of the whole file, when the run began
-        self.offset = offset
-        self._file: IO[bytes] | None = None
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return int(self.read(index, 1)[0])
-
-    def read(self, start: int, count: int) -> NDArray[Any]:
-        """Elements [start, start + count) as (count,) of the file's dtype.
-
-        Raises: DataError if the file cannot be read or is shorter than it was.
-        """
-        assert 0 <= start and 0 <= count and start + count <= self.length, (start, count, self.length)
-        itemsize = self.dtype.itemsize
-        try:
-            if self._file is None:
-                self._file = open(self.path, "rb", buffering=0)
-            data = _read_fully(self._file.fileno(), self.offset + start * itemsize, count * itemsize)
-            size = os.fstat(self._file.fileno()).st_size if len(data) < count * itemsize else None
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot be read: {error.strerror}") from error
-        if size is not None:
-            raise DataError(
-                f"{self.path}: {size:,} bytes, but it had {self.file_bytes:,} when the run began: "
-                "it was cut short or replaced"
-            )
-        return np.frombuffer(data, dtype=self.dtype)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None}  # an open file stays with its process
+FLOAT_CODES = (6, 7)  # valid in the format, but not for tokens
+CHUNK = 1 << 20  # index entries to check or write at a time, which bounds the memory
 
 
 class IndexedDataset:
     """A checked `.bin`/`.idx` pair, open for reading.
 
-    Attributes: `sizes` (n,) int32, `pointers` (n,) int64 in bytes, `document_index` (m,) int64, all memory-mapped;
-    `tokens` and `starts`, DiskArrays: all tokens, and the pointers again; `num_documents` = n; `num_tokens`.
+    Attributes: `sizes` (n,) int32, `pointers` (n,) int64 in bytes and `document_index` (m,) int64, memory-mapped; the
+    DiskArrays `tokens` (all tokens) and `starts` (the pointers again); `num_documents` = n; `num_tokens`.
     """
 
     def __init__(self, prefix: str) -> None:
-        """Open `<prefix>.idx` and `<prefix>.bin` and check everything that can be checked without reading the tokens.
+        """Open `<prefix>.idx` and `<prefix>.bin` and check everything but the tokens themselves.
 
         Raises: DataError, one line naming the file and the fact.
         """
@@ -114,24 +66,24 @@ class IndexedDataset:
         return self.tokens.length
 
     def document(self, number: int) -> NDArray[Any]:
-        """All tokens of one document."""
+        """Read all tokens of one document."""
         first = self.first_token(number)
         return self.tokens.read(first, self.first_token(number + 1) - first)
 
     def first_token(self, document: int) -> int:
-        """Position in `.bin` of a document's first token; `num_documents` gives the end of the file."""
+        """Return the position in `.bin` of a document's first token; for `num_documents`, the end of the file."""
         if document == self.num_documents:
             return self.num_tokens
         return int(self.pointers[document]) // self.tokens.dtype.itemsize
 
     def locate(self, token: int) -> tuple[int, int]:
-        """(document, offset in it) of a token of `.bin`; empty documents are passed over."""
+        """Return the document that holds a token of `.bin`, and the token's offset in it."""
         assert 0 <= token < self.num_tokens, (token, self.num_tokens)
         document = bisect.bisect_right(self.pointers, token * self.tokens.dtype.itemsize) - 1
         return document, token - self.first_token(document)
 
     def _read_header(self, index_bytes: int) -> tuple[str, int, int]:
-        """(dtype, sequences, entries of the document index), after comparing what they promise with the file's size."""
+        """Return (dtype, sequences, entries of the document index), checked against the size of the file."""
         path = self.index_path
         try:
             with open(path, "rb") as file:
@@ -156,14 +108,14 @@ class IndexedDataset:
 
     def _map(self, dtype: str, count: int, offset: int) -> NDArray[Any]:
         if count == 0:
-            return np.empty(0, dtype)  # nothing cannot be mapped
+            return np.empty(0, dtype)  # mmap refuses an empty range
         try:
             return np.memmap(self.index_path, dtype, mode="r", offset=offset, shape=(count,))
         except (OSError, ValueError) as error:
             raise DataError(f"{self.index_path}: cannot be mapped: {error}") from error
 
     def _check_sequences(self, itemsize: int) -> int:
-        """Check sizes and pointers against each other; returns the number of bytes that `.bin` must have."""
+        """Check sizes and pointers against each other; return the number of bytes that `.bin` must have."""
         end = 0
         for start in range(0, len(self.sizes), CHUNK):
             sizes = np.asarray(self.sizes[start : start + CHUNK]).astype(np.int64)
@@ -210,19 +162,8 @@ def _size(path: str, prefix: str) -> int:
         raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _read_fully(descriptor: int, offset: int, count: int) -> bytes:
-    """pread until `count` bytes are there or the file ends (one call reads at most 2 GiB)."""
-    data = os.pread(descriptor, count, offset)
-    while len(data) < count:
-        more = os.pread(descriptor, count - len(data), offset + len(data))
-        if not more:
-            break
-        data += more
-    return data
-
-
 def smallest_dtype(vocab_size: int) -> str:
-    """The smallest dtype of the format that holds every token id below `vocab_size`."""
+    """Return the smallest dtype of the format that holds every token id below `vocab_size`."""
     for dtype in ("|u1", "<u2", "<i4", "<i8"):
         if vocab_size - 1 <= np.iinfo(dtype).max:
             return dtype

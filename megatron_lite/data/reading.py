@@ -1,11 +1,12 @@
-"""Reading samples: from sample indices to an array of checked token ids.
+"""Readers: from sample indices to an array of checked token ids.
 
-This module and `workers.py` import no torch: loader workers run nothing else, so that they start in a fraction of a
+Neither this module nor `workers.py` imports torch: loader workers run nothing else, so they start in a fraction of a
 second and take a tenth of the memory.
 """
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,42 +16,73 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.data.blending import Blend, Concatenation
-from megatron_lite.data.documents import DocumentBorders
-from megatron_lite.data.indexed_dataset import DiskArray, IndexedDataset
+from megatron_lite.data.disk_array import DiskArray
+from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.sampling import StreamSampler, random_tokens
 from megatron_lite.errors import DataError
+
+_STARTS_PER_READ = 512  # one page of 4 KiB
 
 
 @dataclass(frozen=True)
 class Samples:
-    """What a reader returns for k samples."""
+    """k samples."""
 
     tokens: NDArray[Any]  # (k, s + 1) in an integer dtype
     slow: tuple[str, ...] = ()  # warnings about slow reads
-    # Tokens of each piece of a document in the inputs, which are the first s tokens of each sample, in the samples'
-    # order. A document that began or ends in another sample has a piece in each. None: not asked for.
+    # Lengths of the pieces of documents in the inputs (the first s tokens of each sample), sample by sample. A document
+    # that began or ends in another sample has one piece in each. None unless documents are kept apart.
     lengths: NDArray[np.int32] | None = None
 
 
 class Reader(Protocol):
     def read(self, first: int, count: int) -> Samples:
-        """Samples first, first + 1, ..., first + count - 1."""
+        """Read the samples first, first + 1, ..., first + count - 1."""
 
 
 @dataclass(frozen=True)
 class RandomReader:
-    """Made-up tokens; see `random_tokens`. Each sample is one document."""
+    """Made-up tokens, each sample one document; see `random_tokens`."""
 
     key: int
     sequence_length: int
     vocab_size: int
-    documents: bool = False  # whether `Samples.lengths` are asked for
+    documents: bool = False  # whether to return `Samples.lengths`
 
     def read(self, first: int, count: int) -> Samples:
         indices = np.arange(first, first + count, dtype=np.int64)
         tokens = random_tokens(indices, self.sequence_length + 1, self.vocab_size, self.key)
         lengths = np.full(count, self.sequence_length, dtype=np.int32) if self.documents else None
         return Samples(tokens, lengths=lengths)
+
+
+@dataclass(frozen=True)
+class DocumentBorders:
+    """Borders of the documents of one data set, looked up in its index on disk: a few dozen cached reads per sample.
+
+    Loading the index, or mapping it, would cost each worker 8 bytes per document, or a SIGBUS if it is cut short.
+    """
+
+    starts: DiskArray  # (n,) first byte of each document in `.bin`, rising; an empty document shares the next one's
+    dtype: np.dtype[Any]  # of the tokens in `.bin`
+
+    def pieces(self, start: int, length: int) -> NDArray[np.int32]:
+        """Return the lengths of the pieces of documents in tokens [start, start + length) of the file, in order.
+
+        The lengths are positive, since empty documents have no piece, and add up to `length`.
+
+        Raises: DataError if the index cannot be read any more.
+        """
+        itemsize, end = self.dtype.itemsize, start + length
+        borders: list[Any] = [[start]]
+        document = bisect.bisect_right(self.starts, start * itemsize)  # the first that begins after `start`
+        while document < len(self.starts):
+            begins = self.starts.read(document, min(_STARTS_PER_READ, len(self.starts) - document)) // itemsize
+            borders.append(begins[begins < end])
+            if begins[-1] >= end:
+                break
+            document += len(begins)
+        return np.diff(np.unique(np.concatenate([*borders, [end]]))).astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -61,7 +93,7 @@ class Stream:
     file: DiskArray
     first_token: int  # of the split, in the file
     sampler: StreamSampler
-    borders: DocumentBorders | None = None  # if `Samples.lengths` are asked for
+    borders: DocumentBorders | None = None  # set to return `Samples.lengths`
 
 
 class StreamReader:
@@ -70,6 +102,7 @@ class StreamReader:
     def __init__(
         self, streams: Sequence[Stream], blend: Blend | Concatenation, vocab_size: int, slow_ms: float
     ) -> None:
+        """slow_ms: reading time of one sample above which to warn."""
         assert len(streams) == blend.num_datasets, (len(streams), blend.num_datasets)
         self.streams = tuple(streams)
         self.blend = blend
@@ -79,9 +112,9 @@ class StreamReader:
         self.dtype = np.result_type(*(stream.file.dtype for stream in streams))
 
     def read(self, first: int, count: int) -> Samples:
-        """See Reader.
+        """Read `count` samples from the streams that the blend names.
 
-        Raises: DataError if a file cannot be read any more or holds a token id outside of the vocabulary.
+        Raises: DataError if a file cannot be read any more or holds a token id outside the vocabulary.
         """
         datasets, starts = self._locate(np.arange(first, first + count, dtype=np.int64))
         tokens = np.empty((count, self.sequence_length + 1), dtype=self.dtype)
@@ -100,7 +133,7 @@ class StreamReader:
         return Samples(tokens, tuple(slow), np.concatenate(lengths) if lengths else None)
 
     def _locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Data set of each sample and its first token in that data set's file."""
+        """Return the data set of each sample, and the position of its first token in that data set's file."""
         if len(self.streams) == 1:
             datasets, own = np.zeros_like(indices), indices
         else:
@@ -112,11 +145,11 @@ class StreamReader:
         return datasets, starts
 
     def _bad_token(self, tokens: NDArray[Any], datasets: NDArray[np.int64], starts: NDArray[np.int64]) -> DataError:
-        """The error that names the first token id outside of the vocabulary."""
+        """Make the error that names the first token id outside the vocabulary."""
         row, column = np.argwhere((tokens < 0) | (tokens.astype(np.int64) >= self.vocab_size))[0].tolist()
         stream = self.streams[int(datasets[row])]
         document, offset = IndexedDataset(stream.prefix).locate(int(starts[row]) + column)
         return DataError(
             f"{stream.file.path}: document {document}, offset {offset}: token id {int(tokens[row, column])} is outside "
-            f"of the vocabulary of {self.vocab_size} (--vocab_size)"
+            f"the vocabulary of {self.vocab_size} (--vocab_size)"
         )

@@ -18,7 +18,8 @@ import torch
 from megatron_lite.config import Config, unflatten
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.indexed_dataset import IndexedDataset
-from megatron_lite.data.loader import HostBatch, open_data
+from megatron_lite.data.loader import HostBatch
+from megatron_lite.data.open_data import open_data
 from megatron_lite.errors import DataError
 
 LENGTH = 16

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from megatron_lite.config import Config, unflatten
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
-from megatron_lite.data.loader import DataSource, open_data
+from megatron_lite.data.loader import DataSource
+from megatron_lite.data.open_data import open_data
 from megatron_lite.errors import DataError, RunError, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -248,7 +249,7 @@ def test_bad_token_is_named(tmp_path: Path, num_workers: int, bad: int, dtype: s
     )
     with pytest.raises(DataError) as caught:
         micro_batches(open_data(values, 0, 1), "training", 0, 8)
-    expected = f"x.bin: document 7, offset 4: token id {bad} is outside of the vocabulary of 500 (--vocab_size)"
+    expected = f"x.bin: document 7, offset 4: token id {bad} is outside the vocabulary of 500 (--vocab_size)"
     assert str(caught.value) == str(tmp_path / expected)
     assert caught.value.__cause__ is None and not multiprocessing.active_children()
 

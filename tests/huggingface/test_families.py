@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_lite.cli.parse import parse
 from megatron_lite.config import Config
-from megatron_lite.data.loader import open_data
+from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.validation import resolve
 from tests.support.families import FAMILIES, SEQUENCE_LENGTH, load_model, write_folder

@@ -12,7 +12,7 @@ import torch
 
 from megatron_lite.config import Config
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
-from megatron_lite.data.loader import open_data
+from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.trackers import read_metrics
 from megatron_lite.validation import warnings

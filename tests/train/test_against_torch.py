@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lite.data.loader import open_data
+from megatron_lite.data.open_data import open_data
 from tests.support.harness import run_distributed, tiny_config, train_tiny
 from tests.support.plain_gpt import PlainGPT
 

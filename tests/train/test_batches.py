@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from megatron_lite.config.values import SPELLINGS
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
-from megatron_lite.data.loader import HostBatch, micro_batch, open_data
+from megatron_lite.data.loader import HostBatch, micro_batch
+from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.model.layer import MASKED
 from megatron_lite.monitor.metrics import LogWindow

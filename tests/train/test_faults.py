@@ -167,10 +167,10 @@ def test_token_outside_of_the_vocabulary(tmp_path: Path, bad: str, num_workers: 
     before = digests(experiment / "checkpoints" / "2")
     if bad == "one token":
         corpus_with(prefix, {(6, 41): 64})
-        where = "document 6, offset 41: token id 64 is outside of the vocabulary of 64"
+        where = "document 6, offset 41: token id 64 is outside the vocabulary of 64"
     else:
         write_corpus(prefix, [[65000] * 100] * 10)
-        where = "token id 65000 is outside of the vocabulary of 64"
+        where = "token id 65000 is outside the vocabulary of 64"
     outcome = run([*command, "--train_iters=50"], RANKS)
     message = assert_one_error(outcome, f"{prefix}.bin: document", where, codes=[3, 6], experiment=experiment)
     assert "\n" not in message

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
-from megatron_lite.data.loader import HostBatch, micro_batch, open_data
+from megatron_lite.data.loader import HostBatch, micro_batch
+from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.model.gpt import build_gpt
 from tests.support.harness import full_weights, run_distributed, tiny_config, train_tiny

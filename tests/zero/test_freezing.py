@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lite.data.loader import open_data
+from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import UsageError
 from tests.support.engine_runs import Engine, SimulatedRanks
