@@ -39,7 +39,7 @@ from megatron_lite.checkpoint.names import MANIFEST_NAME, without_repeated
 from megatron_lite.errors import DamagedError
 
 if TYPE_CHECKING:
-    from megatron_lite.zero.flat_shard import Part
+    from megatron_lite.zero.flat_shard import FlatShard
 
 FORMAT = "megatron_lite_checkpoint"
 VERSION = 3
@@ -109,7 +109,7 @@ def tensor_name(stage: int, frozen: bool, kind: str) -> str:
     return f"stage_{stage:03d}.{'frozen.' if frozen else ''}{kind}"
 
 
-def locate_parameters(parts: Sequence[Part], files: Sequence[WrittenFile]) -> dict[str, SavedParameter]:
+def locate_parameters(parts: Sequence[FlatShard], files: Sequence[WrittenFile]) -> dict[str, SavedParameter]:
     """Where everything lies, for rank files that hold the shards of each part one after the other, as `kinds` says."""
     parameters: dict[str, SavedParameter] = {}
     shard_start = 0  # bytes from data_start, the same in every rank's file

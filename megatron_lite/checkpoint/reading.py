@@ -20,7 +20,7 @@ from megatron_lite.errors import CheckpointError
 
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed
-    from megatron_lite.zero.flat_shard import Part
+    from megatron_lite.zero.flat_shard import FlatShard
     from megatron_lite.zero.multi_stage import MultiStage
 
 _ITERATION = re.compile(r"0|[1-9][0-9]{0,17}")
@@ -145,7 +145,7 @@ def fill(folder: Path, content: Manifest, model: MultiStage, rank: int, optimize
                 _fill_shard(opened, content, part, kind, rank, optimizer)
 
 
-def _fill_shard(opened: Files, content: Manifest, part: Part, kind: str, rank: int, optimizer: str) -> None:
+def _fill_shard(opened: Files, content: Manifest, part: FlatShard, kind: str, rank: int, optimizer: str) -> None:
     """One tensor of a part, (numel,): for each piece of a parameter its overlaps with the saved slices."""
     shard = part.read(kind).detach()
     assert shard.shape == (part.numel(kind),) and shard.is_contiguous(), (kind, tuple(shard.shape))

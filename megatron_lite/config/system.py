@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron_lite.config.option import Area, Auto, debug_level, option
@@ -139,3 +140,16 @@ class RunConfig(Area):
         unset="on with wandb_status_interval",
         idle_unless="wandb_entity_name",
     )
+
+
+def number_of_stages(num_layers: int, layers_per_stage: float) -> int:
+    """Return the number of stages: the embedding, the groups of blocks, the head.
+
+    Group n, counted from 1, ends at block int(n * layers_per_stage), or at the last block.
+    """
+    groups = math.ceil(num_layers / layers_per_stage)  # may be off by one, as products round differently
+    while int(groups * layers_per_stage) < num_layers:
+        groups += 1
+    while int((groups - 1) * layers_per_stage) >= num_layers:
+        groups -= 1
+    return groups + 2

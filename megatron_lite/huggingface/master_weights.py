@@ -14,7 +14,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed
-    from megatron_lite.zero.flat_shard import Part
+    from megatron_lite.zero.flat_shard import FlatShard
     from megatron_lite.zero.multi_stage import MultiStage
 
 WINDOW_NUMEL = 2**24  # of fp32 on every rank: 64 MiB
@@ -33,7 +33,7 @@ def master_weights(model: MultiStage, distributed: Distributed, average: bool = 
             yield slot.spec.name, found.view(slot.spec.shape) if distributed.rank == 0 else found
 
 
-def _put_together(part: Part, distributed: Distributed, average: bool) -> Tensor:
+def _put_together(part: FlatShard, distributed: Distributed, average: bool) -> Tensor:
     """All shards of a range behind each other, (numel,) on rank 0's host; (0,) on the others."""
     world_size, shard_numel = distributed.world_size, part.layout.shard_numel
     whole = torch.empty(part.layout.numel if distributed.rank == 0 else 0)

@@ -24,13 +24,13 @@ from torch import Tensor
 
 from megatron_lite.config import AveragingConfig
 from megatron_lite.kernels.split_weights import ALL, chunk_bounds
-from megatron_lite.zero.flat_shard import Part
+from megatron_lite.zero.flat_shard import FlatShard
 
 
 class Averaging:
     """The averages of some parts: of those that keep one. With --ema_type=none nothing happens."""
 
-    def __init__(self, config: AveragingConfig, parts: Sequence[Part]) -> None:
+    def __init__(self, config: AveragingConfig, parts: Sequence[FlatShard]) -> None:
         self._config = config
         self._parts = [part for part in parts if part.average is not None]
         self.updates = 0  # since averaging began
@@ -54,7 +54,7 @@ class Averaging:
             self._share = newest / self._total if self._total else 0.0
         self.updates += 1
 
-    def follow(self, part: Part) -> None:
+    def follow(self, part: FlatShard) -> None:
         """Move the average of a part towards its weights."""
         for average, weights in _pieces(part):
             average.lerp_(weights, self._share)
@@ -78,7 +78,7 @@ def weight_in_sum(config: AveragingConfig, update: int) -> float:
     return 1.0 - math.sqrt(min((update - config.ema_switch_iter) / config.ema_decay_iters, 1.0))
 
 
-def _pieces(part: Part) -> Iterator[tuple[Tensor, Tensor]]:
+def _pieces(part: FlatShard) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (average, weights), (n,) each and fp32: the whole shard at once or, of a split shard, in chunks."""
     if part.average is None:
         return

@@ -23,7 +23,7 @@ from megatron_lite.optimizer.loss_scale import LossScale
 from megatron_lite.optimizer.rules.adamw import AdamW
 from megatron_lite.optimizer.rules.momentum import Momentum
 from megatron_lite.optimizer.rules.muon import Muon
-from megatron_lite.optimizer.rules.rule import Rule, Step, Trained
+from megatron_lite.optimizer.rules.rule import Rule, StepNumbers, Trained
 from megatron_lite.schedules.learning_rate import peak_learning_rate
 from megatron_lite.zero.stage import Stage
 
@@ -69,12 +69,14 @@ class Optimizer:
         verdict = self.guard.judge(iteration, loss / tokens, grad_norm)
         self._updates.add_(~verdict.skipped)
         divisor = scale / self.guard.clipping_factor(grad_norm)
-        step = Step(learning_rate, self._weight_decay(learning_rate), divisor, verdict.skipped.float(), self._updates)
-        self._rule.begin(self._trained, step)
+        numbers = StepNumbers(
+            learning_rate, self._weight_decay(learning_rate), divisor, verdict.skipped.float(), self._updates
+        )
+        self._rule.begin(self._trained, numbers)
         self.averaging.begin()
         for trained in self._trained:
             trained.stage.begin_update()
-            self._rule.apply(trained, step)
+            self._rule.apply(trained, numbers)
             self.averaging.follow(trained.part)
             updated(trained.stage)
         self.loss_scale.update(verdict.overflow)

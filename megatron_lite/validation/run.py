@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from megatron_lite.config import Draft
 from megatron_lite.config.structured_values import lr_scale_patterns, size_bytes, weighted_paths
+from megatron_lite.config.system import number_of_stages
 from megatron_lite.validation.messages import Problem, default, parsing, problem
-from megatron_lite.validation.warnings import number_of_stages
 
 PREFETCH_FACTOR = 2
 
@@ -43,7 +43,8 @@ def multi_stage(draft: Draft) -> Iterator[Problem]:
             "split_master_weights out"
         )
         yield problem(draft, "split_master_weights training_dtype", rule)
-    buffers, stages = draft.num_weight_buffers, number_of_stages(draft.num_layers, draft.layers_per_stage)
+    buffers, size = draft.num_weight_buffers, draft.layers_per_stage
+    stages = None if size == "auto" else number_of_stages(draft.num_layers, size)
     if buffers is None and draft.zero_stage == 3:
         name, fix = "zero_stage", "write --zero_stage=1 or 2"
     elif buffers is not None and (stages is None or buffers < stages - draft.tie_word_embeddings):

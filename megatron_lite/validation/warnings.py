@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from megatron_lite.config import Config, Draft, flatten
-from megatron_lite.config.option import Auto
 from megatron_lite.config.structured_values import lr_scale_patterns
+from megatron_lite.config.system import number_of_stages
 from megatron_lite.config.values import FLAGS, typed, written
 from megatron_lite.schedules.warnings import idle_schedule_options, schedule_warnings
 
@@ -41,21 +40,6 @@ def _nothing_to_train(options: Draft) -> Iterator[str]:
         yield "--train_iters=0: nothing is trained, so neither gradients nor optimizer state are allocated"
     else:
         yield "--train_iters=0: nothing is trained; only --export_format=distributed needs the optimizer state"
-
-
-def number_of_stages(num_layers: int, layers_per_stage: float | Auto) -> int | None:
-    """Return the number of stages: embedding, blocks and head. None if the split is chosen later.
-
-    As in `zero.layout.split_into_stages`, the n-th stage of blocks ends at block int(n * layers_per_stage).
-    """
-    if layers_per_stage == "auto":
-        return None
-    groups = math.ceil(num_layers / layers_per_stage)  # may be off by one: quotients and products round differently
-    while int(groups * layers_per_stage) < num_layers:
-        groups += 1
-    while int((groups - 1) * layers_per_stage) >= num_layers:
-        groups -= 1
-    return groups + 2
 
 
 def _risks(options: Draft) -> Iterator[str]:
@@ -141,7 +125,8 @@ def _buffer_count(options: Draft, name: str, count: int, shared_from: int) -> It
     shared_from: the lowest ZeRO stage in which all stages share two buffers.
     """
     zero_stage = options.zero_stage
-    stages = number_of_stages(options.num_layers, options.layers_per_stage)
+    size = options.layers_per_stage
+    stages = None if size == "auto" else number_of_stages(options.num_layers, size)
     used, instead = f"--{name}={count} is used", ""
     if stages is not None and count > stages:
         used = f"--{name}={count}: only {stages} are allocated, one per stage"

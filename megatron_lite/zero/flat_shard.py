@@ -1,6 +1,6 @@
-"""The trainable or the frozen parameters of one stage: a flat range, and this rank's shard of it.
+"""The trainable or the frozen parameters of a stage: a flat range, and this rank's shard of it.
 
-A stage's weight buffer holds its trainable range and behind it the frozen one; its gradient buffer the former alone.
+A stage's weight buffer holds the trainable range and then the frozen one; its gradient buffer only the trainable one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of what a stage holds."""
+    """Dtypes of a stage's memory."""
 
     training: torch.dtype  # weight buffers and activations
     gradients: torch.dtype
@@ -30,14 +30,18 @@ class Precision:
     split_master: bool = False  # keep the trainable fp32 weights as bf16 weights and remainders
 
 
-class Part:
-    """See the module. `has_state`: whether there are a gradient shard and moments."""
+class FlatShard:
+    """This rank's weights, gradients and optimizer state of one flat range.
+
+    has_state: there are a gradient shard and moments.
+    """
 
     weights: WeightShard
-    average: Tensor | None = None  # of the weights over the updates, (shard_numel,) fp32; None: nobody keeps it
-    shows_average = False  # `placed` is where the average is gathered, not the weights
+    placed: Tensor  # memory of the full range that layers compute with, (numel,): in the weight or the average buffer
+    average: Tensor | None = None  # running average of the weights, (shard_numel,) fp32; None: not kept
+    shows_average = False  # `placed` is for the average, not for the weights
     grad_shard: Tensor
-    moments: dict[str, Tensor]  # (numel,) in fp32, by name: what the optimizer remembers of each element
+    moments: dict[str, Tensor]  # optimizer state per element by name, (numel of that kind,) fp32
 
     def __init__(
         self,
@@ -61,17 +65,17 @@ class Part:
         owns_gradients: bool,
         precision: Precision,
     ) -> None:
-        """Take memory. Where a shard would hold the same bytes as its slice of a buffer that nobody else uses, it is
-        that slice: nothing is kept twice.
+        """Allocate memory; a shard that would repeat its slice of a buffer of this stage only is that slice.
 
-        full_weights, full_gradients: this range's place in the buffers, (numel,).
+        full_weights, full_gradients: this range of the buffers, (numel,). owns_weights, owns_gradients: no other stage
+        uses the buffer.
         """
-        self.full_weights = full_weights
+        self.full_weights = self.placed = full_weights
         self._own_weights = self._own(full_weights)
         dtype = precision.frozen_weights if self.frozen else torch.float32
         self.shares_weights = owns_weights and full_weights.dtype == dtype
         if precision.split_master and self.has_state:
-            assert owns_weights, "split master weights need a weight buffer for each stage"
+            assert owns_weights, "split master weights need a weight buffer per stage"
             self.weights = WeightShard.split_into(self._own_weights)
         elif self.shares_weights:
             self.weights = WeightShard(self._own_weights)
@@ -86,9 +90,9 @@ class Part:
             self.grad_shard = self.own_gradients if owns_gradients else self._zeros(precision.gradients)
 
     def initialize(self, seed: int) -> None:
-        """Fill the weight shard. Values depend on seed, parameter name and device type only, not on the layout.
+        """Draw the initial weights, which depend only on seed, parameter name and device type, not on the layout.
 
-        Each rank draws every parameter that its shard touches in full, one at a time, and keeps its slice.
+        One at a time, each rank draws every parameter in its shard whole and keeps its slice.
         """
         generator = torch.Generator(device=self._group.device)
         low = self._group.rank * self.layout.shard_numel
@@ -99,54 +103,44 @@ class Part:
             shard[slot.offset + start - low : slot.offset + end - low] = value.view(-1)[start:end]
         self.write("weights", shard)
 
-    def allocate_average(self, full_average: Tensor) -> None:
-        """Take memory for an average of the trainable weights.
-
-        full_average: a place to gather it in, and the frozen weights beside it, (numel,); the weight buffer cannot be
-        that place, it may be the masters' own memory.
-        """
-        self._full_average = full_average
+    def allocate_average(self) -> None:
+        """Allocate the average of the trainable weights."""
         if not self.frozen:
             self.average = self._zeros(torch.float32)
 
-    @property
-    def placed(self) -> Tensor:
-        """Where the full weights are gathered, or what stands for them at the moment: (numel,)."""
-        return self._full_average if self.shows_average else self.full_weights
-
     def place_weights(self) -> None:
-        """Round the shard to the training dtype, into this rank's slice of `placed`, unless that is done."""
+        """Round the shard to the training dtype into this rank's slice of `placed`, unless that is up to date."""
         if self.shows_average:
             self._own(self.placed).copy_(self.weights.read() if self.average is None else self.average)
         else:
             self.weights.round_into(self._own_weights)
 
-    # -- what a checkpoint holds -----------------------------------------------------------------------------------
+    # -- contents of a checkpoint ----------------------------------------------------------------------------------
 
     def kinds(self) -> dict[str, torch.dtype]:
-        """The tensors to save, (numel,) each, and their dtypes."""
+        """Return the names of the tensors to save, (numel,) each, and their dtypes."""
         averages = () if self.average is None else ("average",)
         return {"weights": self.weights.dtype, **dict.fromkeys((*self._moments, *averages), torch.float32)}
 
     def numel(self, kind: str) -> int:
-        """Elements of one of them on each rank: those of the shard, but of second moments that matrices do not have."""
+        """Return the elements saved per rank; Muon's matrices have no second moments."""
         if kind == "exp_avg_sq" and self.whole_matrices:
             return min(self.layout.first_matrix, self.layout.shard_numel)
         return self.layout.shard_numel
 
     def has(self, kind: str, spec: ParameterSpec) -> bool:
-        """Whether a parameter of this part has elements in it."""
+        """Return whether tensors of this kind hold elements of a parameter."""
         return not (kind == "exp_avg_sq" and self.whole_matrices and spec.matrix_rows)
 
     def read(self, kind: str) -> Tensor:
-        """One of them: the live shard or, of split weights, an fp32 copy made on the spot."""
+        """Return one kind: the live shard or, for split weights, an fp32 copy."""
         if kind == "average":
             assert self.average is not None
             return self.average
         return self.weights.read() if kind == "weights" else self.moments[kind]
 
     def write(self, kind: str, values: Tensor) -> None:
-        """Store what `read` has returned and somebody has changed; free where that was the live shard."""
+        """Store a changed tensor that `read` returned."""
         if kind == "weights":
             self.weights.write(values)
 
@@ -154,5 +148,5 @@ class Part:
         return full.view(self._group.world_size, -1)[self._group.rank]
 
     def _zeros(self, dtype: torch.dtype, numel: int | None = None) -> Tensor:
-        shape = self.layout.shard_numel if numel is None else numel
-        return torch.zeros(shape, dtype=dtype, device=self._group.device)
+        numel = self.layout.shard_numel if numel is None else numel
+        return torch.zeros(numel, dtype=dtype, device=self._group.device)

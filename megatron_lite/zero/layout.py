@@ -1,24 +1,26 @@
-"""Where everything lies: layers -> stages -> flat ranges -> shards -> buffers. Pure arithmetic, no tensors."""
+"""The layout of memory: layers -> stages -> flat ranges -> shards -> buffers. Pure arithmetic, no tensors."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_lite.config.system import number_of_stages
 from megatron_lite.parameter import ParameterSpec
 
-# Parameters and shards start at multiples of 64 elements: 128 bytes in the smallest dtype used (bf16, fp16).
+# Parameters and shards start at multiples of 64 elements: 128 bytes in the smallest dtypes (bf16, fp16).
 ALIGNMENT = 64
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple that is not below the value."""
+    """Return the smallest multiple that is not below the value."""
     return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class ParameterSlot:
-    """The place of one parameter in its stage's flat range."""
+    """The place of one parameter in a flat range of its stage."""
 
     spec: ParameterSpec
     offset: int  # elements
@@ -34,14 +36,14 @@ class ParameterSlot:
 
 @dataclass(frozen=True)
 class UpdateRange:
-    """A run of shard elements that are updated alike; bounds are relative to the shard."""
+    """A run of elements with the same update rule; bounds are relative to the shard."""
 
     start: int
     end: int
     is_matrix: bool
     weight_decay: bool
     lr_scale: float
-    slot: int  # index of its first parameter in the layout
+    slot: int  # index of the run's first parameter in the layout
 
 
 @dataclass(frozen=True)
@@ -64,24 +66,23 @@ class FlatLayout:
 
     @property
     def has_matrices(self) -> bool:
-        """Whether there are matrices between hidden layers."""
+        """Whether the range holds matrices between hidden layers."""
         return any(slot.spec.matrix_rows for slot in self.slots)
 
     @property
     def first_matrix(self) -> int:
-        """Where the matrices between hidden layers begin, in elements of the range; its end if there are none."""
+        """The element at which the matrices between hidden layers begin; the end of the range without any."""
         return next((slot.offset for slot in self.slots if slot.spec.matrix_rows), self.numel)
 
-    def update_ranges(self, rank: int, apart: bool = False) -> list[UpdateRange]:
-        """This rank's shard cut where the matrices begin, and where weight decay or learning-rate scale change;
-        `apart`: at every parameter.
+    def update_ranges(self, rank: int, separate: bool = False) -> list[UpdateRange]:
+        """Cut a rank's shard where the matrices begin and where weight decay or learning-rate scale change.
 
-        Padding goes with the parameter before it: its weight, gradient and moments are zero, and Adam leaves zeros at
-        zero.
+        `separate`: cut at every parameter. Padding belongs to the parameter before it: weight, gradient and moments of
+        padding are zero, and every rule leaves zeros at zero.
         """
-        firsts: list[int] = []  # of each run of parameters that are updated alike
+        firsts: list[int] = []  # index of the first parameter in each run
         for index, slot in enumerate(self.slots):
-            if apart or not firsts or _update_kind(self.slots[firsts[-1]].spec) != _update_kind(slot.spec):
+            if separate or not firsts or _update_kind(self.slots[firsts[-1]].spec) != _update_kind(slot.spec):
                 firsts.append(index)
         starts = [self.slots[index].offset for index in firsts]
         low, ends = rank * self.shard_numel, starts[1:] + [self.numel]
@@ -94,7 +95,7 @@ class FlatLayout:
         return [part for part in ranges if part.start < part.end]
 
     def pieces(self, rank: int) -> Iterator[tuple[ParameterSlot, int, int]]:
-        """What a rank's shard holds: (slot, start, end), bounds in elements of the parameter."""
+        """Yield the pieces of parameters in a rank's shard: (slot, start, end), bounds in elements of the parameter."""
         low, high = rank * self.shard_numel, (rank + 1) * self.shard_numel
         for slot in self.slots:
             start, end = max(slot.offset, low), min(slot.end, high)
@@ -107,46 +108,45 @@ def _update_kind(spec: ParameterSpec) -> tuple[bool, bool, float]:
 
 
 def lay_out(specs: Sequence[ParameterSpec], world_size: int) -> FlatLayout:
-    """Place parameters in a flat range, each at an aligned offset: those that are updated alike lie together.
+    """Place parameters in a flat range at aligned offsets, grouped by update rule.
 
-    The matrices between hidden layers come last, and before them parameters exempt from weight decay first.
+    The matrices between hidden layers come last; parameters without weight decay come before the others.
     """
     slots, offset = [], 0
-    for spec in sorted(specs, key=_update_kind):  # stable: else as declared
+    for spec in sorted(specs, key=_update_kind):  # stable: in declared order within a group
         slots.append(ParameterSlot(spec, offset))
         offset = round_up(offset + spec.padded_numel, ALIGNMENT)
     return FlatLayout(tuple(slots), world_size, round_up(offset, world_size * ALIGNMENT) // world_size)
 
 
 def split_into_stages(num_layers: int, layers_per_stage: float) -> list[range]:
-    """Group the embedding, `num_layers` blocks and the head: [embedding], [blocks...]..., [head], as layer indices.
+    """Split the layers into stages, as ranges of layer indices: [embedding], [blocks...]..., [head].
 
     Fractions balance: with 1.5, stages of one and two blocks alternate.
     """
-    borders = [0]
-    while borders[-1] < num_layers:
-        borders.append(min(num_layers, max(borders[-1] + 1, int(len(borders) * layers_per_stage))))
-    blocks = [range(1 + start, 1 + end) for start, end in zip(borders, borders[1:], strict=False)]
+    count = number_of_stages(num_layers, layers_per_stage) - 2
+    ends = [min(num_layers, int(index * layers_per_stage)) for index in range(count + 1)]
+    blocks = [range(1 + start, 1 + end) for start, end in itertools.pairwise(ends)]
     return [range(0, 1), *blocks, range(num_layers + 1, num_layers + 2)]
 
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """Which buffer each stage uses, and how large each buffer is."""
+    """The buffer of each stage, and the size of each buffer."""
 
-    placement: tuple[int | None, ...]  # stage -> buffer; None: it needs none
+    placement: tuple[int | None, ...]  # stage -> buffer; None: not needed
     sizes: tuple[int, ...]  # elements
-    own: tuple[bool, ...]  # stage -> nobody else uses its buffer
+    own: tuple[bool, ...]  # stage -> no other stage uses its buffer
 
 
 def plan_buffers(
     stage_sizes: Sequence[int], num_buffers: int, keep_apart: frozenset[int], every: bool = False
 ) -> BufferPlan:
-    """The i-th stage uses buffer i mod `num_buffers`, as large as the largest stage in it.
+    """Give stage i buffer i mod `num_buffers`, as large as the largest of its stages.
 
-    Stages of size 0 need none (gradients of frozen stages) and are not counted; with `every` they get one of size 0
-    (weights of a tied head whose norm has none). Stages in `keep_apart` (a tied embedding: needed first and last) get a
-    buffer of their own and are not counted either.
+    Stages of size 0 (gradients of frozen stages) are not counted and get no buffer; with `every` they get one of size 0
+    (weights of a tied head whose norm has none). Stages in `keep_apart` (a tied embedding, needed first and last) are
+    not counted either and get a buffer of their own.
     """
     needy = [stage for stage, size in enumerate(stage_sizes) if size or every]
     apart = [stage for stage in needy if stage in keep_apart or not stage_sizes[stage]]

@@ -1,4 +1,4 @@
-"""All stages of a model, and the memory that they share."""
+"""All stages of a model, and the buffers they share."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron_lite.config import BatchConfig, MultiStageConfig
 from megatron_lite.distributed.process_group import Group
 from megatron_lite.parameter import DTYPES, Parameter
 from megatron_lite.zero import runner
-from megatron_lite.zero.flat_shard import ADAM_MOMENTS, Part, Precision
+from megatron_lite.zero.flat_shard import ADAM_MOMENTS, FlatShard, Precision
+from megatron_lite.zero.layer import Layer
 from megatron_lite.zero.layout import BufferPlan, plan_buffers, split_into_stages
-from megatron_lite.zero.observer import Observer
 from megatron_lite.zero.schedule import StagePlan, Step, evaluation_schedule, first_trained, training_schedule
-from megatron_lite.zero.stage import Buffer, Stage
+from megatron_lite.zero.stage import Buffer, Observer, Stage
 from megatron_lite.zero.throttle import Throttle
 
 
@@ -35,16 +35,15 @@ class MemoryRow:
 class MultiStage:
     """A chain of layers, partitioned over the data-parallel ranks.
 
-    Layers may carry `borrows_from` (layers whose parameters they also use), `gradients_in_forward` and
-    `backward_needs_weights`. `moments`: names of what the optimizer remembers of each element. `averaged`: there is an
-    average of the trainable weights, which somebody else updates. `whole_matrices`: the optimizer needs the matrices
-    between hidden layers whole, and remembers no second moment of them. Without `training` (inference) there are no
-    gradients and no moments.
+    training: False (inference) allocates no gradients and no moments.
+    moments: names of the optimizer state kept per element.
+    averaged: keep a running average of the trainable weights, which `optimizer.Averaging` updates.
+    whole_matrices: the optimizer needs the matrices between hidden layers whole and keeps no second moment of them.
     """
 
     def __init__(
         self,
-        layers: Sequence[torch.nn.Module],
+        layers: Sequence[Layer],
         config: MultiStageConfig,
         batch: BatchConfig,
         training_dtype: str,
@@ -83,48 +82,48 @@ class MultiStage:
         assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches
         self._breadth_first = batch.breadth_first_micro_batches
         self._schedules: dict[tuple[str, int], list[Step]] = {}
-        # Of the largest batch. Whatever their number of micro-batches, all schedules begin with the same gathers.
+        # The schedule of the largest batch; every schedule begins with the same gathers.
         self.training_schedule = self._schedule("training", batch.depth_first_micro_batches * self._breadth_first)
         throttled = config.throttle_cpu and group.device.type == "cuda"
         self._throttle = Throttle(config.throttle_cpu_rate, config.throttle_cpu_delay) if throttled else None
 
     def initialize(self, seed: int) -> None:
-        """Fill the weight shards with their initial values."""
+        """Draw the initial weights."""
         for stage in self.stages:
             stage.initialize(seed)
         self.invalidate()
 
     def observe(self, observer: Observer) -> None:
-        """Let somebody look on while layers compute."""
+        """Report layer outputs and gradients to an observer."""
         for stage in self.stages:
             stage.observer = observer
 
     # -- computing --------------------------------------------------------------------------------------------------
 
     def forward_backward(self, micro_batches: Sequence[Any]) -> Tensor:
-        """One iteration's gradients, into the shards; returns the summed loss of this rank."""
+        """Compute one iteration's gradients into the shards and return this rank's summed loss."""
         assert self.training, "a model in inference mode has no gradients"
         assert not self._shows_average, "averages are not trained"
         schedule = self._schedule("training", len(micro_batches))
         return runner.forward_backward(self.stages, schedule, micro_batches, self._throttle)
 
     def evaluate(self, micro_batches: Sequence[Any]) -> Tensor:
-        """The summed loss of this rank, without gradients."""
+        """Return this rank's summed loss, without gradients."""
         kind = "average" if self._shows_average else "evaluation"
         return runner.evaluate(self.stages, self._schedule(kind, len(micro_batches)), micro_batches)
 
     def output(self, micro_batch: Any) -> Tensor:
-        """What the last layer makes of one micro-batch, without gradients."""
-        assert not self._shows_average, "the averages are there to be evaluated"
+        """Return the last layer's output for one micro-batch, without gradients."""
+        assert not self._shows_average, "averages are only evaluated"
         (result,) = runner.outputs(self.stages, self._schedule("evaluation", 1), [micro_batch])
         return result
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, the averages stand for the weights: `evaluate` and `full_weights` use them.
+        """Let `evaluate` and `full_weights` use the averages in place of the weights inside this context.
 
-        They are gathered in buffers of their own, as those of the weights may be the masters' memory; so the weights,
-        their buffers and the gathers under way there stay as they are.
+        Averages are gathered into buffers of their own, because a weight buffer may be the master weights' memory.
+        Weight buffers and their gathers under way stay as they are.
         """
         assert self._average_buffers, "this model keeps no averages"
         self._show_averages(True)
@@ -137,12 +136,16 @@ class MultiStage:
         self._shows_average = shown
         for buffer in self._average_buffers:
             buffer.holder = None  # the averages may change before they are shown again
-        for stage in self.stages:
-            stage.show_average(shown)
+        plans, buffers = self._plans, self._weight_buffers
+        if shown:
+            plans, buffers = self._average_plans, self._average_buffers
+        for stage, plan in zip(self.stages, plans, strict=True):
+            stage.compute_with(buffers[plan.weight_buffer], averages=shown)
 
     def updated(self, stage: Stage) -> None:
-        """The optimizer has finished this stage's shard: its buffer is old, and if the next step begins with its
-        gather, that starts now, beside the update of the stages behind it.
+        """Declare this stage's full weights stale after an update of its shard.
+
+        If the next step begins with their gather, start the gather now, while later stages are updated.
         """
         if stage.weights.holder == stage.index:
             stage.weights.holder = None
@@ -150,24 +153,24 @@ class MultiStage:
             stage.gather()
 
     def gather_ahead(self) -> None:
-        """Start the gathers that the next step begins with."""
+        """Start the gathers with which the next step begins."""
         for index in self.training_schedule[0].gather:
             self.stages[index].gather()
 
     def finish(self) -> None:
-        """Wait for what is still under way: to be called before the ranks part."""
+        """Wait for gathers under way; call before ranks leave the group."""
         for stage in self.stages:
             stage.weights.wait()
 
     def invalidate(self) -> None:
-        """All shards have changed: no buffer holds current weights any more."""
+        """Declare all full weights stale after a change of the shards."""
         for stage in self.stages:
             stage.weights.holder = None
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full weight in the training dtype), gathered stage by stage: valid until the next one is asked for.
+        """Gather stage by stage and yield (name, full weight in the training dtype), valid until the next is requested.
 
-        Every rank has to iterate to the end.
+        Every rank must iterate to the end.
         """
         for stage in self.stages:
             stage.gather()
@@ -176,14 +179,14 @@ class MultiStage:
                 yield name, parameter.detach()
 
     def is_finite(self) -> bool:
-        """Whether all weights of this rank's shards are finite (reads the device)."""
+        """Return whether all weights of this rank's shards are finite (reads the device)."""
         extremes = [torch.stack(torch.aminmax(part.read("weights"))).float() for _, part in self.parts()]
         return bool(torch.isfinite(torch.stack(extremes)).all())
 
     def time_collectives(self, barrier: Callable[[], None], repeats: int = 3) -> dict[str, float]:
-        """Seconds that one gather and one reduction of every stage take with nothing beside them, by kind.
+        """Return the seconds that gathering and reducing all stages once take with nothing else running, by kind.
 
-        The fastest of a few repetitions; to be called before training: gradient buffers hold garbage afterwards.
+        Takes the fastest of a few repetitions. Call before training: gradient buffers hold garbage afterwards.
         """
         best = {}
         for kind in ("gather", "reduce"):
@@ -204,16 +207,16 @@ class MultiStage:
             best[kind] = min(runs)
         return best
 
-    # -- what it consists of ------------------------------------------------------------------------------------------
+    # -- contents -----------------------------------------------------------------------------------------------------
 
-    def parts(self) -> Iterator[tuple[int, Part]]:
-        """(stage index, part) of all flat ranges, in order."""
+    def parts(self) -> Iterator[tuple[int, FlatShard]]:
+        """Yield (stage index, flat shard) in order."""
         for stage in self.stages:
             for part in stage.parts:
                 yield stage.index, part
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """(global name, full parameter) of all stages."""
+        """Yield (global name, full parameter) of all stages."""
         for stage in self.stages:
             yield from stage.parameters()
 
@@ -222,7 +225,7 @@ class MultiStage:
         return sum(slot.numel for _, part in self.parts() for slot in part.layout.slots)
 
     def memory_table(self) -> list[MemoryRow]:
-        """What this rank holds, by kind, counting memory that serves two kinds once (as the buffer)."""
+        """Return this rank's memory by kind; memory that is both shard and buffer counts as buffer."""
         parts = [part for _, part in self.parts()]
         trained, frozen = [p for p in parts if not p.frozen], [p for p in parts if p.frozen]
         stateful = [part for part in parts if part.has_state]
@@ -244,11 +247,11 @@ class MultiStage:
         return [MemoryRow(kind, sum(size > 0 for size in every), sum(every)) for kind, every in sizes.items()]
 
     def memory_bytes(self) -> dict[str, int]:
-        """`memory_table` without the counts."""
+        """Return the bytes of `memory_table` by kind."""
         return {row.kind: row.bytes for row in self.memory_table()}
 
     def buffer_counts(self) -> tuple[int, int]:
-        """Weight buffers, gradient buffers."""
+        """Return the numbers of weight buffers and gradient buffers."""
         return sum(buffer.data.numel() > 0 for buffer in self._weight_buffers), len(self._grad_buffers)
 
     # -- building -----------------------------------------------------------------------------------------------------
@@ -259,7 +262,7 @@ class MultiStage:
         self.grad_plan = plan_buffers([stage.grad_numel for stage in self.stages], grad_count, self._tied())
         self._weight_buffers = self._buffers(self.weight_plan, self.precision.training)
         self._grad_buffers = self._buffers(self.grad_plan, self.precision.gradients)
-        # Rounded to bf16 by who orthogonalizes. With other ranks two: one is sent while the other is worked on.
+        # bf16, to which Muon rounds before orthogonalizing. Two with other ranks: one is sent while the other is used.
         count = 1 if self.group.world_size == 1 else 2
         update_plan = plan_buffers([stage.update_numel for stage in self.stages], count, frozenset())
         self._update_buffers = self._buffers(update_plan, torch.bfloat16)
@@ -269,36 +272,37 @@ class MultiStage:
             weights, gradients = (plan.placement[stage.index] for plan in (self.weight_plan, self.grad_plan))
             assert weights is not None
             stage.allocate(
-                self._weight_buffers[weights],
-                self.weight_plan.own[stage.index],
-                None if gradients is None else self._grad_buffers[gradients],
-                self.grad_plan.own[stage.index],
-                self.precision,
+                weights=self._weight_buffers[weights],
+                owns_weights=self.weight_plan.own[stage.index],
+                gradients=None if gradients is None else self._grad_buffers[gradients],
+                owns_gradients=self.grad_plan.own[stage.index],
+                precision=self.precision,
             )
 
     def _allocate_averages(self) -> None:
-        """Averages, and two buffers that all stages share: one to compute with and one to gather into, whatever the
-        ZeRO stage. Alone there is nothing to gather ahead: one. Taken now, so that no validation runs out of memory.
+        """Allocate averages and, at any ZeRO stage, two buffers that all stages share: one to compute, one to gather.
+
+        One rank has nothing to gather ahead and needs one. Allocating now keeps validation from running out of memory.
         """
         count = 1 if self.group.world_size == 1 else 2
         plan = plan_buffers([stage.numel for stage in self.stages], count, self._tied(), every=True)
         self._average_buffers = self._buffers(plan, self.precision.training)
         self._average_plans = [self._plan(stage, plan) for stage in self.stages]
-        for stage, one in zip(self.stages, self._average_plans, strict=True):
-            stage.allocate_average(self._average_buffers[one.weight_buffer])
+        for _, part in self.parts():
+            part.allocate_average()
 
     def _tied(self) -> frozenset[int]:
-        """Stages whose parameters others use, too."""
+        """Return the stages whose parameters other stages use too."""
         return frozenset(lender for lenders in self._borrows for lender in lenders)
 
     def _buffer_counts(self, config: MultiStageConfig) -> tuple[int, int]:
-        """Buffers for weights and gradients: explicit counts win over the ZeRO stage."""
+        """Return the numbers of weight and gradient buffers: explicit counts win over the ZeRO stage."""
         every, alone = len(self.stages), self.group.world_size == 1
         zero_stage = config.zero_stage or 1
         assert zero_stage != "auto", "resolved before"
         weights = config.num_weight_buffers or (2 if zero_stage == 3 else every)
         gradients = config.num_grad_buffers or (2 if zero_stage >= 2 else every)
-        # Alone the shard is the whole: where it has the dtype of the buffers, a buffer for each stage costs nothing.
+        # With one rank the shard is the full tensor: if it has the buffers' dtype, a buffer per stage costs nothing.
         if alone and self.precision.training == torch.float32:
             weights = every
         return weights, every if alone else gradients
@@ -307,7 +311,7 @@ class MultiStage:
         return [Buffer(size, dtype, self.group.device) for size in plan.sizes]
 
     def _schedule(self, kind: str, micro_batches: int) -> list[Step]:
-        """The steps of an iteration of so many micro-batches, worked out when they are first asked for."""
+        """Return the steps of an iteration of N micro-batches, computed on the first request."""
         if (kind, micro_batches) not in self._schedules:
             depth_first, rest = divmod(micro_batches, self._breadth_first)
             if kind == "training":
@@ -322,16 +326,16 @@ class MultiStage:
         weight_buffer, grad_buffer = weight_plan.placement[stage.index], self.grad_plan.placement[stage.index]
         assert weight_buffer is not None
         return StagePlan(
-            weight_buffer,
-            grad_buffer,
-            self._borrows[stage.index],
-            any(getattr(layer, "gradients_in_forward", False) for layer in stage.layers),
-            stage.backward_needs_weights,
+            weight_buffer=weight_buffer,
+            grad_buffer=grad_buffer,
+            borrows_from=self._borrows[stage.index],
+            gradients_in_forward=any(layer.gradients_in_forward for layer in stage.layers),
+            backward_needs_weights=stage.backward_needs_weights,
         )
 
     def _lenders(self, stage: Stage) -> tuple[int, ...]:
-        """The other stages whose parameters this one uses."""
-        borrowed = [lender for layer in stage.layers for lender in getattr(layer, "borrows_from", ())]
+        """Return the other stages whose parameters this one uses."""
+        borrowed = [lender for layer in stage.layers for lender in layer.borrows_from]
         return tuple(
             other.index
             for other in self.stages
@@ -339,6 +343,6 @@ class MultiStage:
         )
 
 
-def _weight_bytes(part: Part) -> int:
-    """Bytes of a weight shard outside of the weight buffer."""
+def _weight_bytes(part: FlatShard) -> int:
+    """Return the bytes of a weight shard outside the weight buffer."""
     return 0 if part.shares_weights else part.weights.nbytes

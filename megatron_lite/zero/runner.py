@@ -1,4 +1,4 @@
-"""Executes a schedule: the training step of the ZeRO paper, one line for each thing that happens."""
+"""Execution of a schedule: the training step of the ZeRO paper, one line per event."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_lite.zero.throttle import Throttle
 def forward_backward(
     stages: Sequence[Stage], schedule: Sequence[Step], micro_batches: Sequence[Any], throttle: Throttle | None
 ) -> Tensor:
-    """Run one iteration's micro-batches; returns their summed loss, () on this rank.
+    """Run one iteration's micro-batches and return their summed loss, () on this rank.
 
     Afterwards every `grad_shard` holds this rank's slice of the gradient summed over micro-batches and ranks.
     """
@@ -45,12 +45,12 @@ def forward_backward(
 
 
 def evaluate(stages: Sequence[Stage], schedule: Sequence[Step], micro_batches: Sequence[Any]) -> Tensor:
-    """The summed loss of the micro-batches, () on this rank; gradients and shards are left alone."""
+    """Return the summed loss of the micro-batches, () on this rank, without touching gradients or shards."""
     return torch.stack(outputs(stages, schedule, micro_batches)).sum()
 
 
 def outputs(stages: Sequence[Stage], schedule: Sequence[Step], micro_batches: Sequence[Any]) -> list[Tensor]:
-    """What the last stage makes of each micro-batch, by forward passes alone."""
+    """Run forward passes only and return the last stage's output for each micro-batch."""
     hidden: dict[int, Tensor] = {}
     for step in schedule:
         for index in step.gather:

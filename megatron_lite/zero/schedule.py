@@ -1,9 +1,10 @@
-"""A training step as a list: which stage computes which micro-batch when, and when its weights are gathered and its
-gradients reduced. Nothing here runs anything, so the order of every collective can be read and tested by itself.
+"""A training step as a list: when each stage computes each micro-batch, gathers its weights and reduces its gradients.
 
-Accumulation over micro-batches is depth-first (forward and backward of one after the other) or breadth-first (all
-micro-batches through a stage before the next stage: one gather and one reduction per stage and step even in ZeRO-3,
-at the price of all their activations; Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953).
+Nothing here runs anything, so tests read the order of every collective off the list.
+
+Micro-batches accumulate depth-first (forward and backward of one before the next) or breadth-first (all of them through
+a stage before the next stage, which takes one gather and one reduction per stage and step even in ZeRO-3, but keeps all
+their activations; Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953).
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What the schedule needs to know of one stage."""
+    """One stage, as the schedule knows it."""
 
     weight_buffer: int
-    grad_buffer: int | None  # None: it has no parameters to train
-    borrows_from: tuple[int, ...] = ()  # stages whose parameters it uses as well
+    grad_buffer: int | None  # None: nothing to train
+    borrows_from: tuple[int, ...] = ()  # stages whose parameters it uses too
     gradients_in_forward: bool = False
     backward_needs_weights: bool = True
 
@@ -28,26 +29,26 @@ class StagePlan:
 class Step:
     """One pass of one micro-batch through one stage, and the collectives around it.
 
-    Order: start `gather`, wait for the weights in `needs`, take over the buffers in `accumulate` that changed hands,
-    compute, start `reduce`.
+    In this order: start `gather`, wait for the weights in `needs`, take over the buffers in `accumulate`, compute,
+    start `reduce`.
     """
 
     kind: Literal["forward", "backward"]
     stage: int
     micro_batch: int
-    needs: tuple[int, ...]  # stages whose full weights it uses
-    gather: tuple[int, ...]  # stages whose gather starts before it: for itself, or as a prefetch
-    accumulate: tuple[int, ...]  # stages whose gradient buffer it writes
-    reduce: tuple[tuple[int, bool], ...]  # (stage, add to the shard?) whose reduction starts after it
+    needs: tuple[int, ...]  # stages whose full weights the pass uses
+    gather: tuple[int, ...]  # stages whose gather starts before the pass, for the pass or as a prefetch
+    accumulate: tuple[int, ...]  # stages whose gradient buffers the pass writes
+    reduce: tuple[tuple[int, bool], ...]  # (stage, add to its shard?) whose reduction starts after the pass
 
 
 def first_trained(stages: Sequence[StagePlan]) -> int:
-    """The first stage with a backward pass: those before it have nothing to train, nor anything that leads there."""
+    """Return the first stage with a backward pass: no stage before it has anything to train."""
     return next((i for i, stage in enumerate(stages) if stage.grad_buffer is not None), len(stages))
 
 
 def training_schedule(stages: Sequence[StagePlan], depth_first: int, breadth_first: int) -> list[Step]:
-    """The steps of one iteration of depth_first * breadth_first micro-batches (numbered breadth-first within)."""
+    """Return the steps of an iteration of depth_first * breadth_first micro-batches, numbered breadth-first within."""
     order: list[tuple[Literal["forward", "backward"], int, int]] = []
     backward_stages = range(len(stages) - 1, first_trained(stages) - 1, -1)
     for depth in range(depth_first):
@@ -58,7 +59,7 @@ def training_schedule(stages: Sequence[StagePlan], depth_first: int, breadth_fir
 
 
 def evaluation_schedule(stages: Sequence[StagePlan], micro_batches: int) -> list[Step]:
-    """Forward passes only, one micro-batch after the other."""
+    """Return the steps of forward passes only, one micro-batch after the other."""
     order: list[tuple[Literal["forward", "backward"], int, int]] = [
         ("forward", stage, micro) for micro in range(micro_batches) for stage in range(len(stages))
     ]
@@ -68,18 +69,16 @@ def evaluation_schedule(stages: Sequence[StagePlan], micro_batches: int) -> list
 def _with_collectives(
     stages: Sequence[StagePlan], order: Sequence[tuple[Literal["forward", "backward"], int, int]]
 ) -> list[Step]:
-    uses = [(stage, *stages[stage].borrows_from) for _, stage, _ in order]
-    needs = [
-        use if kind == "forward" or stages[stage].backward_needs_weights else ()
-        for (kind, stage, _), use in zip(order, uses, strict=True)
-    ]
     training = any(kind == "backward" for kind, _, _ in order)
-    writes = [
-        tuple(used for used in use if stages[used].grad_buffer is not None)
-        if training and (kind == "backward" or stages[stage].gradients_in_forward)
-        else ()
-        for (kind, stage, _), use in zip(order, uses, strict=True)
-    ]
+    needs: list[tuple[int, ...]] = []  # stages whose weights each step uses
+    writes: list[tuple[int, ...]] = []  # stages whose gradients it writes
+    for kind, stage, _ in order:
+        plan = stages[stage]
+        uses = (stage, *plan.borrows_from)
+        needs_weights = kind == "forward" or plan.backward_needs_weights
+        writes_gradients = kind == "backward" or (training and plan.gradients_in_forward)
+        needs.append(uses if needs_weights else ())
+        writes.append(tuple(used for used in uses if writes_gradients and stages[used].grad_buffer is not None))
     gathers = _place_gathers(stages, needs)
     reduces = _place_reduces(stages, writes)
     return [
@@ -89,9 +88,10 @@ def _with_collectives(
 
 
 def _place_gathers(stages: Sequence[StagePlan], needs: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Each gather starts as soon as its buffer is free: right after the last step that uses what the buffer held.
+    """Start each gather as soon as its buffer is free: right after the last step that uses what the buffer held.
 
-    With two buffers that is one stage ahead of its use, with one buffer just before it, with one per stage at once.
+    With two buffers a gather starts one stage ahead of its use, with one buffer just before it, with a buffer per stage
+    at once.
     """
     free_from: dict[int, int] = {}  # buffer -> first step that no longer uses what it holds
     holder: dict[int, int] = {}
@@ -109,7 +109,7 @@ def _place_gathers(stages: Sequence[StagePlan], needs: Sequence[tuple[int, ...]]
 def _place_reduces(
     stages: Sequence[StagePlan], writes: Sequence[tuple[int, ...]]
 ) -> list[tuple[tuple[int, bool], ...]]:
-    """A reduction starts after the last write of a stage before another stage takes its buffer, or the step ends."""
+    """Start each reduction after the stage's last write before another stage takes its buffer or the iteration ends."""
     reduces: list[list[tuple[int, bool]]] = [[] for _ in writes]
     last_write: dict[int, tuple[int, int]] = {}  # buffer -> (stage, step)
     reduced: set[int] = set()

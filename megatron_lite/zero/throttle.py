@@ -1,7 +1,7 @@
-"""Keeps the host from running far ahead of the GPU.
+"""A limit on how far the host runs ahead of the GPU.
 
-What the host has queued keeps its memory: a host that is many stages ahead makes the allocator hold several stages'
-temporaries at once, and flush its cache when they no longer fit (Lamy-Poirier 2022, appendix D.2).
+Queued operations hold their memory: if the host is many stages ahead, the allocator holds several stages' temporaries
+at once and flushes its cache when they no longer fit (Lamy-Poirier 2022, appendix D.2).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class Event(Protocol):
-    """A point in the stream of the GPU."""
+    """A point in the GPU's stream."""
 
     def record(self) -> None: ...
 
@@ -22,7 +22,7 @@ class Event(Protocol):
 
 
 class Throttle:
-    """Records an event every `rate` steps, and then waits for the one of `delay` recordings ago. Reads no value."""
+    """Records an event every `rate` steps, then waits for the event recorded `delay` events ago. Reads no value."""
 
     def __init__(self, rate: int, delay: int, new_event: Callable[[], Event] = torch.cuda.Event) -> None:
         self._rate, self._delay, self._new_event = rate, delay, new_event
@@ -30,7 +30,7 @@ class Throttle:
         self._steps = 0
 
     def step(self) -> None:
-        """To be called after each step of the schedule."""
+        """Record and wait if it is time; call after each step of the schedule."""
         self._steps += 1
         if self._steps % self._rate:
             return

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.model.block import Block
-from megatron_lite.zero.observer import Observer
+from megatron_lite.zero.stage import Observer
 from tests.support.harness import layers_of, tiny_config
 from tests.support.memory_meters import a_model, micro_batches
 

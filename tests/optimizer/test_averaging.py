@@ -22,7 +22,7 @@ from megatron_lite.kernels import split_weights
 from megatron_lite.kernels.split_weights import WeightShard
 from megatron_lite.optimizer import averaging
 from megatron_lite.optimizer.averaging import Averaging, weight_in_sum
-from megatron_lite.zero.stage import Stage
+from megatron_lite.zero.stage import Buffer, Stage
 from tests.support.engine_runs import Engine, LateGroup, Outcome, SimulatedRanks
 from tests.support.harness import run_distributed
 
@@ -275,16 +275,15 @@ def test_evaluating_averages_changes_nothing(ranks: int) -> None:
             assert not set(always.evaluated) & set(always.averaged), options
 
 
-def gather_into_the_weights(stage: Stage, shown: bool) -> None:
-    """A mutation of `Stage.show_average`: averages are gathered where the weights lie."""
+def gather_into_the_weights(stage: Stage, buffer: Buffer, averages: bool) -> None:
+    """A mutation of `Stage.compute_with`: averages are gathered into the weight buffer."""
     for part in stage.parts:
-        part.shows_average = shown
-        part._full_average = part.full_weights
+        part.shows_average = averages
     stage.weights.holder = None
 
 
 def never_and_always_mutated(ranks: Any, options: Options) -> tuple[Outcome, Outcome]:
-    with mock.patch.object(Stage, "show_average", gather_into_the_weights):
+    with mock.patch.object(Stage, "compute_with", gather_into_the_weights):
         return never_and_always(ranks, options)
 
 

@@ -76,7 +76,7 @@ class FakeDistributed:
 
 @dataclasses.dataclass
 class FakePart:
-    """The parts of `Part` that checkpoints use. `copies`: as split master weights, `read` makes a copy of weights."""
+    """The parts of `FlatShard` that checkpoints use. `copies`: `read` copies weights, as for split master weights."""
 
     layout: FlatLayout
     frozen: bool

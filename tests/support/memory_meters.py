@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_lite.config import Config
 from megatron_lite.model.layer import Layer, MicroBatch
 from megatron_lite.zero.multi_stage import MultiStage
-from megatron_lite.zero.observer import Observer
+from megatron_lite.zero.stage import Observer
 from tests.support.harness import layers_of
 
 

@@ -8,10 +8,11 @@ from megatron_lite.cli.help import banner, default_words, help_text
 from megatron_lite.cli.parse import ParseError, folder_of, parse
 from megatron_lite.config import Config, flatten, unflatten
 from megatron_lite.config.structured_values import lr_scale_patterns
+from megatron_lite.config.system import number_of_stages
 from megatron_lite.config.values import FLAGS
 from megatron_lite.errors import UsageError
 from megatron_lite.validation import planned_world_size, resolve, warnings
-from megatron_lite.validation.warnings import DEBUG_LEVELS, number_of_stages
+from megatron_lite.validation.warnings import DEBUG_LEVELS
 from megatron_lite.zero.layout import split_into_stages
 
 COMPLETE = ("--dataset_source=random", "--train_iters=10", "--experiment_dir=/run")
@@ -506,5 +507,4 @@ def test_number_of_stages_is_that_of_the_split() -> None:
         for hundredths in (*range(100, 400), 777, 6400, 10**6):
             split = split_into_stages(num_layers, hundredths / 100)
             assert number_of_stages(num_layers, hundredths / 100) == len(split), (num_layers, hundredths)
-    assert number_of_stages(12, "auto") is None
     assert number_of_stages(2**53 + 1, 1.0) == 2**53 + 4  # no loop over the stages, whatever rounding does

@@ -58,7 +58,7 @@ def test_update_ranges_cover_the_shard_and_agree_with_the_parameters(
             low = slot.offset + start - rank * layout.shard_numel
             owner = [part for part in ranges if part.start <= low and low + stop - start <= part.end]
             assert [part.weight_decay for part in owner] == [slot.spec.weight_decay]
-        apart = layout.update_ranges(rank, apart=True)
+        apart = layout.update_ranges(rank, separate=True)
         assert apart[0].start == 0 and apart[-1].end == layout.shard_numel
         assert all(a.end == b.start and a.slot < b.slot for a, b in zip(apart, apart[1:], strict=False))
         places = {part.slot: (part.start, part.end, part.weight_decay) for part in apart}

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.zero.observer import Observer
+from megatron_lite.zero.stage import Observer
 from tests.support.harness import Trajectory, layers_of, run_distributed, same_weights, tiny_config, train_tiny
 from tests.support.memory_meters import a_model, micro_batches
 

@@ -12,7 +12,7 @@ from megatron_lite.distributed import process_group as distributed_module
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.model.gpt import build_gpt
 from megatron_lite.model.layer import MicroBatch
-from megatron_lite.zero.flat_shard import Part
+from megatron_lite.zero.flat_shard import FlatShard
 from megatron_lite.zero.layout import ParameterSlot
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.stage import Stage
@@ -96,7 +96,7 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
     assert abs(word.std() / 32**-0.5 - 1) < 0.05 and abs(word.mean()) < 0.01
 
 
-def slots(stage: Stage) -> list[tuple[Part, ParameterSlot]]:
+def slots(stage: Stage) -> list[tuple[FlatShard, ParameterSlot]]:
     return [(part, slot) for part in stage.parts for slot in part.layout.slots]
 
 

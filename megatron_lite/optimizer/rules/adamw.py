@@ -7,10 +7,10 @@ from typing import Any
 
 from megatron_lite.config import OptimizerConfig
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.kernels.adamw import Control, Hyperparameters, adamw
+from megatron_lite.kernels.adamw import Control, Hyperparameters, Ranges, Shard, adamw
 from megatron_lite.kernels.adamw_clipped import adamw_moments, adamw_weights
 from megatron_lite.kernels.choice import Kernels
-from megatron_lite.optimizer.rules.rule import Rule, Step, Trained, ranges_of, shard_of
+from megatron_lite.optimizer.rules.rule import Rule, StepNumbers, Trained, ranges_of
 from megatron_lite.optimizer.rules.update_clipping import NormClipping, RmsClipping, UpdateClipping
 
 
@@ -21,10 +21,13 @@ class AdamW(Rule):
         self, config: OptimizerConfig, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels
     ) -> None:
         self._config, self._triton = config, kernels.triton
-        apart = config.update_rms_clip is not None
-        self._ranges = {
-            stage.index: ranges_of(part, distributed.rank, distributed.device, apart) for stage, part in trained
-        }
+        separate = config.update_rms_clip is not None
+        self._shards: dict[int, Shard] = {}  # by index of the stage
+        self._ranges: dict[int, Ranges] = {}
+        for stage, part in trained:
+            moments = part.moments
+            self._shards[stage.index] = Shard(part.weights, part.grad_shard, moments["exp_avg"], moments["exp_avg_sq"])
+            self._ranges[stage.index] = ranges_of(part, distributed.rank, distributed.device, separate)
         self._clipping: UpdateClipping | None = None
         if config.update_rms_clip is not None:
             self._clipping = RmsClipping(config.update_rms_clip, trained, distributed)
@@ -32,34 +35,35 @@ class AdamW(Rule):
             sigma, window = config.clip_update_norm_sigma, config.clip_update_norm_window
             self._clipping = NormClipping(sigma, window, distributed)
 
-    def begin(self, trained: Sequence[Trained], step: Step) -> None:
+    def begin(self, trained: Sequence[Trained], numbers: StepNumbers) -> None:
         """See `Rule`."""
         config = self._config
-        numbers = Hyperparameters(
-            step.learning_rate,
-            step.weight_decay,
-            config.adam_beta1,
-            config.adam_beta2,
-            config.adam_eps,
-            config.adam_nesterov,
+        hyperparameters = Hyperparameters(
+            learning_rate=numbers.learning_rate,
+            weight_decay=numbers.weight_decay,
+            beta1=config.adam_beta1,
+            beta2=config.adam_beta2,
+            eps=config.adam_eps,
+            nesterov=config.adam_nesterov,
         )
-        self._control = Control(step.divisor, step.updates, step.skipped, numbers)
+        self._control = Control(numbers.divisor, numbers.updates, numbers.skipped, hyperparameters)
         if self._clipping is None:
             return
         sums = [
-            adamw_moments(shard_of(part), self._ranges[stage.index], self._control, self._triton)
-            for stage, part in trained
+            adamw_moments(self._shards[stage.index], self._ranges[stage.index], self._control, self._triton)
+            for stage, _ in trained
         ]
-        factors = self._clipping.factors(sums, step.skipped)
+        factors = self._clipping.factors(sums, numbers.skipped)
         self._factors = {stage.index: factor for (stage, _), factor in zip(trained, factors, strict=True)}
 
-    def apply(self, trained: Trained, step: Step) -> None:
+    def apply(self, trained: Trained, numbers: StepNumbers) -> None:
         """See `Rule`."""
-        stage, shard = trained.stage.index, shard_of(trained.part)
+        stage = trained.stage.index
+        shard, ranges = self._shards[stage], self._ranges[stage]
         if self._clipping is None:
-            adamw(shard, self._ranges[stage], self._control, self._triton)
+            adamw(shard, ranges, self._control, self._triton)
         else:
-            adamw_weights(shard, self._ranges[stage], self._factors[stage], self._control, self._triton)
+            adamw_weights(shard, ranges, self._factors[stage], self._control, self._triton)
 
     def record(self) -> dict[str, Any]:
         """See `Rule`."""

@@ -9,7 +9,7 @@ from megatron_lite.config import OptimizerConfig
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.momentum import lion, sgd
-from megatron_lite.optimizer.rules.rule import Rule, Step, Trained, ranges_of
+from megatron_lite.optimizer.rules.rule import Rule, StepNumbers, Trained, ranges_of
 
 
 class Momentum(Rule):
@@ -25,7 +25,7 @@ class Momentum(Rule):
         self._update = rules[config.optimizer]
         self._ranges = {stage.index: ranges_of(part, distributed.rank, distributed.device) for stage, part in trained}
 
-    def apply(self, trained: Trained, step: Step) -> None:
+    def apply(self, trained: Trained, numbers: StepNumbers) -> None:
         """See `Rule`."""
         part, rows = trained.part, self._ranges[trained.stage.index].rows
-        self._update(part.weights, part.grad_shard, part.moments["exp_avg"], rows, step)
+        self._update(part.weights, part.grad_shard, part.moments["exp_avg"], rows, numbers)

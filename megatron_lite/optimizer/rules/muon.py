@@ -34,7 +34,7 @@ from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.momentum import descend, muon_momentum
 from megatron_lite.kernels.newton_schulz import orthogonalize, orthogonalize_flops
 from megatron_lite.optimizer.rules.adamw import AdamW
-from megatron_lite.optimizer.rules.rule import Rule, Step, Trained
+from megatron_lite.optimizer.rules.rule import Rule, StepNumbers, Trained
 from megatron_lite.zero.stage import Stage
 
 
@@ -151,15 +151,15 @@ class Muon(Rule):
             )
         self._places = {plan.stage.index: (i, plan) for i, plans in enumerate(self._rounds) for plan in plans}
 
-    def begin(self, trained: Sequence[Trained], step: Step) -> None:
+    def begin(self, trained: Sequence[Trained], numbers: StepNumbers) -> None:
         """See `Rule`. Starts to gather the first round."""
-        self._adamw.begin(trained, step)
+        self._adamw.begin(trained, numbers)
         if self._rounds:
-            self._gather(self._rounds[0], step)
+            self._gather(self._rounds[0], numbers)
 
-    def apply(self, trained: Trained, step: Step) -> None:
+    def apply(self, trained: Trained, numbers: StepNumbers) -> None:
         """See `Rule`."""
-        self._adamw.apply(trained, step)
+        self._adamw.apply(trained, numbers)
         if trained.stage.index not in self._places:
             return
         index, plan = self._places[trained.stage.index]
@@ -167,9 +167,9 @@ class Muon(Rule):
         if plan is plans[0]:
             self._orthogonalize(plans)
         plan.buffer.wait()
-        descend(plan.part.weights, plan.own, plan.rows, step, plan.factors)
+        descend(plan.part.weights, plan.own, plan.rows, numbers, plan.factors)
         if plan is plans[-1] and index + 1 < len(self._rounds):
-            self._gather(self._rounds[index + 1], step)
+            self._gather(self._rounds[index + 1], numbers)
 
     def record(self) -> dict[str, Any]:
         """See `Rule`."""
@@ -183,7 +183,7 @@ class Muon(Rule):
         """See `Rule`."""
         self._adamw.load_state(state)
 
-    def _gather(self, plans: Sequence[_Plan], step: Step) -> None:
+    def _gather(self, plans: Sequence[_Plan], numbers: StepNumbers) -> None:
         """Update the momentum of a round, and start to gather what is to be orthogonalized."""
         config = self._config
         for plan in plans:
@@ -192,7 +192,7 @@ class Muon(Rule):
                 plan.part.moments["exp_avg"],
                 plan.own,
                 plan.bounds,
-                step,
+                numbers,
                 config.muon_momentum,
                 config.muon_nesterov,
             )

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.kernels.adamw import Range, Ranges, Shard
+from megatron_lite.kernels.adamw import Range, Ranges
 from megatron_lite.kernels.momentum import Numbers
-from megatron_lite.zero.flat_shard import Part
+from megatron_lite.zero.flat_shard import FlatShard
 from megatron_lite.zero.stage import Stage
 
 
@@ -19,11 +19,11 @@ class Trained(NamedTuple):
     """The trainable part of one stage."""
 
     stage: Stage
-    part: Part
+    part: FlatShard
 
 
 @dataclass(frozen=True)
-class Step(Numbers):
+class StepNumbers(Numbers):
     """All numbers of one update. Tensors are on the device, () in fp32, and never read on the host."""
 
     updates: Tensor  # good updates, this one included: Adam's t
@@ -32,10 +32,10 @@ class Step(Numbers):
 class Rule:
     """One optimizer; what it does not need it leaves as it is here."""
 
-    def begin(self, trained: Sequence[Trained], step: Step) -> None:
+    def begin(self, trained: Sequence[Trained], numbers: StepNumbers) -> None:
         """What must see all shards before any weight changes; all ranks are here, so collectives are possible."""
 
-    def apply(self, trained: Trained, step: Step) -> None:
+    def apply(self, trained: Trained, numbers: StepNumbers) -> None:
         """Update one shard in place. Stages come in the order in which they were given."""
         raise NotImplementedError
 
@@ -51,14 +51,10 @@ class Rule:
         """The inverse of `state`; an empty one begins anew."""
 
 
-def shard_of(part: Part) -> Shard:
-    """What is updated, as the kernels take it; for optimizers with Adam's moments."""
-    return Shard(part.weights, part.grad_shard, part.moments["exp_avg"], part.moments["exp_avg_sq"])
+def ranges_of(part: FlatShard, rank: int, device: torch.device, separate: bool = False) -> Ranges:
+    """Return the ranges of this rank's shard with one update rule each, without matrices that Muon updates whole.
 
-
-def ranges_of(part: Part, rank: int, device: torch.device, apart: bool = False) -> Ranges:
-    """The ranges of this rank's shard that are updated alike, without matrices that are updated as a whole; `apart`:
-    one for each parameter.
+    `separate`: one range per parameter.
     """
-    rows = [row for row in part.layout.update_ranges(rank, apart) if not (row.is_matrix and part.whole_matrices)]
+    rows = [row for row in part.layout.update_ranges(rank, separate) if not (row.is_matrix and part.whole_matrices)]
     return Ranges([Range(row.start, row.end, row.lr_scale, float(row.weight_decay)) for row in rows], device)

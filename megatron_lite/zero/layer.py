@@ -1,0 +1,57 @@
+"""The layers of a stage, as `zero` knows them, and whole-layer recomputation.
+
+A recomputed layer keeps only its input; its backward pass runs the forward pass again with the same seeds.
+
+    forward: y = f(x), keeping x        backward: y = f(x) once more, keeping what f keeps, then dx from dy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class Layer(Protocol):
+    """A module that maps hidden (b, s, h) to hidden (b, s, h); its parameters are `Parameter`s on the meta device."""
+
+    name: str  # unique in the model
+    borrows_from: tuple[torch.nn.Module, ...]  # layers whose parameters this one uses too (a tied head: the embedding)
+    gradients_in_forward: bool  # the forward pass already writes parameter gradients (the loss does)
+    backward_needs_weights: bool  # the backward pass reads parameters, so they have to be gathered for it
+    recomputed: bool
+
+    def __call__(self, hidden: Tensor | None, micro_batch: Any, /) -> Tensor: ...
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
+
+    def modules(self) -> Iterator[torch.nn.Module]: ...
+
+
+class _Recomputed(torch.autograd.Function):
+    """Takes the trained parameters as arguments so that the output needs a gradient even if the input does not."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Layer, hidden: Tensor, micro_batch: Any, *trained: Tensor) -> Tensor:
+        ctx.layer, ctx.micro_batch = layer, micro_batch
+        ctx.save_for_backward(hidden)
+        return layer(hidden, micro_batch)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden,) = ctx.saved_tensors
+        hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[1])
+        with torch.enable_grad():
+            output = ctx.layer(hidden, ctx.micro_batch)
+        torch.autograd.backward(output, grad_output)
+        return None, hidden.grad, *(None for _ in ctx.needs_input_grad[2:])
+
+
+def recompute(layer: Layer, hidden: Tensor, micro_batch: Any) -> Tensor:
+    """Return `layer(hidden, micro_batch)`, keeping only `hidden`; the layer accumulates its parameters' gradients."""
+    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    return _Recomputed.apply(layer, hidden, micro_batch, *trained)
