@@ -143,7 +143,7 @@ def test_a_flood_of_lines_is_cut(
     tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is read to its end, so the script ends; the log stays readable."""
-    monkeypatch.setattr(export_callback, "MOST_LINES", 10)
+    monkeypatch.setattr(export_callback, "MAX_LINES", 10)
     run(script(tmp_path, "seq 1 100000; printf '\\033[1mbold\\007\\377\\n' >&2"), [tmp_path / "1"])
     assert len(log.messages) < 20 and "export 1: (further lines are not logged)" in log.messages
 
@@ -152,7 +152,7 @@ def test_a_flood_of_lines_is_cut(
     ("make", "said"),
     [
         (lambda path: None, "no such file"),
-        (lambda path: path.mkdir(), "it is no file"),
+        (lambda path: path.mkdir(), "it is not a file"),
         (lambda path: path.write_text("#!/bin/sh"), r"not executable; run: chmod \+x"),
     ],
 )
