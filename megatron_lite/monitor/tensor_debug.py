@@ -1,7 +1,7 @@
-"""Tensors in the log, for finding out where a run goes wrong: --debug_layer_outputs and its siblings.
+"""Tensors in the log, to find where a run goes wrong: --debug_layer_outputs and its siblings.
 
-Every rank takes part, in the same order, because global tensors are put together by collectives; only rank 0 logs them.
-Everything here reads the device and is slow. At level 0 nothing looks on, and nothing costs anything.
+Every rank takes part, in the same order, because collectives assemble global tensors; only rank 0 logs those.
+Everything here reads the device and is slow. With every level at 0 there is no debugger, and steps cost nothing extra.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import Config, RunConfig
+from megatron_lite.monitor.logging import MIB
 from megatron_lite.monitor.tensor_log import TensorEntry, summarize, unique_names, write_tensor_log
 
-MIB = 2**20
 LEVELS = (
     "debug_layer_outputs",
     "debug_layer_gradients",
@@ -46,104 +47,110 @@ def open_debugger(
         artifacts: the folder for --save_tensor_logs, or None to write nothing.
     """
     run, micro_batches = config.run, config.batch.sequential_micro_batches or 1
-    artifacts = artifacts if run.save_tensor_logs else None
-    debugger = TensorDebugger(run, logger, rank, world_size, gather, artifacts, micro_batches)
-    return debugger if debugger.wanted else None
+    if not run.save_tensor_logs:
+        artifacts = None
+    levels = {name: getattr(run, name) for name in LEVELS}
+    if artifacts is None and not run.show_tensor_logs:
+        levels = dict.fromkeys(LEVELS, 0)
+    if not any(levels.values()) and not run.debug_activation_memory:
+        return None
+    return TensorDebugger(
+        config=run,
+        levels=levels,
+        logger=logger,
+        rank=rank,
+        world_size=world_size,
+        gather=gather,
+        artifacts=artifacts,
+        micro_batches=micro_batches,
+    )
 
 
+@dataclass(eq=False)
 class TensorDebugger:
-    """Logs tensors inside of `phase`; an observer of stages, see `attach`.
+    """Logs tensors inside of `phase`; `attach` makes it the observer of the stages.
 
     The model is anything with the `observe` and `parts` of `zero.MultiStage`.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        logger: logging.Logger,
-        rank: int,
-        world_size: int,
-        gather: Callable[[Tensor], list[Tensor]],
-        artifacts: Path | None,
-        micro_batches: int,
-    ) -> None:
-        self._config, self._logger, self._rank, self._world_size = config, logger, rank, world_size
-        self._gather, self._artifacts, self._micro_batches = gather, artifacts, micro_batches
-        self._global = config.debug_global_tensors
-        self._levels = dict.fromkeys(LEVELS, 0)
-        if artifacts is not None or config.show_tensor_logs:
-            self._levels = {name: getattr(config, name) for name in LEVELS}
-        self.wanted = any(self._levels.values()) or config.debug_activation_memory
-        self._phase: str | None = None
-        self._entries: list[TensorEntry] = []
-        self._device = torch.device("cpu")  # where the layers compute, once one has been seen
+    config: RunConfig
+    levels: Mapping[str, int]  # by option; 0 is off
+    logger: logging.Logger
+    rank: int
+    world_size: int
+    gather: Callable[[Tensor], list[Tensor]]
+    artifacts: Path | None
+    micro_batches: int
+    _phase: str | None = None
+    _entries: list[TensorEntry] = field(default_factory=list)
+    _device: torch.device = torch.device("cpu")  # of the layers, once one has reported
 
     def attach(self, model: Any) -> None:
-        """Have the stages report their layers, if anything of them is wanted."""
-        layers = self._levels["debug_layer_outputs"] or self._levels["debug_layer_gradients"]
-        if layers or self._config.debug_activation_memory:
+        """Have the stages report their layers, if an option needs that."""
+        layers = self.levels["debug_layer_outputs"] or self.levels["debug_layer_gradients"]
+        if layers or self.config.debug_activation_memory:
             model.observe(self)
 
     @contextlib.contextmanager
     def phase(self, name: str, micro_batches: int | None = None) -> Iterator[None]:
-        """Log what happens inside, under this name ("init", "train_00003"), and write its file at the end."""
+        """Log tensors under this name ("init", "train_00003") inside the block, and write their file at its end."""
         self._phase, self._entries = name, []
-        self._micro_batches = micro_batches or self._micro_batches
+        self.micro_batches = micro_batches or self.micro_batches
         try:
             yield
         finally:
             self._phase = None
-        if self._artifacts is not None and self._entries:
-            self._save(self._artifacts, name)
+        if self.artifacts is not None and self._entries:
+            self._save(self.artifacts, name)
 
     def _save(self, artifacts: Path, phase: str) -> None:
-        """A full disk costs the file, not the run."""
-        path = artifacts / f"tensor_logs_{phase}_rank_{self._rank:03d}.safetensors"
+        """Write the file of a phase; a full disk costs the file, not the run."""
+        path = artifacts / f"tensor_logs_{phase}_rank_{self.rank:03d}.safetensors"
         about = {
             "phase": phase,
-            "rank": str(self._rank),
-            "world_size": str(self._world_size),
-            "global": str(int(self._global)),
+            "rank": str(self.rank),
+            "world_size": str(self.world_size),
+            "global": str(int(self.config.debug_global_tensors)),
         }
         try:
             write_tensor_log(path, list(unique_names(self._entries)), about)
         except OSError as error:
-            self._logger.warning("cannot write %s: %s; the run goes on without it", path, error.strerror or error)
+            self.logger.warning("cannot write %s: %s; the run goes on without it", path, error.strerror or error)
         self._entries = []
 
-    # -- what the stages report -----------------------------------------------------------------------------------
+    # -- reported by the stages ------------------------------------------------------------------------------------
 
     def layer_output(self, name: str, output: Tensor, micro_batch: int) -> None:
-        """The output of a layer: (b, s, h), or the summed loss, () (--debug_layer_outputs)."""
-        self._layer(f"{name} fw", output, self._levels["debug_layer_outputs"], micro_batch)
+        """Log the output of a layer: (b, s, h), or the summed loss, () (--debug_layer_outputs)."""
+        self._layer(f"{name} fw", output, self.levels["debug_layer_outputs"], micro_batch)
 
     def layer_gradient(self, name: str, gradient: Tensor | None, micro_batch: int) -> None:
-        """d loss / d input of a layer, (b, s, h); None for one whose input has none (--debug_layer_gradients)."""
-        self._layer(f"{name} bw", gradient, self._levels["debug_layer_gradients"], micro_batch)
+        """Log d loss / d input of a layer, (b, s, h); None if the input has no gradient (--debug_layer_gradients)."""
+        self._layer(f"{name} bw", gradient, self.levels["debug_layer_gradients"], micro_batch)
 
     def _layer(self, name: str, tensor: Tensor | None, level: int, micro_batch: int) -> None:
         if self._phase is None:  # an evaluation
             return
-        name = f"{name}, mb={micro_batch + 1}/{self._micro_batches}"
+        name = f"{name}, mb={micro_batch + 1}/{self.micro_batches}"
         if tensor is not None:
             self._device = tensor.device
-        if self._config.debug_activation_memory:  # before anything here takes memory
-            self._logger.info("%s | %s | memory: %s", self._phase, name, memory_in_use(self._device))
+        if self.config.debug_activation_memory:  # before anything here takes memory
+            self.logger.info("%s | %s | memory: %s", self._phase, name, memory_in_use(self._device))
         if level and tensor is not None:
-            if self._global:
-                tensor = join_ranks(self._gather(tensor.detach().contiguous()))
-            if self._rank == 0 or not self._global:
+            if self.config.debug_global_tensors:
+                tensor = join_ranks(self.gather(tensor.detach().contiguous()))
+            if self.rank == 0 or not self.config.debug_global_tensors:
                 self._log(name, tensor, level)
 
     # -- parameters and their gradients ---------------------------------------------------------------------------
 
     def parameters_initialized(self, model: Any) -> None:
-        """Each parameter as a run begins: its initial value, or what was loaded (--debug_param_init)."""
-        self._parameters(model, "init", self._levels["debug_param_init"])
+        """Log each parameter at the start of a run, initial or loaded (--debug_param_init)."""
+        self._parameters(model, "init", self.levels["debug_param_init"])
 
     def parameters_updated(self, model: Any) -> None:
-        """Each parameter after the optimizer's step (--debug_param_update)."""
-        self._parameters(model, "update", self._levels["debug_param_update"])
+        """Log each parameter after the optimizer's step (--debug_param_update)."""
+        self._parameters(model, "update", self.levels["debug_param_update"])
 
     def _parameters(self, model: Any, what: str, level: int) -> None:
         if not level:
@@ -153,37 +160,36 @@ class TensorDebugger:
                 self._log(f"{name} {what}", tensor, level)
 
     def gradients_reduced(self, model: Any) -> None:
-        """Gradients summed over ranks and micro-batches, still times the loss scale.
+        """Log gradients summed over ranks and micro-batches, still multiplied by the loss scale.
 
-        Those of a stage in one (--debug_param_gradients), without padding, and each parameter's
+        Per stage in one tensor, without padding (--debug_param_gradients), and per parameter
         (--debug_all_param_gradients).
         """
-        whole, each = self._levels["debug_param_gradients"], self._levels["debug_all_param_gradients"]
+        whole, each = self.levels["debug_param_gradients"], self.levels["debug_all_param_gradients"]
         if not whole and not each:
             return
         for stage, part in model.parts():
             if not part.has_state:  # frozen
                 continue
             pieces = list(self._pieces(part.layout, part.grad_shard))
-            if whole and (self._rank == 0 or not self._global):
+            if whole and (self.rank == 0 or not self.config.debug_global_tensors):
                 flat = torch.cat([part.grad_shard[:0], *(tensor.reshape(-1) for _, tensor in pieces)])
-                self._log(f"stage {stage} gradient shard{'s' if self._global else ''}", flat, whole)
+                self._log(f"stage {stage} gradient shard{'s' if self.config.debug_global_tensors else ''}", flat, whole)
             for name, tensor in pieces if each else ():
                 self._log(f"{name} gradient", tensor, each)
 
     def _pieces(self, layout: Any, shard: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """(name, values) of what a flat shard holds: (shard_numel,).
+        """Yield (name, values) of the parameters in a flat shard, (shard_numel,).
 
-        Global: whole parameters, on rank 0 alone. Otherwise this rank's pieces, with their bounds in the name where
-        they are not the whole.
+        Global: full parameters, on rank 0 only. Otherwise this rank's pieces; the name of a partial one has its bounds.
         """
-        if self._global:
-            flat = torch.cat(self._gather(shard.detach()))
-            for slot in layout.slots if self._rank == 0 else ():
+        if self.config.debug_global_tensors:
+            flat = torch.cat(self.gather(shard.detach()))
+            for slot in layout.slots if self.rank == 0 else ():
                 yield slot.spec.name, flat[slot.offset : slot.end].view(slot.spec.shape)
             return
-        low = self._rank * layout.shard_numel
-        for slot, start, end in layout.pieces(self._rank):
+        low = self.rank * layout.shard_numel
+        for slot, start, end in layout.pieces(self.rank):
             piece = shard[slot.offset + start - low : slot.offset + end - low]
             if end - start == slot.numel:
                 yield slot.spec.name, piece.view(slot.spec.shape)
@@ -192,21 +198,21 @@ class TensorDebugger:
 
     def _log(self, name: str, tensor: Tensor, level: int) -> None:
         entry = summarize(name, tensor, level)
-        if self._config.show_tensor_logs:
-            self._logger.info("%s | %s", self._phase, entry.line(self._config.tensor_logs_show_elements))
-        if self._artifacts is not None:
+        if self.config.show_tensor_logs:
+            self.logger.info("%s | %s", self._phase, entry.line(self.config.tensor_logs_show_elements))
+        if self.artifacts is not None:
             self._entries.append(entry)
 
 
 def join_ranks(tensors: list[Tensor]) -> Tensor:
-    """(b, ...) of each rank -> (ranks * b, ...). A scalar is a sum over tokens (the loss): () -> (), their sum."""
+    """Join (b, ...) of each rank to (ranks * b, ...), or add up scalars, which are sums over tokens (the loss)."""
     if tensors[0].dim():
         return torch.cat(tensors)
     return torch.stack(tensors).double().sum().to(tensors[0].dtype)
 
 
 def memory_in_use(device: torch.device) -> str:
-    """The memory in use, in words: PyTorch's on a GPU; on CPU that of the whole process."""
+    """Describe the memory in use: PyTorch's on a GPU, the whole process's on CPU."""
     if device.type == "cuda":
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         return f"allocated {allocated / MIB:,.1f} MiB, reserved {reserved / MIB:,.1f} MiB"
