@@ -17,7 +17,7 @@ from megatron_lite.distributed.agreement import raise_first, together
 from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, NumericsError, RunError
 from megatron_lite.huggingface.export import export_weights, save_huggingface
 from megatron_lite.monitor.export_callback import STOPPED_WAIT_S
-from megatron_lite.monitor.logging import communication_lines
+from megatron_lite.monitor.logging import MIB, communication_lines
 from megatron_lite.monitor.metrics import format_record
 from megatron_lite.monitor.progress import ProgressBar
 from megatron_lite.optimizer.optimizer import Update
@@ -28,7 +28,7 @@ from megatron_lite.run.stop_signal import StopRequested, StopSignal
 from megatron_lite.schedules.batch_size import batch_schedule, consumed_tokens, iteration_tokens
 from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.seeds import derive_seed
-from megatron_lite.setup_run import MIB, Run, build
+from megatron_lite.setup_run import Run, build
 from megatron_lite.validation.messages import Note
 
 # Sentinel sent instead of a signal number: this rank failed.

@@ -1,0 +1,117 @@
+"""Lines that a run logs before training: numbers that follow from its options, the model, memory and the device."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from megatron_lite.config import Config
+from megatron_lite.distributed.process_group import Distributed, deterministic_ways
+from megatron_lite.kernels.choice import Kernels
+from megatron_lite.kernels.cross_entropy import held_logits
+from megatron_lite.kernels.linear import describe_products
+from megatron_lite.model import parameter_patterns
+from megatron_lite.model.embedding_and_head import chunk_tokens
+from megatron_lite.model.gpt import parameters_of
+from megatron_lite.model.layer import Layer
+from megatron_lite.monitor.logging import MIB
+from megatron_lite.parameter import DTYPES
+from megatron_lite.schedules.batch_size import Split, batch_schedule, consumed_tokens
+from megatron_lite.zero.multi_stage import MemoryRow, MultiStage
+
+
+def derived_numbers(
+    config: Config, layers: Sequence[Layer], distributed: Distributed, data: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the numbers that follow from the options, by name; `data` describes the data sets."""
+    batch, sizes = config.batch, batch_schedule(config.batch).sizes
+    assert batch.micro_batch_size and batch.breadth_first_micro_batches
+    shape = (batch.micro_batch_size, distributed.world_size, batch.breadth_first_micro_batches)
+    micro_batches = _smallest_to_largest([Split(size, *shape).micro_steps for size in sizes])
+    parameters = sum(parameter.spec.numel for parameter in parameters_of(layers))
+    return {
+        "parameters": f"{parameters:,}",
+        "tokens per iteration": _smallest_to_largest([size * batch.sequence_length for size in sizes]),
+        "tokens in all": f"{consumed_tokens(batch, config.training.train_iters):,}",
+        "micro-batches per rank": f"{micro_batches} of {batch.micro_batch_size} samples",
+        "ranks": str(distributed.world_size),
+        "device": describe_device(distributed.device),
+        "versions": f"torch {torch.__version__}, python {platform.python_version()}",
+        **data,
+    }
+
+
+def _smallest_to_largest(numbers: Sequence[int]) -> str:
+    return " to ".join(f"{number:,}" for number in dict.fromkeys((min(numbers), max(numbers))))
+
+
+def choice_lines(config: Config, kernels: Kernels, layers: Sequence[Layer], device: torch.device) -> Iterator[str]:
+    """Yield what was chosen: kernels, the parameters that decay, deterministic algorithms."""
+    yield kernels.describe()
+    if config.training.train_iters > 0 and config.optimizer.weight_decay > 0:
+        yield parameter_patterns.describe(parameters_of(layers))
+    if config.distributed.deterministic:
+        yield deterministic_ways(device, kernels.triton)
+
+
+def stage_lines(model: MultiStage) -> Iterator[str]:
+    """Yield the stages, the frozen parameters, this rank's state memory by kind, and how products are computed."""
+    blocks = [len(stage) for stage in model.split[1:-1]]
+    shown = ", ".join(map(str, blocks)) if len(set(blocks)) > 1 else f"{blocks[0]} each"
+    weights, gradients = model.buffer_counts()
+    yield (
+        f"{len(model.stages)} stages: embedding, {sum(blocks)} blocks in {len(blocks)} stages ({shown}), head; "
+        f"{weights} weight and {gradients} gradient buffers"
+    )
+    frozen = sum(slot.numel for _, part in model.parts() if part.frozen for slot in part.layout.slots)
+    if frozen:
+        yield f"{frozen:,} of {model.num_parameters:,} parameters are frozen"
+    rows = [row for row in model.memory_table() if row.bytes]
+    total = MemoryRow("state memory per rank", sum(row.count for row in rows), sum(row.bytes for row in rows))
+    for row in (*rows, total):
+        yield f"  {row.kind:.<24} {row.count:4d} {row.bytes / MIB:14,.2f} MiB"
+    yield describe_products(model.group.device, model.precision.training, model.precision.gradients)
+
+
+def memory_warnings(config: Config, device: torch.device) -> Iterator[str]:
+    """Yield a warning if the logits of one micro-batch exceed the free memory of the device."""
+    batch, performance, vocab_size = config.batch, config.performance, config.model.vocab_size
+    assert batch.micro_batch_size is not None
+    samples = batch.micro_batch_size
+    if config.training.validation_iters and batch.eval_micro_batch_size is not None:
+        samples = max(samples, batch.eval_micro_batch_size)
+    tokens, itemsize = samples * batch.sequence_length, DTYPES[config.distributed.training_dtype].itemsize
+    logits_bytes, free = tokens * vocab_size * itemsize, free_bytes(device)
+    if free is not None and logits_bytes > free:
+        chunk = chunk_tokens(performance.cross_entropy_splits, tokens, device, itemsize)
+        block_size = performance.cross_entropy_block_size
+        rows, columns = held_logits(tokens, config.model.padded_vocab_size, chunk, block_size)
+        yield (
+            f"the logits of one micro-batch ({tokens:,} tokens x {vocab_size:,} x {itemsize} bytes = "
+            f"{logits_bytes / MIB:,.0f} MiB) exceed the free memory ({free / MIB:,.0f} MiB); only "
+            f"{rows * columns * itemsize / MIB:,.0f} MiB of them are held at a time, but activations may not fit "
+            "either: consider a smaller --micro_batch_size"
+        )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the memory that a device can still allocate, or None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields = {name: value for name, _, value in (line.partition(":") for line in file)}
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def describe_device(device: torch.device) -> str:
+    """Describe the device in words."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    return f"cpu, {os.cpu_count()} cores, {torch.get_num_threads()} threads per rank"
