@@ -2,15 +2,15 @@
 
     q, k, v = split(projection);   q = rotate(norm(q)),  k = rotate(norm(k))        one weight (d,) for all heads
 
-The norms are those of `normalization.py`, over the d channels of each head. Kept for the backward: the projection, in
-which v stays, one copy of q and k, which attention keeps, and the statistics. The gradients are put together as those
-of a projection without norms; the norms' backward then takes place there, in memory that is there already.
+The norms are those of `normalization.py`, over the d channels of each head. Kept for the backward pass: the projection,
+which contains v, one copy of q and k, which attention keeps anyway, and the statistics. The backward pass first joins
+the three gradients as for a projection without norms, then computes the norms' backward in that memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +19,30 @@ from torch.autograd.function import once_differentiable
 from megatron_lite.kernels.normalization import (
     LARGEST_ROW,
     Kind,
+    Statistics,
+    Weights,
     reference_backward,
     reference_forward,
     triton_backward,
     triton_forward,
 )
-from megatron_lite.kernels.rotary import put_together, rotate_in_place
+from megatron_lite.kernels.rotary import Table, join_gradients, rotate_in_place
 from megatron_lite.parameter import Parameter
+
+
+class _Options(NamedTuple):
+    """Arguments of `normalized_heads` that are not tensors of the graph."""
+
+    num_heads: int
+    head_groups: int
+    kind: Kind
+    table: Table | None
+    triton: bool
+
+    def queries_and_keys(self, heads: Tensor) -> Iterator[Tensor]:
+        """Yield queries (b, s, n, d) and keys (b, s, g, d) of heads (b, s, n + g or more, d), as views."""
+        yield heads[:, :, : self.num_heads]
+        yield heads[:, :, self.num_heads : self.num_heads + self.head_groups]
 
 
 class _HeadNorms(torch.autograd.Function):
@@ -37,83 +54,58 @@ class _HeadNorms(torch.autograd.Function):
         query_bias: Parameter | None,
         key_weight: Parameter | None,
         key_bias: Parameter | None,
-        sizes: tuple[int, int],
-        kind: Kind,
-        table: tuple[Tensor, Tensor] | None,
-        triton: bool,
+        options: _Options,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        n, g, kind, table, triton = options
         projection = projection.contiguous()
-        (batch, length, _), (num_heads, head_groups) = projection.shape, sizes
-        heads = projection.unflatten(-1, (num_heads + 2 * head_groups, -1))  # (b, s, n + 2 g, d)
-        normalized = heads.new_empty(batch, length, num_heads + head_groups, heads.shape[-1])
-        ctx.parameters = ((query_weight, query_bias), (key_weight, key_bias))
-        ctx.sizes, ctx.kind, ctx.table, ctx.triton = sizes, kind, table, triton
-        norms_in_triton = triton and heads.shape[-1] <= LARGEST_ROW
-        statistics: list[Tensor | None] = []
-        pairs = zip(_parts(heads, sizes), _parts(normalized, sizes), ctx.parameters, strict=True)
-        for source, target, (weight, bias) in pairs:
-            if norms_in_triton:
+        heads = projection.unflatten(-1, (n + 2 * g, -1))  # (b, s, n + 2 g, d)
+        normalized = heads.new_empty(*heads.shape[:2], n + g, heads.shape[-1])
+        ctx.weights, ctx.options = (Weights(query_weight, query_bias), Weights(key_weight, key_bias)), options
+        ctx.norms_in_triton = triton and heads.shape[-1] <= LARGEST_ROW
+        saved: list[Tensor | None] = []
+        parts = zip(options.queries_and_keys(heads), options.queries_and_keys(normalized), ctx.weights, strict=True)
+        for x, target, weights in parts:
+            if ctx.norms_in_triton:
                 strides = heads[0, 0].numel(), normalized[0, 0].numel()
-                statistics += triton_forward(
-                    source, None, source, weight, bias, kind, target, heads=source.shape[2], strides=strides
-                )
+                saved += triton_forward(x, None, x, weights, kind, target, heads=x.shape[2], strides=strides)
             else:
-                output, mean, rstd = reference_forward(source, weight, bias, kind, source.dtype)
-                target.copy_(output)
-                statistics += mean, rstd
-                del output
-        rotate_in_place(normalized, num_heads + head_groups, table, triton)
-        ctx.save_for_backward(projection, *statistics)
-        query, key = normalized.split([num_heads, head_groups], dim=2)
-        return query.transpose(1, 2), key.transpose(1, 2), heads[:, :, num_heads + head_groups :].transpose(1, 2)
+                y, statistics = reference_forward(x, weights, kind, x.dtype)
+                target.copy_(y)
+                saved += statistics
+                del y
+        rotate_in_place(normalized, n + g, table, triton)
+        ctx.save_for_backward(projection, *saved)
+        query, key = normalized.split([n, g], dim=2)
+        return query.transpose(1, 2), key.transpose(1, 2), heads[:, :, n + g :].transpose(1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        projection, *statistics = ctx.saved_tensors
-        num_heads, head_groups = ctx.sizes
-        heads = projection.unflatten(-1, (num_heads + 2 * head_groups, -1))
+        projection, *saved = ctx.saved_tensors
+        n, g, kind, table, triton = ctx.options
+        heads = projection.unflatten(-1, (n + 2 * g, -1))
         grad = torch.empty_like(heads)
-        put_together(grads, grad, ctx.table, ctx.triton)
-        wanted = ctx.needs_input_grad[0]
-        norms_in_triton = ctx.triton and heads.shape[-1] <= LARGEST_ROW
-        parts = zip(_parts(heads, ctx.sizes), _parts(grad, ctx.sizes), ctx.parameters, (0, 2), strict=True)
-        for source, part, (weight, bias), first in parts:
-            mean, rstd = statistics[first : first + 2]
-            if norms_in_triton:
-                triton_backward(
-                    part,
-                    None,
-                    source,
-                    mean,
-                    rstd,
-                    weight,
-                    bias,
-                    ctx.kind,
-                    part if wanted else None,
-                    heads=source.shape[2],
-                    stride=heads[0, 0].numel(),
-                )
+        join_gradients(grads, grad, table, triton)
+        needs_dx = ctx.needs_input_grad[0]
+        pairs = zip(ctx.options.queries_and_keys(heads), ctx.options.queries_and_keys(grad), strict=True)
+        for i, (x, dy) in enumerate(pairs):
+            statistics, weights = Statistics(*saved[2 * i : 2 * i + 2]), ctx.weights[i]
+            if ctx.norms_in_triton:
+                into, stride = dy if needs_dx else None, heads[0, 0].numel()
+                triton_backward(dy, None, x, statistics, weights, kind, into, heads=x.shape[2], stride=stride)
             else:
-                result = reference_backward(part, None, source, mean, rstd, weight, bias, ctx.kind, wanted)
-                if result is not None:
-                    part.copy_(result)
-                del result
-        return grad.flatten(2) if wanted else None, *(None,) * 8
-
-
-def _parts(heads: Tensor, sizes: tuple[int, int]) -> Iterator[Tensor]:
-    """Of (b, s, n + g or more, d), views of queries (b, s, n, d) and keys (b, s, g, d)."""
-    num_heads, head_groups = sizes
-    yield heads[:, :, :num_heads]
-    yield heads[:, :, num_heads : num_heads + head_groups]
+                dx = reference_backward(dy, None, x, statistics, weights, kind, needs_dx)
+                if dx is not None:
+                    dy.copy_(dx)
+                del dx
+        return grad.flatten(2) if needs_dx else None, *(None,) * 5
 
 
 def normalized_heads(
     projection: Tensor,
     num_heads: int,
     head_groups: int,
-    table: tuple[Tensor, Tensor] | None,
+    table: Table | None,
     query: tuple[Parameter | None, Parameter | None],
     key: tuple[Parameter | None, Parameter | None],
     kind: Kind,
@@ -121,7 +113,7 @@ def normalized_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(b, s, (n + 2 g) d) -> query (b, n, s, d) and key (b, g, s, d), normalized, then rotated, and value (b, g, s, d).
 
-    `query`, `key`: weight and bias (d,) of the norms, or None. `table`: as of `rotary.split_heads`. Nothing else may
-    write to the projection any more: the value is a view of it.
+    `query`, `key`: weight and bias (d,) of the norms, or None. `table`: see `rotary.split_heads`. Nothing else may
+    write to the projection afterwards, because the value is a view of it.
     """
-    return _HeadNorms.apply(projection, *query, *key, (num_heads, head_groups), kind, table, triton)
+    return _HeadNorms.apply(projection, *query, *key, _Options(num_heads, head_groups, kind, table, triton))

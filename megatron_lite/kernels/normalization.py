@@ -1,20 +1,20 @@
 """Layer norm (Ba et al. 2016) and RMS norm (Zhang & Sennrich 2019) of x, or of a sum x = hidden + branch; fp32 inside.
 
-    layer norm: n = (x - mean) / sqrt(var + eps)        RMS norm: n = x / sqrt(mean(x^2) + eps)        y = n * w (+ b)
+    layer norm: n = (x - mean) r,  r = 1 / sqrt(var + eps)        RMS norm: n = x r,  r = 1 / sqrt(mean(x^2) + eps)
+    y = n w (+ b)
 
-Backward, with g = dy * w and r the reciprocal root:   dw = sum of dy * n,   db = sum of dy,
+Backward, with g = dy w:   dw = sum of dy n,   db = sum of dy,
     RMS norm: dx = (g - n mean(g n)) r        layer norm: dx = (g - mean(g) - n mean(g n)) r
 
-and then dx += the gradient of the sum, which goes on to both summands. x is kept, not y: a weight may be zero.
-
-There may be no weights (then no bias, either), or w may be stored as its difference from 1. The sum has the dtype of
-`hidden`, which may be wider than that of the branch and of y: a residual stream in fp32.
+and then dx += dsum, the gradient of the sum, which both summands get. x is kept instead of y, because a weight may be
+zero. There may be no weights (and then no bias), or w may be stored as its difference from 1. The sum has the dtype of
+`hidden`, which may be wider than the branch and y: a residual stream in fp32.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,94 +29,98 @@ LARGEST_ROW = 32768  # elements that one program of a kernel can hold
 
 @dataclass(frozen=True)
 class Kind:
-    """Which norm."""
+    """The kind of a norm."""
 
     eps: float
-    centered: bool  # a layer norm; else an RMS norm
-    zero_centered: bool = False  # the weight w stands for 1 + w
+    centered: bool  # layer norm; False: RMS norm
+    zero_centered: bool = False  # w is stored as w - 1
 
     def scale(self, weight: Tensor | None) -> Tensor | None:
-        """What is multiplied by, in fp32."""
+        """Return w in fp32."""
         if weight is None:
             return None
         return weight.float() + 1.0 if self.zero_centered else weight.float()
 
 
-def reference_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: Kind, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """x (..., h) -> y in dtype, mean of a layer norm and r, (..., 1)."""
-    single, scale = x.float(), kind.scale(weight)
+class Weights(NamedTuple):
+    """Weight w and bias b of a norm, (h,) each; an RMS norm has no bias."""
+
+    weight: Parameter | None
+    bias: Parameter | None
+
+
+class Statistics(NamedTuple):
+    """Statistics of the rows of x, (..., 1) in fp32, for the backward pass."""
+
+    mean: Tensor | None  # None: RMS norm
+    r: Tensor
+
+
+# -- by torch --------------------------------------------------------------------------------------------------------
+
+
+def reference_forward(x: Tensor, weights: Weights, kind: Kind, dtype: torch.dtype) -> tuple[Tensor, Statistics]:
+    """x (..., h) -> y (..., h) in `dtype`, and the statistics."""
+    single, w, b = x.float(), kind.scale(weights.weight), weights.bias
     if kind.centered:
-        bias = None if bias is None else bias.float()
-        output, mean, rstd = torch.native_layer_norm(single, x.shape[-1:], scale, bias, kind.eps)
-        return output.to(dtype), mean, rstd
-    rstd = torch.linalg.vector_norm(single, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(kind.eps).rsqrt_()
-    normalized = single * rstd if single is x else single.mul_(rstd)
-    return (normalized if scale is None else normalized.mul_(scale)).to(dtype), None, rstd
+        y, mean, r = torch.native_layer_norm(single, x.shape[-1:], w, None if b is None else b.float(), kind.eps)
+        return y.to(dtype), Statistics(mean, r)
+    r = torch.linalg.vector_norm(single, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(kind.eps).rsqrt_()
+    n = single * r if single is x else single.mul_(r)
+    return (n if w is None else n.mul_(w)).to(dtype), Statistics(None, r)
 
 
 def reference_backward(
-    grad_output: Tensor,
-    grad_sum: Tensor | None,
-    x: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight: Parameter | None,
-    bias: Parameter | None,
-    kind: Kind,
-    needs_input: bool,
+    dy: Tensor, dsum: Tensor | None, x: Tensor, statistics: Statistics, weights: Weights, kind: Kind, needs_dx: bool
 ) -> Tensor | None:
-    """In fp32 throughout: torch sums up a layer norm's gradients in bf16, on a CPU, where its input is that."""
-    dtype, x, grad_output = x.dtype, x.float(), grad_output.float()
+    """Return dx, if needed, and add dw and db to their gradients.
+
+    Computes in fp32: with a bf16 input torch would sum a layer norm's gradients in bf16 on a CPU.
+    """
+    dtype, x, dy = x.dtype, x.float(), dy.float()
     if not kind.centered:
-        grad = _reference_rms_backward(grad_output, grad_sum, x, rstd, weight, kind, needs_input)
-        return None if grad is None else grad.to(dtype)
-    trained = [parameter is not None and parameter.requires_grad for parameter in (weight, bias)]
-    grad, *sums = torch.ops.aten.native_layer_norm_backward(
-        grad_output,
+        dx = _reference_rms_backward(dy, dsum, x, statistics.r, weights.weight, kind, needs_dx)
+        return None if dx is None else dx.to(dtype)
+    dx, *sums = torch.ops.aten.native_layer_norm_backward(
+        dy,
         x,
         x.shape[-1:],
-        mean,
-        rstd,
-        kind.scale(weight),
-        None if bias is None else bias.float(),
-        [needs_input, *trained],
+        *statistics,
+        kind.scale(weights.weight),
+        None if weights.bias is None else weights.bias.float(),
+        [needs_dx, *(parameter is not None and parameter.requires_grad for parameter in weights)],
     )
-    for parameter, total in zip((weight, bias), sums, strict=True):
+    for parameter, total in zip(weights, sums, strict=True):
         if parameter is not None and parameter.requires_grad:
             accumulate(parameter, total)
-    if not needs_input:
+    if not needs_dx:
         return None
-    return (grad if grad_sum is None else grad.add_(grad_sum.float())).to(dtype)
+    return (dx if dsum is None else dx.add_(dsum.float())).to(dtype)
 
 
 def _reference_rms_backward(
-    grad_output: Tensor,
-    grad_sum: Tensor | None,
-    x: Tensor,
-    rstd: Tensor,
-    weight: Parameter | None,
-    kind: Kind,
-    needs_input: bool,
+    dy: Tensor, dsum: Tensor | None, x: Tensor, r: Tensor, weight: Parameter | None, kind: Kind, needs_dx: bool
 ) -> Tensor | None:
-    """In one tensor of new memory, which costs more time than arithmetic does; r is multiplied by last."""
-    scale, size = kind.scale(weight), x.shape[-1]
-    products = grad_output * x
+    """Allocate one tensor only, because new memory costs more time than arithmetic; multiply by r last."""
+    w, size = kind.scale(weight), x.shape[-1]
+    products = dy * x
     if weight is not None and weight.requires_grad:
-        accumulate(weight, rstd.view(-1) @ products.view(-1, size))
-    if not needs_input:
+        accumulate(weight, r.view(-1) @ products.view(-1, size))
+    if not needs_dx:
         return None
-    projection = products.sum(-1) if scale is None else products @ scale
-    projection = projection.unsqueeze(-1).mul_(rstd).mul_(rstd).div_(size)  # mean(g n) r, (..., 1)
-    grad = products.copy_(grad_output) if scale is None else torch.mul(grad_output, scale, out=products)
-    grad.addcmul_(x, projection, value=-1)
-    return grad.mul_(rstd) if grad_sum is None else torch.addcmul(grad_sum.float(), grad, rstd, out=grad)
+    projection = products.sum(-1) if w is None else products @ w
+    projection = projection.unsqueeze(-1).mul_(r).mul_(r).div_(size)  # mean(g n) r, (..., 1)
+    g = products.copy_(dy) if w is None else torch.mul(dy, w, out=products)
+    g.addcmul_(x, projection, value=-1)
+    return g.mul_(r) if dsum is None else torch.addcmul(dsum.float(), g, r, out=g)
+
+
+# -- by Triton -------------------------------------------------------------------------------------------------------
 
 
 @jit
 def _offsets(row, column, stride, COLUMNS: tl.constexpr, HEADS: tl.constexpr):
-    """Of rows that lie one after the other, or HEADS of them at the beginning of every `stride` elements."""
+    """Offsets of contiguous rows or, with HEADS, of HEADS rows at the start of every `stride` elements."""
     start = row.to(tl.int64) * COLUMNS
     if HEADS:
         start = (row // HEADS).to(tl.int64) * stride + row % HEADS * COLUMNS
@@ -124,8 +128,8 @@ def _offsets(row, column, stride, COLUMNS: tl.constexpr, HEADS: tl.constexpr):
 
 
 @jit
-def _load_weight(weight, column, COLUMNS: tl.constexpr, ZERO_CENTERED: tl.constexpr):
-    w = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+def _load_weight(w_ptr, column, COLUMNS: tl.constexpr, ZERO_CENTERED: tl.constexpr):
+    w = tl.load(w_ptr + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         w += 1.0
     return w[None, :]
@@ -133,17 +137,17 @@ def _load_weight(weight, column, COLUMNS: tl.constexpr, ZERO_CENTERED: tl.conste
 
 @jit
 def _forward_kernel(
-    hidden,
-    branch,
-    total,
-    weight,
-    bias,
-    output,
-    mean,
-    rstd,
+    hidden_ptr,
+    branch_ptr,
+    sum_ptr,
+    w_ptr,
+    b_ptr,
+    y_ptr,
+    mean_ptr,
+    r_ptr,
     rows,
     stride,
-    output_stride,
+    y_stride,
     eps,
     COLUMNS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -154,43 +158,43 @@ def _forward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """ROWS whole rows in a program. `total` may be the memory of the branch."""
+    """ROWS full rows per program. The sum may take the memory of the branch."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
     offsets = _offsets(row, column, stride, COLUMNS, HEADS)
-    x = tl.load(hidden + offsets, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(hidden_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
-        x += tl.load(branch + offsets, mask=inside, other=0.0).to(tl.float32)
-        x = x.to(total.dtype.element_ty)  # what is normalized is the sum as it is kept
-        tl.store(total + offsets, x, mask=inside)
+        x += tl.load(branch_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        x = x.to(sum_ptr.dtype.element_ty)  # normalize the sum as it is stored
+        tl.store(sum_ptr + offsets, x, mask=inside)
         x = x.to(tl.float32)
     if CENTERED:
-        average = tl.sum(x, axis=1) / COLUMNS
-        tl.store(mean + row, average, mask=row < rows)
-        x = tl.where(inside, x - average[:, None], 0.0)
+        mean = tl.sum(x, axis=1) / COLUMNS
+        tl.store(mean_ptr + row, mean, mask=row < rows)
+        x = tl.where(inside, x - mean[:, None], 0.0)
     r = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / COLUMNS + eps)
-    tl.store(rstd + row, r, mask=row < rows)
+    tl.store(r_ptr + row, r, mask=row < rows)
     y = x * r[:, None]
     if WEIGHTED:
-        y *= _load_weight(weight, column, COLUMNS, ZERO_CENTERED)
+        y *= _load_weight(w_ptr, column, COLUMNS, ZERO_CENTERED)
         if CENTERED:
-            y += tl.load(bias + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
-    offsets = _offsets(row, column, output_stride, COLUMNS, HEADS)
-    tl.store(output + offsets, y.to(output.dtype.element_ty), mask=inside)
+            y += tl.load(b_ptr + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
+    offsets = _offsets(row, column, y_stride, COLUMNS, HEADS)
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @jit
 def _backward_kernel(
-    grad_output,
-    grad_sum,
-    inputs,
-    weight,
-    mean,
-    rstd,
-    grad_input,
-    grad_branch,
-    weight_sums,
-    bias_sums,
+    dy_ptr,
+    dsum_ptr,
+    x_ptr,
+    w_ptr,
+    mean_ptr,
+    r_ptr,
+    dx_ptr,
+    dbranch_ptr,
+    dw_sums_ptr,
+    db_sums_ptr,
     rows,
     stride,
     COLUMNS: tl.constexpr,
@@ -199,37 +203,37 @@ def _backward_kernel(
     WEIGHTED: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     ADDS: tl.constexpr,
-    TO_INPUT: tl.constexpr,
-    TO_BRANCH: tl.constexpr,
-    TO_WEIGHT: tl.constexpr,
-    TO_BIAS: tl.constexpr,
+    NEEDS_DX: tl.constexpr,
+    NEEDS_DBRANCH: tl.constexpr,
+    NEEDS_DW: tl.constexpr,
+    NEEDS_DB: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Each program takes every so many tiles of ROWS rows, and sums up its part of the weights' gradients in fp32.
+    """Each program takes every num_programs-th tile of ROWS rows and sums its part of dw and db in fp32.
 
-    The gradient of the input may take the memory of that of the output.
+    dx may take the memory of dy.
     """
     column = tl.arange(0, BLOCK)
     if WEIGHTED:
-        w = _load_weight(weight, column, COLUMNS, ZERO_CENTERED)
-    weight_sum, bias_sum = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
+        w = _load_weight(w_ptr, column, COLUMNS, ZERO_CENTERED)
+    dw, db = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
         offsets = _offsets(row, column, stride, COLUMNS, HEADS)
-        x = tl.load(inputs + offsets, mask=inside, other=0.0).to(tl.float32)
-        dy = tl.load(grad_output + offsets, mask=inside, other=0.0).to(tl.float32)  # zero where nothing is
-        r = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
+        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)  # zero outside, for dw and db
+        r = tl.load(r_ptr + row, mask=row < rows, other=0.0)[:, None]
         if CENTERED:
-            x -= tl.load(mean + row, mask=row < rows, other=0.0)[:, None]
+            x -= tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
         n = x * r
-        if TO_WEIGHT:
-            weight_sum += dy * n
-        if TO_BIAS:
-            bias_sum += dy
-        if TO_INPUT:
+        if NEEDS_DW:
+            dw += dy * n
+        if NEEDS_DB:
+            db += dy
+        if NEEDS_DX:
             g = dy
             if WEIGHTED:
                 g *= w
@@ -238,35 +242,35 @@ def _backward_kernel(
                 dx -= (tl.sum(g, axis=1) / COLUMNS)[:, None]
             dx *= r
             if ADDS:
-                dx += tl.load(grad_sum + offsets, mask=inside, other=0.0).to(tl.float32)
-            tl.store(grad_input + offsets, dx.to(grad_input.dtype.element_ty), mask=inside)
-            if TO_BRANCH:
-                tl.store(grad_branch + offsets, dx.to(grad_branch.dtype.element_ty), mask=inside)
+                dx += tl.load(dsum_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+            tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+            if NEEDS_DBRANCH:
+                tl.store(dbranch_ptr + offsets, dx.to(dbranch_ptr.dtype.element_ty), mask=inside)
     sums = tl.program_id(0) * COLUMNS + column
-    if TO_WEIGHT:
-        tl.store(weight_sums + sums, tl.sum(weight_sum, axis=0), mask=column < COLUMNS)
-    if TO_BIAS:
-        tl.store(bias_sums + sums, tl.sum(bias_sum, axis=0), mask=column < COLUMNS)
+    if NEEDS_DW:
+        tl.store(dw_sums_ptr + sums, tl.sum(dw, axis=0), mask=column < COLUMNS)
+    if NEEDS_DB:
+        tl.store(db_sums_ptr + sums, tl.sum(db, axis=0), mask=column < COLUMNS)
 
 
 @jit
 def _add_sums_kernel(
-    sums, main_grad, count, COLUMNS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    sums_ptr, main_grad_ptr, count, COLUMNS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """main_grad (h,), overwritten or added to, takes the sum of sums (count, h), in the same order every time."""
+    """Write the sum of sums (count, h) to main_grad (h,), or add it, in a fixed order."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, count, ROWS):
         row = start + tl.arange(0, ROWS)
         inside = (row < count)[:, None] & (column < COLUMNS)[None, :]
-        total += tl.sum(tl.load(sums + row[:, None] * COLUMNS + column[None, :], mask=inside, other=0.0), axis=0)
+        total += tl.sum(tl.load(sums_ptr + row[:, None] * COLUMNS + column[None, :], mask=inside, other=0.0), axis=0)
     if not FIRST:
-        total += tl.load(main_grad + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
-    tl.store(main_grad + column, total.to(main_grad.dtype.element_ty), mask=column < COLUMNS)
+        total += tl.load(main_grad_ptr + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+    tl.store(main_grad_ptr + column, total.to(main_grad_ptr.dtype.element_ty), mask=column < COLUMNS)
 
 
 def _tile(columns: int) -> tuple[int, int, int]:
-    """Rows and columns that a program holds at a time, about 4096 values, and its warps: 16 values a thread, or 32."""
+    """Return rows and columns of a program's tile, about 4096 values, and its warps, 16 or 32 values per thread."""
     block = next_power_of_2(columns)
     rows = min(max(1, 4096 // block), 16)
     return rows, block, min(max(rows * block // 512, 1), 32 if block > 16384 else 16)
@@ -276,117 +280,118 @@ def triton_forward(
     hidden: Tensor,
     branch: Tensor | None,
     total: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    weights: Weights,
     kind: Kind,
-    output: Tensor,
+    y: Tensor,
     heads: int = 0,
     strides: tuple[int, int] = (0, 0),
-) -> tuple[Tensor | None, Tensor]:
-    """Writes output and, with a branch, total; mean and r, (..., 1).
+) -> Statistics:
+    """Write y and, with a branch, the sum `total`; return the statistics.
 
-    `heads`: so many of each token are normalized, (b, s, heads, d), of memory with `strides` from token to token, of
-    the input and of the output. None: everything, contiguous.
+    With `heads`, normalize that many heads per token, (b, s, heads, d), of memory with these `strides` from token to
+    token in hidden and y. Otherwise everything is contiguous.
     """
-    rstd = hidden.new_empty((*hidden.shape[:-1], 1), dtype=torch.float32)
-    mean = torch.empty_like(rstd) if kind.centered else None
-    columns, rows = hidden.shape[-1], rstd.numel()
+    r = hidden.new_empty((*hidden.shape[:-1], 1), dtype=torch.float32)
+    mean = torch.empty_like(r) if kind.centered else None
+    columns, rows = hidden.shape[-1], r.numel()
     tile_rows, block, warps = _tile(columns)
     _forward_kernel[(cdiv(rows, tile_rows),)](
         hidden,
         branch,
         total,
-        weight,
-        bias,
-        output,
+        *weights,
+        y,
         mean,
-        rstd,
+        r,
         rows,
         *strides,
         kind.eps,
         COLUMNS=columns,
         HEADS=heads,
         CENTERED=kind.centered,
-        WEIGHTED=weight is not None,
+        WEIGHTED=weights.weight is not None,
         ZERO_CENTERED=kind.zero_centered,
         ADDS=branch is not None,
         ROWS=tile_rows,
         BLOCK=block,
         num_warps=warps,
     )
-    return mean, rstd
+    return Statistics(mean, r)
 
 
 def triton_backward(
-    grad_output: Tensor,
-    grad_sum: Tensor | None,
+    dy: Tensor,
+    dsum: Tensor | None,
     x: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight: Parameter | None,
-    bias: Parameter | None,
+    statistics: Statistics,
+    weights: Weights,
     kind: Kind,
-    grad_input: Tensor | None,
-    grad_branch: Tensor | None = None,
+    dx: Tensor | None,
+    dbranch: Tensor | None = None,
     heads: int = 0,
     stride: int = 0,
 ) -> None:
-    """Writes the gradients: of the input, of a branch in another dtype, and of the parameters that are trained."""
-    columns, rows = x.shape[-1], rstd.numel()
+    """Write dx, and dbranch if the branch has another dtype; add dw and db to the gradients of trained parameters."""
+    columns, rows = x.shape[-1], statistics.r.numel()
     tile_rows, block, warps = _tile(columns)
     programs = min(_resident_programs(x.device, warps), cdiv(rows, tile_rows))
-    to_weight, to_bias = (parameter is not None and parameter.requires_grad for parameter in (weight, bias))
-    weight_sums, bias_sums = (
-        x.new_empty((programs, columns), dtype=torch.float32) if wanted else None for wanted in (to_weight, to_bias)
-    )
-    loaded = (3 if grad_sum is not None else 2) * tile_rows * block * x.element_size()
+    sums = [
+        x.new_empty((programs, columns), dtype=torch.float32)
+        if parameter is not None and parameter.requires_grad
+        else None
+        for parameter in weights
+    ]
+    loaded_bytes = (3 if dsum is not None else 2) * tile_rows * block * x.element_size()
     _backward_kernel[(programs,)](
-        grad_output,
-        grad_sum,
+        dy,
+        dsum,
         x,
-        weight,
-        mean,
-        rstd,
-        grad_input,
-        grad_branch,
-        weight_sums,
-        bias_sums,
+        weights.weight,
+        *statistics,
+        dx,
+        dbranch,
+        *sums,
         rows,
         stride,
         COLUMNS=columns,
         HEADS=heads,
         CENTERED=kind.centered,
-        WEIGHTED=weight is not None,
+        WEIGHTED=weights.weight is not None,
         ZERO_CENTERED=kind.zero_centered,
-        ADDS=grad_sum is not None,
-        TO_INPUT=grad_input is not None,
-        TO_BRANCH=grad_branch is not None,
-        TO_WEIGHT=to_weight,
-        TO_BIAS=to_bias,
+        ADDS=dsum is not None,
+        NEEDS_DX=dx is not None,
+        NEEDS_DBRANCH=dbranch is not None,
+        NEEDS_DW=sums[0] is not None,
+        NEEDS_DB=sums[1] is not None,
         ROWS=tile_rows,
         BLOCK=block,
-        STAGES=2 if loaded <= 49152 else 1,  # what is loaded ahead waits in shared memory
+        STAGES=2 if loaded_bytes <= 49152 else 1,  # tiles loaded ahead wait in shared memory
         num_warps=warps,
     )
-    for parameter, sums in ((weight, weight_sums), (bias, bias_sums)):
-        if parameter is not None and sums is not None:
-            _add_sums_kernel[(cdiv(columns, 32),)](
-                sums,
-                parameter.main_grad,
-                programs,
-                COLUMNS=columns,
-                FIRST=parameter.begin_gradient(),
-                ROWS=64,
-                BLOCK=32,
-                num_warps=4,
+    for parameter, part in zip(weights, sums, strict=True):
+        if parameter is not None and part is not None:
+            first, grid = parameter.begin_gradient(), (cdiv(columns, 32),)
+            _add_sums_kernel[grid](
+                part, parameter.main_grad, programs, COLUMNS=columns, FIRST=first, ROWS=64, BLOCK=32, num_warps=4
             )
 
 
 def _resident_programs(device: torch.device, warps: int) -> int:
-    """A number that fills the device once; the interpreter, one program after another, gets a few."""
+    """Return how many programs fill the device once; a few for the interpreter, which runs them one by one."""
     if device.type != "cuda":
         return 3
     return torch.cuda.get_device_properties(device).multi_processor_count * max(1, 16 // warps)
+
+
+# -- the norm of a sum -----------------------------------------------------------------------------------------------
+
+
+class _Options(NamedTuple):
+    """Arguments of `add_norm` that are not tensors."""
+
+    kind: Kind
+    dtype: torch.dtype
+    triton: bool
 
 
 class _AddNorm(torch.autograd.Function):
@@ -397,62 +402,61 @@ class _AddNorm(torch.autograd.Function):
         branch: Tensor | None,
         weight: Parameter | None,
         bias: Parameter | None,
-        kind: Kind,
-        dtype: torch.dtype,
-        triton: bool,
+        options: _Options,
     ) -> tuple[Tensor, Tensor]:
+        kind, dtype, triton = options
         ctx.set_materialize_grads(False)
-        hidden, branch = hidden.contiguous(), None if branch is None else branch.contiguous()
+        hidden, branch, weights = (
+            hidden.contiguous(),
+            None if branch is None else branch.contiguous(),
+            Weights(weight, bias),
+        )
         total = hidden
         if branch is not None:
-            # The branch's memory, but not its history, which knows nothing of being written to.
+            # Detached: autograd would object to a write to the branch's memory.
             total = branch.detach() if branch.dtype == hidden.dtype else torch.empty_like(hidden)
         ctx.triton = triton and hidden.shape[-1] <= LARGEST_ROW
         if ctx.triton:
-            output = torch.empty_like(hidden, dtype=dtype)
-            mean, rstd = triton_forward(hidden, branch, total, weight, bias, kind, output)
+            y = torch.empty_like(hidden, dtype=dtype)
+            statistics = triton_forward(hidden, branch, total, weights, kind, y)
         else:
             if branch is not None:
                 torch.add(hidden, branch, out=total)
-            output, mean, rstd = reference_forward(total, weight, bias, kind, dtype)
-        ctx.save_for_backward(total, mean, rstd)
-        ctx.weight, ctx.bias, ctx.kind = weight, bias, kind
+            y, statistics = reference_forward(total, weights, kind, dtype)
+        ctx.save_for_backward(total, *statistics)
+        ctx.weights, ctx.kind = weights, kind
         ctx.branch_dtype = total.dtype if branch is None else branch.dtype
-        return total, output
+        return total, y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_sum: Tensor | None, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dsum: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_needs, branch_needs = ctx.needs_input_grad[:2]
-        grad, grad_branch = grad_sum, None
-        if grad_output is not None:
-            total, mean, rstd = ctx.saved_tensors
-            needs_input, grad_output = hidden_needs or branch_needs, grad_output.contiguous()
+        dx, dbranch = dsum, None
+        if dy is not None:
+            x, *saved = ctx.saved_tensors
+            needs_dx, dy, statistics = hidden_needs or branch_needs, dy.contiguous(), Statistics(*saved)
             if ctx.triton:
-                grad_sum = None if grad_sum is None else grad_sum.contiguous()
-                grad = torch.empty_like(total) if needs_input else None
-                if branch_needs and ctx.branch_dtype != total.dtype:
-                    grad_branch = torch.empty_like(total, dtype=ctx.branch_dtype)
-                triton_backward(
-                    grad_output, grad_sum, total, mean, rstd, ctx.weight, ctx.bias, ctx.kind, grad, grad_branch
-                )
+                dsum = None if dsum is None else dsum.contiguous()
+                dx = torch.empty_like(x) if needs_dx else None
+                if branch_needs and ctx.branch_dtype != x.dtype:
+                    dbranch = torch.empty_like(x, dtype=ctx.branch_dtype)
+                triton_backward(dy, dsum, x, statistics, ctx.weights, ctx.kind, dx, dbranch)
             else:
-                grad = reference_backward(
-                    grad_output, grad_sum, total, mean, rstd, ctx.weight, ctx.bias, ctx.kind, needs_input
-                )
-        if branch_needs and grad is not None and grad_branch is None:
-            grad_branch = grad.to(ctx.branch_dtype)
-        return grad if hidden_needs else None, grad_branch, None, None, None, None, None
+                dx = reference_backward(dy, dsum, x, statistics, ctx.weights, ctx.kind, needs_dx)
+        if branch_needs and dx is not None and dbranch is None:
+            dbranch = dx.to(ctx.branch_dtype)
+        return dx if hidden_needs else None, dbranch, None, None, None
 
 
-def layer_norm(input_: Tensor, weight: Parameter, bias: Parameter, eps: float, triton: bool = False) -> Tensor:
-    """(..., h), weight and bias (h,) -> (..., h)."""
-    return add_norm(input_, None, weight, bias, Kind(eps, centered=True), triton)[1]
+def layer_norm(x: Tensor, weight: Parameter, bias: Parameter, eps: float, triton: bool = False) -> Tensor:
+    """x (..., h), weight and bias (h,) -> y (..., h)."""
+    return add_norm(x, None, weight, bias, Kind(eps, centered=True), triton)[1]
 
 
-def rms_norm(input_: Tensor, weight: Parameter, eps: float, triton: bool = False) -> Tensor:
-    """(..., h), weight (h,) -> (..., h)."""
-    return add_norm(input_, None, weight, None, Kind(eps, centered=False), triton)[1]
+def rms_norm(x: Tensor, weight: Parameter, eps: float, triton: bool = False) -> Tensor:
+    """x (..., h), weight (h,) -> y (..., h)."""
+    return add_norm(x, None, weight, None, Kind(eps, centered=False), triton)[1]
 
 
 def add_norm(
@@ -465,12 +469,11 @@ def add_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """hidden + branch and its norm, both (..., h), by weight and, of a layer norm, bias (h,), or by neither.
+    """Return hidden + branch and its norm, both (..., h); the norm is in `dtype`, by default that of `hidden`.
 
-    `dtype`: of the norm, if not that of `hidden`, which is the sum's.
-    The sum takes the branch's memory, which nothing else may read any more, unless it has another dtype. Without a
-    branch it is `hidden`: whoever goes on with this sum, and not with `hidden` itself, has its gradient added in the
-    norm's own backward pass.
+    The sum takes the memory of the branch, which nothing may read afterwards, unless the dtypes differ. Without a
+    branch the sum is `hidden`; computing on with this sum instead of `hidden` lets the norm's backward pass add the
+    sum's gradient.
     """
     assert weight is None or kind.centered == (bias is not None)
-    return _AddNorm.apply(hidden, branch, weight, bias, kind, dtype or hidden.dtype, triton)
+    return _AddNorm.apply(hidden, branch, weight, bias, _Options(kind, dtype or hidden.dtype, triton))
