@@ -1,14 +1,14 @@
-"""What is printed about flags: `--help`, `--help_all`, the start-up banner, the tables of docs/flags.md."""
+"""The text of `--help` and `--help_all`, and the start-up banner."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_lite.cli.foreign_flags import INSTEAD
+from megatron_lite.cli.foreign_flags import INSTEAD, REFUSED
 from megatron_lite.config import AREAS, Config, flatten, unflatten
-from megatron_lite.config.foreign_values import REFUSED, REFUSED_VALUES, Refused
+from megatron_lite.config.foreign_values import REFUSED_VALUES
 from megatron_lite.config.values import FLAGS, Flag, limits, written
 from megatron_lite.validation import BATCH, examine
 
@@ -17,21 +17,21 @@ NAME_WIDTH = 46  # of a flag with its values in --help
 DOTS_WIDTH = 48  # of a name and its dots in the banner, as in Megatron-LM
 
 INTRODUCTION = """\
-usage: torchrun --nproc-per-node=N pretrain_gpt.py [--flag=value ...] [@file ...]      (or python, on one process)
+usage: torchrun --nproc-per-node=N pretrain_gpt.py [--flag=value ...] [@file ...]      (or python, for one process)
 
---a_b=v, --a_b v and --a-b=v are the same. A bare 0|1 flag means 1. A flag given twice: the last one counts.
-@file inserts the flags of a file: shell words, # comments, other @files relative to it."""
+--a_b=v, --a_b v and --a-b=v are the same. A bare 0|1 flag means 1. If a flag is given twice, the last one counts.
+@file inserts the flags of a file: shell words, # comments, other @files relative to its folder."""
 
 EXAMPLE = """\
-All options, aliases and refused flags: --help_all.
+List all options, aliases and flags of other programs: --help_all.
 Try it without data: python pretrain_gpt.py --num_layers=2 --hidden_size=64 --num_attention_heads=4 --vocab_size=256
     --sequence_length=128 --train_iters=100 --batch_size=32 --dataset_source=random
 Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 numerics, 6 a peer died or hung, 7 memory, 8 storage,
-    75 preempted and saved, 1 anything else; torchrun turns each into 1, exit.json in experiment_dir keeps it."""
+    75 preempted and saved, 1 anything else; torchrun turns each into 1, exit.json in --experiment_dir keeps it."""
 
 
 def help_text(everything: bool) -> str:
-    """The text of `--help`, or of `--help_all` with every option, its bounds and aliases, and every refused flag."""
+    """Return the text of `--help`, or of `--help_all`: every option with bounds and aliases, and every foreign flag."""
     lines = [INTRODUCTION]
     for area, owner in AREAS.items():
         lines += ["", f"{owner.__doc__}:"]
@@ -39,12 +39,13 @@ def help_text(everything: bool) -> str:
             if flag.area == area and (everything or flag.option.basic):
                 lines += _help_lines(flag, everything)
     if everything:
-        lines += ["", "Fast-LLM's flags that are no options here, with the values that are accepted:"]
-        for refused in REFUSED:
-            lines += _two_columns(f"--{refused.name}={'|'.join(refused.accepted) or '...'}", refused.reason)
+        lines += ["", "Flags of other programs that are accepted only with these values, which change nothing:"]
+        for name, row in REFUSED.items():
+            lines += _two_columns(f"--{name}={row.only.replace(' ', '|')}", row.remark)
+        lines += ["", "Values that are refused:"]
         for (name, value), reason in REFUSED_VALUES.items():
-            lines += _two_columns(f"--{name}={value}", f"refused: {reason}")
-        lines += ["", "Flags of Megatron-LM and Levanter with another spelling here:"]
+            lines += _two_columns(f"--{name}={value}", reason)
+        lines += ["", "Flags of other programs that do not exist here:"]
         for name, text in INSTEAD.items():
             lines += _two_columns(f"--{name}", text)
     else:
@@ -53,7 +54,7 @@ def help_text(everything: bool) -> str:
 
 
 def value_words(flag: Flag) -> str:
-    """What stands behind the flag: `0|1`, the choices, or the kind of value."""
+    """Return the form of a flag's value: `0|1`, the choices, or the kind of value."""
     if flag.kind == "bool":
         return "0|1"
     if flag.option.choices:
@@ -70,7 +71,7 @@ def value_words(flag: Flag) -> str:
 
 
 def default_words(flag: Flag) -> str:
-    """The default as one would type it; a derived one in words."""
+    """Return the default as a user would type it, or in words if it is derived."""
     if flag.default is None:
         return flag.option.unset
     return written(flag.default) or "none"
@@ -89,17 +90,19 @@ def _help_lines(flag: Flag, everything: bool) -> Iterator[str]:
 
 
 def _two_columns(left: str, right: str) -> list[str]:
-    """What is too long for the left column gets a line of its own."""
+    """Return the lines of one entry; text too long for the left column gets a line of its own."""
     start, indent = f"  {left} ".ljust(NAME_WIDTH), " " * NAME_WIDTH
-    alone = [start.rstrip()] if len(start) > NAME_WIDTH else []
-    first = indent if alone else start
-    return alone + textwrap.wrap(right, WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
+    own_line = [start.rstrip()] if len(start) > NAME_WIDTH else []
+    first = indent if own_line else start
+    return own_line + textwrap.wrap(
+        right, WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False
+    )
 
 
 def banner(config: Config, derived: Mapping[str, str]) -> str:
-    """The dotted list of all options that a run prints when it starts, then the numbers that follow from them.
+    """Return the dotted list of all options that a run prints at its start, followed by `derived` in its order.
 
-    config: resolved. derived: in the order to print. `*` marks what differs from the default, also a derived one.
+    `config` is resolved. `*` marks options that differ from their default, even from a derived one.
     """
     lines = [" arguments (* differs from the default) ".center(72, "-")]
     defaults = _defaults(config)
@@ -113,9 +116,9 @@ def banner(config: Config, derived: Mapping[str, str]) -> str:
 
 
 def _defaults(config: Config) -> dict[str, Any]:
-    """The value that each option of a resolved configuration would have if it alone had not been set.
+    """Return the value that each option of a resolved configuration would have if only that option had not been set.
 
-    The options of the batch arithmetic follow from each other and are taken back together.
+    The options of the batch arithmetic follow from each other, so they are unset together.
     """
     values = flatten(config)
     defaults = {flag.name: flag.default for flag in FLAGS.values()}
@@ -131,55 +134,3 @@ def _defaults(config: Config) -> dict[str, Any]:
 
 def _dotted(name: str, text: str, mark: str) -> str:
     return f"{mark} {name} {'.' * max(2, DOTS_WIDTH - len(name))} {text}"
-
-
-def option_table(area: str, elsewhere: Mapping[str, str]) -> str:
-    """The Markdown table of the options of one area. elsewhere: other programs' defaults by name, where they differ."""
-    rows = [
-        (
-            f"`--{flag.name}`",
-            default_words(flag),
-            _limits(flag),
-            ", ".join(f"`{name}`" for name in flag.aliases),
-            flag.option.help,
-            elsewhere.get(flag.name, ""),
-        )
-        for flag in FLAGS.values()
-        if flag.area == area
-    ]
-    return _table(("flag", "default", "values", "also spelled", "meaning", "defaults elsewhere"), rows)
-
-
-def _limits(flag: Flag) -> str:
-    words = {"int": "integer", "float": "number", "str": "text", "list of str": "texts", "list of float": "numbers"}
-    text = ", ".join(flag.option.choices) or words.get(flag.kind, "0 or 1")
-    text += f" {limits(flag)}" if limits(flag) else ""
-    also = ", ".join(f"{alias} = {value}" for alias, value in flag.option.value_aliases.items())
-    return text + (f" ({also})" if also else "") + ("; none" if flag.optional else "")
-
-
-def refused_table() -> str:
-    """The Markdown table of Fast-LLM's flags that are no options here."""
-    rows = [_refused_row(refused) for refused in REFUSED]
-    rows += [(f"`--{name}={value}`", "", "", "", reason) for (name, value), reason in REFUSED_VALUES.items()]
-    return _table(("flag", "Fast-LLM's default", "accepted", "also spelled", "why no other value"), rows)
-
-
-def _refused_row(refused: Refused) -> tuple[str, ...]:
-    accepted = ", ".join(f"`{value}`" for value in refused.accepted) or "nothing"
-    aliases = ", ".join(f"`{name}`" for name in refused.aliases)
-    return f"`--{refused.name}`", refused.default or "none", accepted, aliases, refused.reason
-
-
-def instead_table() -> str:
-    """The Markdown table of other programs' flags that are refused with the spelling to use."""
-    return _table(("flag", "instead"), [(f"`--{name}`", text) for name, text in INSTEAD.items()])
-
-
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *(tuple(_escaped(cell) for cell in row) for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-def _escaped(cell: str) -> str:
-    return cell.replace("|", "\\|").replace("<", "&lt;")

@@ -1,7 +1,7 @@
-"""The command line: words -> flags -> `Config`.
+"""Parse the command line: words -> flags -> `Config`.
 
-`argparse` is not used: it abbreviates flags, reads `nan` and `1_000` as numbers, cannot tell an empty value from none,
-and stops at the first error. Here every word is accounted for and all problems are reported at once:
+`argparse` would abbreviate flags, read `nan` and `1_000` as numbers, confuse an empty value with a missing one and stop
+at the first error. This parser accounts for every word and reports all problems at once:
 
     argv --insert @files--> words --group--> (flag, value words) --parse--> values by name --> Config
 """
@@ -11,24 +11,35 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from megatron_lite.cli.foreign_flags import REFUSED, answer_of
 from megatron_lite.cli.help import help_text
 from megatron_lite.cli.model_source import with_preset, with_source
-from megatron_lite.cli.suggestions import LONG_DASHES, instead_of, unknown_flag
+from megatron_lite.cli.suggestions import unknown_flag
 from megatron_lite.config import Config, unflatten
-from megatron_lite.config.foreign_values import REFUSED_SPELLINGS, REFUSED_VALUES
+from megatron_lite.config.foreign_values import REFUSED_VALUES
 from megatron_lite.config.structured_values import environment_values
-from megatron_lite.config.values import SPELLINGS, BadValueError, Flag, parse_list, parse_value, shown, written
+from megatron_lite.config.values import (
+    DASHES,
+    QUOTES,
+    SPELLINGS,
+    BadValueError,
+    Flag,
+    parse_list,
+    parse_value,
+    shown,
+    written,
+)
 from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.run.launch import launch_world_size
 from megatron_lite.validation import examine, planned_world_size
 from megatron_lite.validation.messages import Note
 
 MOST_FILES = 100
-# The shell leaves the ~ of --flag=~/folder alone.
+# Options whose ~ is expanded here, because the shell leaves --flag=~/folder alone.
 PATHS = (
     "experiment_dir",
     "data_path",
@@ -40,7 +51,6 @@ PATHS = (
 LARGEST_FILE_BYTES = 2**20
 # Group 1 is kept: quoted text and escaped characters. Comments and escaped line breaks are dropped.
 _COMMENT = re.compile(r"""('[^']*'|"(?:\\.|[^"\\])*"|\\[^\r\n])|(?<!\S)\#[^\n]*|\\\r?\n""", re.DOTALL)
-QUOTES = "'\"\u2018\u2019\u201c\u201d"
 
 
 @dataclass(frozen=True)
@@ -49,8 +59,8 @@ class Arguments:
 
     config: Config
     given: dict[str, Any]  # the options that were typed, by name
-    notes: tuple[Note, ...]  # warnings, and where options come from that were not typed
-    # Of --export_callback_env. Secrets may be among them: they are in no other object, and nobody prints this one.
+    notes: tuple[Note, ...]  # warnings, and the sources of options that were not typed
+    # Variables of --export_callback_env, perhaps secret: no other object holds them, and this one is never printed.
     environment: dict[str, str] = field(default_factory=dict, repr=False)
 
     @property
@@ -59,15 +69,15 @@ class Arguments:
 
 
 class ParseError(UsageError):
-    """Everything that is wrong with a command line, one problem a line."""
+    """All problems of a command line, one per line."""
 
     def __init__(self, message: str, experiment_dir: str | None) -> None:
         super().__init__(message)
-        self.experiment_dir = experiment_dir  # if that flag could be read: the error can be left there too
+        self.experiment_dir = experiment_dir  # for exit.json; None if the flag could not be read
 
 
 class HelpRequested(Exception):  # noqa: N818 (not an error)
-    """`--help` or `--help_all`: print `text` and leave."""
+    """`--help` or `--help_all` was typed: print `text` and exit."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -75,7 +85,7 @@ class HelpRequested(Exception):  # noqa: N818 (not an error)
 
 
 class Word(NamedTuple):
-    """One shell word, and the @file that it comes from, if any."""
+    """One shell word, and the @file that holds it, if any."""
 
     text: str
     file: str | None = None
@@ -86,10 +96,10 @@ class Word(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One flag with its words: `inline` behind the `=`, `words` behind that."""
+    """One flag with its values: `inline` is the text after `=`, `words` are the words after that."""
 
     flag: Word
-    name: str  # with underscores; without the two dashes, if there are two
+    name: str  # with underscores, and without its two dashes if it has them
     inline: str | None
     words: list[Word]
 
@@ -103,11 +113,11 @@ class Item(NamedTuple):
 
 
 def parse(argv: Sequence[str]) -> Arguments:
-    """Understand a command line (without the program's name).
+    """Parse a command line, without the program's name.
 
     Raises:
-        ParseError: with every problem, one a line.
-        CheckpointError: if the pretrained checkpoint that it names cannot be used.
+        ParseError: with all problems, one per line.
+        CheckpointError: if --pretrained_checkpoint_path cannot be used.
         HelpRequested: for --help and --help_all.
     """
     parser = _Parser()
@@ -119,7 +129,7 @@ def parse(argv: Sequence[str]) -> Arguments:
         parser.take(item)
     config = unflatten(with_preset(parser.given)[0])
     if parser.problems:
-        # Else what is missing, or what a folder would say, may be the reason of any contradiction.
+        # Otherwise a missing flag, or the pretrained folder's model, could explain any contradiction.
         if not parser.guesswork and config.source.pretrained_checkpoint_path is None:
             parser.problems += _contradictions(config, parser.wrong)
         raise ParseError("\n".join(parser.problems), folder_of(config))
@@ -133,7 +143,7 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 
 def _contradictions(config: Config, wrong: set[str]) -> list[str]:
-    """What `validation.resolve` would complain about, as far as it has nothing to do with the options in `wrong`."""
+    """Return the problems that `validation.resolve` would raise, except those that involve options in `wrong`."""
     try:
         _, problems = examine(config, planned_world_size(config, launch_world_size()))
     except UsageError as error:  # the launcher's variables
@@ -142,7 +152,7 @@ def _contradictions(config: Config, wrong: set[str]) -> list[str]:
 
 
 def folder_of(config: Config) -> str | None:
-    """Where the run may leave something: nowhere if it is a dry run."""
+    """Return the experiment directory, or None for a dry run, which writes nothing."""
     return None if config.distributed.dry_run else config.run.experiment_dir
 
 
@@ -155,7 +165,7 @@ class _Parser:
         self.warnings: list[str] = []
         self.environment: dict[str, str] = {}
         self.wrong: set[str] = set()  # options whose value is unknown
-        self.guesswork = False  # whether a flag that is meant may be missing
+        self.guesswork = False  # whether a flag may be missing because it was not understood
         self._files_read = 0
 
     def _problem(self, text: str, word: Word) -> None:
@@ -164,7 +174,7 @@ class _Parser:
     # -- words ---------------------------------------------------------------------------------------------------
 
     def insert_files(self, argv: Sequence[str]) -> Iterator[Word]:
-        """The words of the command line with those of @files in their place."""
+        """Yield the words of the command line, with each @file replaced by its words."""
         for text in argv:
             yield from self._expand(Word(text), folder="", chain=())
 
@@ -173,7 +183,7 @@ class _Parser:
             yield word
             return
         self._files_read += 1
-        if self._files_read > MOST_FILES + 1:  # has been reported; files may include each other very often
+        if self._files_read > MOST_FILES + 1:  # reported already; files may include each other exponentially often
             return
         path = os.path.join(folder, os.path.expanduser(word.text[1:]))
         try:
@@ -191,11 +201,11 @@ class _Parser:
         if self._files_read > MOST_FILES:
             raise ValueError(f"more than {MOST_FILES} files are inserted; write fewer @files")
         if os.path.realpath(path) in chain:
-            raise ValueError("includes itself; take one of the @files out")
+            raise ValueError("includes itself; remove one of the @files")
         return read_words(path)
 
     def group(self, words: Iterator[Word]) -> Iterator[Item]:
-        """Flags with the words that follow them."""
+        """Yield each flag with the words that follow it."""
         item: Item | None = None
         for word in words:
             if is_flag(word.text):
@@ -211,24 +221,24 @@ class _Parser:
         if item:
             yield item
 
-    def _stray(self, words: Sequence[Word], behind: str | None) -> None:
+    def _stray(self, words: Sequence[Word], after: str | None) -> None:
         self.guesswork = True
         first = words[0]
         more = f" and {len(words) - 1} more" if len(words) > 1 else ""
-        place = f" behind {behind}" if behind else ""
+        place = f" after {after}" if after else ""
         self._problem(f"stray word {shown(first.text)}{more}{place}: {_stray_hint(first.text)}", first)
 
     # -- flags ---------------------------------------------------------------------------------------------------
 
     def take(self, item: Item) -> None:
-        """Understand one flag, or note what is wrong with it."""
+        """Store the value of one flag, or note its problem."""
         if item.name in SPELLINGS:
             self._take_option(item, SPELLINGS[item.name])
-        elif item.name in REFUSED_SPELLINGS:
+        elif item.name in REFUSED:
             self._take_refused(item)
-        elif instead := instead_of(item.name):
+        elif answer := answer_of(item.name):
             self.guesswork = True
-            self._problem(f"{item.spelling} is not a flag here: {instead}", item.flag)
+            self._problem(f"{item.spelling} is not a flag here: {answer}", item.flag)
         else:
             self.guesswork = True
             self._problem(unknown_flag(item.spelling), item.flag)
@@ -243,8 +253,8 @@ class _Parser:
             self.wrong.add(flag.name)
             typed = f"{item.spelling}={shown(' '.join(values))}" if values and not flag.option.secret else item.spelling
             self._problem(f"{typed}: {error}", item.flag)
-            if values and _quoted(values):
-                return  # the words behind belong to the quoted value
+            if any(text and text[0] in QUOTES for text in values):
+                return  # the words that follow belong to the quoted value
         else:
             if flag.name in self.given and self.given[flag.name] != value:
                 before, now = (shown(written(v)) for v in (self.given[flag.name], value))
@@ -253,15 +263,15 @@ class _Parser:
         stray = item.words[1 if item.inline is None else 0 :]
         if stray and flag.option.secret:
             self.guesswork = True
-            self._problem(f"{item.spelling}: words follow its value; quote the JSON object, or use an @file", item.flag)
+            self._problem(f"{item.spelling}: words follow the value; quote the JSON object, or use an @file", item.flag)
         elif stray and not flag.is_list:
             self._stray(stray, f"{item.spelling}={shown(values[0])}")
 
     def _value(self, item: Item, flag: Flag, values: list[str]) -> Any:
-        """The value of `flag` behind `item`.
+        """Return the value of `flag`.
 
         Raises:
-            BadValueError: if there is none, or an illegal one.
+            BadValueError: if the value is missing or illegal.
         """
         if not values:
             raise BadValueError(f"a value must follow, as in {item.spelling}={_example(flag)}")
@@ -280,26 +290,31 @@ class _Parser:
         return tuple(os.path.expanduser(text) for text in items) if flag.name in PATHS else items
 
     def _names(self, text: str) -> str:
-        """The names of the variables in a JSON object; their values are kept apart.
+        """Return the names of the variables in a JSON object; keep their values in `environment` only.
 
         Raises:
-            BadValueError: if it is none.
+            BadValueError: if `text` is not such an object.
         """
         self.environment = environment_values(text) if text and text.lower() != "none" else {}
         return ",".join(self.environment)
 
     def _take_refused(self, item: Item) -> None:
-        refused = REFUSED_SPELLINGS[item.name]
-        value = " ".join(item.values)
-        if not item.values and refused.switch:
-            value = "1"
-        elif not item.values:
-            self._problem(f"{item.spelling} is refused: {refused.reason}", item.flag)
-            return
-        if not refused.accepts(value):
-            accepted = " or ".join(f"--{refused.name}={accepted}" for accepted in refused.accepted)
-            only = f"; accepted: {accepted}, which changes nothing" if accepted else ""
-            self._problem(f"{item.spelling}={shown(value)} is refused: {refused.reason}{only}", item.flag)
+        """Accept a flag without an option if its value describes what this program does anyway."""
+        row = REFUSED[item.name]
+        value = "1" if row.switch and not item.values else " ".join(item.values)
+        if not item.values and not row.switch:
+            self._problem(f"{item.spelling} is refused: {row.remark}", item.flag)
+        elif not row.accepts(value):
+            accepted = " or ".join(f"--{item.name}={value}" for value in row.only.split())
+            text = f"is refused: {row.remark}; accepted: {accepted}, which changes nothing"
+            self._problem(f"{item.spelling}={shown(value)} {text}", item.flag)
+
+
+def is_flag(text: str) -> bool:
+    """Whether a word is a flag (perhaps a wrong one) rather than a value: dashes and a letter, but not `-inf`."""
+    if re.fullmatch(r"-(inf(inity)?|nan)", text, re.IGNORECASE):
+        return False
+    return re.match(rf"--|[{DASHES}]+[A-Za-z]", text) is not None
 
 
 def read_words(path: str) -> list[str]:
@@ -323,17 +338,6 @@ def read_words(path: str) -> list[str]:
         raise ValueError(f"{str(error).lower()}; close the quote, or escape it with a backslash") from None
 
 
-def is_flag(text: str) -> bool:
-    """Whether a word is a flag (perhaps a wrong one) rather than a value: dashes and a letter, but not `-inf`."""
-    if re.fullmatch(r"-(inf(inity)?|nan)", text, re.IGNORECASE):
-        return False
-    return re.match(rf"--|[-{LONG_DASHES}]+[A-Za-z]", text) is not None
-
-
-def _quoted(values: Collection[str]) -> bool:
-    return any(text and text[0] in QUOTES for text in values)
-
-
 def _example(flag: Flag) -> str:
     if flag.option.choices:
         return flag.option.choices[0]
@@ -342,18 +346,15 @@ def _example(flag: Flag) -> str:
 
 
 def _check_shell(text: str, item: Item) -> None:
-    """Refuse what a shell should have taken away from a value.
+    """Refuse what a shell should have removed from a value.
 
     Raises:
         BadValueError: for literal quotes, several flags in one word, and variables in an @file.
     """
     if text and text[0] in QUOTES:
-        inner = text.strip(QUOTES)
-        whole = text[-1] in QUOTES and re.fullmatch(r"[!-~]+", inner)
-        plain = f"write {item.spelling}={shown(inner)}, or " if whole else ""
         raise BadValueError(
-            f"begins with a literal quote, because a shell keeps the quotes that stand in a variable; "
-            f"{plain}put the flag into a file, where quotes work, and pass @file"
+            "begins with a literal quote, because a shell keeps the quotes inside a variable; leave the quotes out, "
+            "or put the flag into a file, where quotes work, and pass @file"
         )
     if re.search(r"\s--[A-Za-z]", text):
         raise BadValueError('several flags in one word; write $ARGS instead of "$ARGS", or pass @file')
@@ -368,4 +369,4 @@ def _stray_hint(text: str) -> str:
         return 'several flags in one word; write $ARGS instead of "$ARGS"'
     if text.partition("=")[0].replace("-", "_") in SPELLINGS:
         return f"flags begin with two dashes; write --{shown(text)}"
-    return "every word must be a flag or the value of one; a value with spaces goes into an @file in quotes"
+    return "every word must be a flag or its value; put a value with spaces into an @file, in quotes"

@@ -2,8 +2,8 @@
 
 `cli` makes the flat `--flags` from the dataclasses of this room, docs/flags.md is generated from them, and the rest of
 the program receives them as a read-only `Config`. `None` means "derived": `validation.resolve` fills in a `Draft`.
-This room imports no torch, so `--help` answers at once. `foreign_values.py` lists the Fast-LLM options that do not
-exist here, each with a reason.
+This room imports no torch, so `--help` answers at once. `foreign_values.py` lists other programs' names and values of
+these options.
 """
 
 from __future__ import annotations

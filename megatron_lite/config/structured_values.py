@@ -1,4 +1,4 @@
-"""Options whose text has a form of its own: weights with data sets, scales with name patterns, sizes, an environment.
+"""Options with their own syntax: data sets with weights, name patterns with scales, sizes, environment variables.
 
 Imports no torch.
 """
@@ -14,10 +14,10 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
-from megatron_lite.config.values import BadValueError, is_number, parse_float, shown
+from megatron_lite.config.values import QUOTES, BadValueError, is_number, parse_float, shown
 from megatron_lite.errors import UsageError
 
-# As transformers reads them: a thousand or 1,024 bytes to the step. The b is upper case: a lower one would be bits.
+# As in transformers: KB is 1,000 bytes, KiB is 1,024. The B is upper case, because b would mean bits.
 SIZE_UNITS = MappingProxyType(
     {
         "": 1,
@@ -37,10 +37,10 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def weighted_paths(data_path: Sequence[str]) -> list[tuple[float, str]]:
-    """The data sets of `data_path` with their weights, which sum to 1: equal ones if none are given.
+    """Return the data sets of `data_path` with their weights, which sum to 1; without weights all are equal.
 
-    Either every prefix has its weight before it (`0.3 a 0.7 b`) or none has. A prefix that looks like a number is
-    written with its folder (`./7`).
+    Every prefix has a weight before it (`0.3 a 0.7 b`) or none has. A prefix that looks like a number needs its
+    folder (`./7`).
 
     Raises:
         UsageError: if weights and prefixes do not alternate, or a weight is not a positive finite number.
@@ -61,7 +61,7 @@ def weighted_paths(data_path: Sequence[str]) -> list[tuple[float, str]]:
         except BadValueError as error:
             raise UsageError(f"{typed}: weight {word}: {error}") from None
         if weights[-1] <= 0:
-            raise UsageError(f"{typed}: weight {word} must be > 0; leave a data set out that is not wanted")
+            raise UsageError(f"{typed}: weight {word} must be > 0; leave the data set out if it is not wanted")
     total = sum(weights)
     if not math.isfinite(total):
         raise UsageError(f"{typed}: the sum of the weights overflows; write smaller ones")
@@ -74,12 +74,12 @@ def _shortened(words: Sequence[str]) -> str:
 
 
 def lr_scale_patterns(freeze: Sequence[str], lr_scales: Sequence[str]) -> list[tuple[str, float]]:
-    """(pattern, learning-rate scale), to be applied in this order, so that the last that matches counts.
+    """Return (pattern, learning-rate scale) pairs; the last pair that matches a name counts.
 
-    `lr_scales` as "pattern:scale" come first, then the patterns of `freeze` with scale 0: freezing wins.
+    The "pattern:scale" items of `lr_scales` come first, then the patterns of `freeze` with scale 0, so freezing wins.
 
     Raises:
-        UsageError: for an item without a pattern or a scale, or with a scale that is no finite number >= 0.
+        UsageError: for an item without a pattern or a scale, or with a scale that is not a finite number >= 0.
     """
     scales = []
     for item in lr_scales:
@@ -104,43 +104,41 @@ REGEX = "regex:"  # begins an item of --weight_decay_modules that is a regular e
 
 
 def decay_expression(pattern: str) -> re.Pattern[str] | None:
-    """The regular expression that an item of `weight_decay_modules` is, or None if it is a plain pattern.
+    """Return the regular expression of an item of `weight_decay_modules`, or None for a plain pattern.
 
     Raises:
-        UsageError: for an empty pattern, or a regular expression that cannot be read.
+        UsageError: for an empty pattern or an invalid regular expression.
     """
     text = pattern.removeprefix(REGEX)
     if not text:
-        raise UsageError(
-            f"--weight_decay_modules={pattern}: nothing stands behind it; write a name, or regex:<expression>"
-        )
+        raise UsageError(f"--weight_decay_modules={pattern}: the pattern is empty; write a name, or regex:<expression>")
     if not pattern.startswith(REGEX):
         return None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # what Python may soon read in another way
+            warnings.simplefilter("error")  # Python may soon read the expression in another way
             return re.compile(text)
     except (re.error, Warning, RecursionError, OverflowError) as error:
         raise UsageError(
-            f"--weight_decay_modules={_shortened([pattern])}: no regular expression: {error}; an item ends at a comma "
-            "or a space, so write the expression without"
+            f"--weight_decay_modules={_shortened([pattern])}: not a regular expression: {error}; an item ends at a "
+            "comma or space, so write the expression without them"
         ) from None
 
 
 def size_bytes(text: str, name: str = "export_shard_size") -> int:
-    """Bytes of a size as transformers writes it: 5GB, 500MB, 2GiB, 1.5GB, or plain bytes. `name`: of the flag.
+    """Return the bytes of a size such as 5GB, 500MB, 2GiB, 1.5GB or plain bytes. `name`: the flag, for messages.
 
     Raises:
-        UsageError: for anything else, or less than a byte.
+        UsageError: for any other text, or a size below one byte.
     """
     typed, match = f"--{name}={shown(text)}", _SIZE.fullmatch(text.strip())
     if match is None:
-        raise UsageError(f"{typed}: no size; write a number and a unit, as in 5GB, 500MB or 2GiB, or plain bytes")
+        raise UsageError(f"{typed}: not a size; write a number and a unit, as in 5GB, 500MB or 2GiB, or plain bytes")
     number, unit = match.groups()
     if unit not in SIZE_UNITS:
         near = next((known for known in SIZE_UNITS if known.lower() == unit.lower()), "GB")
         known = ", ".join(known for known in SIZE_UNITS if known)
-        raise UsageError(f"{typed}: {unit} is no unit of bytes, {known} are; write {number}{near}")
+        raise UsageError(f"{typed}: {unit} is not a unit of bytes (known: {known}); write {number}{near}")
     size = int(Fraction(number) * SIZE_UNITS[unit])
     if not 0 < size < 2**63:
         raise UsageError(f"{typed}: must be at least one byte, and less than 2**63; write 5GB")
@@ -148,14 +146,14 @@ def size_bytes(text: str, name: str = "export_shard_size") -> int:
 
 
 def environment_values(text: str) -> dict[str, str]:
-    """The variables of a JSON object of strings, {"NAME": "value"}. No message shows a part of a value.
+    """Return the variables of a JSON object of strings, {"NAME": "value"}. Messages never show a value.
 
     Raises:
-        BadValueError: for anything else, or names and values that no environment can hold.
+        BadValueError: for any other text, or for names and values that an environment cannot hold.
     """
     example = """write a JSON object of strings, as in '{"NAME": "value"}'"""
-    if text[:1] in ("'", "\u2018", "\u201c"):
-        raise BadValueError("begins with a literal quote, which a shell keeps in a variable; use an @file")
+    if text[:1] in set(QUOTES) - {'"'}:  # JSON itself may begin with "
+        raise BadValueError("begins with a literal quote, which a shell keeps inside a variable; use an @file")
     try:
         pairs: Any = json.loads(text, object_pairs_hook=_Pairs)
     except ValueError as error:
@@ -166,18 +164,18 @@ def environment_values(text: str) -> dict[str, str]:
     except RecursionError:
         raise BadValueError(f"nested too deeply; {example}") from None
     if not isinstance(pairs, _Pairs):
-        raise BadValueError(f"no JSON object; {example}")
+        raise BadValueError(f"not a JSON object; {example}")
     for number, (variable, value) in enumerate(pairs, start=1):
         if not _VARIABLE.fullmatch(variable):
-            raise BadValueError(f"name {number} is no name of a variable: letters, digits and _, no digit first")
+            raise BadValueError(f"name {number} is not a variable name: use letters, digits and _, no digit first")
         if not isinstance(value, str):
-            raise BadValueError(f"the value of {variable} is no text; write it in double quotes")
+            raise BadValueError(f"the value of {variable} is not a string; write it in double quotes")
         if "\0" in value or any("\ud800" <= c <= "\udfff" for c in value):
-            raise BadValueError(f"the value of {variable} holds a character that no environment can hold")
+            raise BadValueError(f"the value of {variable} has a character that an environment cannot hold")
     if len(dict(pairs)) != len(pairs):
         raise BadValueError("a name is given twice; leave one out")
     return dict(pairs)
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """A JSON object, with its repetitions."""
+    """The pairs of a JSON object, repeated names included."""

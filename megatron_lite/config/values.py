@@ -1,8 +1,8 @@
-"""The flags: one for every option of `config/`, and what the text behind a flag means as a value.
+"""The flags, one for every option of `config/`, and the parsing of their values.
 
-A flag is never guessed at: its value is legal, or `BadValueError` says which rule it breaks and what to write instead.
-Numbers are plain ASCII numerals, because Python's own `int` and `float` also take `nan`, `1_000` and full-width
-digits, round `1e999` to infinity, and need seconds for a hundred thousand digits.
+A value is never guessed at: it is legal, or `BadValueError` names the broken rule and the value to write instead.
+Numbers are plain ASCII digits, because Python's `int` and `float` also take `nan`, `1_000` and full-width digits, round
+`1e999` to infinity, and need seconds for a hundred thousand digits.
 """
 
 from __future__ import annotations
@@ -17,44 +17,18 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from megatron_lite.config import AREAS
+from megatron_lite.config.foreign_values import OTHER_SPELLINGS
 from megatron_lite.config.option import All, Auto, Option
 
 LARGEST_INTEGER = 2**63 - 1
+DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"  # ASCII, and those of word processors and web pages
+QUOTES = "'\"\u2018\u2019\u201c\u201d"
 LONGEST_NUMBER = 64  # characters
 LONGEST_TEXT = 4096  # characters; also the longest path of Linux
 
-# The same option with the same values under its name in Megatron-LM, Levanter or Hugging Face's Trainer.
-OTHER_SPELLINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "head_groups": ("num_key_value_heads", "num_kv_heads"),
-        "kv_channels": ("head_dim",),
-        "ffn_hidden_size": ("intermediate_size", "intermediate_dim"),
-        "hidden_size": ("hidden_dim",),
-        "num_attention_heads": ("num_heads",),
-        "layer_norm_eps": ("layer_norm_epsilon",),
-        "sequence_length": ("seq_len",),
-        "micro_batch_size": ("per_device_train_batch_size",),
-        "adam_beta1": ("beta1",),
-        "adam_beta2": ("beta2",),
-        "adam_eps": ("adam_epsilon", "epsilon"),
-        "clip_grad": ("max_grad_norm",),
-        "update_rms_clip": ("update_rms_clipping",),
-        "logit_z_loss": ("z_loss_weight",),
-        "full_precision_gradients": ("accumulate_allreduce_grads_in_fp32",),
-        "deterministic": ("deterministic_mode",),
-        "train_iters": ("num_train_steps",),
-        "validation_interval": ("steps_per_eval",),
-        "stop_interval": ("exit_interval",),
-        "wandb_entity_name": ("wandb_entity",),
-        "wandb_project_name": ("wandb_project",),
-        "wandb_group_name": ("wandb_group",),
-        "experiment_name": ("wandb_exp_name",),
-    }
-)
-
 
 class BadValueError(ValueError):
-    """A value that its flag cannot take; the text is the rule and the fix, without the name of the flag."""
+    """A value that its flag cannot take; the message is the rule and the fix, without the name of the flag."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +41,7 @@ class Flag:
     default: Any
     area: str
     option: Option
-    words: tuple[str, ...] = ()  # that a number may be instead
+    words: tuple[str, ...] = ()  # accepted in place of a number: auto, all
 
     @property
     def is_list(self) -> bool:
@@ -75,7 +49,7 @@ class Flag:
 
     @property
     def is_text(self) -> bool:
-        """Free text, as opposed to a name out of `Option.choices`."""
+        """Whether the value is free text rather than one of `Option.choices`."""
         return self.kind == "str" and not self.option.choices
 
     @property
@@ -121,29 +95,29 @@ _NUMBER_LIKE = re.compile(r"[+-]?(?:nan|inf(?:inity)?)|[+-]?\.?\d[\d_.,]*(?:e[+-
 
 
 def shown(value: str) -> str:
-    """`value` as an error message can print it: bare if it is harmless, else quoted and escaped; never long."""
+    """Return `value` for an error message: shortened if long, and quoted and escaped unless it is plain ASCII."""
     text = value if len(value) <= 60 else value[:50] + "..."
     text = text if re.fullmatch(r"[!-~]+", text) else ascii(text)
     return text if len(value) <= 60 else f"{text} ({len(value)} characters)"
 
 
 def is_number(text: str) -> bool:
-    """Whether `text` was meant as a number, be it a legal one or not (`nan`, `1e999`, `1_000`)."""
+    """Whether `text` was meant as a number, legal or not (`nan`, `1e999`, `1_000`)."""
     return len(text) <= LONGEST_NUMBER and _NUMBER_LIKE.fullmatch(text) is not None
 
 
 def parse_float(text: str) -> float:
-    """A finite number out of ASCII numerals.
+    """Parse a finite number.
 
     Raises:
-        BadValueError: for anything else.
+        BadValueError: for anything but ASCII digits with an optional sign, point and exponent.
     """
     if len(text) > LONGEST_NUMBER:
         raise BadValueError(f"a number has at most {LONGEST_NUMBER} characters")
     if re.fullmatch(r"[+-]?(nan|inf(inity)?)", text, re.IGNORECASE):
         raise BadValueError("not a finite number")
     if not _NUMBER.fullmatch(text):
-        raise BadValueError("not a number" + _plain_spelling(text, integer=False))
+        raise BadValueError("not a number; write it in plain ASCII digits, as in 0.001 or 1e-3")
     value = float(text)
     if math.isinf(value):
         raise BadValueError("too large for a 64-bit float")
@@ -153,38 +127,26 @@ def parse_float(text: str) -> float:
 
 
 def parse_int(text: str) -> int:
-    """A 64-bit integer out of ASCII numerals.
+    """Parse a 64-bit integer.
 
     Raises:
-        BadValueError: for anything else, `5e5` and `10.0` included.
+        BadValueError: for anything but ASCII digits with an optional sign; `5e5` and `10.0` are refused, too.
     """
     if len(text) > LONGEST_NUMBER:
         raise BadValueError(f"an integer has at most {LONGEST_NUMBER} characters")
     if not _INTEGER.fullmatch(text):
-        raise BadValueError("not an integer" + _plain_spelling(text, integer=True))
+        meant = float(text) if _NUMBER.fullmatch(text) else 0.5
+        if meant.is_integer() and abs(meant) <= LARGEST_INTEGER:
+            raise BadValueError(f"not an integer; write {int(meant)}")
+        raise BadValueError("not an integer; write it in plain ASCII digits, as in 1000")
     value = int(text)
     if abs(value) > LARGEST_INTEGER:
         raise BadValueError("too large for a 64-bit integer")
     return value
 
 
-def _plain_spelling(text: str, integer: bool) -> str:
-    """What a number with separators, full-width digits or an exponent should have been, as the end of a message."""
-    try:
-        digits = "".join(str(int(c)) if c.isdecimal() else c for c in text if c not in "_, '")
-        if integer and _NUMBER.fullmatch(digits):
-            value = float(digits)
-            if value.is_integer() and abs(value) <= LARGEST_INTEGER:
-                return f"; write {int(value)}"
-        elif _NUMBER.fullmatch(digits) and math.isfinite(float(digits)):
-            return f"; write {digits}"
-    except (ValueError, OverflowError):
-        pass
-    return "; write it in plain digits, as in " + ("1000" if integer else "0.001 or 1e-3")
-
-
 def parse_bool(text: str) -> bool:
-    """0, 1, true or false.
+    """Parse 0, 1, true or false.
 
     Raises:
         BadValueError: for anything else.
@@ -196,22 +158,22 @@ def parse_bool(text: str) -> bool:
 
 
 def parse_text(text: str) -> str:
-    """Text that can be a file name and can be printed.
+    """Check that a text can be a file name and can be printed.
 
     Raises:
-        BadValueError: if it cannot.
+        BadValueError: if not.
     """
     if len(text) > LONGEST_TEXT:
         raise BadValueError(f"a text has at most {LONGEST_TEXT} characters")
     if any(ord(c) < 32 or ord(c) == 127 for c in text):
-        raise BadValueError("contains a control character (a line break or tab?); write it without")
+        raise BadValueError("contains a control character (a line break or tab?); remove it")
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise BadValueError("is not valid UTF-8; rename it")
     return text
 
 
 def parse_choice(text: str, option: Option) -> str:
-    """One of the names that `option` offers, or an alias of one.
+    """Parse one of the choices of `option`, or an alias of one.
 
     Raises:
         BadValueError: for anything else.
@@ -224,7 +186,7 @@ def parse_choice(text: str, option: Option) -> str:
 
 
 def parse_list(flag: Flag, words: Sequence[str]) -> tuple[Any, ...]:
-    """The items of all `words`, which commas or spaces may separate as well.
+    """Parse a list; commas and spaces inside `words` separate items, too.
 
     Raises:
         BadValueError: for an empty or illegal item.
@@ -239,7 +201,7 @@ def parse_list(flag: Flag, words: Sequence[str]) -> tuple[Any, ...]:
 
 
 def parse_value(flag: Flag, text: str) -> Any:
-    """The value of a flag that is no list.
+    """Parse the value of a flag that is not a list.
 
     Raises:
         BadValueError: if `text` is not a value of this flag.
@@ -272,7 +234,7 @@ def _parse_number(flag: Flag, text: str) -> int | float | str:
 
 
 def bounds(option: Option) -> str:
-    """The range of a number in words: `>= 0 and < 1`; empty if every number is legal."""
+    """Return the range of a number in words, `>= 0 and < 1`; empty if every number is legal."""
     if option.minimum is not None and option.minimum == option.maximum:
         return number(option.minimum)
     limits = ((">=", option.minimum), (">", option.above), ("<=", option.maximum), ("<", option.below))
@@ -280,15 +242,15 @@ def bounds(option: Option) -> str:
 
 
 def limits(flag: Flag) -> str:
-    """What a number must be, in words: its bounds, or one of the words that may stand for it."""
+    """Return the rule for a number in words: its bounds, or the words accepted in its place."""
     return ", or ".join(text for text in (bounds(flag.option), *flag.words) if text)
 
 
 def check_bounds(flag: Flag, value: Any) -> None:
-    """Hold a value, or every item of a list, against the bounds, the words or the choices of its option.
+    """Check a value, or every item of a list, against the bounds, words or choices of its option.
 
     Raises:
-        BadValueError: if it is outside.
+        BadValueError: if one is outside.
     """
     option = flag.option
     for item in value if isinstance(value, tuple) else (value,):
@@ -313,12 +275,12 @@ def _within(option: Option, value: float) -> bool:
 
 
 def number(value: float) -> str:
-    """A number as one would type it: 969 for 969.0, else the shortest text that reads back as the same number."""
+    """Return a number as a user would type it: 969 for 969.0, otherwise the shortest exact text."""
     return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else repr(value)
 
 
 def written(value: Any) -> str:
-    """Any value as one would type it behind its flag."""
+    """Return a value as a user would type it after its flag."""
     if value is None:
         return "none"
     if isinstance(value, bool):

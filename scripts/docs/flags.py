@@ -1,30 +1,24 @@
-"""Write docs/flags.md, and our defaults in from_levanter.md and from_fast_llm.md, from the options in config/.
+"""Write docs/flags.md, and the tables of docs/from_levanter.md and docs/from_fast_llm.md.
+
+They are made from megatron_lite/config/ and megatron_lite/cli/foreign_flags.py.
 
     python -m scripts.docs.flags            write the three files
     python -m scripts.docs.flags --check    compare only; exit code 1 if one is stale
-
-The table rows of the two guides are written by hand, except for our defaults and the reasons for refused flags. In
-return, flags.md takes the defaults of the other programs from the guides.
 """
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
-from megatron_lite.cli.help import default_words, instead_table, option_table, refused_table
-from megatron_lite.cli.suggestions import instead_of
+from megatron_lite.cli.foreign_flags import INSTEAD, REFUSED
+from megatron_lite.cli.help import default_words
 from megatron_lite.config import AREAS
-from megatron_lite.config.foreign_values import REFUSED_SPELLINGS
-from megatron_lite.config.values import FLAGS
+from megatron_lite.config.foreign_values import REFUSED_VALUES
+from megatron_lite.config.values import FLAGS, Flag, limits
+from scripts.docs.foreign_flags import REPOSITORY, cell_text, guides, other_defaults, page, table
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 TARGET = REPOSITORY / "docs" / "flags.md"
-# Guides with tables: option, default there (in one or more columns), here, default here, remarks.
-GUIDES = {"Levanter": REPOSITORY / "docs" / "from_levanter.md", "Fast-LLM": REPOSITORY / "docs" / "from_fast_llm.md"}
-SAME = "(the same)"  # after a default here: the same value, written differently there
 
 INTRODUCTION = """\
 # Flags
@@ -47,92 +41,67 @@ stages and memory in [multi_stage.md](multi_stage.md), layers in [performance.md
   command line. `~` at the start of a path is the home directory.
 """
 
-REFUSED = """\
-## Flags of Fast-LLM that are not options here
+REFUSED_HEADING = """\
+## Flags of other programs that are accepted only if they change nothing
 
-Each flag is accepted with the values in the third column, which describe what this program always does, and refused
-with every other value. No flag is accepted and ignored.
+The values in the second column describe what this program does anyway. Every other value is refused.
 """
 
-INSTEAD = """\
-## Flags of Megatron-LM and Levanter that are written differently here
+INSTEAD_HEADING = """\
+## Flags of other programs that do not exist here
 
-Other names for the same flag and values are in the column "also spelled" above. The names below are refused with a
-message. For a dotted name such as Levanter's `--trainer.tracker.name`, the longest known ending counts.
+The program answers each of them with a message. Names that mean the same with the same values are in the column
+"also spelled" above. The longest known end of a dotted name counts, as in Levanter's `--trainer.tracker.name`.
 """
 
 
-def table_rows(page: str) -> Iterator[tuple[int, list[str], list[str]]]:
-    """Yield (line number, column names, cells) for each table row of a guide."""
-    columns: list[str] = []
-    for number, line in enumerate(page.splitlines()):
-        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] if line.startswith("| ") else []
-        if not cells or "default here" in cells:
-            columns = cells
-        elif columns and cells[0].strip("-"):
-            yield number, columns, cells
+def option_table(area: str, elsewhere: Mapping[str, str]) -> str:
+    """Return the table of the options of one area. `elsewhere`: other programs' defaults by flag, where they differ."""
+    rows = [
+        (
+            f"`--{flag.name}`",
+            default_words(flag),
+            _limits(flag),
+            ", ".join(f"`{name}`" for name in flag.aliases),
+            flag.option.help,
+            elsewhere.get(flag.name, ""),
+        )
+        for flag in FLAGS.values()
+        if flag.area == area
+    ]
+    head = ("flag", "default", "values", "also spelled", "meaning", "defaults elsewhere")
+    return table(head, [tuple(cell.replace("|", "\\|").replace("<", "&lt;") for cell in row) for row in rows])
 
 
-def refreshed(page: str) -> str:
-    """Return a guide with current defaults and current reasons for refused flags."""
-    lines = page.splitlines()
-    for number, columns, cells in table_rows(page):
-        row = dict(zip(columns, cells, strict=True))
-        if row["here"].startswith(("only", "refused")):
-            row["here"], row["remarks"] = refusal(row[columns[0]].split("`")[1])
-        flag = the_flag(row["here"])
-        same = f" {SAME}" if flag and row["default here"].endswith(SAME) else ""
-        row["default here"] = escaped(default_words(FLAGS[flag])) + same if flag else ""
-        lines[number] = "| " + " | ".join(row.values()) + " |"
-    return "\n".join(lines) + "\n"
+def _limits(flag: Flag) -> str:
+    words = {"int": "integer", "float": "number", "str": "text", "list of str": "texts", "list of float": "numbers"}
+    text = ", ".join(flag.option.choices) or words.get(flag.kind, "0 or 1")
+    text += f" {limits(flag)}" if limits(flag) else ""
+    also = ", ".join(f"{alias} = {value}" for alias, value in flag.option.value_aliases.items())
+    return text + (f" ({also})" if also else "") + ("; none" if flag.optional else "")
 
 
-def refusal(name: str) -> tuple[str, str]:
-    """Return the cells "here" and "remarks" of an option that is refused here."""
-    refused = REFUSED_SPELLINGS.get(name)
-    if refused is None:
-        return "refused", escaped(instead_of(name) or "unknown")
-    values = " or ".join(f"`{value}`" for value in refused.accepted)
-    return f"only {values}" if values else "refused", escaped(refused.reason)
+def refused_table() -> str:
+    """Return the table of flags and values that are accepted only if they change nothing."""
+    rows = [
+        (f"`--{name}`", ", ".join(f"`{value}`" for value in row.only.split()), cell_text(row.remark))
+        for name, row in REFUSED.items()
+    ]
+    rows += [(f"`--{name}={value}`", "nothing", cell_text(reason)) for (name, value), reason in REFUSED_VALUES.items()]
+    return table(("flag", "accepted", "why no other value"), rows)
 
 
-def the_flag(cell: str) -> str | None:
-    """Return the flag in a cell that holds nothing else, so that its default can be compared."""
-    match = re.fullmatch(r"`--(\w+)`", cell)
-    return match[1] if match else None
-
-
-def escaped(text: str) -> str:
-    """Escape text for a cell of a Markdown table."""
-    return text.replace("|", "\\|").replace("<", "&lt;")
-
-
-def other_defaults() -> dict[str, str]:
-    """Return the defaults of other programs by flag, where they differ from ours."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for program, guide in GUIDES.items():
-        for _, columns, cells in table_rows(guide.read_text(encoding="utf-8")):
-            row = dict(zip(columns, cells, strict=True))
-            flag, ours = the_flag(row["here"]), row["default here"]
-            theirs = {name: row[name].strip("`") for name in columns[1 : columns.index("here")]}
-            differ = {name: text for name, text in theirs.items() if text not in ("", "none", ours)}
-            if flag is None or not differ or ours.endswith(SAME):
-                continue
-            for name, text in differ.items():
-                text = re.sub(r"none \((.*)\)", r"\1", text) + (f" ({name})" if len(theirs) > 1 else "")
-                found.setdefault(flag, {}).setdefault(program, []).append(text)
-    return {
-        flag: "; ".join(f"{program}: {', '.join(dict.fromkeys(texts))}" for program, texts in programs.items())
-        for flag, programs in found.items()
-    }
+def instead_table() -> str:
+    """Return the table of other programs' flags with what to write instead."""
+    return table(("flag", "answer"), [(f"`--{name}`", cell_text(text)) for name, text in INSTEAD.items()])
 
 
 def flags_page() -> str:
-    """Return the text of docs/flags.md."""
+    """The whole text of docs/flags.md."""
     parts, elsewhere = [INTRODUCTION], other_defaults()
     for area, owner in AREAS.items():
         parts += [f"## {owner.__doc__}\n", option_table(area, elsewhere)]
-    return "\n".join([*parts, REFUSED, refused_table(), INSTEAD, instead_table()])
+    return "\n".join([*parts, REFUSED_HEADING, refused_table(), INSTEAD_HEADING, instead_table()])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -141,10 +110,8 @@ def main(argv: Sequence[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     stale = False
-    for target in (*GUIDES.values(), TARGET):  # in this order: flags.md quotes the guides
-        current = target.read_text(encoding="utf-8") if target.exists() else ""
-        wanted = flags_page() if target == TARGET else refreshed(current)
-        if current == wanted:
+    for target, wanted in [(TARGET, flags_page()), *((guide.path, page(guide)) for guide in guides())]:
+        if target.exists() and target.read_text(encoding="utf-8") == wanted:
             continue
         if argv:
             print(f"{target} is out of date; run python -m scripts.docs.flags", file=sys.stderr)

@@ -1,6 +1,6 @@
 """docs/from_levanter.md and docs/from_fast_llm.md are complete, and the program does what they say of every option.
 
-The lists of options and their defaults in tests/vectors were made from Levanter's and Fast-LLM's own pages and classes.
+tests/vectors lists the options and their defaults by section, from Levanter's and Fast-LLM's own pages and classes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Row = dict[str, str]
 
 
 def options(name: str) -> dict[str, dict[str, Any]]:
-    """A list of another program's options: {part: {name: default as typed, or null where there is no plain one}}."""
+    """Return another program's options: {section: {name: default as typed, or null where there is no plain one}}."""
     parts: dict[str, dict[str, Any]] = json.loads((ROOT / "tests" / "vectors" / f"{name}_options.json").read_text())
     return parts
 
 
 def rows(page: str) -> list[Row]:
-    """The rows of all tables with a column "default here", by the names of their columns; the first is "option"."""
+    """Return the rows of all tables with a column "default here" as {column: cell}; the first column is "option"."""
     found, head = [], []
     for line in page.splitlines():
         cells = [html.unescape(cell.strip().replace("\\|", "|")) for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
@@ -47,9 +47,13 @@ def rows(page: str) -> list[Row]:
     return found
 
 
-def option_of(row: Row) -> str:
-    """The name in backticks, or "" in a row about something that is no option there."""
-    return row["option"].split("`")[1] if "`" in row["option"] else ""
+def options_of(row: Row) -> list[str]:
+    """Return all names in the first cell; none in a row about something that is not an option there."""
+    return re.findall(r"`([\w.]+)`", row["option"])
+
+
+def remark_of(row: Row) -> str:
+    return row["remarks"].replace("`", "")
 
 
 def flags_in(text: str) -> list[str]:
@@ -57,28 +61,28 @@ def flags_in(text: str) -> list[str]:
 
 
 def flag_of(row: Row) -> str | None:
-    """The flag that stands alone in the column "here"."""
+    """Return the flag if it is all that the column "here" says."""
     match = re.fullmatch(r"`--(\w+)`", row["here"])
     return match[1] if match else None
 
 
 def answer(argument: str) -> str:
-    """What the program says to a flag, as if nothing else were wrong."""
+    """Return the error message for a flag, as if nothing else were wrong."""
     with pytest.raises(ParseError) as caught:
         parse([argument, "--dataset_source=random"])
     return str(caught.value)
 
 
 LEVANTER_ROWS, FAST_LLM_ROWS = rows(LEVANTER), rows(FAST_LLM)
-LEVANTER_OPTIONS = [row for row in LEVANTER_ROWS if option_of(row)]
-ids = "{0[option]}".format
+LEVANTER_OPTIONS = [(name, row) for row in LEVANTER_ROWS for name in options_of(row)]
+FAST_LLM_OPTIONS = [(name, row) for row in FAST_LLM_ROWS for name in options_of(row)]
 
 
 # -- both ------------------------------------------------------------------------------------------------------------
 
 
 def test_flags_and_defaults_here() -> None:
-    """Every flag that is named exists, and its default is the one in the table."""
+    """Every named flag exists, and its default is the one in the table."""
     pages = LEVANTER + FAST_LLM
     named = set(flags_in(pages.replace("torchrun --nproc-per-node=N --nnodes=M", "")))
     assert len(named) > 150
@@ -123,41 +127,39 @@ def test_defaults_elsewhere_in_the_table_of_flags() -> None:
 
 def test_every_option_of_levanter_has_a_row() -> None:
     """No option of the page is left out, none is made up, and the defaults there are the page's."""
-    parts = options("levanter")
-    names = {name for part in parts.values() for name in part}
-    assert len(names) >= 150
-    assert {option_of(row) for row in LEVANTER_OPTIONS} == names
-    plain = {**parts["page"], **parts["beyond"]}
-    for name, default in plain.items():
-        mine = [row["default there"] for row in LEVANTER_OPTIONS if option_of(row) == name and "gpt2" not in row]
-        if default is not None and mine:
-            assert default in [text.split(" (")[0] for text in mine], (name, mine, default)
-    for name, defaults in parts["model"].items():
-        (row,) = (row for row in LEVANTER_OPTIONS if option_of(row) == name)
-        for kind in ("gpt2", "llama"):
-            assert row[kind] == (defaults.get(kind) or ""), (name, row)
+    defaults = {name: default for part in options("levanter").values() for name, default in part.items()}
+    assert len(defaults) >= 150
+    assert {name for name, _ in LEVANTER_OPTIONS} == set(defaults)
+    for name, default in defaults.items():
+        mine = [row for other, row in LEVANTER_OPTIONS if other == name]
+        if isinstance(default, dict):  # of each kind of model
+            assert [{kind: row[kind] for kind in default} for row in mine] == [
+                {kind: text or "" for kind, text in default.items()}
+            ]
+        elif default is not None:
+            assert default in [row["default there"] for row in mine], (name, mine, default)
 
 
-@pytest.mark.parametrize("row", LEVANTER_OPTIONS, ids=ids)
-def test_the_program_answers_as_the_table_says(row: Row) -> None:
+@pytest.mark.parametrize(("name", "row"), LEVANTER_OPTIONS)
+def test_the_program_answers_as_the_table_says(name: str, row: Row) -> None:
     """Typed with all its parts, an option of Levanter is answered with the flags of its row, or with its reason."""
-    name, flags = option_of(row), flags_in(row["here"])
+    flags = flags_in(row["here"])
     if name in SPELLINGS:  # the same flag under its own name
         assert SPELLINGS[name].name in flags
         return
     said = answer(f"--{name}=1")
     assert said.startswith(f"--{name} is not a flag here: ")
     if row["here"] == "refused":
-        assert said == f"--{name} is not a flag here: {row['remarks']}"
-        assert len(row["remarks"]) > 10
+        assert said == f"--{name} is not a flag here: {remark_of(row)}"
+        assert len(remark_of(row)) > 10
     else:
         assert flags and set(flags) <= set(flags_in(said)), (said, flags)
 
 
-@pytest.mark.parametrize("row", LEVANTER_OPTIONS, ids=ids)
-def test_the_last_part_alone(row: Row) -> None:
+@pytest.mark.parametrize(("name", "row"), LEVANTER_OPTIONS)
+def test_the_last_part_alone(name: str, row: Row) -> None:
     """`--num_train_steps` without `trainer.` is the flag of the row, or refused; never another flag by accident."""
-    leaf, flags = option_of(row).rpartition(".")[2], flags_in(row["here"])
+    leaf, flags = name.rpartition(".")[2], flags_in(row["here"])
     if leaf in SPELLINGS:
         # Two names mean something else in other programs: Megatron's save_interval, Fast-LLM's lr_schedule.
         assert SPELLINGS[leaf].name in flags or leaf in ("save_interval", "lr_schedule")
@@ -167,7 +169,7 @@ def test_the_last_part_alone(row: Row) -> None:
 
 
 def test_names_with_dots_that_nobody_knows() -> None:
-    """They are unknown flags, short and without a guess; a flag of ours below any group is named."""
+    """They are unknown flags with short messages and no guess; one of our flags below any group is named."""
     assert answer("--trainer.nothing=1").startswith("unknown flag --trainer.nothing")
     assert answer("--model.hidden_size=1").endswith(": flags have no dots; write --hidden_size")
     assert "only data parallelism" in answer("--any.tensor_parallel=2")
@@ -175,7 +177,7 @@ def test_names_with_dots_that_nobody_knows() -> None:
 
 
 def test_defaults_of_levanter_as_flags() -> None:
-    """The recipe at the top of the page sets every default there that a flag here has and that is another one."""
+    """The recipe at the top of the page sets every default of Levanter that differs from the one of a flag here."""
     recipe = re.search(r"^```\n(.*?)\n```$", LEVANTER, re.M | re.S)
     assert recipe is not None
     arguments = parse([*recipe[1].split(), "--dataset_source=random"])
@@ -201,18 +203,12 @@ def listed_as_same() -> list[str]:
     return [name for text in lists for name in flags_in(text)]
 
 
-def options_of(row: Row) -> list[str]:
-    """All names in the first cell."""
-    return re.findall(r"`(\w+)`", row["option"])
-
-
 def test_every_flag_of_fast_llm_is_there_once() -> None:
     """In a list or in one row; a row has Fast-LLM's default."""
     defaults = {name: default for part in options("fast_llm").values() for name, default in part.items()}
-    names = [*listed_as_same(), *(name for row in FAST_LLM_ROWS for name in options_of(row))]
+    names = [*listed_as_same(), *(name for name, _ in FAST_LLM_OPTIONS)]
     assert sorted(names) == sorted(defaults) and len(names) == 206
-    for row in FAST_LLM_ROWS:
-        assert {defaults[name] for name in options_of(row)} == {row["default there"]}
+    assert all(defaults[name] == row["default there"] for name, row in FAST_LLM_OPTIONS)
 
 
 def test_the_same_flags_have_the_same_defaults() -> None:
@@ -225,17 +221,19 @@ def test_the_same_flags_have_the_same_defaults() -> None:
         assert flag.option.value_aliases.get(default, default) == ours, name
 
 
-@pytest.mark.parametrize("row", FAST_LLM_ROWS, ids=ids)
-def test_flags_of_fast_llm(row: Row) -> None:
-    """The flag of its row, or refused with its remark but for the values in the table, which change nothing."""
-    for name in options_of(row):
-        if flag_of(row):
-            assert flag_of(row) == name
-            continue
-        accepted = re.findall(r"`([^`]*)`", row["here"])
-        assert row["here"] == "refused" or (row["here"].startswith("only ") and accepted)
-        for value in accepted:
-            assert parse([f"--{name}={value}"]).given == {}
-        for value in {"17", "something"} - set(accepted):
-            said = answer(f"--{name}={value}")
-            assert said.startswith(f"--{name}={value} is refused: {row['remarks']}") and len(row["remarks"]) > 10
+@pytest.mark.parametrize(("name", "row"), FAST_LLM_OPTIONS)
+def test_flags_of_fast_llm(name: str, row: Row) -> None:
+    """Each is the flag of its row, or refused with the remark unless its value changes nothing."""
+    if flag_of(row):
+        assert flag_of(row) == name
+        return
+    assert len(remark_of(row)) > 10
+    if row["here"] == "refused":
+        assert answer(f"--{name}=17") == f"--{name} is not a flag here: {remark_of(row)}"
+        return
+    accepted = re.findall(r"`([^`]*)`", row["here"])
+    assert row["here"].startswith("only ") and accepted
+    for value in accepted:
+        assert parse([f"--{name}={value}"]).given == {}
+    for value in {"17", "something"} - set(accepted):
+        assert answer(f"--{name}={value}").startswith(f"--{name}={value} is refused: {remark_of(row)}")

@@ -1,9 +1,8 @@
-"""What is printed about flags: help fits on two screens, the banner shows every option and marks what was changed."""
+"""The help fits on two screens; the banner shows every option and marks changed ones."""
 
-from megatron_lite.cli.foreign_flags import INSTEAD
+from megatron_lite.cli.foreign_flags import INSTEAD, REFUSED
 from megatron_lite.cli.help import banner, help_text
 from megatron_lite.config import flatten, unflatten
-from megatron_lite.config.foreign_values import REFUSED
 from megatron_lite.config.values import FLAGS, written
 from megatron_lite.validation import resolve
 
@@ -20,25 +19,25 @@ def test_help_fits_on_two_screens() -> None:
 
 
 def test_help_all_has_everything() -> None:
-    """Every option, alias, refused flag and foreign spelling."""
+    """It has every option, alias, refused flag and flag of another program."""
     text = help_text(everything=True)
     assert max(map(len, text.splitlines())) <= 120
     for flag in FLAGS.values():
         assert f"  --{flag.name}=" in text
         assert all(f"--{alias}" in text for alias in flag.aliases)
-    assert all(f"--{refused.name}=" in text for refused in REFUSED)
+    assert all(f"--{name}=" in text for name in REFUSED)
     assert all(f"--{name}" in text for name in INSTEAD)
 
 
 def marked(world_size: int = 1, **options: object) -> set[str]:
-    """Names that the banner marks as different from the default."""
+    """Return the names that the banner marks as different from the default."""
     config = resolve(unflatten({"dataset_source": "random", **options}), world_size)
     lines = banner(config, {}).splitlines()[1:-1]
     return {line.split()[1] for line in lines if line.startswith("*")} - {"dataset_source"}
 
 
 def test_banner_lists_every_option_sorted() -> None:
-    """One dotted line for each option, with its value as one would type it, and the derived numbers in their order."""
+    """Each option has one dotted line with its value as typed; the derived numbers keep their order."""
     config = resolve(unflatten({"data_path": ("0.5", "a", "0.5", "b"), "gated": True}), 2)
     lines = banner(config, {"parameters": "1,234", "a": "b"}).splitlines()
     split = next(place for place, line in enumerate(lines) if " derived " in line)

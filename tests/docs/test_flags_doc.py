@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.config.foreign_values import REFUSED, REFUSED_VALUES
+from megatron_lite.cli.foreign_flags import INSTEAD, REFUSED
+from megatron_lite.config.foreign_values import REFUSED_VALUES
 from megatron_lite.config.values import FLAGS
 
 pytestmark = pytest.mark.guides
@@ -21,7 +22,7 @@ FAST_LLM_FLAGS = [name for part in _PARTS.values() for name in part]
 
 
 def first_cells(text: str) -> list[str]:
-    """The flags of all rows of the tables, without backticks and dashes."""
+    """Return the flags of all rows of the tables, without backticks and dashes."""
     rows = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| `--")]
     return [row.strip("|` ").removeprefix("--") for row in rows]
 
@@ -35,20 +36,19 @@ def test_page_is_current() -> None:
 
 @pytest.mark.parametrize("name", FAST_LLM_FLAGS)
 def test_every_flag_of_fast_llm_has_a_row(name: str) -> None:
-    """It works, or is refused with a reason; never both, never neither."""
-    refused = {entry.name: entry for entry in REFUSED}
-    assert (name in FLAGS) != (name in refused)
+    """It works, or is answered with a reason; never both, never neither."""
+    answers = {**INSTEAD, **{other: row.remark for other, row in REFUSED.items()}}
+    assert (name in FLAGS) != (name in answers)
     assert name in first_cells(PAGE.read_text("utf-8"))
-    assert name in FLAGS or len(refused[name].reason) > 10
+    assert name in FLAGS or len(answers[name]) > 10
 
 
 def test_page_has_every_option_once() -> None:
-    """One row for each option, refused flag and refused value."""
+    """There is one row for each option, refused flag, refused value and flag of another program."""
     cells = first_cells(PAGE.read_text("utf-8"))
     assert len(cells) == len(set(cells))
     assert set(FLAGS) <= set(cells)
-    assert {entry.name for entry in REFUSED} == set(FAST_LLM_FLAGS) - set(FLAGS)
-    assert {f"{name}={value}" for name, value in REFUSED_VALUES} <= set(cells)
+    assert {*REFUSED, *INSTEAD, *(f"{name}={value}" for name, value in REFUSED_VALUES)} <= set(cells)
     for line in PAGE.read_text("utf-8").splitlines():
         if line.startswith("|"):
-            assert line.replace("\\|", "").count("|") in (3, 6, 7), line
+            assert line.replace("\\|", "").count("|") in (3, 4, 7), line

@@ -162,13 +162,13 @@ def test_patterns_that_select_nothing(pattern: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("regex:", "nothing stands behind it"),
-        ("", "nothing stands behind it"),
-        ("regex:(", "no regular expression: missing \\)"),
-        ("regex:*", "no regular expression: nothing to repeat"),
-        ("regex:" + "(" * 4000, "no regular expression: "),
-        ("regex:a{99999999999}", "no regular expression: "),
-        ("regex:[[a]", "no regular expression: Possible nested set"),
+        ("regex:", "the pattern is empty"),
+        ("", "the pattern is empty"),
+        ("regex:(", "not a regular expression: missing \\)"),
+        ("regex:*", "not a regular expression: nothing to repeat"),
+        ("regex:" + "(" * 4000, "not a regular expression: "),
+        ("regex:a{99999999999}", "not a regular expression: "),
+        ("regex:[[a]", "not a regular expression: Possible nested set"),
     ],
 )
 def test_expressions_that_cannot_be_read(pattern: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Sizes and environments as they are typed, and what is hidden of the latter."""
+"""Sizes and environment variables as typed, and the secrets hidden from them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SECRET = "s3cr3t-value"
     ],
 )
 def test_sizes_are_those_of_transformers(text: str, size: int) -> None:
-    """A thousand or 1,024 to the step."""
+    """KB is 1,000 bytes, KiB is 1,024."""
     assert size_bytes(text) == size
 
 
@@ -40,27 +40,27 @@ def test_sizes_are_those_of_transformers(text: str, size: int) -> None:
         ("5gb", "write 5GB"),
         ("5Gb", "write 5GB"),
         ("2gib", "write 2GiB"),
-        ("5G", "G is no unit"),
-        ("GB", "no size"),
-        ("-1", "no size"),
-        ("1e9", "no size"),
-        ("", "no size"),
+        ("5G", "G is not a unit"),
+        ("GB", "not a size"),
+        ("-1", "not a size"),
+        ("1e9", "not a size"),
+        ("", "not a size"),
         ("0", "at least one byte"),
         ("0.1B", "at least one"),
-        ("\uff15GB", "no size"),
+        ("\uff15GB", "not a size"),
         ("9999999TiB", "less than 2**63"),
-        ("nan", "no size"),
+        ("nan", "not a size"),
     ],
 )
 def test_other_sizes_are_refused(text: str, said: str) -> None:
-    """With the flag, and what to write."""
+    """The message names the flag and what to write."""
     with pytest.raises(UsageError, match="^--export_shard_size=") as caught:
         size_bytes(text)
     assert said in str(caught.value)
 
 
 def test_an_environment_is_an_object_of_texts() -> None:
-    """Any text is a value, the empty one too."""
+    """Any text is a value, even an empty one."""
     values = {"A": SECRET, "_b1": "", "C": 'two\nlines, "quotes" and = and \u20ac'}
     assert environment_values(json.dumps(values)) == values and environment_values("{}") == {}
 
@@ -88,14 +88,14 @@ def test_an_environment_is_an_object_of_texts() -> None:
     ],
 )
 def test_no_message_shows_a_value(text: str) -> None:
-    """Whatever is wrong with it."""
+    """No error message repeats a value."""
     with pytest.raises(BadValueError) as caught:
         environment_values(text)
     assert SECRET not in str(caught.value) and SECRET[:6] not in str(caught.value)
 
 
 def test_recorded_command_lines_have_no_secrets() -> None:
-    """Both spellings, inline or behind the flag, cut by a shell; everything else is as it was."""
+    """Values are hidden in both spellings, after `=` or as words; everything else is unchanged."""
     plain = ["--lr=1", "--data_path", "a", "b", "--gated"]
     for flag in ("--export_callback_env", "--export-callback-env"):
         assert without_secrets([*plain, f"{flag}={SECRET}", *plain]) == [*plain, f"{flag}=...", *plain]
@@ -103,6 +103,6 @@ def test_recorded_command_lines_have_no_secrets() -> None:
 
 
 def test_longer_values_are_masked_first_and_short_ones_never() -> None:
-    """A value that is a part of another leaves nothing of it."""
+    """A value that is a part of another one leaves no rest of it."""
     assert masked("abcdefgh abcd yes", ["abcd", "abcdefgh", "yes", ""]) == "... ... yes"
     assert masked("first second", ["first\nsecond"]) == "... ..."

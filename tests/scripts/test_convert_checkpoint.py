@@ -174,7 +174,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], None] | None, list[str], int, str]] =
     "is a file": (a_file, ["--exist_ok"], 2, "holds other things than"),
     "foreign file": (a_folder_with("config.json", "notes.txt"), ["--exist_ok"], 2, "holds other things than"),
     "a link": (lambda folder: folder.symlink_to(folder.parent / "theirs"), ["--exist_ok"], 2, "inside the other"),
-    "size": (None, ["--shard_size=5gb"], 2, "--shard_size=5gb: gb is no unit"),
+    "size": (None, ["--shard_size=5gb"], 2, "--shard_size=5gb: gb is not a unit"),
     "average": (None, ["--weights=average"], 4, "one set of weights"),
     "no tokenizer": (None, ["--tokenizer_file=/nowhere/t.json"], 3, "/nowhere/t.json: cannot be read"),
     "overflow": (None, ["--dtype=fp16"], 5, "model.norm.weight has a weight of 1e+06, which fp16 cannot hold"),
