@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Everything a change has to pass: linter, formatter, types, tests. Extra arguments go to pytest.
+# Run all checks that a change must pass: linter, formatter, types, tests. Extra arguments go to pytest.
 #
 #     bash scripts/check.sh
 #
-# PYTHON chooses the interpreter of a new .venv; MEGATRON_LITE_NO_INSTALL=1 uses what the environment has.
+# PYTHON chooses the interpreter of a new .venv; MEGATRON_LITE_NO_INSTALL=1 installs nothing.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

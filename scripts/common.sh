@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# What quickstart.sh, run_tests.sh and check.sh share: find Python, enter a virtual environment, install the project.
-# Sourced, never run. It sets ROOT (the checkout) and PYTHON (the interpreter of the environment).
+# Functions for quickstart.sh, run_tests.sh and check.sh: find Python, enter a virtual environment, install the project.
+# Source this file; do not run it. It sets ROOT (the checkout) and PYTHON (the interpreter of the environment).
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 SCRIPT="$(basename "$0")"
@@ -12,7 +12,8 @@ die() {
     exit 1
 }
 
-# Print a command as it could be typed, then run it; a failure is named in one line and keeps its exit code.
+# run WHAT COMMAND...: print a command as one would type it, then run it. On failure print one line that names WHAT, and
+# exit with the command's exit code.
 run() {
     local what="$1" code=0 word
     shift
@@ -20,7 +21,7 @@ run() {
     for word in "$@"; do
         case "$word" in
             *[!A-Za-z0-9_@%+=:,./-]* | "") printf ' %q' "$word" ;;
-            *) printf ' %s' "$word" ;; # as it stands where bash needs no quoting
+            *) printf ' %s' "$word" ;; # needs no quotes
         esac
     done
     printf '\n'
@@ -31,7 +32,7 @@ run() {
     fi
 }
 
-# Name of the first Python >= 3.10 that can make virtual environments; $PYTHON, where set, is the only candidate.
+# Print the first Python >= 3.10 that can create virtual environments. If PYTHON is set, try nothing else.
 find_python() {
     local candidate too_old="" no_venv=""
     for candidate in ${PYTHON:-python3 python python3.13 python3.12 python3.11 python3.10 python3.14}; do
@@ -53,7 +54,7 @@ find_python() {
     die "no Python found${PYTHON:+ at PYTHON=$PYTHON}; install Python >= 3.10 or set PYTHON to its path"
 }
 
-# require_space FOLDER MIB WHAT: stop early instead of half-way with a full disk.
+# require_space FOLDER MIB WHAT: stop now if the disk is too full, instead of half-way.
 require_space() {
     local free
     free="$(df -Pk "$1" 2>/dev/null | awk 'NR == 2 { print int($4 / 1024) }')" || free=""
@@ -62,7 +63,7 @@ require_space() {
     fi
 }
 
-# Use the active virtual environment, else <checkout>/.venv, which is made when it is not there.
+# Use the active virtual environment, or else <checkout>/.venv, which is created if necessary.
 enter_environment() {
     local base
     if [ -n "${VIRTUAL_ENV:-}" ]; then
@@ -72,13 +73,13 @@ enter_environment() {
         say "using the active environment $VIRTUAL_ENV"
     else
         VIRTUAL_ENV="$ROOT/.venv"
-        # A .venv without a working pip is a leftover of an interrupted start.
+        # A .venv without a working pip is left over from an interrupted start.
         if ! "$VIRTUAL_ENV/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
             base="$(find_python)"
             [ -w "$ROOT" ] || die "$ROOT is read-only; activate a virtual environment first"
             require_space "$ROOT" 500 "a virtual environment"
-            say "making $VIRTUAL_ENV with $("$base" --version)"
-            run "making the virtual environment" "$base" -m venv --clear "$VIRTUAL_ENV"
+            say "creating $VIRTUAL_ENV with $("$base" --version)"
+            run "creating the virtual environment" "$base" -m venv --clear "$VIRTUAL_ENV"
         else
             say "using $VIRTUAL_ENV"
         fi
@@ -86,29 +87,29 @@ enter_environment() {
     export VIRTUAL_ENV PATH="$VIRTUAL_ENV/bin:$PATH"
     PYTHON="$VIRTUAL_ENV/bin/python"
     PIP_INSTALL=("$PYTHON" -m pip install --disable-pip-version-check)
-    [ -t 1 ] || PIP_INSTALL+=(--quiet) # a progress bar on a terminal, few lines in a log
+    [ -t 1 ] || PIP_INSTALL+=(--quiet) # show progress bars only on a terminal
 }
 
 has_nvidia_gpu() {
     [ -e /dev/nvidiactl ] || { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }
 }
 
-# Without a GPU the CUDA build of torch is gigabytes for nothing. Whether pip can find a CPU build depends on its
-# configuration (index, find-links); where it cannot, the regular build is taken.
+# Without a GPU, try to avoid the CUDA build of torch, which takes gigabytes. Whether pip finds a CPU build depends on its
+# configuration (index, find-links); if it finds none, the regular build is installed.
 prefer_cpu_torch() {
     if [ "$(uname -s)" != Linux ] || has_nvidia_gpu || "$PYTHON" -c 'import torch' >/dev/null 2>&1; then
         return 0
     fi
-    say "no NVIDIA GPU here: looking for a CPU build of torch"
+    say "no NVIDIA GPU found: looking for a CPU build of torch"
     if ! "${PIP_INSTALL[@]}" --only-binary torch 'torch==2.13.0+cpu' 2>/dev/null; then
-        printf '%s\n' "pip finds no CPU build; taking the regular one (several GB). To avoid that, stop, point" \
-            "PIP_EXTRA_INDEX_URL at PyTorch's index of CPU builds, and start again."
+        printf '%s\n' "pip finds no CPU build, so it installs the regular build (several GB). To avoid that, stop, set" \
+            "PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds, and start again."
         require_space "$VIRTUAL_ENV" 10000 "the regular build of torch"
     fi
 }
 
-# install_project EXTRAS: an editable install of this checkout with these extras, skipped when it is there and current.
-# MEGATRON_LITE_NO_INSTALL=1: use what the environment has (offline, or a read-only checkout).
+# install_project EXTRAS: install this checkout in editable mode with these extras, unless it is installed and current.
+# With MEGATRON_LITE_NO_INSTALL=1 (offline, or a read-only checkout) use the packages of the environment.
 install_project() {
     local extras="$1"
     if [ -n "${MEGATRON_LITE_NO_INSTALL:-}" ]; then

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# From a fresh clone to a trained model in one command: install, build a corpus out of Python's own standard library,
+# From a fresh clone to a trained model in one command: install, build a corpus from Python's own standard library,
 # tokenize it, train a small GPT with torchrun, validate, checkpoint, export, and sample from the export.
 #
 #     bash scripts/quickstart.sh                      about three minutes of training on two cores, less on a GPU
-#     bash scripts/quickstart.sh                      again: says that the run is complete
-#     bash scripts/quickstart.sh --train_iters=1200   resumes; extra arguments go to pretrain_gpt.py and win
+#     bash scripts/quickstart.sh                      again: reports that the run is complete
+#     bash scripts/quickstart.sh --train_iters=1200   resume; extra arguments go to pretrain_gpt.py and win
+#     QUICKSTART_CORPUS_BYTES=1e6 bash scripts/quickstart.sh --train_iters=20 --lr_warmup_iters=2 \
+#         --validation_interval=10 --validation_iters=2 --export_interval=20      everything in half a minute
 #
-# QUICKSTART_DIR is the folder for all that it makes (default: quickstart/ in the checkout; delete it to start over).
-# PYTHON chooses the interpreter of a new .venv; MEGATRON_LITE_NO_INSTALL=1 uses what the environment has.
+# QUICKSTART_DIR is the folder for all files (default: quickstart/ in the checkout; delete it to start over).
+# QUICKSTART_CORPUS_BYTES limits the corpus (default: the whole standard library). PYTHON chooses the interpreter of a
+# new .venv. MEGATRON_LITE_NO_INSTALL=1 installs nothing and uses the packages of the environment.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -24,14 +27,14 @@ PREFIX="$FOLDER/data/stdlib"
 VOCABULARY=2048
 
 case "$FOLDER" in *[[:space:],]*)
-    die "--data_path separates files by spaces and commas, so they cannot be in $FOLDER; set QUICKSTART_DIR to another folder"
+    die "the folder $FOLDER contains spaces or commas, which separate files in --data_path; set QUICKSTART_DIR to another folder"
     ;;
 esac
 DEVICE=auto
 previous=""
 for argument in "$@"; do
     case "$argument" in
-        --experiment[_-]dir*) die "the folder is set by QUICKSTART_DIR, not by $argument" ;;
+        --experiment[_-]dir*) die "QUICKSTART_DIR sets the folder; remove $argument" ;;
         --device=*) DEVICE="${argument#*=}" ;;
     esac
     [ "$previous" != --device ] || DEVICE="$argument"
@@ -58,18 +61,19 @@ else
 fi
 
 if [ -f "$PREFIX.summary.json" ]; then
-    say "the corpus is there: $PREFIX.bin"
+    say "using the corpus $PREFIX.bin"
 else
-    say "building a corpus out of the standard library's source files"
+    say "building a corpus from the standard library's source files"
     partial="$FOLDER/data.partial"
     rm -rf "$partial"
     mkdir -p "$partial"
-    run "building the corpus" "$PYTHON" "$ROOT/scripts/build_corpus.py" --output "$partial/stdlib.jsonl"
+    run "building the corpus" "$PYTHON" "$ROOT/scripts/build_corpus.py" --output "$partial/stdlib.jsonl" \
+        --max_bytes "${QUICKSTART_CORPUS_BYTES:-inf}"
     say "training a tokenizer of $VOCABULARY entries and tokenizing the corpus"
     run "tokenizing" "$PYTHON" "$ROOT/scripts/prepare_data.py" "$partial/stdlib.jsonl" \
         --output_prefix "$partial/stdlib" --train_tokenizer "$VOCABULARY"
     rm -rf "$FOLDER/data"
-    mv "$partial" "$FOLDER/data" # complete or not there: an interrupted start begins again
+    mv "$partial" "$FOLDER/data" # complete or absent: an interrupted start begins again
 fi
 
 MODEL_ARGS="--num_layers=4 --hidden_size=128 --num_attention_heads=4 --ffn_hidden_size=384 --vocab_size=$VOCABULARY
@@ -80,7 +84,7 @@ MONITORING_ARGS="--log_interval=20 --validation_interval=200 --validation_iters=
     --checkpoint_interval=100 --max_checkpoints=2 --export_interval=200"
 
 say "training on $DEVICE with $PROCESSES process(es)"
-# The strings are split into flags on purpose; paths, which may hold spaces, stand apart.
+# The strings are split into flags on purpose. Paths may contain spaces, so they are separate words.
 # shellcheck disable=SC2086
 run "training (see $RUN/exit.json)" "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node="$PROCESSES" "$ROOT/pretrain_gpt.py" \
     $MODEL_ARGS $TRAINING_ARGS $MONITORING_ARGS $DEVICE_ARGS --num_workers=1 \
@@ -109,12 +113,12 @@ with open(sys.argv[1]) as file:
     for line in file:
         try:
             records.append(json.loads(line))
-        except ValueError:  # the last line of a run that was killed
+        except ValueError:  # a killed run may end in half a line
             pass
 validations = [record for record in records if record["phase"] == "validation"]
 if validations:
     newest = max(validations, key=lambda record: record["iteration"])
     print(f"validation loss   {newest['loss']:.3f} nats per token, at iteration {newest['iteration']}")
 PYTHON
-printf '%s\n' "unigram entropy   $ENTROPY nats per token: the best that token frequencies alone allow" \
-    "loss curve        $FOLDER/loss.png" "export            ${EXPORT:-none yet: see --export_interval}"
+printf '%s\n' "unigram entropy   $ENTROPY nats per token: the loss of a model that only knows token frequencies" \
+    "loss curve        $FOLDER/loss.png" "export            ${EXPORT:-none yet; set --export_interval}"

@@ -1,8 +1,8 @@
 """The smoke test behind smoke_test.sh: train, kill, resume, export, reload; prints one JSON line.
 
-Two runs of the same command are compared: one is left alone, one is killed with SIGKILL after its second checkpoint and
-started again. Their losses and exported weights must agree bit for bit; the export must load and predict text. Progress
-goes to standard error.
+It compares two runs of the same command. The first is never interrupted; the second is killed with SIGKILL after its
+second checkpoint and started again. Losses and exported weights must be bit-identical, the loss must fall, and the
+export must load and predict text. Progress goes to standard error.
 """
 
 import hashlib
@@ -18,47 +18,71 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TIME_LIMIT_S = 170.0
-TRAIN_ITERS = 60
-CHECKPOINT_INTERVAL = 10
-KILL_AFTER = 2 * CHECKPOINT_INTERVAL + 3  # iterations, so that some are lost and done again
 SEQUENCE_LENGTH = 128
-VOCAB_SIZE = 257  # the built-in byte tokenizer: 256 bytes and the end of a document
+VOCAB_SIZE = 257  # the built-in byte tokenizer: 256 bytes and the end-of-document token
 MODEL_FLAGS = (
     "--num_layers=3 --hidden_size=128 --num_attention_heads=4 --head_groups=2 --ffn_hidden_size=256"
     " --use_rotary_embeddings=1 --gated=1 --normalization_type=rms_norm --add_linear_biases=0"
 )
 TRAINING_FLAGS = (
-    f"--batch_size=16 --sequence_length={SEQUENCE_LENGTH} --train_iters={TRAIN_ITERS} --lr=3e-3 --lr_warmup_iters=10"
-    f" --log_interval=1 --validation_interval=30 --validation_iters=4 --checkpoint_interval={CHECKPOINT_INTERVAL}"
-    f" --max_checkpoints=2 --export_interval={TRAIN_ITERS} --num_workers=1 --deterministic=1"
+    f"--batch_size=16 --sequence_length={SEQUENCE_LENGTH} --lr=3e-3 --log_interval=1 --validation_iters=4"
+    " --max_checkpoints=2 --num_workers=1 --deterministic=1"
 )
 
 
+@dataclass(frozen=True)
+class Size:
+    """How long the runs of one smoke test are."""
+
+    iterations: int
+    checkpoint_interval: int
+    warmup: int
+
+    @property
+    def kill_after(self) -> int:
+        """The iteration after which a run is killed: past the second checkpoint, so some iterations are repeated."""
+        return 2 * self.checkpoint_interval + 3
+
+    def flags(self) -> list[str]:
+        """Return the flags of pretrain_gpt.py."""
+        return [
+            f"--train_iters={self.iterations}",
+            f"--lr_warmup_iters={self.warmup}",
+            f"--checkpoint_interval={self.checkpoint_interval}",
+            f"--validation_interval={self.iterations // 2}",
+            f"--export_interval={self.iterations}",
+        ]
+
+
+FULL = Size(iterations=60, checkpoint_interval=10, warmup=10)
+QUICK = Size(iterations=30, checkpoint_interval=6, warmup=2)
+
+
 class SmokeError(Exception):
-    """A check that failed: what was expected and what was found."""
+    """A failed check: what was expected and what was found."""
 
 
 def note(text: str) -> None:
-    """Progress, for people who watch."""
+    """Print progress."""
     print(f"smoke_test: {text}", file=sys.stderr, flush=True)
 
 
 class Smoke:
-    """One smoke test in one temporary folder; `report` becomes the JSON line."""
+    """One smoke test in a temporary folder; `report` becomes the JSON line."""
 
-    def __init__(self, folder: Path, extra_flags: list[str]) -> None:
-        self.folder = folder
-        self.extra_flags = extra_flags
+    def __init__(self, folder: Path, size: Size, extra_flags: list[str]) -> None:
+        self.folder, self.size, self.extra_flags = folder, size, extra_flags
         self.deadline = time.monotonic() + TIME_LIMIT_S
         self.report: dict[str, Any] = {}
 
     def prepare(self) -> None:
-        """Choose device and ranks; make a small corpus out of the standard library's sources."""
+        """Choose the device and the number of ranks; build a small corpus from the standard library's sources."""
         import torch
 
         wanted = device_flag(self.extra_flags)
@@ -75,7 +99,7 @@ class Smoke:
         self.call(ROOT / "scripts" / "prepare_data.py", corpus, "--output_prefix", prefix, "--tokenizer", "byte")
 
     def call(self, *command: str | Path) -> None:
-        """Run one Python script to its end."""
+        """Run a Python script to its end."""
         with self.log() as log:
             code = subprocess.call(
                 [sys.executable, *map(str, command)],
@@ -87,11 +111,12 @@ class Smoke:
         self.expect(code == 0, f"{Path(command[0]).name} ended with exit code {code}")
 
     def start(self, experiment: str) -> list[subprocess.Popen[bytes]]:
-        """Start every rank of a training run, as torchrun would, but such that each process is ours to kill."""
+        """Start all ranks of a training run without torchrun, so that this process can kill each of them."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *MODEL_FLAGS.split(), *TRAINING_FLAGS.split()]
+        command += self.size.flags()
         command += [f"--vocab_size={VOCAB_SIZE}", f"--data_path={self.folder / 'corpus'}", "--split=90,10,0"]
         command += [f"--tokenizer_file={self.folder / 'corpus.tokenizer.json'}"]
         command += [f"--experiment_dir={self.folder / experiment}", *self.device_flags, *self.extra_flags]
@@ -110,7 +135,7 @@ class Smoke:
             ]
 
     def wait(self, processes: list[subprocess.Popen[bytes]], what: str) -> None:
-        """Wait until every rank has ended well; end all of them otherwise."""
+        """Wait until every rank has succeeded; otherwise kill all of them."""
         try:
             codes = [process.wait(self.seconds_left()) for process in processes]
         finally:
@@ -120,35 +145,37 @@ class Smoke:
         self.expect(not any(codes), f"{what} ended with exit codes {codes}")
 
     def kill_while_training(self, experiment: str) -> None:
-        """Start a run and kill every rank with SIGKILL a few iterations after its second checkpoint."""
+        """Start a run and kill all ranks with SIGKILL a few iterations after the second checkpoint."""
         processes = self.start(experiment)
         metrics = self.folder / experiment / "metrics.jsonl"
         try:
-            while not metrics.exists() or max(self.losses(experiment), default=0) < KILL_AFTER:
+            while not metrics.exists() or max(self.losses(experiment), default=0) < self.size.kill_after:
                 codes = [process.poll() for process in processes]
-                self.expect(codes == [None] * len(codes), f"the run to be killed ended first, with exit codes {codes}")
-                self.expect(self.seconds_left() > 1, f"iteration {KILL_AFTER} was not reached in time")
+                self.expect(
+                    codes == [None] * len(codes), f"the run ended before it was killed, with exit codes {codes}"
+                )
+                self.expect(self.seconds_left() > 1, f"iteration {self.size.kill_after} was not reached in time")
                 time.sleep(0.002)
         finally:
             for process in processes:
                 process.kill()
             codes = [process.wait() for process in processes]
-        self.expect(all(code == -9 for code in codes), f"the run ended before it could be killed: exit codes {codes}")
+        self.expect(all(code == -9 for code in codes), f"the killed run has exit codes {codes}, expected -9")
 
     def losses(self, experiment: str, phase: str = "training") -> dict[int, float]:
-        """{iteration: loss} of a run; a later line replaces an earlier one."""
+        """Return the losses of a run by iteration; a later line replaces an earlier one."""
         return {record["iteration"]: record["loss"] for record in self.metrics(experiment) if record["phase"] == phase}
 
     def metrics(self, experiment: str) -> Iterator[dict[str, Any]]:
-        """Every complete line of a run's metrics.jsonl."""
+        """Yield the complete lines of a run's metrics.jsonl."""
         for line in (self.folder / experiment / "metrics.jsonl").read_text("utf-8").splitlines():
             try:
                 yield json.loads(line)
-            except ValueError:  # the line that was being written when the run was killed
+            except ValueError:  # the run was killed while writing this line
                 continue
 
     def train_and_resume(self) -> None:
-        """The uninterrupted run, the killed run, its resumption, and their comparison."""
+        """Train without interruption, train and kill, resume, and compare."""
         self.wait(self.start("whole"), "the uninterrupted run")
         self.kill_while_training("killed")
         before = {record["run"] for record in self.metrics("killed")}
@@ -158,38 +185,40 @@ class Smoke:
         resumed = [record["iteration"] for record in training if record["run"] not in before]
         self.expect(bool(resumed), "the resumed run wrote no metrics")
         self.report["resumed_after_iteration"] = min(resumed) - 1
-        self.expect(CHECKPOINT_INTERVAL < min(resumed), f"the resumed run started over, at iteration {min(resumed)}")
+        first = self.size.checkpoint_interval
+        self.expect(first < min(resumed), f"the resumed run started over, at iteration {min(resumed)}")
         whole, killed = self.losses("whole"), self.losses("killed")
-        self.expect(len(whole) == TRAIN_ITERS, f"{len(whole)} losses logged, expected {TRAIN_ITERS}")
+        last = self.size.iterations
+        self.expect(len(whole) == last, f"{len(whole)} losses logged, expected {last}")
         different = [iteration for iteration in whole if whole[iteration] != killed.get(iteration)]
-        self.expect(not different, f"losses of the resumed run differ from iteration {different[:1]} on")
+        self.expect(not different, f"the losses of the resumed run differ from iteration {different[:1]} on")
         self.expect(
             weights_hash(self.export("whole")) == weights_hash(self.export("killed")),
-            "the exported weights of the resumed run differ from those of the uninterrupted one",
+            "the exported weights of the resumed run differ from those of the uninterrupted run",
         )
         self.report.update(
             resume_bit_identical=True,
             first_loss=whole[1],
-            last_loss=whole[TRAIN_ITERS],
-            validation_loss=self.losses("whole", "validation")[TRAIN_ITERS],
+            last_loss=whole[last],
+            validation_loss=self.losses("whole", "validation")[last],
         )
-        self.expect(whole[TRAIN_ITERS] < whole[1] - 1, f"the loss only went from {whole[1]} to {whole[TRAIN_ITERS]}")
+        self.expect(whole[last] < whole[1] - 1, f"the loss only fell from {whole[1]} to {whole[last]}")
 
     def export(self, experiment: str) -> Path:
-        """The folder of a run's last export."""
-        folder = self.folder / experiment / "export" / str(TRAIN_ITERS)
+        """Return the folder of a run's last export."""
+        folder = self.folder / experiment / "export" / str(self.size.iterations)
         self.expect((folder / "config.json").is_file(), f"no export at {folder}")
         return folder
 
     def reload(self) -> None:
-        """Load the export with transformers, else check its files alone, and see that it has learnt something."""
+        """Load the export with transformers and check its loss; without transformers check its weights."""
         export = self.export("killed")
         if importlib.util.find_spec("transformers") is None:
             self.report.update(reloaded_by="safetensors", parameters=finite_parameters(export))
             return
         loss, parameters = transformers_loss(export, self.folder / "corpus.jsonl")
         self.report.update(reloaded_by="transformers", parameters=parameters, reloaded_loss=loss)
-        self.expect(loss < math.log(VOCAB_SIZE) - 1, f"the reloaded model's loss is {loss}, no better than guessing")
+        self.expect(loss < math.log(VOCAB_SIZE) - 1, f"the reloaded model has loss {loss}, no better than guessing")
 
     def expect(self, fact: bool, otherwise: str) -> None:
         """Stop with `otherwise` unless `fact` holds."""
@@ -197,18 +226,18 @@ class Smoke:
             raise SmokeError(otherwise)
 
     def seconds_left(self) -> float:
-        """Until the time limit; at least a little, so that a wait ends by its own time-out."""
+        """Return the seconds until the time limit, at least 0.1, so that a wait ends by its own timeout."""
         return max(self.deadline - time.monotonic(), 0.1)
 
     @contextmanager
     def log(self) -> Iterator[Any]:
-        """The file that takes the output of everything that is started."""
+        """Open the file that collects the output of all processes."""
         with (self.folder / "log.txt").open("ab") as file:
             yield file
 
 
 def private_environment(folder: Path) -> dict[str, str]:
-    """Environment variables that keep every library offline and its files inside `folder`."""
+    """Return variables that keep every library offline and its files inside `folder`."""
     caches = ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
     return {
         "PYTHONPATH": str(ROOT),
@@ -222,7 +251,7 @@ def private_environment(folder: Path) -> dict[str, str]:
 
 
 def device_flag(flags: list[str]) -> str:
-    """The value of --device among flags of pretrain_gpt.py, the last one if repeated."""
+    """Return the value of --device among flags of pretrain_gpt.py; the last one if repeated."""
     device = "auto"
     for index, flag in enumerate(flags):
         if flag.startswith("--device="):
@@ -233,7 +262,7 @@ def device_flag(flags: list[str]) -> str:
 
 
 def weights_hash(export: Path) -> str:
-    """SHA-256 over all weight files of an export."""
+    """Return the SHA-256 of all weight files of an export."""
     digest = hashlib.sha256()
     for path in sorted(export.glob("*.safetensors")):
         digest.update(path.name.encode() + path.read_bytes())
@@ -241,7 +270,7 @@ def weights_hash(export: Path) -> str:
 
 
 def finite_parameters(export: Path) -> int:
-    """Number of exported parameters, all of which must be finite."""
+    """Return the number of exported parameters; all must be finite."""
     from safetensors.torch import load_file
 
     tensors = [tensor for path in export.glob("*.safetensors") for tensor in load_file(path).values()]
@@ -251,7 +280,7 @@ def finite_parameters(export: Path) -> int:
 
 
 def transformers_loss(export: Path, corpus: Path) -> tuple[float, int]:
-    """Loss in nats per token of the exported model on the first document, and its number of parameters."""
+    """Return the loss of the exported model on the first document, in nats per token, and its number of parameters."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -260,7 +289,7 @@ def transformers_loss(export: Path, corpus: Path) -> tuple[float, int]:
     model = AutoModelForCausalLM.from_pretrained(export).float()
     with corpus.open(encoding="utf-8") as file:
         text = json.loads(file.readline())["text"]
-    # A byte is its own token id; (8, s), no longer than what the model was trained on.
+    # A byte is its own token id; (8, s) with the training length.
     tokens = torch.tensor(list(text.encode()[: 8 * SEQUENCE_LENGTH])).view(8, SEQUENCE_LENGTH)
     with torch.no_grad():
         loss = model(tokens, labels=tokens).loss
@@ -268,11 +297,12 @@ def transformers_loss(export: Path, corpus: Path) -> tuple[float, int]:
 
 
 def main() -> int:
-    """Run all steps in a temporary folder; exit code 0 if every check held."""
+    """Run all steps in a temporary folder; return 0 if every check held."""
     started = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="megatron_lite_smoke_"))
-    os.environ.update(private_environment(folder))  # for this process too, before it imports torch
-    smoke = Smoke(folder, sys.argv[1:])
+    os.environ.update(private_environment(folder))  # before this process imports torch
+    flags = [flag for flag in sys.argv[1:] if flag != "--quick"]
+    smoke = Smoke(folder, QUICK if "--quick" in sys.argv[1:] else FULL, flags)
     steps: dict[str, Callable[[], None]] = {
         "prepare": smoke.prepare,
         "train, kill, resume, export": smoke.train_and_resume,
@@ -290,7 +320,7 @@ def main() -> int:
         result.update(ok=False, reason=reason)
         if (folder / "log.txt").exists():
             tail = (folder / "log.txt").read_text("utf-8", errors="replace").splitlines()[-40:]
-            note("the last lines of its log:\n" + "\n".join(tail))
+            note("the last lines of the log:\n" + "\n".join(tail))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(json.dumps({**result, **smoke.report, "seconds": round(time.monotonic() - started, 1)}))

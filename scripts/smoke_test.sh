@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# CI smoke test on one GPU or on CPU: train, kill, resume, export, reload. Under three minutes, no network.
+# Smoke test on one GPU or on a CPU: train, kill, resume, export, reload. Takes under three minutes and needs no network.
 #
-#     bash scripts/smoke_test.sh                  a GPU in bf16 where there is one, else two processes on CPU
-#     bash scripts/smoke_test.sh --device=cuda    fails without a GPU; arguments go to pretrain_gpt.py and win
+#     bash scripts/smoke_test.sh                  one GPU in bf16 if there is one, otherwise two processes on the CPU
+#     bash scripts/smoke_test.sh --quick          the same checks with half the iterations
+#     bash scripts/smoke_test.sh --device=cuda    fail without a GPU; other arguments go to pretrain_gpt.py and win
 #
-# The last line of standard output is one JSON object with "ok"; the exit code is 0 if ok. Nothing is installed and
-# nothing is written outside a temporary folder (TMPDIR), so a read-only checkout will do. PYTHON is the interpreter to
-# use (default: python3 of the active environment); it needs the packages that setup.py lists.
+# The last line of standard output is a JSON object with "ok"; the exit code is 0 if ok. Nothing is installed, and all
+# files go to a temporary folder (TMPDIR), so the checkout may be read-only. PYTHON chooses the interpreter (default:
+# python3 of the active environment), which needs the packages listed in setup.py.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -252,7 +252,7 @@ def test_shell_scripts_are_sound(script: Path) -> None:
         (RUN_TESTS, {"VIRTUAL_ENV": "/no/environment"}, "has no bin/python"),
         (QUICKSTART, {"QUICKSTART_DIR": "/proc/no"}, "set QUICKSTART_DIR to another folder"),
         (QUICKSTART, {"QUICKSTART_DIR": "/tmp/a b"}, "set QUICKSTART_DIR to another folder"),
-        (f"{QUICKSTART} --experiment-dir=x", {}, "the folder is set by QUICKSTART_DIR"),
+        (f"{QUICKSTART} --experiment-dir=x", {}, "QUICKSTART_DIR sets the folder"),
     ],
 )
 def test_scripts_say_what_is_missing(command: str, variables: dict[str, str], message: str, tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_quickstart_explains_itself() -> None:
 @pytest.mark.slow
 def test_quickstart_resumes_and_completes(tmp_path: Path) -> None:
     """A short quickstart ends with its results; a second one finds the run complete; a longer one resumes it."""
-    folder = {"QUICKSTART_DIR": str(tmp_path / "first"), "timeout": 300}
+    folder = {"QUICKSTART_DIR": str(tmp_path / "first"), "QUICKSTART_CORPUS_BYTES": "1e6", "timeout": 300}
     flags = "--lr_warmup_iters=1 --validation_interval=4 --validation_iters=1 --export_interval=2"
     short = f"{QUICKSTART} --train_iters=4 {flags}"
     output = succeeds(shell(short, **folder))
