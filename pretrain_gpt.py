@@ -5,7 +5,7 @@ import sys
 
 from megatron_lite.cli.parse import HelpRequested, folder_of, parse
 from megatron_lite.errors import EXIT_DONE, CheckpointError, UsageError
-from megatron_lite.huggingface.export_checks import check_exports
+from megatron_lite.huggingface.architectures import check_exports
 from megatron_lite.run import exit_status
 from megatron_lite.run.launch import is_first_on_machine, launch_rank, launch_world_size
 from megatron_lite.run.secrets import without_secrets

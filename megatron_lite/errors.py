@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 
 EXIT_DONE = 0
 EXIT_PREEMPTED = 75
@@ -83,6 +84,12 @@ class StorageError(RunError):
 
     exit_code = 8
     agreed = True
+
+
+def shorten(problems: Sequence[str], limit: int = 5) -> str:
+    """Join the first `limit` problems and count the rest."""
+    more = f" (and {len(problems) - limit} more)" if len(problems) > limit else ""
+    return "; ".join(problems[:limit]) + more
 
 
 def lost_peer(error: BaseException) -> PeerError:

@@ -13,10 +13,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron_lite.config.system import DTYPES as DTYPE_NAMES
 from megatron_lite.errors import UsageError
 
-# Of weights and activations in training, by the names of --training_dtype.
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Dtypes of weights by their names in flags, and their names in safetensors files.
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, names.torch) for name, names in DTYPE_NAMES.items()}
+SAFETENSORS_NAMES = {DTYPES[name]: names.safetensors for name, names in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)

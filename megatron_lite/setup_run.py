@@ -20,8 +20,8 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.traffic import Traffic
 from megatron_lite.generation.samples import Samples, open_samples
 from megatron_lite.huggingface import load_pretrained
-from megatron_lite.huggingface.export_checks import check_exports
-from megatron_lite.huggingface.open_source import WeightSource
+from megatron_lite.huggingface.architectures import check_exports
+from megatron_lite.huggingface.weight_source import WeightSource
 from megatron_lite.kernels.choice import Kernels, choose_kernels
 from megatron_lite.model.gpt import model_layers, shapes_of
 from megatron_lite.model.layer import Layer
@@ -272,8 +272,7 @@ def _restore(
     model.invalidate()
     saved_by = compatibility.saved_optimizer(loaded.config)
     optimizer.load_state(compatibility.optimizer_state(loaded.state, saved_by, config.optimizer.optimizer))
-    # Checkpoints without a batch size schedule are those of one size.
-    window.load_state(loaded.state["window"], loaded.config["batch_size"] * loaded.config["sequence_length"])
+    window.load_state(loaded.state["window"])
     same_ranks = loaded.world_size == start.distributed.world_size
     resharded = "" if same_ranks else f", saved by {loaded.world_size} ranks"
     logger.info("resumed from %s at iteration %d%s", loaded.folder, loaded.iteration, resharded)
@@ -282,9 +281,8 @@ def _restore(
     for difference in compatibility.differences(loaded.config, config):
         logger.info("  changed since that checkpoint (the command line wins): %s", difference)
     moved = compatibility.moved_samples(loaded.config, config, loaded.iteration)
-    for caution in (moved, compatibility.other_decay(loaded.config, config)):
-        if caution is not None:
-            logger.warning(caution)
+    if moved is not None:
+        logger.warning(moved)
 
 
 def _load_pretrained(start: Start, source: WeightSource, model: MultiStage, optimizer: Optimizer) -> None:

@@ -26,7 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain checkout, not installed
 
-from megatron_lite.checkpoint import files  # noqa: E402
+from megatron_lite.checkpoint import files, names  # noqa: E402
 from megatron_lite.config import Config  # noqa: E402
 from megatron_lite.config.structured_values import size_bytes  # noqa: E402
 from megatron_lite.errors import EXIT_DONE, CheckpointError, RunError, StorageError, UsageError  # noqa: E402
@@ -34,7 +34,8 @@ from megatron_lite.generation.model import fill  # noqa: E402
 from megatron_lite.huggingface import convert as conversion  # noqa: E402
 from megatron_lite.huggingface.architectures import ARCHITECTURES  # noqa: E402
 from megatron_lite.huggingface.folder_kind import KINDS  # noqa: E402
-from megatron_lite.huggingface.open_source import CheckpointSource, WeightSource, open_source  # noqa: E402
+from megatron_lite.huggingface.open_source import open_source  # noqa: E402
+from megatron_lite.huggingface.weight_source import CheckpointSource, WeightSource  # noqa: E402
 from megatron_lite.kernels.choice import Kernels  # noqa: E402
 from megatron_lite.model.embedding_and_head import Head  # noqa: E402
 from megatron_lite.model.gpt import build_gpt, shapes_of  # noqa: E402
@@ -81,7 +82,7 @@ def check_target(options: argparse.Namespace, source: WeightSource) -> None:
     if options.to.is_symlink() or options.to.exists():
         if not options.exist_ok:
             raise UsageError(f"{typed}: it exists; choose another, or replace it with --exist_ok")
-        if not files.has_only_our_files(options.to):
+        if not names.has_only_our_files(options.to):
             raise UsageError(
                 f"{typed}: it holds other things than a checkpoint or an export, which are not replaced; choose another"
             )
@@ -115,10 +116,10 @@ def convert(options: argparse.Namespace) -> str:
         config = dataclasses.replace(config, training=training)
         options.to.parent.mkdir(parents=True, exist_ok=True)
         files.recover(options.to.parent, options.to.name)
-        temporary = files.work_path(options.to, "tmp", files.new_nonce())
+        temporary = names.work_path(options.to, "tmp", names.new_nonce())
         try:
             said = write(options, temporary, source, shapes.items(), config, limit_bytes)
-            files.publish(temporary, options.to, files.has_only_our_files)
+            files.publish(temporary, options.to, names.has_only_our_files)
         except BaseException:
             files.remove_folder(temporary)
             raise

@@ -1,4 +1,4 @@
-"""manifest.json: what a checkpoint holds, and where each element of each parameter lies in its files.
+"""manifest.json: the content of a checkpoint, and the place of every element of every parameter in its files.
 
 ```
 {"format": "megatron_lite_checkpoint", "version": 3, "save_id": "...", "iteration": 100, "world_size": 2,
@@ -10,44 +10,51 @@
  "crc32": 456}
 ```
 
-A slice is [file, byte offset in the file, bytes, first element of the flattened parameter]. Any layout reads any other
-from this alone. `dtype` is that of the weights; everything else is float32. Beside its weights a parameter has what its
-optimizer keeps of it, `exp_avg` or `exp_avg` and `exp_avg_sq`, and `average` if its weights were averaged. A parameter
-that was frozen has none of them, and only its weights may be of another dtype: bfloat16 or float16. Version 2 knew no
-averages, and both moments or none (then as empty lists); version 1 knew no frozen parameters.
+A slice is [file, byte offset in the file, bytes, first element of the flattened parameter]; slices alone let any layout
+read any other. `dtype` is the dtype of the weights; everything else is float32. A trained parameter also has its
+optimizer state (`exp_avg`, or `exp_avg` and `exp_avg_sq`) and, with averaging, `average`. A frozen parameter has only
+weights, in float32, bfloat16 or float16.
 
-`crc32` covers every byte before its own line. A manifest is untrusted input: `read` accepts exactly what `dump` writes,
-or wrote in an older version, and raises `DamagedError` for everything else.
+`crc32` covers every byte before its own line. A manifest is untrusted input, and its checksum can be forged: `read`
+accepts exactly what `dump` writes and raises `DamagedError` for everything else.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import os
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megatron_lite.checkpoint.files import CHUNK_BYTES, WrittenFile, open_regular
-from megatron_lite.checkpoint.names import MANIFEST_NAME, without_repeated
+from megatron_lite.checkpoint.files import CHUNK_BYTES, WrittenFile
+from megatron_lite.checkpoint.names import (
+    MANIFEST_NAME,
+    RANK_FILE,
+    open_regular,
+    parse_json,
+    rank_file,
+    read_bytes,
+    reason,
+)
 from megatron_lite.errors import DamagedError
+from megatron_lite.parameter import DTYPES
 
 if TYPE_CHECKING:
     from megatron_lite.zero.flat_shard import FlatShard
 
 FORMAT = "megatron_lite_checkpoint"
 VERSION = 3
-READABLE_VERSIONS = (1, 2, 3)
 KINDS = ("weights", "exp_avg", "exp_avg_sq", "average")
 MOMENTS = KINDS[1:3]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-RANK_FILE = re.compile(r"rank_[0-9]{3,7}\.safetensors")
 
 _MAX_MANIFEST_BYTES = 2**29
 _MAX_COUNT = 2**62
@@ -56,7 +63,7 @@ _CRC_LINE = re.compile(rb'"crc32": ([0-9]{1,10})\n\}\n')
 
 
 class Slice(NamedTuple):
-    """Elements of a parameter that lie together: `num_bytes` at byte `offset` of `file`, from element `first` on."""
+    """Consecutive elements of a parameter: `num_bytes` at byte `offset` of `file`, starting with element `first`."""
 
     file: str
     offset: int
@@ -64,7 +71,7 @@ class Slice(NamedTuple):
     first: int
 
     def end(self, dtype: torch.dtype) -> int:
-        """One past the last element, of elements of this dtype."""
+        """Return the index after the last element."""
         return self.first + self.num_bytes // dtype.itemsize
 
 
@@ -77,10 +84,10 @@ class SavedFile(NamedTuple):
 class SavedParameter:
     dtype: torch.dtype  # of the weights
     shape: tuple[int, ...]
-    slices: dict[str, list[Slice]]  # of those of KINDS that it has: in element order, without gaps
+    slices: dict[str, list[Slice]]  # kind -> slices in element order, without gaps
 
     def dtype_of(self, kind: str) -> torch.dtype:
-        """Of the elements of one of KINDS."""
+        """Return the dtype of the elements of one of KINDS."""
         return self.dtype if kind == "weights" else torch.float32
 
 
@@ -94,23 +101,37 @@ class Manifest:
     files: dict[str, SavedFile]
     parameters: dict[str, SavedParameter]
 
-
-def rank_file(rank: int) -> str:
-    return f"rank_{rank:03d}.safetensors"
+    def misfits(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """List the parameters whose name or shape differs from a model's."""
+        saved = self.parameters
+        return [
+            *(f"{name} is not in the checkpoint" for name in shapes if name not in saved),
+            *(
+                f"{name} has shape {list(saved[name].shape)}, the model's has {list(shape)}"
+                for name, shape in shapes.items()
+                if name in saved and saved[name].shape != tuple(shape)
+            ),
+            *(f"{name} is not in the model" for name in saved if name not in shapes),
+        ]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """One of the names of DTYPES."""
+    """Return the name of a dtype in a manifest."""
     return str(dtype).removeprefix("torch.")
 
 
 def tensor_name(stage: int, frozen: bool, kind: str) -> str:
-    """What a shard is called in a rank's file: stage_003.exp_avg, stage_003.frozen.weights."""
+    """Return the name of a shard in a rank's file: stage_003.exp_avg, stage_003.frozen.weights."""
     return f"stage_{stage:03d}.{'frozen.' if frozen else ''}{kind}"
 
 
+def file_metadata(save_id: str, iteration: int, rank: int) -> dict[str, str]:
+    """Return the metadata in the header of a rank's file."""
+    return {"format": FORMAT, "save_id": save_id, "iteration": str(iteration), "rank": str(rank)}
+
+
 def locate_parameters(parts: Sequence[FlatShard], files: Sequence[WrittenFile]) -> dict[str, SavedParameter]:
-    """Where everything lies, for rank files that hold the shards of each part one after the other, as `kinds` says."""
+    """Return the place of every parameter, given that each rank's file holds its shards part by part, kind by kind."""
     parameters: dict[str, SavedParameter] = {}
     shard_start = 0  # bytes from data_start, the same in every rank's file
     for part in parts:
@@ -133,7 +154,7 @@ def locate_parameters(parts: Sequence[FlatShard], files: Sequence[WrittenFile]) 
 
 
 def dump(manifest: Manifest) -> str:
-    """The text of manifest.json, one parameter a line.
+    """Return the text of manifest.json, with one parameter per line.
 
     Raises:
         TypeError, ValueError: if `config` or `state` is not JSON.
@@ -160,40 +181,34 @@ def dump(manifest: Manifest) -> str:
     return f'{covered}"crc32": {zlib.crc32(covered.encode())}\n}}\n'
 
 
-def read(folder: Path) -> Manifest:
-    """Read and check a folder's manifest, but none of the files it names.
+def read(folder: Path, iteration: int | None = None) -> Manifest:
+    """Read and check a folder's manifest, but not the files that it lists.
 
     Raises:
-        DamagedError: if it is missing or not exactly what this program writes.
+        DamagedError: if it is missing, is not exactly what this program writes, or is not of this iteration.
     """
     try:
-        text = _read_bytes(folder / MANIFEST_NAME)
-        values = json.loads(text, object_pairs_hook=without_repeated)
+        text = read_bytes(folder / MANIFEST_NAME, _MAX_MANIFEST_BYTES)
+        values = parse_json(text)
     except OSError as error:
-        raise DamagedError(f"{MANIFEST_NAME}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:  # of UTF-8 and JSON
-        raise DamagedError(f"{MANIFEST_NAME}: not readable ({str(error)[:100]})") from None
+        raise DamagedError(f"{MANIFEST_NAME}: {reason(error)}") from None
+    except ValueError as error:
+        raise DamagedError(f"{MANIFEST_NAME}: not readable ({error})") from None
     try:
         _require(isinstance(values, dict) and values.get("format") == FORMAT, f"not of the format {FORMAT}")
         version = values.get("version")
         _require(_is_count(version), "no version")
-        readable = f"{', '.join(map(str, READABLE_VERSIONS[:-1]))} and {READABLE_VERSIONS[-1]}"
-        _require(version in READABLE_VERSIONS, f"written by format {version}, this program reads {readable}")
+        use_other = f"this program reads version {VERSION}; use the version of the program that wrote it"
+        _require(version == VERSION, f"written in format version {version}, {use_other}")
         line = _CRC_LINE.search(text, max(0, len(text) - 32))
         found = line is not None and line.end() == len(text) and int(line[1]) == zlib.crc32(text[: line.start()])
         _require(found, "its checksum does not match: it was damaged or edited")
         _require(tuple(values) == _KEYS, "not the keys of this format")
-        return _manifest(values)
+        manifest = _manifest(values)
+        _require(iteration in (None, manifest.iteration), f"it is of iteration {manifest.iteration}")
+        return manifest
     except DamagedError as error:
         raise DamagedError(f"{MANIFEST_NAME}: {error}") from None
-
-
-def _read_bytes(path: Path) -> bytes:
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > _MAX_MANIFEST_BYTES:
-            raise ValueError(f"{size:,} bytes, at most {_MAX_MANIFEST_BYTES:,} are read")
-        return file.readall()
 
 
 def _require(condition: bool, message: str) -> None:
@@ -202,7 +217,7 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _is_count(value: Any, minimum: int = 0) -> bool:
-    return type(value) is int and minimum <= value <= _MAX_COUNT  # bool is an int, but no count
+    return type(value) is int and minimum <= value <= _MAX_COUNT  # bool is an int, but not a count
 
 
 def _manifest(values: dict[str, Any]) -> Manifest:
@@ -213,49 +228,44 @@ def _manifest(values: dict[str, Any]) -> Manifest:
     _require(_is_count(world_size, 1), "world_size is not a count")
     for key in ("config", "state", "files", "parameters"):
         _require(isinstance(values[key], dict), f"{key} is not an object")
-    raw_files = values["files"]
-    _require(len(raw_files) == world_size, f"names {len(raw_files)} files for {world_size} ranks")
+    _require(len(values["files"]) == world_size, f"names {len(values['files'])} files for {world_size} ranks")
     files = {}
-    for name, entry in raw_files.items():
+    for name, entry in values["files"].items():
         _require(RANK_FILE.fullmatch(name) is not None, f"{name[:80]!r} is not a file name of this format")
-        _require(isinstance(entry, dict) and tuple(entry) == SavedFile._fields, f"the entry of {name} is malformed")
-        file = SavedFile(**entry)
-        _require(_is_count(file.size) and _is_count(file.crc32), f"the entry of {name} is malformed")
-        files[name] = file
+        is_file = isinstance(entry, dict) and tuple(entry) == SavedFile._fields and all(map(_is_count, entry.values()))
+        _require(is_file, f"the entry of {name} is malformed")
+        files[name] = SavedFile(**entry)
     parameters = {}
     for name, entry in values["parameters"].items():
         try:
-            parameters[name] = _parameter(entry, files, values["version"])
+            parameters[name] = _parameter(entry, files)
         except DamagedError as error:
             raise DamagedError(f"parameter {name[:200]!r}: {error}") from None
     return Manifest(save_id, iteration, world_size, values["config"], values["state"], files, parameters)
 
 
-def _parameter(entry: Any, files: dict[str, SavedFile], version: int) -> SavedParameter:
+def _parameter(entry: Any, files: dict[str, SavedFile]) -> SavedParameter:
     _require(isinstance(entry, dict), "its keys are wrong")
-    kinds = ("weights", *(kind for kind in KINDS[1:] if kind in entry)) if version > 2 else ("weights", *MOMENTS)
+    kinds = ("weights", *(kind for kind in KINDS[1:] if kind in entry))
     _require(tuple(entry) == ("dtype", "shape", *kinds), "its keys are wrong")
-    dtypes = tuple(DTYPES) if version > 1 else ("float32",)
-    _require(entry["dtype"] in dtypes, f"its dtype is not {' or '.join(dtypes)}")
+    dtypes = {dtype_name(dtype): dtype for dtype in DTYPES.values()}
+    _require(isinstance(entry["dtype"], str) and entry["dtype"] in dtypes, f"its dtype is not {' or '.join(dtypes)}")
     shape = entry["shape"]
     _require(isinstance(shape, list) and len(shape) <= 8 and all(_is_count(n, 1) for n in shape), "its shape is wrong")
-    parameter = SavedParameter(DTYPES[entry["dtype"]], tuple(shape), {})
+    parameter = SavedParameter(dtypes[entry["dtype"]], tuple(shape), {})
     for kind in kinds:
         _require(isinstance(entry[kind], list), f"{kind} is not a list")
-        if version == 2 and kind in MOMENTS and not entry[kind]:
-            continue
         pieces = [_slice(item, files, parameter.dtype_of(kind)) for item in entry[kind]]
         _check_coverage(kind, pieces, math.prod(shape), parameter.dtype_of(kind))
         parameter.slices[kind] = pieces
-    beside = [kind for kind in parameter.slices if kind != "weights"]
-    first, second = (kind in beside for kind in MOMENTS)
-    _require(first == second or (first and version > 2), "one of its moments is missing")
-    _require(parameter.dtype == torch.float32 or not beside, f"{' and '.join(beside)} beside {entry['dtype']} weights")
+    _require("exp_avg" in kinds or "exp_avg_sq" not in kinds, "one of its moments is missing")
+    is_alone = parameter.dtype == torch.float32 or len(kinds) == 1
+    _require(is_alone, f"{' and '.join(kinds[1:])} beside {entry['dtype']} weights")
     return parameter
 
 
 def _check_coverage(kind: str, pieces: list[Slice], numel: int, dtype: torch.dtype) -> None:
-    """Each element once, in order."""
+    """Check that slices hold each element once, in order."""
     covered = 0
     for piece in pieces:
         _require(piece.first == covered, f"the slices of {kind} leave a gap or overlap at element {covered}")
@@ -273,35 +283,44 @@ def _slice(item: Any, files: dict[str, SavedFile], dtype: torch.dtype) -> Slice:
     return piece
 
 
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Check that all files of a manifest exist and have the right size.
+
+    Raises:
+        DamagedError: for the first that does not.
+    """
+    for name, file in manifest.files.items():
+        with _open_file(folder, name, file):
+            pass
+
+
 def check_file(folder: Path, name: str, manifest: Manifest) -> None:
-    """Check size and CRC-32 of one of the manifest's files, reading all of it.
+    """Check the size and the CRC-32 of one file of a manifest, reading all of it.
 
     Raises:
         DamagedError: if either differs or the file cannot be read.
     """
-    expected = manifest.files[name]
-    crc = 0
+    crc, expected = 0, manifest.files[name]
+    with _open_file(folder, name, expected) as file:
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, max(expected.size, 1))))
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:count], crc)
+    _require(crc == expected.crc32, f"{name}: its checksum does not match: it was damaged or is of another save")
+
+
+def check_files(folder: Path, manifest: Manifest, rank: int, world_size: int) -> None:
+    """Check this rank's share of the files; see `check_file`."""
+    for name in list(manifest.files)[rank::world_size]:
+        check_file(folder, name, manifest)
+
+
+@contextlib.contextmanager
+def _open_file(folder: Path, name: str, expected: SavedFile) -> Iterator[io.FileIO]:
+    """Open a file of the expected size; raise DamagedError also for system errors while it is open."""
     try:
         with open_regular(folder / name) as file:
             size = os.fstat(file.fileno()).st_size
             _require(size == expected.size, f"{name}: {size:,} bytes, the manifest says {expected.size:,}")
-            buffer = memoryview(bytearray(min(CHUNK_BYTES, max(size, 1))))
-            while count := file.readinto(buffer):
-                crc = zlib.crc32(buffer[:count], crc)
-            if crc != expected.crc32:
-                is_other = _save_id(file.fileno()) not in (None, manifest.save_id)
-                reason = "it is of another save" if is_other else "its checksum does not match"
-                raise DamagedError(f"{name}: {reason}")
+            yield file
     except OSError as error:
-        raise DamagedError(f"{name}: {error.strerror or error}") from None
-
-
-def _save_id(descriptor: int) -> str | None:
-    """The save that a safetensors file says it belongs to, if its header can be read."""
-    try:
-        length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-        header = json.loads(os.pread(descriptor, min(length, 2**23), 8))
-        save_id = header["__metadata__"]["save_id"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        return None
-    return save_id if isinstance(save_id, str) else None
+        raise DamagedError(f"{name}: {reason(error)}") from None

@@ -1,15 +1,132 @@
-"""Names of a checkpoint's files, and how their JSON is read. Imports no torch."""
+"""Names of the files and folders of checkpoints and exports, and safe reading of their JSON. Imports no torch.
+
+A folder is written as `.tmp-<name>-<nonce>`, waits as `.ready-<name>-<nonce>` while it replaces an older folder, and is
+deleted as `.trash-<name>-<nonce>`.
+"""
 
 from __future__ import annotations
 
+import errno
+import io
+import json
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
 from typing import Any
 
 MANIFEST_NAME = "manifest.json"
+RANK_FILE = re.compile(r"rank_[0-9]{3,7}\.safetensors")
+# Every file of a checkpoint or an export. Nothing else is ever deleted.
+OUR_FILE = re.compile(
+    r"rank_[0-9]{3,7}\.safetensors|manifest\.json"
+    r"|model(-[0-9]{5}(-of-[0-9]{5})?)?\.safetensors|model\.safetensors\.index\.json"
+    r"|(config|generation_config)\.json"
+    # Tokenizer files, which data/tokenizing.py copies.
+    r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json"
+    r"|(vocab|merges)\.txt|chat_template\.jinja"
+)
+_ITERATION = re.compile(r"0|[1-9][0-9]{0,17}")
+_WORK_NAME = re.compile(r"\.(tmp|ready|trash)-([^/]+)-([0-9a-f]{16})")
 
 
-def without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `json.loads`: an object, in which JSON itself lets names come twice."""
+def rank_file(rank: int) -> str:
+    return f"rank_{rank:03d}.safetensors"
+
+
+def new_nonce() -> str:
+    """Return 16 random hexadecimal digits."""
+    return secrets.token_hex(8)
+
+
+def work_path(directory: Path, kind: str, nonce: str) -> Path:
+    """Return the name beside `directory` for a folder that is being written (`tmp`), replaced (`ready`) or deleted."""
+    return directory.with_name(f".{kind}-{directory.name}-{nonce}")
+
+
+def work_folders(root: Path, kind: str) -> list[tuple[Path, str]]:
+    """List the work folders of a kind in `root`, each with its final name. Skips symbolic links."""
+    found = []
+    for path in sorted(root.iterdir()):
+        match = _WORK_NAME.fullmatch(path.name)
+        if match and match[1] == kind and is_folder(path):
+            found.append((path, match[2]))
+    return found
+
+
+def find_checkpoints(root: Path) -> list[tuple[int, Path]]:
+    """List (iteration, folder) of all checkpoints by name, newest first, without checking their content.
+
+    A `.ready-` folder is a complete checkpoint whose save was killed while it replaced an older one.
+    """
+    if not root.is_dir():
+        return []
+    found = [(int(path.name), 1, path) for path in root.iterdir() if _ITERATION.fullmatch(path.name) and path.is_dir()]
+    found += [(int(name), 0, path) for path, name in work_folders(root, "ready") if _ITERATION.fullmatch(name)]
+    return [(iteration, path) for iteration, _, path in sorted(found, reverse=True)]
+
+
+def is_folder(path: Path) -> bool:
+    """Return True for a directory that is not a symbolic link."""
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def has_only_our_files(folder: Path) -> bool:
+    """Return True for a folder that holds nothing but files of checkpoints and exports."""
+    return is_folder(folder) and all(OUR_FILE.fullmatch(path.name) for path in folder.iterdir())
+
+
+def open_regular(path: Path) -> io.FileIO:
+    """Open a regular file for unbuffered reading; never blocks, not even on a pipe.
+
+    Raises:
+        OSError: if the file cannot be opened or is not a regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return io.FileIO(descriptor)
+
+
+def read_bytes(path: Path, limit_bytes: int) -> bytes:
+    """Read a regular file.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is larger than `limit_bytes`.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit_bytes:
+            raise ValueError(f"{size:,} bytes, at most {limit_bytes:,} are read")
+        return file.readall()
+
+
+def parse_json(data: bytes) -> Any:
+    """Parse untrusted JSON.
+
+    Raises:
+        ValueError: with a short message, if it is not JSON, too deeply nested, or repeats a key.
+    """
+    try:
+        return json.loads(data, object_pairs_hook=_without_repeated)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())[:100]) from None
+
+
+def _without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object; JSON itself allows a key twice."""
     values = dict(pairs)
     if len(values) != len(pairs):
         raise ValueError("a repeated name")
     return values
+
+
+def reason(error: OSError) -> str:
+    """Return the system's description of an error."""
+    return error.strerror or str(error)

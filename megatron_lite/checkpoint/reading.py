@@ -1,10 +1,9 @@
-"""Finding, verifying and reading the checkpoints that `sharded.save` has written."""
+"""Verify the checkpoints that `sharded.save` writes, and read them into a model of any layout."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import re
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,130 +13,89 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import files, manifest
 from megatron_lite.checkpoint.compatibility import keeps_moments, saved_optimizer
-from megatron_lite.checkpoint.manifest import MOMENTS, DamagedError, Manifest, SavedParameter, dtype_name
+from megatron_lite.checkpoint.manifest import MOMENTS, Manifest, SavedParameter, dtype_name
+from megatron_lite.checkpoint.names import MANIFEST_NAME, open_regular
 from megatron_lite.distributed.agreement import first_problem
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import DamagedError
 
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed
     from megatron_lite.zero.flat_shard import FlatShard
     from megatron_lite.zero.multi_stage import MultiStage
 
-_ITERATION = re.compile(r"0|[1-9][0-9]{0,17}")
-_NUM_NAMED = 5  # parameters that an error message names at most
-
-
-def find_checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """Folders that should be checkpoints, newest first, good or not; reads names only.
-
-    `.ready-` folders are complete checkpoints whose save was killed while replacing an older one.
-    """
-    if not root.is_dir():
-        return []
-    found = [(int(path.name), 1, path) for path in root.iterdir() if _ITERATION.fullmatch(path.name) and path.is_dir()]
-    found += [(int(name), 0, path) for path, name in files.work_folders(root, "ready") if _ITERATION.fullmatch(name)]
-    return [(iteration, path) for iteration, _, path in sorted(found, reverse=True)]
-
 
 def verify(folder: Path, iteration: int, distributed: Distributed) -> tuple[Manifest | None, str | None]:
-    """The manifest if the checkpoint is good, otherwise None and what is wrong; each rank reads its part of the files.
+    """Return the manifest of a good checkpoint, or None and the problem. Each rank reads its share of the files.
 
     All ranks call this together and get the same answer.
     """
-    content: Manifest | None = None
-
-    def read() -> None:
-        nonlocal content
-        content = manifest.read(folder)
-        if content.iteration != iteration:
-            raise DamagedError(f"{manifest.MANIFEST_NAME}: it is of iteration {content.iteration}")
-
-    problem = first_problem(distributed, read)
-    if problem is not None or content is None:
+    contents: list[Manifest] = []
+    problem = first_problem(distributed, lambda: contents.append(manifest.read(folder, iteration)))
+    if problem is not None:
         return None, problem
-    good = content
-    if len(set(distributed.gather_objects(good.save_id))) > 1:
-        return None, f"{manifest.MANIFEST_NAME}: not all ranks see the same file"
-
-    def check() -> None:
-        for name in list(good.files)[distributed.rank :: distributed.world_size]:
-            manifest.check_file(folder, name, good)
-
-    problem = first_problem(distributed, check)
-    return (good, None) if problem is None else (None, problem)
-
-
-def check_parameters(folder: Path, content: Manifest, model: MultiStage) -> None:
-    """Compare names and shapes."""
-    wanted = {slot.spec.name: tuple(slot.spec.shape) for _, part in model.parts() for slot in part.layout.slots}
-    saved = {name: parameter.shape for name, parameter in content.parameters.items()}
-    differences = [f"{name} is not in the checkpoint" for name in wanted if name not in saved]
-    differences += [f"{name} is not in the model" for name in saved if name not in wanted]
-    differences += [
-        f"{name} has shape {saved[name]}, the model's has {wanted[name]}"
-        for name in wanted
-        if name in saved and saved[name] != wanted[name]
-    ]
-    if differences:
-        more = f" (and {len(differences) - _NUM_NAMED} more)" if len(differences) > _NUM_NAMED else ""
-        raise CheckpointError(
-            f"checkpoint {folder} does not fit the model: {'; '.join(differences[:_NUM_NAMED])}{more}. Give the flags "
-            "it was trained with, or choose another --experiment_dir"
-        )
+    (content,) = contents
+    if len(set(distributed.gather_objects(content.save_id))) > 1:
+        return None, f"{MANIFEST_NAME}: not all ranks see the same file"
+    rank, world_size = distributed.rank, distributed.world_size
+    problem = first_problem(distributed, lambda: manifest.check_files(folder, content, rank, world_size))
+    return (content, None) if problem is None else (None, problem)
 
 
 def changes(content: Manifest, model: MultiStage, optimizer: str) -> list[str]:
-    """What does not go over as it is, one line each: moments, averages and precision. `optimizer`: that of now."""
-    started, num_followed, num_rounded, dtypes = Counter[str](), 0, 0, set()
-    before, num_others, total = saved_optimizer(content.config), 0, len(content.parameters)
-    averaged = dropped = any("average" in saved.slices for saved in content.parameters.values())
+    """Describe the state that cannot be restored unchanged: optimizer state, averages and precision, a line each.
+
+    optimizer: the current --optimizer.
+    """
+    before, total = saved_optimizer(content.config), len(content.parameters)
+    has_averages = any("average" in saved.slices for saved in content.parameters.values())
+    keeps_averages, num_other_rule, num_without_average = False, 0, 0
+    without_moments, rounded = Counter[str](), Counter[str]()
     for _, part in model.parts():
         kinds = part.kinds()
-        dropped = dropped and "average" not in kinds
+        keeps_averages = keeps_averages or "average" in kinds
         for slot in part.layout.slots:
             saved = content.parameters[slot.spec.name]
             wanted = [kind for kind in MOMENTS if kind in kinds and part.has(kind, slot.spec)]
-            missing = " and ".join(kind for kind in wanted if kind not in saved.slices)
+            missing = [kind for kind in wanted if kind not in saved.slices]
             if wanted and not keeps_moments(before, optimizer, bool(slot.spec.matrix_rows)):
-                num_others += 1
+                num_other_rule += 1
             elif missing:
-                started[missing] += 1
-            num_followed += averaged and "average" in kinds and "average" not in saved.slices
+                without_moments[" and ".join(missing)] += 1
+            if has_averages and "average" in kinds and "average" not in saved.slices:
+                num_without_average += 1
             if kinds["weights"] not in (saved.dtype, torch.float32):
-                num_rounded += 1
-                dtypes.add(f"{dtype_name(saved.dtype)} to {dtype_name(kinds['weights'])}")
+                rounded[f"{dtype_name(saved.dtype)} to {dtype_name(kinds['weights'])}"] += 1
     lines = [
-        f"{number} of {total} parameter tensors have no {missing} there (they were frozen, or another --optimizer "
-        "trained them): those start at zero"
-        for missing, number in started.items()
+        f"{number} of {total} parameter tensors have no {missing} there (they were frozen, or trained with another "
+        "--optimizer): these start at zero"
+        for missing, number in without_moments.items()
     ]
-    if num_others:
+    if num_other_rule:
         lines.append(
-            f"it was trained with --optimizer={before}, whose moments mean something else to --optimizer={optimizer}: "
-            f"those of {num_others} of {total} parameter tensors start at zero"
+            f"it was trained with --optimizer={before}, whose moments --optimizer={optimizer} cannot use: those of "
+            f"{num_other_rule} of {total} parameter tensors start at zero"
         )
-    if num_followed:
+    if num_without_average:
         lines.append(
-            f"{num_followed} of {total} parameter tensors have no average there (they were frozen): it starts from "
-            "their weights"
+            f"{num_without_average} of {total} parameter tensors have no average there (they were frozen): averages "
+            "start from the weights"
         )
-    if dropped:
+    if has_averages and not keeps_averages:
         lines.append("it holds averaged weights, which a run without --ema_type neither uses nor saves again")
-    if num_rounded:
-        lines.append(
-            f"{num_rounded} of {total} parameter tensors are frozen and were rounded: {', '.join(sorted(dtypes))}"
-        )
+    if rounded:
+        dtypes = ", ".join(sorted(rounded))
+        lines.append(f"{rounded.total()} of {total} parameter tensors are frozen and were rounded: {dtypes}")
     return lines
 
 
 def fill(folder: Path, content: Manifest, model: MultiStage, rank: int, optimizer: str) -> None:
-    """Read this rank's shards, one after the other, opening one file at a time.
+    """Read this rank's shards one after the other, with one file open at a time.
 
-    Moments that the checkpoint lacks, or that mean something else to the `optimizer` of now, become zero, averages that
-    it lacks the weights; what the model lacks is not read. Padding is not touched.
+    Moments that are missing, or belong to another rule than the current `optimizer`, become zero; missing averages
+    become the weights. Padding is not touched.
 
     Raises:
-        DamagedError, OSError: if a file cannot be read any more.
+        DamagedError, OSError: if a file can no longer be read.
     """
     with contextlib.closing(Files(folder)) as opened:
         for _, part in model.parts():
@@ -146,7 +104,7 @@ def fill(folder: Path, content: Manifest, model: MultiStage, rank: int, optimize
 
 
 def _fill_shard(opened: Files, content: Manifest, part: FlatShard, kind: str, rank: int, optimizer: str) -> None:
-    """One tensor of a part, (numel,): for each piece of a parameter its overlaps with the saved slices."""
+    """Fill one tensor of a part, (numel,), from the saved slices that overlap each piece of a parameter."""
     shard = part.read(kind).detach()
     assert shard.shape == (part.numel(kind),) and shard.is_contiguous(), (kind, tuple(shard.shape))
     assert shard.dtype == part.kinds()[kind], (kind, shard.dtype)
@@ -155,21 +113,21 @@ def _fill_shard(opened: Files, content: Manifest, part: FlatShard, kind: str, ra
         if not part.has(kind, slot.spec):
             continue
         saved = content.parameters[slot.spec.name]
-        in_shard = slot.offset - rank * part.layout.shard_numel  # of the parameter's element 0
-        kept = kind in saved.slices and keeps_moments(before, optimizer, bool(slot.spec.matrix_rows))
-        if kind in MOMENTS and not kept:
-            shard[in_shard + start : in_shard + end] = 0.0
-            continue
-        source = kind if kind in saved.slices else "weights"
-        read_elements(opened, saved, source, start, shard[in_shard + start : in_shard + end])
+        first = slot.offset - rank * part.layout.shard_numel  # index in the shard of the parameter's element 0
+        target = shard[first + start : first + end]
+        is_kept = kind in saved.slices and keeps_moments(before, optimizer, bool(slot.spec.matrix_rows))
+        if kind in MOMENTS and not is_kept:
+            target.zero_()
+        else:
+            read_elements(opened, saved, kind if kind in saved.slices else "weights", start, target)
     part.write(kind, shard)
 
 
 def read_elements(opened: Files, saved: SavedParameter, kind: str, first: int, target: Tensor) -> None:
-    """Read elements of one kind of a flattened parameter, from `first` on, into a tensor (n,), rounding to its dtype.
+    """Fill a tensor (n,) with elements of a flattened parameter, starting with `first` and rounding to its dtype.
 
     Raises:
-        DamagedError, OSError: if a file cannot be read any more.
+        DamagedError, OSError: if a file can no longer be read.
     """
     dtype, last, numel_found = saved.dtype_of(kind), first + target.numel(), 0
     for piece in saved.slices[kind]:
@@ -182,21 +140,21 @@ def read_elements(opened: Files, saved: SavedParameter, kind: str, first: int, t
 
 
 class Files:
-    """The files of a folder, of which the one read last is open."""
+    """The files of a folder; keeps the latest one open."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._name = folder, ""
         self._file: io.FileIO | None = None
 
     def read(self, name: str, offset: int, dtype: torch.dtype, target: Tensor) -> None:
-        """Read elements of this dtype into a tensor (n,) of perhaps another one, rounding to nearest.
+        """Read elements of this dtype into a tensor (n,), rounding to nearest if its dtype differs.
 
         Raises:
-            DamagedError, OSError: if the file is shorter or cannot be opened.
+            DamagedError, OSError: if the file is too short or cannot be opened.
         """
         if self._file is None or name != self._name:
             self.close()
-            self._name, self._file = name, files.open_regular(self._folder / name)
+            self._name, self._file = name, open_regular(self._folder / name)
         try:
             if dtype == target.dtype:
                 files.read_into(self._file, offset, target.view(torch.uint8))

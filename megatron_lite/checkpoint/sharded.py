@@ -1,32 +1,39 @@
 """Training checkpoints: root/<iteration>/ holds one safetensors file per rank and manifest.json.
 
-Every rank writes only its own shards, in a folder `.tmp-<iteration>-<save id>`. When all have succeeded, rank 0 adds
-the manifest, syncs, and renames the folder to its final name, so that a checkpoint either is complete or does not
-exist. The manifest says where each element of each parameter lies, so that any world size, ZeRO stage, number of
-layers per stage or choice of frozen parameters reads any other: a rank reads just the bytes of its own shards,
-wherever they are.
+Every rank writes only its own shards, into a folder `.tmp-<iteration>-<save id>`. Once all have succeeded, rank 0 adds
+the manifest, syncs, and renames the folder to its final name: a checkpoint is complete or does not exist. The manifest
+maps every element of every parameter to its place, so any world size, ZeRO stage, number of layers per stage and choice
+of frozen parameters can load any other: a rank reads only the bytes of its own shards.
 
-A checkpoint is verified (manifest, sizes, checksums) before it is used. A damaged one is reported, skipped and left
-as it is.
+Loading verifies a checkpoint (manifest, sizes, checksums) first; it reports and skips a damaged one, never touching it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_lite.checkpoint import files, manifest
 from megatron_lite.checkpoint.manifest import Manifest, SavedFile
-from megatron_lite.checkpoint.reading import changes, check_parameters, fill, find_checkpoints, verify
-from megatron_lite.checkpoint.retention import checkpoints_to_delete
+from megatron_lite.checkpoint.names import (
+    MANIFEST_NAME,
+    find_checkpoints,
+    is_folder,
+    new_nonce,
+    rank_file,
+    reason,
+    work_path,
+)
+from megatron_lite.checkpoint.reading import changes, fill, verify
 from megatron_lite.config import Config, flatten
 from megatron_lite.distributed.agreement import first_problem, write_together
-from megatron_lite.errors import CheckpointError, DamagedError
+from megatron_lite.errors import CheckpointError, DamagedError, shorten
 from megatron_lite.run.durable_files import sync_folder
 
 if TYPE_CHECKING:
@@ -36,11 +43,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What a checkpoint holds besides the shards."""
+    """The content of a checkpoint besides the shards."""
 
     iteration: int
     state: dict[str, Any]
-    config: dict[str, Any]  # flat, as it was when saved
+    config: dict[str, Any]  # flat, as saved
     folder: Path
     world_size: int  # of the run that saved it
 
@@ -48,18 +55,18 @@ class LoadedCheckpoint:
 def save(
     root: Path, iteration: int, model: MultiStage, state: dict[str, Any], config: Config, distributed: Distributed
 ) -> None:
-    """Write root/<iteration>/; all ranks call this together. A checkpoint of that iteration is replaced.
+    """Write root/<iteration>/, replacing an older checkpoint of that iteration; all ranks call this together.
 
-    `state` is JSON, the same on every rank. Also deletes what interrupted saves have left in `root`.
+    `state` is JSON, the same on every rank. Also delete the remains of interrupted saves in `root`.
 
     Raises:
-        StorageError: on every rank, if any rank cannot write; what was there before is untouched.
+        StorageError: on every rank, if any rank cannot write; older checkpoints are untouched.
     """
     folder = root / str(iteration)
-    save_id = distributed.broadcast_object(files.new_nonce())
-    temporary = files.work_path(folder, "tmp", save_id)
+    save_id = distributed.broadcast_object(new_nonce())
+    temporary = work_path(folder, "tmp", save_id)
     tensors = _tensors(model)
-    own_name = manifest.rank_file(distributed.rank)
+    own_name = rank_file(distributed.rank)
 
     def prepare() -> None:
         if distributed.rank == 0:
@@ -70,18 +77,21 @@ def save(
     def write() -> files.WrittenFile:
         if not temporary.is_dir():
             raise OSError(errno.ENOENT, "the folder is not visible here, all ranks need the same file system")
-        metadata = {"format": manifest.FORMAT, "save_id": save_id, "iteration": str(iteration)}
-        metadata["rank"] = str(distributed.rank)
+        metadata = manifest.file_metadata(save_id, iteration, distributed.rank)
         return files.write_tensors(temporary / own_name, tensors, metadata)
 
     def finish(written: list[files.WrittenFile]) -> None:
         if distributed.rank == 0:
-            saved_files = {manifest.rank_file(rank): SavedFile(*file[:2]) for rank, file in enumerate(written)}
-            parameters = manifest.locate_parameters([part for _, part in model.parts()], written)
             content = Manifest(
-                save_id, iteration, distributed.world_size, flatten(config), state, saved_files, parameters
+                save_id=save_id,
+                iteration=iteration,
+                world_size=distributed.world_size,
+                config=flatten(config),
+                state=state,
+                files={rank_file(rank): SavedFile(file.size, file.crc32) for rank, file in enumerate(written)},
+                parameters=manifest.locate_parameters([part for _, part in model.parts()], written),
             )
-            files.write_text(temporary / manifest.MANIFEST_NAME, manifest.dump(content))
+            files.write_text(temporary / MANIFEST_NAME, manifest.dump(content))
             sync_folder(temporary)
             files.publish(temporary, folder, _is_checkpoint)
 
@@ -98,7 +108,7 @@ def save(
 
 
 def _tensors(model: MultiStage) -> list[files.TensorToWrite]:
-    """All shards of this rank, in the order of `manifest.locate_parameters`; none is made before it is written."""
+    """List this rank's shards in the order of `manifest.locate_parameters`; writing creates them one at a time."""
     for index, part in model.parts():
         assert part.frozen or part.has_state, f"stage {index}: a checkpoint needs moments, this model is for inference"
     return [
@@ -113,45 +123,43 @@ def _tensors(model: MultiStage) -> list[files.TensorToWrite]:
     ]
 
 
-def _is_checkpoint(folder: Path) -> bool:
-    """True for a folder (no link) with a readable manifest of ours for the iteration that it is named after."""
+def _is_checkpoint(folder: Path, with_files: bool = False) -> bool:
+    """Return True for a folder (not a link) with a good manifest for the iteration in its name.
+
+    with_files: require files of the right sizes, too.
+    """
+    if not is_folder(folder):
+        return False
     try:
-        return files.is_folder(folder) and manifest.read(folder).iteration == int(folder.name)
+        content = manifest.read(folder, int(folder.name))
+        if with_files:
+            manifest.check_sizes(folder, content)
+        return True
     except DamagedError:
         return False
 
 
 def newest_iteration(root: Path) -> int | None:
-    """Of what should be checkpoints, good or not; None: there is nothing to resume.
+    """Return the iteration of the newest checkpoint, good or not; None if there is none.
 
     Raises:
         CheckpointError: if the directory cannot be read.
     """
-    listing = _listing(root)
-    if isinstance(listing, str):
-        raise CheckpointError(f"cannot read the checkpoints in {root}: {listing}")
-    return listing[0][0] if listing else None
+    found = _find(root)
+    return found[0][0] if found else None
 
 
 def newest_config(root: Path) -> tuple[int, dict[str, Any]] | None:
-    """Iteration and flat config of the newest checkpoint with a good manifest; reads and changes nothing else.
+    """Return iteration and flat config of the newest checkpoint with a good manifest; None if there is none.
 
-    Lets a changed architecture be refused before memory is allocated. None if there is none.
+    Serves to refuse a changed architecture before memory is allocated; reads nothing but manifests.
 
     Raises:
         CheckpointError: if the directory cannot be read.
     """
-    try:
-        found = find_checkpoints(root)
-    except OSError as error:
-        raise CheckpointError(f"cannot read the checkpoints in {root}: {error.strerror or error}") from None
-    for iteration, folder in found:
-        try:
-            content = manifest.read(folder)
-        except DamagedError:
-            continue
-        if content.iteration == iteration:
-            return iteration, content.config
+    for iteration, folder in _find(root):
+        with contextlib.suppress(DamagedError):
+            return iteration, manifest.read(folder, iteration).config
     return None
 
 
@@ -160,23 +168,35 @@ def load_newest(
 ) -> LoadedCheckpoint | None:
     """Fill the shards of the model from the newest good checkpoint; all ranks call this together.
 
-    `report` gets one line, on every rank, for each newer checkpoint that is damaged, and for what had to change:
-    moments that start at zero (those of another `optimizer` than that of now do, too), weights that were rounded.
-    Padding is not touched. None if there is no checkpoint.
+    Padding is not touched.
+
+    Args:
+        report: gets a line on every rank for each newer checkpoint that is damaged, and for each kind of state that
+            cannot be restored unchanged (see `reading.changes`).
+        optimizer: the current --optimizer.
+
+    Returns:
+        None if there is no checkpoint.
 
     Raises:
-        CheckpointError: on every rank, if there are checkpoints but none is usable, or if the newest good one has
-            other parameters than the model. No file is changed.
+        CheckpointError: on every rank, if none of the checkpoints is usable, or if the newest good one has other
+            parameters than the model. No file is changed.
     """
-    listing = distributed.broadcast_object(_listing(root) if distributed.rank == 0 else None)
+    found: list[tuple[int, str]] | str | None = None
+    if distributed.rank == 0:
+        try:
+            found = [(iteration, path.name) for iteration, path in _find(root)]
+        except CheckpointError as error:
+            found = str(error)
+    listing = distributed.broadcast_object(found)
     if isinstance(listing, str):
-        raise CheckpointError(f"cannot read the checkpoints in {root}: {listing}")
+        raise CheckpointError(listing)
     problems = []
     for iteration, name in listing:
         folder = root / name
         content, problem = verify(folder, iteration, distributed)
         if content is not None:
-            check_parameters(folder, content, model)
+            _check_parameters(folder, content, model)
             read = functools.partial(fill, folder, content, model, distributed.rank, optimizer)
             problem = first_problem(distributed, read)
             if problem is None:
@@ -193,44 +213,60 @@ def load_newest(
     )
 
 
-def _listing(root: Path) -> list[tuple[int, str]] | str:
+def _check_parameters(folder: Path, content: Manifest, model: MultiStage) -> None:
+    """Refuse a checkpoint whose parameters have other names or shapes than the model's."""
+    specs = [slot.spec for _, part in model.parts() for slot in part.layout.slots]
+    if misfits := content.misfits({spec.name: spec.shape for spec in specs}):
+        raise CheckpointError(
+            f"checkpoint {folder} does not fit the model: {shorten(misfits)}. Give the flags it was trained with, or "
+            "choose another --experiment_dir"
+        )
+
+
+def _find(root: Path) -> list[tuple[int, Path]]:
     try:
-        return [(iteration, path.name) for iteration, path in find_checkpoints(root)]
+        return find_checkpoints(root)
     except OSError as error:
-        return error.strerror or str(error)
+        raise CheckpointError(f"cannot read the checkpoints in {root}: {reason(error)}") from None
+
+
+def checkpoints_to_delete(iterations: Sequence[int], keep: int | None) -> list[int]:
+    """Return the iterations to delete, oldest first, so that the newest `keep` stay; None keeps all.
+
+    Raises:
+        ValueError: if `keep` is below 1.
+    """
+    if keep is None:
+        return []
+    if keep < 1:
+        raise ValueError(f"max_checkpoints must be at least 1, not {keep}: a run without a checkpoint cannot resume")
+    return sorted(set(iterations))[:-keep]
 
 
 def prune(root: Path, keep: int | None, newest: int | None = None) -> None:
-    """Delete all but the `keep` newest checkpoints; for rank 0 alone, after a successful save.
+    """Delete all but the newest `keep` checkpoints; rank 0 calls this after a successful save.
 
-    `newest` is the iteration just saved: checkpoints beyond it are of an abandoned or damaged continuation and are
-    neither counted nor deleted, so that what was just saved always stays. Only folders that are complete checkpoints
-    of this program count; damaged ones, links and everything else stay. A failure to delete is a warning.
+    Only complete checkpoints of this program count; damaged ones, links and everything else stay. A failure to delete
+    is only a warning.
+
+    newest: the iteration just saved. Later checkpoints belong to an abandoned or damaged continuation and are neither
+        counted nor deleted, so that the checkpoint just saved always stays.
     """
     if keep is None:
         return
     candidates = [
         iteration
         for iteration, folder in find_checkpoints(root)
-        if folder.name == str(iteration) and (newest is None or iteration <= newest) and _is_complete(folder)
+        if folder.name == str(iteration)
+        and (newest is None or iteration <= newest)
+        and _is_checkpoint(folder, with_files=True)
     ]
     for iteration in checkpoints_to_delete(candidates, keep):
         folder = root / str(iteration)
-        trash = files.work_path(folder, "trash", files.new_nonce())
+        trash = work_path(folder, "trash", new_nonce())
         try:
             os.rename(folder, trash)
         except OSError as error:
-            files.logger.warning("cannot delete the old checkpoint %s: %s", folder, error.strerror or error)
+            files.logger.warning("cannot delete the old checkpoint %s: %s", folder, reason(error))
             continue
         files.remove_folder(trash)
-
-
-def _is_complete(folder: Path) -> bool:
-    """True for a folder with a good manifest and files of the right sizes."""
-    if not _is_checkpoint(folder):
-        return False
-    try:
-        content = manifest.read(folder)
-        return all((folder / name).stat().st_size == file.size for name, file in content.files.items())
-    except (OSError, DamagedError):
-        return False

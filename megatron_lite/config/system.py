@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 from megatron_lite.config.option import Area, Auto, debug_level, option
 
-DTYPES = ("fp32", "bf16", "fp16")
+
+class DtypeNames(NamedTuple):
+    """What other programs call a dtype of weights."""
+
+    torch: str  # also in manifest.json and config.json
+    safetensors: str
+
+
+DTYPES: Mapping[str, DtypeNames] = MappingProxyType(
+    {"fp32": DtypeNames("float32", "F32"), "bf16": DtypeNames("bfloat16", "BF16"), "fp16": DtypeNames("float16", "F16")}
+)
 DTYPE_ALIASES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
@@ -74,7 +87,7 @@ class DistributedConfig(Area):
 
     device: str = option("auto", "device to run on", choices=("auto", "cuda", "cpu"), basic=True)
     training_dtype: str = option(
-        "fp32", "dtype of weights and activations", choices=DTYPES, value_aliases=DTYPE_ALIASES, basic=True
+        "fp32", "dtype of weights and activations", choices=tuple(DTYPES), value_aliases=DTYPE_ALIASES, basic=True
     )
     seed: int = option(1234, "seed of weights, data order and dropout", minimum=0, maximum=2**63 - 1, basic=True)
     deterministic: bool = option(False, "only deterministic GPU algorithms (slower)")

@@ -173,7 +173,7 @@ class TrainingConfig(Area):
     export_dtype: str | None = option(
         None,
         "dtype of the weights of a Hugging Face export",
-        choices=DTYPES,
+        choices=tuple(DTYPES),
         value_aliases=DTYPE_ALIASES,
         unset="training_dtype",
         idle_unless="export_interval",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpoint import manifest
-from megatron_lite.checkpoint.reading import find_checkpoints
+from megatron_lite.checkpoint.names import find_checkpoints
 from megatron_lite.data.tokenizing import Tokenizer, load_tokenizer
 from megatron_lite.errors import DataError
 from megatron_lite.generation.continuation import Text

@@ -1,7 +1,7 @@
 """Exports: folders that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
-Parameters arrive one at a time on every rank; rank 0 writes each where it belongs (`export_folder`). The folder is
-complete when it appears under its name.
+Parameters arrive one at a time on every rank, and rank 0 writes each to its place (`export_folder`). A folder appears
+under its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from megatron_lite.checkpoint import files
+from megatron_lite.checkpoint.names import has_only_our_files, new_nonce, work_path
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.config.structured_values import size_bytes
 from megatron_lite.distributed.agreement import write_together
@@ -27,14 +28,12 @@ if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed
     from megatron_lite.zero.multi_stage import MultiStage
 
-__all__ = ["check_exportable", "convert", "export_weights", "save_huggingface"]
-
-# After so many bytes the ranks wait for rank 0: its disk may be slower than a collective of the next gather may be.
+# Ranks wait for rank 0 after this many bytes, or the next gather could time out while a slow disk catches up.
 AGREE_BYTES = 2**28
 
 
 def convert(name: str, tensor: Tensor, architecture: str, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """One parameter of ours as the architecture's: names, and views where a tensor lies in ours in one piece.
+    """Yield (name, tensor) of an architecture for one parameter of ours, as views where possible.
 
     Raises:
         KeyError: if the architecture has no such parameter.
@@ -44,10 +43,10 @@ def convert(name: str, tensor: Tensor, architecture: str, model: ModelConfig) ->
 
 
 def export_weights(model: MultiStage, config: Config, distributed: Distributed) -> Iterator[tuple[str, Tensor]]:
-    """(name, full weight) for `save_huggingface`: as trained, or averaged; every rank has to iterate to the end.
+    """Yield (name, full weight), trained or averaged, for `save_huggingface`; every rank must iterate to the end.
 
-    In the training dtype these are the very weights that the model computes with; for another --export_dtype they come
-    from the fp32 masters (or averages), so that they are rounded once.
+    In the training dtype these are the weights that the model computes with. For another --export_dtype they come from
+    the fp32 masters (or averages), so that they are rounded once.
     """
     averaged, training_dtype = config.training.export_weights == "average", config.distributed.training_dtype
     if training_dtype not in ("fp32", config.training.export_dtype or training_dtype):
@@ -62,19 +61,21 @@ def export_weights(model: MultiStage, config: Config, distributed: Distributed) 
 def save_huggingface(
     directory: Path, model: MultiStage, config: Config, distributed: Distributed, weights: Iterator[tuple[str, Tensor]]
 ) -> None:
-    """Write a Hugging Face folder; all ranks call this together. A folder of that name is replaced.
+    """Write a Hugging Face folder, replacing an older one of that name; all ranks call this together.
 
-    `weights` yields (parameter name, full weight) of the whole model, in the same order on every rank; each tensor may
-    be overwritten when the next one is asked for, and only that of rank 0 is looked at. Rank 0 rounds to --export_dtype
-    and writes; the bytes of the files do not depend on the order.
+    Rank 0 rounds to --export_dtype and writes. The bytes of the files do not depend on the order of the weights.
+
+    Args:
+        weights: yields (parameter name, full weight) of the whole model, in the same order on every rank. The next
+            tensor may overwrite the previous one. Only the tensors of rank 0 are read.
 
     Raises:
         UsageError: if no architecture can express the model.
-        NumericsError: on every rank, if a weight is too large for --export_dtype: no folder appears.
+        NumericsError: on every rank, if a weight is too large for --export_dtype; no folder appears.
         StorageError: on every rank, if the folder cannot be written.
     """
     architecture = check_exportable(config.model, config.training.export_model_type)
-    temporary = files.work_path(directory, "tmp", distributed.broadcast_object(files.new_nonce()))
+    temporary = work_path(directory, "tmp", distributed.broadcast_object(new_nonce()))
     what, is_writer = f"the export {directory}", distributed.rank == 0
     specs = [slot.spec for _, part in model.parts() for slot in part.layout.slots]
     dtype = DTYPES[config.training.export_dtype or config.distributed.training_dtype]
@@ -92,7 +93,7 @@ def save_huggingface(
     def finish() -> None:
         if folder is not None:
             folder.finish(config, config.data.tokenizer_file)
-            files.publish(temporary, directory, files.has_only_our_files)
+            files.publish(temporary, directory, has_only_our_files)
 
     try:
         write_together(distributed, what, directory.parent, prepare)
@@ -113,7 +114,7 @@ def _write_all(
     folder: ExportFolder | None,
     weights: Iterator[tuple[str, Tensor]],
 ) -> None:
-    """Let rank 0 write every weight; if it cannot, all ranks know by the next agreement. `num_bytes`: by name."""
+    """Let rank 0 write every weight. If it fails, all ranks raise at the next agreement. `num_bytes`: by name."""
     failure: Exception | None = None
     waiting_bytes, total_bytes = 0, sum(num_bytes.values())
 
@@ -134,5 +135,5 @@ def _write_all(
             waiting_bytes = 0
     if overflow := write_together(distributed, what, path, settle, total_bytes)[0]:
         raise NumericsError(
-            f"{overflow}, which --export_dtype cannot hold: nothing was exported; write --export_dtype=bf16 or fp32"
+            f"{overflow}, too large for --export_dtype: nothing was exported; write --export_dtype=bf16 or fp32"
         )

@@ -1,12 +1,11 @@
-"""Writing a Hugging Face folder: where each tensor lies follows from names and shapes, before any value is known.
+"""Write a Hugging Face folder. Names and shapes determine the place of each tensor before any value is known.
 
-So every value is written where it belongs as soon as it is there, in any order, and never more than one parameter is
-in memory. The bytes do not depend on who brings them: the number of ranks, the ZeRO stage, or a converter.
+Values can therefore arrive in any order, with one parameter in memory at a time, and the bytes of the folder depend
+neither on the number of ranks nor on the ZeRO stage.
 
-Files are cut as by `save_pretrained` of transformers: tensors in the order of their names, a new file where the next
-one would make it larger than the limit, a file of its own for a tensor that is larger by itself; one file without an
-index where everything fits. Files get mode 0666 and folders 0777 less the umask: readable by all as a rule, private
-where the user's umask says so.
+Files are cut like those of `save_pretrained` in transformers: tensors in the order of their names, a new file where the
+next tensor would exceed the limit, a separate file for a tensor above the limit, and one file without an index if
+everything fits. Files have mode 0666 and folders 0777, less the user's umask.
 """
 
 from __future__ import annotations
@@ -25,22 +24,25 @@ from torch import Tensor
 from megatron_lite.checkpoint import files
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.data.tokenizing import copy_tokenizer
-from megatron_lite.huggingface.architectures import hugging_face_config
 from megatron_lite.huggingface.folder_kind import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
-from megatron_lite.huggingface.weight_map import Constant, Piece, by_tensor, constants, pieces
+from megatron_lite.huggingface.weight_map import Piece, by_tensor, constants, pieces
+from megatron_lite.huggingface.write_config import hugging_face_config
 from megatron_lite.run.durable_files import sync_folder
 
 
 class Place(NamedTuple):
-    """Where a tensor of theirs lies."""
+    """The place of one of their tensors."""
 
-    file: int
-    offset: int  # bytes from the beginning of the file's values
+    file: int  # index
+    offset: int  # bytes from the start of the file's values
     shape: tuple[int, ...]
 
 
 class FilePlan:
-    """The files of an export. `parameters`: (name, shape) of ours; `limit_bytes`: of the tensors of one file."""
+    """The files of an export: which of their tensors go where.
+
+    parameters: (name, shape) of ours. limit_bytes: for the tensors of one file.
+    """
 
     def __init__(
         self,
@@ -67,13 +69,12 @@ class FilePlan:
                 offset += sizes[name]
 
     def file_name(self, index: int) -> str:
-        """Of the file of that index."""
         if len(self.names) == 1:
             return WEIGHTS_NAME
         return f"model-{index + 1:05d}-of-{len(self.names):05d}.safetensors"
 
     def index(self) -> dict[str, Any] | None:
-        """The content of the index; None for one file."""
+        """Return the content of the index file; None if there is only one file of weights."""
         if len(self.names) == 1:
             return None
         weight_map = {name: self.file_name(self.places[name].file) for name in sorted(self.places)}
@@ -81,7 +82,7 @@ class FilePlan:
 
 
 def split(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
-    """Names in files of at most `limit_bytes`, in order; what is larger by itself gets a file of its own.
+    """Cut tensors, in order, into files of at most `limit_bytes`; a larger tensor gets a file of its own.
 
     Source: `split_torch_state_dict_into_shards` of huggingface_hub.
     """
@@ -101,16 +102,18 @@ def split(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts layer 2 before layer 10."""
+    """Return a sort key that puts layer 2 before layer 10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
 
 
 class ExportFolder:
-    """A folder that is being written. `overflow` names the first value that the dtype cannot hold, once there is one:
-    nothing is written from then on, and the folder must not be published.
+    """A folder that is being written.
+
+    `overflow` describes the first value that the dtype cannot hold, if any; after that nothing more is written, and the
+    folder must not be published.
 
     Raises:
-        OSError: also by all methods, if something cannot be written.
+        OSError: from the constructor and all methods, if something cannot be written.
     """
 
     def __init__(self, folder: Path, plan: FilePlan) -> None:
@@ -119,10 +122,10 @@ class ExportFolder:
         folder.mkdir()
         self._starts = [self._begin(index, names) for index, names in enumerate(plan.names)]
         for constant in plan.constants:
-            self._write(constant.name, _constant(constant), 0.0)
+            self._write(constant.name, torch.full((math.prod(constant.shape),), constant.value), 0.0)
 
     def _begin(self, index: int, names: Sequence[str]) -> int:
-        """Make a file with its header; returns where its values begin."""
+        """Create a file with its header; return the offset of its values."""
         places = {name: (self.plan.dtype, self.plan.places[name].shape) for name in names}
         header = files.safetensors_header(places, {"format": "pt"})
         with files.new_file(self._path(index)) as write:
@@ -133,13 +136,13 @@ class ExportFolder:
         return self.folder / self.plan.file_name(index)
 
     def write(self, name: str, values: Tensor) -> None:
-        """Write one whole parameter of ours, on any device and of any dtype, rounded to nearest."""
-        assert name in self._missing, f"{name} is written twice, or no parameter"
+        """Write a full parameter of ours, on any device and of any dtype, rounding to nearest."""
+        assert name in self._missing, f"{name} is written twice, or is not a parameter"
         self._missing.discard(name)
         for their_name, parts in by_tensor(self.plan.pieces[name]).items():
             if self.overflow:
                 return
-            if len(parts) == 1 and not parts[0].transposed:  # as it lies: by and by
+            if len(parts) == 1 and not parts[0].transposed:  # without a copy, in chunks
                 ours = values[parts[0].first_row : parts[0].first_row + parts[0].rows]
                 self._write(their_name, ours.reshape(-1), parts[0].plus)
             else:
@@ -166,11 +169,11 @@ class ExportFolder:
     def finish(
         self, config: Config, tokenizer_file: str | Path | None, special_tokens: Mapping[str, int | None] | None = None
     ) -> None:
-        """Add the index and what describes the model, and make everything durable; then it can be published.
+        """Add the index, configuration and tokenizer, and sync everything, so that the folder can be published.
 
-        special_tokens: ids by their names in config.json, where no tokenizer says them.
+        special_tokens: ids by their names in config.json; those of the tokenizer win.
         """
-        assert not self._missing, f"weights left out: {sorted(self._missing)[:5]}"
+        assert not self._missing, f"missing weights: {sorted(self._missing)[:5]}"
         assert not self.overflow, self.overflow
         if (index := self.plan.index()) is not None:
             _write_json(self.folder / INDEX_NAME, index)
@@ -187,13 +190,8 @@ class ExportFolder:
         sync_folder(self.folder)
 
 
-def _constant(constant: Constant) -> Tensor:
-    """All its values."""
-    return torch.full((math.prod(constant.shape),), constant.value)
-
-
 def their_tensor(values: Tensor, parts: Sequence[Piece]) -> Tensor:
-    """A tensor of theirs put together from rows of one parameter of ours: a view where it is one, else on the host."""
+    """Assemble one of their tensors from rows of one parameter of ours: a view if possible, else a copy on the host."""
     first = parts[0]
     if len(parts) == 1:
         ours = values[first.first_row : first.first_row + first.rows]

@@ -1,53 +1,49 @@
-"""What a folder of pretrained weights holds, before anything heavy is imported.
+"""The kind of weights in a folder: `huggingface` (config.json and safetensors files) or `distributed` (checkpoints).
 
-Two kinds are read: `huggingface` (config.json beside safetensors files) and `distributed` (checkpoints of this
-program). Everything else is refused by name with the way out of it. A folder is untrusted input: its files may be
-links, as in the cache of the Hugging Face hub, but names that an index gives must be those of files in the folder
-itself, JSON has a size, and pickles are never opened. Every message begins with the folder. Imports no torch.
+Everything else is refused by name, with a fix. A folder is untrusted input: its files may be links, as in the cache of
+the Hugging Face hub, but an index may only name files of the folder itself, the size of JSON is limited, and pickles
+are never opened. Every message begins with the folder. Imports no torch.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.checkpoint.names import MANIFEST_NAME, without_repeated
+from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, parse_json, read_bytes, reason
 from megatron_lite.errors import CheckpointError
 
 KINDS = ("huggingface", "distributed")
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
-MOST_CONFIG_BYTES, MOST_INDEX_BYTES = 2**22, 2**26
+CONFIG_LIMIT_BYTES, INDEX_LIMIT_BYTES = 2**22, 2**26
 
-_ITERATION = re.compile(r"0|[1-9][0-9]{0,17}|\.ready-[0-9]+-[0-9a-f]{16}")
 _PICKLE = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle)(\.index\.json)?")
 _OTHER_FORMAT = re.compile(r".*\.(gguf|ggml|h5|msgpack|onnx|npz)|consolidated.*\.safetensors|params\.json")
-_SHOWN = 100  # characters of a name that a message shows
+_PLAIN = re.compile(r"(?!\.)[A-Za-z0-9_.-]{1,200}\.safetensors")
+_SHOWN = 100  # most characters of a name in a message
 
 
 def kind_of(folder: Path, kind: str | None = None) -> str:
-    """One of KINDS: what the folder holds. `kind`: what it should.
+    """Return which of KINDS a folder holds. `kind`: the expected one; None: any.
 
     Raises:
-        CheckpointError: if it cannot be read, or holds something else.
+        CheckpointError: if the folder cannot be read, or holds something else.
     """
     names = _names(folder)
     try:
         found = _found(folder, names)
         if found is not None and kind in (None, found):
             return found
-        raise CheckpointError(f"{folder}: {_what_else(folder, names, kind, found)}")
+        raise CheckpointError(f"{folder}: {_why_not(folder, names, kind, found)}")
     except OSError as error:
         raise CheckpointError(f"{folder}: {_unreadable(folder, error)}") from None
 
 
 def _names(folder: Path) -> set[str]:
-    """The names in a folder."""
     try:
         return set(os.listdir(folder))
     except OSError as error:
@@ -56,7 +52,7 @@ def _names(folder: Path) -> set[str]:
 
 def _unreadable(folder: Path, error: OSError) -> str:
     if error.errno == errno.ENOTDIR and folder.is_file():
-        return "this is a file; give the folder that it is in"
+        return "this is a file; give its folder"
     if error.errno == errno.ENOENT and not os.path.lexists(folder):
         if folder.is_absolute() or len(folder.parts) > 2:  # names on the hub are owner/model
             return "there is no such folder; give one that holds a model"
@@ -64,7 +60,7 @@ def _unreadable(folder: Path, error: OSError) -> str:
             "there is no such folder; if this is the name of a model on the hub, download it first (hf download "
             f"{str(folder)[:_SHOWN]} --local-dir FOLDER) and give that folder: nothing is downloaded here"
         )
-    return f"{error.strerror or error}; give a folder that can be read"
+    return f"{reason(error)}; give a folder that can be read"
 
 
 def _found(folder: Path, names: set[str]) -> str | None:
@@ -74,19 +70,19 @@ def _found(folder: Path, names: set[str]) -> str | None:
         return None
     if names & {CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME} or any(_PICKLE.fullmatch(name) for name in names):
         return "huggingface"
-    iterations = [folder / name for name in names if _ITERATION.fullmatch(name) and (folder / name).is_dir()]
-    return "distributed" if iterations and not any((path / CONFIG_NAME).exists() for path in iterations) else None
+    paths = [path for _, path in find_checkpoints(folder)]
+    return "distributed" if paths and not any((path / CONFIG_NAME).exists() for path in paths) else None
 
 
 def _is_experiment(names: set[str]) -> bool:
-    """Whether these are the names in the directory of a run of this program, whose config.json is our own."""
+    """Return True for the names in an experiment directory, whose config.json is our own."""
     return "runs" in names and bool(names & {"checkpoints", "exit.json"}) and not names & {WEIGHTS_NAME, INDEX_NAME}
 
 
-def _what_else(folder: Path, names: set[str], kind: str | None, found: str | None) -> str:
-    """Why it is not what it should be, and what to write instead."""
+def _why_not(folder: Path, names: set[str], kind: str | None, found: str | None) -> str:
+    """Say why a folder is not of the expected kind, and what to give instead."""
     if found is not None:
-        return f"it holds no {kind} weights but {found} ones; write {found} as its type, or leave the type out"
+        return f"it holds {found} weights, not {kind} ones; write {found} as its type, or leave the type out"
     if not names:
         return "the folder is empty; give one that holds a model"
     if _is_experiment(names):
@@ -97,18 +93,18 @@ def _what_else(folder: Path, names: set[str], kind: str | None, found: str | Non
     if inside:
         return f"this is a folder of exports; give one of them, such as {folder / str(inside[0])}"
     return (
-        f"there is neither {CONFIG_NAME} with {WEIGHTS_NAME} (a Hugging Face model) nor {MANIFEST_NAME} (a checkpoint "
-        "of this program) in it; give the folder that directly holds one of them"
+        f"it holds neither {CONFIG_NAME} with {WEIGHTS_NAME} (a Hugging Face model) nor {MANIFEST_NAME} (a checkpoint "
+        "of this program); give the folder that directly holds one of them"
     )
 
 
 def weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """The safetensors files of a Hugging Face folder, and what its index says: tensor -> file (empty without one).
+    """Return the safetensors files of a Hugging Face folder and its index, tensor -> file; {} without an index.
 
-    As transformers does, one model.safetensors is preferred to an index.
+    Like transformers, prefer model.safetensors to an index.
 
     Raises:
-        CheckpointError: if there are none, or the index is not usable.
+        CheckpointError: if there are no weights, or the index is not usable.
     """
     names = _names(folder)
     if "adapter_config.json" in names:
@@ -128,68 +124,44 @@ def _no_weights(names: set[str]) -> str:
     others = sorted(name for name in names if _OTHER_FORMAT.fullmatch(name))
     if pickles:
         return (
-            f"{pickles[0][:_SHOWN]} is a pickle, which can run any code when it is loaded: never done here; convert it "
-            "with transformers where you trust it: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained("
+            f"{pickles[0][:_SHOWN]} is a pickle, which can run any code when loaded and is never opened; if you trust "
+            "it, convert it with transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained("
             "NEW_FOLDER, safe_serialization=True)"
         )
     if others:
-        return f"{others[0][:_SHOWN]} is of a format that is not read; convert it to a Hugging Face safetensors folder"
+        return f"{others[0][:_SHOWN]} is in an unsupported format; convert it to a Hugging Face safetensors folder"
     parts = sorted(name for name in names if name.endswith(".safetensors"))
     if parts:
-        return f"there are {parts[0][:_SHOWN]} and others, but no {INDEX_NAME}: download that file, too"
-    return f"there is neither {WEIGHTS_NAME} nor {INDEX_NAME}: download the weights, too"
+        return f"it holds {parts[0][:_SHOWN]} and others, but no {INDEX_NAME}; download that file, too"
+    return f"it holds neither {WEIGHTS_NAME} nor {INDEX_NAME}; download the weights, too"
 
 
 def _indexed(folder: Path) -> tuple[list[str], dict[str, str]]:
-    content = read_object(folder, INDEX_NAME, MOST_INDEX_BYTES)
+    content = read_object(folder, INDEX_NAME, INDEX_LIMIT_BYTES)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{folder}: {INDEX_NAME}: weight_map is no object of tensors; download the file again")
+        raise CheckpointError(f"{folder}: {INDEX_NAME}: weight_map is not a map of tensors; download the file again")
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or not _is_plain(name):
+        if not isinstance(name, str) or not _PLAIN.fullmatch(name):
             raise CheckpointError(
-                f"{folder}: {INDEX_NAME}: {tensor[:_SHOWN]!r} should be in {str(name)[:_SHOWN]!r}, which is not the "
+                f"{folder}: {INDEX_NAME}: it places {tensor[:_SHOWN]!r} in {str(name)[:_SHOWN]!r}, which is not the "
                 "name of a safetensors file of this folder; download the file again"
             )
     return sorted(set(weight_map.values())), weight_map
 
 
-def _is_plain(name: str) -> bool:
-    return re.fullmatch(r"[A-Za-z0-9_.-]{1,200}\.safetensors", name) is not None and not name.startswith(".")
-
-
-def read_object(folder: Path, name: str, most_bytes: int) -> dict[str, Any]:
-    """A JSON object out of a regular file of at most so many bytes.
+def read_object(folder: Path, name: str, limit_bytes: int) -> dict[str, Any]:
+    """Read a JSON object from a regular file of at most `limit_bytes`.
 
     Raises:
         CheckpointError: if it is anything else.
     """
     try:
-        values = json.loads(_read_bytes(folder / name, most_bytes), object_pairs_hook=without_repeated)
+        values = parse_json(read_bytes(folder / name, limit_bytes))
     except OSError as error:
         raise CheckpointError(f"{folder}: {name}: {reason(error)}; download the folder again") from None
-    except (ValueError, RecursionError) as error:  # of UTF-8 and JSON
-        text = " ".join(str(error).split())[:_SHOWN]
-        raise CheckpointError(f"{folder}: {name}: not readable ({text}); download the file again") from None
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {name}: not readable ({error}); download the file again") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{folder}: {name}: not a JSON object; download the file again")
     return values
-
-
-def reason(error: OSError) -> str:
-    """The words of an error of the system."""
-    return error.strerror or str(error)
-
-
-def _read_bytes(path: Path, most_bytes: int) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe is not waited for
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file")
-        if status.st_size > most_bytes:
-            raise ValueError(f"{status.st_size:,} bytes, at most {most_bytes:,} are read")
-        with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return file.read(most_bytes)
-    finally:
-        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""A model that begins with pretrained weights: every rank reads just the elements of its own shards."""
+"""Start a model from pretrained weights: every rank reads only the elements of its own shards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from megatron_lite.checkpoint.manifest import MOMENTS
 from megatron_lite.config import Config
 from megatron_lite.distributed.agreement import together
 from megatron_lite.errors import CheckpointError, DamagedError
-from megatron_lite.huggingface.open_source import CheckpointSource, WeightSource, open_one, source_folders, unusable
+from megatron_lite.huggingface.open_source import open_one, source_folders, unusable
+from megatron_lite.huggingface.weight_source import ADVICE, CheckpointSource, WeightSource
 
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed
@@ -24,12 +25,14 @@ FLAG = "--pretrained_checkpoint_path"
 def open_pretrained(
     config: Config, shapes: Mapping[str, tuple[int, ...]], distributed: Distributed, report: Callable[[str], None]
 ) -> WeightSource:
-    """The source that the command line names, checked: all ranks call this together, before memory is allocated.
+    """Open and check the source given by the flags; all ranks call this together, before memory is allocated.
 
-    `shapes` are those of the model's parameters. `report` gets a line for each newer checkpoint that is damaged.
+    Args:
+        shapes: shapes of the model's parameters.
+        report: gets a line for each newer checkpoint that is damaged.
 
     Raises:
-        CheckpointError: on every rank, if it cannot be used, or does not fit the model.
+        CheckpointError: on every rank, if the source cannot be used or does not fit the model.
     """
     assert config.source.pretrained_checkpoint_path is not None
     folder, wanted = Path(config.source.pretrained_checkpoint_path), config.source.pretrained_checkpoint_type
@@ -37,7 +40,8 @@ def open_pretrained(
     kind, names = distributed.broadcast_object([own[0], [str(path) for path in own[1]]])
     if kind != "distributed" and config.source.load_pretrained_optimizer:
         raise CheckpointError(
-            f"--load_pretrained_optimizer=1: {folder} is a Hugging Face folder, which holds no optimizer; leave it out"
+            f"--load_pretrained_optimizer=1: {folder} is a Hugging Face folder, which holds no optimizer state; leave "
+            "the flag out"
         )
     problems = []
     for path in map(Path, names):
@@ -66,17 +70,17 @@ def open_pretrained(
 
 
 def _check_meaning(source: WeightSource, config: Config) -> None:
-    """Norms of our checkpoints are read as they are stored: around 0 or around 1."""
+    """Refuse to mix norm weights stored around 0 and around 1: our checkpoints are read as stored."""
     theirs, ours = source.model.zero_centered_normalization, config.model.zero_centered_normalization
     if theirs != ours:
         raise CheckpointError(
-            f"--zero_centered_normalization={int(ours)}: {source.folder} was trained with {int(theirs)}, and its norms "
-            f"are stored so; write --zero_centered_normalization={int(theirs)}"
+            f"--zero_centered_normalization={int(ours)}: {source.folder} was trained with {int(theirs)}, and its norm "
+            f"weights are stored that way; write --zero_centered_normalization={int(theirs)}"
         )
 
 
 def _named(action: Callable[[], Any]) -> Any:
-    """Errors with the name of the flag."""
+    """Run an action; add the name of the flag to its errors."""
     try:
         return action()
     except CheckpointError as error:
@@ -84,10 +88,10 @@ def _named(action: Callable[[], Any]) -> Any:
 
 
 def load_weights(source: WeightSource, model: MultiStage, distributed: Distributed) -> None:
-    """Fill the weight shards, one part after the other; padding becomes zero.
+    """Fill the weight shards one after the other; padding becomes zero.
 
     Raises:
-        CheckpointError: on every rank, if a file cannot be read any more, or holds a number that is not finite.
+        CheckpointError: on every rank, if a file can no longer be read, or holds a number that is not finite.
     """
 
     def fill() -> None:
@@ -102,35 +106,35 @@ def load_weights(source: WeightSource, model: MultiStage, distributed: Distribut
     together(distributed, lambda: _named(fill))
     if distributed.agree_max(int(not model.is_finite())):
         raise CheckpointError(
-            f"{FLAG}: {source.folder}: some weights are not finite, so nothing can be trained from them; restore or "
-            "download it again"
+            f"{FLAG}: {source.folder}: some weights are not finite, so training cannot start from them; {ADVICE}"
         )
 
 
 def load_moments(
     source: WeightSource, model: MultiStage, distributed: Distributed, optimizer: str
 ) -> tuple[dict[str, Any], str | None]:
-    """Fill the optimizer's moments; those that mean something else to the `optimizer` of now stay zero.
+    """Fill the optimizer's moments; those that the current `optimizer` cannot use stay zero.
 
-    Returns what else of the optimizer goes on, for `Optimizer.load_rule`, and a line about what does not.
+    Returns:
+        The rest of the optimizer state, for `Optimizer.load_rule`, and a line about the moments that stay zero, if any.
 
     Raises:
-        CheckpointError: on every rank, if none of them can go on, or a file cannot be read any more.
+        CheckpointError: on every rank, if no moments can be used, or a file can no longer be read.
     """
-    assert isinstance(source, CheckpointSource), "refused before"
+    assert isinstance(source, CheckpointSource), "open_pretrained refuses other sources"
     content = source.content
     before = saved_optimizer(content.config)
 
-    def goes_on(kind: str, slot: ParameterSlot) -> bool:
-        is_there = kind in content.parameters[slot.spec.name].slices
-        return is_there and keeps_moments(before, optimizer, bool(slot.spec.matrix_rows))
+    def is_kept(kind: str, slot: ParameterSlot) -> bool:
+        is_saved = kind in content.parameters[slot.spec.name].slices
+        return is_saved and keeps_moments(before, optimizer, bool(slot.spec.matrix_rows))
 
     def fill() -> None:
         for _, part in model.parts():
             for kind in (kind for kind in part.kinds() if kind in MOMENTS):
                 moment = part.read(kind)
                 for slot, start, end in part.layout.pieces(distributed.rank):
-                    if part.has(kind, slot.spec) and goes_on(kind, slot):
+                    if part.has(kind, slot.spec) and is_kept(kind, slot):
                         at = slot.offset - distributed.rank * part.layout.shard_numel
                         source.read_state(slot.spec.name, kind, start, moment[at + start : at + end])
 
@@ -142,15 +146,15 @@ def load_moments(
         for slot in part.layout.slots
         if kind in MOMENTS and part.has(kind, slot.spec)
     ]
-    kept = sum(goes_on(kind, slot) for kind, slot in wanted)
-    lost = len(wanted) - kept
-    if lost and not kept:
+    num_kept = sum(is_kept(kind, slot) for kind, slot in wanted)
+    num_lost = len(wanted) - num_kept
+    if num_lost and not num_kept:
         raise CheckpointError(
-            f"--load_pretrained_optimizer=1: nothing of the optimizer of {source.folder} (--optimizer={before}) means "
-            f"anything to --optimizer={optimizer}; leave load_pretrained_optimizer out"
+            f"--load_pretrained_optimizer=1: --optimizer={optimizer} cannot use any moments of {source.folder} "
+            f"(--optimizer={before}); leave --load_pretrained_optimizer out"
         )
     note = (
-        f"{lost} of {lost + kept} moments of parameter tensors are not in {source.folder}, or mean something else "
-        f"there (--optimizer={before}): they start at zero"
+        f"{num_lost} of {len(wanted)} moments of parameter tensors are not in {source.folder}, or cannot be used "
+        f"(--optimizer={before}): they start at zero"
     )
-    return optimizer_state(content.state, before, optimizer), note if lost else None
+    return optimizer_state(content.state, before, optimizer), note if num_lost else None

@@ -1,7 +1,7 @@
-"""Whole weights out of the masters, for exports of another dtype than the training's: nothing is rounded on the way.
+"""Full fp32 weights gathered from the master shards, for exports in another dtype than the training dtype.
 
-A flat range is put together in the memory of one rank's host, a window of every shard at a time, so that no device
-needs more than a small, fixed amount beside what it holds.
+Rank 0 assembles a flat range in host memory, a window of every shard at a time, so that no device needs more than a
+small, fixed amount of extra memory.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ if TYPE_CHECKING:
     from megatron_lite.zero.flat_shard import FlatShard
     from megatron_lite.zero.multi_stage import MultiStage
 
-WINDOW_NUMEL = 2**24  # of fp32 on every rank: 64 MiB
+WINDOW_NUMEL = 2**24  # fp32 elements on every rank: 64 MiB
 
 
 def master_weights(model: MultiStage, distributed: Distributed, average: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """(name, full weight) of the whole model, in fp32 on the host of rank 0; other ranks get an empty tensor.
+    """Yield (name, full weight) of the whole model, in fp32 on the host of rank 0; other ranks get empty tensors.
 
-    `average`: the running averages, where a parameter has one. Each is valid until the next one is asked for. Every
-    rank has to iterate to the end. Rank 0 holds the largest range of a stage in fp32.
+    Every rank must iterate to the end. A tensor is valid until the next one is requested. Rank 0 holds the largest flat
+    range of a stage in fp32.
+
+    average: yield running averages, where a parameter has one.
     """
     for _, part in model.parts():
-        whole = _put_together(part, distributed, average)
+        whole = _gather(part, distributed, average)
         for slot in part.layout.slots:
             found = whole[slot.offset : slot.offset + slot.numel]
             yield slot.spec.name, found.view(slot.spec.shape) if distributed.rank == 0 else found
 
 
-def _put_together(part: FlatShard, distributed: Distributed, average: bool) -> Tensor:
-    """All shards of a range behind each other, (numel,) on rank 0's host; (0,) on the others."""
+def _gather(part: FlatShard, distributed: Distributed, average: bool) -> Tensor:
+    """Return all shards of a range in rank order: (numel,) on the host of rank 0, (0,) on other ranks."""
     world_size, shard_numel = distributed.world_size, part.layout.shard_numel
     whole = torch.empty(part.layout.numel if distributed.rank == 0 else 0)
     step = max(1, min(shard_numel, WINDOW_NUMEL // world_size))

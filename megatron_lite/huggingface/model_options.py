@@ -1,7 +1,7 @@
-"""The model that a folder of pretrained weights states: config.json or our manifest -> values of `ModelConfig`.
+"""The model that a folder of pretrained weights describes: config.json or our manifest -> values of `ModelConfig`.
 
-`config.json` is understood by `architectures.model_values`; here values are held against the options' own types, bounds
-and rules, because a file is as little to be trusted as a command line. Imports no torch.
+`read_config.model_values` translates config.json. This module checks values against the types, bounds and rules of our
+options, because a file deserves no more trust than a command line. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,37 +13,33 @@ from typing import Any
 from megatron_lite.config import BatchConfig, Config, ModelConfig, flatten
 from megatron_lite.config.training import MODEL_TYPES
 from megatron_lite.config.values import FLAGS, Flag
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, shorten
 from megatron_lite.huggingface import folder_kind
-from megatron_lite.huggingface.architectures import model_values
+from megatron_lite.huggingface.read_config import model_values
 from megatron_lite.validation import examine
 
-_NUM_NAMED = 5  # problems that an error message names at most, beside the first
 MODEL_OPTIONS = tuple(field.name for field in dataclasses.fields(ModelConfig))
 
 
 def hugging_face_values(folder: Path) -> tuple[dict[str, Any], str]:
-    """What config.json of a Hugging Face folder says, as it says it: options of the model; and its model_type.
+    """Return the model options that config.json states, unresolved, and its model_type.
 
     Raises:
-        CheckpointError: if it cannot be read, or names or means what this program does not know.
+        CheckpointError: if it cannot be read, or has keys or values that this program does not support.
     """
-    content = folder_kind.read_object(folder, folder_kind.CONFIG_NAME, folder_kind.MOST_CONFIG_BYTES)
+    content = folder_kind.read_object(folder, folder_kind.CONFIG_NAME, folder_kind.CONFIG_LIMIT_BYTES)
     try:
         values = model_values(content)
     except CheckpointError as error:
         first, *others = str(error).splitlines()
-        rest = [line.removeprefix(f"{line.partition(': ')[0]}: ") for line in others]  # without the name of the file
-        more = f" (and {len(rest) - _NUM_NAMED} more)" if len(rest) > _NUM_NAMED else ""
-        raise CheckpointError(f"{folder}: {'; '.join([first, *rest[:_NUM_NAMED]])}{more}") from None
+        rest = [line.partition(": ")[2] for line in others]  # without the name of the file
+        raise CheckpointError(f"{folder}: {shorten([first, *rest], 6)}") from None
     check_types(values, f"{folder}: {folder_kind.CONFIG_NAME}")
     return values, content["model_type"]
 
 
 def checkpoint_values(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """The options of the model in the flat configuration that one of our checkpoints holds.
-
-    Options that it is too old to know have their defaults.
+    """Return the model options in the flat configuration of one of our checkpoints; missing options have defaults.
 
     Raises:
         CheckpointError: if it has options that this version does not know, or impossible values.
@@ -60,16 +56,16 @@ def checkpoint_values(config: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def saved_model_type(config: dict[str, Any]) -> str | None:
-    """The --export_model_type of a checkpoint's flat configuration; None: it names none that this version knows."""
+    """Return the --export_model_type of a checkpoint's flat configuration, if this version knows it."""
     name = config.get("export_model_type")
     return name if name in MODEL_TYPES else None
 
 
 def resolved_model(values: dict[str, Any], where: str) -> ModelConfig:
-    """The model with everything filled in that follows from these values.
+    """Return the model with these options and all derived ones.
 
     Raises:
-        CheckpointError: if they are out of bounds, or contradict each other.
+        CheckpointError: if the values are out of bounds or contradict each other.
     """
     model = ModelConfig(**values)
     positions = model.max_position_embeddings or BatchConfig.sequence_length
@@ -82,29 +78,25 @@ def resolved_model(values: dict[str, Any], where: str) -> ModelConfig:
 
 
 def resolved_values(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """`resolved_model` as {option: value}.
-
-    Raises:
-        CheckpointError: as that.
-    """
+    """Return `resolved_model` as {option: value}."""
     return model_options(Config(model=resolved_model(values, where)))
 
 
 def model_options(config: Config) -> dict[str, Any]:
-    """The options of the model of a configuration."""
+    """Return the model options of a configuration."""
     values = flatten(config)
     return {name: values[name] for name in MODEL_OPTIONS}
 
 
 def check_types(values: dict[str, Any], where: str) -> None:
-    """Every value is of the type of its option.
+    """Check that every value has the type of its option.
 
     Raises:
-        CheckpointError: naming the first that is not.
+        CheckpointError: for the first that has not.
     """
     for name, value in values.items():
         if not _fits(FLAGS[name], value):
-            raise CheckpointError(f"{where}: {name} is {str(value)[:50]!r}, which is no {FLAGS[name].kind}")
+            raise CheckpointError(f"{where}: {name} is {str(value)[:50]!r}, which is not of type {FLAGS[name].kind}")
 
 
 def _fits(flag: Flag, value: Any) -> bool:

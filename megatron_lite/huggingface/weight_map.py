@@ -1,4 +1,4 @@
-"""Where every row of one of our parameters is in the tensors of a Hugging Face model: one table for both directions.
+"""The place of every row of our parameters in the tensors of a Hugging Face model: one table for both directions.
 
 Ours            GPT-2, GPTBigCode              the others
 q, k, v rows    one tensor (GPTBigCode with    three tensors
@@ -7,7 +7,7 @@ q, k, v rows    one tensor (GPTBigCode with    three tensors
 gate, up rows                                  two tensors
 a tied head     none of its own                none of its own
 
-GPT-2's linear layers ("Conv1D") are stored the other way round: (inputs, outputs). Imports no torch.
+GPT-2 stores its linear layers ("Conv1D") transposed: (inputs, outputs). Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from megatron_lite.huggingface.architectures import Biases, biases_of
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of one of our parameters, and where they are:
+    """Some rows of one of our parameters, and their place:
 
         theirs[their_first_row : their_first_row + rows] = ours[first_row : first_row + rows] + plus
 
-    If `transposed`, that is so for the transpose of their tensor.
+    If `transposed`, `theirs` is the transpose of their tensor.
     """
 
     name: str  # theirs
     first_row: int
     rows: int
     their_first_row: int
-    their_shape: tuple[int, ...]  # as it is stored
+    their_shape: tuple[int, ...]  # as stored
     transposed: bool = False
     plus: float = 0.0
 
 
 class Constant(NamedTuple):
-    """A tensor of theirs for which we have no parameter, because ours would be this number everywhere."""
+    """A tensor of theirs without a parameter of ours: every element is `value`."""
 
     name: str
     shape: tuple[int, ...]
@@ -75,12 +75,12 @@ _STARCODER2_LAYER = _LAYER | {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
 _LAYERS: Mapping[str, dict[str, str]] = MappingProxyType(
     {"gpt2": _GPT_LAYER, "gpt_bigcode": _GPT_LAYER, "starcoder2": _STARCODER2_LAYER}
 )
-# Buffers that older versions of transformers saved beside the weights.
+# Suffixes of buffers that older versions of transformers saved with the weights.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 def pieces(name: str, shape: tuple[int, ...], architecture: str, model: ModelConfig) -> list[Piece]:
-    """The pieces of one of our parameters, in order; together they are all its rows.
+    """Split one of our parameters into pieces, in order, which together hold all its rows.
 
     Raises:
         KeyError: if the architecture has no such parameter.
@@ -109,7 +109,7 @@ def pieces(name: str, shape: tuple[int, ...], architecture: str, model: ModelCon
 
 
 def by_tensor(found: Iterable[Piece]) -> dict[str, list[Piece]]:
-    """Pieces by the names of their tensors."""
+    """Group pieces by the names of their tensors."""
     tensors: dict[str, list[Piece]] = {}
     for piece in found:
         tensors.setdefault(piece.name, []).append(piece)
@@ -119,7 +119,7 @@ def by_tensor(found: Iterable[Piece]) -> dict[str, list[Piece]]:
 def _parts(
     part: str, rows: int, layer: dict[str, str], architecture: str, model: ModelConfig
 ) -> list[tuple[str, int, int, int]]:
-    """Of one part of a block: (their layer, first row of ours, rows, first row of theirs)."""
+    """Split one part of a block into (their layer, first row of ours, rows, first row of theirs)."""
     if part == "attention.query_key_value":
         return list(_query_key_value(architecture, model))
     if part == "mlp.up" and model.gated:
@@ -144,9 +144,9 @@ def _query_key_value(architecture: str, model: ModelConfig) -> Iterator[tuple[st
 
 
 def constants(architecture: str, model: ModelConfig) -> Iterator[Constant]:
-    """The tensors of the architecture that no parameter of the model fills.
+    """Yield the tensors of the architecture that no parameter of the model fills.
 
-    They are ones for the weights of norms, zeros for biases: a norm times 1 and a product plus 0 are exact.
+    Weights of norms are ones and biases are zeros, which is exact: a norm times 1, a product plus 0.
     """
     assert model.head_groups and model.kv_channels and model.ffn_hidden_size
     width, channels = model.hidden_size, model.kv_channels
@@ -177,10 +177,10 @@ def constants(architecture: str, model: ModelConfig) -> Iterator[Constant]:
 
 
 def known_name(name: str, architecture: str, model: ModelConfig) -> str | None:
-    """The name under which `pieces` knows a tensor of a file; None for what is no weight of the model.
+    """Return the name that `pieces` has for a tensor of a file; None if it is not a weight of the model.
 
-    Files of a model without its head (as the original ones of GPT-2) leave the first part of every name out. Buffers,
-    and the head of a model that ties it to its embedding, are no weights of their own.
+    Files of a model without its head, such as the original GPT-2, omit the first part of every name. Buffers, and the
+    head of a model that ties it to the embedding, are not weights.
     """
     if name.endswith(_BUFFERS) or (name == "lm_head.weight" and model.tie_word_embeddings):
         return None

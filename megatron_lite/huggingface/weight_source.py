@@ -1,201 +1,159 @@
-"""Weights of a Hugging Face folder, read as `mapping.pieces` says where each row of our parameters lies in theirs."""
+"""Weights of a model in files, read slice by slice: a rank reads only its shards, a converter one parameter at a time.
+
+A source knows the place of each element of our parameters in its files, and holds one chunk of a file in memory.
+"""
 
 from __future__ import annotations
 
-import math
+import abc
+import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint import files
-from megatron_lite.config import ModelConfig
-from megatron_lite.errors import CheckpointError, DamagedError
-from megatron_lite.huggingface import folder_kind, model_options
-from megatron_lite.huggingface.open_source import WeightSource
-from megatron_lite.huggingface.safetensors_header import FLOATING, StoredTensor, read_header
-from megatron_lite.huggingface.weight_map import Piece, known_name, pieces
-from megatron_lite.parameter import DTYPES
+from megatron_lite.checkpoint import manifest
+from megatron_lite.checkpoint.names import reason
+from megatron_lite.checkpoint.reading import Files, read_elements
+from megatron_lite.config import Config, ModelConfig
+from megatron_lite.errors import CheckpointError, DamagedError, shorten
+from megatron_lite.huggingface import model_options
 
-_HEAD = "lm_head.weight"
-_EMBEDDING = "embedding.word.weight"  # ours
+ADVICE = "restore or download it again"
 
 
-class HuggingFaceSource(WeightSource):
-    """See `WeightSource`. `model`: the resolved model to be filled; None: that of config.json.
+class WeightSource(abc.ABC):
+    """Weights of a model in a folder.
 
-    Raises:
-        CheckpointError: if the folder cannot be used.
+    Call `check` with the shapes of the model's parameters first, then `read`; `verify` looks for damage.
     """
 
-    kind = "huggingface"
-    model_type: str
+    kind: str  # one of folder_kind.KINDS
+    model: ModelConfig  # the resolved model that the files describe
+    model_type: str | None  # its Hugging Face architecture, or the requested one for exports; None: any
 
-    def __init__(self, folder: Path, model: ModelConfig | None = None) -> None:
-        super().__init__(folder)
-        names, index = folder_kind.weight_files(folder)
-        values, self.model_type = model_options.hugging_face_values(folder)
-        self.model = model_options.resolved_model(values, f"{folder}: {folder_kind.CONFIG_NAME}")
-        self._filled = model or self.model
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files = Files(folder)
+
+    def values(self) -> dict[str, Any]:
+        """Return the resolved options of the model that the files describe."""
+        return model_options.model_options(Config(model=self.model))
+
+    @abc.abstractmethod
+    def describe(self) -> str:
+        """Return a few words for the log."""
+
+    @abc.abstractmethod
+    def dtype(self) -> str:
+        """Return fp32, bf16 or fp16: the dtype that the weights are meant to be used in."""
+
+    @abc.abstractmethod
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Check that the files hold exactly the weights of a model with these parameters.
+
+        Raises:
+            CheckpointError: names what is missing, left over or of another shape.
+        """
+
+    @abc.abstractmethod
+    def damage(self, rank: int = 0, world_size: int = 1) -> str | None:
+        """Return the damage inside this rank's share of the files, if any. Call `check` first."""
+
+    def verify(self) -> None:
+        """Look for damage inside the files, reading all of them.
+
+        Raises:
+            CheckpointError: if there is any.
+        """
+        if (problem := self.damage()) is not None:
+            raise CheckpointError(f"{self.folder}: {problem}; {ADVICE}")
+
+    def read(self, name: str, first: int, target: Tensor) -> None:
+        """Fill `target` (n,), on any device and of any dtype, with elements of a flattened parameter from `first` on.
+
+        Raises:
+            CheckpointError: if a file can no longer be read.
+        """
         with self._reported():
-            self._tensors = self._named(names, index)
-        self._pieces: dict[str, tuple[list[Piece], int]] = {}  # of ours: where it lies, and elements in a row
-        self._tied_copy: StoredTensor | None = None
+            self._read(name, first, target)
+
+    @abc.abstractmethod
+    def _read(self, name: str, first: int, target: Tensor) -> None:
+        """Do the work of `read`; may raise OSError and DamagedError."""
+
+    def close(self) -> None:
+        self._files.close()
+
+    def __enter__(self) -> WeightSource:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Turn errors of files into a CheckpointError of one line."""
+        try:
+            yield
+        except DamagedError as error:
+            raise CheckpointError(f"{self.folder}: {error}; {ADVICE}") from None
+        except OSError as error:
+            name = Path(error.filename).name if isinstance(error.filename, str) else "a file"
+            raise CheckpointError(f"{self.folder}: {name}: {reason(error)}; {ADVICE}") from None
+
+    def _refuse(self, problems: list[str], fix: str) -> None:
+        """Raise one line for all problems, if there are any."""
+        if problems:
+            raise CheckpointError(f"{self.folder}: does not fit the model: {shorten(problems)}; {fix}")
+
+
+class CheckpointSource(WeightSource):
+    """One of our checkpoints. With `average`, reads running averages instead of weights, except of frozen parameters.
+
+    Raises:
+        DamagedError: if its manifest is not usable, or a file is missing or of another size.
+        CheckpointError: if it has options that this version does not know, or no averages.
+    """
+
+    kind = "distributed"
+
+    def __init__(self, folder: Path, average: bool = False) -> None:
+        super().__init__(folder)
+        self.content = manifest.read(folder, int(folder.name) if folder.name.isdecimal() else None)
+        manifest.check_sizes(folder, self.content)
+        values = model_options.checkpoint_values(self.content.config, str(folder))
+        self.model = model_options.resolved_model(values, str(folder))
+        self.model_type = model_options.saved_model_type(self.content.config)
+        self.averaged = average
+        if average and not any("average" in saved.slices for saved in self.content.parameters.values()):
+            raise CheckpointError(f"{folder}: it holds no averaged weights (it was trained without --ema_type)")
 
     def describe(self) -> str:
-        return f"a Hugging Face folder, {self.model_type}"
+        return f"a checkpoint of iteration {self.content.iteration:,}"
 
     def dtype(self) -> str:
-        """That of all its tensors, if they have one."""
-        found = {tensor.dtype for tensor in self._tensors.values()} & FLOATING.keys()
-        return next((name for name, dtype in DTYPES.items() if {FLOATING[each] for each in found} == {dtype}), "fp32")
-
-    def _named(self, names: list[str], index: dict[str, str]) -> dict[str, StoredTensor]:
-        """All tensors but buffers, by the full names of the architecture."""
-        tensors: dict[str, StoredTensor] = {}
-        for file in names:
-            header = read_header(self.folder, file)
-            absent = [tensor for tensor, place in index.items() if place == file and tensor not in header]
-            if absent:
-                raise DamagedError(f"{file}: {absent[0][:100]!r} is not in it, though {folder_kind.INDEX_NAME} says so")
-            for name, tensor in header.items():
-                full = name if name == _HEAD else known_name(name, self.model_type, self._filled)
-                if full is None:
-                    continue
-                if full in tensors:
-                    raise DamagedError(f"{file}: {full[:100]!r} is there twice")
-                tensors[full] = tensor
-        return tensors
+        """Return the --training_dtype of its run."""
+        return str(self.content.config.get("training_dtype", "fp32"))
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """See `WeightSource.check`; finds the pieces of every parameter."""
-        problems = []
-        left = set(self._tensors)
-        for name, shape in shapes.items():
-            try:
-                found = pieces(name, tuple(shape), self.model_type, self._filled)
-            except KeyError:
-                problems.append(f"{name} of the model does not exist in {self.model_type}")
-                continue
-            self._pieces[name] = found, math.prod(shape[1:])
-            for piece in found:
-                problems += self._problems(piece)
-                left.discard(piece.name)
-        if _HEAD in left and "head.output.weight" not in shapes and _EMBEDDING in shapes:
-            left.remove(_HEAD)
-            problems += self._tie(self._pieces.get(_EMBEDDING))
-        problems += [f"{name[:100]} is no tensor of this model" for name in sorted(left)]
-        self._refuse(list(dict.fromkeys(problems)), "download the folder again, or check the flags of the model")
-
-    def _problems(self, piece: Piece) -> list[str]:
-        """What is wrong with one of their tensors."""
-        tensor = self._tensors.get(piece.name)
-        if tensor is None:
-            return [f"{piece.name} is missing"]
-        if tensor.shape != tuple(piece.their_shape):
-            return [f"{piece.name} has shape {list(tensor.shape)}, the model needs {list(piece.their_shape)}"]
-        if tensor.dtype not in FLOATING:
-            kinds = ", ".join(FLOATING)
-            return [f"{piece.name} is {tensor.dtype[:20]}, weights are {kinds} (quantized ones are not read)"]
-        return []
-
-    def _tie(self, found: tuple[list[Piece], int] | None) -> list[str]:
-        """A head beside a tied embedding is its copy; whether the values are the same, `verify` sees."""
-        embedding = self._tensors.get(found[0][0].name) if found else None
-        self._tied_copy = self._tensors[_HEAD]
-        if embedding is None or (self._tied_copy.shape, self._tied_copy.dtype) == (embedding.shape, embedding.dtype):
-            return []
-        return [f"{_HEAD} is no copy of the embedding, to which the model ties it"]
+        """See `WeightSource.check`."""
+        self._refuse(self.content.misfits(shapes), "give the flags it was trained with, or no flags of the model")
 
     def damage(self, rank: int = 0, world_size: int = 1) -> str | None:
-        """See `WeightSource.damage`; files have no checksums, but the copy of a tied head must be one."""
-        if self._tied_copy is None:
-            return None
-        (first, *_), _ = self._pieces[_EMBEDDING]
-        embedding, copy = self._tensors[first.name], self._tied_copy
-        start, end = (copy.num_bytes * (rank + i) // world_size for i in range(2))
-        with self._reported():
-            for offset in range(start, end, files.CHUNK_BYTES):
-                both = torch.empty(2, min(files.CHUNK_BYTES, end - offset), dtype=torch.uint8)
-                for tensor, target in zip((embedding, copy), both, strict=True):
-                    self._files.read(tensor.file, tensor.offset + offset, torch.uint8, target)
-                if not torch.equal(*both):
-                    raise CheckpointError(
-                        f"{self.folder}: {_HEAD} differs from {first.name}, though tie_word_embeddings is on: it is "
-                        "unclear which is meant; set tie_word_embeddings to false in config.json, or take it out"
-                    )
+        try:
+            manifest.check_files(self.folder, self.content, rank, world_size)
+        except DamagedError as error:
+            return str(error)
         return None
 
     def _read(self, name: str, first: int, target: Tensor) -> None:
-        found, width = self._pieces[name]
-        last = first + target.numel()
-        for piece in found:
-            start = piece.first_row * width
-            low, high = max(first, start), min(last, start + piece.rows * width)
-            if low < high:
-                self._read_piece(piece, width, low - start, high - start, target[low - first : high - first])
+        saved = self.content.parameters[name]
+        kind = "average" if self.averaged and "average" in saved.slices else "weights"
+        read_elements(self._files, saved, kind, first, target)
 
-    def _read_piece(self, piece: Piece, width: int, low: int, high: int, target: Tensor) -> None:
-        """The elements low to high of a piece, counted from its first."""
-        tensor = self._tensors[piece.name]
-        dtype = FLOATING[tensor.dtype]
-        if piece.transposed:
-            assert not piece.plus, piece
-            self._read_transposed(tensor, piece, width, low, high, target)
-            return
-        offset = tensor.offset + (piece.their_first_row * width + low) * dtype.itemsize
-        if not piece.plus:
-            self._files.read(tensor.file, offset, dtype, target)
-            return
-        values = torch.empty(target.numel(), dtype=torch.promote_types(dtype, torch.float32))  # a norm: short
-        self._files.read(tensor.file, offset, dtype, values)
-        target.copy_(values - piece.plus)
-
-    def _read_transposed(
-        self, tensor: StoredTensor, piece: Piece, width: int, low: int, high: int, target: Tensor
-    ) -> None:
-        """As above of a tensor that stores (width, rows): some of its rows at a time, the columns of all that is asked.
-
-        A rank reads the whole tensor for its share of it. Only GPT-2 stores its weights so.
-        """
-        dtype, columns = FLOATING[tensor.dtype], tensor.shape[1]
-        step = max(1, files.CHUNK_BYTES // (columns * dtype.itemsize))
-        for top in range(0, width, step):
-            bottom = min(width, top + step)
-            values = torch.empty((bottom - top) * columns, dtype=dtype)
-            self._files.read(tensor.file, tensor.offset + top * columns * dtype.itemsize, dtype, values)
-            block = values.view(bottom - top, columns)
-            for region in _regions(low, high, width):
-                left, right = max(top, region.left), min(bottom, region.right)
-                if left < right:
-                    ours = target[region.offset : region.offset + region.numel].view(region.rows, -1)
-                    begin = piece.their_first_row + region.row
-                    theirs = block[left - top : right - top, begin : begin + region.rows]
-                    ours[:, left - region.left : right - region.left].copy_(theirs.t())
-
-
-class _Region(NamedTuple):
-    """Some columns of some rows of a matrix, which lie at `offset` of what is asked for."""
-
-    row: int
-    rows: int
-    left: int
-    right: int
-    offset: int
-
-    @property
-    def numel(self) -> int:
-        return self.rows * (self.right - self.left)
-
-
-def _regions(low: int, high: int, width: int) -> Iterator[_Region]:
-    """The elements low to high of a flattened matrix: the rest of a row, whole rows, the beginning of a row."""
-    position = low
-    while position < high:
-        row, column = divmod(position, width)
-        whole = 0 if column else (high - position) // width
-        rows, right = (whole, width) if whole else (1, min(width, column + high - position))
-        yield _Region(row, rows, column, right, position - low)
-        position += rows * (right - column)
+    def read_state(self, name: str, kind: str, first: int, target: Tensor) -> None:
+        """Read one of `manifest.KINDS`, which the checkpoint must hold, like `read`."""
+        with self._reported():
+            read_elements(self._files, self.content.parameters[name], kind, first, target)

@@ -147,10 +147,10 @@ class LogWindow:
         """Return the sums for a checkpoint (reads the device)."""
         return {"loss": float(self._loss).hex(), "tokens": int(self._tokens)}
 
-    def load_state(self, state: dict[str, Any], tokens_per_iteration: int = 0) -> None:
-        """Restore `state`. Older checkpoints count updates of `tokens_per_iteration` each instead of tokens."""
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore what `state` returned."""
         self._loss.fill_(float.fromhex(state["loss"]))
-        self._tokens.fill_(state["tokens"] if "tokens" in state else state["good"] * tokens_per_iteration)
+        self._tokens.fill_(state["tokens"])
 
 
 class StepTimer:

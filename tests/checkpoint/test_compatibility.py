@@ -8,7 +8,6 @@ import re
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_lite.checkpoint.compatibility import (
     ARCHITECTURE,
@@ -16,12 +15,9 @@ from megatron_lite.checkpoint.compatibility import (
     compare_architecture,
     differences,
     moved_samples,
-    optimizer_state,
-    other_decay,
 )
 from megatron_lite.config import Config, flatten, unflatten
 from megatron_lite.errors import CheckpointError
-from megatron_lite.optimizer.guards import Guard
 from megatron_lite.schedules.batch_size import batch_schedule
 
 
@@ -114,7 +110,7 @@ def test_a_longer_context_is_allowed_without_learned_positions() -> None:
 @pytest.mark.parametrize(
     ("saved", "now", "iteration", "expected"),
     [
-        ({"batch_size": 4}, ("0:4", "3:8"), 3, None),  # an older checkpoint knows no schedule
+        ({"batch_size": 4}, ("0:4", "3:8"), 3, None),
         ({"batch_size": 8, "batch_size_schedule": ["0:4", "9:8"]}, ("0:4", "5:8"), 5, None),
         ({"batch_size": 4}, ("0:4", "3:8"), 5, '8 samples are left out; .*="0:4 5:8"'),
         ({"batch_size_schedule": ["0:8", "4:2"]}, ("0:4", "9:6"), 6, 'read again; .*="0:8 4:2 6:4 9:6"'),
@@ -125,7 +121,7 @@ def test_a_batch_size_that_moves_the_samples_is_said(
 ) -> None:
     """Nothing where the offset stays the same; else how many samples, and the schedule that keeps it."""
     config = unflatten({"batch_size_schedule": now})
-    saved = {"batch_size": 8, **saved}
+    saved = {"batch_size": 8, "batch_size_schedule": [], **saved}
     message = moved_samples(saved, config, iteration)
     assert (message is None) == (expected is None) and re.search(expected or "", message or ""), message
     if message is not None:
@@ -133,30 +129,3 @@ def test_a_batch_size_that_moves_the_samples_is_said(
         assert moved_samples(saved, fix, iteration) is None
         coming = [batch_schedule(some.batch).batch_size(iteration + 1) for some in (fix, config)]
         assert coming[0] == coming[1]
-
-
-def test_an_older_checkpoint_knew_another_exponent_of_the_decay() -> None:
-    """Said where it counts: not of checkpoints that mean the same, not where the exponent is 1 or has no effect."""
-    new = saved_config(lr_decay_style="cosine", lr_decay_power=2.0)
-    old = {name: value for name, value in new.items() if name != "lr_schedule"}
-    config = unflatten({"lr_decay_style": "cosine", "lr_decay_power": 2.0})
-    line = other_decay(old, config)
-    assert line is not None and line.startswith("--lr_decay_power=2 is the exponent of the part of the decay that is")
-    assert other_decay(new, config) is None
-    for options in ({"lr_decay_style": "cosine"}, {"lr_decay_style": "inv", "lr_decay_power": 2.0}):
-        assert other_decay(old, unflatten(options)) is None
-
-
-def test_dropped_updates_of_an_older_checkpoint_still_count() -> None:
-    """It counted them beside the log's window; a line goes on from there and has nothing new to say of them."""
-    window = {"loss": (1.0).hex(), "good": 2, "skipped": 49, "nan": 3, "streak": 48}
-    saved = optimizer_state({"optimizer": {"updates": 7, "loss_scale": {}}, "window": window}, "adamw", "adamw")
-    guard = Guard(Config().optimizer, False, torch.device("cpu"))
-    guard.load_state(saved["guard"])
-    report = guard.dropped.close()
-    assert (report.skipped, report.nan, report.new, report.reason, report.stop) == (49, 3, 0, None, None)
-    for iteration in (50, 51):
-        guard.judge(iteration, torch.tensor(1.0, dtype=torch.float64), torch.tensor(torch.inf))
-    stop = guard.dropped.close().stop
-    assert stop is not None and "the last 50 updates" in stop
-    assert optimizer_state({"optimizer": saved | {"guard": {}}, "window": window}, "adamw", "adamw")["guard"] == {}

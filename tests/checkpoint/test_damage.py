@@ -125,7 +125,7 @@ def test_the_shard_of_another_save_is_found(pair: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     shutil.copytree(pair, root)
     shutil.copy(root / "10" / "rank_001.safetensors", root / "20" / "rank_001.safetensors")
-    expect_fallback(root, "rank_001.safetensors: it is of another save")
+    expect_fallback(root, "rank_001.safetensors: its checksum does not match: it was damaged or is of another save")
 
 
 def test_a_file_that_shrinks_after_its_check_is_found(
@@ -153,13 +153,15 @@ def test_a_renamed_checkpoint_is_found(pair: Path, tmp_path: Path) -> None:
     expect_fallback(root, "it is of iteration 10")
 
 
-def test_a_newer_format_is_named(pair: Path, tmp_path: Path) -> None:
-    """Both versions are in the line."""
+@pytest.mark.parametrize("version", [1, 2, 4])
+def test_another_version_is_refused_by_name(pair: Path, version: int, tmp_path: Path) -> None:
+    """The line names both versions and says what to do; the checksum of the manifest is right."""
     root = tmp_path / "root"
     shutil.copytree(pair, root)
-    text = (root / "20" / "manifest.json").read_text()
-    (root / "20" / "manifest.json").write_text(text.replace('"version": 3,', '"version": 4,'))
-    expect_fallback(root, "written by format 4, this program reads 1, 2 and 3")
+    values = json.loads((root / "20" / "manifest.json").read_bytes())
+    (root / "20" / "manifest.json").write_bytes(seal({**values, "version": version}))
+    advice = "this program reads version 3; use the version of the program that wrote it"
+    expect_fallback(root, f"manifest.json: written in format version {version}, {advice}")
 
 
 @pytest.mark.parametrize("name", ["payload.pt", "model.bin", ".metadata", "rank_002.safetensors"])

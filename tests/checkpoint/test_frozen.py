@@ -6,7 +6,6 @@ import itertools
 import json
 import struct
 import weakref
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint import files, manifest, sharded
-from megatron_lite.config import Config
-from tests.checkpoint.test_damage import seal
+from megatron_lite.checkpoint import files, manifest
 from tests.checkpoint.test_sharded import SPECS, load, save
-from tests.support.fakes import (
-    FakeDistributed,
-    FakePart,
-    Layout,
-    Values,
-    World,
-    empty_model,
-    make_specs,
-    put,
-    random_values,
-    same,
-)
+from tests.support.fakes import FakePart, Layout, Values, empty_model, put, same
 
 NAMES = tuple(spec.name for spec in SPECS)
 EMBEDDING, BLOCK = NAMES[:1], NAMES[1:5]
@@ -209,65 +195,3 @@ def test_each_shard_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def mixed_model() -> Any:
     return empty_model(SPECS, Layout(frozen=MIXED), 0)
-
-
-# -- version 1 ------------------------------------------------------------------------------------------------------
-
-OLD_SPECS = make_specs([("embedding.word.weight", (5, 3), True), ("head.norm.weight", (70,), False)])
-
-
-def old_checkpoint(root: Path, change: Any = lambda parameters: None) -> Values:
-    """Write by hand what version 1 wrote for one stage and one rank; returns the values."""
-    values = random_values(OLD_SPECS, 4)
-    order = ("head.norm.weight", 0), ("embedding.word.weight", 128)  # offsets in a shard of 192 elements
-    header = struct.pack("<Q", 8) + b"{}      "  # of no tensors: only the manifest says where what lies
-    data, slices = header, {}
-    for kind in ("weights", "exp_avg", "exp_avg_sq"):
-        shard = torch.zeros(192)
-        for name, offset in order:
-            value = values[kind][name].flatten()
-            shard[offset : offset + value.numel()] = value
-            slices[name, kind] = [["rank_000.safetensors", len(data) + offset * 4, value.numel() * 4, 0]]
-        data += shard.numpy().tobytes()
-    parameters = {
-        name: {"dtype": "float32", "shape": shape, **{kind: slices[name, kind] for kind in values}}
-        for name, shape in (("head.norm.weight", [70]), ("embedding.word.weight", [5, 3]))
-    }
-    change(parameters)
-    file = {"size": len(data), "crc32": zlib.crc32(data)}
-    head = {"format": "megatron_lite_checkpoint", "version": 1, "save_id": "0123456789abcdef", "iteration": 7}
-    more = {"world_size": 1, "config": {"lr": 1.0}, "state": {"sum": 0.5}, "files": {"rank_000.safetensors": file}}
-    (root / "7").mkdir(parents=True)
-    (root / "7" / "rank_000.safetensors").write_bytes(data)
-    (root / "7" / "manifest.json").write_bytes(seal({**head, **more, "parameters": parameters}))
-    return values
-
-
-@pytest.mark.parametrize("frozen", [(), ("embedding.word.weight",)])
-def test_a_checkpoint_of_version_1_loads(frozen: tuple[str, ...], tmp_path: Path) -> None:
-    """Into any layout, moments included; the next save is of the newest version."""
-    saved = old_checkpoint(tmp_path)
-    for world_size, num_per_stage in ((1, 2), (3, 1)):
-        loaded, values, lines = load(tmp_path, world_size, num_per_stage, OLD_SPECS, frozen=frozen)
-        assert loaded is not None and lines == []
-        assert (loaded.iteration, loaded.state, loaded.config) == (7, {"sum": 0.5}, {"lr": 1.0})
-        kept = {name: value for name, value in saved["exp_avg_sq"].items() if name not in frozen}
-        assert same({"weights": {}, "exp_avg": {}, "exp_avg_sq": kept}, {**values, "weights": {}, "exp_avg": {}})
-        assert same({**saved, "exp_avg": {}, "exp_avg_sq": {}}, {**values, "exp_avg": {}, "exp_avg_sq": {}})
-    distributed: Any = FakeDistributed(World(1), 0)
-    sharded.save(tmp_path, 7, put(empty_model(OLD_SPECS, Layout(), 0), saved, 0), {}, Config(), distributed)  # type: ignore[arg-type]
-    assert json.loads((tmp_path / "7" / "manifest.json").read_bytes())["version"] == manifest.VERSION
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda entry: entry.update(dtype="bfloat16"), "its dtype is not float32"),
-        (lambda entry: entry.update(exp_avg=[], exp_avg_sq=[]), "the slices of exp_avg hold 0 of 15 elements"),
-    ],
-)
-def test_version_1_does_not_know_what_came_later(change: Any, message: str, tmp_path: Path) -> None:
-    """A manifest that says version 1 is held to it."""
-    old_checkpoint(tmp_path, lambda parameters: change(parameters["embedding.word.weight"]))
-    with pytest.raises(manifest.DamagedError, match=message):
-        manifest.read(tmp_path / "7")

@@ -97,6 +97,4 @@ def test_a_change_of_the_optimizer(trained: dict[str, Path], before: str, now: s
     assert any(values.any() for (_, kind), values in new.items() if kind != "weights") == some_go_on
     state = manifest.read(tmp_path / "new" / "8").state["optimizer"]
     assert state["updates"] == (8 if some_go_on else 0)
-    assert f"trained with --optimizer={before}, whose moments mean something else to --optimizer={now}" in log_of(
-        tmp_path
-    )
+    assert f"trained with --optimizer={before}, whose moments --optimizer={now} cannot use" in log_of(tmp_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lite.checkpoint.retention import checkpoints_to_delete
+from megatron_lite.checkpoint.sharded import checkpoints_to_delete
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies

@@ -179,7 +179,7 @@ def test_the_newest_by_number_is_loaded_and_its_config_is_found_first(tmp_path: 
         (make_specs() + make_specs([("head.extra", (3,), True)]), "head.extra is not in the checkpoint"),
         (
             make_specs([("embedding.word.weight", (37, 17), True)]) + make_specs()[1:],
-            r"embedding.word.weight has shape \(37, 16\), the model's has \(37, 17\)",
+            r"embedding.word.weight has shape \[37, 16\], the model's has \[37, 17\]",
         ),
         (make_specs([(f"p{i}", (2,), True) for i in range(9)]), r"p4 is not in the checkpoint \(and 12 more\)"),
     ],

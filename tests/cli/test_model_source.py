@@ -13,7 +13,7 @@ import pytest
 from megatron_lite.cli.parse import ParseError, parse
 from megatron_lite.config import flatten, unflatten
 from megatron_lite.errors import CheckpointError, UsageError
-from megatron_lite.huggingface.export_checks import check_exports
+from megatron_lite.huggingface.architectures import check_exports
 from megatron_lite.huggingface.model_options import MODEL_OPTIONS
 from megatron_lite.validation import resolve
 from tests.support.families import make_config, write_folder
@@ -198,7 +198,7 @@ def test_options_that_contradict_each_other(flags: str, words: str, folder: Path
     [
         ("org/name", None, "hf download org/name"),
         ("{folder}/config.json", None, "this is a file"),
-        ("{folder}", "distributed", "no distributed weights but huggingface ones"),
+        ("{folder}", "distributed", "it holds huggingface weights, not distributed ones"),
         ("{empty}", None, "the folder is empty"),
     ],
 )
@@ -283,5 +283,5 @@ def test_the_architecture_of_the_folder_is_kept(tmp_path: Path) -> None:
     assert parse([*other, "--export_model_type=llama"]).config.training.export_model_type == "llama"
     for exports in (["--export_interval=1", "--experiment_dir=/x"], []):  # without, checkpoints keep it
         wrong = resolve(parse([*other, "--export_model_type=gpt2", *exports]).config, 1)
-        with pytest.raises(UsageError, match=r"--export_model_type=gpt2: it cannot express.*--gated=0 \(not 1\)"):
+        with pytest.raises(UsageError, match=r"--export_model_type=gpt2 cannot express.*--gated=0 \(not 1\)"):
             check_exports(wrong)

@@ -11,7 +11,9 @@ import pytest
 
 from megatron_lite.config import BatchConfig, Config, DataConfig, ModelConfig
 from megatron_lite.errors import CheckpointError, UsageError
-from megatron_lite.huggingface.architectures import ARCHITECTURES, check_exportable, hugging_face_config, model_values
+from megatron_lite.huggingface.architectures import ARCHITECTURES, check_exportable
+from megatron_lite.huggingface.read_config import model_values
+from megatron_lite.huggingface.write_config import hugging_face_config
 from megatron_lite.validation import resolve
 from tests.support.families import FAMILIES, SEQUENCE_LENGTH, make_config
 from tests.support.public_configs import BIGCODE, PUBLIC, public_config
@@ -176,7 +178,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"auto_map": {"AutoConfig": "x.Y"}}, "auto_map"),
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not known"),
     ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_type linear needs factor"),
-    ("llama", {"rope_parameters": {"rope_type": "default", "factor": 2.0}}, "factor means nothing for rope_type"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "factor": 2.0}}, "factor has no effect with rope_type"),
     ("llama", {"rope_parameters": 5}, "rope_parameters is 5; it must be an object or null"),
     ("llama", {"rope_parameters": {"rope_theta": 5.0}, "rope_theta": 6.0}, "rope_theta is 6.0, but 5.0"),
     (

@@ -20,7 +20,8 @@ from megatron_lite.config.model import rotary_base
 from megatron_lite.errors import StorageError, UsageError
 from megatron_lite.huggingface import export as huggingface
 from megatron_lite.huggingface import export_folder
-from megatron_lite.huggingface.architectures import check_exportable, hugging_face_config
+from megatron_lite.huggingface.architectures import check_exportable
+from megatron_lite.huggingface.write_config import hugging_face_config
 from megatron_lite.validation import resolve
 from tests.support.fakes import FakeDistributed, Layout, World, empty_model, make_specs
 

@@ -164,6 +164,15 @@ def overlap(header: dict[str, Any]) -> None:
     header[QUERY]["data_offsets"] = header[QUERY.replace("layers.0", "layers.1")]["data_offsets"]
 
 
+def repeat(folder: Path) -> None:
+    """Write the same entry twice."""
+    data = (folder / "model.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    entry = json.dumps({QUERY: json.loads(data[8 : 8 + length])[QUERY]})[1:-1].encode()
+    text = data[8 : 8 + length].rstrip()[:-1] + b"," + entry + b"}"
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
 def lone_pipe(folder: Path) -> None:
     only(folder, "config.json")
     os.mkfifo(folder / "model.safetensors")
@@ -175,14 +184,14 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no weights": (lambda f: only(f, "config.json"), "neither model.safetensors nor"),
     "a pickle": (pickles, "safe_serialization=True"),
     "a pickle alone": (lambda f: (only(f), (f / "model.pt").write_bytes(b"\x80")), "model.pt is a pickle"),
-    "another format": (lambda f: (only(f, "config.json"), (f / "a.gguf").touch()), "a.gguf is of a format"),
+    "another format": (lambda f: (only(f, "config.json"), (f / "a.gguf").touch()), "a.gguf is in an unsupported"),
     "shards, no index": (lambda f: os.rename(f / "model.safetensors", f / SHARD), "no model.safetensors.index.json"),
     "an adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), "merge_and_unload()"),
     "empty": (only, "the folder is empty"),
-    "cut off": (lambda f: os.truncate(f / "model.safetensors", 5000), "cut off, or not downloaded to the end"),
-    "cut off in its header": (lambda f: os.truncate(f / "model.safetensors", 100), "cut off in its header"),
-    "no bytes": (lambda f: os.truncate(f / "model.safetensors", 0), "cut off in its header (0 bytes)"),
-    "longer": (lambda f: os.truncate(f / "model.safetensors", 10**6), "its header says"),
+    "cut off": (lambda f: os.truncate(f / "model.safetensors", 5000), "not a complete safetensors file of 5,000 bytes"),
+    "cut off in its header": (lambda f: os.truncate(f / "model.safetensors", 100), "of 100 bytes (Error while"),
+    "no bytes": (lambda f: os.truncate(f / "model.safetensors", 0), "header too small"),
+    "longer": (lambda f: os.truncate(f / "model.safetensors", 10**6), "file not fully covered"),
     "a link into nothing": (lambda f: (only(f, "config.json"), (f / "model.safetensors").symlink_to("x")), "No such"),
     "a link to itself": (
         lambda f: (only(f, "config.json"), (f / "model.safetensors").symlink_to("model.safetensors")),
@@ -190,27 +199,44 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a pipe": (lone_pipe, "not a regular file"),
     "a folder for a file": (lambda f: (only(f, "config.json"), (f / "model.safetensors").mkdir()), "regular file"),
-    "header is a list": (lambda f: edit_header(f, lambda h: [1]), "header is not readable (no object)"),
-    "header overlaps": (lambda f: edit_header(f, overlap), "overlap or leave gaps"),
+    "header is a list": (lambda f: edit_header(f, lambda h: [1]), "invalid type: sequence"),
+    "header overlaps": (lambda f: edit_header(f, overlap), "invalid offset for tensor"),
     "header lies about a shape": (
         lambda f: edit_header(f, lambda h: h[QUERY].update(shape=[10**9, 10**9])),
-        "contradict",
+        "overflow computing buffer size",
     ),
+    "header lies about a dtype": (lambda f: edit_header(f, lambda h: h[QUERY].update(dtype="F16")), "invalid shape"),
+    "header with a gap": (lambda f: edit_header(f, lambda h: h.pop(QUERY) and None), "invalid offset for tensor"),
+    "header repeats a name": (repeat, "(a repeated name)"),
+    "header with a list for an entry": (
+        lambda f: edit_header(
+            f, lambda h: h.update({QUERY: [h[QUERY][k] for k in ("dtype", "shape", "data_offsets")]})
+        ),
+        "is malformed",
+    ),
+    "header with an object for a dtype": (
+        lambda f: edit_header(f, lambda h: h[QUERY].update(dtype={"F32": None})),
+        "is malformed",
+    ),
+    "header with an unknown dtype": (lambda f: edit_header(f, lambda h: h[QUERY].update(dtype="X7")), "variant `X7`"),
     "header with negative offsets": (
         lambda f: edit_header(f, lambda h: h[QUERY].update(data_offsets=[-8, 0])),
-        "malformed",
+        "invalid value: integer `-8`",
     ),
     "header with offsets that run back": (
         lambda f: edit_header(f, lambda h: h[QUERY].update(dtype="U8", data_offsets=[8, 0])),
-        "malformed",
+        "invalid offset for tensor",
     ),
-    "header with a number for a dtype": (lambda f: edit_header(f, lambda h: h[QUERY].update(dtype=7)), "malformed"),
+    "header with a number for a dtype": (
+        lambda f: edit_header(f, lambda h: h[QUERY].update(dtype=7)),
+        "invalid type: integer `7`",
+    ),
     "wrong shape": (lambda f: edit_tensors(f, widen), "q_proj.weight has shape [7, 7], the model needs [60, 30]"),
-    "wrong dtype": (lambda f: edit_tensors(f, quantize), "quantized ones are not read"),
+    "wrong dtype": (lambda f: edit_tensors(f, quantize), "quantized weights are not supported"),
     "missing tensor": (lambda f: edit_tensors(f, lambda t: t.pop(QUERY)), f"{QUERY} is missing"),
     "extra tensor": (
         lambda f: edit_tensors(f, lambda t: t.update({"model.extra": torch.ones(1)})),
-        "model.extra is no tensor",
+        "model.extra is not a tensor",
     ),
     "a tensor with and without prefix": (
         lambda f: edit_tensors(f, lambda t: t.update({"norm.weight": torch.ones(30)})),
@@ -218,11 +244,11 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a tied head that differs": (
         lambda f: edit_tensors(f, lambda t: t.update({"lm_head.weight": t[WORDS] + 1})),
-        "though tie_word_embeddings",
+        "although tie_word_embeddings",
     ),
     "a tied head of another shape": (
         lambda f: edit_tensors(f, lambda t: t.update({"lm_head.weight": t[WORDS][:3].clone()})),
-        "is no copy",
+        "is not a copy",
     ),
     "missing shard": (lambda f: index(f, lambda n: "model-00002-of-00002.safetensors"), "00002.safetensors: No such"),
     "index points outside": (lambda f: index(f, lambda n: "../a.safetensors"), "not the name of a safetensors file"),
@@ -294,15 +320,15 @@ def test_hostile_folders_end_in_one_line(name: str, good: Path, tmp_path: Path) 
     ("make", "kind", "words"),
     [
         (lambda f: None, None, "there is no such folder"),
-        (lambda f: f.write_text("x"), None, "this is a file; give the folder"),
+        (lambda f: f.write_text("x"), None, "this is a file; give its folder"),
         (lambda f: f.mkdir(), None, "the folder is empty"),
         (lambda f: f.symlink_to("nowhere"), None, "No such file"),
         (lambda f: (f / "runs").mkdir(parents=True) or (f / "checkpoints").mkdir(), None, "experiment directory; give"),
         (lambda f: (f / "7").mkdir(parents=True) or (f / "7" / "config.json").touch(), None, "folder of exports"),
         (lambda f: f.mkdir() or (f / "readme.md").touch(), None, "neither config.json"),
         (lambda f: (f / "snapshots").mkdir(parents=True), None, "give one of the folders in"),
-        (lambda f: f.mkdir() or (f / "manifest.json").touch(), "huggingface", "no huggingface weights but distributed"),
-        (lambda f: f.mkdir() or (f / "config.json").touch(), "distributed", "no distributed weights but huggingface"),
+        (lambda f: f.mkdir() or (f / "manifest.json").touch(), "huggingface", "distributed weights, not huggingface"),
+        (lambda f: f.mkdir() or (f / "config.json").touch(), "distributed", "huggingface weights, not distributed"),
         (lambda f: f.mkdir() or (f / "manifest.json").touch(), None, "usable checkpoint: manifest.json: not readable"),
         (lambda f: (f / "3").mkdir(parents=True), None, "no usable checkpoint: manifest.json: No such file"),
     ],

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from megatron_lite.huggingface import weight_map
-from megatron_lite.huggingface.open_source import WeightSource, open_source
+from megatron_lite.huggingface.open_source import open_source
+from megatron_lite.huggingface.weight_source import WeightSource
 from megatron_lite.model.gpt import build_gpt, shapes_of
 from tests.support.families import load_model
 

@@ -189,9 +189,10 @@ def test_another_schedule_on_resume_is_said(tmp_path: Path) -> None:
     outcome = run([*flags, "--batch_size=8", "--train_iters=4"], 1)
     fix = "--batch_size_schedule=0:4 3:8"
     assert "batch_size: 4 in the checkpoint, 8 now" in outcome.output
+    advice = 'to continue after the last sample read, write --batch_size_schedule="0:4 3:8" instead of --batch_size'
     assert (
-        "the first 3 iterations took 12 samples, and by the batch size given now 24: 12 samples are left out; to go on "
-        'behind the last one, write --batch_size_schedule="0:4 3:8" in place of --batch_size' in outcome.output
+        f"the first 3 iterations read 12 samples, but 24 with the current batch size: 12 samples are left out; {advice}"
+        in outcome.output
     )
     assert training_lines(tmp_path)[-1]["consumed_samples"] == 32
     (tmp_path / "checkpoints" / "4").rename(tmp_path / "checkpoints" / "04")
@@ -246,10 +247,10 @@ def test_the_whole_validation_split_counts_once(ranks: int, corpus: str, tmp_pat
     assert lines[0]["loss"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_log_window_of_an_older_checkpoint_goes_on() -> None:
-    """It counts updates of one size."""
+def test_a_restored_log_window_continues() -> None:
+    """The mean loss covers the tokens before and after; a dropped update counts neither."""
     window = LogWindow(torch.device("cpu"))
-    window.load_state({"loss": (300.0).hex(), "good": 3, "skipped": 1, "nan": 0, "streak": 0}, 64)
+    window.load_state({"loss": (300.0).hex(), "tokens": 3 * 64})
     window.add(torch.tensor(50.0, dtype=torch.float64), 128, torch.tensor(False), 0.0)
     window.add(torch.tensor(torch.nan, dtype=torch.float64), 32, torch.tensor(True), 0.0)  # dropped
     assert window.close()["loss"] == 350 / (3 * 64 + 128)

@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_lite.config import Config
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.huggingface.architectures import hugging_face_config
 from megatron_lite.huggingface.export import convert
+from megatron_lite.huggingface.write_config import hugging_face_config
 from scripts.benchmarks.training.model import PlainGPT, initial_value, initialize, parameter_specs, tokens_per_rank
 
 

@@ -1,7 +1,7 @@
-"""config.json of a Hugging Face model as values of our options.
+"""config.json of a Hugging Face model -> values of our options. Imports no torch.
 
-Every key must be known: it is an option of ours, or it must have the one value that we compute with, or it means
-nothing for what a model computes. A key that is none of these is refused by name, because it could change the model.
+Every key must be known: it is an option of ours, must have the only value that we can compute with, or has no effect on
+the model. Any other key is refused by name, because it could change the model.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 from megatron_lite.config.values import FLAGS, LARGEST_INTEGER, BadValueError, check_bounds
 from megatron_lite.errors import CheckpointError
-from megatron_lite.huggingface.architectures import rope
-from megatron_lite.huggingface.architectures.table import ACTIVATIONS, ARCHITECTURES, shown
+from megatron_lite.huggingface import rope
+from megatron_lite.huggingface.architectures import ACTIVATIONS, ARCHITECTURES, shown
 
-# Keys that must have one of these values, if they are there and the architecture does not read them.
+# Keys that must have one of these values if present, unless the architecture reads them.
 _CONSTANTS: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
@@ -29,8 +29,8 @@ _CONSTANTS: dict[str, tuple[Any, ...]] = {
     "sliding_window": (None,),
     "use_sliding_window": (False, None),
 }
-# Keys that mean nothing for what a model computes: where it comes from, in which precision it is kept, tokens, how
-# transformers generates, labels of classifiers, and what older versions of transformers wrote into every file.
+# Keys without effect on the model: its origin, the precision of its files, tokens, generation settings, labels of
+# classifiers, and keys that older versions of transformers wrote into every file.
 _MEANINGLESS = frozenset(
     """
     architectures model_type _name_or_path name_or_path transformers_version _commit_hash dtype torch_dtype
@@ -54,7 +54,7 @@ _MEANINGLESS = frozenset(
 )
 _MAY_BE_NONE = ("window_size", *rope.OPTIONS)
 _TYPES = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
-# Under these names, too, transformers reads keys of GPT-2 and GPTBigCode.
+# transformers also reads these keys of GPT-2 and GPTBigCode under a second name.
 _SECOND_NAMES = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
@@ -65,11 +65,12 @@ _WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "la
 
 
 def model_values(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a config.json stands for, by name: all that describe the architecture, dropouts and
-    initialisation. `None` is a value, too: no window, no such parameter of the rotary frequencies.
+    """Return the options of a config.json: architecture, dropouts and initialization.
+
+    `None` is a value, too: no window, no such parameter of the rotary frequencies.
 
     Raises:
-        CheckpointError: naming each key that is unknown or has a value that our options cannot express.
+        CheckpointError: names each key that is unknown or has a value that our options cannot express.
     """
     name = content.get("model_type")
     if not isinstance(name, str) or name not in ARCHITECTURES:
@@ -87,7 +88,7 @@ def model_values(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Reading:
-    """One config.json while it is read."""
+    """A config.json, with the keys used and the problems found so far."""
 
     def __init__(self, name: str, content: Mapping[str, Any]) -> None:
         self.name, self.content, self.architecture = name, content, ARCHITECTURES[name]
@@ -95,7 +96,7 @@ class _Reading:
         self.problems: list[str] = []
 
     def get(self, key: str) -> Any:
-        """The value of a key, or of its second name, or the default of transformers."""
+        """Return the value of a key or of its second name, else the default of transformers."""
         self.used.add(key)
         value = self.content.get(key, self.architecture.defaults.get(key))
         second = _SECOND_NAMES.get(key)
@@ -107,23 +108,23 @@ class _Reading:
         return value
 
     def key_of(self, option: str) -> str:
-        """The key that is this option alone, or the option itself."""
+        """Return the key of an option, or the option itself if no single key states it."""
         return next((key for key, name in self.architecture.keys.items() if name == option), option)
 
     def flag(self, key: str) -> bool:
-        """A key that is true or false."""
+        """Return the value of a key that must be true or false."""
         value = self.get(key)
         if not isinstance(value, bool):
             self.problems.append(f"{key} is {shown(value)}; it must be true or false")
         return bool(value)
 
     def fixed(self) -> dict[str, Any]:
-        """What the architecture has or has not; dropouts are none where it has no key for them."""
+        """Return the options fixed by the architecture; dropouts without a key are 0."""
         fixed = {option: value for option, value in self.architecture.fixed.items() if option != "window_size"}
         return {**fixed, "use_layer_norm_weight": True, "hidden_dropout": 0.0, "embedding_dropout": 0.0}
 
     def named(self) -> dict[str, Any]:
-        """The keys that are options under another name, and what follows from the others where one is null."""
+        """Return the options that have a key, deriving those that are null."""
         values: dict[str, Any] = {}
         for key, option in self.architecture.keys.items():
             values[option] = self.get(key)
@@ -134,28 +135,27 @@ class _Reading:
                 self.problems.append(f"{self.key_of(option)} is {shown(values[option])}; it must be a number >= 1")
                 return {}
         heads, width = values["num_attention_heads"], values["hidden_size"]
-        _fill(values, "head_groups", heads)
-        _fill(values, "kv_channels", width // heads)
-        _fill(values, "ffn_hidden_size", 4 * width)
+        derived = {"head_groups": heads, "kv_channels": width // heads, "ffn_hidden_size": 4 * width}
+        values |= {option: value for option, value in derived.items() if values.get(option) is None}
         activation = values["activation_type"]
         if not isinstance(activation, str) or activation not in ACTIVATIONS:
             self.problems.append(f"activation {shown(activation)} is not known; known: {', '.join(ACTIVATIONS)}")
             activation = "silu"
         values["activation_type"] = ACTIVATIONS[activation]
-        # A choice of precision: where transformers leaves it open, so do we.
+        # A choice of precision, which transformers leaves open unless the key is true.
         if not values.get("attention_softmax_in_fp32", True):
             del values["attention_softmax_in_fp32"]
         return values
 
     def _multi_query(self, values: dict[str, Any]) -> None:
         groups = 1 if self.flag("multi_query") else values["num_attention_heads"]
-        stated = self.get("num_key_value_heads")  # version 5 writes what it derives from multi_query
+        stated = self.get("num_key_value_heads")  # transformers 5 writes the number derived from multi_query
         if stated not in (None, groups):
             self.problems.append(f"num_key_value_heads is {shown(stated)}; multi_query makes it {groups}")
         values["head_groups"] = groups
 
     def positions(self) -> dict[str, Any]:
-        """Rotary positions."""
+        """Return the options of rotary positions."""
         if not self.architecture.fixed["use_rotary_embeddings"]:
             return {}
         self.used |= set(rope.KEYS)
@@ -164,7 +164,7 @@ class _Reading:
         return values
 
     def biases(self) -> dict[str, Any]:
-        """Which linear layers have biases: always, never, or as a key says."""
+        """Return which linear layers have biases: fixed by the architecture, or stated by a key."""
         if self.name in ("llama", "qwen3"):
             attention = self.flag("attention_bias")
             mlp = self.flag("mlp_bias") if self.name == "llama" else False
@@ -175,7 +175,7 @@ class _Reading:
         return {"add_linear_biases": other, "add_qkv_biases": qkv, "add_mlp_biases": other}
 
     def window(self) -> int | None:
-        """The window of every layer; a model with windows in some of its layers cannot be expressed."""
+        """Return the window of all layers; refuse a window in only some of them."""
         if "sliding_window" not in self.architecture.defaults:
             return None
         window = self.get("sliding_window")
@@ -186,17 +186,17 @@ class _Reading:
         if with_window not in (0, num_layers):
             self.problems.append(
                 f"a window in {with_window} of {num_layers} layers ({', '.join(_WINDOW_KEYS)}) cannot be expressed: "
-                "--window_size is that of every layer"
+                "--window_size applies to every layer"
             )
         if with_window and window is None:
             self.problems.append("layer_types says sliding_attention, but there is no window (use_sliding_window)")
         return window if with_window else None
 
     def _layers_with_window(self, window: Any) -> int:
-        """How many, as stated, or as transformers derives it: those from max_window_layers on."""
+        """Count the layers with a window: stated by layer_types, or those from max_window_layers on."""
         types, first, num_layers = self.get("layer_types"), self.get("max_window_layers"), self.get("num_hidden_layers")
         if not _is_count(num_layers):
-            return 0  # which is told elsewhere
+            return 0  # reported by `checked`
         if types is None:
             if not isinstance(first, int):
                 self.problems.append(f"max_window_layers is {shown(first)}; it must be a number")
@@ -209,19 +209,19 @@ class _Reading:
         return types.count("sliding_attention")
 
     def refuse_other_keys(self) -> None:
-        """Keys with one possible value, and unknown ones."""
+        """Report unknown keys, and constants with another value."""
         constants = {**_CONSTANTS, **{key: (value,) for key, value in self.architecture.constants.items()}}
         for key, value in self.content.items():
             if key in self.used or key in _MEANINGLESS:
                 continue
             if key not in constants:
-                effect = "might change what the model computes; remove it if not"
-                self.problems.append(f"{key[:80]}: {shown(value)} is not known, and {effect}")
+                effect = "might change the model; remove it if it does not"
+                self.problems.append(f"{key[:80]}: {shown(value)} is not known and {effect}")
             elif value not in constants[key]:
                 self.problems.append(f"{key} is {shown(value)}; only {shown(constants[key][0])} can be expressed")
 
     def checked(self, option: str, value: Any) -> Any:
-        """A value, held against the type and the bounds of its option; the message names its key."""
+        """Return a value after checking the type and bounds of its option; report problems under its key."""
         if value is None and option in _MAY_BE_NONE:
             return None
         flag = FLAGS[option]
@@ -236,11 +236,6 @@ class _Reading:
             self.problems.append(f"{key} is {shown(self.content.get(key, value))}: {error}")
             return None
         return float(value) if flag.kind == "float" else value
-
-
-def _fill(values: dict[str, Any], option: str, default: Any) -> None:
-    if values.get(option) is None:
-        values[option] = default
 
 
 def _is_count(value: Any) -> bool:

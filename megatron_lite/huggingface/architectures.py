@@ -1,7 +1,6 @@
-"""The architectures, what each fixes, and which of them expresses a model.
+"""The Hugging Face architectures in one table, and the choice of one that can express a model. Imports no torch.
 
-The keys of config.json and their defaults are those of the configuration classes of transformers 5.23, which are the
-same in version 4.
+Keys of config.json and their defaults follow the configuration classes of transformers 5.23; version 4 has the same.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from megatron_lite.config import ModelConfig
+from megatron_lite.config import Config, ModelConfig
 from megatron_lite.errors import UsageError
 
-# Hugging Face's name of an activation -> ours. Exports write the first name of each.
+# Hugging Face's name of an activation -> ours. Exports write the first name of each of ours.
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     {
         "gelu_pytorch_tanh": "gelu",
@@ -34,7 +33,7 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# What no architecture has.
+# Options of ours that no architecture has.
 _PLAIN: dict[str, Any] = {
     "hybrid_norm": False,
     "input_embedding_norm": False,
@@ -52,7 +51,8 @@ _LEARNED = _PLAIN | {
     "window_size": None,
 }
 
-# Keys of config.json that are options of ours; those that need more than a new name are in reading.py and writing.py.
+# Keys of config.json that are options of ours. read_config.py and write_config.py handle keys that need more than a
+# new name.
 _DECODER_KEYS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -93,7 +93,7 @@ _GPT2_KEYS = _GPT_KEYS | {
     "reorder_and_upcast_attn": "attention_softmax_in_fp32",
 }
 
-# What transformers takes for a key that config.json leaves out. None: derived from others, as in our options.
+# The value of transformers for a key missing from config.json. None: derived from other keys, as in our options.
 _LLAMA_DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -171,14 +171,14 @@ class Architecture:
     """One `model_type`."""
 
     class_name: str
-    fixed: Mapping[str, Any]  # options that it fixes
-    keys: Mapping[str, str]  # key of config.json -> option
-    defaults: Mapping[str, Any]  # of its keys, those that are no option alone included
-    constants: Mapping[str, Any] = field(default_factory=dict)  # other keys, and the only value of each that is ours
+    fixed: Mapping[str, Any]  # our options with the only value that the architecture has
+    keys: Mapping[str, str]  # key of config.json -> our option
+    defaults: Mapping[str, Any]  # key of config.json -> value if missing; includes keys that are not one option
+    constants: Mapping[str, Any] = field(default_factory=dict)  # other keys -> the only value we can express
 
 
 _GPT_CONSTANTS = {"scale_attn_weights": True, "add_cross_attention": False}
-# In order of preference.
+# In order of preference for exports.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "llama": Architecture(
@@ -235,13 +235,13 @@ class Biases(NamedTuple):
 
     @classmethod
     def of(cls, model: ModelConfig) -> Biases:
-        """Those of a resolved model."""
+        """Return the biases of a resolved model."""
         assert model.add_qkv_biases is not None and model.add_mlp_biases is not None
         return cls(model.add_qkv_biases, model.add_linear_biases, model.add_mlp_biases)
 
 
 def biases_of(architecture: str, model: ModelConfig) -> Biases:
-    """The biases of an architecture that expresses a model: those of the model, and some that are zero beside them."""
+    """Return the biases of a model exported as this architecture: the model's own, plus biases written as zeros."""
     ours = Biases.of(model)
     attention = ours.qkv or ours.output
     if architecture in ("llama", "qwen3"):
@@ -254,18 +254,19 @@ def biases_of(architecture: str, model: ModelConfig) -> Biases:
 
 
 def check_exportable(model: ModelConfig, model_type: str | None = None) -> str:
-    """The `model_type` that expresses a resolved model; of several the one with the fewest biases that must be zero.
+    """Return the `model_type` that expresses a resolved model, preferring the one with the fewest zero biases.
 
-    model_type: the one that is asked for; None: any.
+    Args:
+        model_type: the requested one; None: any.
 
     Raises:
-        UsageError: if none does, listing for each the flags that it would need.
+        UsageError: if none can express the model; lists the flags that each would need.
     """
     needs = {architecture: _needs(architecture, model) for architecture in ARCHITECTURES}
     if model_type is not None and needs[model_type]:
         raise UsageError(
-            f"--export_model_type={model_type}: it cannot express this model; leave it out, or train with what "
-            f"{ARCHITECTURES[model_type].class_name} needs: {', '.join(needs[model_type])}"
+            f"--export_model_type={model_type} cannot express this model; leave the flag out, or train with the "
+            f"flags that {ARCHITECTURES[model_type].class_name} needs: {', '.join(needs[model_type])}"
         )
     if model_type is not None:
         return model_type
@@ -278,13 +279,27 @@ def check_exportable(model: ModelConfig, model_type: str | None = None) -> str:
     ]
     raise UsageError(
         "--export_format=huggingface: no Hugging Face architecture can express this model. Use "
-        "--export_format=distributed, leave out --export_interval, or train with what one of these needs:\n"
+        "--export_format=distributed, leave out --export_interval, or train with the flags of one of these:\n"
         + "\n".join(lines)
     )
 
 
+def check_exports(config: Config) -> None:
+    """Refuse a resolved configuration whose exports cannot express its model.
+
+    Check --export_model_type even without exports, because checkpoints keep it for a later conversion.
+
+    Raises:
+        UsageError: as `check_exportable`.
+    """
+    training = config.training
+    exports = training.export_interval is not None and training.export_format == "huggingface"
+    if exports or training.export_model_type is not None:
+        check_exportable(config.model, training.export_model_type)
+
+
 def _needs(architecture: str, model: ModelConfig) -> list[str]:
-    """The flags, with values, that the model would have to change."""
+    """List the flags that the model would have to change, with the values needed."""
     needs = []
     for name, value in ARCHITECTURES[architecture].fixed.items():
         actual = getattr(model, name)
@@ -309,6 +324,6 @@ def _as_flag(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value of config.json as an error message can print it; never long."""
+    """Return a value of config.json shortened for an error message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:70] + "..."

@@ -1,21 +1,23 @@
-"""config.json of one of our models."""
+"""config.json of a model that is exported. Imports no torch."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megatron_lite.config import Config, ModelConfig
-from megatron_lite.huggingface.architectures import rope
-from megatron_lite.huggingface.architectures.table import ACTIVATIONS, ARCHITECTURES, biases_of, check_exportable
-
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+from megatron_lite.config.system import DTYPES
+from megatron_lite.huggingface import rope
+from megatron_lite.huggingface.architectures import ACTIVATIONS, ARCHITECTURES, biases_of, check_exportable
 
 
 def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -> dict[str, Any]:
-    """config.json of a resolved config. `special_tokens` are bos_token_id and eos_token_id, None where unknown.
+    """Return config.json for a resolved config.
 
-    Both spellings of the dtype and of rotary positions are given: transformers 5 reads `dtype` and `rope_parameters`,
-    older ones `torch_dtype`, `rope_theta` and `rope_scaling`.
+    Write both spellings of the dtype and of rotary positions: transformers 5 reads `dtype` and `rope_parameters`, older
+    versions `torch_dtype`, `rope_theta` and `rope_scaling`.
+
+    Args:
+        special_tokens: bos_token_id and eos_token_id, None where unknown.
 
     Raises:
         UsageError: if no architecture can express the model.
@@ -23,7 +25,7 @@ def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -
     model = config.model
     name = check_exportable(model, config.training.export_model_type)
     architecture = ARCHITECTURES[name]
-    dtype = _DTYPES[config.training.export_dtype or config.distributed.training_dtype]
+    dtype = DTYPES[config.training.export_dtype or config.distributed.training_dtype].torch
     content: dict[str, Any] = {
         "architectures": [architecture.class_name],
         "model_type": name,
@@ -36,25 +38,17 @@ def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -
     }
     content |= {key: getattr(model, option) for key, option in architecture.keys.items()}
     content["initializer_range"] = min(1.0, model.init_method_std or 0.0)
-    content[_key(name, "activation_type")] = _activation(name, model)
+    activations = [theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation_type]
+    activation_key = next(key for key, option in architecture.keys.items() if option == "activation_type")
+    content[activation_key] = "gelu_new" if name == "gpt2" and "gelu_new" in activations else activations[0]
     content |= _biases(name, model) | _window(name, model)
     if name == "gpt_bigcode":
         content["multi_query"] = model.head_groups == 1
     if architecture.fixed["use_rotary_embeddings"]:
-        # Learned positions are as many as there are weights; rotary ones, as many as were trained.
+        # Learned positions are as many as their table has rows; rotary positions are as many as were trained.
         content["max_position_embeddings"] = max(model.max_position_embeddings or 0, config.batch.sequence_length)
         content |= rope.write(model)
     return content
-
-
-def _key(name: str, option: str) -> str:
-    return next(key for key, ours in ARCHITECTURES[name].keys.items() if ours == option)
-
-
-def _activation(name: str, model: ModelConfig) -> str:
-    if name == "gpt2" and model.activation_type == "gelu":
-        return "gelu_new"  # what every GPT-2 says
-    return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation_type)
 
 
 def _biases(name: str, model: ModelConfig) -> dict[str, Any]:
@@ -68,7 +62,7 @@ def _biases(name: str, model: ModelConfig) -> dict[str, Any]:
 
 
 def _window(name: str, model: ModelConfig) -> dict[str, Any]:
-    """The window of every layer."""
+    """Return the keys for a window in every layer, or in none."""
     defaults, window = ARCHITECTURES[name].defaults, model.window_size
     if "sliding_window" not in defaults:
         return {}

@@ -1,4 +1,4 @@
-"""Rotary positions in config.json: as in transformers 4 (rope_theta, rope_scaling), and as in 5 (rope_parameters)."""
+"""Rotary positions in config.json, as in transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from megatron_lite.config import ModelConfig
 from megatron_lite.config.values import LARGEST_INTEGER
-from megatron_lite.huggingface.architectures.table import shown
+from megatron_lite.huggingface.architectures import shown
 
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
-# Options that only some types use, None with the others, under the names of rope_parameters.
+# Name in rope_parameters -> our option. Only some types use these options; they are None with the others.
 _NAMES = {
     "factor": "rope_factor",
     "low_freq_factor": "rope_low_freq_factor",
@@ -35,10 +35,10 @@ _REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "hig
 
 
 def read(content: Mapping[str, Any], max_position_embeddings: Any) -> tuple[dict[str, Any], list[str]]:
-    """The options of rotary positions, and what is wrong.
+    """Return the options of rotary positions, and a list of problems.
 
-    As in transformers 5, rope_scaling goes before rope_parameters, and a base in either before rope_theta. What they
-    say twice must agree, because another version would take the other.
+    As in transformers 5, rope_scaling takes precedence over rope_parameters, and a base in either over rope_theta.
+    Values stated twice must agree, because another version of transformers would take the other one.
     """
     found: list[dict[str, Any]] = []
     problems: list[str] = []
@@ -62,7 +62,7 @@ def read(content: Mapping[str, Any], max_position_embeddings: Any) -> tuple[dict
 
 
 def _read_one(key: str, given: dict[str, Any], theta: Any, length: Any) -> tuple[dict[str, Any], list[str]]:
-    """One of the two objects; `theta` and `length` are rope_theta and max_position_embeddings."""
+    """Read one of the two objects; `theta` and `length` are rope_theta and max_position_embeddings."""
     given = {name: value for name, value in given.items() if value is not None}
     kind = given.pop("rope_type", given.get("type", "default"))
     problems = []
@@ -78,7 +78,7 @@ def _read_one(key: str, given: dict[str, Any], theta: Any, length: Any) -> tuple
     if not isinstance(kind, str) or kind not in _USED:
         problems.append(f"{key}: rope_type {shown(kind)} is not known; known: {', '.join(_USED)}")
         return values, problems
-    problems += [f"{key}: {name} means nothing for rope_type {kind}" for name in given if name not in _USED[kind]]
+    problems += [f"{key}: {name} has no effect with rope_type {kind}" for name in given if name not in _USED[kind]]
     problems += [f"{key}: rope_type {kind} needs {name}" for name in _REQUIRED.get(kind, ()) if name not in given]
     if _ORIGINAL in _USED[kind]:
         given.setdefault(_ORIGINAL, length)
@@ -89,7 +89,7 @@ def _read_one(key: str, given: dict[str, Any], theta: Any, length: Any) -> tuple
 
 
 def _derive_yarn(given: dict[str, Any], length: Any) -> None:
-    """Fill in what transformers derives, and drop what it does not look at."""
+    """Fill in the values that transformers derives, and drop those that it ignores."""
     original = given[_ORIGINAL]
     if "factor" not in given and all(isinstance(n, int) and 0 < n <= LARGEST_INTEGER for n in (length, original)):
         given["factor"] = length / original
@@ -102,9 +102,9 @@ def _derive_yarn(given: dict[str, Any], length: Any) -> None:
 
 
 def write(model: ModelConfig) -> dict[str, Any]:
-    """The keys for both versions.
+    """Return the keys for both versions of transformers.
 
-    Before version 4.43 only linear was known here, as {"type", "factor"}; later ones read that, too.
+    Versions before 4.43 know only linear, as {"type", "factor"}; later versions read that, too.
     """
     values = {name: getattr(model, option) for name, option in _NAMES.items()}
     values = {name: value for name, value in values.items() if name in _USED[model.rope_type] and value is not None}
