@@ -38,7 +38,7 @@ from megatron_lite.generation.prompts import (
     open_tokenizer,
     read_prompts,
 )
-from megatron_lite.generation.sampling import Choice, Chooser  # noqa: E402
+from megatron_lite.generation.sampling import SamplingOptions, TokenSampler  # noqa: E402
 from megatron_lite.run.exit_status import print_failure, print_page  # noqa: E402
 from megatron_lite.seeds import derive_seed  # noqa: E402
 
@@ -152,11 +152,11 @@ def continued(options: argparse.Namespace) -> Iterator[tuple[int, str, Text, str
     model = load_model(options.model, longest_text, dtype, device, options.weights)
     vocab_size, longest = model.config.vocab_size, model.config.max_position_embeddings
     assert longest is not None
-    choice = Choice(options.temperature, options.top_k, options.top_p)
+    sampling = SamplingOptions(options.temperature, options.top_k, options.top_p)
     texts = [
         Text(
             encode_prompt(tokenizer, prompt, template, vocab_size, longest),
-            Chooser(choice, derive_seed("text", options.seed, prompt, repetition)),
+            TokenSampler(sampling, derive_seed("text", options.seed, prompt, repetition)),
         )
         for prompt, repetition in numbered(prompts)
     ]

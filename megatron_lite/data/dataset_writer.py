@@ -1,4 +1,4 @@
-"""Writing token files so that a pair appears complete or not at all; see indexed_dataset.py for the format."""
+"""Write token files so that a pair appears complete or not at all; see indexed_dataset.py for the format."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from megatron_lite.run import durable_files
 
 try:
     import fcntl
-except ImportError:  # not on Windows; then two writers of one prefix are not kept apart
+except ImportError:  # on Windows, where nothing keeps two writers of one prefix apart
     fcntl = None  # type: ignore[assignment]
 
 
 class IndexedDatasetWriter:
-    """Writes a pair so that it appears complete or not at all. Use as a context manager; an exception discards it.
+    """A context manager that publishes a pair at a clean exit and discards it after an exception.
 
-    Tokens stream into `<prefix>.bin.tmp`; `commit`, called at a clean exit, syncs both files, then renames `.bin` first
-    and `.idx` last. A process that is killed leaves only `.tmp` files, which no reader opens and the next writer
-    replaces. An older pair of the same name stays until just before the renames, when its `.idx` is taken away.
+    Tokens stream into `<prefix>.bin.tmp`; `commit` syncs both files, then renames `.bin` first and `.idx` last. A
+    killed process leaves only `.tmp` files, which no reader opens and the next writer replaces. An older pair of the
+    same name stays until just before the renames, which begin with the removal of its `.idx`.
 
-    Raises: StorageError from every method when the disk is full, not writable, or another writer is at work.
+    Raises: StorageError from every method if the disk is full or not writable, or another writer is at work.
     """
 
     def __init__(self, prefix: str, dtype: str) -> None:
@@ -44,7 +44,7 @@ class IndexedDatasetWriter:
         try:
             self._bin: IO[bytes] = open(self._bin_tmp, "ab")
             self._lock()
-            self._bin.truncate(0)  # only once it is ours: another writer's file stays as it is
+            self._bin.truncate(0)  # after the lock, to spare the file of another writer
         except OSError as error:
             raise StorageError(f"{self._bin_tmp}: cannot be written: {error.strerror}") from error
 
@@ -53,7 +53,7 @@ class IndexedDatasetWriter:
         try:
             if fcntl is not None:
                 fcntl.flock(self._bin.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The other writer may have published (renamed) the file between our opening and our locking it.
+            # Another writer may have published (renamed) the file between our `open` and our lock.
             taken = not os.path.samestat(os.fstat(self._bin.fileno()), os.stat(self._bin_tmp))
         except (BlockingIOError, FileNotFoundError):
             taken = True
@@ -68,7 +68,7 @@ class IndexedDatasetWriter:
         return len(self._sizes)
 
     def add_document(self, tokens: NDArray[Any]) -> None:
-        """Append one document: (k,) integers that fit the dtype; k may be 0.
+        """Append a document of (k,) token ids; k may be 0.
 
         Raises: DataError if a token or the length does not fit.
         """
@@ -92,7 +92,7 @@ class IndexedDatasetWriter:
                 index.writelines(self._index_parts())
                 _sync(index)
             bin_path, index_path = Path(self.prefix + ".bin"), Path(self.prefix + ".idx")
-            index_path.unlink(missing_ok=True)  # never a new .bin beside an old .idx
+            index_path.unlink(missing_ok=True)  # so that a new .bin never lies beside an old .idx
             os.replace(self._bin_tmp, bin_path)
             os.replace(self._index_tmp, index_path)
             self._bin.close()
@@ -115,7 +115,7 @@ class IndexedDatasetWriter:
             yield np.arange(start, min(start + CHUNK, count + 1), dtype="<i8").tobytes()
 
     def discard(self) -> None:
-        """Throw the unfinished files away."""
+        """Delete the unfinished files."""
         self._bin.close()
         for path in (self._bin_tmp, self._index_tmp):
             path.unlink(missing_ok=True)
@@ -142,7 +142,7 @@ def _sync(file: IO[bytes]) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a small file beside the data so that it is never seen half written.
+    """Write a small file that is never visible half written.
 
     Raises: StorageError.
     """

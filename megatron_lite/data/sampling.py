@@ -1,4 +1,4 @@
-"""The order of samples: a pure function of (seed, phase, sample index), with nothing stored and nothing built.
+"""The order of samples: a pure function of (seed, phase, sample index), with nothing stored and nothing precomputed.
 
 The documents of a split, in file order, are one stream of tokens. An epoch cuts the stream into samples of s + 1 tokens
 of which neighbours share one (the last label of a sample is the first input of the next), and visits these slots in a
@@ -21,7 +21,7 @@ PHASES = ("training", "validation", "test")  # in the order of --split
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: consecutive counters land far apart
 _ROUNDS = 8
-_SHIFT_SALT = np.uint64(0xD1B54A32D192ED03)  # any constant: an epoch's shift must not reuse the bits of its permutation
+_SHIFT_SALT = np.uint64(0xD1B54A32D192ED03)  # arbitrary: an epoch's shift must not reuse the bits of its permutation
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -30,7 +30,7 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     Source: the output function of SplitMix64 (Steele, Lea & Flood 2014, constants: Stafford's variant 13).
     """
     values = values ^ (values >> np.uint64(30))
-    values = values * np.uint64(0xBF58476D1CE4E5B9)  # arrays of uint64 wrap around silently, which is what we want
+    values = values * np.uint64(0xBF58476D1CE4E5B9)  # uint64 arrays wrap around silently, as intended
     values = values ^ (values >> np.uint64(27))
     values = values * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -68,7 +68,7 @@ def _encrypt(values: NDArray[np.uint64], keys: NDArray[np.uint64], size: int) ->
 
 @dataclass(frozen=True)
 class StreamSampler:
-    """Where in a stream of tokens every sample begins.
+    """Start of every sample in a stream of tokens.
 
     The tokens that do not fill a last sample are not lost: every epoch starts its first sample a little later, by a
     pseudo-random shift between zero and their number, so all tokens are read sooner or later.
@@ -86,7 +86,7 @@ class StreamSampler:
         return (self.num_tokens - 1) // self.sequence_length
 
     def starts(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """First token of each sample in the stream; a sample is the s + 1 tokens from there.
+        """Return the position of each sample's first token in the stream; a sample is the s + 1 tokens from there.
 
         indices: (k,) sample indices, from zero without bound (index // samples_per_epoch is the epoch); returns (k,).
         """
@@ -99,13 +99,13 @@ class StreamSampler:
 
 
 def sampler_key(seed: int, phase: str, position: int) -> int:
-    """Key of the order in which data set number `position` of a blend is read in `phase`."""
+    """Return the key of the order in which `phase` reads data set number `position` of a blend."""
     assert phase in PHASES, phase
     return derive_seed("sample order", seed, phase, position)
 
 
 def split_documents(num_documents: int, split: Sequence[float]) -> list[tuple[int, int]]:
-    """First and last-plus-one document of training, validation and test: consecutive, in file order.
+    """Return (first, last + 1) document of training, validation and test: consecutive, in file order.
 
     split: one to three proportions with a positive sum. The rounding is Megatron-LM's (each boundary is the running sum
     of the normalised proportions times the number of documents, rounded half to even).
@@ -121,9 +121,9 @@ def split_documents(num_documents: int, split: Sequence[float]) -> list[tuple[in
 
 
 def random_tokens(indices: NDArray[np.int64], length: int, vocab_size: int, key: int) -> NDArray[np.int64]:
-    """Made-up samples, uniform over the vocabulary: token j of a sample is a pure function of (key, index, j).
+    """Make up samples, uniform over the vocabulary: (k,) indices -> (k, length).
 
-    indices: (k,) -> (k, length).
+    Token j of a sample is a pure function of (key, index, j).
     """
     rows = mix(np.uint64(key) + indices.astype(np.uint64) * _GOLDEN)
     words = mix(rows[:, None] + np.arange(1, length + 1, dtype=np.uint64)[None, :] * _GOLDEN) >> np.uint64(32)

@@ -1,8 +1,8 @@
 """Tokenizers: bytes, built in, and any `tokenizer.json` of the `tokenizers` library, which can also train one.
 
 The byte tokenizer has ids 0 to 255 for the bytes of UTF-8 and 256 for the end of a document. `save_byte_tokenizer`
-writes the same thing as a `tokenizer.json` (a byte-level BPE without merges), so that an export can carry it and other
-programs can load it. `tokenizers` is imported only where it is used: reading token files does not need it.
+writes it as a `tokenizer.json` (a byte-level BPE without merges), which exports carry and other programs load.
+`tokenizers` is imported where it is used: reading token files does not need it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,12 +19,12 @@ from numpy.typing import NDArray
 from megatron_lite.data.dataset_writer import replace_file
 from megatron_lite.errors import DataError, UsageError
 
-LARGEST_VOCABULARY = 2**24  # of a tokenizer trained here: more than any text has pieces for
+LARGEST_VOCABULARY = 2**24  # of a tokenizer trained here; more than any text can fill
 END_OF_DOCUMENT = "<|endoftext|>"
 # Tokens that end a document in common tokenizers, in the order of preference.
 END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eot_id|>", "<EOT>")
 CONFIG_NAME = "tokenizer_config.json"
-# What an export takes along of a tokenizer's other files, where they are: nothing else is ever copied.
+# Other files of a tokenizer that an export copies, if they exist; it copies nothing else.
 BESIDE = (
     "special_tokens_map.json",
     "added_tokens.json",
@@ -35,7 +34,6 @@ BESIDE = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_PLAIN_DECODING = MappingProxyType({"clean_up_tokenization_spaces": False})
 _SPECIAL_KEYS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -46,16 +44,16 @@ class Tokenizer(Protocol):
     end_of_document: int
 
     def encode(self, text: str, template: bool = False) -> list[int]:
-        """template: with the tokens that the tokenizer's file puts around a text (a beginning <s>), if any."""
+        """Encode a text; `template` adds the tokens that the tokenizer's file puts around it, such as a leading <s>."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """One array of ids for each text."""
+        """Encode each text into one array of ids."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids, without the end-of-document token; bytes that are not UTF-8 become U+FFFD."""
+        """Decode ids without the end-of-document token; bytes that are not UTF-8 become U+FFFD."""
 
     def token_bytes(self) -> NDArray[np.int64]:
-        """Of each id, the bytes of UTF-8 that it adds to a text, (vocab_size,): none for special tokens."""
+        """Return the bytes of UTF-8 that each id adds to a text, (vocab_size,): 0 for special tokens."""
 
 
 class ByteTokenizer:
@@ -78,21 +76,23 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A `tokenizer.json`. Special tokens spelled out in a text are plain text unless `special_tokens` is set."""
+    """A `tokenizer.json`; special tokens spelled out in a text are plain text unless `special_tokens` is set."""
 
     def __init__(self, path: str, end_of_document: str | None = None, special_tokens: bool = False) -> None:
-        """end_of_document: the token that ends documents; by default the `eos_token` of a tokenizer_config.json beside
-        the file, or else the first of END_OF_DOCUMENT_NAMES in the vocabulary.
+        """Load a tokenizer whose documents end with the token `end_of_document`.
+
+        By default that is the `eos_token` of a tokenizer_config.json beside the file, or else the first of
+        END_OF_DOCUMENT_NAMES in the vocabulary.
 
         Raises: DataError if the file cannot be read or has no such token; UsageError if `end_of_document` is unknown.
         """
         self.path = path
         self._tokenizer = read_tokenizer_file(path)
-        self._tokenizer.no_truncation()  # settings of some files that would cut or pad documents silently
+        self._tokenizer.no_truncation()  # some files would cut or pad documents silently
         self._tokenizer.no_padding()
-        # Text must not be able to forge the end of a document, unless the user says that its special tokens are real.
+        # Text must not forge the end of a document, unless the user declares its special tokens real.
         self._tokenizer.encode_special_tokens = not special_tokens
-        # An id may lie beyond the count of tokens, if a tokenizer has holes.
+        # Not the number of tokens: ids may have gaps.
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         if end_of_document is not None and self._tokenizer.token_to_id(end_of_document) is None:
             raise UsageError(f"{path}: has no token {end_of_document!r} to end documents with")
@@ -114,8 +114,9 @@ class JsonTokenizer:
         return str(self._tokenizer.decode(kept, skip_special_tokens=False))
 
     def token_bytes(self) -> NDArray[np.int64]:
-        """In a byte-level vocabulary each character stands for a byte. Elsewhere a token counts as what it adds to the
-        text behind another one, and one of byte fallback, <0x0A>, as one byte.
+        """Count a character per byte in a byte-level vocabulary; elsewhere, the bytes that a token adds after another.
+
+        A byte-fallback token such as <0x0A> counts as one byte.
         """
         added = self._tokenizer.get_added_tokens_decoder()
         vocabulary, counts = self._tokenizer.get_vocab(), np.zeros(self.vocab_size, dtype=np.int64)
@@ -137,9 +138,9 @@ class JsonTokenizer:
 
 
 def load_tokenizer(path: str, end_of_document: str | None = None, special_tokens: bool = False) -> Tokenizer:
-    """The tokenizer named `byte`, or that of a `tokenizer.json` or of the folder that holds one.
+    """Load the tokenizer named `byte`, a `tokenizer.json`, or the one in a folder.
 
-    Raises: as JsonTokenizer.
+    Raises: the errors of JsonTokenizer.
     """
     if path == "byte":
         return ByteTokenizer()
@@ -149,9 +150,9 @@ def load_tokenizer(path: str, end_of_document: str | None = None, special_tokens
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, path: str) -> JsonTokenizer:
-    """Train a byte-level BPE with `vocab_size` tokens, the end of a document among them, and write it to `path`.
+    """Train a byte-level BPE with `vocab_size` tokens, including the end of a document, and write it to `path`.
 
-    The same texts give the same file. Every text can be encoded and decoded exactly, whatever it was trained on.
+    The same texts give the same file. The tokenizer encodes and decodes every text exactly, also unseen ones.
 
     Raises: UsageError if `vocab_size` is below 257 or above 2**24; StorageError if `path` cannot be written.
     """
@@ -174,7 +175,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, path: str) -> JsonTok
 
 
 def save_byte_tokenizer(path: str) -> None:
-    """Write the byte tokenizer as a `tokenizer.json`, with the same ids.
+    """Write the byte tokenizer as a `tokenizer.json` with the same ids.
 
     Raises: StorageError if `path` cannot be written.
     """
@@ -185,12 +186,12 @@ def save_byte_tokenizer(path: str) -> None:
 
 
 def copy_tokenizer(tokenizer_file: str | Path, directory: str | Path) -> dict[str, int | None]:
-    """Put a tokenizer into an export, so that transformers loads it: `tokenizer.json`, `tokenizer_config.json`, and
-    those of BESIDE that lie beside a file called tokenizer.json (another name may have a stranger's files beside it).
+    """Copy a tokenizer into an export so that transformers loads it.
 
-    A tokenizer_config.json beside it is copied as it is, but for a class and an end of document that it does not name;
-    of one beside a file of another name only the special tokens are taken. A tokenizer without an end of document is
-    copied without one.
+    Writes `tokenizer.json`, `tokenizer_config.json`, and the files of BESIDE that lie beside the source. A
+    tokenizer_config.json beside the source is copied, with a class and an end of document added if it names none. If
+    the source is not called tokenizer.json, files beside it may belong to another tokenizer: only the special tokens of
+    the tokenizer_config.json are used. A tokenizer without an end of document is copied without one.
 
     Returns: bos_token_id and eos_token_id, None where unknown.
     Raises: DataError if `tokenizer_file` is not a tokenizer; StorageError if `directory` cannot be written.
@@ -201,12 +202,17 @@ def copy_tokenizer(tokenizer_file: str | Path, directory: str | Path) -> dict[st
     beside = [source.parent / name for name in BESIDE if source.name == "tokenizer.json"]
     for path in filter(Path.is_file, beside):
         replace_file(directory / path.name, _bytes_of(path))
-    tokens = {**(_special_tokens(source, BESIDE[0]) if beside else {}), **_special_tokens(source)}
-    if tokenizer.token_to_id(tokens.get("eos_token", "")) is None:
-        tokens |= {"eos_token": token} if (token := _find_end_of_document(tokenizer, source)) is not None else {}
     config_path = source.parent / CONFIG_NAME
-    config = _read_object(config_path) if beside else {}
-    missing = {"tokenizer_class": "PreTrainedTokenizerFast", **({} if config else _PLAIN_DECODING), **tokens}
+    tokens, config = _special_tokens(source), {}
+    if beside:
+        tokens, config = _special_tokens(source, BESIDE[0]) | tokens, _read_object(config_path)
+    if tokenizer.token_to_id(tokens.get("eos_token", "")) is None:
+        token = _find_end_of_document(tokenizer, source)
+        if token is not None:
+            tokens["eos_token"] = token
+    missing: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **tokens}
+    if not config:
+        missing["clean_up_tokenization_spaces"] = False
     if missing.keys() <= config.keys():
         replace_file(directory / CONFIG_NAME, _bytes_of(config_path))
     else:
@@ -218,7 +224,7 @@ def copy_tokenizer(tokenizer_file: str | Path, directory: str | Path) -> dict[st
 
 
 def _bytes_of(path: Path) -> bytes:
-    """The content of a file.
+    """Read a file.
 
     Raises: DataError if it cannot be read.
     """
@@ -229,7 +235,7 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def read_tokenizer_file(path: str | Path) -> Any:
-    """The `tokenizers.Tokenizer` of a file.
+    """Load a `tokenizers.Tokenizer` from a file.
 
     Raises: DataError if it cannot be read or is not a tokenizer.
     """
@@ -251,7 +257,7 @@ def _find_end_of_document(tokenizer: Any, path: str | Path) -> str | None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object; empty if there is no readable one."""
+    """Read a JSON object; empty if the file holds none or cannot be read."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -260,7 +266,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(tokenizer_file: Path, name: str = CONFIG_NAME) -> dict[str, str]:
-    """Special tokens of the tokenizer_config.json beside a tokenizer.json; empty if there is no readable one."""
+    """Read the special tokens from a file beside a tokenizer.json; empty if it cannot be read."""
     values = _read_object(tokenizer_file.parent / name)
     found = {key: values.get(key) for key in _SPECIAL_KEYS}
     tokens = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
@@ -268,7 +274,7 @@ def _special_tokens(tokenizer_file: Path, name: str = CONFIG_NAME) -> dict[str, 
 
 
 def _byte_level_bpe(vocabulary: dict[str, int], use_regex: bool) -> Any:
-    """A BPE over bytes without merges; `use_regex` keeps merges within words, as GPT-2 does."""
+    """Make a BPE over bytes without merges; `use_regex` keeps later merges within words, as in GPT-2."""
     from tokenizers import Tokenizer as LibraryTokenizer
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -279,7 +285,7 @@ def _byte_level_bpe(vocabulary: dict[str, int], use_regex: bool) -> Any:
 
 
 def _byte_symbols() -> list[str]:
-    """The printable character that stands for each byte in a byte-level BPE.
+    """Return the printable character that stands for each byte in a byte-level BPE.
 
     Source: Radford et al. 2019 (GPT-2): printable Latin-1 characters stand for themselves, the other bytes are numbered
     from U+0100 on.

@@ -1,9 +1,9 @@
 """Loader workers: processes that read micro-batches ahead of the training loop.
 
 Each worker has one pipe. The parent sends the first index and the number of samples of a micro-batch; the worker
-answers with a line of JSON (shape, documents, warnings) and the raw bytes of the token array. Nothing is pickled, no
-shared memory is used and there are no helper threads, so a small /dev/shm or a killed worker cannot hang the run: the
-parent waits for the pipe and for the worker's death at once.
+answers with a line of JSON (shape, documents, warnings) and the raw bytes of the token array. Without pickles, shared
+memory and helper threads, neither a small /dev/shm nor a killed worker can hang the run: the parent waits for the pipe
+and for the worker's death at once.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import numpy as np
 from megatron_lite.data.reading import Reader, Samples
 from megatron_lite.errors import DataError, RunError
 
-Request = tuple[int, int]  # of a micro-batch: its first index and its samples, which may be none
+Request = tuple[int, int]  # first index and number of samples (0 or more) of a micro-batch
 
 _REQUEST = struct.Struct("<qq")  # first index, number of samples
 
-# Sent to a whole process group by terminals, torchrun and Slurm. The parent decides what they mean (usually: save, then
+# Terminals, torchrun and Slurm send these to a whole process group. The parent decides what to do (usually save, then
 # stop) and needs its workers until then; a worker ends when its parent closes the pipe, kills it, or dies.
 _IGNORED = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
@@ -38,14 +38,14 @@ _IGNORED = tuple(
 
 
 class Workers:
-    """A pool of loader workers that reads micro-batches in order. `close` ends it at any moment."""
+    """A pool of loader workers that reads micro-batches in order; `close` may be called at any time."""
 
     def __init__(
         self, reader: Reader, requests: Iterator[Request], num_workers: int, prefetch_factor: int, context: str
     ) -> None:
-        """Start the workers. Together they have up to `num_workers * prefetch_factor` micro-batches read ahead."""
+        """Start the workers, which together read up to `num_workers * prefetch_factor` micro-batches ahead."""
         first = list(itertools.islice(requests, num_workers))
-        num_workers = len(first)  # no more than there is to read
+        num_workers = len(first)  # no more than there are requests
         self._requests = itertools.chain(first, requests)
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
@@ -69,9 +69,9 @@ class Workers:
         self._connections.append(here)
 
     def __iter__(self) -> Iterator[Samples]:
-        """The micro-batches in order.
+        """Yield the micro-batches in order.
 
-        Raises: DataError as the reader does; RunError if a worker was killed or failed.
+        Raises: the reader's DataError; RunError if a worker was killed or failed.
         """
         sent = 0
         for received in itertools.count():
@@ -114,11 +114,11 @@ class Workers:
         if code is None or code >= 0:
             return RunError(f"data worker {worker} ended unexpectedly with exit code {code}")
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        hint = " (often for lack of memory: fewer --num_workers need less)" if name == "SIGKILL" else ""
+        hint = " (often for lack of memory: use fewer --num_workers)" if name == "SIGKILL" else ""
         return RunError(f"data worker {worker} was killed by {name}{hint}")
 
     def close(self) -> None:
-        """End the workers at once; they only read, so nothing can be lost."""
+        """Kill the workers; they only read, so nothing is lost."""
         self._finalizer()
 
 
@@ -137,7 +137,7 @@ def _signals_held() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # it unblocks signals when it starts, so it has to run before
+    resource_tracker.ensure_running()  # starting it later would unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
     try:
         yield
@@ -146,7 +146,7 @@ def _signals_held() -> Iterator[None]:
 
 
 def _work(connection: Connection, spare: Connection | None, reader: Reader) -> None:
-    """A worker's life: answer requests until the parent closes the pipe or dies."""
+    """Run a worker: answer requests until the parent closes the pipe or dies."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
@@ -167,7 +167,7 @@ def _answer(connection: Connection, reader: Reader, first: int, count: int) -> N
         samples = reader.read(first, count)
     except DataError as error:
         header = {"error": str(error), "data": True}
-    except Exception as error:  # the parent has to hear of anything that goes wrong here
+    except Exception as error:  # report everything to the parent
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{place.filename}, line {place.lineno}"
         header = {"error": f"a data worker failed: {type(error).__name__}: {error} ({where})", "data": False}

@@ -1,1 +1,1 @@
-"""Text out of a model: reading it for one process, continuing prompts token by token, and the loss of given tokens."""
+"""Text out of a model: load it into one process, continue prompts token by token, measure the loss of given text."""

@@ -1,7 +1,7 @@
-"""Prompts and what a model makes of them, several side by side, each as if it were alone.
+"""Continue prompts, several side by side, each independent of the others.
 
-A prompt is one pass over all its tokens; from then on one pass gives one more token to every text under way. A text
-that ends makes room for the next prompt.
+One pass reads a whole prompt; after that, each pass adds one token to every active text. A text that ends makes room
+for the next prompt.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_lite.generation.sampling import Chooser
+from megatron_lite.generation.sampling import TokenSampler
 from megatron_lite.model.kv_cache import Beginning, KeyValueCache, NextTokens
 from megatron_lite.model.layer import MicroBatch
 
 
 class LanguageModel(Protocol):
-    """What runs a pass: `model.LocalModel`, or a partitioned model of which every rank runs every pass."""
+    """A model that runs a pass: `model.LocalModel`, or a sharded model whose ranks all run every pass."""
 
     device: torch.device
 
     def logits(self, micro_batch: MicroBatch) -> Tensor:
-        """(t, v) of the tokens that `micro_batch.cache` wants answered."""
+        """Return the logits (t, v) that `micro_batch.cache` asks for."""
 
 
 @dataclass
 class Text:
-    """One prompt and its continuation, which grows until `finish` says why it ended."""
+    """A prompt and its continuation, which grows until `finish` says why it ended."""
 
     prompt: list[int]
-    choose: Chooser
+    sampler: TokenSampler
     tokens: list[int] = field(default_factory=list)
-    # end: the model ended it; stop: `stops` did; length: as many tokens as asked for; context: the model takes no more.
+    # end: the model ended it; stop: `stops` did; length: max_new_tokens reached; context: the model takes no more.
     finish: str | None = None
 
     @property
@@ -44,15 +44,15 @@ class Text:
 
 @dataclass(frozen=True)
 class Limits:
-    """When texts end."""
+    """Conditions that end a text."""
 
     max_new_tokens: int
-    longest: int  # prompt and continuation together
-    ends: Collection[int] = ()  # tokens that end a text, and are no part of it
+    longest: int  # tokens of prompt and continuation together
+    ends: Collection[int] = ()  # tokens that end a text without being part of it
     stops: Callable[[Text], bool] = lambda text: False
 
-    def take(self, text: Text, token: int) -> None:
-        """Take one more token in, or end the text because of it."""
+    def add(self, text: Text, token: int) -> None:
+        """Add a token to a text, and end the text if a condition holds."""
         if token in self.ends:
             text.finish = "end"
             return
@@ -65,13 +65,8 @@ class Limits:
             text.finish = "context"
 
     def capacity(self, texts: Sequence[Text]) -> int:
-        """Tokens of the longest text that can become of these, but for its last, which nobody reads."""
+        """Return the tokens that a cache must hold for the longest continuation; the last token is never read."""
         return max(min(len(text.prompt) + self.max_new_tokens, self.longest) - 1 for text in texts)
-
-
-def same(tokens: list[int]) -> list[int]:
-    """For one process: what it chose is what counts."""
-    return tokens
 
 
 @torch.no_grad()
@@ -80,53 +75,53 @@ def continue_texts(
     texts: Sequence[Text],
     limits: Limits,
     rows: int,
-    agree: Callable[[list[int]], list[int]] = same,
+    agree: Callable[[list[int]], list[int]] = list,
     backend: str = "math",
 ) -> Iterator[Text]:
-    """Continue every text to its end, `rows` of them at a time; each is given out, by itself, once it has ended.
+    """Continue every text to its end, `rows` at a time; yield each text when it ends.
 
     Args:
         texts: prompts of at least 1 and fewer than `limits.longest` tokens.
-        agree: is given each pass's tokens, and returns those to take: the same on all ranks that run the same passes.
-        backend: how attention over prompts is computed.
+        agree: maps the tokens that this rank sampled in a pass to those that all ranks use.
+        backend: of attention over prompts.
     """
     if not texts:
         return
     cache = KeyValueCache(rows, limits.capacity(texts))
-    under_way: list[Text | None] = [None] * rows
+    text_of_row: list[Text | None] = [None] * rows
     waiting = iter(texts)
     while True:
         for row in range(rows):
-            while under_way[row] is None and (text := next(waiting, None)) is not None:
-                (token,) = agree([text.choose(_begin(model, text, cache, row, backend))])
-                limits.take(text, token)
+            while text_of_row[row] is None and (text := next(waiting, None)) is not None:
+                (token,) = agree([text.sampler(_begin(model, text, cache, row, backend))])
+                limits.add(text, token)
                 if text.finish is None:
-                    under_way[row] = text
+                    text_of_row[row] = text
                 else:
                     yield text
-        active = [(row, text) for row, text in enumerate(under_way) if text is not None]
+        active = [(row, text) for row, text in enumerate(text_of_row) if text is not None]
         if not active:
             return
-        logits = _advance(model, under_way, cache)
-        tokens = agree([text.choose(logits[row]) for row, text in active])
+        logits = _advance(model, text_of_row, cache)
+        tokens = agree([text.sampler(logits[row]) for row, text in active])
         for (row, text), token in zip(active, tokens, strict=True):
-            limits.take(text, token)
+            limits.add(text, token)
             if text.finish is not None:
-                under_way[row] = None
+                text_of_row[row] = None
                 yield text
 
 
 def _begin(model: LanguageModel, text: Text, cache: KeyValueCache, row: int, backend: str) -> Tensor:
-    """The logits (v,) after the prompt."""
+    """Read a prompt into row `row` of the cache; return the logits (v,) after it."""
     tokens = torch.tensor([text.prompt], device=model.device)
     return model.logits(MicroBatch(tokens, tokens, cache=Beginning(cache, row, backend)))[-1]
 
 
 def _advance(model: LanguageModel, texts: Sequence[Text | None], cache: KeyValueCache) -> Tensor:
-    """Let every text read its newest token; returns the logits (t, v) after it, meaningless in rows without one.
+    """Read the newest token of every text; return the logits (t, v) after it, meaningless in rows without a text.
 
-    Beside several texts there is a token of none: on a CPU the last elements of a tensor are computed by other
-    instructions than the rest, and products of fewer than four rows treat them differently.
+    With several rows, idle rows are added: a CPU computes the last elements of a tensor by other instructions than the
+    rest, and products of fewer than four rows treat them differently.
     """
     idle = 0 if len(texts) == 1 else max(1, 4 - len(texts))
     places = [-1 if text is None else text.length - 1 for text in (*texts, *[None] * idle)]

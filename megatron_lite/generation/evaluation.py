@@ -1,11 +1,11 @@
-"""The loss of given tokens: their mean, perplexity, and bits per byte of the text that they spell.
+"""The loss of a model on given tokens, its perplexity, and bits per byte of the tokens' text.
 
-    loss = sum of -ln p(token | those before it in its sample) / tokens        perplexity = exp(loss)
-    bits per byte = that sum / ln 2 / bytes of UTF-8 of the tokens' text
+    nats = sum of -ln p(token | earlier tokens of its sample)        loss = nats / tokens        perplexity = exp(loss)
+    bits per byte = nats / ln 2 / bytes of UTF-8 of the tokens' text
 
-Bits per byte compares models with different tokenizers. Its bytes are those of exactly the tokens that were predicted:
-the first token of a text, before which there is nothing, is in neither sum. Special tokens, such as the end of a
-document, are predicted like others, so they cost bits, but spell no bytes.
+Bits per byte compares models with different tokenizers. It counts the bytes of exactly the predicted tokens: the first
+token of a text has nothing before it and is in neither sum. Special tokens, such as the end of a document, are
+predicted like others, so they cost bits, but they spell no bytes.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from megatron_lite.model.layer import MASKED, MicroBatch
 
 @dataclass
 class Totals:
-    """Sums over the tokens that were predicted so far."""
+    """Sums over the tokens predicted so far."""
 
     nats: float = 0.0
     tokens: int = 0
-    bytes: int | None = 0  # None: nobody knows how tokens are spelled
+    bytes: int | None = 0  # None: without a tokenizer
 
     @property
     def loss(self) -> float:
         return self.nats / self.tokens
 
     def record(self) -> dict[str, Any]:
-        """`loss`, `perplexity`, `bits_per_byte` (None: infinite, or unknown), and the counts that they come from."""
+        """Return `loss`, `perplexity` and `bits_per_byte` (None: infinite or unknown), `tokens` and `bytes`."""
         bits = self.nats / math.log(2) / self.bytes if self.bytes else None
         perplexity = math.exp(self.loss) if self.loss < 700 else None
         return {
@@ -58,8 +58,9 @@ def evaluate(
     token_bytes: NDArray[np.int64] | None,
     progress: Callable[[Totals], None] = lambda totals: None,
 ) -> Totals:
-    """Predict every label that is not masked, one micro-batch at a time. `token_bytes`: a tokenizer's, or None; tokens
-    that it does not have spell nothing.
+    """Predict every label that is not masked, one micro-batch at a time.
+
+    token_bytes: of the tokenizer, or None; tokens beyond it spell nothing. progress: called after each micro-batch.
 
     Raises:
         DataError: if there is nothing to predict.
@@ -77,7 +78,7 @@ def evaluate(
             totals.bytes += int(table[labels].sum())
         progress(totals)
     if totals.tokens == 0:
-        raise DataError("there is nothing to predict: a text needs two tokens")
+        raise DataError("nothing to predict: a text needs two tokens")
     return totals
 
 
@@ -90,13 +91,13 @@ def text_batches(
     device: torch.device,
     separate: bool = False,
 ) -> Iterator[MicroBatch]:
-    """Texts as documents, each with an end-of-document token behind it, as one stream in samples of sequence_length.
+    """Cut texts, each followed by an end-of-document token, as one stream into samples of `sequence_length` tokens.
 
     The last label of a sample is the first input of the next, so each token but the first is predicted once.
-    `separate`: documents do not look at each other.
+    separate: attention does not cross documents.
 
     Raises:
-        DataError: for a token that the model does not have.
+        DataError: for a token beyond the vocabulary.
     """
     samples: list[tuple[list[int], list[int]]] = []
     for sample in _samples(texts, tokenizer, vocab_size, sequence_length):
@@ -111,15 +112,15 @@ def text_batches(
 def _samples(
     texts: Iterable[str], tokenizer: Tokenizer, vocab_size: int, length: int
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """(up to length + 1 tokens, numbers of their documents); neighbours share a token."""
+    """Yield (up to length + 1 tokens, numbers of their documents); neighbours share a token."""
     tokens: list[int] = []
     documents: list[int] = []
     for number, text in enumerate(texts):
         new = [*tokenizer.encode(text), tokenizer.end_of_document]
         if max(new) >= vocab_size:
             raise DataError(
-                f"token {max(new)} of a text is beyond the model's vocabulary of {vocab_size}: another tokenizer "
-                "belongs to this model (--tokenizer_file)"
+                f"token {max(new)} of a text is beyond the model's vocabulary of {vocab_size}: "
+                "give the model's own tokenizer with --tokenizer_file"
             )
         tokens += new
         documents += [number] * len(new)
@@ -135,7 +136,7 @@ def _samples(
 def _micro_batch(
     samples: list[tuple[list[int], list[int]]], length: int, device: torch.device, separate: bool
 ) -> MicroBatch:
-    """Samples that are too short are filled up at their end, where nothing that counts looks."""
+    """Pad short samples at their end, where padding affects no prediction that counts."""
     inputs = torch.zeros(len(samples), length, dtype=torch.int64)
     labels = torch.full_like(inputs, MASKED)
     owners = torch.full_like(inputs, -1)
@@ -149,7 +150,7 @@ def _micro_batch(
 
 
 def _documents(owners: Tensor, device: torch.device) -> Documents:
-    """Runs of equal numbers in the rows of (b, s), none across a border of rows."""
+    """Make a document of each run of equal numbers in a row of (b, s)."""
     begins = torch.ones_like(owners, dtype=torch.bool)
     begins[:, 1:] = owners[:, 1:] != owners[:, :-1]
     starts = torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([owners.numel()])]).to(torch.int32)

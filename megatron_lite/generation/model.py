@@ -1,4 +1,4 @@
-"""A model read from a folder into the memory of one process: an export, any Hugging Face folder, or a checkpoint."""
+"""Load a model into one process: from an export, any Hugging Face folder, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from megatron_lite.model.gpt import build_gpt, shapes_of
 from megatron_lite.model.layer import Layer, MicroBatch
 from megatron_lite.parameter import DTYPES, Parameter
 
-# Options of training alone.
-_NOT_HERE: dict[str, Any] = {
+# Options that only training uses.
+_TRAINING_ONLY: dict[str, Any] = {
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
     "embedding_dropout": 0.0,
@@ -31,15 +31,15 @@ _NOT_HERE: dict[str, Any] = {
 
 
 class LocalModel:
-    """A chain of layers with all its weights, in one process.
-
-    Raises:
-        CheckpointError: if the folder holds no whole model that this program knows.
-    """
+    """A list of layers with all their weights, in one process."""
 
     def __init__(self, source: WeightSource, length: int, dtype: torch.dtype, device: torch.device) -> None:
-        """For texts of up to `length` tokens."""
-        self.config = dataclasses.replace(source.model, **_NOT_HERE)
+        """Load a model for texts of up to `length` tokens.
+
+        Raises:
+            CheckpointError: if the source is incomplete, damaged or not supported.
+        """
+        self.config = dataclasses.replace(source.model, **_TRAINING_ONLY)
         self.device, self.dtype = device, dtype
         self.layers = build_gpt(self.config, length, REFERENCES)
         source.check(shapes_of(self.layers))
@@ -48,7 +48,7 @@ class LocalModel:
             fill(layer, source, lambda numel: torch.empty(numel, dtype=dtype, device=device))
 
     def prompt_attention(self) -> str:
-        """The fastest attention that works here, over one text without dropout."""
+        """Return the fastest attention backend that works on this device for one text without dropout."""
         config, device, dtype = self.config, self.device, self.dtype
         if config.attention_softmax_in_fp32:
             return "math"
@@ -58,7 +58,7 @@ class LocalModel:
 
     @torch.no_grad()
     def run(self, micro_batch: MicroBatch) -> Tensor:
-        """The summed loss of its labels, (), or with a cache the logits (t, v) that it wants."""
+        """Return the summed loss of the labels, (), or with a cache the logits (t, v) that it asks for."""
         hidden: Tensor | None = None
         for layer in self.layers:
             hidden = layer(hidden, micro_batch)
@@ -66,13 +66,13 @@ class LocalModel:
         return hidden
 
     def logits(self, micro_batch: MicroBatch) -> Tensor:
-        """(t, v) of the tokens that `micro_batch.cache` wants answered."""
+        """Return the logits (t, v) that `micro_batch.cache` asks for."""
         assert micro_batch.cache is not None, "without a cache the head gives a loss"
         return self.run(micro_batch)
 
 
 def fill(layer: Layer, source: WeightSource, memory: Callable[[int], Tensor]) -> None:
-    """Give a layer its parameters, one after the other; `memory` makes that of so many elements."""
+    """Read the parameters of a layer one by one into tensors of `memory(numel)`."""
     for module in layer.modules():
         for attribute, declared in list(module.named_parameters(recurse=False)):
             spec = cast(Parameter, declared).spec
@@ -84,28 +84,28 @@ def fill(layer: Layer, source: WeightSource, memory: Callable[[int], Tensor]) ->
 
 
 def choose_device(name: str) -> torch.device:
-    """The device to run on.
+    """Return the device to run on.
 
     Raises:
-        UsageError: if there is no GPU and one is asked for.
+        UsageError: if `name` is cuda and there is no GPU.
     """
     if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device=cuda: no CUDA device is available here; use --device=cpu or leave it out")
+        raise UsageError("--device=cuda: no CUDA device is available; use --device=cpu or leave it out")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def load_model(
     folder: Path, length: int | None, dtype: str | None, device: torch.device, weights: str = "raw"
 ) -> LocalModel:
-    """The model of a folder for texts of up to `length` tokens, but no more than it has positions for.
+    """Load the model of a folder for texts of up to `length` tokens, capped at its number of positions.
 
     Args:
-        length: None takes as many as the model says that it takes.
+        length: None for as many as the model has positions.
         dtype: fp32, bf16 or fp16; None: fp32 on a CPU, bf16 on a GPU.
-        weights: raw, or average: the running averages that a checkpoint of ours keeps beside.
+        weights: raw, or average: the running averages in one of our checkpoints.
 
     Raises:
-        CheckpointError: if there is no whole model that this program knows.
+        CheckpointError: if the folder holds no complete, supported model.
     """
     with contextlib.closing(open_source(folder, weights=weights)) as source:
         longest = source.model.max_position_embeddings

@@ -1,4 +1,4 @@
-"""Prompts as tokens, and continuations as text: what ends them, and what of them is shown."""
+"""Turn prompts into tokens, and continuations into text up to their stop string."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from megatron_lite.generation.continuation import Text
 
 
 def open_tokenizer(model: Path, tokenizer_file: str | None, special_tokens: bool) -> Tokenizer:
-    """The tokenizer named, or else that of a model's folder: its tokenizer.json, or the one a checkpoint was trained
-    with. `special_tokens`: those spelled out in a text are taken for what they spell.
+    """Load `tokenizer_file`, or else the tokenizer.json of a model's folder, or the one a checkpoint was trained with.
+
+    special_tokens: whether a text may spell special tokens.
 
     Raises:
         DataError: if there is none, or it cannot be read.
@@ -29,14 +30,14 @@ def open_tokenizer(model: Path, tokenizer_file: str | None, special_tokens: bool
             raise DataError(f"{model} has no tokenizer.json; name one with --tokenizer_file")
         if not Path(tokenizer_file).exists():
             raise DataError(
-                f"{model} was trained with --tokenizer_file={tokenizer_file}, which is not there any more; name one "
+                f"{model} was trained with --tokenizer_file={tokenizer_file}, which no longer exists; name one "
                 "with --tokenizer_file"
             )
     return load_tokenizer(tokenizer_file, special_tokens=special_tokens)
 
 
 def _trained_with(model: Path) -> str | None:
-    """--tokenizer_file of the run that left a checkpoint, or the newest of a folder of them."""
+    """Return --tokenizer_file of the run that wrote a checkpoint, or the newest one in a folder of checkpoints."""
     folders = [model, *(folder for _, folder in find_checkpoints(model))]
     for folder in folders:
         if (folder / manifest.MANIFEST_NAME).is_file():
@@ -48,8 +49,9 @@ def _trained_with(model: Path) -> str | None:
 
 
 def end_tokens(model: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """Tokens that end a text: the tokenizer's end of document, and `eos_token_id` of generation_config.json or else
-    config.json, one or a list.
+    """Return the tokens that end a text: the tokenizer's end of document, and the model's `eos_token_id`.
+
+    generation_config.json comes before config.json; `eos_token_id` is a number or a list.
     """
     for name in ("generation_config.json", "config.json"):
         try:
@@ -63,10 +65,10 @@ def end_tokens(model: Path, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def read_prompts(content: bytes, name: str) -> list[str]:
-    """The lines of a text file but for blank ones. `name` is the flag with its value, for messages.
+    """Return the lines of a text file that are not blank. `name` is the flag with its value, for messages.
 
     Raises:
-        DataError: if there are none, or it is not UTF-8.
+        DataError: if there is no such line, or the file is not UTF-8.
     """
     try:
         lines = content.decode("utf-8-sig").split("\n")
@@ -74,62 +76,63 @@ def read_prompts(content: bytes, name: str) -> list[str]:
         raise DataError(f"{name}: not UTF-8: {error}") from None
     found = [line.removesuffix("\r") for line in lines if line.strip()]
     if not found:
-        raise DataError(f"{name}: holds no prompt; write one on each line")
+        raise DataError(f"{name}: holds no prompt; write one per line")
     return found
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, template: bool, vocab_size: int, longest: int) -> list[int]:
-    """The tokens of a prompt; those of an empty one are the end of a document, after which another begins.
+    """Encode a prompt; an empty one becomes the end of a document, after which another begins.
 
     Raises:
-        DataError: if it does not fit the model, which has `vocab_size` tokens and takes texts of `longest` of them.
+        DataError: if a token is beyond the vocabulary, or the prompt leaves no room in a text of `longest` tokens.
     """
     tokens = tokenizer.encode(prompt, template) or [tokenizer.end_of_document]
     shown = repr(prompt if len(prompt) <= 40 else prompt[:37] + "...")
     if max(tokens) >= vocab_size:
         raise DataError(
             f"token {max(tokens)} of the prompt {shown} is beyond the model's vocabulary of {vocab_size}: "
-            "another tokenizer belongs to this model (--tokenizer_file)"
+            "give the model's own tokenizer with --tokenizer_file"
         )
     if len(tokens) >= longest:
         raise DataError(
-            f"the prompt {shown} has {len(tokens):,} tokens, and a text of this model has {longest:,} at most, with "
-            "what follows; shorten it"
+            f"the prompt {shown} has {len(tokens):,} tokens, but prompt and continuation together have at most "
+            f"{longest:,} with this model; shorten the prompt"
         )
     return tokens
 
 
 class Continuations:
-    """The text of what follows a prompt, cut at the first of some strings."""
+    """Decoder of continuations that cuts them at the first stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
 
     def text(self, text: Text) -> str:
-        """What follows the prompt, without the stop string that ended it."""
+        """Decode the continuation of a prompt, without the stop string that ended it."""
         whole = self._decode(text)
         end = self._end(whole)
         return whole if end is None else whole[:end]
 
     def stopped(self, text: Text) -> bool:
-        """Whether a stop string is complete, whichever tokens it consists of."""
+        """Return whether the continuation contains a stop string, which may lie across tokens."""
         return bool(self._stops) and self._end(self._decode(text)) is not None
 
     def _decode(self, text: Text) -> str:
-        """Together with the prompt: some tokenizers write a word's first token with a space only behind another."""
+        """Decode with the prompt: some tokenizers write a leading space only after another token."""
         before = self._tokenizer.decode(text.prompt)
         whole = self._tokenizer.decode([*text.prompt, *text.tokens])
         return whole[len(before) :] if whole.startswith(before) else self._tokenizer.decode(text.tokens)
 
     def _end(self, text: str) -> int | None:
-        """Where the stop string begins that is the first to be complete, the longest of several."""
+        """Return where the stop string that ends first begins; of several that end there, the longest."""
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         return min(found)[1] if found else None
 
 
 def numbered(prompts: Sequence[str]) -> list[tuple[str, int]]:
-    """Each prompt with the number of equal ones before it: what its seed is made of, so that neither its place nor
-    other prompts matter.
+    """Pair each prompt with the number of equal prompts before it.
+
+    Seeds are made from these pairs, so that a prompt's place and the other prompts do not matter.
     """
     seen: dict[str, int] = {}
     result: list[tuple[str, int]] = []
@@ -140,7 +143,7 @@ def numbered(prompts: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def as_json(index: int, prompt: str, text: Text, continuation: str) -> dict[str, Any]:
-    """One text for a line of JSON."""
+    """Return a text as an object for a line of JSON."""
     return {
         "index": index,
         "prompt": prompt,

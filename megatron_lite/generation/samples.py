@@ -1,13 +1,12 @@
-"""Samples during training: what the model makes of the same prompts every so many iterations (--sample_interval).
+"""Samples during training: continuations of the same prompts every --sample_interval iterations.
 
-Every rank runs the same passes over the stages as they are, gathering weights as a validation does; what counts are the
-tokens that rank 0 chose. Keys and values are kept, so a sample costs one pass for its prompt and one for each further
-token of `ROWS` samples together, and with ZeRO-3 every pass gathers the whole model. Nothing is changed but buffers
-that hold gathered weights.
+Every rank runs the same passes over the stages and gathers weights as in a validation; all use the tokens that rank 0
+samples. Keys and values are cached, so a sample costs one pass for its prompt, and one pass per further token of `ROWS`
+samples together; with ZeRO-3 every pass gathers the whole model. Only buffers of gathered weights change.
 
-`<experiment_dir>/samples.jsonl` has a line for each time: `iteration`, `train_iters`, `samples` (of each `prompt` its
-continuation as `text`, `finish`: end, length, and the `tokens`), `run`, `time`. Where a resumed run repeats an
-iteration, the later line counts.
+`<experiment_dir>/samples.jsonl` gets one line each time: `iteration`, `train_iters`, `samples` (per sample `prompt`,
+`text`, `finish` (end or length) and `tokens`), `run`, `time`. If a resumed run repeats an iteration, the later line
+counts.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DataError, NumericsError
 from megatron_lite.generation.continuation import Limits, Text, continue_texts
 from megatron_lite.generation.prompts import Continuations, encode_prompt, numbered, read_prompts
-from megatron_lite.generation.sampling import Choice, Chooser
+from megatron_lite.generation.sampling import SamplingOptions, TokenSampler
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.monitor.trackers import MetricsFile
 from megatron_lite.run.experiment import Experiment
@@ -42,24 +41,24 @@ SHOWN_CHARACTERS = 200  # of a sample in the log
 
 
 class StageModel:
-    """The model of a run, of which every rank holds shards: all of them run every pass."""
+    """The sharded model of a run; all ranks run every pass."""
 
     def __init__(self, model: MultiStage, distributed: Distributed) -> None:
         self._model, self._distributed, self.device = model, distributed, distributed.device
 
     def logits(self, micro_batch: MicroBatch) -> Tensor:
-        """(t, v) of the tokens that `micro_batch.cache` wants answered."""
+        """Return the logits (t, v) that `micro_batch.cache` asks for."""
         result = self._model.output(micro_batch)
         self._distributed.end_step()
         return result
 
 
 class Broken(Exception):  # noqa: N818 (not an error)
-    """Logits are not finite: there is nothing to choose from."""
+    """Logits are not finite, so no token can be sampled."""
 
 
-class TrainingChooser(Chooser):
-    """Says NONE where there is nothing to choose from, so that all ranks hear of it: no sample ends a training."""
+class TrainingSampler(TokenSampler):
+    """Sampler that returns NONE for logits that are not finite, so that all ranks can skip the samples."""
 
     NONE = -1
 
@@ -71,7 +70,7 @@ class TrainingChooser(Chooser):
 
 
 class Samples:
-    """The prompts of a run, and where their continuations go. Made by `open_samples`."""
+    """The prompts of a run, and the file for their continuations. Made by `open_samples`."""
 
     def __init__(
         self,
@@ -87,7 +86,7 @@ class Samples:
         self._tokenizer, self._prompts, self._file, self._run = tokenizer, prompts, file, run
 
     def write(self, model: MultiStage, iteration: int, logger: logging.Logger) -> None:
-        """Continue every prompt; all ranks call this together. Logits that are not finite cost the samples: a warning.
+        """Continue every prompt and write the samples, or warn if logits are not finite; all ranks call this together.
 
         Raises:
             StopRequested: on every rank, if any rank received a signal; nothing is written.
@@ -97,7 +96,7 @@ class Samples:
         limits = Limits(training.sample_tokens, self._config.batch.sequence_length, (self._tokenizer.end_of_document,))
         try:
             stage_model = StageModel(model, self._distributed)
-            # Prompts by the default, "math", which is everywhere: a library that fails would end the training.
+            # Attention over prompts uses "math", which always works; a library that fails would end the training.
             for _ in continue_texts(stage_model, texts, limits, ROWS, self._agree):
                 pass
         except Broken:
@@ -114,12 +113,12 @@ class Samples:
             self._file.write({**record, "run": self._run, "time": round(time.time(), 3)})
 
     def _texts(self, iteration: int) -> list[Text]:
-        """Draws depend on seed, iteration and prompt alone."""
+        """Draws depend on seed, iteration and prompt only."""
         training, seed = self._config.training, self._config.distributed.seed
-        choice = Choice(training.sample_temperature, training.sample_top_k, training.sample_top_p)
+        options = SamplingOptions(training.sample_temperature, training.sample_top_k, training.sample_top_p)
         repetitions = numbered([prompt for prompt, _ in self._prompts])
         return [
-            Text(list(tokens), TrainingChooser(choice, derive_seed("sample", seed, iteration, prompt, repetition)))
+            Text(list(tokens), TrainingSampler(options, derive_seed("sample", seed, iteration, prompt, repetition)))
             for (prompt, tokens), (_, repetition) in zip(self._prompts, repetitions, strict=True)
         ]
 
@@ -128,25 +127,25 @@ class Samples:
         if any(received for received, _ in every):
             raise StopRequested
         chosen: list[int] = every[0][1]
-        if TrainingChooser.NONE in chosen:
+        if TrainingSampler.NONE in chosen:
             raise Broken
         return chosen
 
 
 def _shown(prompt: str, continuation: str) -> str:
-    """On one line, with quotes and escapes as in JSON."""
+    """Format a sample on one line, with quotes and escapes as in JSON."""
     cut = continuation if len(continuation) <= SHOWN_CHARACTERS else continuation[:SHOWN_CHARACTERS] + "..."
     return f"{json.dumps(prompt, ensure_ascii=False)} -> {json.dumps(cut, ensure_ascii=False)}"
 
 
 def load_prompts(config: Config) -> list[tuple[str, list[int]]]:
-    """The prompts of --sample_prompts and their tokens.
+    """Read the prompts of --sample_prompts and encode them.
 
     Raises:
-        DataError: if they or the tokenizer cannot be read, or one of them does not fit model and --sequence_length.
+        DataError: if prompts or tokenizer cannot be read, or a prompt does not fit the model or --sequence_length.
     """
     training, length = config.training, config.batch.sequence_length
-    assert training.sample_prompts is not None and config.data.tokenizer_file is not None, "refused before"
+    assert training.sample_prompts is not None and config.data.tokenizer_file is not None, "validated"
     name = f"--sample_prompts={training.sample_prompts}"
     try:
         content = Path(training.sample_prompts).expanduser().read_bytes()
@@ -156,22 +155,23 @@ def load_prompts(config: Config) -> list[tuple[str, list[int]]]:
     prompts = []
     for prompt in read_prompts(content, name):
         try:
-            prompts.append((prompt, encode_prompt(tokenizer, prompt, False, config.model.vocab_size, length)))
+            tokens = encode_prompt(tokenizer, prompt, False, config.model.vocab_size, length)
         except DataError as error:
             raise DataError(f"{name}: {error}") from None
-        if len(prompts[-1][1]) + training.sample_tokens > length:
+        if len(tokens) + training.sample_tokens > length:
             raise DataError(
-                f"{name}: the prompt {prompt[:40]!r} has {len(prompts[-1][1]):,} tokens, and --sample_tokens="
-                f"{training.sample_tokens} follow: more than --sequence_length={length}; shorten one of them"
+                f"{name}: the prompt {prompt[:40]!r} has {len(tokens):,} tokens, which with --sample_tokens="
+                f"{training.sample_tokens} exceeds --sequence_length={length}; shorten one of them"
             )
+        prompts.append((prompt, tokens))
     return prompts
 
 
 def open_samples(config: Config, distributed: Distributed, experiment: Experiment, stop: StopSignal) -> Samples | None:
-    """The samples of a run, if it asks for them; every rank calls this, and takes the prompts that rank 0 has read.
+    """Return the samples of a run, or None without --sample_interval; all ranks get the prompts that rank 0 reads.
 
     Raises:
-        DataError, StorageError: on every rank, if prompts or tokenizer are no use, or samples.jsonl cannot be opened.
+        DataError, StorageError: on every rank, if prompts or tokenizer cannot be used, or samples.jsonl not opened.
     """
     if config.training.sample_interval is None:
         return None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_lite.generation.continuation import Limits, Text, continue_texts
 from megatron_lite.generation.model import LocalModel, load_model
-from megatron_lite.generation.sampling import Choice, Chooser
+from megatron_lite.generation.sampling import SamplingOptions, TokenSampler
 from megatron_lite.model.embedding_and_head import Head
 from megatron_lite.model.kv_cache import KeyValueCache
 from megatron_lite.model.layer import MicroBatch
@@ -27,11 +27,11 @@ LENGTHS = (1, 3, 12, 20, 6)  # of prompts; the windows of the families have 7 to
 NEW_TOKENS = 14
 
 
-class Recorder(Chooser):
+class Recorder(TokenSampler):
     """Takes the most probable token, and keeps the logits."""
 
     def __init__(self) -> None:
-        super().__init__(Choice(), 0)
+        super().__init__(SamplingOptions(), 0)
         self.logits: list[Tensor] = []
 
     def __call__(self, logits: Tensor) -> int:
@@ -67,8 +67,8 @@ def test_greedy_texts_are_those_of_transformers(name: str, tmp_path: Path) -> No
     assert [text.tokens for text in texts] == [generated(theirs, text.prompt) for text in texts]
     for text in texts:
         whole = families.logits_of(theirs, torch.tensor([text.prompt + text.tokens[:-1]]))[0]
-        assert isinstance(text.choose, Recorder)
-        torch.testing.assert_close(torch.stack(text.choose.logits), whole[len(text.prompt) - 1 :], rtol=0, atol=1e-5)
+        assert isinstance(text.sampler, Recorder)
+        torch.testing.assert_close(torch.stack(text.sampler.logits), whole[len(text.prompt) - 1 :], rtol=0, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_a_text_does_not_depend_on_its_neighbours(dtype: str, rows: int, tmp_pat
         (alone,) = grow(model, [one.prompt], rows)
         for text in (other, alone):
             assert text.tokens == one.tokens
-            assert torch.equal(torch.stack(text.choose.logits), torch.stack(one.choose.logits))  # type: ignore[attr-defined]
+            assert torch.equal(torch.stack(text.sampler.logits), torch.stack(one.sampler.logits))  # type: ignore[attr-defined]
 
 
 def test_texts_end_one_by_one_and_where_the_model_ends(mistral: LocalModel) -> None:
@@ -180,10 +180,10 @@ def test_options_that_transformers_lacks_have_the_texts_of_whole_passes(
         hidden: Tensor | None = None
         for layer in model.layers[:-1]:
             hidden = layer(hidden, MicroBatch(whole, whole))
-        assert hidden is not None and isinstance(text.choose, Recorder)
+        assert hidden is not None and isinstance(text.sampler, Recorder)
         expected = head.logits(hidden)[0, len(text.prompt) - 1 :]
         tolerance = (1e-5 if dtype == torch.float32 else 0.05) * float(expected.abs().max())
-        torch.testing.assert_close(torch.stack(text.choose.logits), expected, rtol=0, atol=tolerance)
+        torch.testing.assert_close(torch.stack(text.sampler.logits), expected, rtol=0, atol=tolerance)
 
 
 def test_prompts_are_attended_to_by_what_works() -> None:

@@ -18,9 +18,9 @@ from megatron_lite.generation.prompts import (
     open_tokenizer,
     read_prompts,
 )
-from megatron_lite.generation.sampling import Choice, Chooser
+from megatron_lite.generation.sampling import SamplingOptions, TokenSampler
 
-CHOOSE = Chooser(Choice(), 0)
+SAMPLER = TokenSampler(SamplingOptions(), 0)
 
 
 def metaspace_tokenizer(folder: Path) -> JsonTokenizer:
@@ -40,7 +40,7 @@ def metaspace_tokenizer(folder: Path) -> JsonTokenizer:
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int], stops: tuple[str, ...] = ()) -> str:
-    return Continuations(tokenizer, stops).text(Text(prompt, CHOOSE, tokens))
+    return Continuations(tokenizer, stops).text(Text(prompt, SAMPLER, tokens))
 
 
 def test_a_continuation_keeps_the_space_before_its_first_word(tmp_path: Path) -> None:
@@ -60,10 +60,10 @@ def test_a_stop_string_ends_a_text_wherever_its_tokens_begin(cuts: tuple[int, ..
         size = cuts[len(pieces) % len(cuts)]
         pieces += tokenizer.encode(whole[at : at + size])
         at += size
-    text, continuations = Text([], CHOOSE), Continuations(tokenizer, ("unused", stop))
+    text, continuations = Text([], SAMPLER), Continuations(tokenizer, ("unused", stop))
     limits = Limits(1000, 1000, stops=continuations.stopped)
     for token in pieces:
-        limits.take(text, token)
+        limits.add(text, token)
         if text.finish:
             break
     assert text.finish == "stop" and continuations.text(text) == "one two "
@@ -81,10 +81,10 @@ def test_of_several_stop_strings_the_first_to_be_complete_counts() -> None:
 
 def test_a_text_ends_at_the_first_limit() -> None:
     def finish(limits: Limits, tokens: list[int]) -> tuple[str | None, list[int]]:
-        text = Text([1, 2], CHOOSE)
+        text = Text([1, 2], SAMPLER)
         for token in tokens:
             if text.finish is None:
-                limits.take(text, token)
+                limits.add(text, token)
         return text.finish, text.tokens
 
     assert finish(Limits(3, 100, {9}), [4, 5, 6, 7]) == ("length", [4, 5, 6])
@@ -113,7 +113,7 @@ def test_prompts_fit_the_model_or_are_refused() -> None:
     tokenizer = ByteTokenizer()
     assert encode_prompt(tokenizer, "", True, 257, 4) == [256]
     assert encode_prompt(tokenizer, "abc", True, 257, 4) == [97, 98, 99]
-    with pytest.raises(DataError, match="4 tokens.*4 at most"):
+    with pytest.raises(DataError, match="4 tokens.*at most 4"):
         encode_prompt(tokenizer, "abcd", True, 257, 4)
     with pytest.raises(DataError, match="vocabulary of 99"):
         encode_prompt(tokenizer, "abc", True, 99, 10)

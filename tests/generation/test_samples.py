@@ -199,7 +199,7 @@ def test_contradictions_are_found_before_training(change: dict[str, Any], fact: 
         (None, {}, "cannot be read"),
         (b"\n  \n", {}, "holds no prompt"),
         (b"\xff\xfe", {}, "not UTF-8"),
-        (b"x" * 16, {}, "--sample_tokens=9 follow"),
+        (b"x" * 16, {}, "--sample_tokens=9 exceeds"),
         ("é".encode(), {"vocab_size": 150}, "vocabulary of 150"),
     ],
 )

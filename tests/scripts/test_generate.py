@@ -121,7 +121,7 @@ def test_a_checkpoint_whose_tokenizer_is_gone_asks_for_one(run: Path, call: Call
         code, _, error = call("--model", run / "checkpoints", "--prompt", "x")
     finally:
         (run.parent / "moved.json").rename(kept)
-    assert code == 3 and f"--tokenizer_file={kept}, which is not there any more" in error and error.count("\n") == 1
+    assert code == 3 and f"--tokenizer_file={kept}, which no longer exists" in error and error.count("\n") == 1
 
 
 def test_a_text_does_not_depend_on_other_prompts(export: Path, call: Callable[..., Any]) -> None:
@@ -217,7 +217,7 @@ def test_damage_ends_in_one_clear_line(
 @pytest.mark.parametrize(
     "options, fact",
     [
-        (["--prompt", "x" * 64], "64 at most"),
+        (["--prompt", "x" * 64], "at most 64"),
         (["--prompts_file", "nowhere.txt"], "--prompts_file=nowhere.txt: cannot be read"),
         (["--prompts_file", __file__.replace("test_generate.py", "__init__.py")], "--prompts_file"),
     ],
