@@ -1,4 +1,4 @@
-"""Errors a user can cause or must act on, each with the exit code that scripts can rely on.
+"""Errors that a user can cause or must act on, each with its exit code.
 
 `exit.json` in the experiment directory repeats the code, because torchrun flattens every failure to 1.
 """
@@ -31,12 +31,12 @@ class RunError(ValueError):
     """An expected failure: printed as one clear message without a traceback."""
 
     exit_code = 1
-    agreed = False  # whether every rank raises it together, so that rank 0 speaks for all
+    agreed = False  # whether every rank raises it together, so that only rank 0 prints it
     recorded = True  # whether it belongs in exit.json
-    experiment_dir: str | None = None  # of an error of the command line: where exit.json may be left
+    experiment_dir: str | None = None  # where a command-line error may write exit.json
 
     def __str__(self) -> str:
-        """The message. What would steer a terminal, out of a name in somebody's file, is spelled instead."""
+        """Return the message with control characters escaped: a name in a downloaded file must not steer a terminal."""
         return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in super().__str__())
 
 
@@ -93,13 +93,13 @@ def shorten(problems: Sequence[str], limit: int = 5) -> str:
 
 
 def lost_peer(error: BaseException) -> PeerError:
-    """What the user is told of a backend's error about a peer."""
+    """Return the error that the user sees for a backend's error about a peer."""
     reason = " ".join(str(error).split())[:300]
     return PeerError(f"another rank died or stopped answering ({reason}); see its own message")
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a backend's error means that another rank is gone, rather than that this one did something wrong."""
+    """Whether a backend's error means that another rank is gone, rather than that this rank failed."""
     own_fault = ("ncclInvalidUsage", "ncclUnhandledCudaError", "ncclSystemError", "out of memory")
     if any(sign in str(error) for sign in own_fault):
         return False
@@ -109,8 +109,9 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def as_run_error(error: BaseException, less_memory: str = _LESS_MEMORY) -> RunError | None:
-    """The expected failure behind an exception, or None if it is a defect of the program. `less_memory`: how to get by
-    with less.
+    """Return the expected failure behind an exception, or None if the exception is a defect of the program.
+
+    `less_memory`: advice for an out-of-memory error.
     """
     if isinstance(error, RunError):
         return error
@@ -121,7 +122,7 @@ def as_run_error(error: BaseException, less_memory: str = _LESS_MEMORY) -> RunEr
     if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
         where = f": {error.filename}" if error.filename else ""
         storage_error = StorageError(f"{error.strerror}{where}; make room or choose another --experiment_dir")
-        storage_error.agreed = False  # so far only this rank knows
+        storage_error.agreed = False  # only this rank knows of it so far
         return storage_error
     if is_lost_peer(error):
         return lost_peer(error)
@@ -129,4 +130,4 @@ def as_run_error(error: BaseException, less_memory: str = _LESS_MEMORY) -> RunEr
 
 
 class DamagedError(Exception):
-    """A checkpoint that cannot be used; the message says which file and why."""
+    """A checkpoint that cannot be used; the message names the file and the reason."""

@@ -1,18 +1,18 @@
-"""Where a model's options come from that nobody typed: a preset, or pretrained weights.
+"""Model options that come from a preset or from pretrained weights rather than from flags.
 
-With pretrained weights it is two flags that say whose word counts:
+With pretrained weights two flags decide between the checkpoint and the flags:
 
     --use_pretrained_config  --ignore_pretrained_config
     1                        0       the checkpoint fills in the options; a flag that contradicts it is an error
-    1                        1       the checkpoint fills in the options; flags win, and the shapes must fit
-    0                        0       flags and defaults alone; where they differ from the checkpoint is an error
-    0                        1       flags and defaults alone, and the shapes must fit
+    1                        1       the checkpoint fills in the options; flags win if the shapes fit
+    0                        0       only flags and defaults count; a difference from the checkpoint is an error
+    0                        1       only flags and defaults count; the shapes must fit
 
-Some options say nothing about the weights and may always differ: see `FREE`. Once the experiment directory holds a
-checkpoint, that is what speaks: a resumed run needs the pretrained folder no more.
+Options that do not change the meaning of the weights may always differ: see `FREE`. Once the experiment directory holds
+a checkpoint, its model counts, and a resumed run no longer needs the pretrained folder.
 
-This happens while the command line is parsed, so that validation, banner and dry run see the model; so no torch is
-imported for a Hugging Face folder.
+All this happens while the command line is parsed, so validation, banner and dry run see the model. Reading a Hugging
+Face folder imports no torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_lite.huggingface.architectures import check_exportable
 from megatron_lite.validation import examine
 from megatron_lite.validation.messages import Note
 
-# What weights mean does not depend on these: noise, initial values, precision, padding.
+# Options that do not change what weights mean: noise, initial values, precision, padding.
 FREE = frozenset(
     {
         "attention_dropout",
@@ -53,7 +53,7 @@ FREE = frozenset(
         "make_vocab_size_divisible_by",
     }
 )
-# Options that follow from another one, or belong to its value: where that is changed, those brought along go, too.
+# Option -> the options that depend on its value: when a flag changes it, their values from the model are dropped.
 FOLLOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "hidden_dropout": ("embedding_dropout",),
@@ -68,20 +68,18 @@ FOLLOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class Stated(NamedTuple):
-    """The model that a checkpoint states."""
+    """The model that a checkpoint describes."""
 
-    where: str  # the checkpoint is
-    values: dict[str, Any]  # of options of the model
-    model_type: str | None  # Hugging Face's name of its architecture, if it has one
+    where: str  # path of the checkpoint
+    values: dict[str, Any]  # model options by name
+    model_type: str | None  # Hugging Face's name of the architecture, if it has one
 
 
 def with_source(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, ...]]:
-    """The options that were given, and those that they bring along: of a preset, of the pretrained checkpoint's model.
-
-    The notes say which are used, and from where.
+    """Return the given options plus those of the preset or the pretrained checkpoint, with notes on their source.
 
     Raises:
-        CheckpointError: if the checkpoint cannot be used, or contradicts what was given.
+        CheckpointError: if the checkpoint cannot be used, or contradicts the given options.
     """
     typed, notes = with_preset(given)
     path = typed.get("pretrained_checkpoint_path")
@@ -95,7 +93,7 @@ def with_source(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, .
 
 
 def with_preset(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, ...]]:
-    """The options that were given and those that their --model stands for, with a note on the latter."""
+    """Return the given options plus those that their --model stands for, with a note on the latter."""
     name = given.get("model")
     if name is None:
         return dict(given), ()
@@ -107,14 +105,14 @@ def with_preset(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, .
 
 
 def _brought_along(values: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
-    """What is left of a model's options beside those that were typed."""
+    """Return a model's options without those that depend on a typed option with another value."""
     changed = {first for first in FOLLOW if first in typed and typed[first] != values.get(first)}
     dropped = {name for first in changed for name in FOLLOW[first]}
     return {name: value for name, value in values.items() if name not in dropped}
 
 
 def _with_stated_model(given: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Stated | None]:
-    """With the model of the pretrained checkpoint, and what it states; None: the flags speak."""
+    """Return the options with the model of the pretrained checkpoint, and that model; None if only flags count."""
     use, ignore = given.get("use_pretrained_config", True), given.get("ignore_pretrained_config", False)
     own = _own_values(given)
     if not use and (ignore or own is not None):  # resuming compares with what was saved
@@ -123,7 +121,7 @@ def _with_stated_model(given: dict[str, Any], folder: Path) -> tuple[dict[str, A
     found = own or _stated(folder, kind, weights)
     where, values, _ = found
     theirs = model_options.resolved_values(values, where)
-    # Theirs are stored as they are multiplied; what ours are stored as is then a choice.
+    # Such a model does not say how norm weights are stored, so the flag may choose.
     free = FREE | ({"zero_centered_normalization"} - values.keys())
     typed = {name: given[name] for name in model_options.MODEL_OPTIONS if name in given}
     if not use:
@@ -136,7 +134,7 @@ def _with_stated_model(given: dict[str, Any], folder: Path) -> tuple[dict[str, A
 
 
 def _with_export_type(values: dict[str, Any], model_type: str | None) -> dict[str, Any]:
-    """Exports are of the architecture that the model came in, if it can still express it and no other is asked for."""
+    """Export in the model's own architecture, if it can express the options and no other one is requested."""
     if model_type is None or "export_model_type" in values:
         return values
     resolved, problems = examine(unflatten(dict(values)), 1)
@@ -147,11 +145,11 @@ def _with_export_type(values: dict[str, Any], model_type: str | None) -> dict[st
 
 
 def _stated(folder: Path, kind: str | None, weights: bool) -> Stated:
-    """What the pretrained checkpoint states. `weights`: they are needed."""
+    """Return the model of the pretrained checkpoint. `weights`: whether its weights are needed, too."""
     try:
         if folder_kind.kind_of(folder, kind) == "huggingface":
             if weights:
-                folder_kind.weight_files(folder)  # noticed now if it is an adapter, or a pickle
+                folder_kind.weight_files(folder)  # refuse adapters and pickles now
             return Stated(str(folder), *model_options.hugging_face_values(folder))
         from megatron_lite.huggingface.open_source import open_source
 
@@ -162,14 +160,14 @@ def _stated(folder: Path, kind: str | None, weights: bool) -> Stated:
 
 
 def _own_values(given: Mapping[str, Any]) -> Stated | None:
-    """The same of the newest checkpoint of the run itself; None: it has none, or none that can be read."""
+    """Return the model of the run's own newest checkpoint; None if there is none that can be read."""
     directory = given.get("experiment_dir")
     root = None if directory is None else Path(directory) / "checkpoints"
     try:
         if root is None or not root.is_dir():
             return None
     except OSError:
-        return None  # whoever has to write there will say so
+        return None  # writing to the directory will report the error
     from megatron_lite.checkpoint.sharded import newest_config
 
     newest = newest_config(root)
@@ -180,7 +178,7 @@ def _own_values(given: Mapping[str, Any]) -> Stated | None:
 
 
 def _differences(ours: Mapping[str, Any], theirs: dict[str, Any], names: Collection[str]) -> list[Difference]:
-    """Of these options those that differ. What else is wrong with ours is said elsewhere."""
+    """Return the differences in the options `names`; other problems of `ours` are reported elsewhere."""
     resolved, problems = examine(unflatten(dict(ours)), 1)
     wrong = {name for problem in problems for name in problem.names}
     values = model_options.model_options(resolved)
@@ -194,7 +192,7 @@ def _differences(ours: Mapping[str, Any], theirs: dict[str, Any], names: Collect
 
 
 def _same(saved: Any, current: Any) -> bool:
-    """Numbers may come through a logarithm (the rotary base)."""
+    """Whether two values are equal; floats up to rounding, because the rotary base may be given by its logarithm."""
     if isinstance(saved, float) and isinstance(current, float):
         return math.isclose(saved, current, rel_tol=1e-9)
     return bool(saved == current)
@@ -204,10 +202,9 @@ def _refuse(differences: list[Difference], where: str, filled: bool) -> None:
     if not differences:
         return
     fix = (
-        "leave them out, and its values are used; or let the flags win, where the weights fit them: "
-        "--ignore_pretrained_config=1"
+        "leave these flags out to use its values, or let flags win if the weights fit: --ignore_pretrained_config=1"
         if filled
-        else "give its values, or compare nothing but shapes: --ignore_pretrained_config=1"
+        else "give its values, or compare only the shapes: --ignore_pretrained_config=1"
     )
     raise CheckpointError(
         f"the pretrained checkpoint {where} has another model than the flags; {fix}:\n  "
