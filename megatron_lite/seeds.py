@@ -1,9 +1,9 @@
-"""Seeds as pure functions of names and numbers, so that no random state has to be stored or restored."""
+"""Seeds as pure functions of names and numbers: no random state is stored or restored."""
 
 import hashlib
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from any mix of numbers and names: equal on every machine, rank and Python version."""
+    """Return a 63-bit seed from names and numbers, equal on every machine, rank and Python version."""
     text = "\0".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

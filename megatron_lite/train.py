@@ -1,4 +1,4 @@
-"""The training loop."""
+"""The training loop: `train` iterates, `train_step` updates the weights once."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ FAILED = 1 << 16
 
 
 def pretrain(config: Config, notes: tuple[Note, ...], environment: Mapping[str, str] | None = None) -> int:
-    """Train as configured; returns the exit code, which is also left in exit.json.
+    """Train as configured and return the exit code, which exit.json repeats.
 
-    `notes` are those of the command line, printed under the banner; `environment` is that of --export_callback_env.
+    notes: of the command line, logged below the banner. environment: variables of --export_callback_env.
     """
     rank, run_number, run = launch_rank(), 0, None
     stop = StopSignal()
@@ -58,9 +58,8 @@ def pretrain(config: Config, notes: tuple[Note, ...], environment: Mapping[str, 
         run.callback.close(limit_s, lambda: code != EXIT_PREEMPTED and bool(stop.received))
         run.trackers.close(code)
         if rank == 0:
-            exit_status.write_exit(
-                config.run.experiment_dir, code, "done" if code == EXIT_DONE else "stopped", message, run_number
-            )
+            status = "done" if code == EXIT_DONE else "stopped"
+            exit_status.write_exit(config.run.experiment_dir, code, status, message, run_number)
         group.barrier()
         group.close()
         return code
@@ -69,11 +68,11 @@ def pretrain(config: Config, notes: tuple[Note, ...], environment: Mapping[str, 
         if run is not None:
             run.callback.close(0.0)
             run.trackers.close(code)
-        exit_status.leave(code)  # peers may be waiting for us in a collective: leaving by the front door could hang
+        exit_status.leave(code)  # a normal exit could hang: peers may wait for this rank in a collective
 
 
 def train(run: Run) -> tuple[int, str]:
-    """Run the remaining iterations; returns the exit code and how the run ended."""
+    """Run the remaining iterations; return the exit code and how the run ended."""
     config, training, first = run.config, run.config.training, run.iteration + 1
     loss: float | None = None
     try:
@@ -91,9 +90,8 @@ def train(run: Run) -> tuple[int, str]:
                 # The first wait includes the start of the workers and is no reason to warn.
                 micro_batches, data_wait_s = next_batch(run, batches, warn=iteration > first)
                 update = train_step(run, micro_batches, iteration)
-                run.window.add(
-                    update.loss, iteration_tokens(config.batch, iteration), update.verdict.skipped, data_wait_s
-                )
+                tokens = iteration_tokens(config.batch, iteration)
+                run.window.add(update.loss, tokens, update.verdict.skipped, data_wait_s)
                 run.iteration = iteration
                 last = iteration == training.train_iters
                 if last or is_due(iteration, config.run.log_interval, config.run.log_offset):
@@ -110,44 +108,6 @@ def train(run: Run) -> tuple[int, str]:
         return EXIT_DONE, message
     except StopRequested:
         return save_and_stop(run)
-
-
-def evaluate_first(run: Run) -> None:
-    """Evaluate before the first iteration: what the last start left undone, or a fresh run."""
-    training, last = run.config.training, run.iteration >= run.config.training.train_iters
-    with run.timer.excluded(), run.distributed.traffic.paused():
-        if run.evaluation_due:
-            evaluate_and_export(run, last)
-            if last:
-                save(run)
-        if run.iteration == 0 and training.validation_at_start and training.validation_iters:
-            evaluate(run, "validation")
-
-
-def evaluate_and_export(run: Run, last: bool) -> None:
-    """Evaluate, sample and export as due after an iteration, before its checkpoint: resuming repeats none of it.
-
-    A stop request on the way leaves `run.evaluation_due` set: the next start repeats all of it.
-    """
-    training, iteration = run.config.training, run.iteration
-    run.evaluation_due = True
-    if training.validation_iters and (last or iteration % training.validation_interval == 0):
-        evaluate(run, "validation")
-    if training.test_iters and last:
-        evaluate(run, "test")
-    if run.samples is not None and (last or is_due(iteration, training.sample_interval)):
-        refuse_bad_steps(run)
-        run.samples.write(run.model, iteration, run.logger)
-    if training.export_interval is not None and (last or is_due(iteration, training.export_interval)):
-        export(run)
-    run.evaluation_due = False
-
-
-def is_save_due(run: Run, last: bool) -> bool:
-    """The last iteration is always saved, and so is one at which the run stops as planned."""
-    training, iteration = run.config.training, run.iteration
-    stopping = is_due(iteration, training.stop_interval, training.stop_offset)
-    return last or stopping or is_due(iteration, training.checkpoint_interval, training.checkpoint_offset)
 
 
 def train_step(run: Run, micro_batches: list[HostBatch], iteration: int) -> Update:
@@ -201,13 +161,40 @@ def next_batch(run: Run, batches: Iterator[list[HostBatch]], warn: bool = False)
     return micro_batches, waited_s
 
 
-def is_due(iteration: int, interval: int | None, offset: int = 0) -> bool:
-    """Whether something with this interval and offset happens after an iteration."""
-    return interval is not None and iteration >= offset and (iteration - offset) % interval == 0
+def evaluate_first(run: Run) -> None:
+    """Evaluate what a stopped start left undone, and a fresh run with --validation_at_start."""
+    training, last = run.config.training, run.iteration >= run.config.training.train_iters
+    with run.timer.excluded(), run.distributed.traffic.paused():
+        if run.evaluation_due:
+            evaluate_and_export(run, last)
+            if last:
+                save(run)
+        if run.iteration == 0 and training.validation_at_start and training.validation_iters:
+            evaluate(run, "validation")
+
+
+def evaluate_and_export(run: Run, last: bool) -> None:
+    """Evaluate, sample and export as due after an iteration.
+
+    This comes before the checkpoint, so that resuming repeats none of it. A stop request on the way leaves
+    `run.evaluation_due` set: the next start repeats all of it.
+    """
+    training, iteration = run.config.training, run.iteration
+    run.evaluation_due = True
+    if training.validation_iters and (last or iteration % training.validation_interval == 0):
+        evaluate(run, "validation")
+    if training.test_iters and last:
+        evaluate(run, "test")
+    if run.samples is not None and (last or is_due(iteration, training.sample_interval)):
+        refuse_bad_steps(run)
+        run.samples.write(run.model, iteration, run.logger)
+    if training.export_interval is not None and (last or is_due(iteration, training.export_interval)):
+        export(run)
+    run.evaluation_due = False
 
 
 def evaluate(run: Run, phase: str) -> None:
-    """Log the mean loss per token of a phase, on the same batches every time: of the weights and of their averages."""
+    """Log the mean loss per token of a phase, always on the same batches, of the weights and of their averages."""
     refuse_bad_steps(run)
     batches, device = run.data.evaluation_batches(phase), run.distributed.device
     kinds = ("loss", "averaged_loss") if run.config.averaging.enabled else ("loss",)
@@ -231,8 +218,20 @@ def evaluate(run: Run, phase: str) -> None:
     run.logger.info(format_record(record))
 
 
+def is_due(iteration: int, interval: int | None, offset: int = 0) -> bool:
+    """Whether an event with this interval and offset is due after an iteration."""
+    return interval is not None and iteration >= offset and (iteration - offset) % interval == 0
+
+
+def is_save_due(run: Run, last: bool) -> bool:
+    """Whether to save now: at the last iteration, at a planned stop, and at every checkpoint interval."""
+    training, iteration = run.config.training, run.iteration
+    stopping = is_due(iteration, training.stop_interval, training.stop_offset)
+    return last or stopping or is_due(iteration, training.checkpoint_interval, training.checkpoint_offset)
+
+
 def log_training(run: Run, update: Update) -> float | None:
-    """One line of the log and of metrics.jsonl; returns its loss. Reads the device, so it waits for it."""
+    """Log one line and one record of metrics.jsonl, and return its loss. Reads the device, so it waits for the step."""
     iterations, config = run.window.iterations, run.config
     dropped = run.optimizer.guard.dropped.close()
     record: dict[str, Any] = {
@@ -273,17 +272,17 @@ def log_training(run: Run, update: Update) -> float | None:
 
 
 def refuse_bad_steps(run: Run) -> None:
-    """Nothing is published after a step that has to stop the run, though its update was dropped.
+    """Publish nothing after a step that must stop the run, although its update was dropped.
 
     Raises:
-        NumericsError: on every rank.
+        NumericsError: on every rank, if there was such a step.
     """
     if (reason := run.optimizer.guard.dropped.stop_reason()) is not None:
         raise NumericsError(reason)
 
 
 def refuse_broken_weights(run: Run) -> None:
-    """Nothing that is not finite is ever saved, so that it cannot push a good checkpoint out.
+    """Save no weights that are not finite: they would displace a good checkpoint.
 
     Raises:
         NumericsError: on every rank, if any weight is infinite or NaN.
@@ -296,7 +295,7 @@ def refuse_broken_weights(run: Run) -> None:
 
 
 def _state(run: Run, evaluation_due: bool = False) -> dict[str, Any]:
-    """What a checkpoint holds besides the shards (reads the device)."""
+    """Return what a checkpoint holds besides the shards (reads the device)."""
     return {"optimizer": run.optimizer.state(), "window": run.window.state(), "evaluation_due": evaluation_due}
 
 
@@ -328,7 +327,7 @@ def export(run: Run) -> None:
         weights = export_weights(run.model, run.config, run.distributed)
         try:
             save_huggingface(directory, run.model, run.config, run.distributed, weights)
-        except NumericsError as error:  # what was trained is fine, and is saved
+        except NumericsError as error:  # the trained weights are fine, and saved
             run.logger.warning("no export of iteration %d: %s", run.iteration, error)
             return
     run.logger.info("exported %s%s", directory, " (averaged weights)" if averaged else "")

@@ -1,4 +1,4 @@
-"""Collectives on CPU by pairwise exchange, straight out of and into the flat buffers."""
+"""Collectives on CPU by pairwise exchange, directly between the flat buffers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_lite.distributed.traffic import Handle
 
 
 class Works:
-    """Several transfers that count as one collective."""
+    """Handle of several transfers that make up one collective."""
 
     def __init__(self, works: Sequence[Handle]) -> None:
         self._works = works
@@ -24,11 +24,11 @@ class Works:
 
 
 class PairwiseSum:
-    """A reduce-scatter by pairwise exchange: receives slices chunk by chunk and adds them in rank order.
+    """A reduce-scatter by pairwise exchange: slices arrive chunk by chunk and are added in rank order.
 
-    buffer (world_size * n,) -> its slice `rank` becomes the sum of that slice over all ranks. Sends are posted at
-    once, the first chunks' receives too, as many as there are slots, so they run while the caller computes; sums are
-    taken in `wait`. scratch: (slots, world_size - 1, chunk_numel).
+    buffer: (world_size * n,); slice `rank` becomes the sum of that slice over all ranks. scratch: (slots, world_size -
+    1, chunk_numel). All sends and the first receives, one per slot, are posted at once and run while the caller
+    computes; `wait` adds.
     """
 
     def __init__(self, buffer: Tensor, scratch: Tensor, rank: int, group: Any, tag: int) -> None:
@@ -53,7 +53,7 @@ class PairwiseSum:
         ]
 
     def wait(self) -> None:
-        """Add what arrives, chunk by chunk, until the own slice holds the sum over all ranks."""
+        """Add each chunk as it arrives, until the own slice holds the sum over all ranks."""
         for index, own in enumerate(self._chunks):
             for work in self._receives[index]:
                 work.wait()
@@ -63,12 +63,12 @@ class PairwiseSum:
         self._chunks = []
         for work in self._sends:
             work.wait()
-        # Whoever keeps this handle keeps neither transfers nor group, of which `Distributed.close` drops the last one.
+        # A kept handle must keep neither the transfers nor the group: `Distributed.close` drops its last reference.
         self._sends, self._receives, self._group = [], [], None
 
 
 def add_in_rank_order(own: Tensor, rank: int, others: list[Tensor]) -> None:
-    """own = others[0] + ... + own + ... + others[-1], own at position `rank`. `others` is used up as scratch."""
+    """Compute own = others[0] + ... + own + ... + others[-1], own at position `rank`; overwrites `others`."""
     if rank > 0:
         total = others[0]
         for other in others[1:rank]:

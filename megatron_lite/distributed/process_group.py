@@ -1,9 +1,9 @@
 """Process groups, the device, and the few collectives that training needs.
 
-On CUDA the collectives are NCCL's own. On CPU, gloo's reduce-scatter moves as many bytes as an all-reduce and its
-all-gather takes three times a send/receive pair, so both are exchanged pairwise here: every rank sends each peer
-the slice that it needs, straight out of and into the flat buffers. Sums are always taken in rank order, so that a
-result depends on neither timing nor ZeRO stage.
+On CUDA these are NCCL's collectives. On CPU, gloo's reduce-scatter moves as many bytes as an all-reduce, and its
+all-gather takes three times as long as a send/receive pair. Both are therefore exchanged pairwise here: every rank
+sends each peer the slice that the peer needs, directly between the flat buffers. Sums are always taken in rank order,
+so that results depend on neither timing nor ZeRO stage.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from megatron_lite.distributed.cpu_collectives import PairwiseSum, Works
 from megatron_lite.distributed.traffic import Handle, Traffic
 from megatron_lite.errors import PeerError, UsageError, is_lost_peer, lost_peer
 
-# A pairwise reduction receives into a ring of this many chunks per peer, of this many elements each: small enough to be
-# added while they are in the cache, and enough of them that the exchange goes on for a while beside the computation.
+# A pairwise reduction receives into a ring of chunks per peer: small enough to be added while they are in the cache,
+# and enough of them to keep the exchange going during the computation.
 REDUCTION_CHUNK_NUMEL = 2**18
 REDUCTION_SLOTS = 8
 
 
 class Group(Protocol):
-    """What a stage needs of the ranks that it is partitioned over; without processes in a dry run."""
+    """The ranks that a stage is partitioned over. A dry run implements this without processes."""
 
     rank: int
     world_size: int
@@ -49,7 +49,7 @@ class Distributed:
     """This process among its peers: rank, device, and the collectives over all data-parallel ranks.
 
     Raises:
-        UsageError: if the device asked for is not there.
+        UsageError: if the requested device does not exist.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Distributed:
                 "gloo", init_method=init_method, store=store, rank=rank, world_size=world_size, timeout=startup_timeout
             )
             self._cpu_group = dist.group.WORLD
-            # NCCL's watchdog aborts the process without a word; `end_step` notices a lost peer before it does.
+            # NCCL's watchdog aborts the process without a message; `end_step` notices a lost peer earlier.
             grace = datetime.timedelta(seconds=30 if on_gpu else 0)
             self.group = dist.new_group(backend="nccl" if on_gpu else "gloo", timeout=step_timeout + grace)
         self._step_timeout_s = config.distributed_timeout
@@ -88,12 +88,12 @@ class Distributed:
         self._reduction: Handle | None = None
 
     def close(self) -> None:
-        """Leave the process groups for good, after the last collective has been waited for.
+        """Leave the process groups for good, after the last collective was waited for.
 
-        A thread of gloo's drops its references to a collective's tensors after those who waited for it have gone on,
-        and needs Python's lock for that. If it still waits for the lock when the interpreter ends, Python ends it by
-        force in the middle of a destructor, and with it the process, by SIGABRT. A group waits for its threads when the
-        last reference to it goes; `destroy_process_group` drops torch's own.
+        After a collective, a gloo thread drops its references to the tensors and needs Python's lock for that. If the
+        thread still waits for the lock when the interpreter exits, Python kills it inside a destructor, and the process
+        dies of SIGABRT. A group joins its threads when the last reference to it goes; `destroy_process_group` drops
+        torch's own.
         """
         del self.group, self._cpu_group
         dist.destroy_process_group()
@@ -101,7 +101,7 @@ class Distributed:
     # -- the three collectives of a training step ---------------------------------------------------------------
 
     def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
-        """Complete a flat buffer of which every rank holds slice `rank`: (world_size * n,), in place."""
+        """Complete a flat buffer, (world_size * n,), in place; each rank holds slice `rank`."""
         slices = buffer.view(self.world_size, -1)
         if self.device.type == "cuda":
             work = _nccl("all_gather_single", "all_gather_into_tensor")(
@@ -114,9 +114,9 @@ class Distributed:
         return self.traffic.started(kind, buffer, Works([*receives, *sends]))
 
     def reduce_scatter(self, buffer: Tensor, kind: str = "reduce") -> Handle:
-        """Sum a flat buffer over ranks into its slice `rank`: (world_size * n,), in place; other slices are garbage.
+        """Sum a flat buffer, (world_size * n,), over ranks into slice `rank`, in place; other slices become garbage.
 
-        On CPU one reduction is under way at a time (it owns the scratch): starting the next completes it.
+        On CPU one reduction is in flight at a time, because it owns the scratch: starting the next one completes it.
         """
         if self.device.type == "cuda":
             own = buffer.view(self.world_size, -1)[self.rank]
@@ -131,26 +131,26 @@ class Distributed:
         return self._reduction
 
     def sum_in_rank_order(self, values: Tensor) -> Tensor:
-        """The sum of a small vector over ranks, bit-identical on all of them."""
+        """Return the sum of a small vector over ranks, bit-identical on all of them."""
         gathered = values.new_zeros(self.world_size, *values.shape)
         gathered[self.rank] = values
         self.all_gather(gathered.view(-1), "sum").wait()
         return gathered.sum(dim=0)
 
     def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
-        """A tensor of the same shape and dtype from every rank, in rank order, on every rank: for debugging."""
+        """Return every rank's tensor, all of one shape and dtype, in rank order, on every rank. For debugging."""
         gathered = tensor.new_empty(self.world_size, tensor.numel())
         gathered[self.rank] = tensor.detach().flatten()
         self.all_gather(gathered.view(-1), "debug").wait()
         return [row.view(tensor.shape) for row in gathered]
 
     def end_step(self) -> None:
-        """Mark the end of a step on the GPU, and wait for the end of the step before.
+        """Mark the end of a step on the GPU, and wait for the end of the previous step.
 
-        The host runs one step ahead at most, and notices a peer that hangs: NCCL's own `wait` only orders streams.
+        This keeps the host at most one step ahead and detects a peer that hangs: NCCL's `wait` only orders streams.
 
         Raises:
-            PeerError: if the step before has not ended within --distributed_timeout.
+            PeerError: if the previous step does not end within --distributed_timeout.
         """
         if self.device.type != "cuda":
             return
@@ -166,7 +166,7 @@ class Distributed:
             time.sleep(0.0002)
 
     def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
-        """What `reduce_scatter` allocates of its own for shards of this size."""
+        """Return the scratch bytes that `reduce_scatter` allocates for shards of this size."""
         return reduction_scratch_bytes(self.device.type, self.world_size, shard_numel, dtype)
 
     def _reduction_scratch(self, buffer: Tensor) -> Tensor:
@@ -183,18 +183,18 @@ class Distributed:
     # -- agreement between hosts, over gloo, with the long time-out ----------------------------------------------
 
     def agree_max(self, value: int) -> int:
-        """The largest value of any rank. Also keeps ranks within one step of each other however long data takes."""
+        """Return the largest value of any rank. Also keeps ranks within one step of each other while data is slow."""
         tensor = torch.tensor([value], dtype=torch.int64)
         with peer_errors():
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._cpu_group)
         return int(tensor)
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait for every rank."""
         self.agree_max(0)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """JSON-able values of all ranks, in rank order, on every rank."""
+        """Return the JSON-able values of all ranks, in rank order, on every rank."""
         data = json.dumps(value).encode()
         size = self.agree_max(len(data))
         rows = [torch.zeros(size, dtype=torch.uint8) for _ in range(self.world_size)]
@@ -204,26 +204,26 @@ class Distributed:
         return [json.loads(bytes(row.numpy()).decode()) for row in rows]
 
     def broadcast_object(self, value: Any) -> Any:
-        """The JSON-able value of rank 0, on every rank."""
+        """Return the JSON-able value of rank 0 on every rank."""
         return self.gather_objects(value if self.rank == 0 else None)[0]
 
 
 def reduction_scratch_bytes(device_type: str, world_size: int, shard_numel: int, dtype: torch.dtype) -> int:
-    """What reductions of shards of this size allocate of their own: receive scratch on CPU, nothing on a GPU."""
+    """Return the scratch bytes of reductions of shards of this size: receive chunks on CPU, nothing on a GPU."""
     if device_type == "cuda":
         return 0
     return math.prod(reduction_scratch_shape(world_size, shard_numel)) * dtype.itemsize
 
 
 def reduction_scratch_shape(world_size: int, shard_numel: int) -> tuple[int, int, int]:
-    """(slots, peers, elements of a chunk) for shards of this size."""
+    """Return (slots, peers, elements per chunk) for shards of this size."""
     chunk_numel = min(shard_numel, REDUCTION_CHUNK_NUMEL)
     chunks = -(-shard_numel // chunk_numel) if shard_numel else 0
     return min(REDUCTION_SLOTS, chunks), world_size - 1, chunk_numel
 
 
 def initialize(config: DistributedConfig) -> Distributed:
-    """Join the process group that torchrun describes in the environment; alone, a group of one."""
+    """Join the process group that torchrun describes in the environment; without torchrun, a group of one."""
     environment = os.environ
     world_size = int(environment.get("WORLD_SIZE") or 1)
     return Distributed(
@@ -236,36 +236,36 @@ def initialize(config: DistributedConfig) -> Distributed:
 
 
 def make_deterministic() -> None:
-    """Only deterministic GPU algorithms from here on; to be called before anything runs on a GPU."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for, read at its first use
+    """Allow only deterministic GPU algorithms from now on; call this before anything runs on a GPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it and reads it at first use
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # That switch also fills every new tensor with NaN, to catch reads of uninitialised memory: costly, and not needed.
+    # That switch also fills every new tensor with NaN to catch reads of uninitialized memory: costly and not needed.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def deterministic_ways(device: torch.device, triton: bool) -> str:
-    """What is different with --deterministic=1, for the log."""
+    """Describe what --deterministic=1 changes, for the log."""
     if device.type != "cuda":
-        return f"deterministic: on {device.type} everything is repeatable anyway; --deterministic=1 costs nothing"
+        return f"deterministic: on {device.type} every algorithm is repeatable; --deterministic=1 costs nothing"
     embedding = "" if triton else ", embedding gradients from sorted tokens"
     return (
-        "deterministic: attention's backward pass adds up in a fixed order and never goes through cuDNN, cuBLAS keeps "
-        f"to one workspace{embedding}; scripts/gpu_report.sh measures what that costs"
+        "deterministic: attention's backward pass sums in a fixed order and never uses cuDNN, cuBLAS uses one "
+        f"workspace{embedding}; scripts/gpu_report.sh measures the cost"
     )
 
 
 def choose_device(name: str, local_rank: int, local_world_size: int) -> torch.device:
-    """The device of this rank. Every rank of a machine comes to the same verdict.
+    """Return the device of this rank; every rank of a machine decides alike.
 
     Raises:
-        UsageError: if cuda is asked for and absent, or there are more local ranks than GPUs.
+        UsageError: if cuda is requested and absent, or there are more local ranks than GPUs.
     """
     available = torch.cuda.is_available()
     if name == "cpu" or (name == "auto" and not available):
         return torch.device("cpu")
     if not available:
-        raise UsageError("--device=cuda: no CUDA device is available here; use --device=cpu or --device=auto")
+        raise UsageError("--device=cuda: no CUDA device is available; use --device=cpu or --device=auto")
     if local_world_size > torch.cuda.device_count():
         raise UsageError(
             f"--device={name}: {local_world_size} processes on this machine, but {torch.cuda.device_count()} GPUs; "
@@ -276,7 +276,7 @@ def choose_device(name: str, local_rank: int, local_world_size: int) -> torch.de
 
 
 class peer_errors:  # noqa: N801 - reads as a statement
-    """Turn the errors by which a backend reports a dead or silent peer into one that says so."""
+    """Turn a backend's error about a dead or silent peer into a PeerError."""
 
     def __enter__(self) -> None:
         return None
@@ -286,19 +286,19 @@ class peer_errors:  # noqa: N801 - reads as a statement
             port = os.environ.get("MASTER_PORT")
             raise UsageError(
                 f"MASTER_PORT={port} is in use by another program on this machine; choose another one "
-                "(torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 finds a free one by itself)"
+                "(torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 finds a free port)"
             ) from error
         if error is not None and is_lost_peer(error):
             raise lost_peer(error) from error
 
 
 def _nccl(name: str, older_name: str) -> Callable[..., Handle]:
-    """A collective under its name in torch >= 2.13, else under the one before (deprecated there)."""
+    """Return a collective by its name in torch >= 2.13, else by its older name, which 2.13 deprecates."""
     return getattr(dist, name, None) or getattr(dist, older_name)
 
 
 class _quiet_loopback:  # noqa: N801 - reads as a statement
-    """Let gloo on one machine use the loopback device instead of resolving the host's name, which may fail."""
+    """Let gloo on one machine use the loopback device: resolving the host's name may fail."""
 
     def __init__(self, world_size: int) -> None:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))) == world_size

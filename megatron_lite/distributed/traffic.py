@@ -1,4 +1,4 @@
-"""What the collectives of a run move: counts, elements, bytes, and the time that the computation waits for them."""
+"""Traffic of a run's collectives: counts, elements, bytes, and the time that the computation waits for them."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch import Tensor
 
 
 class Handle(Protocol):
-    """A collective under way. `wait` may be called again; afterwards its buffers may be read and written."""
+    """A collective in flight. After `wait`, which may be called again, its buffers may be read and written."""
 
     def wait(self) -> None: ...
 
 
 @dataclass
 class Total:
-    """Of one kind of collective, on one rank, since the last `Traffic.take`."""
+    """Traffic of one kind of collective, on one rank, since the last `Traffic.take`."""
 
     collectives: int = 0
     elements: int = 0  # of the full buffers
     bytes: int = 0  # of the full buffers
     wire_bytes: int = 0  # sent by this rank: (N - 1) / N of the bytes
-    waited_s: float = 0.0  # the computation stood still; 0 unless timed
+    waited_s: float = 0.0  # time the computation stood still; 0 unless timed
 
 
 class Traffic:
-    """Counts every gather ("gather"), reduction ("reduce") and small sum ("sum") of one rank, and Muon's apart from
-    those of the weights and gradients ("muon gather", "muon reduce").
+    """Counts the collectives of one rank by kind: "gather" (weights), "reduce" (gradients), "muon gather", "muon
+    reduce", "sum" (small sums) and "debug".
     """
 
     def __init__(self, world_size: int, timed: bool = False, device_type: str = "cpu") -> None:
@@ -41,7 +41,7 @@ class Traffic:
         self._stalls: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # on a GPU: before and after a wait
 
     def started(self, kind: str, buffer: Tensor, work: Handle) -> Handle:
-        """Count a collective over a full buffer, (world_size * n,); returns what to wait for."""
+        """Count a collective over a full buffer, (world_size * n,), and return its handle, timed if asked for."""
         if self._paused:
             return work
         total = self._totals.setdefault(kind, Total())
@@ -53,7 +53,7 @@ class Traffic:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What starts inside is not counted: validation, checkpoints, exports."""
+        """Count no collective that starts inside the block: validation, checkpoints, exports."""
         self._paused = True
         try:
             yield
@@ -61,7 +61,7 @@ class Traffic:
             self._paused = False
 
     def take(self) -> dict[str, Total]:
-        """The totals by kind since the last call, which start again from zero. Timed on a GPU, it waits for the GPU."""
+        """Return the totals by kind since the last call and reset them. With timing on a GPU, wait for the GPU."""
         for kind, before, after in self._stalls:
             after.synchronize()
             self._totals.setdefault(kind, Total()).waited_s += before.elapsed_time(after) / 1e3
@@ -69,7 +69,7 @@ class Traffic:
         return totals
 
     def _wait(self, kind: str, work: Handle) -> None:
-        if self._on_gpu:  # the host does not wait: the stream does
+        if self._on_gpu:  # the stream waits, not the host
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             before.record()
             work.wait()
@@ -82,7 +82,7 @@ class Traffic:
 
 
 class _Timed:
-    """A collective of which the first `wait` is timed."""
+    """A collective whose first `wait` is timed."""
 
     def __init__(self, work: Handle, wait: Callable[[str, Handle], None], kind: str) -> None:
         self._work, self._wait, self._kind = work, wait, kind

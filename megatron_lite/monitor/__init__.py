@@ -1,1 +1,1 @@
-"""What a run tells its user: metrics, log lines and files, metrics.jsonl, Weights & Biases, a progress bar."""
+"""Reports of a run: banner, log, metrics, trackers, progress bar, tensor logs, and the export callback."""

@@ -1,7 +1,7 @@
 """The logger "megatron_lite": flushed lines on the console, one log file per rank.
 
-A log is there for the run, never the other way round: a console whose reader has gone away and a log file on a full
-disk cost lines, not the training. Every line is one `write`, so nothing is held back in a buffer.
+Logging never stops a run: a console without a reader, or a log file on a full disk, costs lines and nothing else. Every
+line is one `write`, so no buffer holds it back.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ TRAFFIC_KINDS = {
 
 
 def get_logger() -> logging.Logger:
-    """The logger of this program."""
+    """Return the logger of this program."""
     return logging.getLogger(LOGGER_NAME)
 
 
 class AppendFile:
-    """A file to which whole lines are appended, each by one `write`; a line that did not fit leaves no half of it.
+    """A file that takes whole lines, each by one `write`; a line that does not fit leaves nothing behind.
 
     Raises:
         StorageError: if the file cannot be opened.
@@ -49,11 +49,11 @@ class AppendFile:
             raise StorageError(f"cannot write {path}: {error.strerror}; choose another --experiment_dir") from error
 
     def size(self) -> int:
-        """Bytes in the file."""
+        """Return the bytes in the file."""
         return os.fstat(self._fd).st_size
 
     def read_tail(self, size: int) -> bytes:
-        """The last `size` bytes (fewer if the file is shorter)."""
+        """Return the last `size` bytes, or fewer if the file is shorter."""
         return os.pread(self._fd, size, max(self.size() - size, 0))
 
     def truncate(self, size: int) -> None:
@@ -61,19 +61,19 @@ class AppendFile:
         os.ftruncate(self._fd, size)
 
     def append(self, line: bytes) -> None:
-        """Append `line`, wholly or not at all.
+        """Append the whole line or nothing.
 
         Raises:
-            OSError: if it could not be written.
+            OSError: if the line could not be written.
         """
         size = self.size()
         written = os.write(self._fd, line)
-        if written != len(line):  # the disk filled up in the middle of the line
+        if written != len(line):  # the disk is full
             os.ftruncate(self._fd, size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def close(self) -> None:
-        """Close the file; errors no longer matter."""
+        """Close the file; ignore errors."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             try:
@@ -83,7 +83,7 @@ class AppendFile:
 
 
 class _LineFormatter(logging.Formatter):
-    """Time and rank begin every line of a message; a level is named from WARNING on."""
+    """Begins every line of a message with time and rank; names levels from WARNING on."""
 
     def __init__(self, prefix: str, timestamps: bool) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class _LineFormatter(logging.Formatter):
 
 
 class ConsoleHandler(logging.Handler):
-    """Lines to stdout, flushed, above a progress bar if there is one; goes quiet when nobody reads any more."""
+    """Prints lines to stdout, flushed, above the progress bar; goes silent when the reader is gone."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print the record."""
@@ -114,7 +114,7 @@ class ConsoleHandler(logging.Handler):
             if sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty():
                 from tqdm import tqdm
 
-                tqdm.write(text, file=stream)  # lifts the bar, prints, and draws it again
+                tqdm.write(text, file=stream)  # clears the bar, prints, and redraws it
             else:
                 stream.write(text + "\n")
             stream.flush()
@@ -127,7 +127,7 @@ class ConsoleHandler(logging.Handler):
 
 
 def _discard_stdout() -> None:
-    """Point stdout at nothing, or Python would fail once more, with exit code 120, when it flushes at exit."""
+    """Point stdout at /dev/null, or Python's flush at exit would fail again, with exit code 120."""
     try:
         fd = os.open(os.devnull, os.O_WRONLY)
         os.dup2(fd, sys.stdout.fileno())
@@ -137,9 +137,9 @@ def _discard_stdout() -> None:
 
 
 class FileHandler(logging.Handler):
-    """Lines to a log file; the first one that cannot be written is reported (on the console), the others are dropped.
+    """Writes lines to a log file. A line that cannot be written is dropped; only the first one is reported.
 
-    It goes on trying: a disk that was full may have room again.
+    Later lines are tried again: a full disk may have room by then.
     """
 
     def __init__(self, path: Path) -> None:
@@ -153,7 +153,7 @@ class FileHandler(logging.Handler):
             self._file.append((self.format(record) + "\n").encode("utf-8", "backslashreplace"))
         except OSError as error:
             if not self._warned:
-                self._warned = True  # before the warning, which comes back here as a record of its own
+                self._warned = True  # set first: the warning itself comes back here
                 get_logger().warning(
                     "cannot write %s: %s; the run goes on without these lines", self._file.path, error.strerror
                 )
@@ -169,13 +169,13 @@ class FileHandler(logging.Handler):
 def start_logging(
     log_file: Path | None, rank: int, world_size: int, to_console: bool, timestamps: bool, all_ranks: bool = False
 ) -> logging.Logger:
-    """Set the logger up and return it; calling again replaces what the last call set up.
+    """Set up the logger and return it; a second call replaces the first setup.
 
     Args:
         log_file: runs/<k>/logs/logs_rank_<rank>.txt, or None for no file.
         to_console: print on stdout too.
         timestamps: begin each line with the time.
-        all_ranks: every rank prints, so each console line names its rank. Ranks above 0 always do.
+        all_ranks: every rank prints, so each console line names its rank; lines of ranks above 0 always do.
 
     Raises:
         StorageError: if the log file cannot be opened.
@@ -183,14 +183,14 @@ def start_logging(
     stop_logging()
     logger = get_logger()
     logger.setLevel(logging.INFO)
-    logger.addHandler(logging.NullHandler())  # else a rank without handlers would print warnings on stderr
-    logger.propagate = False  # a library that sets up the root logger would print every line again
+    logger.addHandler(logging.NullHandler())  # without any handler, warnings would go to stderr
+    logger.propagate = False  # a root logger set up by a library would repeat every line
     if to_console:
         prefix = f"[rank {rank:0{len(str(world_size - 1))}d}] " if rank or (all_ranks and world_size > 1) else ""
         console = ConsoleHandler()
         console.setFormatter(_LineFormatter(prefix, timestamps))
         logger.addHandler(console)
-        if hasattr(sys.stdout, "reconfigure"):  # a path that the terminal cannot spell must not end the run
+        if hasattr(sys.stdout, "reconfigure"):  # a path that the terminal cannot encode must not end the run
             sys.stdout.reconfigure(errors="backslashreplace")
     if log_file is not None:
         file = FileHandler(log_file)

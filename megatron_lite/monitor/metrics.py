@@ -19,7 +19,7 @@ from megatron_lite.config import Config, ModelConfig, PerformanceConfig
 from megatron_lite.schedules.batch_size import batch_schedule
 
 # Dense bf16 tensor-core peaks (fp16 for V100 and T4) in TFLOP/s, from the vendor's data sheets; the first match wins.
-# The PCIe and NVL boards run at lower clocks than the SXM modules of the same name.
+# PCIe and NVL boards run at lower clocks than SXM modules of the same name.
 PEAK_TFLOPS = (
     (r"\bGB200\b", 2500.0),
     (r"\bB200\b", 2250.0),
@@ -46,7 +46,7 @@ PEAK_TFLOPS = (
 
 
 def known_peak_tflops(device_name: str) -> float | None:
-    """Dense bf16 peak of a device in TFLOP/s, from the name the driver gives it; None for one not in the table."""
+    """Return the dense bf16 peak in TFLOP/s by the driver's name of the device; None if the table lacks it."""
     name = device_name.replace("-", " ").replace("_", " ")
     for pattern, tflops in PEAK_TFLOPS:
         if re.search(pattern, name, re.IGNORECASE):
@@ -55,7 +55,7 @@ def known_peak_tflops(device_name: str) -> float | None:
 
 
 def _block_flops(model: ModelConfig, tokens: int) -> float:
-    """FLOPs of the matrix products with the blocks' weights, one pass: 2 per weight and token."""
+    """Return the FLOPs of one pass through the blocks' matrix products: 2 per weight and token."""
     assert model.head_groups is not None and model.kv_channels is not None and model.ffn_hidden_size is not None
     attention = 2 * (model.num_attention_heads + model.head_groups) * model.kv_channels
     mlp = (3 if model.gated else 2) * model.ffn_hidden_size
@@ -63,39 +63,39 @@ def _block_flops(model: ModelConfig, tokens: int) -> float:
 
 
 def _head_flops(model: ModelConfig, tokens: int) -> float:
-    """The same of the output head."""
+    """Return the FLOPs of one pass through the output head."""
     return 2.0 * tokens * model.hidden_size * model.vocab_size
 
 
 def _attention_flops(model: ModelConfig, sequence_length: int, tokens: int, full: bool = False) -> float:
-    """FLOPs of scores and context, one pass; only what the causal mask and the window leave, or the full square."""
+    """Return the FLOPs of scores and context, one pass: what causal mask and window leave, or the full square."""
     assert model.kv_channels is not None
-    # A query sees s / 2 keys on average under the causal mask, and w * (1 - w / 2s) of them with a window w.
+    # Under the causal mask a query sees s / 2 keys on average; with a window w, w * (1 - w / 2s).
     window = min(model.window_size or sequence_length, sequence_length)
     mean_keys = sequence_length if full else window * (1 - window / (2 * sequence_length))
     return 4.0 * tokens * model.num_layers * model.num_attention_heads * model.kv_channels * mean_keys
 
 
 def model_flops(model: ModelConfig, sequence_length: int, tokens: int, full_attention: bool = False) -> float:
-    """FLOPs that training on `tokens` tokens takes: forward and backward (twice the forward), nothing computed twice.
+    """Return the FLOPs of training on `tokens` tokens: forward and backward (twice the forward), without recomputation.
 
         6 * T * L * h * [2 * (heads + head_groups) * d + (2 + gated) * f]      linear layers
       + 6 * T * h * v                                                         output head
       + 6 * T * L * heads * d * s                                             attention, causal: half the square
 
-    with 2 * w * (1 - w / 2s) in place of s for a window of w tokens. Embedding look-ups, norms, activations and the
-    optimizer are not counted, nor is padding of the vocabulary; borders of documents and frozen parameters are not
-    taken off. `model` must be resolved. The same numbers as Fast-LLM's "tflop/s (model)".
+    with 2 * w * (1 - w / 2s) instead of s for a window of w tokens. Embedding look-ups, norms, activations, the
+    optimizer and vocabulary padding are not counted; document borders and frozen parameters are not subtracted.
+    `model` must be resolved. Equal to Fast-LLM's "tflop/s (model)".
 
-    `full_attention` counts the whole square of scores, 12 * T * L * heads * d * s whatever the mask, as PaLM (Chowdhery
-    et al. 2022, appendix B) and nanoGPT do.
+    `full_attention` counts the full square of scores, 12 * T * L * heads * d * s for any mask, as PaLM (Chowdhery et
+    al. 2022, appendix B) and nanoGPT do.
     """
     attention = _attention_flops(model, sequence_length, tokens, full_attention)
     return 3 * (_block_flops(model, tokens) + _head_flops(model, tokens) + attention)
 
 
 def hardware_flops(model: ModelConfig, performance: PerformanceConfig, sequence_length: int, tokens: int) -> float:
-    """`model_flops` plus what is computed twice to save memory:
+    """Return `model_flops` plus recomputation:
 
     + 2 * T * h * (1 + gated) * f        for each block with mlp_recompute_level=full: its first MLP product
     + the block's forward pass           for each of the first recompute_layers
@@ -154,14 +154,14 @@ class LogWindow:
 
 
 class StepTimer:
-    """Training time and what follows from it, without the time of validations and saves.
+    """Training time and rates, excluding validations and saves.
 
-    Rates count the samples of the batch schedule, not what padding computes besides.
+    Rates count the samples of the batch schedule, without padding.
 
     Args:
         config: resolved.
         iteration: iterations done before this start.
-        peak_tflops: dense peak of one device, or None where it is not known (then no mfu).
+        peak_tflops: dense peak of one device, or None if unknown (then no mfu).
         clock: seconds, monotonic.
     """
 
@@ -175,7 +175,7 @@ class StepTimer:
     ) -> None:
         self._schedule, length = batch_schedule(config.batch), config.batch.sequence_length
         self._train_iters = config.training.train_iters
-        # Of one sample, shared by all devices.
+        # Per sample and device.
         self._tokens = length / world_size
         self._model_tflop = model_flops(config.model, length, length) / world_size / 1e12
         hardware = hardware_flops(config.model, config.performance, length, length)
@@ -190,7 +190,7 @@ class StepTimer:
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
-        """Time spent inside does not count as training: validation, checkpoints, exports."""
+        """Exclude the time inside the block from training time: validation, checkpoints, exports."""
         start = self._clock()
         try:
             yield
@@ -198,14 +198,14 @@ class StepTimer:
             self._lap_start += self._clock() - start
 
     def lap(self, iteration: int, now: datetime | None = None) -> tuple[dict[str, float], dict[str, Any]]:
-        """End the lap that began at the last call and describe it.
+        """End the lap that began at the last call.
 
-        The caller makes sure that the device has finished (it reads the loss anyway).
+        The caller has waited for the device (by reading the loss).
 
         Returns:
-            what belongs in the metrics record (`step_time_ms`, `tokens_per_sec_per_gpu`, `model_tflops`,
-            `hardware_tflops`, `mfu`), and what only the console shows (`average_step_time_ms`, `remaining_seconds`,
-            `completion_date`). Both are empty when there was no iteration since the last lap.
+            the part of the metrics record (`step_time_ms`, `tokens_per_sec_per_gpu`, `model_tflops`, `hardware_tflops`,
+            `mfu`), and values for the console only (`average_step_time_ms`, `remaining_seconds`, `completion_date`).
+            Both are empty without an iteration since the last lap.
         """
         iterations = iteration - self._lap_iteration
         if iterations <= 0:
@@ -216,7 +216,7 @@ class StepTimer:
         samples = consumed(iteration) - consumed(self._lap_iteration)
         self._lap_iteration, self._lap_start = iteration, end
         self._laps += 1
-        if self._laps == 2:  # the first lap holds compilation and allocation: it would spoil the forecast
+        if self._laps == 2:  # the first lap includes compilation and allocation and would spoil the forecast
             self._run_iterations, self._run_samples, self._run_seconds = 0, 0, 0.0
         self._run_iterations += iterations
         self._run_samples += samples
@@ -241,7 +241,7 @@ class StepTimer:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as h:mm:ss."""
+    """Format seconds as h:mm:ss."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
@@ -251,11 +251,11 @@ def _plain(text: str) -> Callable[[Any], str]:
 
 
 def _tflops(text: str) -> Callable[[Any], str]:
-    """Small models run at thousandths of a TFLOP/s: those keep three digits, whatever their size."""
+    """Show three significant digits below 1 TFLOP/s, where small models run."""
     return lambda value: text.format(f"{value:.2f}" if value >= 1 else f"{value:.3g}")
 
 
-# The fields of the log line in order: (key of the record, how its value is shown).
+# Fields of the log line in order: (key of the record, how to show its value).
 FIELDS: tuple[tuple[str, Callable[[Any], str]], ...] = (
     ("consumed_samples", _plain("consumed samples: {:,}")),
     ("consumed_tokens", _plain("consumed tokens: {:,}")),
@@ -288,11 +288,11 @@ FIELDS: tuple[tuple[str, Callable[[Any], str]], ...] = (
 
 
 def format_record(record: Mapping[str, Any], console: Mapping[str, Any] | None = None) -> str:
-    """The log line of a metrics record: `training @ iteration 20/1000 | step time: ... | language model loss: ...`.
+    """Return the log line of a record: `training @ iteration 20/1000 | step time: ... | language model loss: ...`.
 
     Args:
-        record: keys of metrics.jsonl; each field is shown only where the record has it.
-        console: values that only the console shows: `allocated_mib`, `reserved_mib`, `global_max_reserved_mib`,
+        record: keys of metrics.jsonl; absent fields are not shown.
+        console: values for the console only: `allocated_mib`, `reserved_mib`, `global_max_reserved_mib`,
             `average_step_time_ms`, `remaining_seconds`, `completion_date`.
     """
     values = {**record, **(console or {})}

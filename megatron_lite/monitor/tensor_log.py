@@ -1,8 +1,8 @@
-"""What is kept of a tensor that is logged for debugging, and the files that hold it.
+"""Summaries of tensors logged for debugging, and the files that hold them.
 
-A level says how much: 1 its shape, dtype and device; 2 also statistics; from 3 on also 2**(level - 3) samples, spread
-evenly over the flattened tensor. A file is an ordinary safetensors file: the samples by name, everything else as JSON
-in its metadata. `scripts/compare_tensor_logs.py` compares two of them.
+The level says how much is kept: 1 shape, dtype and device; 2 also statistics; from 3 on also 2**(level - 3) samples,
+spread evenly over the flattened tensor. A file is an ordinary safetensors file: samples by name, the rest as JSON in
+its metadata. `scripts/compare_tensor_logs.py` compares two files.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from torch import Tensor
 from megatron_lite.errors import UsageError
 from megatron_lite.run.durable_files import replace_file
 
-# Elements that are converted to fp64 at a time: bounds the temporaries to some 100 MiB.
+# Elements converted to fp64 at a time; keeps temporaries below about 100 MiB.
 CHUNK_NUMEL = 2**22
-# Integers of the same width, to read the bits of a floating-point number.
+# Integers by width in bytes, to read the bits of floating-point numbers.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FORMAT = "megatron_lite tensor log 1"
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of all elements, computed in fp64 whatever their dtype."""
+    """Statistics of all elements, computed in fp64 for every dtype."""
 
     mean: float
     std: float  # around the mean, divided by the number of elements: mean**2 + std**2 is the mean square
     minimum: float
     maximum: float
     not_finite: int  # elements that are infinite or NaN
-    checksum: int  # 64 bits that differ if any element does, for tensors of one dtype and shape
+    checksum: int  # 64 bits; differs if any element does, for tensors of one dtype and shape
 
     @property
     def rms(self) -> float:
-        """The root of the mean square."""
+        """Root of the mean square."""
         return math.hypot(self.mean, self.std)
 
 
@@ -60,7 +60,7 @@ class TensorEntry:
     samples: Tensor | None = None  # level 3: fp32 (n,), on the CPU
 
     def line(self, show_elements: int) -> str:
-        """For the log, with at most `show_elements` samples."""
+        """Return the line for the log, with at most `show_elements` samples."""
         parts = [self.name, f"{self.shape} {self.dtype} {self.device}"]
         if self.statistics is not None:
             parts.append(f"mean {self.statistics.mean:.4e}, std {self.statistics.std:.4e}")
@@ -74,7 +74,7 @@ class TensorEntry:
 
 
 def summarize(name: str, tensor: Tensor, level: int) -> TensorEntry:
-    """What a level keeps of a floating-point tensor of any shape (reads the device from level 2 on)."""
+    """Summarize a floating-point tensor of any shape as far as `level` says; reads the device from level 2 on."""
     flat = tensor.detach().reshape(-1)
     return TensorEntry(
         name=name,
@@ -88,10 +88,10 @@ def summarize(name: str, tensor: Tensor, level: int) -> TensorEntry:
 
 
 def take_samples(flat: Tensor, count: int) -> Tensor:
-    """`count` elements (all, if there are fewer) of a tensor (n,), one of each of `count` equal pieces: fp32 on CPU.
+    """Return `count` elements of a tensor (n,), or all if there are fewer: fp32 on CPU, one from each equal piece.
 
-    The place within the piece wanders (multiples of the golden ratio, in integers). At equal distances all samples of
-    a matrix would come out of one column or two, because its width divides most distances.
+    The position within the piece varies (multiples of the golden ratio, in integers). At equal distances all samples of
+    a matrix would come from one or two columns, because its width divides most distances.
     """
     count = min(count, flat.numel())
     index = torch.arange(count, device=flat.device)
@@ -101,7 +101,7 @@ def take_samples(flat: Tensor, count: int) -> Tensor:
 
 
 def compute_statistics(flat: Tensor) -> Statistics:
-    """Statistics of a tensor (n,), n > 0; two passes, because a sum of squares loses what mean and std differ by."""
+    """Return the statistics of a tensor (n,), n > 0, in two passes: a plain sum of squares would lose a small std."""
     sums, extremes, finite, checksum = [], [], 0, 0
     for start in range(0, flat.numel(), CHUNK_NUMEL):
         chunk = flat[start : start + CHUNK_NUMEL]
@@ -123,10 +123,10 @@ def compute_statistics(flat: Tensor) -> Statistics:
 
 
 def _checksum(chunk: Tensor, start: int) -> int:
-    """Sum of each element's bits times an odd number of its position, modulo 2**64.
+    """Return the sum of each element's bits times 2 * position + 1, modulo 2**64.
 
-    Integers: no order of summation changes it. Both zeros count as one, and so do all NaNs, because they compare as
-    equal (for a log) whatever their bits.
+    Integer sums do not depend on their order. Both zeros count as one value, and so do all NaNs: a log treats them as
+    equal.
     """
     plain = torch.where(chunk.isnan(), torch.nan, chunk) + 0.0  # -0.0 + 0.0 is 0.0
     bits = plain.view(BITS[plain.element_size()]).to(torch.int64)
@@ -135,29 +135,29 @@ def _checksum(chunk: Tensor, start: int) -> int:
 
 
 def write_tensor_log(path: Path, entries: Sequence[TensorEntry], about: Mapping[str, str]) -> None:
-    """Write a file aside and give it its name; `about` is added to its metadata. Names have to differ.
+    """Write a file atomically, with `about` in its metadata. Names must differ.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
     assert len({entry.name for entry in entries}) == len(entries), "two entries of one name"
     samples = {entry.name: entry.samples for entry in entries if entry.samples is not None}
     metadata = {**about, "format": FORMAT, "entries": json.dumps([_to_json(entry) for entry in entries])}
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, save(samples, metadata))  # and not `save_file`: that hides the file from the user's group
+    replace_file(path, save(samples, metadata))  # not `save_file`: it hides the file from the user's group
 
 
 def read_tensor_log(path: Path) -> list[TensorEntry]:
-    """The entries of a file, in the order in which they were logged.
+    """Return the entries of a file in the order of logging.
 
     Raises:
-        UsageError: if it cannot be read or is no tensor log.
+        UsageError: if the file cannot be read or is not a tensor log.
     """
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
-                raise UsageError(f"{path} is no tensor log of this program; --save_tensor_logs=1 writes them")
+                raise UsageError(f"{path} is not a tensor log of this program; write one with --save_tensor_logs=1")
             samples = {name: file.get_tensor(name) for name in file.keys()}
         return [_from_json(fields, samples) for fields in json.loads(metadata["entries"])]
     except OSError as error:
@@ -165,11 +165,11 @@ def read_tensor_log(path: Path) -> list[TensorEntry]:
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(f"{path} is damaged ({type(error).__name__}: {error}); run again to write it anew") from None
+        raise UsageError(f"{path} is damaged ({type(error).__name__}: {error}); run again to rewrite it") from None
 
 
 def _to_json(entry: TensorEntry) -> dict[str, Any]:
-    """Everything but the samples; JSON has no infinities, so they are texts."""
+    """Return everything but the samples; infinities, which JSON lacks, become text."""
     fields = {name: getattr(entry, name) for name in ("name", "shape", "dtype", "device", "level")}
     statistics = {} if entry.statistics is None else dataclasses.asdict(entry.statistics)
     return {**fields, **{name: _spell(value) for name, value in statistics.items()}}
@@ -196,7 +196,7 @@ def _from_json(fields: dict[str, Any], samples: dict[str, Tensor]) -> TensorEntr
 
 
 def unique_names(entries: Sequence[TensorEntry]) -> Iterator[TensorEntry]:
-    """The entries, with a number behind a name that was there before."""
+    """Yield the entries; a repeated name gets a number."""
     seen: dict[str, int] = {}
     for entry in entries:
         count = seen[entry.name] = seen.get(entry.name, 0) + 1

@@ -1,12 +1,12 @@
-"""Where metrics go: `metrics.jsonl`, which is the truth, and Weights & Biases where it is asked for.
+"""Destinations of metrics: `metrics.jsonl`, the record of truth, and optionally Weights & Biases.
 
-metrics.jsonl has one JSON object a line, written by one `write` on a file opened for appending, so a line is there
-or is not. Floats are in shortest round-trip form; NaN and infinities, which JSON cannot spell, become null. A start
-repairs a last line that a crash tore, and appends: where a resumed run repeats an iteration, the later line counts.
+metrics.jsonl has one JSON object per line, each written by one `write` in append mode, so a line is complete or absent.
+Floats are in shortest round-trip form; NaN and infinities, which JSON lacks, become null. A start repairs a last line
+torn by a crash, then appends: where a resumed run repeats an iteration, the later line counts.
 
-Weights & Biases runs in a thread of its own behind a bounded queue: when it is slow, unreachable or dies, points are
+Weights & Biases runs in a thread of its own behind a bounded queue: if it is slow, unreachable or dies, points are
 dropped and counted, and training does not wait. The key comes from the environment variable WANDB_API_KEY or from the
-text file at WANDB_API_KEY_PATH; it is handed to the library and goes nowhere else.
+text file at WANDB_API_KEY_PATH, and goes to the library only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _finite(value: Any) -> Any:
 
 
 class MetricsFile:
-    """metrics.jsonl, open for appending. A line that cannot be written is lost, reported once, and kills nothing.
+    """metrics.jsonl, open for appending. A line that cannot be written is lost, and the first loss is reported.
 
     Raises:
         StorageError: if the file cannot be opened.
@@ -51,7 +51,7 @@ class MetricsFile:
             get_logger().warning("cannot repair the last line of %s: %s", path, error.strerror)
 
     def _repair_last_line(self) -> None:
-        """Complete a last line that only lacks its newline, and cut off one that was torn."""
+        """Complete a last line that only lacks its newline; remove a torn one."""
         tail = self._file.read_tail(_REPAIR_BYTES)
         torn = tail[tail.rfind(b"\n") + 1 :]
         if not torn:
@@ -74,7 +74,7 @@ class MetricsFile:
                 )
 
     def close(self) -> None:
-        """Close the file and say how many lines were lost, if any."""
+        """Close the file and report the number of lost lines, if any."""
         self._file.close()
         if self.lost_lines:
             get_logger().warning("%d lines of %s were lost", self.lost_lines, self._file.path)
@@ -89,10 +89,10 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl in the order of their iterations.
+    """Return the records of a metrics.jsonl in the order of their iterations.
 
-    Of several lines for the same phase and iteration (a resumed run repeats some) the last one counts. A number that
-    was not finite is None. Lines that are no JSON object (a torn one at the end, a damaged disk) are left out.
+    The last line of a phase and iteration counts (a resumed run repeats some). Numbers that were not finite are None.
+    Lines that are not JSON objects (a torn last line, a damaged disk) are left out.
 
     Raises:
         OSError: if the file cannot be read.
@@ -106,10 +106,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_wandb_key() -> str | None:
-    """The key from WANDB_API_KEY or the file at WANDB_API_KEY_PATH; None without either.
+    """Return the key from WANDB_API_KEY or the file at WANDB_API_KEY_PATH; None without either.
 
     Raises:
-        UsageError: if the file cannot be read or does not hold one word. The message never shows what it holds.
+        UsageError: if the file cannot be read or does not hold one word. The message never shows the content.
     """
     if key := os.environ.get("WANDB_API_KEY", "").strip():
         return key
@@ -128,7 +128,7 @@ def _read_wandb_key() -> str | None:
 
 
 def _logged_in() -> bool:
-    """Whether `wandb login` has left a key in the user's netrc file (asking the library could prompt for one)."""
+    """Whether `wandb login` has left a key in the user's netrc file; the library itself might prompt for one."""
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
     try:
         return netrc.netrc().authenticators(host) is not None
@@ -140,9 +140,9 @@ def _open_wandb(config: Config, experiment_dir: Path | None, run: int) -> WandbT
     """Check that Weights & Biases can be used and start its thread.
 
     Raises:
-        UsageError: if the package is not installed or the key file is no use.
+        UsageError: if the package is not installed or the key file is unusable.
     """
-    # Else the library sends reports about itself, and waits for them when the process ends.
+    # The library would send error reports and wait for them when the process exits.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     try:
         wandb = importlib.import_module("wandb")
@@ -162,7 +162,7 @@ def _open_wandb(config: Config, experiment_dir: Path | None, run: int) -> WandbT
 
 
 class Trackers:
-    """All places that metrics go to; on ranks that report nothing, and without any place, it does nothing."""
+    """All destinations of metrics; without any, and on ranks that do not report, it does nothing."""
 
     def __init__(self, metrics: MetricsFile | None = None, wandb: WandbTracker | None = None, run: int = 0) -> None:
         self._metrics = metrics
@@ -170,9 +170,9 @@ class Trackers:
         self._run = run
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Record metrics: `phase`, `iteration` and what else is known of them; `run` and `time` are added.
+        """Record metrics, at least `phase` and `iteration`; adds `run` and `time`, in seconds since 1970.
 
-        `time` is in seconds since 1970. Values are plain numbers or text, never tensors.
+        Values are plain numbers or text, never tensors.
         """
         record = {**record, "run": self._run, "time": round(time.time(), 3)}
         if self._metrics is not None:
@@ -181,12 +181,12 @@ class Trackers:
             self._wandb.log(record)
 
     def alert(self, title: str, text: str) -> None:
-        """Post an alert, where alerts are on."""
+        """Post an alert if alerts are on."""
         if self._wandb is not None:
             self._wandb.alert(title, text)
 
     def close(self, exit_code: int) -> None:
-        """Finish: files closed, Weights & Biases told how the run ended. A second call does nothing."""
+        """Close the files and finish the Weights & Biases run. A second call does nothing."""
         metrics, self._metrics = self._metrics, None
         wandb, self._wandb = self._wandb, None
         if metrics is not None:
@@ -196,7 +196,7 @@ class Trackers:
 
 
 def open_trackers(config: Config, experiment_dir: Path | None, run: int) -> Trackers:
-    """Open every place that metrics of this run go to. For the one rank that reports; the others use `Trackers()`.
+    """Open every destination of metrics, on the rank that reports; the other ranks use `Trackers()`.
 
     Args:
         config: resolved.
@@ -204,7 +204,7 @@ def open_trackers(config: Config, experiment_dir: Path | None, run: int) -> Trac
         run: number of this start, as in runs/<run>.
 
     Raises:
-        UsageError: if Weights & Biases is asked for and not installed, or its key file is no use.
+        UsageError: if Weights & Biases is requested but not installed, or its key file is unusable.
         StorageError: if metrics.jsonl cannot be opened.
     """
     metrics = MetricsFile(experiment_dir / METRICS_FILE) if experiment_dir is not None else None

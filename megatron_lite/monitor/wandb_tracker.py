@@ -1,4 +1,4 @@
-"""Weights & Biases, in a thread of its own, so that nothing it does can hold training up."""
+"""Weights & Biases in a thread of its own, so that it cannot delay training."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ INIT_TIMEOUT_S = 10
 FINISH_TIMEOUT_S = 20
 MAX_QUEUED_RECORDS = 1000
 ID_FILE = "wandb.json"
-_STEP = "iteration"  # our own step: the library's may only grow, and a resumed run goes back a little
+_STEP = "iteration"  # our own step: the library's must not decrease, and a resumed run goes back a little
 
 
 def _run_id(experiment_dir: Path | None) -> str:
-    """The id under which every start of an experiment continues the same Weights & Biases run."""
+    """Return the id with which every start of an experiment continues one Weights & Biases run."""
     if experiment_dir is None:
         return secrets.token_hex(4)
     path = experiment_dir / ID_FILE
@@ -53,8 +53,8 @@ class WandbTracker:
 
     Args:
         wandb: the module.
-        key: handed to the library, and kept out of everything else; None lets it use the key of `wandb login`.
-        offline: why the run is recorded on disk only, or None to go online.
+        key: goes to the library only; None lets the library use the key of `wandb login`.
+        offline: reason to record the run on disk only, or None to go online.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class WandbTracker:
         self.alert(f"{self._name} started", f"run {run}")
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Send a record: numbers as `<phase>/<key>` over `iteration`, and an alert with it at each status interval."""
+        """Send a record: numbers as `<phase>/<key>` over `iteration`, and an alert at each status interval."""
         phase, iteration = record["phase"], record[_STEP]
         numbers = {
             f"{phase}/{key}": value
@@ -100,7 +100,7 @@ class WandbTracker:
         self._put("log", ({**numbers, _STEP: iteration},))
         if self._status_interval is None or phase != "training":
             return
-        # Records come at log intervals, which need not hit the status interval.
+        # Records come at log intervals, which may miss the status interval.
         status = iteration // self._status_interval
         if self._last_status is not None and status > self._last_status or iteration % self._status_interval == 0:
             self._put("alert", (f"{self._name} at iteration {iteration}", format_record(record)))
@@ -112,7 +112,7 @@ class WandbTracker:
             self._put("alert", (title, text))
 
     def close(self, exit_code: int) -> None:
-        """Send what is queued and finish the run; gives up within a minute."""
+        """Send the queued records and finish the run; give up within a minute."""
         how = {0: "ended", EXIT_PREEMPTED: "stopped and saved"}.get(exit_code, f"failed with exit code {exit_code}")
         self.alert(f"{self._name} {how}", f"exit code {exit_code}")
         try:
@@ -121,7 +121,7 @@ class WandbTracker:
         except queue.Full:
             pass
         if self._thread.is_alive():
-            # Its exit hook would wait for the hung service without end; tearing down takes the hook away first.
+            # Its exit hook would wait for the hung service forever; tearing down removes the hook.
             threading.Thread(target=self._wandb.teardown, name="wandb teardown", daemon=True).start()
             get_logger().warning("Weights & Biases does not answer; to send what is missing: %s", self._sync_command())
         if lost := self._dropped + self._failed:
@@ -135,7 +135,7 @@ class WandbTracker:
             if self._dropped == 1:
                 get_logger().warning("Weights & Biases is too slow; points are dropped (metrics.jsonl keeps them)")
 
-    # Below: in the thread.
+    # -- in the thread ----------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         run = self._start()
@@ -156,7 +156,7 @@ class WandbTracker:
                 return
 
     def _start(self) -> Any | None:
-        """Open the run: online, else offline; None if neither works."""
+        """Open the run online, else offline; None if neither works."""
         run = None
         if self._offline is None:
             try:
@@ -183,8 +183,8 @@ class WandbTracker:
             "init_timeout": INIT_TIMEOUT_S,
             "finish_timeout": FINISH_TIMEOUT_S,
             "finish_timeout_raises": True,
-            "silent": True,  # we say what there is to say
-            "console": "off",  # capturing stdout would let a hanging service hold up every print
+            "silent": True,  # this class logs what users need
+            "console": "off",  # with stdout captured, a hung service would block every print
         }
         if self._key is not None and mode != "offline":
             settings["api_key"] = self._key  # unlike wandb.login(key), this is not stored in the user's netrc
