@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from scripts.benchmarks.training import memory, optimizer, settings
 
 pytestmark = pytest.mark.guides
 
@@ -154,6 +157,37 @@ def test_json_has_what_the_docs_promise(result: dict[str, Any]) -> None:
             assert 0 < low <= spread["median"] <= high
             assert len(spread["values"]) == 3
     assert result["configurations"]["DDP"]["ratios"]["DDP"]["values"] == [1.0] * 3
+
+
+# A command of docs/benchmarks.md, and the table below it.
+BLOCK = re.compile(r"^```bash\n([^`]*)\n```\n\n((?:\|[^\n]*\n)+)", re.M)
+COMMANDS = [
+    (shlex.split(command.replace("\\\n", "")), re.findall(r"^\| ([^|]*) \|", table, re.M)[2:])
+    for command, table in BLOCK.findall((ROOT / "docs" / "benchmarks.md").read_text("utf-8"))
+]
+
+
+def test_every_command_of_the_document_is_checked() -> None:
+    """Four tables of training, two of the optimizer, two of memory; and the GPU report, which has tests of its own."""
+    text = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
+    assert len(COMMANDS) == 8 and text.count("```bash\n") == 9
+    assert "bash scripts/gpu_report.sh --output=docs/gpu_report.json\npython -m scripts.benchmarks.gpu.render\n" in text
+
+
+@pytest.mark.parametrize(("command", "names"), COMMANDS, ids=[str(index) for index in range(len(COMMANDS))])
+def test_commands_of_the_document_make_its_tables(command: list[str], names: list[str]) -> None:
+    """Every command is legal, and selects the rows of the table below it; Liger was not installed."""
+    module = command.index("-m") + 1
+    program, arguments = command[module], command[module + 1 :]
+    if program.endswith(".optimizer"):
+        assert optimizer.parse(arguments).threads in (1, 2) and len(names) == len(optimizer.ROWS)
+    elif program.endswith(".memory"):
+        options, rows = memory.choose(arguments)
+        assert options.ranks == 2 and rows == names
+    else:
+        ranks = int(command[1].removeprefix("--nproc-per-node="))
+        rows = list(settings.chosen(settings.parse(arguments), ranks))
+        assert [name for name in rows if "Liger" not in name] == names
 
 
 def test_state_memory_is_the_formula_plus_padding(result: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ docs/benchmarks.md explains it. Run from the checkout.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -36,18 +37,24 @@ TARGETS = (
 )
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure one row after the other, print and write; return the exit code."""
+def choose(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the command line; return the options, with `passed_on` for the benchmark, and the rows to measure."""
     parser = argument_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="default 2")
     parser.add_argument("--only", default="", help="comma-separated rows; default: all of the chosen layers")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options, passed_on = parser.parse_known_args(argv)
+    options.passed_on = passed_on
     rows = catalogue(parse(passed_on), options.ranks)
     # A compiler, or a library that only one row imports, would count as memory of that row.
     eager = [name for name, row in rows.items() if row.default and not row.compiled and "HF" not in row.model]
-    names = names_in(options.only) or eager
-    measured = {name: measure(name, options.ranks, passed_on) for name in (BARE, *names)}
+    return options, names_in(options.only) or eager
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure one row after the other, print and write; return the exit code."""
+    options, names = choose(argv)
+    measured = {name: measure(name, options.ranks, options.passed_on) for name in (BARE, *names)}
     bare = measured.pop(BARE)
     result = {
         "command": f"python -m scripts.benchmarks.training.memory {' '.join(argv)}".strip(),
