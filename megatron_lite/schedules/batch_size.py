@@ -1,7 +1,7 @@
-"""How many samples each iteration takes, which ones, and how ranks and micro-batches share them. Pure arithmetic.
+"""Batch sizes over a run, and the split of a batch over ranks and micro-batches. Pure arithmetic.
 
-Samples are numbered by their place in the run. An iteration takes those that follow the iterations before it, so a
-change of the batch size neither repeats nor skips any, and where a run goes on follows from the iteration alone.
+Samples are numbered by their place in the run. Each iteration takes the next ones, so a change of the batch size
+neither repeats nor skips samples, and the iteration number determines where a run continues.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_lite.errors import UsageError
 
 @dataclass(frozen=True)
 class Segment:
-    """From `start` iterations done on, each takes `size` samples over all ranks."""
+    """Batches of `size` samples over all ranks, once `start` iterations are done."""
 
     start: int
     size: int
@@ -29,12 +29,12 @@ class BatchSchedule:
     segments: tuple[Segment, ...]
 
     def batch_size(self, iteration: int) -> int:
-        """Samples of an iteration, counted from 1."""
+        """Return the number of samples of an iteration, counted from 1."""
         assert iteration >= 1, iteration
         return next(segment.size for segment in reversed(self.segments) if segment.start < iteration)
 
     def consumed_samples(self, iterations: int) -> int:
-        """Samples of the first `iterations` iterations: also the index of the first sample of the next one."""
+        """Return the number of samples of the first `iterations`: the index of the first sample of the next one."""
         ends = [segment.start for segment in self.segments[1:]] + [max(iterations, self.segments[-1].start)]
         return sum(
             max(0, min(iterations, end) - segment.start) * segment.size
@@ -43,16 +43,16 @@ class BatchSchedule:
 
     @property
     def sizes(self) -> list[int]:
-        """The different batch sizes, in rising order."""
+        """The distinct batch sizes in rising order."""
         return sorted({segment.size for segment in self.segments})
 
     def __str__(self) -> str:
         return " ".join(f"{segment.start}:{segment.size}" for segment in self.segments)
 
 
-@functools.cache  # it is asked for several times a step
+@functools.cache  # called several times a step
 def parse_schedule(items: tuple[str, ...]) -> BatchSchedule:
-    """The schedule that --batch_size_schedule describes: `0:32 1000:64` is 32 samples for iterations 1 to 1000.
+    """Parse --batch_size_schedule: `0:32 1000:64` means 32 samples for iterations 1 to 1000, then 64.
 
     Raises:
         UsageError: for an item that is not iteration:size, a size below 1, a first iteration other than 0, or
@@ -70,17 +70,17 @@ def parse_schedule(items: tuple[str, ...]) -> BatchSchedule:
         except BadValueError as error:
             raise UsageError(f"{typed}: {shown(item)}: {error}; {fix}") from None
         if segments[-1].size < 1:
-            raise UsageError(f"{typed}: {shown(item)}: a batch has at least one sample; write a size >= 1")
+            raise UsageError(f"{typed}: {shown(item)}: a batch needs at least one sample; write a size >= 1")
     if not segments or segments[0].start != 0:
-        raise UsageError(f"{typed}: the first size counts from the beginning; write 0:<size> first")
+        raise UsageError(f"{typed}: the first size must start at iteration 0; write 0:<size> first")
     for before, after in zip(segments, segments[1:], strict=False):
         if after.start <= before.start:
-            raise UsageError(f"{typed}: {after.start} stands after {before.start}; write rising iterations")
+            raise UsageError(f"{typed}: {after.start} follows {before.start}; write rising iterations")
     return BatchSchedule(tuple(segments))
 
 
 def batch_schedule(batch: BatchConfig) -> BatchSchedule:
-    """The batch sizes of a resolved configuration: one for the whole run, or those of --batch_size_schedule."""
+    """Return the batch sizes of a resolved configuration: constant, or as --batch_size_schedule says."""
     if batch.batch_size_schedule:
         return parse_schedule(batch.batch_size_schedule)
     assert batch.batch_size is not None, "resolved before"
@@ -93,19 +93,19 @@ def iteration_tokens(batch: BatchConfig, iteration: int) -> int:
 
 
 def consumed_tokens(batch: BatchConfig, iterations: int) -> int:
-    """Tokens of the first `iterations` iterations of a resolved configuration."""
+    """Return the number of tokens of the first `iterations` of a resolved configuration."""
     return batch_schedule(batch).consumed_samples(iterations) * batch.sequence_length
 
 
 def continued(before: BatchSchedule, now: BatchSchedule, iterations: int) -> BatchSchedule:
-    """The schedule that takes `before` for the first `iterations` iterations, and sizes of `now` afterwards."""
+    """Join two schedules: `before` for the first `iterations`, `now` after them."""
     past = tuple(segment for segment in before.segments if segment.start < iterations)
     coming = tuple(segment for segment in now.segments if segment.start > iterations)
     return BatchSchedule((*past, Segment(iterations, now.batch_size(iterations + 1)), *coming))
 
 
 def once_through(samples: int, batch_size: int) -> tuple[BatchSchedule, int]:
-    """Every sample once: batches of `batch_size`, of which the last takes what is left, and their number."""
+    """Return a schedule that takes every sample once, the last batch being smaller, and its number of batches."""
     iterations = -(-samples // batch_size)
     last = Segment(iterations - 1, samples - (iterations - 1) * batch_size)
     return BatchSchedule((Segment(0, batch_size), last) if iterations > 1 else (last,)), iterations
@@ -113,10 +113,10 @@ def once_through(samples: int, batch_size: int) -> tuple[BatchSchedule, int]:
 
 @dataclass(frozen=True)
 class Split:
-    """One batch over ranks and micro-batches: in micro-step m, rank r has the samples from (m * ranks + r) * b on.
+    """One batch over ranks and micro-batches: in micro-step m, rank r starts at sample (m * ranks + r) * b.
 
-    Where they do not come out even, the last micro-batches are padded: some have fewer real samples, or none. The
-    micro-steps are padded to whole rounds of `breadth_first`.
+    If the batch does not divide, the last micro-batches are padded: they hold fewer real samples, or none. The number
+    of micro-steps is rounded up to a multiple of `breadth_first`.
     """
 
     samples: int  # of the batch
@@ -130,20 +130,20 @@ class Split:
         return self.breadth_first * -(-self.samples // (self.breadth_first * self.micro_batch_size * self.world_size))
 
     def piece(self, micro_step: int, rank: int) -> tuple[int, int]:
-        """A micro-batch's first sample, counted from the beginning of the batch, and how many are real."""
+        """Return a micro-batch's first sample, counted from the start of the batch, and its number of real samples."""
         first = min((micro_step * self.world_size + rank) * self.micro_batch_size, self.samples)
         return first, min(self.samples - first, self.micro_batch_size)
 
     def real_samples(self, micro_step: int) -> int:
-        """Of all ranks' micro-batches in a micro-step."""
+        """Return the number of real samples of a micro-step over all ranks."""
         first, _ = self.piece(micro_step, 0)
         return min(self.samples - first, self.micro_batch_size * self.world_size)
 
     def loss_weights(self, reduction: str) -> list[float]:
-        """What the summed loss of each micro-step is multiplied by: the sum over all, per sample, is then the loss.
+        """Return the factor on the summed loss of each micro-step; the weighted sum per sample is the batch's loss.
 
-        reduction: "token", each token counts alike; or "micro_mean", each micro-step's mean does, whatever the number
-        of real samples behind it (as in Levanter). A micro-step of padding alone has no mean, and does not count.
+        reduction: with "token" every token has the same weight; with "micro_mean" every micro-step's mean has, however
+        few real samples it holds (as in Levanter). A micro-step that is padding only has no mean and weight 0.
         """
         real = [self.real_samples(micro_step) for micro_step in range(self.micro_steps)]
         if reduction == "token":

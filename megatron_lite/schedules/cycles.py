@@ -2,8 +2,8 @@
 
     [warmup][stable][decay] {[rewarmup][stable][decay]} x (cycles - 1) [cooldown]
 
-Steps count from 0. What an option gives as a fraction is one of the cycle's own length (of the run for cycles and the
-cooldown), rounded down. A warmup longer than its cycle is cut to it, then a decay to what the warmup leaves.
+Steps count from 0. Fractions refer to the cycle's own length (to the run for cycles and the cooldown) and are rounded
+down. A warmup longer than its cycle is cut to the cycle, then a decay to what the warmup leaves.
 Source: Levanter, optim/config.py, with the clamping of its continuation in Marin; WSD-S: Wen et al. 2024.
 """
 
@@ -18,7 +18,7 @@ from megatron_lite.config.learning_rate import LearningRateConfig
 
 
 class Cycle(NamedTuple):
-    """One cycle: `warmup` steps from `start` on, then a stable phase, then `decay` steps; `length` together."""
+    """One cycle of `length` steps from `start`: `warmup` steps, a stable phase, `decay` steps."""
 
     number: int  # from 0
     start: int
@@ -32,21 +32,21 @@ class Cycle(NamedTuple):
 
 
 def steps_of(iters: int | None, fraction: float | None, whole: int) -> int | None:
-    """The length that a pair of options gives; None where neither is set."""
+    """Return the length that a pair of options gives; None if neither is set."""
     return iters if fraction is None else int(fraction * whole)
 
 
 def cooldown_steps(options: LearningRateConfig) -> int:
-    """The length of the cooldown, which the end of the schedule belongs to; 0 without one."""
+    """Return the length of the cooldown at the end of the schedule; 0 without one."""
     assert options.lr_decay_iters is not None, "resolved before"
     return steps_of(options.lr_cooldown_iters, options.lr_cooldown_fraction, options.lr_decay_iters) or 0
 
 
 def boundaries(options: LearningRateConfig) -> tuple[int, Callable[[int], int]]:
-    """The number of cycles n, and a function b: cycle i has the steps from b(i) up to b(i + 1), for i < n.
+    """Return the number of cycles n and a function b: for i < n, cycle i has the steps from b(i) up to b(i + 1).
 
-    The cycles end at the end of the schedule, less the cooldown. Minima beyond that are kept: the run is over before.
-    A function rather than a list, as there may be very many cycles.
+    The last cycle ends where the cooldown begins, or the schedule ends. Later minima are kept: the run ends before
+    them. There may be very many cycles, so b is a function and not a list.
     """
     assert options.lr_decay_iters is not None, "resolved before"
     total = options.lr_decay_iters - cooldown_steps(options)
@@ -55,7 +55,7 @@ def boundaries(options: LearningRateConfig) -> tuple[int, Callable[[int], int]]:
         return count, lambda index: total if index == count else int(total / count * index)
     length = steps_of(options.lr_cycle_iters, options.lr_cycle_fraction, total)
     if length is not None:
-        whole = max(total // length, 1)  # the last cycle takes the remainder, too
+        whole = max(total // length, 1)  # the last cycle also takes the remainder
         return whole, lambda index: total if index == whole else index * length
     points = (0, *(options.lr_cycle_minima or accumulate(options.lr_cycle_lengths)))
     points += (total,) if points[-1] < total else ()
@@ -63,7 +63,7 @@ def boundaries(options: LearningRateConfig) -> tuple[int, Callable[[int], int]]:
 
 
 def cycle(options: LearningRateConfig, index: int) -> Cycle:
-    """The phases of one cycle, counted from 0."""
+    """Return the phases of one cycle, counted from 0."""
     _, boundary = boundaries(options)
     start, length = boundary(index), boundary(index + 1) - boundary(index)
     if index == 0:
@@ -77,7 +77,7 @@ def cycle(options: LearningRateConfig, index: int) -> Cycle:
 
 
 def cycle_at(options: LearningRateConfig, step: int) -> Cycle:
-    """The cycle that a step is in; the last one for all later steps."""
+    """Return the cycle that a step is in; the last one for all later steps."""
     assert step >= 0, step
     count, boundary = boundaries(options)
     return cycle(options, bisect_right(range(count), step, key=boundary) - 1)

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the iteration: a run may go on at any. Imports no torch."""
+"""The learning rate as a pure function of the iteration, so a run can resume at any. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron_lite.schedules.stages import parse_stages, stage_rate
 
 
 def learning_rate(config: Config, iteration: int) -> float:
-    """The learning rate of an iteration, counted from 1; `config` is resolved.
+    """Return the learning rate of an iteration, counted from 1; `config` is resolved.
 
-    Either the stages of `lr_schedule`, or cycles of warmup, stable phase and decay (see `cycles`): by default one cycle
-    with a linear warmup from lr / lr_warmup_iters to lr, then the decay style down to min_lr at iteration
-    `lr_decay_iters` (an absolute end, not a length), which holds from there on.
+    The rate follows the stages of `lr_schedule`, or cycles of warmup, stable phase and decay (see `cycles`). The
+    default is one cycle: a linear warmup from lr / lr_warmup_iters to lr, then a decay to min_lr at iteration
+    `lr_decay_iters` (an absolute end, not a length), and min_lr from there on.
     """
     assert iteration >= 1, iteration
     options = config.learning_rate
@@ -32,7 +32,7 @@ def learning_rate(config: Config, iteration: int) -> float:
 
 
 def peak_learning_rate(config: Config) -> float:
-    """The rate that a schedule warms up to, of a resolved configuration."""
+    """Return the highest rate of a resolved configuration's schedule."""
     options = config.learning_rate
     peak = options.lr
     if options.lr_schedule is not None:
@@ -41,7 +41,7 @@ def peak_learning_rate(config: Config) -> float:
 
 
 def _first_iteration(config: Config) -> int:
-    """The iteration, counted from 1, of step 0 of the schedule: 0 by default, as the first update has lr / warmup."""
+    """Return the iteration, counted from 1, of step 0: 0 by default, because the first update uses lr / warmup."""
     return 1 - config.learning_rate.lr_step_offset - config.learning_rate.lr_schedule_offset
 
 
@@ -51,7 +51,7 @@ def _minimum(config: Config) -> float:
 
 
 def _between(first: float, last: float, fraction: float) -> float:
-    """On the straight line from `first` to `last`, and exactly those at its ends."""
+    """Interpolate linearly from `first` to `last`, exact at both ends."""
     return last if fraction == 1.0 else first + (last - first) * fraction
 
 
@@ -64,12 +64,12 @@ def _in_cycle(config: Config, current: Cycle, step: int) -> float:
 
 
 def _at_end(config: Config, finished: Cycle) -> float:
-    """Where a rewarmup starts: one step after the last of the decay."""
+    """Return the rate one step after the decay, where a rewarmup starts."""
     return _decayed(config, finished, finished.decay)
 
 
 def _decayed(config: Config, current: Cycle, elapsed: int) -> float:
-    """The rate `elapsed` steps after the decay of a cycle began; beyond its end, too."""
+    """Return the rate `elapsed` steps after the decay of a cycle began, also beyond its end."""
     options, peak = config.learning_rate, config.learning_rate.lr
     style, floor = options.lr_decay_style, _minimum(config)
     if style == "constant" or current.decay == 0:
@@ -77,7 +77,7 @@ def _decayed(config: Config, current: Cycle, elapsed: int) -> float:
     if style == "inv_sqrt":
         factor = math.sqrt(options.lr_inv_sqrt_timescale / max(elapsed + current.warmup, 1))
         return max(floor, peak * min(1.0, factor))
-    if style == "inv":  # 1 and 0 steps after the beginning count alike, so the first step of the decay is lower
+    if style == "inv":  # 0 steps count as 1, so the first step of the decay is already lower
         return max(floor, peak / ((peak / floor - 1.0) * max(elapsed, 1) / current.decay + 1.0))
     if style == "power_tokens":
         return min(peak, _power_of_tokens(config, current.decay_start, elapsed))
@@ -90,7 +90,7 @@ def _decayed(config: Config, current: Cycle, elapsed: int) -> float:
 
 
 def _power_of_tokens(config: Config, decay_start: int, elapsed: int) -> float:
-    """batch_size * a * tokens ** b: the size of this iteration, and the tokens since the decay began.
+    """Return batch_size * a * tokens ** b for the batch size of this iteration and the tokens since the decay began.
 
     Source: Shen et al. 2024, Power Scheduler (arXiv 2408.13359).
     """
@@ -103,7 +103,7 @@ def _power_of_tokens(config: Config, decay_start: int, elapsed: int) -> float:
 
 
 def _tokens_before(config: Config, iteration: int) -> int:
-    """Tokens of the iterations before this one; those before the first, negative, are taken to be as large as it."""
+    """Return the tokens before an iteration; iterations before the first count negative, with its batch size."""
     if iteration < 1:
         return (iteration - 1) * consumed_tokens(config.batch, 1)
     return consumed_tokens(config.batch, iteration - 1)

@@ -15,7 +15,7 @@ FORM = "type,iters,lr[,end_lr[,power]]"
 
 
 class Stage(NamedTuple):
-    """Steps from `begin` up to `end` (None: for ever), and the rates at both."""
+    """Steps from `begin` up to `end` (None: forever), and the rates at both."""
 
     kind: str
     begin: int
@@ -25,12 +25,12 @@ class Stage(NamedTuple):
     power: float
 
 
-@functools.cache  # it is asked for at every step
+@functools.cache  # called at every step
 def parse_stages(text: str) -> tuple[Stage, ...]:
-    """The stages of --lr_schedule in their order; each begins where the one before it ends.
+    """Parse the stages of --lr_schedule; each begins where the previous one ends.
 
     Raises:
-        UsageError: for the first stage that breaks a rule, with its number, its text and the fix.
+        UsageError: if a stage breaks a rule, with its number, its text and the fix.
     """
     stages: list[Stage] = []
     words = text.split(";")
@@ -38,7 +38,7 @@ def parse_stages(text: str) -> tuple[Stage, ...]:
         stage = f"--lr_schedule: stage {number} of {len(words)}, {shown(word.strip()) if word.strip() else 'empty'}"
         begin = stages[-1].end if stages else 0
         if begin is None:
-            raise UsageError(f"{stage}: the one before it never ends; give that a number of iterations > 0")
+            raise UsageError(f"{stage}: the previous stage never ends; give it a number of iterations > 0")
         try:
             stages.append(_parse_stage([item.strip() for item in word.split(",")], begin))
         except BadValueError as error:
@@ -47,9 +47,9 @@ def parse_stages(text: str) -> tuple[Stage, ...]:
 
 
 def stage_rate(stages: Sequence[Stage], step: int) -> float:
-    """The rate of a step, counted from 0: between those of its stage, by the power of the fraction that is over.
+    """Return the rate of a step, counted from 0: interpolated by the elapsed fraction of its stage, to a power.
 
-    The last rate holds after the last stage.
+    After the last stage its end rate holds.
     """
     stage = next((stage for stage in stages if stage.end is None or step < stage.end), None)
     if stage is None:
@@ -65,7 +65,7 @@ def stage_rate(stages: Sequence[Stage], step: int) -> float:
 def _parse_stage(items: Sequence[str], begin: int) -> Stage:
     kind = items[0]
     if items == [""]:
-        raise BadValueError(f"write {FORM}, or take the semicolon out")
+        raise BadValueError(f"write {FORM}, or remove the semicolon")
     if kind not in KINDS:
         raise BadValueError(f"type {shown(kind)}: takes {', '.join(KINDS)}")
     constant = kind == "constant"
@@ -80,9 +80,9 @@ def _parse_stage(items: Sequence[str], begin: int) -> Stage:
     if iters == 0:
         raise BadValueError("iters 0: leave the stage out, or write a number > 0")
     if iters < 0 and not constant:
-        raise BadValueError(f"iters {iters}: only a constant stage can go on for ever; write a number > 0")
+        raise BadValueError(f"iters {iters}: only a constant stage can last forever; write a number > 0")
     if iters < -1:
-        raise BadValueError(f"iters {iters}: write -1 for ever, or a number > 0")
+        raise BadValueError(f"iters {iters}: write -1 for a stage that lasts forever, or a number > 0")
     rate = _number("lr", items[2])
     end_rate = rate if constant else _number("end_lr", items[3])
     power = _number("power", items[4]) if len(items) > 4 else 1.0
@@ -96,7 +96,7 @@ def _form(kind: str) -> str:
 
 
 def _number(name: str, text: str) -> float:
-    """A finite number >= 0.
+    """Parse a finite number >= 0.
 
     Raises:
         BadValueError: for any other text.

@@ -71,8 +71,8 @@ def test_a_constant_size_is_a_schedule_of_one() -> None:
         ("0:32 10:1e3", "not an integer; write 1000"),
         ("0:0", "at least one sample"),
         ("0:8 10:-4", "at least one sample"),
-        ("0:8 10:4 10:8", "10 stands after 10"),
-        ("0:8 10:4 5:8", "5 stands after 10; write rising iterations"),
+        ("0:8 10:4 10:8", "10 follows 10"),
+        ("0:8 10:4 5:8", "5 follows 10; write rising iterations"),
         ("0:8:9", "0:8:9: write <iteration>"),
     ],
 )

@@ -84,7 +84,7 @@ def test_from_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("text", "stage", "problem"),
     [
-        ("linear,10,0,1;", "stage 2 of 2, empty", "take the semicolon out"),
+        ("linear,10,0,1;", "stage 2 of 2, empty", "remove the semicolon"),
         (";constant,5,1", "stage 1 of 2, empty", "write type,iters,lr[,end_lr[,power]]"),
         ("Linear,10,0,1", "stage 1 of 1, Linear,10,0,1", "type Linear: takes constant, linear, power, cosine"),
         ("10,0,1", "stage 1 of 1, 10,0,1", "type 10: takes"),
@@ -96,9 +96,9 @@ def test_from_the_command_line() -> None:
         ("constant,5,1;linear,1.5,1,2", "stage 2 of 2", "iters 1.5: not an integer"),
         ("constant,1e3,1", "stage 1 of 1", "iters 1e3: not an integer; write 1000"),
         ("constant,0,1", "stage 1 of 1", "iters 0: leave the stage out"),
-        ("linear,-1,0,1", "stage 1 of 1", "iters -1: only a constant stage can go on for ever"),
-        ("constant,-2,1", "stage 1 of 1", "iters -2: write -1 for ever"),
-        ("constant,-1,1;constant,5,1", "stage 2 of 2", "the one before it never ends"),
+        ("linear,-1,0,1", "stage 1 of 1", "iters -1: only a constant stage can last forever"),
+        ("constant,-2,1", "stage 1 of 1", "iters -2: write -1 for a stage"),
+        ("constant,-1,1;constant,5,1", "stage 2 of 2", "the previous stage never ends"),
         ("constant,5,", "stage 1 of 1", "lr '': not a number"),
         ("constant,5,-1", "stage 1 of 1", "lr -1: must be >= 0"),
         ("constant,5,nan", "stage 1 of 1", "lr nan: not a finite number"),
