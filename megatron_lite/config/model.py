@@ -1,4 +1,4 @@
-"""Options of the model, and of how it is computed."""
+"""Options of the model and its computation."""
 
 from __future__ import annotations
 
@@ -30,92 +30,89 @@ ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "varlen", "flex", "math")
 class ModelConfig(Area):
     """Model"""
 
-    num_layers: int = option(12, "transformer blocks", minimum=1, maximum=10_000, basic=True)
+    num_layers: int = option(12, "number of transformer blocks", minimum=1, maximum=10_000, basic=True)
     hidden_size: int = option(1024, "width of the residual stream", minimum=1, basic=True)
-    num_attention_heads: int = option(8, "query heads", minimum=1, basic=True)
+    num_attention_heads: int = option(8, "number of query heads", minimum=1, basic=True)
     head_groups: int | None = option(
         None,
-        "key/value heads (1: multi-query)",
+        "number of key/value heads (1: multi-query attention)",
         minimum=1,
         unset="num_attention_heads",
         basic=True,
         aliases=("num_query_groups",),
     )
-    kv_channels: int | None = option(None, "channels of one head", minimum=1, unset="hidden_size / num_attention_heads")
+    kv_channels: int | None = option(None, "channels per head", minimum=1, unset="hidden_size / num_attention_heads")
     ffn_hidden_size: int | None = option(
-        None, "width of the MLP (of each half when gated)", minimum=1, unset="4 * hidden_size", basic=True
+        None, "width of the MLP (of each half if gated)", minimum=1, unset="4 * hidden_size", basic=True
     )
-    vocab_size: int = option(49152, "entries of the vocabulary", minimum=2, basic=True)
+    vocab_size: int = option(49152, "vocabulary size", minimum=2, basic=True)
     make_vocab_size_divisible_by: int = option(
-        1,
-        "rows of embedding and head are padded up to a multiple of this; padding never counts",
-        minimum=1,
-        maximum=65536,
+        1, "pad the rows of embedding and head to a multiple of this; padding has no effect", minimum=1, maximum=65536
     )
     max_position_embeddings: int | None = option(
-        None, "learned positions (and the length an export states)", minimum=1, unset="max(2048, sequence_length)"
+        None,
+        "learned positions, and the context length stated in exports",
+        minimum=1,
+        unset="max(2048, sequence_length)",
     )
-    use_position_embeddings: bool | None = option(None, "learned absolute positions", unset="not use_rotary_embeddings")
-    use_rotary_embeddings: bool = option(False, "rotary positions (RoPE)", basic=True)
+    use_position_embeddings: bool | None = option(None, "add learned positions", unset="not use_rotary_embeddings")
+    use_rotary_embeddings: bool = option(False, "use rotary positions (RoPE)", basic=True)
     rotary_embedding_scale: float | None = option(
-        None, "minus the logarithm of the rotary base", below=0.0, minimum=-100.0, unset="-log(rotary_base)"
+        None, "minus the logarithm of rotary_base", below=0.0, minimum=-100.0, unset="-log(rotary_base)"
     )
     rotary_base: float | None = option(
         None,
-        "base of the rotary wavelengths (theta); or --rotary_embedding_scale",
+        "base of the rotary wavelengths (theta); alternative to --rotary_embedding_scale",
         above=1.0,
         maximum=1e44,
         unset="10000",
         idle_unless="use_rotary_embeddings",
     )
-    rotary_percent: float = option(1.0, "part of a head's channels that rotates, the first", above=0.0, maximum=1.0)
-    rope_type: str = option(
-        "default", "how rotary frequencies are stretched for long sequences (Hugging Face's)", choices=ROPE_TYPES
+    rotary_percent: float = option(
+        1.0, "fraction of a head's channels to rotate, from the first", above=0.0, maximum=1.0
     )
+    rope_type: str = option("default", "scaling of rotary frequencies for long sequences", choices=ROPE_TYPES)
     rope_factor: float | None = option(
         None,
-        "linear, llama3, yarn: sequences are this many times longer",
+        "linear, llama3, yarn: factor by which sequences get longer",
         minimum=1.0,
         unset="yarn: max_position_embeddings / rope_original_max_position_embeddings",
     )
     rope_original_max_position_embeddings: int | None = option(
-        None,
-        "llama3, yarn: the length before it was stretched",
-        minimum=1,
-        unset="llama3, yarn: max_position_embeddings",
+        None, "llama3, yarn: context length before scaling", minimum=1, unset="llama3, yarn: max_position_embeddings"
     )
     rope_low_freq_factor: float | None = option(
-        None, "llama3: longer waves than the original length / this are stretched whole", above=0.0, unset="llama3: 1"
+        None, "llama3: wavelengths above original length / this are scaled fully", above=0.0, unset="llama3: 1"
     )
     rope_high_freq_factor: float | None = option(
-        None, "llama3: shorter waves than the original length / this are left alone", above=0.0, unset="llama3: 4"
+        None, "llama3: wavelengths below original length / this are not scaled", above=0.0, unset="llama3: 4"
     )
     rope_beta_fast: float | None = option(
-        None, "yarn: frequencies of more turns over the original length are left alone", above=0.0, unset="yarn: 32"
+        None, "yarn: frequencies with more turns over the original length are not scaled", above=0.0, unset="yarn: 32"
     )
     rope_beta_slow: float | None = option(
-        None, "yarn: frequencies of fewer turns are stretched whole", above=0.0, unset="yarn: 1"
+        None, "yarn: frequencies with fewer turns over it are scaled fully", above=0.0, unset="yarn: 1"
     )
     rope_attention_factor: float | None = option(
-        None, "yarn: factor on cos and sin", above=0.0, unset="yarn: from rope_factor and, if given, the mscales"
+        None, "yarn: factor on cos and sin", above=0.0, unset="yarn: from rope_factor and any mscales"
     )
     rope_mscale: float | None = option(
-        None, "yarn: scale of log(rope_factor) in the attention factor's numerator", above=0.0, unset="not used"
+        None, "yarn: scale of log(rope_factor) in the numerator of the attention factor", above=0.0, unset="not used"
     )
     rope_mscale_all_dim: float | None = option(
-        None, "yarn: the same in its denominator; both or neither", above=0.0, unset="not used"
+        None, "yarn: scale of log(rope_factor) in its denominator; set both or neither", above=0.0, unset="not used"
     )
-    rope_truncate: bool | None = option(None, "yarn: round the borders of the ramp to channels", unset="yarn: 1")
-    tie_word_embeddings: bool = option(True, "one matrix for input embedding and output head", basic=True)
-    add_linear_biases: bool = option(True, "biases in the linear layers", basic=True)
+    rope_truncate: bool | None = option(None, "yarn: round the ends of the ramp to whole channels", unset="yarn: 1")
+    tie_word_embeddings: bool = option(True, "share one matrix between input embedding and output head", basic=True)
+    add_linear_biases: bool = option(True, "add biases to the linear layers", basic=True)
     add_qkv_biases: bool | None = option(
-        None, "biases of query, key and value", unset="add_linear_biases", aliases=("add_qkv_bias",)
+        None, "add biases to query, key and value", unset="add_linear_biases", aliases=("add_qkv_bias",)
     )
-    add_mlp_biases: bool | None = option(None, "biases of the MLP", unset="add_linear_biases")
-    gated: bool = option(False, "gated MLP: activation(gate) * up", basic=True)
+    add_mlp_biases: bool | None = option(None, "add biases to the MLP", unset="add_linear_biases")
+    gated: bool = option(False, "use a gated MLP: activation(gate) * up", basic=True)
     activation_type: str | None = option(
         None,
-        "MLP activation; gelu is the tanh form",
+        "activation of the MLP (gelu is the tanh form)",
         choices=ACTIVATIONS,
         value_aliases=ACTIVATION_ALIASES,
         unset="silu if gated, else gelu",
@@ -123,36 +120,31 @@ class ModelConfig(Area):
     )
     normalization_type: str = option("layer_norm", "normalization", choices=("layer_norm", "rms_norm"), basic=True)
     layer_norm_eps: float = option(
-        1e-5, "added to the variance", above=0.0, maximum=1.0, aliases=("norm_epsilon", "layernorm_epsilon")
+        1e-5, "epsilon added to the variance", above=0.0, maximum=1.0, aliases=("norm_epsilon", "layernorm_epsilon")
     )
     zero_centered_normalization: bool = option(
-        False,
-        "norm weights are stored as their difference from 1",
-        aliases=("apply_layernorm_1p",),
-        idle_unless="use_layer_norm_weight",
+        False, "store norm weights minus 1", aliases=("apply_layernorm_1p",), idle_unless="use_layer_norm_weight"
     )
-    use_layer_norm_weight: bool = option(True, "norms have weights (and layer norms biases)")
-    input_embedding_norm: bool = option(False, "a norm behind the embedding")
-    hybrid_norm: bool = option(False, "norms on the outputs of attention and MLP, too, before they are added")
-    qk_layernorm: bool = option(False, "norms on each head's queries and keys", aliases=("use_qk_norm",))
+    use_layer_norm_weight: bool = option(True, "give norms weights (and layer norms biases)")
+    input_embedding_norm: bool = option(False, "normalize the output of the embedding")
+    hybrid_norm: bool = option(False, "also normalize the outputs of attention and MLP before the residual addition")
+    qk_layernorm: bool = option(False, "normalize each head's queries and keys", aliases=("use_qk_norm",))
     full_precision_residual: bool = option(
         False,
-        "the residual stream is fp32 whatever the training dtype",
+        "keep the residual stream in fp32 whatever the training dtype",
         aliases=("fp32_residual_connection",),
         idle_unless="training_dtype!=fp32",
     )
-    scale_attn_by_inverse_layer_idx: bool = option(
-        False, "attention scores are divided by 1, 2, 3 ... from block to block"
-    )
+    scale_attn_by_inverse_layer_idx: bool = option(False, "divide attention scores by the block's number: 1, 2 ...")
     attention_softmax_in_fp32: bool = option(
         False,
-        "attention by its formula, its scores and their gradients in fp32",
+        "compute attention by its formula, with scores and their gradients in fp32",
         aliases=("upcast_attn",),
         idle_unless="training_dtype!=fp32",
     )
-    logit_soft_cap: float = option(0.0, "logits become cap * tanh(logits / cap); 0: they are left alone", minimum=0.0)
+    logit_soft_cap: float = option(0.0, "cap logits to cap * tanh(logits / cap); 0: no cap", minimum=0.0)
     window_size: int | None = option(
-        None, "sliding attention window in tokens", minimum=1, unset="full causal attention"
+        None, "sliding attention window, in tokens", minimum=1, unset="full causal attention"
     )
     attention_dropout: float = option(0.0, "dropout on attention probabilities", minimum=0.0, below=1.0)
     hidden_dropout: float = option(0.0, "dropout on each residual branch", minimum=0.0, below=1.0)
@@ -162,47 +154,55 @@ class ModelConfig(Area):
     init_method_std: float | None = option(
         None, "standard deviation of initial weights", minimum=0.0, unset="hidden_size ** -0.5"
     )
-    init_method_std_embed: float | None = option(None, "the same, embeddings", minimum=0.0, unset="init_method_std")
+    init_method_std_embed: float | None = option(
+        None, "standard deviation of initial embeddings", minimum=0.0, unset="init_method_std"
+    )
     init_method_std_qkv: float | None = option(
-        None, "the same, query, key and value", minimum=0.0, unset="init_method_std"
+        None, "standard deviation of initial query, key and value weights", minimum=0.0, unset="init_method_std"
     )
     init_method_std_attn_proj: float | None = option(
-        None, "the same, attention output", minimum=0.0, unset="init_method_std / sqrt(2 * num_layers)"
+        None,
+        "standard deviation of initial attention output weights",
+        minimum=0.0,
+        unset="init_method_std / sqrt(2 * num_layers)",
     )
     init_method_std_mlp_1: float | None = option(
-        None, "the same, first MLP layer", minimum=0.0, unset="init_method_std"
+        None, "standard deviation of initial weights of the first MLP layer", minimum=0.0, unset="init_method_std"
     )
     init_method_std_mlp_2: float | None = option(
-        None, "the same, second MLP layer", minimum=0.0, unset="init_method_std / sqrt(2 * num_layers)"
+        None,
+        "standard deviation of initial weights of the second MLP layer",
+        minimum=0.0,
+        unset="init_method_std / sqrt(2 * num_layers)",
     )
     layer_norm_init_range: float = option(
         0.0,
-        "initial norm weights are uniform in 1 +- this (zero-centered: 0 +- this)",
+        "draw initial norm weights uniformly from 1 +- this (zero-centered: 0 +- this)",
         minimum=0.0,
         maximum=1.0,
         idle_unless="use_layer_norm_weight",
     )
     random_bias_init: bool = option(
         False,
-        "biases start like their layer's weights instead of at zero",
+        "initialize biases like their layer's weights instead of to zero",
         idle_unless="add_linear_biases or add_qkv_biases or add_mlp_biases",
     )
 
     @property
     def rotated_channels(self) -> int:
-        """Of each head, the first; kv_channels is resolved."""
+        """Number of rotated channels per head, the first ones; kv_channels is resolved."""
         assert self.kv_channels is not None
         return int(self.kv_channels * self.rotary_percent)
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows that embedding and head take in memory: those of the vocabulary, and zeros behind them."""
+        """Rows of embedding and head in memory: the vocabulary, then zeros."""
         unit = self.make_vocab_size_divisible_by
         return -(-self.vocab_size // unit) * unit
 
 
 def rotary_base(rotary_embedding_scale: float) -> float:
-    """exp(-rotary_embedding_scale), rounded to the nearest integer when within 1e-9 of it."""
+    """Return exp(-rotary_embedding_scale), rounded to an integer if the relative difference is at most 1e-9."""
     base = math.exp(-rotary_embedding_scale)
     return float(round(base)) if abs(base - round(base)) <= 1e-9 * base else base
 
@@ -212,32 +212,32 @@ class PerformanceConfig(Area):
     """Performance"""
 
     mlp_recompute_level: str = option(
-        "none", "what backward computes again in MLPs to save memory", choices=RECOMPUTE_LEVELS, basic=True
+        "none", "what to recompute in MLPs in the backward pass to save memory", choices=RECOMPUTE_LEVELS, basic=True
     )
     recompute_layers: int = option(
-        0, "so many blocks, from the first, of which only the input is kept and everything is computed again", minimum=0
+        0, "recompute the first N blocks in the backward pass, keeping only their inputs", minimum=0
     )
     enable_triton_kernels: bool | None = option(
-        None, "fused Triton kernels instead of the same formulas in torch", unset="on with a GPU"
+        None, "use fused Triton kernels instead of the same formulas in torch", unset="on with a GPU"
     )
     attention_backend: str = option(
-        "auto", "how attention is computed; auto: the fastest that the device has for it", choices=ATTENTION_BACKENDS
+        "auto", "implementation of attention (auto: the fastest that the device supports)", choices=ATTENTION_BACKENDS
     )
     cross_entropy_impl: str = option(
         "auto",
-        "the loss of a chunk of logits; auto: as enable_triton_kernels",
+        "implementation of the loss of a chunk of logits; auto: follow enable_triton_kernels",
         choices=("auto", "torch", "triton"),
         value_aliases={"fused": "torch"},
     )
     cross_entropy_splits: int | None = option(
         None,
-        "cut the loss of a micro-batch into this many chunks of tokens",
+        "split the loss of a micro-batch into this many chunks of tokens",
         minimum=1,
         unset="chunks of 256 tokens (CPU; 512 in 16 bits), up to 3072 (GPU)",
     )
     cross_entropy_block_size: int | None = option(
         None,
-        "entries of the vocabulary whose logits exist at a time; costs a second product with the head's weights",
+        "compute logits for this many vocabulary entries at a time; costs a second product with the head's weights",
         minimum=1,
         unset="the whole vocabulary",
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -23,22 +25,22 @@ class Area:
 
 @dataclass(frozen=True)
 class Option:
-    """What is known of one option besides its name, type and default, which the dataclass field carries."""
+    """Details of one option besides its name, type and default, which the dataclass field holds."""
 
     help: str
     minimum: float | None = None  # inclusive
     above: float | None = None  # exclusive lower bound
     maximum: float | None = None  # inclusive
     below: float | None = None  # exclusive upper bound
-    why: str = ""  # the reason for the bounds and what to write instead, where they do not speak for themselves
+    why: str = ""  # the reason for the bounds and what to write instead, unless they are obvious
     choices: tuple[str, ...] = ()
     value_aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     aliases: tuple[str, ...] = ()  # other spellings of the flag
     unset: str = ""  # what None resolves to, in words
-    basic: bool = False  # shown by --help; the others only by --help_all
-    idle_unless: str = ""  # "clip_grad and device!=cpu", "optimizer=adamw|muon": else a changed value has no effect
-    never_empty: bool = False  # an empty text is an error, and not the default: too much hangs on it
-    secret: bool = False  # a JSON object of environment variables: the option holds their names, values go elsewhere
+    basic: bool = False  # shown by --help; other options only by --help_all
+    idle_unless: str = ""  # as "clip_grad and device!=cpu" or "optimizer=adamw|muon"; else warn that it has no effect
+    never_empty: bool = False  # refuse an empty text instead of using the default
+    secret: bool = False  # a JSON object of environment variables; the option holds only their names
 
 
 def option(default: Any, help: str, **details: Any) -> Any:
@@ -46,7 +48,12 @@ def option(default: Any, help: str, **details: Any) -> Any:
     return dataclasses.field(default=default, metadata={"option": Option(help, **details)})
 
 
+def idle_unless(condition: str) -> Callable[..., Any]:
+    """Return a function like `option`, for options that have no effect unless `condition` holds."""
+    return functools.partial(option, idle_unless=condition)
+
+
 def debug_level(what: str, **details: Any) -> Any:
-    """Declare one of the options that log tensors; the largest level has 2**27 samples, 512 MiB of fp32."""
-    levels = "1: shape and dtype; 2: and mean and std; from 3 on: and 2**(level - 3) samples"
+    """Declare an option that logs tensors; the highest level logs 2**27 samples, 512 MiB of fp32."""
+    levels = "1: shape and dtype; 2: also mean and std; 3 and above: also 2**(level - 3) samples"
     return option(0, f"log {what} ({levels})", minimum=0, maximum=30, **details)

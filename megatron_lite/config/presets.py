@@ -1,8 +1,7 @@
-"""Known models by name: the flags that make their architectures, each the public configuration of its publisher.
+"""Known models: the flags of their architectures, from the publishers' configurations.
 
-A preset is a shorthand: `--model=mistral-7b` means the flags below, as if they had been typed before all others. They
-are what importing the publisher's config.json would give, dropouts and the initial standard deviation included; what
-follows from other options, or is their default, is left out.
+`--model=mistral-7b` stands for the flags below, as if typed before all others. Importing the publisher's config.json
+gives the same values, including dropouts and the initial standard deviation. Derived and default values are left out.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""Options of where a model comes from: a preset, or weights trained before."""
+"""Options of the source of a model: a preset or pretrained weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.option import Area, option
+from megatron_lite.config.option import Area, idle_unless, option
 from megatron_lite.config.presets import PRESETS
+
+# Options that have no effect unless another one has this value.
+pretrained_option = idle_unless("pretrained_checkpoint_path")
 
 
 @dataclass
@@ -14,40 +17,30 @@ class SourceConfig(Area):
 
     model: str | None = option(
         None,
-        "a known model: sets the flags of its architecture, which others override",
+        "set the flags of a known architecture; other flags override them",
         choices=tuple(PRESETS),
         unset="none",
         basic=True,
     )
     pretrained_checkpoint_path: str | None = option(
         None,
-        "folder to start from: a Hugging Face model, a checkpoint, or checkpoints (the newest)",
+        "start from this folder: a Hugging Face model, a checkpoint, or a folder of checkpoints (the newest)",
         never_empty=True,
         unset="none",
         basic=True,
     )
-    pretrained_checkpoint_type: str | None = option(
-        None,
-        "what that folder is",
-        choices=("huggingface", "distributed"),
-        unset="what the folder holds",
-        idle_unless="pretrained_checkpoint_path",
+    pretrained_checkpoint_type: str | None = pretrained_option(
+        None, "type of the pretrained folder", choices=("huggingface", "distributed"), unset="detected"
     )
-    use_pretrained_config: bool = option(
-        True,
-        "the architecture is that of the pretrained folder; 0: that of the flags, and compared with it",
-        idle_unless="pretrained_checkpoint_path",
+    use_pretrained_config: bool = pretrained_option(
+        True, "take the architecture from the pretrained folder; 0: take it from the flags, and compare"
     )
-    ignore_pretrained_config: bool = option(
-        False,
-        "flags that contradict the pretrained folder's architecture win, if its weights fit",
-        idle_unless="pretrained_checkpoint_path",
+    ignore_pretrained_config: bool = pretrained_option(
+        False, "let flags override the pretrained folder's architecture, if its weights fit"
     )
-    load_pretrained_weights: bool = option(
-        True, "0: only the architecture is taken, weights start anew", idle_unless="pretrained_checkpoint_path"
+    load_pretrained_weights: bool = pretrained_option(
+        True, "load the pretrained weights; 0: take only the architecture and initialize new weights"
     )
-    load_pretrained_optimizer: bool = option(
-        False,
-        "the optimizer's moments, too, from a checkpoint; iterations count from 0 in any case",
-        idle_unless="pretrained_checkpoint_path",
+    load_pretrained_optimizer: bool = pretrained_option(
+        False, "also load the optimizer's moments from a checkpoint; iterations count from 0 in any case"
     )

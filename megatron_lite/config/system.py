@@ -1,4 +1,4 @@
-"""Options of devices, partitioning, and what a run tells and leaves."""
+"""Options of devices, partitioning, logs and files of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from megatron_lite.config.option import Area, Auto, debug_level, option
+from megatron_lite.config.option import Area, Auto, debug_level, idle_unless, option
 
 
 class DtypeNames(NamedTuple):
@@ -23,6 +23,9 @@ DTYPES: Mapping[str, DtypeNames] = MappingProxyType(
 )
 DTYPE_ALIASES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
+# Options that have no effect unless another one has this value.
+wandb_option = idle_unless("wandb_entity_name")
+
 
 @dataclass
 class MultiStageConfig(Area):
@@ -30,7 +33,7 @@ class MultiStageConfig(Area):
 
     zero_stage: int | Auto | None = option(
         None,
-        "1: shard optimizer state; 2: and gradients; 3: and weights; auto: the lowest that fits the device",
+        "1: shard optimizer state; 2: also gradients; 3: also weights; auto: the lowest that fits the device",
         minimum=1,
         maximum=3,
         unset="1",
@@ -38,46 +41,39 @@ class MultiStageConfig(Area):
     )
     layers_per_stage: float | Auto = option(
         1.0,
-        "transformer blocks per stage, the unit of gather and reduce; auto: until a collective is worth its latency",
+        "transformer blocks per stage, the unit of gather and reduce; auto: enough to make a collective worth its "
+        "latency",
         minimum=1.0,
-        why="a stage is the unit of gather and reduce, and no layer is cut; write 1, and set the number of buffers",
+        why="a stage is the unit of gather and reduce, and layers are not cut; write 1 and set the number of buffers",
     )
     num_weight_buffers: int | None = option(
-        None, "full weight buffers: 1 saves memory, 2 overlap", minimum=1, unset="one per stage; 2 for zero_stage 3"
+        None, "full weight buffers; 1 saves memory, 2 overlap", minimum=1, unset="one per stage; 2 for zero_stage 3"
     )
     num_grad_buffers: int | None = option(
-        None, "full gradient buffers, likewise", minimum=1, unset="one per stage; 2 for zero_stage 2 and 3"
+        None, "full gradient buffers; as num_weight_buffers", minimum=1, unset="one per stage; 2 for zero_stage 2 and 3"
     )
     full_precision_gradients: bool = option(
         True, "accumulate and reduce gradients in fp32", idle_unless="training_dtype!=fp32"
     )
     store_frozen_weights_in_optimization_precision: bool = option(
-        True, "shards of frozen weights are fp32, too; 0: they have the training dtype"
+        True, "keep shards of frozen weights in fp32; 0: in the training dtype"
     )
     split_master_weights: bool = option(
-        False, "bf16 training: keep only what the bf16 weight lacks of the master (2 bytes less per weight of a shard)"
+        False,
+        "bf16 training: store only what the bf16 weight lacks of the master (saves 2 bytes per weight of a shard)",
     )
     stages_per_pipeline_stage: int = option(
-        1,
-        "stages of one rank of a pipeline",
-        minimum=1,
-        maximum=1,
-        why="there is no pipeline parallelism; leave it out",
+        1, "stages per rank of a pipeline", minimum=1, maximum=1, why="there is no pipeline parallelism; leave it out"
     )
-    pipeline_delay: float = option(0.0, "steps that data need to go around the pipeline; unused: there is no pipeline")
+    pipeline_delay: float = option(0.0, "steps for data to go around the pipeline; unused: there is no pipeline")
     throttle_cpu: bool = option(
-        True,
-        "GPU: the host waits for earlier steps of the schedule instead of running far ahead",
-        idle_unless="device!=cpu",
+        True, "GPU: make the host wait for earlier schedule steps, not run far ahead", idle_unless="device!=cpu"
     )
     throttle_cpu_rate: int = option(
-        1,
-        "record an event, and wait, every this many steps of the schedule",
-        minimum=1,
-        idle_unless="throttle_cpu and device!=cpu",
+        1, "record an event and wait every N schedule steps", minimum=1, idle_unless="throttle_cpu and device!=cpu"
     )
     throttle_cpu_delay: int = option(
-        1, "wait for the event of this many recordings ago", minimum=0, idle_unless="throttle_cpu and device!=cpu"
+        1, "wait for the event recorded N recordings ago", minimum=0, idle_unless="throttle_cpu and device!=cpu"
     )
 
 
@@ -90,12 +86,14 @@ class DistributedConfig(Area):
         "fp32", "dtype of weights and activations", choices=tuple(DTYPES), value_aliases=DTYPE_ALIASES, basic=True
     )
     seed: int = option(1234, "seed of weights, data order and dropout", minimum=0, maximum=2**63 - 1, basic=True)
-    deterministic: bool = option(False, "only deterministic GPU algorithms (slower)")
-    distributed_timeout: float = option(60.0, "seconds before a step's collective is given up", above=0.0, maximum=1e6)
-    startup_timeout: float = option(3600.0, "the same for start-up, data preparation and saves", above=0.0, maximum=1e6)
-    dry_run: bool = option(False, "print memory, traffic and batch arithmetic, run nothing", basic=True)
+    deterministic: bool = option(False, "use only deterministic GPU algorithms (slower)")
+    distributed_timeout: float = option(60.0, "seconds before giving up a collective of a step", above=0.0, maximum=1e6)
+    startup_timeout: float = option(
+        3600.0, "seconds before giving up a collective of start-up, data preparation or a save", above=0.0, maximum=1e6
+    )
+    dry_run: bool = option(False, "print memory, traffic and batch arithmetic, then exit", basic=True)
     world_size: int | None = option(
-        None, "ranks of a dry run", minimum=1, maximum=2**24, unset="as many as torchrun starts"
+        None, "number of ranks of a dry run", minimum=1, maximum=2**24, unset="as many as torchrun starts"
     )
 
 
@@ -103,13 +101,13 @@ class DistributedConfig(Area):
 class RunConfig(Area):
     """Run and monitoring"""
 
-    experiment_dir: str | None = option(None, "where the run leaves its files", unset="nothing is written", basic=True)
+    experiment_dir: str | None = option(None, "folder for all files of the run", unset="nothing is written", basic=True)
     experiment_name: str | None = option(None, "name of the run", unset="name of experiment_dir")
     log_interval: int = option(100, "iterations between log lines", minimum=1, basic=True)
-    log_offset: int = option(1, "first logged iteration (0: multiples of log_interval only)", minimum=0)
-    log_timestamps: bool = option(False, "begin log lines with the time")
-    enable_all_loggers: bool = option(False, "every rank prints to the console")
-    log_communication: bool = option(False, "log what each step sends, by kind, and the time on the wire")
+    log_offset: int = option(1, "first logged iteration (0: only multiples of log_interval)", minimum=0)
+    log_timestamps: bool = option(False, "prefix log lines with the time")
+    enable_all_loggers: bool = option(False, "print from every rank to the console")
+    log_communication: bool = option(False, "log the bytes that each step sends, by kind, and the time on the wire")
     debug_layer_outputs: int = debug_level(
         "the output of each layer", idle_unless="show_tensor_logs or save_tensor_logs"
     )
@@ -128,30 +126,23 @@ class RunConfig(Area):
     debug_param_update: int = debug_level(
         "each parameter after the update", idle_unless="show_tensor_logs or save_tensor_logs and train_iters"
     )
-    debug_global_tensors: bool = option(True, "put the tensors of all ranks together before they are logged (slow)")
+    debug_global_tensors: bool = option(True, "gather tensors from all ranks before logging them (slow)")
     debug_activation_memory: bool = option(False, "log the memory in use after each layer")
-    debug_tensor_parallel: bool = option(False, "compare tensor-parallel copies; there are none to compare")
+    debug_tensor_parallel: bool = option(False, "compare tensor-parallel copies; unused: there are none")
     save_tensor_logs: bool = option(False, "save logged tensors in runs/<k>/artifacts of experiment_dir")
     show_tensor_logs: bool = option(True, "print logged tensors")
-    tensor_logs_show_elements: int = option(8, "samples of a tensor that are printed", minimum=0)
+    tensor_logs_show_elements: int = option(8, "samples to print per tensor", minimum=0)
     peak_tflops: float | None = option(
-        None, "dense peak of one device for mfu, in TFLOP/s", above=0.0, unset="known for common GPUs"
+        None, "dense peak of one device in TFLOP/s, for mfu", above=0.0, unset="known for common GPUs"
     )
     wandb_entity_name: str | None = option(None, "Weights & Biases user or team; turns it on", unset="off")
-    wandb_project_name: str = option("megatron_lite", "Weights & Biases project", idle_unless="wandb_entity_name")
-    wandb_group_name: str = option("default", "Weights & Biases group", idle_unless="wandb_entity_name")
-    wandb_status_interval: int | None = option(
-        None,
-        "iterations between Weights & Biases alerts with metrics",
-        minimum=1,
-        unset="none",
-        idle_unless="wandb_entity_name",
+    wandb_project_name: str = wandb_option("megatron_lite", "Weights & Biases project")
+    wandb_group_name: str = wandb_option("default", "Weights & Biases group")
+    wandb_status_interval: int | None = wandb_option(
+        None, "iterations between Weights & Biases alerts with metrics", minimum=1, unset="none"
     )
-    wandb_post_alerts: bool | None = option(
-        None,
-        "post Weights & Biases alerts when the run starts, ends or fails",
-        unset="on with wandb_status_interval",
-        idle_unless="wandb_entity_name",
+    wandb_post_alerts: bool | None = wandb_option(
+        None, "post Weights & Biases alerts when the run starts, ends or fails", unset="on with wandb_status_interval"
     )
 
 

@@ -102,7 +102,7 @@ TABLE = [
         "layers_per_stage",
         {"1": 1.0, "1.0": 1.0, "1.5": 1.5, "2": 2.0, "1e3": 1000.0, "auto": "auto", "AUTO": "auto"},
         {
-            "0.5": "a stage is the unit of gather and reduce, and no layer is cut; write 1",
+            "0.5": "a stage is the unit of gather and reduce, and layers are not cut; write 1",
             "0": "write 1",
             "-1": "must be >= 1, or auto",
             "nan": "not a finite number",
