@@ -64,7 +64,7 @@ def traffic_table() -> Iterator[tuple[str, ...]]:
         "formula",
         "gathered, MiB",
         "reduced, MiB",
-        "sent by a rank, MiB",
+        "sent per rank, MiB",
     )
     for zero_stage in (1, 2, 3):
         for depth, breadth in ((1, 1), (4, 1), (1, 4), (2, 2)):
@@ -95,7 +95,7 @@ def traffic_table() -> Iterator[tuple[str, ...]]:
 
 def buffers_table() -> Iterator[tuple[str, ...]]:
     """Show buffer counts between ZeRO-3 and plain data parallelism."""
-    yield "weight buffers", "gradient buffers", "state, GiB", "gathers", "reductions", "sent by a rank, GiB"
+    yield "weight buffers", "gradient buffers", "state, GiB", "gathers", "reductions", "sent per rank, GiB"
     for weights, gradients in ((1, 1), (2, 2), (4, 4), (8, 8), (17, 17), (34, 2), (34, 34)):
         made = plan(8, num_weight_buffers=weights, num_grad_buffers=gradients, batch_size=32, micro_batch_size=1)
         gathered, reduced = made.traffic["gather"], made.traffic["reduce"]
@@ -120,7 +120,7 @@ def choices_table() -> Iterator[tuple[str, ...]]:
         "with activations: none",
         "activation",
         "full",
-        "sent by a rank, GiB an iteration",
+        "sent per rank, GiB per iteration",
     )
     limit = PLANNED_GPU_BYTES * (1 - RESERVE)
     for ranks in (4, 8, 64, 128):
