@@ -1,1 +1,1 @@
-"""Checkpoints that training resumes from, and exports that other programs load."""
+"""Checkpoints that training resumes from: their files, manifest, verification and compatibility."""

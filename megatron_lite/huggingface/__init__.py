@@ -1,1 +1,1 @@
-"""Models in and out of Hugging Face's format."""
+"""Import, export and conversion of Hugging Face models."""
