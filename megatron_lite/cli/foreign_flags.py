@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
     @property
     def answer(self) -> str:
-        """What the program answers when the flag is typed."""
+        """The answer when the flag is typed."""
         return "; ".join(text for text in (f"write {self.here}" if self.here else "", self.remark) if text)
 
 
@@ -82,11 +82,7 @@ MEGATRON = (
     Row("lr_wsd_decay_style", "--lr_decay_style for the shape, and --lr_wsd_decay_iters"),
     Row("decoupled_lr", "--lr_scales=embedding:<ratio>,head:<ratio>"),
     Row("check_for_nan_in_loss_and_grad", "--crash_on_nan=1 --crash_on_inf=1"),
-    Row(
-        "no_check_for_nan_in_loss_and_grad",
-        "--crash_on_nan=0 --crash_on_inf=0",
-        "an update that is not finite is always dropped",
-    ),
+    Row("no_check_for_nan_in_loss_and_grad", "--crash_on_nan=0 --crash_on_inf=0", "such updates are always dropped"),
     Row("bf16", "--training_dtype=bf16"),
     Row("fp16", "--training_dtype=fp16"),
     Row("fp32", "--training_dtype=fp32"),
@@ -223,9 +219,7 @@ LEVANTER = (
     Row("delete_old_temp_checkpoints", "--max_checkpoints=<number>", "whichever start saved them"),
     Row("load_checkpoint", remark="a run resumes if --experiment_dir has a checkpoint; there is no flag for it yet"),
     Row("load_checkpoint_path", _RUN_FOLDER, "a run resumes only from its own folder"),
-    Row(
-        "initialize_from initialize_from_checkpoint_path", _PRETRAINED, "--load_pretrained_optimizer=1 adds the moments"
-    ),
+    Row("initialize_from initialize_from_checkpoint_path", _PRETRAINED, "--load_pretrained_optimizer=1 adds moments"),
     Row("initialize_from_hf", "--pretrained_checkpoint_path=<folder of a Hugging Face model>"),
     Row("use_hf_model_config", "--use_pretrained_config"),
     Row("allow_partial_checkpoint", remark="a checkpoint is loaded as a whole"),

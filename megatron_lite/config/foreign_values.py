@@ -1,4 +1,4 @@
-"""What other programs call our options and their values. Flags that do not exist here: `cli/foreign_flags.py`."""
+"""Other programs' names and values of our options. Flags that do not exist here are in `cli/foreign_flags.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher's environment says: this process's rank, the number of processes, and whether it makes sense."""
+"""The launcher's environment: this process's rank, the number of processes, and whether they make sense."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose word counts for the model when training begins with pretrained weights: the folder's or the flags'."""
+"""Whether the folder or the flags decide the model when training begins with pretrained weights."""
 
 from __future__ import annotations
 
