@@ -23,8 +23,6 @@ class Kernels:
     cross_entropy: str = "torch"  # or "triton"
     cross_entropy_splits: int | None = None
     cross_entropy_block_size: int | None = None
-    mlp_recompute_level: str = "none"
-    recompute_layers: int = 0
 
     def describe(self) -> str:
         """Return one line for the log."""
@@ -64,8 +62,6 @@ def choose_kernels(config: Config, device: torch.device, planned: bool = False) 
         cross_entropy=automatic if wanted.cross_entropy_impl == "auto" else wanted.cross_entropy_impl,
         cross_entropy_splits=wanted.cross_entropy_splits,
         cross_entropy_block_size=wanted.cross_entropy_block_size,
-        mlp_recompute_level=wanted.mlp_recompute_level,
-        recompute_layers=wanted.recompute_layers,
     )
 
 

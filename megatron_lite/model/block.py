@@ -1,6 +1,6 @@
 """A pre-norm transformer block: x += attention(norm(x)); x += mlp(norm(x)).
 
-With `hybrid_norm` each branch is normalized once more, before it is dropped from and added.
+With `hybrid_norm` each branch is normalized again before dropout and the residual sum.
 """
 
 from __future__ import annotations
@@ -8,19 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_lite.config import ModelConfig
+from megatron_lite.config import ModelConfig, PerformanceConfig
 from megatron_lite.kernels.attention.attention import attention
 from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.head_norm import normalized_heads
 from megatron_lite.kernels.mlp import mlp
 from megatron_lite.kernels.rotary import Table, split_heads
-from megatron_lite.model.layer import Layer, Linear, MicroBatch, dropout
-from megatron_lite.model.norm import Norm
+from megatron_lite.model.layer import Layer, Linear, MicroBatch, Norm, dropout
 from megatron_lite.model.rotary import Rotary
 
 
 class Attention(torch.nn.Module):
-    """Multi-head, grouped-query or multi-query causal attention: (b, s, h) -> (b, s, h). `index` is its block's."""
+    """Causal attention, multi-head, grouped-query or multi-query: (b, s, h) -> (b, s, h). `index`: of the block."""
 
     def __init__(self, name: str, config: ModelConfig, rotary: Rotary | None, kernels: Kernels, index: int) -> None:
         super().__init__()
@@ -76,23 +75,31 @@ class Attention(torch.nn.Module):
         return self.output(context.transpose(1, 2).flatten(2))  # (b, s, n d) -> (b, s, h)
 
     def heads(self, projection: Tensor, table: Table | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(b, s, (n + 2 g) d) -> query (b, n, s, d), key and value (b, g, s, d), normalized and rotated if they are."""
-        query, key, shape = self.query_norm, self.key_norm, (self.num_heads, self.head_groups, table)
-        if query is None or key is None:
-            return split_heads(projection, *shape, self.kernels.triton)
-        parameters = (query.weight, query.bias), (key.weight, key.bias)
-        return normalized_heads(projection, *shape, *parameters, query.kind, self.kernels.triton)
+        """(b, s, (n + 2 g) d) -> query (b, n, s, d), key and value (b, g, s, d), with optional norms and rotation."""
+        query_norm, key_norm, triton = self.query_norm, self.key_norm, self.kernels.triton
+        if query_norm is None or key_norm is None:
+            return split_heads(projection, self.num_heads, self.head_groups, table, triton)
+        return normalized_heads(
+            projection,
+            num_heads=self.num_heads,
+            head_groups=self.head_groups,
+            table=table,
+            query=(query_norm.weight, query_norm.bias),
+            key=(key_norm.weight, key_norm.bias),
+            kind=query_norm.kind,
+            triton=triton,
+        )
 
 
 class MLP(torch.nn.Module):
     """Plain or gated two-layer MLP: (b, s, h) -> (b, s, h)."""
 
-    def __init__(self, name: str, config: ModelConfig, kernels: Kernels) -> None:
+    def __init__(self, name: str, config: ModelConfig, kernels: Kernels, recompute_level: str) -> None:
         super().__init__()
         assert config.ffn_hidden_size and config.activation_type
         assert config.init_method_std_mlp_1 is not None and config.init_method_std_mlp_2 is not None
         self.activation_type, self.gated = config.activation_type, config.gated
-        self.kernels = kernels
+        self.kernels, self.recompute_level = kernels, recompute_level
         up_sizes = (config.ffn_hidden_size,) * (2 if config.gated else 1)  # gate rows first
         biased = bool(config.add_mlp_biases)
         self.up = Linear(f"{name}.up", config.hidden_size, up_sizes, config.init_method_std_mlp_1, config, biased)
@@ -102,41 +109,42 @@ class MLP(torch.nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(b, s, h) -> (b, s, h)."""
-        up, down = self.up, self.down
         return mlp(
             hidden,
-            up.weight,
-            up.bias,
-            down.weight,
-            down.bias,
-            self.activation_type,
-            self.gated,
-            self.kernels.mlp_recompute_level,
-            self.kernels.triton,
+            up=self.up.weight,
+            up_bias=self.up.bias,
+            down=self.down.weight,
+            down_bias=self.down.bias,
+            activation=self.activation_type,
+            gated=self.gated,
+            recompute_level=self.recompute_level,
+            triton=self.kernels.triton,
         )
 
 
 class Block(Layer):
     """One transformer block."""
 
-    def __init__(self, index: int, config: ModelConfig, rotary: Rotary | None, kernels: Kernels) -> None:
+    def __init__(
+        self, index: int, config: ModelConfig, rotary: Rotary | None, kernels: Kernels, performance: PerformanceConfig
+    ) -> None:
         super().__init__()
         self.name, self.hidden_dropout = f"blocks.{index}", config.hidden_dropout
-        self.recomputed = index < kernels.recompute_layers
+        self.recomputed = index < performance.recompute_layers
         self.attention_norm = Norm(f"{self.name}.attention_norm", config, kernels)
         self.attention = Attention(f"{self.name}.attention", config, rotary, kernels, index)
         self.attention_output_norm = self.mlp_output_norm = None
         if config.hybrid_norm:
             self.attention_output_norm = Norm(f"{self.name}.attention_output_norm", config, kernels)
         self.mlp_norm = Norm(f"{self.name}.mlp_norm", config, kernels)
-        self.mlp = MLP(f"{self.name}.mlp", config, kernels)
+        self.mlp = MLP(f"{self.name}.mlp", config, kernels, performance.mlp_recompute_level)
         if config.hybrid_norm:
             self.mlp_output_norm = Norm(f"{self.name}.mlp_output_norm", config, kernels)
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         """(b, s, h) -> (b, s, h), in the residual stream's dtype."""
         assert hidden is not None
-        dtype = self.mlp.up.weight.dtype  # of everything but the residual stream, which the embedding decides about
+        dtype = self.mlp.up.weight.dtype  # of all but the residual stream, whose dtype the embedding chooses
         hidden, normalized = self.attention_norm.add(hidden, None, dtype)
         branch = self._branch(
             self.attention(normalized, micro_batch), self.attention_output_norm, micro_batch, "attention_branch"
@@ -146,7 +154,7 @@ class Block(Layer):
         return hidden + self._branch(self.mlp(normalized), self.mlp_output_norm, micro_batch, "mlp_branch")
 
     def _branch(self, branch: Tensor, norm: Norm | None, micro_batch: MicroBatch, site: str) -> Tensor:
-        """What is added to the residual stream."""
+        """Return the branch as it is added to the residual stream."""
         if norm is not None:
             branch = norm(branch)
         return dropout(branch, self.hidden_dropout, micro_batch.site_seed(f"{self.name}.{site}"))

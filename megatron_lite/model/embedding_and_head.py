@@ -1,4 +1,4 @@
-"""The two ends of the chain: embedding, and final norm with output head and loss."""
+"""The two ends of the chain: the embedding, and the head with final norm and loss."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.cross_entropy import capped, linear_cross_entropy
 from megatron_lite.kernels.embedding import add_positions, embedding
 from megatron_lite.kernels.triton_support import cdiv
-from megatron_lite.model.layer import Layer, MicroBatch, dropout
-from megatron_lite.model.norm import Norm
+from megatron_lite.model.layer import Layer, MicroBatch, Norm, dropout
 from megatron_lite.parameter import Initializer, Parameter, ParameterSpec, declare
 
 
@@ -37,7 +36,7 @@ class Embedding(Layer):
         self.backward_needs_weights = self.norm is not None and self.norm.weight is not None
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        """From tokens alone; at the positions of the micro-batch, or counting from 0."""
+        """Embed the tokens, at the micro-batch's positions or counting from 0."""
         assert hidden is None
         hidden = embedding(self.word, micro_batch.tokens, self.kernels.triton, self.dtype)
         if self.position is not None and micro_batch.positions is None:
@@ -52,7 +51,7 @@ class Embedding(Layer):
 class Head(Layer):
     """Final norm, output projection and summed cross-entropy: (b, s, h) -> ().
 
-    In training, `logit_z_loss` times the squared log-sum-exp of each token's logits is added to its loss.
+    In training, each token's loss includes `logit_z_loss` times the squared log-sum-exp of its logits.
     """
 
     name = "head"
@@ -72,7 +71,7 @@ class Head(Layer):
 
     @property
     def weight(self) -> Parameter:
-        """(v, h): its own, or the embedding's when tied."""
+        """The output projection (v, h); if tied, the embedding's."""
         if self.output is not None:
             return self.output
         (embedding,) = self.borrows_from
@@ -80,7 +79,7 @@ class Head(Layer):
         return embedding.word
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        """Without a gradient scale nothing but the cross-entropy is computed; with a cache, logits (t, v) are."""
+        """Return the summed loss or, with a cache, logits (t, v). Without a gradient scale compute no gradients."""
         if micro_batch.cache is not None:
             assert hidden is not None
             return self.logits(hidden[:, micro_batch.cache.answered])[0]
@@ -106,12 +105,12 @@ class Head(Layer):
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(b, s, h) -> (b, s, v), for generation: those of the vocabulary, without its padding."""
+        """(b, s, h) -> (b, s, v) for generation, without the padding of the vocabulary."""
         return capped(self.norm(hidden, self.weight.dtype) @ self.weight.t(), self.soft_cap)
 
 
 def _vocabulary(name: str, config: ModelConfig, embedding: bool) -> ParameterSpec:
-    """A row for each entry of the vocabulary, and rows of zeros behind them in memory."""
+    """Declare one row per vocabulary entry; in memory, rows of zeros follow."""
     assert config.init_method_std_embed is not None
     return ParameterSpec(
         name,
@@ -123,12 +122,12 @@ def _vocabulary(name: str, config: ModelConfig, embedding: bool) -> ParameterSpe
 
 
 def chunk_tokens(splits: int | None, tokens: int, device: torch.device, itemsize: int) -> int:
-    """Tokens whose logits exist at a time, of `itemsize` bytes each: bounds their memory.
+    """Return the number of tokens whose logits, of `itemsize` bytes, exist at a time; this bounds their memory.
 
-    Every chunk reads and writes the head's whole weight gradient, for which a GPU takes as long as for the products of
-    a few hundred tokens. Its default is parts of equal size, in steps of 128, up to 3072: 0.8 GB of bf16 logits at
-    128,256 entries. On a CPU it is 1 KiB for each entry of the vocabulary: in 16-bit training, where weight gradients
-    are made apart before they are added, longer chunks pay.
+    Every chunk reads and writes the head's whole weight gradient, which takes a GPU as long as the products of a few
+    hundred tokens. The default on a GPU is equal chunks, in steps of 128, of up to 3072 tokens: 0.8 GB of bf16 logits
+    at 128,256 entries. On a CPU it is 1 KiB per vocabulary entry: in 16-bit training, where a weight gradient is
+    computed in a temporary before it is added, longer chunks pay.
     """
     if splits is not None:
         return cdiv(tokens, splits)

@@ -1,9 +1,9 @@
-"""Keys and values of texts that grow: a pass over one text's beginning, then passes over the next token of many.
+"""Key-value cache for generation: one pass over each prompt, then passes over the next token of many texts.
 
-Texts lie side by side in one sample, (1, t), each token at its own position. So nothing but attention and positions
-differs from training, no text is padded, and what a text becomes does not depend on its neighbours: attention takes one
-text at a time, and every other operation treats tokens alone. The number of tokens in a pass can change the last bits
-of a product, so passes over next tokens always have equally many, whether they stand for a text or not.
+Texts lie side by side in one sample, (1, t), each token at its own position. Only attention and positions differ from
+training, and no text is padded. A text does not depend on its neighbours: attention takes one text at a time, and every
+other operation treats each token separately. Because the number of tokens in a pass can change the last bits of a
+product, every pass over next tokens has the same number of tokens, some of which may belong to no text.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from megatron_lite.kernels.attention.attention import attention, cached_attentio
 
 
 class CachePass(Protocol):
-    """How one pass through the model uses a cache."""
+    """The cache as one pass through the model uses it."""
 
-    # The tokens of the pass whose logits are wanted.
-    answered: slice
+    answered: slice  # tokens of the pass whose logits are computed
 
     def attend(
         self,
@@ -33,15 +32,15 @@ class CachePass(Protocol):
         scale: float | None,
         softmax_in_fp32: bool,
     ) -> Tensor:
-        """query (1, n, t, d), key and value (1, g, t, d) of a block -> (1, n, t, d); keeps keys and values."""
+        """Map query (1, n, t, d), key and value (1, g, t, d) of a block to (1, n, t, d); store keys and values."""
 
 
 class KeyValueCache:
-    """Of `rows` texts of at most `capacity` tokens, for each block that asks: two tensors (g, slots, d) of each text.
+    """Keys and values, (g, slots, d) each, per block and text, for `rows` texts of at most `capacity` tokens.
 
-    A position's slot is its remainder by the number of slots: with a sliding window there are no more slots than keys
-    that can be looked at. Memory is taken in the first pass and stays. Each text has tensors of its own, because where
-    numbers lie in memory decides in which order libraries add them up.
+    A position's slot is its remainder by the number of slots; with a sliding window there are only as many slots as
+    visible keys. The first pass allocates the memory. Each text has its own tensors, because the order in which
+    libraries sum numbers depends on their place in memory.
     """
 
     def __init__(self, rows: int, capacity: int) -> None:
@@ -50,19 +49,19 @@ class KeyValueCache:
         self._blocks: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def of(self, block: str, like: Tensor, window: int | None) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of every text in a block; `like` (1, g, t, d) says of what size and dtype."""
+        """Return keys and values of every text in a block; `like` (1, g, t, d) gives size and dtype."""
         if block not in self._blocks:
             shape = (like.shape[1], min(self.capacity, window or self.capacity), like.shape[3])
             self._blocks[block] = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(self.rows)]
         return self._blocks[block]
 
     def nbytes(self) -> int:
-        """Of all blocks."""
+        """Return the bytes of all blocks."""
         return sum(tensor.nbytes for rows in self._blocks.values() for pair in rows for tensor in pair)
 
 
 class Beginning:
-    """A pass over the whole beginning of one text, (1, t): it becomes what `row` holds."""
+    """A pass over the whole prompt of one text, (1, t), which fills `row`."""
 
     answered = slice(-1, None)
 
@@ -85,7 +84,7 @@ class Beginning:
         for kept, new in zip(self._cache.of(block, key, window)[self._row], (key, value), strict=True):
             slots = kept.shape[1]
             first = max(0, length - slots)
-            # The newest keys, from the slot of position `first` on: two runs if that is not the first slot.
+            # Store the newest keys from the slot of position `first` on: two runs unless that is slot 0.
             run = min(length - first, slots - first % slots)
             kept[:, first % slots : first % slots + run] = new[0, :, first : first + run]
             kept[:, : length - first - run] = new[0, :, first + run :]
@@ -96,9 +95,7 @@ class Beginning:
 
 
 class NextTokens:
-    """A pass over one more token of every text, (1, t), at `positions`, (t,); -1: not of a text. Those of the cache's
-    rows come first.
-    """
+    """A pass over the next token of every text, (1, t), at `positions` (t,), rows of the cache first; -1: no text."""
 
     answered = slice(None)
 
@@ -126,7 +123,7 @@ class NextTokens:
             slots = keys.shape[1]
             keys[:, position % slots] = key[0, :, row]
             values[:, position % slots] = value[0, :, row]
-            # All that is there may be looked at, and softmax does not ask for an order.
+            # Every stored key is visible, and softmax does not depend on their order.
             seen = slice(min(position + 1, slots))
             own = query[:, :, row : row + 1].contiguous()
             kept = keys[None, :, seen], values[None, :, seen]

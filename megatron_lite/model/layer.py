@@ -1,4 +1,4 @@
-"""What a layer of the chain is, and what it receives."""
+"""A layer of the chain, its input, and its building blocks: linear maps, norms, dropout."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from torch import Tensor
 
 from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.attention.attention import Documents
+from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.linear import linear
+from megatron_lite.kernels.normalization import Kind, add_norm
 from megatron_lite.model.kv_cache import CachePass
-from megatron_lite.parameter import Initializer, ParameterSpec, declare
+from megatron_lite.parameter import Initializer, Parameter, ParameterSpec, declare
 from megatron_lite.seeds import derive_seed
 
 MASKED = -1  # label of a token that counts in no loss
@@ -26,38 +28,34 @@ class MicroBatch:
     labels: Tensor  # (b, s) int64; below zero: masked, neither loss nor gradient
     gradient_scale: Tensor | None = None  # loss scale / tokens of the global batch, (); None: no gradients wanted
     dropout_seed: int | None = None  # None: nothing is dropped
-    documents: Documents | None = None  # None: attention crosses their borders
-    loss_weight: float = 1.0  # of the summed loss; `gradient_scale` holds it, too
-    cache: CachePass | None = None  # what grows; the head then gives logits (t, v) and no loss
+    documents: Documents | None = None  # None: attention crosses document borders
+    loss_weight: float = 1.0  # factor on the summed loss; `gradient_scale` includes it
+    cache: CachePass | None = None  # generation: the head returns logits (t, v) instead of a loss
     positions: Tensor | None = None  # (b, s) int64; None: 0, 1, 2, ... in every sample
 
     def site_seed(self, site: str) -> int | None:
-        """The seed of one place that drops."""
+        """Return the dropout seed of one place in the model."""
         return None if self.dropout_seed is None else derive_seed(self.dropout_seed, site)
 
 
 class Layer(torch.nn.Module):
     """One link of the chain: hidden (b, s, h) -> hidden (b, s, h)."""
 
-    # Unique in the model, and the beginning of its parameters' names: "embedding", "blocks.3", "head".
-    name: str
-    # Layers whose parameters this one also uses (a tied head uses the embedding's).
+    name: str  # unique in the model, and the prefix of its parameters' names: "embedding", "blocks.3", "head"
+    # See `zero.layer.Layer`.
     borrows_from: tuple[torch.nn.Module, ...] = ()
-    # Whether parameter gradients are written in the forward pass already (the loss does).
-    gradients_in_forward = False
-    # Whether the backward pass reads parameters; if not, they are not gathered for it.
-    backward_needs_weights = True
-    # Whether only the input is kept, and the backward pass runs the forward pass again.
-    recomputed = False
+    gradients_in_forward: bool = False
+    backward_needs_weights: bool = True
+    recomputed: bool = False
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         raise NotImplementedError
 
 
 class Linear(torch.nn.Module):
-    """Parameters of a linear layer: weight (o, i) and, where it is `biased`, bias (o,).
+    """A linear layer with weight (o, i) and, if `biased`, bias (o,).
 
-    out_sizes: of each linear map in it, their rows one after the other; they add up to o.
+    out_sizes: rows of each linear map stored in the weight, from the top; they sum to o.
     """
 
     def __init__(
@@ -74,10 +72,40 @@ class Linear(torch.nn.Module):
         return linear(input_, self.weight, self.bias)
 
 
-def dropout(x: Tensor, p: float, seed: int | None) -> Tensor:
-    """Zero each element with probability p and scale the rest by 1 / (1 - p); with no seed (evaluation) drop nothing.
+class Norm(torch.nn.Module):
+    """Layer or RMS norm over the last dimension, (..., h) -> (..., h); its parameters, if any, are (h,)."""
 
-    The mask depends on the seed only, not on what ran before.
+    def __init__(self, name: str, config: ModelConfig, kernels: Kernels, size: int | None = None) -> None:
+        """`size` of the last dimension; None: hidden_size."""
+        super().__init__()
+        centered = config.normalization_type == "layer_norm"
+        self.kind, self.kernels = Kind(config.layer_norm_eps, centered, config.zero_centered_normalization), kernels
+        shape = (size or config.hidden_size,)
+        self.weight: Parameter | None = None
+        self.bias: Parameter | None = None
+        if config.use_layer_norm_weight:
+            init_range = config.layer_norm_init_range
+            weights = Initializer("around_zero" if self.kind.zero_centered else "around_one", init_range)
+            self.weight = declare(ParameterSpec(f"{name}.weight", shape, weights, weight_decay=False))
+        if config.use_layer_norm_weight and centered:
+            zeros = Initializer("constant", 0.0)
+            self.bias = declare(ParameterSpec(f"{name}.bias", shape, zeros, weight_decay=False))
+
+    def forward(self, hidden: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Normalize; the output has the given dtype, by default the input's."""
+        return self.add(hidden, None, dtype)[1]
+
+    def add(self, hidden: Tensor, branch: Tensor | None, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """Return the sum of both, in the branch's memory if the dtypes agree, and its norm; without a branch, return
+        `hidden` itself and its norm.
+        """
+        return add_norm(hidden, branch, self.weight, self.bias, self.kind, self.kernels.triton, dtype=dtype)
+
+
+def dropout(x: Tensor, p: float, seed: int | None) -> Tensor:
+    """Zero each element with probability p and scale the others by 1 / (1 - p); without a seed (evaluation) do nothing.
+
+    The mask depends only on the seed.
     """
     if p == 0.0 or seed is None:
         return x

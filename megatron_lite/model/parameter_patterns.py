@@ -1,25 +1,51 @@
-"""Which parameters decay: the masks of --weight_decay_default_mask and the patterns of --weight_decay_modules."""
+"""Patterns that select parameters by name: learning-rate scales, freezing, weight decay."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import fnmatch
 import itertools
 import re
 from collections.abc import Iterable, Sequence
 
 from megatron_lite.config.structured_values import decay_expression
 from megatron_lite.errors import UsageError
-from megatron_lite.parameter import Parameter, ParameterSpec, matches, similar_names
+from megatron_lite.parameter import Parameter, ParameterSpec
+
+
+def set_lr_scales(parameters: Iterable[Parameter], scales: Sequence[tuple[str, float]]) -> None:
+    """Set the learning-rate scale of every parameter that a pattern matches; the last matching pattern wins.
+
+    A pattern is a name, a prefix of whole parts of a name (`blocks.0`), or has wildcards (`*.norm.*`).
+
+    Raises:
+        UsageError: if a pattern matches nothing or nothing is left to train.
+    """
+    parameters = list(parameters)
+    names = [parameter.spec.name for parameter in parameters]
+    for pattern, _ in scales:
+        if not any(matches(pattern, name) for name in names):
+            raise UsageError(
+                f"--freeze or --lr_scales: no parameter is called {pattern!r}; {similar_names(pattern, names)}, "
+                "a prefix selects everything below it (blocks.0), wildcards are * and ?"
+            )
+    for parameter in parameters:
+        for pattern, scale in scales:
+            if matches(pattern, parameter.spec.name):
+                parameter.spec = dataclasses.replace(parameter.spec, lr_scale=scale)
+    if not any(parameter.spec.trainable for parameter in parameters):
+        raise UsageError("--freeze, --lr_scales: every parameter is frozen, nothing is left to train; freeze fewer")
 
 
 def set_weight_decay(parameters: Iterable[Parameter], mask: str | None, modules: Sequence[str]) -> None:
-    """Decide of every parameter whether it decays: if a pattern of `modules` selects it, or else by the mask.
+    """Set which parameters decay: those that a pattern of `modules` selects, and those that the mask selects.
 
-    mask: "fast_llm", as the layers declare it: all but norms and biases. "levanter": all but norms, biases and
-    embeddings; a tied head is the embedding. "off": all. None: none, beside `modules`.
+    mask: "fast_llm": all but norms and biases, as the layers declare. "levanter": all but norms, biases and embeddings;
+    a tied head is the embedding. "off": all. None: none.
 
     Raises:
-        UsageError: for a pattern that selects nothing.
+        UsageError: if a pattern selects nothing.
     """
     assert mask is not None or modules
     parameters = list(parameters)
@@ -38,14 +64,14 @@ def _decays_by_default(spec: ParameterSpec, mask: str | None) -> bool:
 
 
 def selected(pattern: str, names: Sequence[str]) -> list[str]:
-    """The names that one item of --weight_decay_modules selects.
+    """Return the names that one item of --weight_decay_modules selects.
 
-    `regex:...` is a regular expression that matches from the beginning of a name, as in Levanter. Anything else is a
-    name, a prefix of whole parts or a pattern with wildcards, as in --freeze; if it is none of these, it selects every
-    name that contains it, again as in Levanter.
+    `regex:...` is a regular expression that matches from the beginning of a name, as in Levanter. Any other item is a
+    name, a prefix of whole parts or a pattern with wildcards, as in --freeze; if none of these matches, the item
+    selects every name that contains it, also as in Levanter.
 
     Raises:
-        UsageError: if it selects nothing.
+        UsageError: if the item selects nothing.
     """
     expression = decay_expression(pattern)
     if expression is not None:
@@ -54,9 +80,9 @@ def selected(pattern: str, names: Sequence[str]) -> list[str]:
         found = [name for name in names if matches(pattern, name)] or [name for name in names if pattern in name]
     if not found:
         rule = (
-            "it must match from a name's beginning (.* before it finds it anywhere), and no comma or space may be in it"
+            "it must match from a name's beginning (begin with .* to match anywhere), without comma or space"
             if expression is not None
-            else "a prefix takes all below it (blocks.0), wildcards are * and ?, any other text must be part of a name"
+            else "a prefix selects everything below it (blocks.0), wildcards are * and ?, other text is part of a name"
         )
         raise UsageError(
             f"--weight_decay_modules: {pattern!r} matches no parameter; {similar_names(pattern, names)}; {rule}"
@@ -64,8 +90,18 @@ def selected(pattern: str, names: Sequence[str]) -> list[str]:
     return found
 
 
+def matches(pattern: str, name: str) -> bool:
+    """Return whether a pattern is this name or a prefix of whole parts of it, wildcards included."""
+    return name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)
+
+
+def similar_names(pattern: str, names: Sequence[str]) -> str:
+    """Return an error message's hint for a pattern that matches no name."""
+    return f"names are such as {', '.join(difflib.get_close_matches(pattern, names, n=3, cutoff=0.0))}"
+
+
 def describe(parameters: Iterable[Parameter]) -> str:
-    """One line for the log: what decays, in the order of the model, with all blocks that are alike as one name."""
+    """Return a log line with the decaying parameters in model order; equal blocks share one name."""
     trained = [parameter.spec for parameter in parameters if parameter.spec.trainable]
     decayed = [spec for spec in trained if spec.weight_decay]
     count, every = (f"{sum(spec.numel for spec in specs):,}" for specs in (decayed, trained))
@@ -77,7 +113,7 @@ _BLOCK = re.compile(r"(.*?\.)(\d+)(\..*)")
 
 
 def _compressed(specs: Sequence[ParameterSpec], of: Sequence[ParameterSpec]) -> list[str]:
-    """Names with `*` for the index where all blocks of `of` are meant, else with the ranges of those that are."""
+    """Return names with `*` in place of the block's index if all blocks of `of` are meant, else with index ranges."""
     every, items = _by_block(of), []
     for name, blocks in _by_block(specs).items():
         if blocks != every[name]:
@@ -87,7 +123,7 @@ def _compressed(specs: Sequence[ParameterSpec], of: Sequence[ParameterSpec]) -> 
 
 
 def _by_block(specs: Sequence[ParameterSpec]) -> dict[str, list[int]]:
-    """Names with `*` for the index of a block -> the indices; none for names without."""
+    """Map names with `*` in place of a block's index to the indices; a name without index maps to an empty list."""
     groups: dict[str, list[int]] = {}
     for spec in specs:
         match = _BLOCK.fullmatch(spec.name)
@@ -98,7 +134,7 @@ def _by_block(specs: Sequence[ParameterSpec]) -> dict[str, list[int]]:
 
 
 def _ranges(indices: Sequence[int]) -> str:
-    """`3`, or `{0-2,5}` for several; the indices ascend."""
+    """Return `3` for one index, `{0-2,5}` for several; the indices ascend."""
     runs = []
     for _, run in itertools.groupby(enumerate(indices), lambda pair: pair[1] - pair[0]):
         members = [index for _, index in run]

@@ -1,14 +1,13 @@
-"""The angles of rotary positions: plain, or stretched for sequences longer than those that a model was trained on.
+"""Angles of rotary positions, optionally stretched for sequences longer than a model was trained on.
 
-The formulas are Hugging Face's (transformers, modeling_rope_utils.py), in its order of operations, in fp32. With the
-wavelengths w = base^(2 j / r) in radians and the frequencies 1 / w of the r / 2 pairs of channels j, stretched `factor`
-times:
+The formulas are Hugging Face's (transformers, modeling_rope_utils.py), in its order of operations, in fp32. Channel
+pair j of r / 2 has wavelength w = base^(2 j / r) in radians and frequency 1 / w; stretched by `factor`:
 
     linear   1 / w / factor                                                        (Chen et al. 2023)
-    llama3   1 / w for waves that fit `high_freq_factor` times and more into the original length, 1 / w / factor for
-             those that fit at most `low_freq_factor` times, between them interpolated by how often  (Llama 3.1)
-    yarn     1 / w for pairs before the one that turns `beta_fast` times over the original length, 1 / w / factor behind
-             the one that turns `beta_slow` times, a ramp over j between them; cos and sin times an attention factor
+    llama3   1 / w for waves that fit at least `high_freq_factor` times into the original length, 1 / w / factor for
+             waves that fit at most `low_freq_factor` times, interpolated by that number in between  (Llama 3.1)
+    yarn     1 / w for pairs before the one that turns `beta_fast` times over the original length, 1 / w / factor after
+             the one that turns `beta_slow` times, a ramp over j in between; cos and sin times an attention factor
              (Peng et al. 2023)
 """
 
@@ -24,31 +23,31 @@ from megatron_lite.kernels.rotary import Table, angle_table, wavelengths
 
 
 class Rotary:
-    """The cos/sin table of a model, made once and shared by its blocks."""
+    """The cos/sin table of a model, computed once and shared by its blocks."""
 
     def __init__(self, config: ModelConfig, length: int) -> None:
-        self._config, self._length = config, length
+        self._config, self._length, self._channels = config, length, config.rotated_channels
         self._table: Table | None = None
 
     def table(self, like: Tensor) -> Table:
-        """cos and sin of all positions, (length, r / 2) in fp32, on the device of `like`."""
+        """Return cos and sin of all positions, (length, r / 2) in fp32, on the device of `like`."""
         if self._table is None or self._table[0].device != like.device:
-            frequencies = rotary_frequencies(self._config, like.device)
+            frequencies = rotary_frequencies(self._config, self._channels, like.device)
             cos, sin = angle_table(frequencies, self._length)
             factor = attention_factor(self._config)
             self._table = (cos, sin) if factor == 1.0 else (cos.mul_(factor), sin.mul_(factor))
         return self._table
 
     def at(self, positions: Tensor) -> Table:
-        """cos and sin of any positions (b, s) below length: (b, s, r / 2)."""
+        """Return cos and sin of positions (b, s) below length: (b, s, r / 2)."""
         cos, sin = self.table(positions)
         return cos[positions], sin[positions]
 
 
-def rotary_frequencies(model: ModelConfig, device: torch.device) -> Tensor:
-    """Radians for each position, (r / 2,) in fp32, of the pairs of channels that rotate. `model` is resolved."""
+def rotary_frequencies(model: ModelConfig, channels: int, device: torch.device) -> Tensor:
+    """Return radians per position, (r / 2,) in fp32, for r rotated channels of a resolved model."""
     assert model.rotary_base is not None
-    waves = wavelengths(model.rotated_channels, model.rotary_base, device)
+    waves = wavelengths(channels, model.rotary_base, device)
     if model.rope_type == "default":
         return 1.0 / waves
     assert model.rope_factor is not None
@@ -77,23 +76,23 @@ def _yarn(model: ModelConfig, waves: Tensor, factor: float) -> Tensor:
 
 
 def _ramp(model: ModelConfig, channels: int) -> tuple[float, float]:
-    """The pairs of channels, as fractions unless truncated, between which yarn goes over from one to the other."""
+    """Return the channel pairs, fractional unless truncated, at which the ramp of yarn begins and ends."""
     length, base = model.rope_original_max_position_embeddings, model.rotary_base
     assert length is not None and base is not None and model.rope_beta_fast and model.rope_beta_slow
 
     def pair(turns: float) -> float:
-        """The one that turns so often over the original length."""
+        """Return the pair that turns this often over the original length."""
         return (channels * math.log(length / (turns * 2 * math.pi))) / (2 * math.log(base))
 
     low, high = pair(model.rope_beta_fast), pair(model.rope_beta_slow)
     if model.rope_truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, channels - 1)
-    return low, high + 0.001 if low == high else high  # never a ramp of no length
+    return low, high + 0.001 if low == high else high  # the ramp must have a length
 
 
 def attention_factor(model: ModelConfig) -> float:
-    """What multiplies cos and sin: more than 1 for yarn alone, whose scores are to be sharper."""
+    """Return the factor on cos and sin: 1 except for yarn, which sharpens attention scores."""
     if model.rope_type != "yarn":
         return 1.0
     if model.rope_attention_factor is not None:

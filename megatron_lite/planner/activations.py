@@ -23,6 +23,7 @@ class Sizes:
     model: ModelConfig
     kernels: Kernels
     level: str  # mlp_recompute_level
+    recompute_layers: int
     batch: int  # samples
     length: int  # tokens per sample
     itemsize: int  # per element, in the training dtype
@@ -110,9 +111,9 @@ class Saved(Counter[str]):
 
 
 def kept_by_layer(sizes: Sizes, saved: Sequence[Saved]) -> list[Saved]:
-    """`saved`, with only the input of each of the first `recompute_layers` blocks: see `zero/recompute.py`."""
+    """`saved`, with only the input of each of the first `recompute_layers` blocks: see `zero/layer.py`."""
     kept = list(saved)
-    for index in range(1, sizes.kernels.recompute_layers + 1):
+    for index in range(1, sizes.recompute_layers + 1):
         kept[index] = Saved()
         runs_backward = bool(saved[index]) or sizes.trains(f"blocks.{index - 1}.")
         kept[index].add("block inputs", sizes.stream, runs_backward)

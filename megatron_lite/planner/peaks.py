@@ -46,7 +46,7 @@ def peaks_by_layer(sizes: Sizes, saved: Sequence[Saved]) -> list[Peaks]:
     saved: the bytes of each layer without block recomputation (`saved_by_layer`).
     """
     blocks = [Peaks(_block_forward(sizes, block), _block_backward(sizes, block)) for block in saved[1:-1]]
-    for index, plain in enumerate(blocks[: sizes.kernels.recompute_layers]):
+    for index, plain in enumerate(blocks[: sizes.recompute_layers]):
         blocks[index] = _recomputed(sizes, saved[index + 1], plain)
     return [_embedding(sizes), *blocks, _head(sizes)]
 

@@ -191,6 +191,7 @@ def micro_batch_sizes(
         model=config.model,
         kernels=choose_kernels(config, device, planned=True),
         level=level,
+        recompute_layers=config.performance.recompute_layers,
         batch=samples,
         length=batch.sequence_length,
         itemsize=itemsize,

@@ -130,7 +130,7 @@ def test_frequencies_and_factor_are_hugging_faces(options: dict[str, Any]) -> No
     """To the last bit; for every type and parameter."""
     model = resolved(**options)
     expected, factor = ROPE_INIT_FUNCTIONS[model.rope_type](theirs(model), CPU)
-    assert torch.equal(rotary_frequencies(model, CPU), expected)
+    assert torch.equal(rotary_frequencies(model, model.rotated_channels, CPU), expected)
     assert attention_factor(model) == factor
 
 
@@ -149,7 +149,10 @@ def test_what_is_left_out_is_filled_in_as_there(options: dict[str, Any]) -> None
     model = resolved(**options, max_position_embeddings=3000)
     config = theirs(model, [name for name in THEIR_NAMES if name not in options and "freq" not in name])
     expected, factor = ROPE_INIT_FUNCTIONS[model.rope_type](config, CPU)
-    assert torch.equal(rotary_frequencies(model, CPU), expected) and attention_factor(model) == factor
+    assert (
+        torch.equal(rotary_frequencies(model, model.rotated_channels, CPU), expected)
+        and attention_factor(model) == factor
+    )
 
 
 @pytest.mark.parametrize(
