@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: run with `pytest -m gpu tests/test_gpu.py`; skipped without one."""
+"""Properties that need a CUDA device: run with `pytest -m gpu tests/test_gpu.py`; skipped without one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def one_gpu() -> Any:
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """As with --deterministic=1, but only inside."""
+    """Behave as with --deterministic=1 inside the block."""
     fills = torch.utils.deterministic.fill_uninitialized_memory
     make_deterministic()
     try:
@@ -63,7 +63,7 @@ def deterministic() -> Iterator[None]:
 
 
 def losses(distributed: Distributed, iterations: int = 20, **options: Any) -> list[float]:
-    """The first losses of the tiny model on the device of `distributed`, by the program's own step."""
+    """Return the first losses of the tiny model on the device of `distributed`, from the program's own step."""
     from megatron_lite.run.experiment import Experiment
     from megatron_lite.run.stop_signal import StopSignal
     from megatron_lite.schedules.batch_size import iteration_tokens
@@ -167,7 +167,7 @@ def test_the_program_chooses_triton_and_resumes_to_the_bit(tmp_path: Path) -> No
 
 @contextlib.contextmanager
 def at_most_bytes(limit: float) -> Iterator[None]:
-    """What is inside allocates no more than so many bytes at any time, beside what is there."""
+    """Check that the block allocates at most N bytes more than before at any time."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

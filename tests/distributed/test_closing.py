@@ -1,4 +1,4 @@
-"""How a process ends: with the exit code that it means to have, whatever gloo's threads do; its message is clean."""
+"""A process ends with its own exit code whatever gloo's threads do, and its message is clean."""
 
 import subprocess
 import sys
@@ -56,7 +56,7 @@ sys.exit(3 if any(one() for one in groups) else 0)
 
 
 def test_a_finished_run_ends_with_its_own_exit_code(tmp_path: Path) -> None:
-    """`close` waits for the threads of its groups, though engine and groups' owner live on.
+    """`close` waits for the threads of its groups, although the engine and the groups' owner live on.
 
     Without that both ranks, done with everything, die of SIGABRT.
     """
@@ -71,7 +71,7 @@ def test_a_finished_run_ends_with_its_own_exit_code(tmp_path: Path) -> None:
 
 
 def test_an_error_steers_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    """Names in a downloaded file may hold anything: control characters are spelled, as are bytes that are no text."""
+    """Names in a downloaded file may hold anything: control characters and undecodable bytes are escaped."""
     assert (
         exit_status.report(CheckpointError("key \x1b[2J\r\udcff\u2028is\nnot known, für alle"), None, prints=True) == 4
     )

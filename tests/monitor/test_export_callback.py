@@ -1,4 +1,4 @@
-"""The script that is told of exports: it never stops or holds up a run, nothing of it is left, no secret is shown."""
+"""The export callback never stops or delays a run, leaves no process behind, and shows no secret."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECRET = "s3cr3t-t0ken"
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What the program's logger says."""
+    """Records of the program's logger."""
     logger = logging.getLogger("megatron_lite")
     before = logger.propagate
     logger.propagate = True
@@ -30,7 +30,7 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
 
 
 def script(folder: Path, text: str) -> str:
-    """An executable shell script."""
+    """Write an executable shell script."""
     path = folder / "script.sh"
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
@@ -38,7 +38,7 @@ def script(folder: Path, text: str) -> str:
 
 
 def children() -> set[str]:
-    """Processes of this one, dead ones that nobody has waited for included."""
+    """Return the child processes of this one, including zombies."""
     return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
@@ -69,7 +69,7 @@ def test_it_gets_the_folder_and_the_environment_one_export_after_the_other(
     ("text", "said"), [("exit 3", "exit code 3"), ("kill -9 $$", "signal 9"), (None, "cannot be started: Exec format")]
 )
 def test_a_failure_is_a_warning(tmp_path: Path, log: pytest.LogCaptureFixture, text: str | None, said: str) -> None:
-    """It names the exit code, the signal or the reason; the next export is told all the same."""
+    """The warning names exit code, signal or reason; the script runs for the next export all the same."""
     path = script(tmp_path, text or "")
     if text is None:
         Path(path).write_bytes(b"\x7fELF no program")
@@ -92,7 +92,7 @@ def test_starting_does_not_wait(tmp_path: Path) -> None:
 def test_a_script_without_end_is_ended(
     tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """After the limit, or when the run is asked to stop: with what it has started, and the folders are named."""
+    """After the limit, or on a stop request, the script and its children are ended, and the folders are named."""
     monkeypatch.setattr(export_callback, "_KILL_AFTER_S", 0.3)  # it ignores SIGTERM
     path = script(tmp_path, f"sleep 1000 & echo $! > {tmp_path}/child; trap '' TERM; wait; sleep 1000")
     callback, before = open_callback(path, os.environ, ()), children()
@@ -142,7 +142,7 @@ def test_no_value_of_its_variables_is_logged(tmp_path: Path, log: pytest.LogCapt
 def test_a_flood_of_lines_is_cut(
     tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is read to its end, so the script ends; the log stays readable."""
+    """The output is read to its end, so that the script can end; the log stays readable."""
     monkeypatch.setattr(export_callback, "MAX_LINES", 10)
     run(script(tmp_path, "seq 1 100000; printf '\\033[1mbold\\007\\377\\n' >&2"), [tmp_path / "1"])
     assert len(log.messages) < 20 and "export 1: (further lines are not logged)" in log.messages

@@ -1,4 +1,4 @@
-"""Console and log files: every line at once, no line twice, and no dead console or full disk ends a run."""
+"""Console and log files: lines appear at once, never twice, and no dead console or full disk ends a run."""
 
 import errno
 import logging

@@ -74,7 +74,7 @@ def test_window_flops_count_the_keys_that_a_causal_window_leaves():
 
 
 def test_the_full_square_of_attention_is_twice_the_causal_half():
-    """The second convention: 12 L heads d s a token, windows or not."""
+    """The second convention: 12 L heads d s per token, with or without windows."""
     square = 12 * 32 * 4096 * 8192
     for model in (MISTRAL, MISTRAL_WINDOW):
         dense = model_flops(MISTRAL, 8192, 1) - square / 2
@@ -115,7 +115,7 @@ def test_hardware_flops_of_recomputation():
     ids=str,
 )
 def test_products_of_a_real_step_are_those_of_the_formula(options):
-    """Counted by torch while a step computes, without attention."""
+    """torch counts the FLOPs of a step, without attention."""
     config = tiny_config(1, num_layers=3, cross_entropy_splits=1, **options)
     engine, batches = a_model(config, layers_of(config)), micro_batches(config)
     with FlopCounterMode(display=False) as counter:
@@ -156,7 +156,7 @@ def test_peaks_by_device_name(name, peak):
 
 
 class Clock:
-    """A clock that stands still until told."""
+    """A clock that moves only when set."""
 
     def __init__(self):
         self.now = 100.0
@@ -193,7 +193,7 @@ def test_timer_reports_the_lap_and_forecasts_from_all_but_the_first():
 
 
 def test_timer_follows_the_batch_size():
-    """Rates count the samples of the lap, the forecast those that are left."""
+    """Rates count the samples of the lap, the forecast the remaining samples."""
     model = ModelConfig(
         num_layers=2, hidden_size=64, num_attention_heads=4, head_groups=4, kv_channels=16, ffn_hidden_size=256
     )

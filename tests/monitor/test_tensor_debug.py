@@ -1,4 +1,4 @@
-"""Tensors in the log: what each option and level logs, on one rank and put together from several."""
+"""Tensors in the log: output of each option and level, on one rank and joined from several."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STAGES = [("embedding.word.weight",), ("blocks.0.norm.weight", "blocks.0.up.weig
 
 
 def values(name: str, salt: float = 0.0) -> Tensor:
-    """The full value of a parameter (or, with a salt, of its gradient)."""
+    """Return the full value of a parameter (or, with a salt, of its gradient)."""
     count = int(np.prod(SHAPES[name]))
     return (torch.arange(count, dtype=torch.float32) * (1 + len(name)) + salt).view(SHAPES[name])
 
@@ -126,7 +126,7 @@ def run_phases(debugger: TensorDebugger | None, model: FakeModel, rank: int = 0,
 
 
 def run_ranks(world_size: int, function: Callable[[int, Callable[[Tensor], list[Tensor]]], Any]) -> list[Any]:
-    """Call function(rank, gather) in one thread per rank; a rank that leaves a collective out breaks the barrier."""
+    """Call function(rank, gather) in one thread per rank; a rank that skips a collective breaks the barrier."""
     barrier, slots = threading.Barrier(world_size), [torch.empty(0)] * world_size
 
     def call(rank: int) -> Any:
@@ -452,7 +452,7 @@ def test_observer_only_where_layers_are_wanted() -> None:
     ],
 )
 def test_options_without_effect_cost_nothing(tmp_path: Path, options: dict[str, Any], saves: bool) -> None:
-    """Where nothing would be shown or saved, nothing of a tensor is computed."""
+    """With nothing to show or save, nothing of a tensor is computed."""
     debugger, lines = open_alone(tmp_path, **options)
     run_phases(debugger, FakeModel())
     assert any(tmp_path.iterdir()) == saves
@@ -514,7 +514,7 @@ def test_memory_after_each_layer() -> None:
 
 
 def test_memory_in_use_is_measured() -> None:
-    """On CPU it grows by what is allocated: 64 MiB more, give or take 8."""
+    """On CPU the memory in use grows by the 64 MiB allocated, within 8 MiB."""
 
     def resident() -> float:
         found = re.search(r"([\d,]+\.\d) MiB", memory_in_use(torch.device("cpu")))
@@ -534,7 +534,7 @@ def test_memory_on_a_gpu_is_that_of_the_allocator(monkeypatch: pytest.MonkeyPatc
 
 
 def test_memory_where_there_is_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere than on Linux only the peak is known, and it says so."""
+    """Without /proc only the peak is known, and the text says so."""
 
     def missing(*_: Any, **__: Any) -> Any:
         raise FileNotFoundError

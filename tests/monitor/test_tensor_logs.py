@@ -1,4 +1,4 @@
-"""The debug options in whole runs: what each prints and saves, and tensor logs as the judge between two runs."""
+"""The debug options in full runs: what each prints and saves, and tensor logs that compare two runs."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_every_option_shows_itself(tmp_path: Path, ranks: int) -> None:
 
 
 def test_each_option_alone(tmp_path: Path) -> None:
-    """Alone, an option prints its own lines and none of the others'."""
+    """One option prints its own lines and no others."""
     for name in EXPECTED_LINES:
         level = "9" if name in EVERYTHING else "1"
         outcome = start(tmp_path / name, 1, f"--{name}={level}")
@@ -249,7 +249,7 @@ def test_damaged_reduction_is_located(tmp_path: Path, compare: Any) -> None:
 
 
 def test_resumed_run_begins_with_the_weights_that_were_saved(tmp_path: Path) -> None:
-    """--debug_param_init of a second start logs what was loaded: the last update of the first one."""
+    """--debug_param_init of a second start logs the loaded weights: the last update of the first start."""
     flags = ["--debug_param_init=9", "--debug_param_update=9", "--save_tensor_logs=1"]
     start(tmp_path, 2, *flags)
     start(tmp_path, 1, *flags, "--train_iters=3")
@@ -275,7 +275,7 @@ def test_frozen_parameters_have_no_gradients(tmp_path: Path) -> None:
 
 
 def test_validation_is_not_logged(tmp_path: Path) -> None:
-    """Layers are logged in training steps alone."""
+    """Layers are logged in training steps only."""
     counts = [
         start(
             tmp_path / str(iterations), 1, "--debug_layer_outputs=1", f"--validation_iters={iterations}"

@@ -31,7 +31,7 @@ def training(iteration, loss, **more):
 
 
 def test_records_come_back_exactly(tmp_path):
-    """Shortest round-trip floats: what is read is bit for bit what was written."""
+    """Shortest round-trip floats: values read equal values written, bit for bit."""
     losses = [0.1 + 0.2, 1 / 3, 1e-300, 5e-324, 123456789.123456789, -0.0]
     path = log(tmp_path, *(training(index + 1, loss) for index, loss in enumerate(losses)), run=7)
     records = read_metrics(path)

@@ -1,4 +1,4 @@
-"""Weights & Biases through a stand-in module: what is sent, what is kept, and that no key gets anywhere."""
+"""Weights & Biases through a stand-in module: points sent and dropped, offline runs, and keys that never leak."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ class FakeRun:
 
 
 class FakeWandb(types.ModuleType):
-    """Records what it is given; `unreachable`, `broken` and `stuck` make it fail in different ways."""
+    """Records its calls; `unreachable`, `broken` and `stuck` make it fail in different ways."""
 
     def __init__(self):
         super().__init__("wandb")
@@ -270,7 +270,7 @@ def test_the_key_gets_nowhere(tmp_path, wandb, key, capsys):
 
 
 def test_with_the_real_package(tmp_path, monkeypatch):
-    """Offline, as with no key: the files it leaves can be synced later."""
+    """Offline, as without a key: the files can be synced later."""
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_API_KEY", CANARY)

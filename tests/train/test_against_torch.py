@@ -83,7 +83,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 def plain_loop(
     options: dict[str, Any], initial: dict[str, np.ndarray], scales: dict[str, float] | None = None
 ) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Losses and final weights of the oracle, starting from the given weights.
+    """Return losses and final weights of the oracle from the given initial weights.
 
     `scales`: beginning of a name -> factor of the learning rate; 0 takes the gradient away altogether.
     """
@@ -116,7 +116,7 @@ def plain_loop(
 
 
 def plain_learning_rate(options: dict[str, Any], iteration: int) -> float:
-    """lr 1e-3 after a linear warmup whose first update has lr / warmup; then constant, or cosine to min_lr."""
+    """Learning rate 1e-3 after a linear warmup that starts at lr / warmup; then constant, or cosine to min_lr."""
     warmup = options.get("lr_warmup_iters", 10)
     if iteration <= warmup:
         return 1e-3 * iteration / warmup
@@ -129,7 +129,7 @@ def plain_learning_rate(options: dict[str, Any], iteration: int) -> float:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("layout", [(1, 1), (2, 3)], ids=["one rank", "two ranks, ZeRO 3"])
 def test_training_equals_plain_torch(architecture: str, layout: tuple[int, int]) -> None:
-    """Losses to 1e-6 relative, weights to 1e-5 absolute (key biases excepted: their exact gradient is zero)."""
+    """Losses agree to 1e-6 relative, weights to 1e-5 absolute, except key biases: their exact gradient is zero."""
     ranks, zero_stage = layout
     schedule = "cosine" if architecture == "llama" else "constant"
     options = {**ARCHITECTURES[architecture], **SCHEDULES[schedule], "zero_stage": zero_stage}
@@ -148,7 +148,7 @@ def test_training_equals_plain_torch(architecture: str, layout: tuple[int, int])
 
 
 def test_clipping_is_active_in_these_runs() -> None:
-    """The comparison would not see a wrong clip coefficient if no gradient were ever clipped."""
+    """Some gradients are clipped, or the comparison could not see a wrong clip coefficient."""
     options = {"clip_grad": 0.3}
     ours = run_distributed(2, train_tiny, options, ITERATIONS)[0]
     assert min(ours.grad_norms) > 0.3
@@ -201,7 +201,7 @@ PARTS: dict[str, tuple[str, dict[str, Any], dict[str, float]]] = {
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("layout", [(1, 1), (2, 3)], ids=["one rank", "two ranks, ZeRO 3"])
 def test_training_a_part_equals_plain_torch(part: str, layout: tuple[int, int]) -> None:
-    """Frozen weights do not move, the others go where torch takes them, each at its own learning rate."""
+    """Frozen weights stay; the others follow torch, each at its own learning rate."""
     architecture, flags, scales = PARTS[part]
     options = {**ARCHITECTURES[architecture], **flags, "zero_stage": layout[1]}
     ours = run_distributed(layout[0], train_tiny, options, ITERATIONS)[0]

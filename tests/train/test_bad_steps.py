@@ -36,7 +36,7 @@ NAN, INF = math.nan, math.inf
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to one rank in one iteration."""
+    """A fault of one rank in one iteration."""
 
     rank: int
     gradient: float = 1.0  # factor on the gradient of its micro-batches
@@ -46,7 +46,7 @@ class Fault:
 
 @dataclass
 class Story:
-    """What a start went through."""
+    """Record of one start."""
 
     code: int | None = None
     message: str = ""
@@ -58,7 +58,7 @@ class Story:
 
 
 def start(distributed: Distributed, options: dict[str, Any], faults: dict[int, Fault]) -> Story:
-    """One start of the program, but for its command line: build, resume, train; to be run by `run_distributed`."""
+    """Start the program without its command line: build, resume, train. Run this by `run_distributed`."""
     config, stop, story = tiny_config(distributed.world_size, **options), StopSignal(), Story()
     run = build(config, distributed, Experiment(config, distributed), stop, ())
     inject(run, faults, story)
@@ -78,13 +78,13 @@ def state(run: Run) -> str:
 
 
 def everything(run: Run) -> Any:
-    """What a dropped update leaves alone: shards, the count of updates, and what the optimizer's rule remembers."""
+    """State that a dropped update must not change: shards, the count of updates, and the rule's state."""
     counters = run.optimizer.state()
     return state(run), counters["updates"], counters["rule"]
 
 
 def inject(run: Run, faults: dict[int, Fault], story: Story) -> None:
-    """Replace what computes gradients, and look on while the optimizer judges them."""
+    """Inject faults into the gradients, and watch the optimizer judge them."""
     forward_backward, step, rank = run.model.forward_backward, run.optimizer.step, run.distributed.rank
 
     def faulty_forward_backward(micro_batches: Any) -> torch.Tensor:
@@ -111,7 +111,7 @@ def inject(run: Run, faults: dict[int, Fault], story: Story) -> None:
 
 
 def lines(experiment: Path, after: int) -> list[dict[str, Any]]:
-    """What metrics.jsonl says of the iterations after this one, times aside."""
+    """Records of metrics.jsonl after an iteration, without times."""
     timing = ("_ms", "tflops", "mfu", "time", "run", "tokens_per_sec_per_gpu")
     return [
         {name: value for name, value in record.items() if not name.endswith(timing)}
@@ -170,14 +170,14 @@ def test_bad_steps_are_dropped_on_all_ranks_and_again_after_a_resume(tmp_path: P
     "optimizer", ["muon", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("lion", "sgd"))]
 )
 def test_every_optimizer_drops_them(optimizer: str) -> None:
-    """The same without a trace for the other rules, Muon's products of whole matrices among them."""
+    """The other rules drop bad steps without a trace too, including Muon's products of full matrices."""
     options = {**SKIPPING, "zero_stage": 3, "optimizer": optimizer, "train_iters": 16}
     for story in run_distributed(RANKS, start, options, FAULTS):
         assert story.code == 0 and story.changed == dict.fromkeys([9, 12, 13, 14, 15], False)
 
 
 def test_the_log_names_what_was_dropped(tmp_path: Path) -> None:
-    """Each line counts, and names the last dropped step since the line before; one warning beside each such line."""
+    """Each line counts dropped steps and names the last one since the previous line, with one warning."""
     options = {**SKIPPING, "train_iters": 20, "log_interval": 5, "experiment_dir": str(tmp_path)}
     run_distributed(1, start, options, {9: Fault(0, gradient=30.0), 12: Fault(0, gradient=NAN), 15: Fault(0, loss=9.0)})
     records = {record["iteration"]: record for record in lines(tmp_path, 0)}
@@ -197,7 +197,7 @@ def test_the_log_names_what_was_dropped(tmp_path: Path) -> None:
 
 
 def test_other_ranks_resume_the_same_history(tmp_path: Path) -> None:
-    """What is usual does not depend on the number of ranks: saved by two, one decides as two would have."""
+    """The statistics of usual steps do not depend on the ranks: one rank resumes two ranks' run and decides alike."""
     options = {**SKIPPING, "train_iters": 12, "checkpoint_interval": 8, "experiment_dir": str(tmp_path)}
     faults = {3: Fault(0, gradient=NAN), 6: Fault(1, gradient=2.0)}
     saved = run_distributed(RANKS, start, {**options, "stop_interval": 8}, faults)[0].optimizer["guard"]
@@ -253,7 +253,7 @@ def test_the_search_of_a_loss_scale_stops_no_run() -> None:
 
 
 def test_a_diverged_run_stops_with_crash_on_nan(tmp_path: Path) -> None:
-    """From the command line: exit code 5, said once for two ranks and in exit.json, and no checkpoint."""
+    """From the command line: exit code 5, one message for two ranks and in exit.json, and no checkpoint."""
     command = [*TINY, f"--experiment_dir={tmp_path}", "--lr=1e30", "--crash_on_nan", "--crash_on_inf=1"]
     outcome = start_program([*command, "--train_iters=40", "--log_interval=30", "--checkpoint_interval=8"], RANKS)
     assert outcome.codes == [5, 5], outcome.output

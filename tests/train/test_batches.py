@@ -1,4 +1,4 @@
-"""Batches that change over a run, do not divide, or are averaged in other ways: against plain torch, and to the bit."""
+"""Batches that change size, do not divide evenly, or are averaged differently, against plain torch and bit for bit."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ UNEVEN: dict[str, Any] = dict(
 
 
 def one_by_one(count: int, phase: str = "training", **options: Any) -> Tensor:
-    """The first samples of a phase, (count, s + 1)."""
+    """Return the first samples of a phase, (count, s + 1)."""
     options = dict(batch_size=1, train_iters=count, validation_iters=count) | options
     batches = open_data(tiny_config(**options), 0, 1).batches(phase, 0, count)
     return torch.cat([batch.tokens for (batch,) in batches])
 
 
 def token_losses(model: PlainGPT, samples: Tensor, z_loss: float) -> Tensor:
-    """Cross-entropy and z-loss of each token, (tokens,)."""
+    """Return cross-entropy and z-loss per token, (tokens,)."""
     logits, labels = model(samples[:, :-1]).flatten(0, 1).float(), samples[:, 1:].flatten()
     return functional.cross_entropy(logits, labels, reduction="none") + z_loss * logits.logsumexp(-1).square()
 
 
 def plain_loop(options: dict[str, Any], initial: dict[str, np.ndarray], together: int) -> Trajectory:
-    """Plain torch on exactly the samples of each batch; `together`: samples of a micro-step, whose means count."""
+    """Train plain torch on exactly the samples of each batch; `together` samples form a micro-step and share a mean."""
     config = tiny_config(**{**options, "micro_batch_size": 1, "allow_nondivisible_batch_size": False})
     model, betas = PlainGPT(config.model), (config.optimizer.adam_beta1, config.optimizer.adam_beta2)
     model.load(initial)
@@ -119,7 +119,7 @@ def in_every_zero_stage(distributed: Distributed, options: dict[str, Any]) -> li
     ids=str,
 )
 def test_zero_stages_agree_on_a_schedule(options: dict[str, Any], same: tuple[int, ...]) -> None:
-    """On 2 ranks, in bf16: losses, norms and weights bit for bit where gradients are added up alike, else nearly."""
+    """On 2 ranks in bf16, losses, norms and weights are bit-identical where gradients sum alike, else close."""
     runs = run_distributed(2, in_every_zero_stage, {**UNEVEN, "num_layers": 3, **options})[0]
     first = runs[same[0] - 1]
     for stage, other in enumerate(runs, start=1):
@@ -131,7 +131,7 @@ def test_zero_stages_agree_on_a_schedule(options: dict[str, Any], same: tuple[in
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_padding_masks_labels_and_leaves_tokens_alone(rows: int) -> None:
-    """Of a single row, too, whose labels lie in its tokens' memory: an embedding has no entry -1."""
+    """A single row too, whose labels could share the tokens' memory: an embedding has no entry -1."""
     tokens = torch.arange(rows * 5).view(rows, 5)
     found = micro_batch(HostBatch(tokens.clone(), None, padding=1), torch.device("cpu"), None, None)
     assert torch.equal(found.tokens, tokens[:, :-1])
@@ -147,9 +147,9 @@ def training_lines(experiment: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_with_a_schedule_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    """Stopped before, at and behind a border of the schedule, in the middle of log windows: the same log and bits.
+    """Stopping before, at and after a change of the batch size, inside log windows, changes neither log nor bits.
 
-    A line of the log has the mean over all tokens of its steps, and counts what the schedule says.
+    A log line has the mean over all tokens of its steps, and the counts of the schedule.
     """
     flags = [
         *TINY,
@@ -203,7 +203,7 @@ def test_another_schedule_on_resume_is_said(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The prefix of a data set: 23 samples in the documents for validation."""
+    """Return the prefix of a data set with 23 samples in the validation documents."""
     prefix, generator = str(tmp_path_factory.mktemp("corpus") / "corpus"), np.random.default_rng(0)
     with IndexedDatasetWriter(prefix, "<u2") as writer:
         for size in (400, 7, 150, 213):
@@ -248,7 +248,7 @@ def test_the_whole_validation_split_counts_once(ranks: int, corpus: str, tmp_pat
 
 
 def test_a_restored_log_window_continues() -> None:
-    """The mean loss covers the tokens before and after; a dropped update counts neither."""
+    """The mean loss covers the tokens before and after a restart; a dropped update counts in neither."""
     window = LogWindow(torch.device("cpu"))
     window.load_state({"loss": (300.0).hex(), "tokens": 3 * 64})
     window.add(torch.tensor(50.0, dtype=torch.float64), 128, torch.tensor(False), 0.0)
@@ -257,7 +257,7 @@ def test_a_restored_log_window_continues() -> None:
 
 
 def test_the_guide_is_true(tmp_path: Path) -> None:
-    """Its command prints what stands below it, and its flags exist."""
+    """The command in the guide prints the text below it, and its flags exist."""
     guide = (ROOT / "docs" / "batches.md").read_text("utf-8")
     ((command, shown),) = BLOCKS.findall(guide)
     assert run_command(command, tmp_path).strip() == shown

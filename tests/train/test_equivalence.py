@@ -63,7 +63,7 @@ def test_zero_stage_and_buffers_change_no_bit(
 
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_depth_first_accumulation_agrees_to_rounding(tied: bool) -> None:
-    """ZeRO 2 and 3 reduce every micro-batch, ZeRO 1 once: the same to 1e-6 relative in fp32, on one rank and on two."""
+    """ZeRO 2 and 3 reduce every micro-batch, ZeRO 1 once; results agree to 1e-6 relative in fp32 on 1 and 2 ranks."""
     runs = [
         {"zero_stage": stage, "depth_first_micro_batches": 2, "batch_size": 8, "tie_word_embeddings": tied}
         for stage in (1, 2, 3)
@@ -79,7 +79,7 @@ def test_depth_first_accumulation_agrees_to_rounding(tied: bool) -> None:
 
 
 def test_ranks_and_micro_batches_do_not_matter() -> None:
-    """A global batch of 12 on 1, 2 and 3 ranks, split in every way: losses to 1e-6 relative; the same initial bits."""
+    """A global batch of 12 on 1, 2 and 3 ranks, in every split: losses agree to 1e-6, initial weights bit for bit."""
     splits: dict[int, list[dict[str, Any]]] = {
         ranks: [
             {"batch_size": 12, "depth_first_micro_batches": depth, "breadth_first_micro_batches": breadth}
@@ -99,7 +99,7 @@ def test_ranks_and_micro_batches_do_not_matter() -> None:
 
 
 def test_three_ranks_agree_across_zero_stages() -> None:
-    """An odd rank count pads differently; the sums are still taken in rank order everywhere."""
+    """An odd number of ranks pads differently, but sums in rank order too."""
     runs = [{"batch_size": 6, "zero_stage": stage, "num_layers": 3} for stage in (1, 2, 3)]
     first, *others = run_distributed(3, several, runs, 10)[0]
     for other in others:

@@ -40,7 +40,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 def a_corpus(folder: Path) -> str:
-    """A few documents with some structure to learn."""
+    """Write a few documents with some structure to learn."""
     prefix = str(folder / "corpus")
     generator = np.random.default_rng(0)
     with IndexedDatasetWriter(prefix, "uint16") as writer:
@@ -50,7 +50,7 @@ def a_corpus(folder: Path) -> str:
 
 
 def train_and_export(distributed: Distributed, options: dict[str, Any]) -> dict[str, Any]:
-    """Train through the program's own loop; then our logits of the first validation batch."""
+    """Train with the program's own loop and return our logits of the first validation batch."""
     from megatron_lite.run.experiment import Experiment
     from megatron_lite.run.stop_signal import StopSignal
     from megatron_lite.setup_run import build
@@ -99,7 +99,7 @@ def options_for(folder: Path, architecture: str) -> dict[str, Any]:
     [pytest.param(name, marks=[pytest.mark.slow] if name in ("llama", "starcoder2") else []) for name in ARCHITECTURES],
 )
 def test_transformers_computes_the_same_logits_and_validation_loss(tmp_path: Path, architecture: str) -> None:
-    """Logits to 1e-5 and the mean validation loss to 1e-5 relative, fp32, after training on two ranks with ZeRO 3."""
+    """Logits agree to 1e-5 and the mean validation loss to 1e-5 relative in fp32, after two ranks with ZeRO 3."""
     options = options_for(tmp_path, architecture)
     results = run_distributed(2, train_and_export, options)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export" / "30").eval()
@@ -116,7 +116,7 @@ def test_transformers_computes_the_same_logits_and_validation_loss(tmp_path: Pat
 
 
 def validation_loss(model: Any, options: dict[str, Any]) -> float:
-    """Mean cross-entropy of a transformers model over the validation batches, read on one rank."""
+    """Return the mean cross-entropy of a transformers model over the validation batches, read on one rank."""
     from tests.support.harness import tiny_config
 
     config = tiny_config(1, **{**options, "experiment_dir": None, "export_interval": None})
@@ -188,7 +188,7 @@ def test_exports_of_frozen_models_are_whole(tmp_path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_a_frozen_model_computes_what_its_export_computes(tmp_path: Path, zero_stage: int) -> None:
-    """Logits to 1e-5, fp32, with a frozen embedding that is tied to the head and frozen norms in every stage."""
+    """Logits agree to 1e-5 in fp32 with a frozen embedding tied to the head and frozen norms in every stage."""
     options = {**options_for(tmp_path, "mistral"), "zero_stage": zero_stage, "freeze": ("embedding", "*_norm.weight")}
     results = run_distributed(2, train_and_export, options)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export" / "30").eval()

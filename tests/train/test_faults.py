@@ -1,4 +1,4 @@
-"""What goes wrong outside of the program ends in one clear line, the right exit code, and nothing lost.
+"""Faults outside of the program end in one clear line, the right exit code, and nothing lost.
 
 Exit codes: 2 usage, 3 data, 4 checkpoint, 5 numerics, 6 a lost peer, 8 storage; `exit.json` repeats them.
 """
@@ -30,22 +30,22 @@ CANARY = "a5ecretc0deca5ecretc0deca5ecretc0deca5ec"
 
 
 def write_corpus(prefix: Path, documents: Sequence[Sequence[int]]) -> None:
-    """A data set of these documents."""
+    """Write a data set of these documents."""
     with IndexedDatasetWriter(str(prefix), "<u2") as writer:
         for document in documents:
             writer.add_document(np.asarray(document, dtype=np.int64))
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Name and content of every file below a folder."""
+    """Return name and content of every file below a folder."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
 def assert_one_error(outcome: Outcome, *facts: str, codes: Sequence[int], experiment: Path | None = None) -> str:
-    """These exit codes, one message with these facts, nothing of a library around it; `exit.json` says the same.
+    """Check the exit codes, and one message with these facts and no library output; `exit.json` agrees.
 
-    `codes`: the first is what the run failed with and what at least one rank ends with; others may have lost it.
+    codes: the first is the run's, and at least one rank exits with it; other ranks may only lose their peer.
     """
     assert codes[0] in outcome.codes and set(outcome.codes) <= set(codes), (outcome.codes, outcome.output)
     lines = outcome.error_lines()
@@ -71,7 +71,7 @@ def wait_for_metrics(start: Start, experiment: Path) -> None:
 
 
 def cut(path: Path, size: int) -> None:
-    """Keep the first `size` bytes, or leave out the last `-size`."""
+    """Keep the first `size` bytes, or drop the last `-size`."""
     os.truncate(path, size if size >= 0 else path.stat().st_size + size)
 
 
@@ -135,7 +135,7 @@ def test_damaged_data(tmp_path: Path, damage: str) -> None:
 
 
 def corpus_with(prefix: Path, tokens: dict[tuple[int, int], int]) -> None:
-    """Ten documents of 100 tokens below 64, but for these: (document, offset) -> token."""
+    """Write ten documents of 100 tokens below 64, with exceptions by (document, offset)."""
     documents = [[(7 * index) % 64 for index in range(100)] for _ in range(10)]
     for (document, offset), token in tokens.items():
         documents[document][offset] = token
@@ -151,7 +151,7 @@ def corpus_with(prefix: Path, tokens: dict[tuple[int, int], int]) -> None:
     ],
 )
 def test_token_outside_of_the_vocabulary(tmp_path: Path, bad: str, num_workers: int) -> None:
-    """The message names file, document, offset and id, once, and what the run has saved before is as it was."""
+    """The message names file, document, offset and id once; earlier checkpoints are untouched."""
     prefix, experiment = tmp_path / "corpus", tmp_path / "run"
     corpus_with(prefix, {})
     command = [
@@ -181,7 +181,7 @@ def test_token_outside_of_the_vocabulary(tmp_path: Path, bad: str, num_workers: 
 
 
 def test_data_cut_short_during_a_run(tmp_path: Path) -> None:
-    """A .bin that becomes shorter while it is read is an error of the data (and no SIGBUS)."""
+    """A .bin that shrinks while it is read is a data error, not a SIGBUS."""
     prefix, experiment = tmp_path / "corpus", tmp_path / "run"
     corpus_with(prefix, {})
     command = [*TINY, "--dataset_source=list", f"--data_path={prefix}", "--split=1", f"--experiment_dir={experiment}"]
@@ -194,7 +194,7 @@ def test_data_cut_short_during_a_run(tmp_path: Path) -> None:
 
 
 def test_killed_data_worker(tmp_path: Path) -> None:
-    """A data worker killed by the system ends the run with one line that says so, and no process stays."""
+    """A data worker killed by the system ends the run with one line about it, and no process is left."""
     prefix, experiment = tmp_path / "corpus", tmp_path / "run"
     corpus_with(prefix, {})
     command = [*TINY, "--dataset_source=list", f"--data_path={prefix}", "--split=1", f"--experiment_dir={experiment}"]
@@ -212,7 +212,7 @@ def test_killed_data_worker(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A complete run of 6 iterations on two ranks with checkpoints 2, 4 and 6."""
+    """Complete a run of 6 iterations on two ranks, with checkpoints 2, 4 and 6."""
     experiment = tmp_path_factory.mktemp("trained") / "run"
     assert run(train(experiment), RANKS).codes == [0, 0]
     assert sorted(os.listdir(experiment / "checkpoints")) == ["2", "4", "6"]
@@ -224,7 +224,7 @@ def train(experiment: Path, *more: str) -> list[str]:
 
 
 def copy(trained: Path, tmp_path: Path, *iterations: int) -> Path:
-    """A copy of the run with only these checkpoints."""
+    """Copy the run with only these checkpoints."""
     experiment = tmp_path / "copy"
     shutil.copytree(trained, experiment)
     for folder in (experiment / "checkpoints").iterdir():
@@ -234,7 +234,7 @@ def copy(trained: Path, tmp_path: Path, *iterations: int) -> Path:
 
 
 def flip(path: Path, offset: int) -> None:
-    """Turn one bit over; a negative offset counts from the end."""
+    """Flip one bit; a negative offset counts from the end."""
     content = bytearray(path.read_bytes())
     content[offset] ^= 4
     path.write_bytes(content)
@@ -285,7 +285,7 @@ def test_only_checkpoint_damaged(trained: Path, tmp_path: Path, wreck: str) -> N
 
 @pytest.mark.parametrize("wreck", ["bit of a weight", pytest.param("missing manifest", marks=pytest.mark.slow)])
 def test_older_checkpoint_is_used(trained: Path, tmp_path: Path, wreck: str) -> None:
-    """The damaged one is named and skipped; the run goes on from the older one to the same weights."""
+    """A damaged checkpoint is named and skipped; the run resumes from the older one to the same weights."""
     experiment = copy(trained, tmp_path, 2, 4)
     folder = experiment / "checkpoints" / "4"
     WRECK[wreck](folder)
@@ -302,13 +302,13 @@ def test_older_checkpoint_is_used(trained: Path, tmp_path: Path, wreck: str) -> 
 
 
 def tensor_bytes(path: Path) -> bytes:
-    """A safetensors file behind its header, which names the save."""
+    """Return a safetensors file without its header, which names the save."""
     content = path.read_bytes()
     return content[8 + struct.unpack("<Q", content[:8])[0] :]
 
 
 def test_changed_architecture(trained: Path, tmp_path: Path) -> None:
-    """Exit 4 and all flags that differ, with both values; the checkpoints are untouched."""
+    """Exit 4 with all flags that differ and both values; the checkpoints are untouched."""
     experiment = copy(trained, tmp_path, 4, 6)
     before = digests(experiment / "checkpoints")
     changed = train(experiment, "--hidden_size=64", "--num_layers=3", "--tie_word_embeddings=0", "--lr=0.5")
@@ -331,7 +331,7 @@ def test_changed_architecture(trained: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def namespace() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that holds a mount namespace of its own: what is mounted there is seen by nobody else."""
+    """A process with its own mount namespace; no other process sees its mounts."""
     tools = ("unshare", "nsenter", "mount")
     if missing := [tool for tool in tools if shutil.which(tool) is None]:
         pytest.skip(f"needs {', '.join(missing)}")
@@ -360,13 +360,13 @@ def mount(namespace: subprocess.Popen[bytes], *arguments: str) -> None:
 
 
 def seen_by(namespace: subprocess.Popen[bytes], path: Path) -> Path:
-    """A path of the namespace, as this process can read it."""
+    """Return a path inside the namespace as this process can read it."""
     return Path(f"/proc/{namespace.pid}/root{path}")
 
 
 @pytest.mark.parametrize("place", ["file", "file/run", "/proc/run"])
 def test_experiment_directory_that_cannot_be(tmp_path: Path, place: str) -> None:
-    """In the place of a file, below one, or in /proc: exit 8, naming --experiment_dir and its value, once for two."""
+    """On top of a file, below one, or in /proc: exit 8 with --experiment_dir and its value, once for two ranks."""
     (tmp_path / "file").write_text("mine")
     path = tmp_path / place
     outcome = run([*TINY, f"--experiment_dir={path}"], RANKS)
@@ -418,7 +418,7 @@ def test_full_disk_during_a_save(tmp_path: Path, namespace: subprocess.Popen[byt
 
 
 def test_full_disk_from_the_start(tmp_path: Path, namespace: subprocess.Popen[bytes]) -> None:
-    """A disk without a free byte: exit 8, one line, no traceback."""
+    """A full disk: exit 8, one line, no traceback."""
     mount(namespace, "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path))
     seen_by(namespace, tmp_path / "filler").write_bytes(b"x" * 65536)
     outcome = run(train(tmp_path / "run"), RANKS, mounts_of=namespace.pid)
@@ -426,7 +426,7 @@ def test_full_disk_from_the_start(tmp_path: Path, namespace: subprocess.Popen[by
 
 
 def test_two_runs_in_one_directory(tmp_path: Path) -> None:
-    """The second ends with exit 8 and leaves the first alone; once the first is dead, even killed, a third starts."""
+    """A second run exits with 8 and leaves the first alone; once the first is dead, even killed, a third starts."""
     experiment = tmp_path / "run"
     command = train(experiment, "--train_iters=100000", "--checkpoint_interval=100000", "--log_interval=10")
     with Start(command, RANKS) as first:
@@ -470,7 +470,7 @@ def test_killed_rank(tmp_path: Path, victim: int) -> None:
 
 
 def test_rank_that_hangs(tmp_path: Path) -> None:
-    """A rank that stops answering is given up after the time-out of the collective that waits for it."""
+    """A rank that stops answering ends the run after the collective's time-out."""
     experiment = tmp_path / "run"
     with Start(endless(experiment, "--distributed_timeout=2", "--startup_timeout=4"), RANKS) as start:
         wait_for_metrics(start, experiment)
@@ -483,14 +483,14 @@ def test_rank_that_hangs(tmp_path: Path) -> None:
 
 
 def test_rank_that_never_comes(tmp_path: Path) -> None:
-    """A start that waits for a rank in vain says so after --startup_timeout."""
+    """A start without one of its ranks says so after --startup_timeout."""
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     outcome = run([*TINY, "--startup_timeout=2"], variables=place, timeout_s=30)
     assert_one_error(outcome, codes=[6])
 
 
 def test_port_in_use() -> None:
-    """A MASTER_PORT that another program has is named; nobody is told that a rank has died."""
+    """A MASTER_PORT in use is named; no message claims that a rank has died."""
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
@@ -503,7 +503,7 @@ def test_port_in_use() -> None:
 
 
 def test_diverged_run(tmp_path: Path) -> None:
-    """Non-finite gradients never reach the weights; a run that has nothing else ends with exit 5, said once."""
+    """Non-finite gradients never reach the weights; a run with nothing else exits with 5 and one message."""
     experiment = tmp_path / "run"
     command = train(experiment, "--lr=1e30", "--train_iters=1000", "--checkpoint_interval=1000", "--log_interval=20")
     assert_one_error(run(command, RANKS), "updates were dropped", codes=[5], experiment=experiment)
@@ -536,7 +536,7 @@ def test_usage_errors(tmp_path: Path, wrong: list[str], facts: list[str]) -> Non
 
 
 def test_secrets_stay_secret(tmp_path: Path) -> None:
-    """A key in the environment is in no file and no output of runs that end well, badly, or by a wrong flag."""
+    """No file and no output holds a key from the environment, however a run ends."""
     experiment = tmp_path / "run"
     variables = {"WANDB_API_KEY": CANARY, "HF_TOKEN": CANARY}
     good = train(experiment, "--export_interval=6", "--enable_all_loggers")
@@ -570,7 +570,7 @@ def test_an_unknown_home_is_one_line() -> None:
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
-    """A finite gradient with an absurd learning rate: exit 5, and neither a checkpoint nor an export of the wreck."""
+    """A finite gradient with an absurd learning rate: exit 5, and no checkpoint or export of broken weights."""
     experiment = tmp_path / "run"
     outcome = run(train(experiment, "--lr=1e38", "--export_interval=1"), RANKS)
     assert_one_error(outcome, "the weights are no longer finite", "lower --lr", codes=[5])

@@ -1,4 +1,4 @@
-"""The program as users start it: alone, under torchrun, in a pipe, under a batch system. Nothing here is simulated."""
+"""The program as users start it: directly, under torchrun, in a pipe, under a batch system; nothing is simulated."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ KEYS = {
 
 
 def assert_quiet(outcome: Outcome) -> None:
-    """All went well, and no library had anything to say."""
+    """Check for exit code 0 and no library output."""
     assert set(outcome.codes) == {0}, outcome.output
     assert not outcome.error_lines(), outcome.stderrs
     assert not re.search(r"\w+Warning|Traceback|deprecat", outcome.output), outcome.output
 
 
 def test_no_file_command_alone_and_under_torchrun(tmp_path: Path) -> None:
-    """Both end well and silent on stderr, print each line once, log the keys of the design, and agree to 1e-6."""
+    """Both succeed, leave stderr empty, print each line once, log the keys of the design, and agree to 1e-6."""
     records = []
     for ranks, how in ((1, "processes"), (2, "torchrun")):
         experiment = tmp_path / how
@@ -124,7 +124,7 @@ def test_every_part_at_once_is_quiet(tmp_path: Path) -> None:
 
 
 def test_run_that_saves_nothing_is_quiet() -> None:
-    """Two ranks without --experiment_dir: one warning, on rank 0's stdout, and not a word from rank 1."""
+    """Two ranks without --experiment_dir: one warning on rank 0's stdout, nothing from rank 1."""
     outcome = run(TINY, 2)
     assert_quiet(outcome)
     assert outcome.stdouts[0].count("WARNING: --experiment_dir is not set") == 1
@@ -132,7 +132,7 @@ def test_run_that_saves_nothing_is_quiet() -> None:
 
 
 def shell(command: str, marker: str) -> subprocess.CompletedProcess[str]:
-    """Run in bash, with a marker in the environment of everything that it starts."""
+    """Run in bash; every process that it starts carries a marker in its environment."""
     variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", MARKER: marker}
     return subprocess.run(
         ["bash", "-c", command], env={**os.environ, **variables}, capture_output=True, text=True, timeout=120
@@ -140,7 +140,7 @@ def shell(command: str, marker: str) -> subprocess.CompletedProcess[str]:
 
 
 def typed(*flags: str) -> str:
-    """The command line as typed into a shell."""
+    """Return the command line as typed into a shell."""
     return shlex.join([sys.executable, str(PROGRAM), *flags])
 
 
@@ -208,7 +208,7 @@ def test_sigterm_under_torchrun(tmp_path: Path, everything: bool) -> None:
 
 @pytest.mark.slow
 def test_exit_code_under_torchrun(tmp_path: Path) -> None:
-    """torchrun makes every failure a 1: exit.json keeps the code, and the message is printed once."""
+    """torchrun turns every failure into 1; exit.json keeps the code, and the message is printed once."""
     experiment = tmp_path / "run"
     missing = tmp_path / "missing"
     command = [*TINY, "--dataset_source=list", f"--data_path={missing}", f"--experiment_dir={experiment}"]

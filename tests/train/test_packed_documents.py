@@ -35,7 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tensor]:
-    """The prefix of a data set in which no token comes twice, and the document of each token."""
+    """Return the prefix of a data set without repeated tokens, and the document of each token."""
     prefix = str(tmp_path_factory.mktemp("corpus") / "corpus")
     tokens = np.random.default_rng(0).permutation(sum(SIZES))
     with IndexedDatasetWriter(prefix, "<u2") as writer:
@@ -60,7 +60,7 @@ def options(prefix: str, **more: Any) -> dict[str, Any]:
 
 
 def plain_losses(values: dict[str, Any], initial: dict[str, np.ndarray], documents: Tensor) -> list[float]:
-    """Losses of a plain torch loop whose attention is masked by the document of each token."""
+    """Return the losses of a plain torch loop with attention masked by document."""
     config = tiny_config(**values)
     model = PlainGPT(config.model)
     model.load(initial)
@@ -83,7 +83,7 @@ def plain_losses(values: dict[str, Any], initial: dict[str, np.ndarray], documen
 
 @pytest.mark.parametrize("model", MODELS)
 def test_training_equals_plain_torch(corpus: tuple[str, Tensor], model: str) -> None:
-    """One rank, two ranks with ZeRO 3, and a loop with a mask go the same way; with the flag on it is another way."""
+    """One rank, two ranks with ZeRO 3, and a masked loop agree; attention across documents differs."""
     prefix, documents = corpus
     values = options(prefix, **MODELS[model])
     one = run_distributed(1, train_tiny, values, ITERATIONS)[0]
@@ -97,7 +97,7 @@ def test_training_equals_plain_torch(corpus: tuple[str, Tensor], model: str) -> 
 
 
 def evaluated(distributed: Distributed, values: dict[str, Any]) -> tuple[float, dict[str, np.ndarray]]:
-    """The loss that a validation logs, and the weights."""
+    """Return the logged validation loss and the weights."""
     from megatron_lite.run.experiment import Experiment
     from megatron_lite.run.stop_signal import StopSignal
     from megatron_lite.setup_run import build
@@ -113,7 +113,7 @@ def evaluated(distributed: Distributed, values: dict[str, Any]) -> tuple[float, 
 
 
 def test_evaluation_keeps_documents_apart_too(corpus: tuple[str, Tensor]) -> None:
-    """The logged loss is that of masked attention, on one rank and on two."""
+    """The logged loss equals that of masked attention, on one rank and on two."""
     prefix, documents = corpus
     values = options(prefix, layer_norm_init_range=0.2)
     (one, weights), (two, _) = (run_distributed(ranks, evaluated, values)[0] for ranks in (1, 2))

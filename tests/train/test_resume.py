@@ -1,4 +1,4 @@
-"""The same command again resumes, whatever ended the last start, and the run is the one that was never stopped.
+"""Repeating the command resumes after any end of the last start, as if the run had never stopped.
 
 Bit for bit: weights and Adam moments of the last checkpoint, every export, every loss and gradient norm of
 metrics.jsonl. Dropout is on, data workers read ahead, the corpus is read more than once, several micro-batches are
@@ -48,7 +48,7 @@ SAME = (
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The prefix of a data set of which the training split is read about one and a half times."""
+    """Return the prefix of a data set whose training split is read about 1.5 times."""
     prefix = str(tmp_path_factory.mktemp("corpus") / "corpus")
     generator = np.random.default_rng(0)
     with IndexedDatasetWriter(prefix, "<u2") as writer:
@@ -58,7 +58,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def flags(corpus: str, experiment: Path, *more: str) -> list[str]:
-    """The command of the run that is interrupted."""
+    """Return the command of the interrupted run."""
     return [
         *TINY,
         f"--experiment_dir={experiment}",
@@ -82,13 +82,13 @@ def flags(corpus: str, experiment: Path, *more: str) -> list[str]:
 
 
 def checkpoints(experiment: Path) -> list[int]:
-    """Iterations of the published checkpoints, oldest first."""
+    """Return the iterations of the published checkpoints, oldest first."""
     root = experiment / "checkpoints"
     return sorted(int(path.name) for path in root.iterdir() if path.name.isdecimal()) if root.is_dir() else []
 
 
 def assert_all_good(experiment: Path) -> None:
-    """Every published checkpoint is complete: manifest, sizes, checksums."""
+    """Check that every published checkpoint is complete: manifest, sizes, checksums."""
     for iteration in checkpoints(experiment):
         folder = experiment / "checkpoints" / str(iteration)
         content = manifest.read(folder)
@@ -98,7 +98,7 @@ def assert_all_good(experiment: Path) -> None:
 
 
 def weights(experiment: Path) -> dict[str, str]:
-    """A digest of each parameter and Adam moment of the newest checkpoint, whatever its layout."""
+    """Return a digest per parameter and Adam moment of the newest checkpoint, for any layout."""
     folder = experiment / "checkpoints" / str(checkpoints(experiment)[-1])
     digests = {}
     for name, parameter in manifest.read(folder).parameters.items():
@@ -114,14 +114,14 @@ def weights(experiment: Path) -> dict[str, str]:
 
 
 def exports(experiment: Path) -> dict[str, str]:
-    """A digest of each file of each export."""
+    """Return a digest per file of each export."""
     root = experiment / "export"
     paths = [path for path in root.rglob("*") if path.is_file()]
     return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
 def curve(experiment: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    """The lines of metrics.jsonl by phase and iteration, floats by their bits."""
+    """Return the lines of metrics.jsonl by phase and iteration, with floats as bits."""
     return {
         (record["phase"], record["iteration"]): {
             **{key: float(record[key]).hex() for key in SAME if record.get(key) is not None},
@@ -132,7 +132,7 @@ def curve(experiment: Path) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 def assert_same_run(experiment: Path, reference: Path) -> None:
-    """Nothing tells the two runs apart but the time they took."""
+    """Check that two runs differ in timing only."""
     assert curve(experiment) == curve(reference)
     assert checkpoints(experiment)[-1] == checkpoints(reference)[-1]
     assert weights(experiment) == weights(reference)
@@ -143,7 +143,7 @@ def assert_same_run(experiment: Path, reference: Path) -> None:
     scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3], ids=lambda zero_stage: f"zero{zero_stage}"
 )
 def reference(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The experiment directory of a run without interruption."""
+    """Return the experiment directory of an uninterrupted run."""
     experiment = tmp_path_factory.mktemp(f"zero{request.param}") / "reference"
     outcome = run(flags(corpus, experiment, f"--zero_stage={request.param}"), RANKS)
     assert outcome.codes == [0, 0], outcome.output
@@ -162,13 +162,13 @@ def num_lines(experiment: Path) -> int:
 
 
 def wait_for_lines(start: Start, experiment: Path, count: int) -> bool:
-    """Wait for so many new lines of metrics.jsonl; False if the run ended before."""
+    """Wait for N new lines of metrics.jsonl; return False if the run ends earlier."""
     wanted = num_lines(experiment) + count
     return start.wait_until(lambda: num_lines(experiment) >= wanted, f"{wanted} lines of metrics.jsonl")
 
 
 def kill_at_random(start: Start, experiment: Path, chance: random.Random) -> str:
-    """SIGKILL for every rank (or only one), sometimes for the data workers too; tells when."""
+    """Send SIGKILL to every rank or to one, sometimes to the data workers too; return when."""
     startup, workers = chance.random() < 0.2, chance.random() < 0.5
     lines, delay_s = chance.randint(1, 5), chance.uniform(0.0, 0.3 if startup else 0.08)
     rank = chance.randrange(RANKS) if chance.random() < 0.3 and not startup else None
@@ -181,7 +181,7 @@ def kill_at_random(start: Start, experiment: Path, chance: random.Random) -> str
 
 
 def run_with_kills(command: list[str], experiment: Path, seed: int, kills: int) -> list[str]:
-    """Start, kill, start again, ..., and let the last start finish; what happened, for messages."""
+    """Start and kill repeatedly, let the last start finish, and return the history for messages."""
     chance = random.Random(seed)
     story = [f"seed {seed}"]
     for _ in range(kills):
@@ -228,7 +228,7 @@ FREEZING: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("how", [pytest.param("low precision", marks=pytest.mark.slow), "split masters"])
 def test_killed_run_with_frozen_parameters(corpus: str, tmp_path: Path, how: str) -> None:
-    """The same with frozen parameters, which lie in no moments, and with masters that no buffer holds whole."""
+    """Frozen parameters, which have no moments, and split masters, which no buffer holds in full, resume too."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     outcome = run(flags(corpus, whole, *FREEZING[how]), RANKS)
     assert outcome.codes == [0, 0], outcome.output
@@ -380,7 +380,7 @@ def stamps(*paths: Path) -> dict[str, tuple[int, str]]:
 
 @pytest.mark.parametrize("reference", [3], indirect=True, ids=["zero3"])
 def test_complete_run_is_left_alone(reference: Path, corpus: str) -> None:
-    """The command of a run that is complete says so, ends with 0 and touches no checkpoint, export or metric."""
+    """The command of a complete run says so, exits with 0, and touches no checkpoint, export or metric."""
     kept = [reference / name for name in ("checkpoints", "export", "metrics.jsonl")]
     before = stamps(*kept)
     outcome = run(flags(corpus, reference, zero_stage_of(reference)), RANKS)
@@ -391,7 +391,7 @@ def test_complete_run_is_left_alone(reference: Path, corpus: str) -> None:
 
 
 def test_more_iterations_resume(corpus: str, tmp_path: Path) -> None:
-    """A larger --train_iters goes on where the run ended, to the weights of a run that was that long from the start."""
+    """A larger --train_iters continues the run to the weights of a run that was that long from the start."""
     long, short = tmp_path / "long", tmp_path / "short"
     assert run(flags(corpus, long, "--train_iters=14")).codes == [0]
     assert run(flags(corpus, short, "--train_iters=9")).codes == [0]
@@ -410,7 +410,7 @@ def test_more_iterations_resume(corpus: str, tmp_path: Path) -> None:
 
 
 def test_other_world_size_and_zero_stage(tmp_path: Path) -> None:
-    """A run goes on with another number of ranks and another ZeRO stage; losses agree to 1e-6 with one rank's."""
+    """A run resumes with other numbers of ranks and ZeRO stages; losses agree to 1e-6 with one rank's."""
     common = [*TINY, "--train_iters=15", "--batch_size=12", "--micro_batch_size=2", "--validation_iters=2"]
     alone, moved = tmp_path / "alone", tmp_path / "moved"
     assert run([*common, f"--experiment_dir={alone}"]).codes == [0]
@@ -454,7 +454,7 @@ def short_flags(experiment: Path) -> list[str]:
 
 
 def survives(fault: Fault, ranks: int, rank: int, experiment: Path, reference: Path) -> bool:
-    """A run with one fault in one rank, then the same command without; False if the fault had no occasion.
+    """Run with one fault in one rank, then without; return False if the fault never occurred.
 
     Whatever the fault, the error is one line, all that is published is whole, and the second start ends as the
     reference did (up to rounding on several ranks).
@@ -511,7 +511,7 @@ def data_workers(start: Start) -> list[int]:
 
 
 def test_second_signal_ends_at_once(corpus: str, tmp_path: Path) -> None:
-    """A run that cannot react to SIGTERM (its data do not come) dies of the second one; its checkpoints are good."""
+    """A run that cannot react to SIGTERM (it waits for data) dies of the second; its checkpoints are good."""
     experiment = tmp_path / "stuck"
     command = flags(corpus, experiment)
     with Start(command) as start:
@@ -532,7 +532,7 @@ def test_second_signal_ends_at_once(corpus: str, tmp_path: Path) -> None:
 
 
 def test_second_signal_ends_a_rank_that_waits_for_its_peer(corpus: str, tmp_path: Path) -> None:
-    """Where the other rank has stopped answering, the second SIGTERM need not wait for a time-out of an hour."""
+    """With a peer that stopped answering, a second SIGTERM need not wait for a time-out of an hour."""
     experiment = tmp_path / "stuck"
     with Start(flags(corpus, experiment), RANKS) as start:
         assert wait_for_lines(start, experiment, 2)
@@ -545,7 +545,7 @@ def test_second_signal_ends_a_rank_that_waits_for_its_peer(corpus: str, tmp_path
 
 
 def test_signal_during_start_up_saves_at_once(corpus: str, tmp_path: Path) -> None:
-    """A stop that was asked for before the first iteration leaves a checkpoint and exit code 75, and loses nothing."""
+    """A stop request before the first iteration leaves a checkpoint and exit code 75, and loses nothing."""
     experiment = tmp_path / "early"
     command = flags(corpus, experiment)
     with Start(command, RANKS) as start:
