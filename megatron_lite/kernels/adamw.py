@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov & Hutter 2019) over a whole flat shard at once: no other pass over it, no temporary.
+"""AdamW (Loshchilov & Hutter 2019) over a flat shard in one pass, without temporaries.
 
     g = gradient / divisor                     divisor = loss scale / clipping factor
     w = w - lr * decay * w
@@ -6,17 +6,17 @@
     w = w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
 in fp32, in the order of torch's fused AdamW. With `nesterov` (Dozat 2016, "Incorporating Nesterov momentum into Adam",
-as optax has it) the last line takes, in place of m / (1 - beta1^t), what m will be if the next gradient is this one:
+as in optax) the last line replaces m / (1 - beta1^t) by the value it will have if the next gradient equals this one:
 
     beta1 * m / (1 - beta1^(t+1)) + (1 - beta1) * g / (1 - beta1^t)
 
-Gradients are read in whatever dtype they have. The weights are a `WeightShard`, of which every form is updated in the
-same pass. Where `skipped` is set nothing is written at all.
+Gradients may have any floating dtype. The pass updates every form of the weights that a `WeightShard` keeps. If
+`skipped` is set, nothing is written.
 
-The kernel is launched once for a shard. Its blocks find what holds for them (learning-rate scale, weight decay) in a
-table with a row for each range of the shard that is updated alike; no block crosses a border. One launch for each range
-would do as well on a large block of a model, but a shard of a small one, of a norm for instance, takes less time than
-its launch. The learning rate is an fp32 argument: Triton specializes on integers only, so no value of it recompiles.
+The kernel is launched once per shard. A table has one row for each range of the shard with its own learning-rate scale
+and weight decay; blocks look up their row, and no block crosses the border of a range. Launching once per range would
+be as fast for large blocks of a model, but a small shard, of a norm for instance, takes less time than its launch. The
+learning rate is an fp32 argument: Triton specializes only on integers, so no learning rate recompiles the kernel.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -33,11 +33,11 @@ from torch import Tensor
 from megatron_lite.kernels.split_weights import WeightShard, narrow
 from megatron_lite.kernels.triton_support import cdiv, jit, tl
 
-# Ranges begin and end at multiples of this, so that the kernel may use wide accesses.
+# Ranges begin and end at multiples of this, so that the kernels can use wide accesses.
 ALIGNMENT = 64
 BLOCK = 1024
 NUM_WARPS = 8  # 4 elements per thread: 16 bytes of fp32
-# Elements that the reference updates at a time where it casts: on CPU they stay in the cache, on a GPU launches cost.
+# Elements that the reference casts and updates at a time: few for a CPU's cache, many for a GPU's launches.
 CPU_CHUNK_NUMEL, GPU_CHUNK_NUMEL = 2**17, 2**24
 
 
@@ -45,39 +45,39 @@ class Shard(NamedTuple):
     """Weights, gradient and moments of one rank's shard, (n,) each."""
 
     weights: WeightShard
-    gradient: Tensor  # left alone by the kernel, unscaled by the reference, or overwritten
-    exp_avg: Tensor  # m, fp32
-    exp_avg_sq: Tensor  # v, fp32
+    gradient: Tensor  # the kernel leaves it alone, the reference may unscale or overwrite it
+    m: Tensor  # fp32
+    v: Tensor  # fp32
 
 
 class Range(NamedTuple):
-    """Elements of a shard that are updated alike."""
+    """Elements [start, end) of a shard with the same factors on learning rate and weight decay."""
 
     start: int
     end: int
     lr_scale: float
-    decay_scale: float  # factor on the weight decay
+    decay_scale: float
 
 
 class Ranges:
-    """All ranges of a shard, and the table that the kernel reads."""
+    """All ranges of a shard, and the table that the kernels read."""
 
     def __init__(self, rows: Sequence[Range], device: torch.device) -> None:
         assert all(border % ALIGNMENT == 0 for row in rows for border in row[:2]), rows
         self.rows = rows
         counts = [cdiv(row.end - row.start, BLOCK) for row in rows]
-        self.blocks, self.longest = sum(counts), max(counts, default=0)  # of all, and of one range
+        self.blocks, self.longest = sum(counts), max(counts, default=0)  # blocks in all, and in the longest range
         places = [(sum(counts[:i]), row.start // ALIGNMENT, row.end // ALIGNMENT) for i, row in enumerate(rows)]
         places.append((self.blocks, 0, 0))
-        # (rows + 1, 3): first block; start and end, in units of ALIGNMENT. The last row is where the blocks end.
+        # (rows + 1, 3): first block, start and end in units of ALIGNMENT. The last row holds the number of blocks.
         self.places = torch.tensor(places, dtype=torch.int64, device=device)
-        # (rows, 2)
+        # (rows, 2): lr_scale, decay_scale
         self.scales = torch.tensor([row[2:] for row in rows], dtype=torch.float32, device=device)
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Numbers of one step, known on the host."""
+    """Numbers of one step that the host knows."""
 
     learning_rate: float
     weight_decay: float
@@ -88,65 +88,65 @@ class Hyperparameters:
 
 
 class Control:
-    """Numbers of one step, known on the device only: tensors, () in fp32.
+    """Numbers of one step that only the device knows: tensors, () in fp32.
 
-    divisor: of the gradients. updates: Adam's t, this update included. skipped: 1 where nothing may be written, else 0.
+    Args:
+        divisor: of the gradients.
+        updates: Adam's t, counting this update.
+        skipped: 1 to write nothing, else 0.
     """
 
     def __init__(self, divisor: Tensor, updates: Tensor, skipped: Tensor, numbers: Hyperparameters) -> None:
         self.divisor, self.updates, self.skipped, self.numbers = divisor, updates, skipped, numbers
         rates = [math.log(beta) if beta else -math.inf for beta in (numbers.beta1, numbers.beta2)]
         exponents = [updates * rates[0], updates * rates[1], (updates + 1) * rates[0]]
-        # 1 - b^t for both betas, and 1 - b^(t + 1) for the first: (3,)
+        # 1 - beta1^t, 1 - beta2^t and 1 - beta1^(t + 1): (3,)
         self.corrections = torch.expm1(torch.stack(exponents)).neg_()
-        # A fused update that divides gradients writes them back. On CPU a look costs nothing, and often it is by 1.
+        # torch's fused update writes divided gradients back. Avoid that for 1; reading it costs nothing on a CPU.
         self.grad_scale = None if divisor.device.type == "cpu" and float(divisor) == 1.0 else divisor
 
 
-def adamw(shard: Shard, ranges: Ranges, control: Control, triton: bool = False) -> None:
-    """Update a shard in place; see the module."""
-    numel = shard.gradient.numel()
-    assert all(0 <= row.start <= row.end <= numel for row in ranges.rows), (ranges.rows, numel)
-    if triton:
-        _launch(shard, ranges, control)
-    else:
-        _reference(shard, ranges, control)
+# -- by torch, for one pass and for `adamw_clipped.py` ---------------------------------------------------------------
 
 
 def _reference(shard: Shard, ranges: Ranges, control: Control) -> None:
-    numbers, gradient, exp_avg, exp_avg_sq = control.numbers, *shard[1:]
-    in_place = shard.weights.rounded is None and gradient.dtype == torch.float32 and not numbers.nesterov
+    numbers = control.numbers
+    in_place = shard.weights.rounded is None and shard.gradient.dtype == torch.float32 and not numbers.nesterov
     for _, row, bounds in chunks(shard, ranges, whole=in_place):
         rate, decay = numbers.learning_rate * row.lr_scale, numbers.weight_decay * row.decay_scale
         weights = shard.weights.read(bounds)
         if numbers.nesterov:
             descend(weights, update_moments(shard, bounds, control), decay, rate, control)
         else:
-            torch._fused_adamw_(
-                [weights],
-                [gradient[bounds].float()],
-                [exp_avg[bounds]],
-                [exp_avg_sq[bounds]],
-                [],
-                [control.updates],
-                lr=rate,
-                beta1=numbers.beta1,
-                beta2=numbers.beta2,
-                weight_decay=decay,
-                eps=numbers.eps,
-                amsgrad=False,
-                maximize=False,
-                grad_scale=control.grad_scale,
-                found_inf=control.skipped,
-            )
+            _fused_adamw(weights, shard.gradient[bounds].float(), shard, bounds, rate, decay, control)
         shard.weights.write(weights, bounds)
 
 
-# -- parts of the reference, of this and of `adamw_clipped.py` --------------------------------------------------------
+def _fused_adamw(
+    weights: Tensor, gradient: Tensor, shard: Shard, bounds: slice, rate: float, decay: float, control: Control
+) -> None:
+    numbers = control.numbers
+    torch._fused_adamw_(
+        [weights],
+        [gradient],
+        [shard.m[bounds]],
+        [shard.v[bounds]],
+        [],
+        [control.updates],
+        lr=rate,
+        beta1=numbers.beta1,
+        beta2=numbers.beta2,
+        weight_decay=decay,
+        eps=numbers.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=control.grad_scale,
+        found_inf=control.skipped,
+    )
 
 
 def chunks(shard: Shard, ranges: Ranges, whole: bool = False) -> Iterator[tuple[int, Range, slice]]:
-    """The ranges and their indices, in pieces that bound the temporaries; `whole`: in one, where there are none."""
+    """Yield index, range and bounds of pieces small enough for temporaries, or of whole ranges if there are none."""
     chunk_numel = CPU_CHUNK_NUMEL if shard.gradient.device.type == "cpu" else GPU_CHUNK_NUMEL
     for index, row in enumerate(ranges.rows):
         step = row.end - row.start if whole else chunk_numel
@@ -155,42 +155,26 @@ def chunks(shard: Shard, ranges: Ranges, whole: bool = False) -> Iterator[tuple[
 
 
 def update_moments(shard: Shard, bounds: slice, control: Control) -> Tensor:
-    """Update m and v; unscales an fp32 gradient. Returns the direction of the step, without rate and decay, anew."""
-    numbers, gradient = control.numbers, shard.gradient[bounds].float()
-    step = torch.zeros_like(gradient)  # as weights that are zero, and so become the step itself
-    torch._fused_adamw_(
-        [step],
-        [gradient],
-        [shard.exp_avg[bounds]],
-        [shard.exp_avg_sq[bounds]],
-        [],
-        [control.updates],
-        lr=-1.0,
-        beta1=numbers.beta1,
-        beta2=numbers.beta2,
-        weight_decay=0.0,
-        eps=numbers.eps,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=control.grad_scale,
-        found_inf=control.skipped,
-    )
-    return direction(shard, bounds, gradient, control) if numbers.nesterov else step
+    """Update m and v, unscale an fp32 gradient, and return the direction of the step in new memory."""
+    gradient = shard.gradient[bounds].float()
+    step = torch.zeros_like(gradient)  # weights of zero become the step at a learning rate of -1
+    _fused_adamw(step, gradient, shard, bounds, rate=-1.0, decay=0.0, control=control)
+    return direction(shard, bounds, gradient, control) if control.numbers.nesterov else step
 
 
-def direction(shard: Shard, bounds: slice, gradient: Tensor, control: Control) -> Tensor:
-    """The direction of the step, from moments that have been updated and the fp32 gradient, unscaled, in new memory."""
+def direction(shard: Shard, bounds: slice, g: Tensor, control: Control) -> Tensor:
+    """Return the direction of the step, without learning rate and decay, for updated moments, in new memory."""
     numbers, (correction1, correction2, next_correction1) = control.numbers, control.corrections
-    momentum, root = shard.exp_avg[bounds], shard.exp_avg_sq[bounds].sqrt()
+    m, root = shard.m[bounds], shard.v[bounds].sqrt()
     root.div_(correction2.sqrt()).add_(numbers.eps)
     if not numbers.nesterov:
-        return torch.div(momentum, root, out=root).div_(correction1)
-    step = gradient * ((1 - numbers.beta1) / correction1)
-    return step.addcmul_(momentum, numbers.beta1 / next_correction1).div_(root)
+        return torch.div(m, root, out=root).div_(correction1)
+    step = g * ((1 - numbers.beta1) / correction1)
+    return step.addcmul_(m, numbers.beta1 / next_correction1).div_(root)
 
 
 def descend(weights: Tensor, direction: Tensor, decay: float, rate: float | Tensor, control: Control) -> None:
-    """weights -= rate * (direction + decay * weights), in place."""
+    """weights -= rate * (direction + decay * weights), in place, unless skipped."""
     torch._fused_sgd_(
         [weights],
         [direction],
@@ -206,56 +190,121 @@ def descend(weights: Tensor, direction: Tensor, decay: float, rate: float | Tens
     )
 
 
-# -- the kernel ------------------------------------------------------------------------------------------------------
+# -- by Triton: arguments and parts of the kernels here and in `adamw_clipped.py` -------------------------------------
 
 
-def _launch(shard: Shard, ranges: Ranges, control: Control) -> None:
-    numbers = control.numbers
-    if ranges.blocks:
-        _adamw_kernel[(ranges.blocks,)](
-            *pointers(shard),
-            ranges.places,
-            ranges.scales,
-            control.divisor,
-            control.corrections,
-            control.skipped,
-            float(numbers.learning_rate),
-            float(numbers.weight_decay),
-            numbers.beta1,
-            numbers.beta2,
-            numbers.eps,
-            numbers.nesterov,
-            len(ranges.rows),
-            ALIGNMENT,
-            BLOCK,
-            num_warps=NUM_WARPS,
-        )
+class ShardPointers(NamedTuple):
+    """Tensors of a shard as the kernels take them; split weights are int16."""
+
+    master: Tensor | None
+    rounded: Tensor | None
+    remainder: Tensor | None
+    gradient: Tensor
+    m: Tensor
+    v: Tensor
 
 
-def pointers(shard: Shard) -> list[Tensor | None]:
-    """Return the six tensors that a kernel takes: master, rounded, remainder, gradient, m, v."""
-    master, rounded, remainder = shard.weights.master, shard.weights.rounded, shard.weights.remainder
-    if remainder is not None:
+class StepPointers(NamedTuple):
+    """The table of ranges and the device's numbers of one step as the kernels take them."""
+
+    places: Tensor
+    scales: Tensor
+    divisor: Tensor
+    corrections: Tensor
+    skipped: Tensor
+
+
+def pointers(shard: Shard, ranges: Ranges, control: Control) -> tuple[ShardPointers, StepPointers]:
+    """Return the arguments that all kernels have in common."""
+    weights, rounded = shard.weights, shard.weights.rounded
+    if weights.remainder is not None:
         assert rounded is not None and rounded.dtype == torch.bfloat16
         rounded = rounded.view(torch.int16)
-    tensors = [master, rounded, remainder, *shard[1:]]
+    tensors = ShardPointers(weights.master, rounded, weights.remainder, shard.gradient, shard.m, shard.v)
     assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
-    return tensors
+    return tensors, StepPointers(ranges.places, ranges.scales, control.divisor, control.corrections, control.skipped)
+
+
+@jit
+def elements(block, row, step, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr):
+    """Return offsets, int64, of a block in a row of the table, and the mask of elements to update: none if skipped."""
+    # Products with ALIGNMENT tell the compiler that accesses may be wide.
+    start = tl.load(step.places + 3 * row + 1) * ALIGNMENT
+    end = tl.load(step.places + 3 * row + 2) * ALIGNMENT
+    offsets = start + (block - tl.load(step.places + 3 * row)) * BLOCK + tl.arange(0, BLOCK)
+    return offsets, offsets < tl.where(tl.load(step.skipped) == 0, end, 0)
+
+
+@jit
+def load_gradient(shard, step, offsets, mask):
+    """Return g in fp32."""
+    return tl.load(shard.gradient + offsets, mask=mask, other=0.0).to(tl.float32) / tl.load(step.divisor)
+
+
+@jit
+def load_moments(shard, offsets, mask):
+    """Return m and v."""
+    return tl.load(shard.m + offsets, mask=mask, other=0.0), tl.load(shard.v + offsets, mask=mask, other=0.0)
+
+
+@jit
+def next_moments(m, v, g, BETA1: tl.constexpr, BETA2: tl.constexpr):
+    """Return m and v after the update."""
+    return BETA1 * m + (1 - BETA1) * g, BETA2 * v + (1 - BETA2) * g * g
+
+
+@jit
+def store_moments(m, v, shard, offsets, mask):
+    """Store m and v."""
+    tl.store(shard.m + offsets, m, mask=mask)
+    tl.store(shard.v + offsets, v, mask=mask)
+
+
+@jit
+def denominator(v, step, EPS: tl.constexpr):
+    """Return sqrt(v) / sqrt(1 - beta2^t) + eps."""
+    return tl.sqrt(v) / tl.sqrt(tl.load(step.corrections + 1)) + EPS
+
+
+@jit
+def nesterov_momentum(m, g, step, BETA1: tl.constexpr):
+    """Return what `nesterov` puts in place of m / (1 - beta1^t)."""
+    return BETA1 / tl.load(step.corrections + 2) * m + (1 - BETA1) / tl.load(step.corrections) * g
+
+
+@jit
+def load_weights(shard, offsets, mask):
+    """Return the fp32 weights."""
+    if shard.remainder is None:
+        return tl.load(shard.master + offsets, mask=mask, other=0.0)
+    else:
+        high = tl.load(shard.rounded + offsets, mask=mask, other=0).to(tl.int32) << 16
+        low = tl.load(shard.remainder + offsets, mask=mask, other=0).to(tl.int32)
+        return (high + low).to(tl.float32, bitcast=True)
+
+
+@jit
+def store_weights(w, shard, offsets, mask):
+    """Store the fp32 weights in every form that is kept."""
+    if shard.remainder is None:
+        tl.store(shard.master + offsets, w, mask=mask)
+        if shard.rounded is not None:
+            tl.store(shard.rounded + offsets, narrow(w, shard.rounded.dtype.element_ty), mask=mask)
+    else:
+        # As in `split_weights.split`: rounding a NaN with all payload bits set would overflow to zero.
+        bits = tl.where(w == w, w.to(tl.int32, bitcast=True), 0x7FC00000)
+        high = (bits + 0x8000) >> 16
+        tl.store(shard.rounded + offsets, high.to(tl.int16), mask=mask)
+        tl.store(shard.remainder + offsets, (bits - (high << 16)).to(tl.int16), mask=mask)
+
+
+# -- one pass --------------------------------------------------------------------------------------------------------
 
 
 @jit
 def _adamw_kernel(
-    master_ptr,
-    rounded_ptr,
-    remainder_ptr,
-    gradient_ptr,
-    exp_avg_ptr,
-    exp_avg_sq_ptr,
-    places_ptr,
-    scales_ptr,
-    divisor_ptr,
-    corrections_ptr,
-    skipped_ptr,
+    shard,
+    step,
     learning_rate,
     weight_decay,
     BETA1: tl.constexpr,
@@ -269,67 +318,49 @@ def _adamw_kernel(
     block = tl.program_id(0)
     row = 0
     for other in tl.static_range(1, ROWS):
-        row += tl.where(block < tl.load(places_ptr + 3 * other), 0, 1)
-    offsets, mask = elements(block, row, places_ptr, skipped_ptr, ALIGNMENT, BLOCK)
-    rate = learning_rate * tl.load(scales_ptr + 2 * row)
-    decay = rate * weight_decay * tl.load(scales_ptr + 2 * row + 1)
+        row += tl.where(block < tl.load(step.places + 3 * other), 0, 1)
+    offsets, mask = elements(block, row, step, ALIGNMENT, BLOCK)
+    rate = learning_rate * tl.load(step.scales + 2 * row)
+    decay = rate * weight_decay * tl.load(step.scales + 2 * row + 1)
 
-    gradient = tl.load(gradient_ptr + offsets, mask=mask, other=0.0).to(tl.float32) / tl.load(divisor_ptr)
-    exp_avg = tl.load(exp_avg_ptr + offsets, mask=mask, other=0.0)
-    exp_avg_sq = tl.load(exp_avg_sq_ptr + offsets, mask=mask, other=0.0)
-    weight = load_weights(master_ptr, rounded_ptr, remainder_ptr, offsets, mask)
+    g = load_gradient(shard, step, offsets, mask)
+    m, v = load_moments(shard, offsets, mask)
+    w = load_weights(shard, offsets, mask)
 
-    weight -= decay * weight
-    exp_avg = BETA1 * exp_avg + (1 - BETA1) * gradient
-    exp_avg_sq = BETA2 * exp_avg_sq + (1 - BETA2) * gradient * gradient
-    root = tl.sqrt(exp_avg_sq) / tl.sqrt(tl.load(corrections_ptr + 1))
+    w -= decay * w
+    m, v = next_moments(m, v, g, BETA1, BETA2)
     if NESTEROV:
-        weight -= rate * ahead(exp_avg, gradient, corrections_ptr, BETA1) / (root + EPS)
+        w -= rate * nesterov_momentum(m, g, step, BETA1) / denominator(v, step, EPS)
     else:
-        weight -= rate / tl.load(corrections_ptr) * exp_avg / (root + EPS)
+        w -= rate / tl.load(step.corrections) * m / denominator(v, step, EPS)
 
-    tl.store(exp_avg_ptr + offsets, exp_avg, mask=mask)
-    tl.store(exp_avg_sq_ptr + offsets, exp_avg_sq, mask=mask)
-    store_weights(weight, master_ptr, rounded_ptr, remainder_ptr, offsets, mask)
-
-
-@jit
-def elements(block, row, places_ptr, skipped_ptr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr):
-    """Offsets, int64, of a block that lies in a row of the table, and which of them are updated: none if skipped."""
-    # Borders as products with ALIGNMENT: so the compiler knows that accesses may be wide.
-    start = tl.load(places_ptr + 3 * row + 1) * ALIGNMENT
-    end = tl.load(places_ptr + 3 * row + 2) * ALIGNMENT
-    offsets = start + (block - tl.load(places_ptr + 3 * row)) * BLOCK + tl.arange(0, BLOCK)
-    return offsets, offsets < tl.where(tl.load(skipped_ptr) == 0, end, 0)
+    store_moments(m, v, shard, offsets, mask)
+    store_weights(w, shard, offsets, mask)
 
 
-@jit
-def ahead(exp_avg, gradient, corrections_ptr, BETA1: tl.constexpr):
-    """What takes the place of m / (1 - beta1^t) with `nesterov`."""
-    return BETA1 / tl.load(corrections_ptr + 2) * exp_avg + (1 - BETA1) / tl.load(corrections_ptr) * gradient
+def _launch(shard: Shard, ranges: Ranges, control: Control) -> None:
+    numbers = control.numbers
+    if ranges.blocks:
+        _adamw_kernel[(ranges.blocks,)](
+            *pointers(shard, ranges, control),
+            float(numbers.learning_rate),
+            float(numbers.weight_decay),
+            BETA1=numbers.beta1,
+            BETA2=numbers.beta2,
+            EPS=numbers.eps,
+            NESTEROV=numbers.nesterov,
+            ROWS=len(ranges.rows),
+            ALIGNMENT=ALIGNMENT,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )
 
 
-@jit
-def load_weights(master_ptr, rounded_ptr, remainder_ptr, offsets, mask):
-    """The fp32 weights."""
-    if remainder_ptr is None:
-        return tl.load(master_ptr + offsets, mask=mask, other=0.0)
+def adamw(shard: Shard, ranges: Ranges, control: Control, triton: bool = False) -> None:
+    """Update a shard in place."""
+    numel = shard.gradient.numel()
+    assert all(0 <= row.start <= row.end <= numel for row in ranges.rows), (ranges.rows, numel)
+    if triton:
+        _launch(shard, ranges, control)
     else:
-        high = tl.load(rounded_ptr + offsets, mask=mask, other=0).to(tl.int32) << 16
-        low = tl.load(remainder_ptr + offsets, mask=mask, other=0).to(tl.int32)
-        return (high + low).to(tl.float32, bitcast=True)
-
-
-@jit
-def store_weights(weight, master_ptr, rounded_ptr, remainder_ptr, offsets, mask):
-    """The fp32 weights, in every form in which they are kept."""
-    if remainder_ptr is None:
-        tl.store(master_ptr + offsets, weight, mask=mask)
-        if rounded_ptr is not None:
-            tl.store(rounded_ptr + offsets, narrow(weight, rounded_ptr.dtype.element_ty), mask=mask)
-    else:
-        # As `split_weights.split`: a NaN with all payload bits set would be rounded over the edge, to zero.
-        bits = tl.where(weight == weight, weight.to(tl.int32, bitcast=True), 0x7FC00000)
-        high = (bits + 0x8000) >> 16
-        tl.store(rounded_ptr + offsets, high.to(tl.int16), mask=mask)
-        tl.store(remainder_ptr + offsets, (bits - (high << 16)).to(tl.int16), mask=mask)
+        _reference(shard, ranges, control)

@@ -1,14 +1,15 @@
-"""AdamW in two passes, for what has to know every update before it changes any weight: clipping the update.
+"""AdamW in two passes, because clipping an update needs every update before any weight changes.
 
     u = m^ / (sqrt(v^) + eps) + decay * w       m^, v^: the moments without their bias, see `adamw.py`
 
-First pass: the moments are updated in place, and u is squared and added up. Second pass: w = w - lr * factor * u, with
-u made again from what it was made of: keeping it would take as much memory as a moment. Only the reference keeps it, in
-the memory of the gradient, where that is in fp32. The sums are kept apart for the ranges of a shard, which also have a
-factor each: a range is a parameter where each of them is clipped by itself.
+The first pass updates the moments in place and sums the squares of u. The second pass does w = w - lr * factor * u and
+recomputes u, because keeping u would take as much memory as a moment; only the reference keeps u, in the memory of an
+fp32 gradient. Every range of a shard has its own sum and its own factor: to clip every parameter by itself, each
+parameter is a range.
 
-The sums are in fp64 and depend on the ranges alone: the same bits each time. Kernel: every program adds up its block,
-then one for each range the blocks' sums. Reference: short rows in fp32, and their sums in fp64 (`gradient_norm.py`).
+The sums are in fp64 and depend only on the ranges, so they repeat bit for bit. In the kernels every program sums its
+block, then one program per range sums the blocks. The reference sums short rows in fp32, and their sums in fp64
+(`gradient_norm.py`).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -24,13 +25,18 @@ from megatron_lite.kernels.adamw import (
     Control,
     Ranges,
     Shard,
-    ahead,
     chunks,
+    denominator,
     descend,
     direction,
     elements,
+    load_gradient,
+    load_moments,
     load_weights,
+    nesterov_momentum,
+    next_moments,
     pointers,
+    store_moments,
     store_weights,
     update_moments,
 )
@@ -40,109 +46,64 @@ from megatron_lite.kernels.triton_support import jit, next_power_of_2, tl
 SUM_BLOCK = 1024
 
 
-def adamw_moments(shard: Shard, ranges: Ranges, control: Control, triton: bool = False) -> Tensor:
-    """Update the moments in place. Returns the sum of the squares of u in each range: (rows,), fp64; 0 if skipped."""
-    if triton:
-        return _launch_moments(shard, ranges, control)
-    nothing = control.skipped.double() * 0
-    sums = [nothing] * len(ranges.rows)
-    for index, row, bounds in chunks(shard, ranges):
-        step, decay = update_moments(shard, bounds, control), control.numbers.weight_decay * row.decay_scale
-        update = shard.gradient[bounds] if _keeps(shard) else step
-        torch.add(step, shard.weights.read(bounds), alpha=decay, out=update)
-        sums[index] = sums[index] + squared_norm([update])
-    return torch.where(control.skipped == 0, torch.stack(sums), nothing)
+# -- by torch --------------------------------------------------------------------------------------------------------
 
 
-def adamw_weights(shard: Shard, ranges: Ranges, factors: Tensor, control: Control, triton: bool = False) -> None:
-    """Update the weights in place, once `adamw_moments` has been here. factors: on u, (rows,) fp32."""
-    if triton:
-        _launch_weights(shard, ranges, factors, control)
-        return
-    numbers = control.numbers
-    for index, row, bounds in chunks(shard, ranges):
-        weights, decay = shard.weights.read(bounds), numbers.weight_decay * row.decay_scale
-        rate = factors[index] * (numbers.learning_rate * row.lr_scale)
-        if _keeps(shard):
-            descend(weights, shard.gradient[bounds], 0.0, rate, control)
-        else:
-            gradient = shard.gradient[bounds].float() / control.divisor
-            descend(weights, direction(shard, bounds, gradient, control), decay, rate, control)
-        shard.weights.write(weights, bounds)
-
-
-def _keeps(shard: Shard) -> bool:
+def _keeps_update(shard: Shard) -> bool:
     """Whether the reference keeps u between the passes."""
     return shard.gradient.dtype == torch.float32
 
 
-def _launch_moments(shard: Shard, ranges: Ranges, control: Control) -> Tensor:
-    numbers, rows = control.numbers, len(ranges.rows)
-    sums = torch.empty(rows, dtype=torch.float64, device=shard.gradient.device)
-    if ranges.blocks:
-        block_sums = torch.empty(ranges.blocks, dtype=torch.float64, device=sums.device)
-        _moments_kernel[(ranges.blocks,)](
-            *pointers(shard),
-            block_sums,
-            ranges.places,
-            ranges.scales,
-            control.divisor,
-            control.corrections,
-            control.skipped,
-            float(numbers.weight_decay),
-            rows,
-            numbers.beta1,
-            numbers.beta2,
-            numbers.eps,
-            numbers.nesterov,
-            next_power_of_2(rows),
-            ALIGNMENT,
-            BLOCK,
-            num_warps=NUM_WARPS,
-        )
-        _sums_kernel[(rows,)](block_sums, sums, ranges.places, ranges.longest, SUM_BLOCK, num_warps=4)
-    return sums
+def _reference_moments(shard: Shard, ranges: Ranges, control: Control) -> Tensor:
+    zero = control.skipped.double() * 0
+    sums = [zero] * len(ranges.rows)
+    for index, row, bounds in chunks(shard, ranges):
+        step, decay = update_moments(shard, bounds, control), control.numbers.weight_decay * row.decay_scale
+        u = shard.gradient[bounds] if _keeps_update(shard) else step
+        torch.add(step, shard.weights.read(bounds), alpha=decay, out=u)
+        sums[index] = sums[index] + squared_norm([u])
+    return torch.where(control.skipped == 0, torch.stack(sums), zero)
 
 
-def _launch_weights(shard: Shard, ranges: Ranges, factors: Tensor, control: Control) -> None:
-    numbers, rows = control.numbers, len(ranges.rows)
-    assert factors.dtype == torch.float32 and factors.shape == (rows,) and factors.is_contiguous()
-    if ranges.blocks:
-        _weights_kernel[(ranges.blocks,)](
-            *pointers(shard),
-            factors,
-            ranges.places,
-            ranges.scales,
-            control.divisor,
-            control.corrections,
-            control.skipped,
-            float(numbers.learning_rate),
-            float(numbers.weight_decay),
-            rows,
-            numbers.beta1,
-            numbers.eps,
-            numbers.nesterov,
-            next_power_of_2(rows),
-            ALIGNMENT,
-            BLOCK,
-            num_warps=NUM_WARPS,
-        )
+def _reference_weights(shard: Shard, ranges: Ranges, factors: Tensor, control: Control) -> None:
+    numbers = control.numbers
+    for index, row, bounds in chunks(shard, ranges):
+        weights, decay = shard.weights.read(bounds), numbers.weight_decay * row.decay_scale
+        rate = factors[index] * (numbers.learning_rate * row.lr_scale)
+        if _keeps_update(shard):
+            descend(weights, shard.gradient[bounds], 0.0, rate, control)
+        else:
+            g = shard.gradient[bounds].float() / control.divisor
+            descend(weights, direction(shard, bounds, g, control), decay, rate, control)
+        shard.weights.write(weights, bounds)
+
+
+# -- by Triton -------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _row_of(block, step, rows, ROWS: tl.constexpr):
+    """Return the row of the table, of perhaps hundreds, that a block lies in; ROWS: `rows` or the next power of 2."""
+    others = tl.arange(0, ROWS)
+    firsts = tl.load(step.places + 3 * others, mask=others < rows, other=2**62)
+    return tl.sum((firsts <= block).to(tl.int32), axis=0) - 1
+
+
+@jit
+def _update(m, v, g, w, row, step, weight_decay, BETA1: tl.constexpr, EPS: tl.constexpr, NESTEROV: tl.constexpr):
+    """Return u; g is read only with NESTEROV."""
+    if NESTEROV:
+        momentum = nesterov_momentum(m, g, step, BETA1)
+    else:
+        momentum = m / tl.load(step.corrections)
+    return momentum / denominator(v, step, EPS) + weight_decay * tl.load(step.scales + 2 * row + 1) * w
 
 
 @jit
 def _moments_kernel(
-    master_ptr,
-    rounded_ptr,
-    remainder_ptr,
-    gradient_ptr,
-    exp_avg_ptr,
-    exp_avg_sq_ptr,
+    shard,
+    step,
     sums_ptr,
-    places_ptr,
-    scales_ptr,
-    divisor_ptr,
-    corrections_ptr,
-    skipped_ptr,
     weight_decay,
     rows,
     BETA1: tl.constexpr,
@@ -154,22 +115,18 @@ def _moments_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     block = tl.program_id(0)
-    row = _row_of(block, places_ptr, rows, ROWS)
-    offsets, mask = elements(block, row, places_ptr, skipped_ptr, ALIGNMENT, BLOCK)
-    gradient = tl.load(gradient_ptr + offsets, mask=mask, other=0.0).to(tl.float32) / tl.load(divisor_ptr)
-    exp_avg = tl.load(exp_avg_ptr + offsets, mask=mask, other=0.0)
-    exp_avg_sq = tl.load(exp_avg_sq_ptr + offsets, mask=mask, other=0.0)
-    weight = load_weights(master_ptr, rounded_ptr, remainder_ptr, offsets, mask)
+    row = _row_of(block, step, rows, ROWS)
+    offsets, mask = elements(block, row, step, ALIGNMENT, BLOCK)
+    g = load_gradient(shard, step, offsets, mask)
+    m, v = load_moments(shard, offsets, mask)
+    w = load_weights(shard, offsets, mask)
 
-    exp_avg = BETA1 * exp_avg + (1 - BETA1) * gradient
-    exp_avg_sq = BETA2 * exp_avg_sq + (1 - BETA2) * gradient * gradient
-    update = _direction(exp_avg, exp_avg_sq, gradient, corrections_ptr, BETA1, EPS, NESTEROV)
-    update += weight_decay * tl.load(scales_ptr + 2 * row + 1) * weight
+    m, v = next_moments(m, v, g, BETA1, BETA2)
+    u = _update(m, v, g, w, row, step, weight_decay, BETA1, EPS, NESTEROV)
 
-    tl.store(exp_avg_ptr + offsets, exp_avg, mask=mask)
-    tl.store(exp_avg_sq_ptr + offsets, exp_avg_sq, mask=mask)
-    update = tl.where(mask, update, 0.0).to(tl.float64)
-    tl.store(sums_ptr + block, tl.sum(update * update, axis=0))
+    store_moments(m, v, shard, offsets, mask)
+    u = tl.where(mask, u, 0.0).to(tl.float64)
+    tl.store(sums_ptr + block, tl.sum(u * u, axis=0))
 
 
 @jit
@@ -185,18 +142,9 @@ def _sums_kernel(block_sums_ptr, sums_ptr, places_ptr, longest, BLOCK: tl.conste
 
 @jit
 def _weights_kernel(
-    master_ptr,
-    rounded_ptr,
-    remainder_ptr,
-    gradient_ptr,
-    exp_avg_ptr,
-    exp_avg_sq_ptr,
+    shard,
+    step,
     factors_ptr,
-    places_ptr,
-    scales_ptr,
-    divisor_ptr,
-    corrections_ptr,
-    skipped_ptr,
     learning_rate,
     weight_decay,
     rows,
@@ -208,37 +156,71 @@ def _weights_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     block = tl.program_id(0)
-    row = _row_of(block, places_ptr, rows, ROWS)
-    offsets, mask = elements(block, row, places_ptr, skipped_ptr, ALIGNMENT, BLOCK)
-    exp_avg = tl.load(exp_avg_ptr + offsets, mask=mask, other=0.0)
-    exp_avg_sq = tl.load(exp_avg_sq_ptr + offsets, mask=mask, other=0.0)
-    weight = load_weights(master_ptr, rounded_ptr, remainder_ptr, offsets, mask)
-    gradient = exp_avg
+    row = _row_of(block, step, rows, ROWS)
+    offsets, mask = elements(block, row, step, ALIGNMENT, BLOCK)
+    m, v = load_moments(shard, offsets, mask)
+    w = load_weights(shard, offsets, mask)
+    g = m
     if NESTEROV:
-        gradient = tl.load(gradient_ptr + offsets, mask=mask, other=0.0).to(tl.float32) / tl.load(divisor_ptr)
-
-    update = _direction(exp_avg, exp_avg_sq, gradient, corrections_ptr, BETA1, EPS, NESTEROV)
-    update += weight_decay * tl.load(scales_ptr + 2 * row + 1) * weight
-    weight -= learning_rate * tl.load(scales_ptr + 2 * row) * tl.load(factors_ptr + row) * update
-    store_weights(weight, master_ptr, rounded_ptr, remainder_ptr, offsets, mask)
+        g = load_gradient(shard, step, offsets, mask)
+    u = _update(m, v, g, w, row, step, weight_decay, BETA1, EPS, NESTEROV)
+    w -= learning_rate * tl.load(step.scales + 2 * row) * tl.load(factors_ptr + row) * u
+    store_weights(w, shard, offsets, mask)
 
 
-@jit
-def _direction(
-    exp_avg, exp_avg_sq, gradient, corrections_ptr, BETA1: tl.constexpr, EPS: tl.constexpr, NESTEROV: tl.constexpr
-):
-    """Of the step, without learning rate and decay. The gradient counts with NESTEROV only."""
-    root = tl.sqrt(exp_avg_sq) / tl.sqrt(tl.load(corrections_ptr + 1))
-    if NESTEROV:
-        momentum = ahead(exp_avg, gradient, corrections_ptr, BETA1)
-    else:
-        momentum = exp_avg / tl.load(corrections_ptr)
-    return momentum / (root + EPS)
+def _launch_moments(shard: Shard, ranges: Ranges, control: Control) -> Tensor:
+    numbers, rows = control.numbers, len(ranges.rows)
+    sums = torch.empty(rows, dtype=torch.float64, device=shard.gradient.device)
+    if ranges.blocks:
+        block_sums = torch.empty(ranges.blocks, dtype=torch.float64, device=sums.device)
+        _moments_kernel[(ranges.blocks,)](
+            *pointers(shard, ranges, control),
+            block_sums,
+            float(numbers.weight_decay),
+            rows,
+            BETA1=numbers.beta1,
+            BETA2=numbers.beta2,
+            EPS=numbers.eps,
+            NESTEROV=numbers.nesterov,
+            ROWS=next_power_of_2(rows),
+            ALIGNMENT=ALIGNMENT,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )
+        _sums_kernel[(rows,)](block_sums, sums, ranges.places, ranges.longest, SUM_BLOCK, num_warps=4)
+    return sums
 
 
-@jit
-def _row_of(block, places_ptr, rows, ROWS: tl.constexpr):
-    """The row of the table that a block lies in, of perhaps hundreds; ROWS: their number, or the next power of 2."""
-    others = tl.arange(0, ROWS)
-    firsts = tl.load(places_ptr + 3 * others, mask=others < rows, other=2**62)
-    return tl.sum((firsts <= block).to(tl.int32), axis=0) - 1
+def _launch_weights(shard: Shard, ranges: Ranges, factors: Tensor, control: Control) -> None:
+    numbers, rows = control.numbers, len(ranges.rows)
+    assert factors.dtype == torch.float32 and factors.shape == (rows,) and factors.is_contiguous()
+    if ranges.blocks:
+        _weights_kernel[(ranges.blocks,)](
+            *pointers(shard, ranges, control),
+            factors,
+            float(numbers.learning_rate),
+            float(numbers.weight_decay),
+            rows,
+            BETA1=numbers.beta1,
+            EPS=numbers.eps,
+            NESTEROV=numbers.nesterov,
+            ROWS=next_power_of_2(rows),
+            ALIGNMENT=ALIGNMENT,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )
+
+
+# -- the two passes --------------------------------------------------------------------------------------------------
+
+
+def adamw_moments(shard: Shard, ranges: Ranges, control: Control, triton: bool = False) -> Tensor:
+    """Update the moments in place and return the sum of u^2 over each range: (rows,), fp64; 0 if skipped."""
+    run = _launch_moments if triton else _reference_moments
+    return run(shard, ranges, control)
+
+
+def adamw_weights(shard: Shard, ranges: Ranges, factors: Tensor, control: Control, triton: bool = False) -> None:
+    """Update the weights in place after `adamw_moments`; `factors`, (rows,) fp32, multiply u."""
+    run = _launch_weights if triton else _reference_weights
+    run(shard, ranges, factors, control)
