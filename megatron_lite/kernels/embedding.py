@@ -1,10 +1,10 @@
 """Embedding look-up: y[t] = W[token[t]];   W.main_grad[token[t]] += dy[t], without a dense (v, h) temporary.
 
-Rows that no token or position touched have a gradient of zero, so the first gradient of an accumulation zeroes them.
+The first gradient of an accumulation zeroes `main_grad`, because rows without a token or position get no gradient.
 
-On a GPU `index_add_` adds atomically, in any order, unless PyTorch's deterministic algorithms are asked for. The Triton
-kernel always sums up in order: the positions are sorted by token, and the program of each token's first position adds
-up all of them, in fp32 straight from the training dtype.
+On a GPU `index_add_` adds atomically, in any order, unless PyTorch's deterministic algorithms are on. The Triton kernel
+always adds in the same order: positions are sorted by token, and the program of a token's first position sums all of
+that token's positions, in fp32 from the training dtype.
 """
 
 from __future__ import annotations
@@ -19,41 +19,43 @@ from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tl
 from megatron_lite.parameter import Parameter
 
 
-def _add_rows_torch(total: Tensor, tokens: Tensor, grads: Tensor) -> None:
-    """total (v, h) [tokens (t,)] += grads (t, h)."""
-    total.index_add_(0, tokens, grads.to(total.dtype))
+def _reference_add_rows(total: Tensor, tokens: Tensor, dy: Tensor) -> None:
+    """total (v, h) [tokens (t,)] += dy (t, h)."""
+    total.index_add_(0, tokens, dy.to(total.dtype))
 
 
 @jit
-def _add_rows_kernel(total, grads, tokens, order, ends, hidden_size, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """COLUMNS elements of one token's row in a program; ROWS of its positions at a time."""
+def _add_rows_kernel(
+    total_ptr, dy_ptr, tokens_ptr, order_ptr, ends_ptr, hidden_size, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """COLUMNS elements of one token's row per program, from ROWS positions at a time."""
     first = tl.program_id(0)
-    token = tl.load(tokens + first)
-    before = tl.load(tokens + tl.maximum(first - 1, 0))
-    if (first == 0) | (token != before):
+    token = tl.load(tokens_ptr + first)
+    previous = tl.load(tokens_ptr + tl.maximum(first - 1, 0))
+    if (first == 0) | (token != previous):
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         inside = column < hidden_size
-        count = (tl.load(ends + first) - first).to(tl.int32)
-        target = total + token * hidden_size + column
+        count = (tl.load(ends_ptr + first) - first).to(tl.int32)
+        target = total_ptr + token * hidden_size + column
         result = tl.load(target, mask=inside, other=0.0).to(tl.float32)
         for start in range(0, count, ROWS):
             row = start + tl.arange(0, ROWS)
-            source = tl.load(order + first + row, mask=row < count, other=0)
-            pointers = grads + source[:, None] * hidden_size + column[None, :]
+            position = tl.load(order_ptr + first + row, mask=row < count, other=0)
+            pointers = dy_ptr + position[:, None] * hidden_size + column[None, :]
             values = tl.load(pointers, mask=(row < count)[:, None] & inside[None, :], other=0.0)
             result += tl.sum(values.to(tl.float32), axis=0)
-        tl.store(target, result.to(total.dtype.element_ty), mask=inside)
+        tl.store(target, result.to(total_ptr.dtype.element_ty), mask=inside)
 
 
-def _add_rows_triton(total: Tensor, tokens: Tensor, grads: Tensor) -> None:
-    """The same; tokens are int64, so that offsets into `total` and `grads` are, too."""
+def _triton_add_rows(total: Tensor, tokens: Tensor, dy: Tensor) -> None:
+    """Do the same with int64 tokens, which makes offsets into `total` and `dy` int64, too."""
     sorted_tokens, order = torch.sort(tokens, stable=True)
-    ends = torch.searchsorted(sorted_tokens, sorted_tokens, right=True)  # of each token's run of positions
-    hidden_size = grads.shape[1]
+    ends = torch.searchsorted(sorted_tokens, sorted_tokens, right=True)  # of every token's run of positions
+    hidden_size = dy.shape[1]
     columns = min(next_power_of_2(hidden_size), 512)
     grid = (tokens.shape[0], cdiv(hidden_size, columns))
     _add_rows_kernel[grid](
-        total, grads.contiguous(), sorted_tokens, order, ends, hidden_size, ROWS=8, COLUMNS=columns, num_warps=4
+        total, dy.contiguous(), sorted_tokens, order, ends, hidden_size, ROWS=8, COLUMNS=columns, num_warps=4
     )
 
 
@@ -66,13 +68,13 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, ...]:
         (tokens,) = ctx.saved_tensors
         main_grad = ctx.weight.main_grad
         if ctx.weight.begin_gradient():
             main_grad.zero_()
-        add_rows = _add_rows_triton if ctx.triton else _add_rows_torch
-        add_rows(main_grad, tokens.reshape(-1), grad_output.reshape(-1, grad_output.shape[-1]))
+        add_rows = _triton_add_rows if ctx.triton else _reference_add_rows
+        add_rows(main_grad, tokens.reshape(-1), dy.reshape(-1, dy.shape[-1]))
         return None, None, None, None
 
 
@@ -84,23 +86,23 @@ class _Positions(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         weight, length = ctx.weight, ctx.sequence_length
         if weight.requires_grad:
-            grad = grad_output.sum(dim=0, dtype=weight.main_grad.dtype)
+            grad = dy.sum(dim=0, dtype=weight.main_grad.dtype)
             if weight.begin_gradient():
                 weight.main_grad[:length].copy_(grad)
                 weight.main_grad[length:].zero_()
             else:
                 weight.main_grad[:length].add_(grad)
-        return grad_output, None
+        return dy, None
 
 
 def embedding(weight: Parameter, tokens: Tensor, triton: bool = False, dtype: torch.dtype | None = None) -> Tensor:
-    """weight (v, h), tokens (b, s) int64 -> (b, s, h), in another dtype than the weight's if one is given."""
+    """weight (v, h), tokens (b, s) int64 -> (b, s, h) in `dtype`, by default the weight's."""
     return _Embedding.apply(weight, tokens, triton, dtype)
 
 
 def add_positions(hidden: Tensor, weight: Parameter) -> Tensor:
-    """hidden (b, s, h) + weight (p, h)[:s], whose dtype may be narrower."""
+    """hidden (b, s, h) + weight (p, h)[:s], which may have a narrower dtype."""
     return _Positions.apply(hidden, weight)

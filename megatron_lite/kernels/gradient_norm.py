@@ -1,13 +1,13 @@
-"""The sum of squares of the gradient shards, from which the global norm is made.
+"""The sum of squares of the gradient shards, for the global gradient norm.
 
-Kernel: every program squares and adds one piece of a shard in fp64, whatever the dtype, so that nothing overflows
-under a loss scale and nothing small is lost; a last program adds up the pieces of all shards. Memory is read at full
-speed all the same. Which element is added when depends on the shards' sizes alone: the result is the same bits on
-every device of a kind, for every ZeRO stage.
+Kernel: every program sums the squares of one piece of a shard in fp64, whatever the dtype, so nothing overflows under
+a loss scale and no small square is lost; a last program sums the pieces of all shards. fp64 does not slow the reads of
+memory down. The order of the sums depends only on the sizes of the shards, so the result has the same bits on all
+devices of a kind and at every ZeRO stage.
 
-Reference: short rows in fp32, all in one call at the speed of memory, and their sums in fp64. One fp32 sum over a
-whole shard would lose small squares (on CPU 0.1 % of the norm at 16 million elements), and gradients under a loss scale
-would overflow it. It overflows where the norm of a row passes 1.8e19, and loses rows whose norm is below 1e-19.
+Reference: sums over short rows in fp32, in one call at the speed of memory, then their sum in fp64. One fp32 sum over a
+full shard would lose small squares (0.1 % of the norm at 16 million elements on a CPU) and overflow under a loss scale.
+Rows with a norm above 1.8e19 overflow, and rows with a norm below 1e-19 are lost.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -20,17 +20,10 @@ from torch import Tensor
 
 from megatron_lite.kernels.triton_support import cdiv, jit, tl
 
-PIECE_NUMEL = 2**16  # elements that one program adds up
-ROW_NUMEL = 2**12  # elements whose squares the reference adds in fp32
+PIECE_NUMEL = 2**16  # elements that one program sums
+ROW_NUMEL = 2**12  # elements that the reference sums in fp32
 BLOCK = 2048
 TOTAL_BLOCK = 1024
-
-
-def squared_norm(shards: Sequence[Tensor], triton: bool = False) -> Tensor:
-    """Sum of the squares of all elements of flat tensors in any floating dtypes: (), fp64."""
-    if triton:
-        return _launch(shards)
-    return torch.stack([_reference(shard) for shard in shards]).sum()
 
 
 def _reference(shard: Tensor) -> Tensor:
@@ -38,6 +31,29 @@ def _reference(shard: Tensor) -> Tensor:
     norms = torch.linalg.vector_norm(shard[:rows].view(-1, ROW_NUMEL), dim=1, dtype=torch.float32)
     rest = torch.linalg.vector_norm(shard[rows:], dtype=torch.float32)
     return torch.cat([norms, rest[None]]).double().square_().sum()
+
+
+@jit
+def _piece_kernel(shard_ptr, sums_ptr, numel, PIECE_NUMEL: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """Sum the squares of one piece per program."""
+    piece = tl.program_id(0)
+    offsets = piece.to(tl.int64) * PIECE_NUMEL + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float64)
+    for start in range(0, PIECE_NUMEL, BLOCK):
+        inside = offsets + start < numel
+        values = tl.load(shard_ptr + offsets + start, mask=inside, other=0.0).to(tl.float32).to(tl.float64)
+        total += values * values
+    tl.store(sums_ptr + piece, tl.sum(total, axis=0))
+
+
+@jit
+def _total_kernel(sums_ptr, total_ptr, count, BLOCK: tl.constexpr) -> None:
+    """Sum the pieces in one program."""
+    offsets = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float64)
+    for start in range(0, count, BLOCK):
+        total += tl.load(sums_ptr + offsets + start, mask=offsets + start < count, other=0.0)
+    tl.store(total_ptr, tl.sum(total, axis=0))
 
 
 def _launch(shards: Sequence[Tensor]) -> Tensor:
@@ -52,22 +68,8 @@ def _launch(shards: Sequence[Tensor]) -> Tensor:
     return total
 
 
-@jit
-def _piece_kernel(shard_ptr, sums_ptr, numel, PIECE_NUMEL: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    piece = tl.program_id(0)
-    offsets = piece.to(tl.int64) * PIECE_NUMEL + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), dtype=tl.float64)
-    for start in range(0, PIECE_NUMEL, BLOCK):
-        inside = offsets + start < numel
-        values = tl.load(shard_ptr + offsets + start, mask=inside, other=0.0).to(tl.float32).to(tl.float64)
-        total += values * values
-    tl.store(sums_ptr + piece, tl.sum(total, axis=0))
-
-
-@jit
-def _total_kernel(sums_ptr, total_ptr, count, BLOCK: tl.constexpr) -> None:
-    offsets = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), dtype=tl.float64)
-    for start in range(0, count, BLOCK):
-        total += tl.load(sums_ptr + offsets + start, mask=offsets + start < count, other=0.0)
-    tl.store(total_ptr, tl.sum(total, axis=0))
+def squared_norm(shards: Sequence[Tensor], triton: bool = False) -> Tensor:
+    """Return the sum of squares over flat tensors of any floating dtypes: (), fp64."""
+    if triton:
+        return _launch(shards)
+    return torch.stack([_reference(shard) for shard in shards]).sum()

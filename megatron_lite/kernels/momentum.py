@@ -1,4 +1,4 @@
-"""The parts of SGD, Lion and Muon that look at one element at a time, over a flat shard.
+"""SGD, Lion and the elementwise parts of Muon over a flat shard.
 
     g = gradient / divisor                     divisor = loss scale / clipping factor
 
@@ -7,10 +7,10 @@
     Muon    m = mu * m + (1 - mu) * g          u = m, or mu * m + (1 - mu) * g (Nesterov), to be orthogonalized
             w = w - lr * decay * w - lr * f * u                                         f by the shape of the matrix
 
-Lion: Chen et al. (2023), algorithm 2. SGD as torch.optim.SGD, but with decoupled weight decay (Loshchilov & Hutter
-2019). Muon: Jordan et al. (2024), as torch.optim.Muon. All in fp32, gradients in any dtype, for every form of the
-weights that AdamW knows (see `adamw.py`). Where `skipped` is set nothing changes, not by a bit. Torch's functions go
-over the shard in chunks, which bounds their temporaries; nothing is read on the host.
+Lion: Chen et al. (2023), algorithm 2. SGD: torch.optim.SGD with decoupled weight decay (Loshchilov & Hutter 2019).
+Muon: Jordan et al. (2024), as in torch.optim.Muon. All in fp32, for gradients in any dtype and every form of weights
+that a `WeightShard` keeps. If `skipped` is set, no bit changes. torch's functions visit the shard in chunks, which
+bounds their temporaries; the host reads nothing.
 """
 
 from __future__ import annotations
@@ -27,82 +27,26 @@ from megatron_lite.kernels.split_weights import WeightShard
 
 @dataclass(frozen=True)
 class Numbers:
-    """Of one step. Tensors: () in fp32, on the device."""
+    """Numbers of one step. Tensors are () in fp32 on the device."""
 
     learning_rate: float
     weight_decay: float
     divisor: Tensor  # of the gradients
-    skipped: Tensor  # 1 where nothing may change, else 0
-
-
-def sgd(
-    weights: WeightShard, gradient: Tensor, exp_avg: Tensor, rows: Sequence[Range], numbers: Numbers, momentum: float
-) -> None:
-    """Update a shard in place."""
-    skipped = numbers.skipped.bool()
-    for row, bounds in _chunks(rows, gradient.device):
-        m = exp_avg[bounds]
-        _keep(m, torch.add(_unscaled(gradient, bounds, numbers), m, alpha=momentum), skipped)
-        _descend(weights, bounds, m, row, numbers, skipped)
-
-
-def lion(
-    weights: WeightShard,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    rows: Sequence[Range],
-    numbers: Numbers,
-    beta1: float,
-    beta2: float,
-) -> None:
-    """Update a shard in place."""
-    skipped = numbers.skipped.bool()
-    for row, bounds in _chunks(rows, gradient.device):
-        g, m = _unscaled(gradient, bounds, numbers), exp_avg[bounds]
-        _descend(weights, bounds, m.lerp(g, 1 - beta1).sign_(), row, numbers, skipped)
-        _keep(m, m.lerp(g, 1 - beta2), skipped)
-
-
-def muon_momentum(
-    gradient: Tensor, exp_avg: Tensor, update: Tensor, bounds: slice, numbers: Numbers, momentum: float, nesterov: bool
-) -> None:
-    """Update the momentum between two bounds of the shard, and round what is to be orthogonalized into `update`."""
-    skipped = numbers.skipped.bool()
-    for _, chunk in _chunks([Range(bounds.start, bounds.stop, 1.0, 1.0)], gradient.device):
-        g, m = _unscaled(gradient, chunk, numbers), exp_avg[chunk]
-        new = m.lerp(g, 1 - momentum)
-        update[chunk].copy_(g.lerp(new, momentum) if nesterov else new)
-        _keep(m, new, skipped)
-
-
-def descend(
-    weights: WeightShard, update: Tensor, rows: Sequence[Range], numbers: Numbers, factors: Sequence[float]
-) -> None:
-    """Decay the weights of each row, and move them against the update times the row's factor of the learning rate."""
-    skipped = numbers.skipped.bool()
-    for row, factor in zip(rows, factors, strict=True):
-        for _, bounds in _chunks([row], update.device):
-            _descend(weights, bounds, update[bounds], row, numbers, skipped, factor)
+    skipped: Tensor  # 1 to change nothing, else 0
 
 
 def _descend(
-    weights: WeightShard,
-    bounds: slice,
-    update: Tensor,
-    row: Range,
-    numbers: Numbers,
-    skipped: Tensor,
-    factor: float = 1.0,
+    weights: WeightShard, u: Tensor, row: Range, bounds: slice, numbers: Numbers, skipped: Tensor, factor: float = 1.0
 ) -> None:
     rate = numbers.learning_rate * row.lr_scale
     values = weights.read(bounds)
     decayed = values * (1 - rate * numbers.weight_decay * row.decay_scale)
-    _keep(values, decayed.add_(update, alpha=-rate * factor), skipped)
+    _keep(values, decayed.add_(u, alpha=-rate * factor), skipped)
     weights.write(values, bounds)
 
 
 def _keep(old: Tensor, new: Tensor, skipped: Tensor) -> None:
-    """old = new, unless the step is skipped: a choice, not a product, which would let NaN through."""
+    """old = new, unless the step is skipped; selects, because multiplying by 0 would let NaN through."""
     old.copy_(torch.where(skipped, old, new))
 
 
@@ -115,3 +59,53 @@ def _chunks(rows: Sequence[Range], device: torch.device) -> Iterator[tuple[Range
     for row in rows:
         for start in range(row.start, row.end, numel):
             yield row, slice(start, min(start + numel, row.end))
+
+
+def sgd(
+    weights: WeightShard, gradient: Tensor, exp_avg: Tensor, rows: Sequence[Range], numbers: Numbers, momentum: float
+) -> None:
+    """Update a shard in place with SGD."""
+    skipped = numbers.skipped.bool()
+    for row, bounds in _chunks(rows, gradient.device):
+        m = exp_avg[bounds]
+        _keep(m, torch.add(_unscaled(gradient, bounds, numbers), m, alpha=momentum), skipped)
+        _descend(weights, m, row, bounds, numbers, skipped)
+
+
+def lion(
+    weights: WeightShard,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    rows: Sequence[Range],
+    numbers: Numbers,
+    beta1: float,
+    beta2: float,
+) -> None:
+    """Update a shard in place with Lion."""
+    skipped = numbers.skipped.bool()
+    for row, bounds in _chunks(rows, gradient.device):
+        g, m = _unscaled(gradient, bounds, numbers), exp_avg[bounds]
+        _descend(weights, m.lerp(g, 1 - beta1).sign_(), row, bounds, numbers, skipped)
+        _keep(m, m.lerp(g, 1 - beta2), skipped)
+
+
+def muon_momentum(
+    gradient: Tensor, exp_avg: Tensor, update: Tensor, bounds: slice, numbers: Numbers, momentum: float, nesterov: bool
+) -> None:
+    """Update the momentum between two bounds of the shard and round u to the dtype of `update`, before Newton-Schulz."""
+    skipped = numbers.skipped.bool()
+    for _, chunk in _chunks([Range(bounds.start, bounds.stop, 1.0, 1.0)], gradient.device):
+        g, m = _unscaled(gradient, chunk, numbers), exp_avg[chunk]
+        new = m.lerp(g, 1 - momentum)
+        update[chunk].copy_(g.lerp(new, momentum) if nesterov else new)
+        _keep(m, new, skipped)
+
+
+def descend(
+    weights: WeightShard, update: Tensor, rows: Sequence[Range], numbers: Numbers, factors: Sequence[float]
+) -> None:
+    """Decay the weights of each row and subtract the update times learning rate and the row's factor f."""
+    skipped = numbers.skipped.bool()
+    for row, factor in zip(rows, factors, strict=True):
+        for _, bounds in _chunks([row], update.device):
+            _descend(weights, update[bounds], row, bounds, numbers, skipped, factor)

@@ -1,11 +1,11 @@
-"""A matrix with all singular values moved to around 1: U S V^T -> U S' V^T, by products of matrices alone.
+"""Orthogonalization by matrix products only: U S V^T -> U S' V^T with all singular values S' near 1.
 
     X = G / ||G||        A = X X^T        X = a X + (b A + c A^2) X, a few times
 
-in bf16, on the side on which A is smaller. The quintic's coefficients are those of Jordan et al. (2024, "Muon: An
-optimizer for hidden layers in neural networks"): chosen for the steepest slope at zero, so that five steps lift small
-singular values far, and leave all of them between about 0.7 and 1.2 instead of at 1 exactly. Operations and their order
-are those of torch.optim.Muon: the same bits come out where the same library multiplies.
+in bf16, on the side where A is smaller. The coefficients of the quintic are from Jordan et al. (2024, "Muon: An
+optimizer for hidden layers in neural networks"). They have the steepest slope at zero, so five steps lift small
+singular values far and leave all of them between about 0.7 and 1.2 instead of exactly at 1. Operations and their order
+match torch.optim.Muon: the bits are the same if the same library multiplies.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ SMALLEST_NORM = 1e-7
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """The matrix (m, n) in bf16, orthogonalized by a number of steps, in new memory; a matrix of zeros stays one.
+    """Return the bf16 matrix (m, n), orthogonalized in some steps, in new memory; zeros stay zeros.
 
-    For a moment it takes two matrices of that size, and two that are as large as the smaller dimension squared.
+    Needs temporaries for two matrices of this size and two with the smaller dimension squared.
     """
     assert matrix.dtype == torch.bfloat16 and matrix.dim() == 2, (matrix.dtype, matrix.shape)
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -34,6 +34,6 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
 
 
 def orthogonalize_flops(rows: int, columns: int, steps: int) -> int:
-    """Multiplications and additions that it takes."""
+    """Return the number of multiplications and additions of `orthogonalize`."""
     small, large = sorted((rows, columns))
     return steps * 2 * small * small * (2 * large + small)
