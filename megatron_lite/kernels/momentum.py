@@ -92,7 +92,7 @@ def lion(
 def muon_momentum(
     gradient: Tensor, exp_avg: Tensor, update: Tensor, bounds: slice, numbers: Numbers, momentum: float, nesterov: bool
 ) -> None:
-    """Update the momentum between two bounds of the shard and round u to the dtype of `update`, before Newton-Schulz."""
+    """Update the momentum between two bounds of the shard and write u, for Newton-Schulz, to `update` in its dtype."""
     skipped = numbers.skipped.bool()
     for _, chunk in _chunks([Range(bounds.start, bounds.stop, 1.0, 1.0)], gradient.device):
         g, m = _unscaled(gradient, chunk, numbers), exp_avg[chunk]

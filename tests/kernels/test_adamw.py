@@ -1,5 +1,6 @@
-"""AdamW on a flat shard, in one pass and in two, against the formula in fp64; in every form of the weights; dropped
-updates leave no trace.
+"""AdamW on a flat shard, in one pass and in two, against the formula in fp64, in every form of the weights.
+
+Dropped updates change no bit.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from megatron_lite.kernels.adamw_clipped import adamw_moments, adamw_weights
 from megatron_lite.kernels.split_weights import WeightShard, split
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Neither a multiple of the kernel's block nor without one: its blocks end at the borders.
+# Ranges shorter and longer than the kernel's block, none a multiple of it.
 ROWS = (Range(0, 64, 1.0, 0.0), Range(64, BLOCK + 256, 0.5, 1.0), Range(BLOCK + 256, 3 * BLOCK + 64, 2.0, 1.0))
 NUMEL = ROWS[-1].end
 NUMBERS = Hyperparameters(learning_rate=0.02, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
-MARGIN, MARK = 64, 7.0  # elements around the shard, and what is in them
+MARGIN, MARK = 64, 7.0  # elements around the shard, and their value
 
-FACTORS = (0.25, 1.0, 0.5)  # on the updates of each range, in two passes
+FACTORS = (0.25, 1.0, 0.5)  # on the update of each range, in two passes
 
 FORMS = ["master alone", "bf16 in place", "fp16 in place", "split"]
 GRADIENTS = [torch.float32, torch.bfloat16, torch.float16]
-# In what form, gradients in what dtype, with Nesterov momentum.
+# Form of the weights, dtype of the gradients, Nesterov momentum.
 NESTEROV = [("master alone", torch.float32, True), ("split", torch.bfloat16, True)]
 VARIANTS = [*itertools.product(FORMS, GRADIENTS, [False]), *NESTEROV]
 TWO_PASSES = [("master alone", torch.float32, False), ("bf16 in place", torch.bfloat16, False), *NESTEROV]
 
 
 def inside(values: Tensor) -> Tensor:
-    """A copy in the middle of a larger memory, full of marks."""
+    """Return a copy in the middle of a larger memory full of marks."""
     memory = torch.full((len(values) + 2 * MARGIN,), MARK, dtype=values.dtype, device=DEVICE)
     memory[MARGIN:-MARGIN] = values.to(DEVICE)
     return memory[MARGIN:-MARGIN]
@@ -68,7 +69,7 @@ def make_shard(form: str, gradient_dtype: torch.dtype, numel: int = NUMEL) -> Sh
 
 
 def forms_of(shard: Shard) -> list[Tensor]:
-    """The weights in every form that is kept."""
+    """Return the weights in every form that is kept."""
     return [tensor for tensor in vars(shard.weights).values() if tensor is not None]
 
 
@@ -95,7 +96,7 @@ class Exact:
     def update(
         self, gradient: Tensor, divisor: float, updates: int, numbers: Hyperparameters, factors: Sequence[float]
     ) -> list[float]:
-        """Returns the sum of the squares of the step, before factors and learning rates, in each range."""
+        """Update, and return the sum of squares of the step in each range, before factors and learning rates."""
         g, squares, beta = gradient.double() / divisor, [], numbers.beta1
         self.m = beta * self.m + (1 - beta) * g
         self.v = numbers.beta2 * self.v + (1 - numbers.beta2) * g.square()
@@ -114,24 +115,22 @@ def bits(shard: Shard) -> list[bytes]:
     return [t.cpu().view(torch.int16).numpy().tobytes() for t in (*forms_of(shard), *shard[2:])]
 
 
-@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")  # in what is dropped
+@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")  # in the dropped update
 @pytest.mark.parametrize("triton", [False, True])
 @pytest.mark.parametrize(("form", "dtype", "nesterov"), VARIANTS, ids=str)
-def test_several_updates_are_those_of_the_formula(form: str, dtype: torch.dtype, nesterov: bool, triton: bool) -> None:
-    """Scaled and clipped gradients, changing learning rates, three ranges; weights in place are the master's copy.
+def test_several_updates_equal_the_formula(form: str, dtype: torch.dtype, nesterov: bool, triton: bool) -> None:
+    """Scaled and clipped gradients, changing learning rates, three ranges; rounded weights equal the master.
 
-    One update between is dropped: nothing changes by a single bit, although its gradients are infinite and NaN.
+    Updates with infinite and NaN gradients are dropped in between and change no bit.
     """
     compare(form, dtype, nesterov, triton, passes=1)
 
 
-@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")  # in what is dropped
+@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")  # in the dropped update
 @pytest.mark.parametrize("triton", [False, True])
 @pytest.mark.parametrize(("form", "dtype", "nesterov"), TWO_PASSES, ids=str)
-def test_updates_in_two_passes_are_those_of_the_formula(
-    form: str, dtype: torch.dtype, nesterov: bool, triton: bool
-) -> None:
-    """The same with factors on the steps; the sums of their squares are right, and zero where the update is dropped."""
+def test_updates_in_two_passes_equal_the_formula(form: str, dtype: torch.dtype, nesterov: bool, triton: bool) -> None:
+    """The same with factors on the updates; sums of squares are exact, and zero for a dropped update."""
     compare(form, dtype, nesterov, triton, passes=2)
 
 
@@ -153,7 +152,7 @@ def compare(form: str, dtype: torch.dtype, nesterov: bool, triton: bool, passes:
         before, poison = bits(shard), torch.full((NUMEL,), torch.inf)
         poison[::2] = torch.nan
         assert not any(update(poison, control_of(torch.nan, updates, skipped=True, numbers=numbers)))
-        assert bits(shard) == before, "a dropped update left a trace"
+        assert bits(shard) == before, "a dropped update changed something"
 
     numbers = Hyperparameters(0.02, 0.1, 0.9, 0.95, 1e-8, nesterov)
     drop(0)
@@ -173,12 +172,12 @@ def compare(form: str, dtype: torch.dtype, nesterov: bool, triton: bool, passes:
             assert rounded is not None and torch.equal(rounded, master_of(shard).to(rounded.dtype))
     drop(updates)
     for tensor in (*forms_of(shard), *shard[1:]):
-        assert (around(tensor) == MARK).all(), "something beside the shard was written"
+        assert (around(tensor) == MARK).all(), "memory around the shard changed"
 
 
 @pytest.mark.parametrize("triton", [False, True])
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=str)
-def test_split_masters_are_the_unsplit_ones_bit_for_bit(dtype: torch.dtype, triton: bool) -> None:
+def test_split_weights_equal_unsplit_ones_bit_for_bit(dtype: torch.dtype, triton: bool) -> None:
     plain, halves = make_shard("master alone", dtype), make_shard("split", dtype)
     for updates in (1, 2, 3):
         gradient = draw(updates).to(dtype)
@@ -190,7 +189,7 @@ def test_split_masters_are_the_unsplit_ones_bit_for_bit(dtype: torch.dtype, trit
 
 @pytest.mark.parametrize("count", [1, 2, 6, 19])
 def test_any_number_of_ranges(count: int) -> None:
-    """One to many, some shorter than a block: the kernels' table against the references' loop, in one pass and two."""
+    """Compare the kernels' table with the reference's loop, in one pass and two, with ranges shorter than a block."""
     borders = [0, 64, 128, BLOCK + 128, BLOCK + 192, *range(2 * BLOCK + 192, NUMEL, ALIGNMENT)]
     starts = [0, *borders[1:count]]
     rows = [
@@ -214,8 +213,8 @@ def test_any_number_of_ranges(count: int) -> None:
 
 
 @pytest.mark.parametrize("triton", [False, True])
-def test_sums_have_the_same_bits_each_time_and_wherever_a_range_lies(triton: bool) -> None:
-    """Of a range alone and of one behind others, with other things beside it: what a layout must not change."""
+def test_sums_do_not_depend_on_the_place_of_a_range(triton: bool) -> None:
+    """A range in a shard of its own and the same range between others have the same sum, bit for bit."""
     rows = [Range(0, 64, 1.0, 1.0), Range(64, 64 + BLOCK + 128, 1.0, 1.0), Range(64 + BLOCK + 128, NUMEL, 1.0, 1.0)]
     whole = make_shard("master alone", torch.float32)
     whole.gradient.copy_(draw(1))
@@ -229,7 +228,7 @@ def test_sums_have_the_same_bits_each_time_and_wherever_a_range_lies(triton: boo
 @pytest.mark.parametrize("triton", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_tiny_and_huge_gradients(form: str, triton: bool) -> None:
-    """Whatever finite a gradient is, weights and moments stay finite; zeros (padding) stay zero."""
+    """Finite gradients keep weights and moments finite; zeros (padding) stay zero."""
     shard = make_shard(form, torch.float32)
     gradient = draw(1) * 10.0 ** torch.linspace(-38, 18, NUMEL)
     gradient[::5] = 0.0
@@ -242,20 +241,20 @@ def test_tiny_and_huge_gradients(form: str, triton: bool) -> None:
 
 @pytest.mark.parametrize("triton", [False, True])
 def test_betas_of_zero_are_legal(triton: bool) -> None:
-    """beta = 0: w - lr * sign(g), whatever t is."""
+    """beta = 0 gives w - lr * sign(g) at any t."""
     numbers = Hyperparameters(0.5, 0.0, 0.0, 0.0, 1e-30)
     shard = make_shard("master alone", torch.float32, 64)
     update(shard, draw(1, 64), control_of(1.0, 7, numbers=numbers), triton, [Range(0, 64, 1.0, 1.0)])
     assert torch.allclose(master_of(shard).cpu(), draw(0, 64) - 0.5 * draw(1, 64).sign(), atol=1e-6)
 
 
-def test_borders_have_to_be_aligned() -> None:
+def test_borders_must_be_aligned() -> None:
     with pytest.raises(AssertionError):
         Ranges([Range(0, 65, 1.0, 1.0)], DEVICE)
 
 
 class NewMemory(TorchDispatchMode):
-    """Counts the bytes of tensors that come into being."""
+    """Counts the bytes of new tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,13 +270,13 @@ class NewMemory(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("form", "dtype"), list(itertools.product(FORMS, GRADIENTS)), ids=str)
-def test_the_kernel_takes_no_memory(form: str, dtype: torch.dtype) -> None:
-    """One launch on what is given, no temporary: not for gradients in another dtype either, nor for split weights.
+def test_the_kernel_allocates_nothing(form: str, dtype: torch.dtype) -> None:
+    """One launch on the shard itself, without temporaries for narrow gradients or split weights.
 
-    The reference shows that it would be counted.
+    The reference shows that temporaries would be counted.
     """
     shard, ranges, control = make_shard(form, dtype), Ranges(ROWS, DEVICE), control_of(1.0, 1)
-    launches = mock.MagicMock()  # the interpreter's own copies do not count
+    launches = mock.MagicMock()  # keeps the interpreter's own copies out of the count
     with mock.patch.object(module, "_adamw_kernel", launches), NewMemory() as memory:
         adamw(shard, ranges, control, triton=True)
     assert memory.bytes == 0

@@ -1,7 +1,7 @@
-"""Kernels that the interpreter accepts also compile for a GPU: to machine code for an H100 or H200, without having one.
+"""All kernels compile to machine code for an H100 or H200, on a machine without one.
 
-Type errors, block sizes that are no powers of two, globals that are no constants and too much shared memory show only
-there. What the kernels compute is tested elsewhere.
+Only the compiler finds type errors, block sizes that are not powers of two, globals that are not constants and too much
+shared memory. Other tests check what the kernels compute.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import pytest
 pytest.importorskip("triton")
 
 PROGRAM = Path(__file__).parents[1] / "support" / "compile_kernels.py"
-SHARED_BYTES = 227 * 2**10  # that one program can have on these GPUs
+SHARED_BYTES = 227 * 2**10  # available to one program on these GPUs
 
 
 def compiled(cache: Path, *flags: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What the program prints: kernels with their resources; failures and kernels that nothing has launched."""
+    """Return kernels with their resources, and a verdict with failures and kernels that nothing launched."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -34,22 +34,22 @@ def compiled(cache: Path, *flags: str) -> tuple[list[dict[str, Any]], dict[str, 
 
 
 def check(cache: Path, *flags: str) -> None:
-    """Everything compiles, nothing was left out, and what a program needs is there."""
+    """Check that every kernel compiles and fits into shared memory and registers."""
     kernels, verdict = compiled(cache, *flags)
     assert verdict == {"failures": {}, "never launched": []}
     assert len(kernels) >= 15
     assert all(kernel["shared_bytes"] <= SHARED_BYTES for kernel in kernels), kernels
     spilled = {kernel["kernel"] for kernel in kernels if kernel["common"] and kernel.get("stack", 0)}
-    assert not spilled, f"registers go to memory at ordinary sizes: {spilled}"
+    assert not spilled, f"registers spill to memory at ordinary sizes: {spilled}"
 
 
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    """In bf16, at the shapes of a large model."""
+    """Compile in bf16 at the shapes of a large model."""
     check(tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 def test_kernels_compile_for_a_gpu_in_every_variant(dtype: str, tmp_path: Path) -> None:
-    """Every activation, biases, odd sizes, sizes of one, very wide rows, in every dtype."""
+    """Compile all activations, biases, odd sizes, sizes of one and very wide rows in every dtype."""
     check(tmp_path, f"--dtype={dtype}", "--all")

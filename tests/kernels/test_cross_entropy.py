@@ -1,6 +1,6 @@
-"""Cross-entropy and the fused head against float64 through autograd; Triton kernel beside torch reference.
+"""Cross-entropy and the fused head against float64 through autograd, by the Triton kernel and by the torch reference.
 
-On a GPU where there is one, else on the CPU, where kernels run under Triton's interpreter.
+Runs on a GPU if there is one, else on the CPU in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.support.memory_meters import PeakMeter, a_model, micro_batches
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # of the largest value
 SCALE = 0.37
-# What becomes of the numbers behind a block is not looked at; the interpreter's numpy warns of them all the same.
+# The interpreter's NumPy warns of garbage in the padding behind a block, which no test reads.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -47,14 +47,14 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def some_labels(t: int, v: int) -> Tensor:
-    """The first and the last entry of the vocabulary among them; every fourth token is masked."""
+    """Return labels that include the first and the last entry; every fourth token is masked."""
     labels = torch.arange(t, device=DEVICE) * 7 % v
     labels[-1] = v - 1
     return labels.masked_fill(torch.arange(t, device=DEVICE) % 4 == 3, -100)
 
 
 def exact_loss(logits: Tensor, labels: Tensor, z_loss: float, soft_cap: float = 0.0) -> Tensor:
-    """The formula, summed over tokens."""
+    """Compute the formula, summed over tokens."""
     kept = labels >= 0
     logits = soft_cap * (logits / soft_cap).tanh() if soft_cap else logits
     entropy = functional.cross_entropy(logits[kept], labels[kept], reduction="sum")
@@ -62,7 +62,7 @@ def exact_loss(logits: Tensor, labels: Tensor, z_loss: float, soft_cap: float = 
 
 
 def make_parameter(values: Tensor, trained: bool = True) -> Parameter:
-    """Garbage where the first gradient goes."""
+    """Return a parameter with garbage in its gradient buffer."""
     made = cast(Parameter, Parameter(values.clone(), requires_grad=trained))
     if trained:
         made.main_grad, made.gradient_is_empty = torch.full(values.shape, torch.nan, device=DEVICE), True
@@ -70,7 +70,7 @@ def make_parameter(values: Tensor, trained: bool = True) -> Parameter:
 
 
 def make_padded_parameter(values: Tensor, padding_rows: int) -> Parameter:
-    """With zeros behind it and behind its gradient, as the engine lays parameters out, and NaN behind those."""
+    """Return a parameter with zeros behind it and its gradient, as in a stage, and NaN behind the zeros."""
     v, h = values.shape
     memory = functional.pad(functional.pad(values, (0, 0, 0, padding_rows)), (0, 0, 0, 3), value=torch.nan)
     made = cast(Parameter, Parameter(memory[:v]))
@@ -96,7 +96,7 @@ def run(
     trained: tuple[bool, bool] = (True, True),
     **options: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Loss, gradient of the hidden states and of the weight."""
+    """Return the loss and the gradients of hidden states and weight."""
     ours, parameter = hidden.clone().requires_grad_(trained[0]), make_parameter(weight, trained[1])
     loss = linear_cross_entropy(ours, parameter, labels, scale(), *cuts, **options)
     if trained[0] or trained[1]:
@@ -122,7 +122,7 @@ SIZES = [
 def test_head_against_float64(
     t: int, h: int, v: int, chunk: int, block: int | None, z_loss: float, dtype: torch.dtype, triton: bool
 ) -> None:
-    """Loss and both gradients, with masked labels, odd sizes, and chunks and blocks that do not divide."""
+    """Check loss and both gradients, with masked labels, odd sizes, and chunks and blocks that do not divide."""
     hidden, weight, labels = randn(t, h).to(dtype), (randn(v, h) / h**0.5).to(dtype), some_labels(t, v)
     exact_hidden, exact_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     exact = exact_loss(exact_hidden @ exact_weight.t(), labels, z_loss)
@@ -140,7 +140,7 @@ def test_head_against_float64(
 def test_soft_capped_head_against_float64(
     t: int, h: int, v: int, chunk: int, block: int | None, z_loss: float, dtype: torch.dtype, triton: bool
 ) -> None:
-    """Logits from far within the cap to far beyond it; the z-loss is of the capped ones."""
+    """Logits lie far within the cap and far beyond it; the z-loss takes the capped ones."""
     cap = 2.5
     hidden, weight, labels = randn(t, h).to(dtype), (2 * randn(v, h) / h**0.5).to(dtype), some_labels(t, v)
     exact_hidden, exact_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
@@ -158,14 +158,14 @@ def test_soft_capped_head_against_float64(
 
 @implementations
 def test_soft_cap_of_extreme_logits(triton: bool) -> None:
-    """Infinities become the cap, broken values stay broken, and the logits that sampling sees are the same ones."""
+    """Infinities become the cap, NaN stays NaN, and sampling sees the same logits."""
     logits = torch.tensor([[torch.inf, -torch.inf, 1e30, -1e30, 0.0, 1e-3, 0.29, 0.31]], device=DEVICE) * 30
     labels = torch.tensor([4], device=DEVICE)
     exact = exact_loss(logits.double(), labels, 0.1, 30.0)
     sums, grad = Sums.empty(1, DEVICE), logits.clone()
     sweep(grad, labels, sums, scale(), 0.1, soft_cap=30.0, triton=triton)
     close(sums.loss(labels, 0.1), exact, 1e-6)
-    assert bool(grad.isfinite().all()) and not bool(grad[0, :4].any()), "nothing moves a logit far beyond the cap"
+    assert bool(grad.isfinite().all()) and not bool(grad[0, :4].any()), "a logit far beyond the cap gets no gradient"
     close(capped(logits, 30.0), 30 * (logits.double() / 30).tanh(), 1e-6)
     assert capped(logits, 0.0) is logits
     broken = torch.tensor([[torch.nan, 1.0]], device=DEVICE)
@@ -178,10 +178,10 @@ def test_soft_cap_of_extreme_logits(triton: bool) -> None:
     ("block", "padding_rows", "dtype"),
     [(None, 1, torch.bfloat16), (None, 200, torch.float32), (5, 1, torch.float32), (5, 20, torch.bfloat16)],
 )
-def test_rows_of_zeros_behind_the_weight_have_no_part(
+def test_rows_of_zeros_behind_the_weight_change_nothing(
     block: int | None, padding_rows: int, dtype: torch.dtype, triton: bool
 ) -> None:
-    """Loss, z-loss and gradients are those without, and the rows' own gradient is zero. A second backward adds up."""
+    """Loss, z-loss and gradients do not change, and the rows get zero gradients. A second backward pass adds."""
     t, h, v = 5, 6, 13
     hidden, weight, labels = randn(t, h).to(dtype), randn(v, h).to(dtype), some_labels(t, v)
     options: dict[str, Any] = dict(z_loss=0.1, soft_cap=4.0, triton=triton)
@@ -225,8 +225,8 @@ def test_evaluation_computes_the_same_bits_and_no_gradient(block: int | None, dt
 
 @implementations
 @pytest.mark.parametrize("block", [None, 9])
-def test_masked_tokens_have_no_part(block: int | None, triton: bool) -> None:
-    """All of them masked: a loss of zero and gradients of exactly zero, over the garbage. Some: as if they were not."""
+def test_masked_tokens_change_nothing(block: int | None, triton: bool) -> None:
+    """If all are masked, loss and gradients are exactly zero; if some are, the result is that of the others."""
     hidden, weight = randn(6, 6), randn(17, 6)
     none = torch.full((6,), -1, device=DEVICE)
     for result in run(hidden, weight, none, 4, block, 0.1, triton):
@@ -244,7 +244,7 @@ def test_masked_tokens_have_no_part(block: int | None, triton: bool) -> None:
 def sweep_blocks(
     logits: Tensor, labels: Tensor, z_loss: float, triton: bool, block: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Loss and gradient of logits, in blocks as the head goes through them; behind each block stands garbage."""
+    """Return loss and gradient of logits, in blocks as the head visits them, with garbage behind every block."""
     t, v = logits.shape
     size, sums = block or v, Sums.empty(t, logits.device)
     padded = [functional.pad(part, (0, 5), value=torch.nan) for part in logits.split(size, dim=1)]
@@ -273,7 +273,7 @@ def check_sweep(logits: Tensor, labels: Tensor, triton: bool, block: int | None,
 @implementations
 @pytest.mark.parametrize("block", [None, 100])
 def test_extreme_logits(block: int | None, triton: bool) -> None:
-    """Thousands apart, minus infinity for single entries and for whole blocks, all alike: nothing overflows."""
+    """Nothing overflows: logits thousands apart, minus infinity for entries and for whole blocks, all equal."""
     logits = randn(8, 300)
     logits[0] *= 1e4
     logits[1] += 1e4
@@ -289,8 +289,8 @@ def test_extreme_logits(block: int | None, triton: bool) -> None:
 
 
 @implementations
-def test_logits_that_are_not_finite_show(triton: bool) -> None:
-    """A bad update is found by its loss and its gradient, whichever token it comes from."""
+def test_non_finite_logits_reach_loss_and_gradient(triton: bool) -> None:
+    """Any bad token must show in the loss and in its gradient."""
     for bad in (torch.nan, torch.inf):
         logits = randn(4, 40)
         logits[2, 7] = bad
@@ -308,9 +308,9 @@ def test_large_vocabularies(t: int, v: int, dtype: torch.dtype, triton: bool) ->
     check_sweep(logits, labels, triton, v // 3 + 1, 1e-5 if dtype == torch.float32 else 5e-3)
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU takes more rows at a time than a test should")
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU takes too many rows at a time for a test")
 def test_reference_in_more_than_one_part() -> None:
-    """More rows than it works on at a time: the same as each row alone."""
+    """More rows than the reference takes at a time give the results of single rows."""
     v = REFERENCE_ELEMENTS["cpu"] // 4 + 1
     logits, labels = randn(7, v), some_labels(7, v)
     _, grad = sweep_blocks(logits, labels, 0.1, False)
@@ -322,7 +322,7 @@ def test_reference_in_more_than_one_part() -> None:
 @dtypes
 @pytest.mark.parametrize("block", [None, 100])
 def test_kernel_equals_the_reference(block: int | None, dtype: torch.dtype) -> None:
-    """To rounding: of fp32, and once of the dtype. Again, it gives the same bits."""
+    """Up to rounding in fp32 and once in the dtype; a second run gives the same bits."""
     logits, labels = (2 * randn(5, 301)).to(dtype), some_labels(5, 301)
     loss, grad = sweep_blocks(logits, labels, 0.1, False, block)
     ours, our_grad = sweep_blocks(logits, labels, 0.1, True, block)
@@ -332,7 +332,7 @@ def test_kernel_equals_the_reference(block: int | None, dtype: torch.dtype) -> N
 
 
 def test_blocks_cost_no_precision() -> None:
-    """A bf16 hidden gradient of fifty blocks errs no more than that of one product over the whole vocabulary."""
+    """The bf16 hidden gradient of fifty blocks is as accurate as that of one product over the whole vocabulary."""
     hidden, weight, labels = randn(16, 32).bfloat16(), randn(3200, 32).bfloat16(), some_labels(16, 3200)
     exact = hidden.double().requires_grad_()
     (exact_loss(exact @ weight.double().t(), labels, 0.0) * SCALE).backward()
@@ -346,7 +346,7 @@ def test_blocks_cost_no_precision() -> None:
 @pytest.mark.parametrize("block", [None, 1024])
 @pytest.mark.parametrize("trains", [True, False])
 def test_no_more_logits_live_than_a_chunk_and_a_block(trains: bool, block: int | None, dtype: torch.dtype) -> None:
-    """In the training dtype; of a copy in fp32 never more than the reference works on at a time."""
+    """Logits live in the training dtype, plus an fp32 copy of what the reference works on at a time."""
     t, h, v, chunk = 512, 4, 8192, 128
     hidden, parameter = randn(t, h).to(dtype).requires_grad_(trains), make_parameter(randn(v, h).to(dtype), trains)
     labels = some_labels(t, v)
@@ -354,7 +354,7 @@ def test_no_more_logits_live_than_a_chunk_and_a_block(trains: bool, block: int |
     assert (rows, columns) == (chunk, block or v)
     copied = min(REFERENCE_ELEMENTS["cpu"], rows * columns) * 4 if dtype != torch.float32 else 0
     gradients = t * h * dtype.itemsize + chunk * h * 4 + (v * h * dtype.itemsize if dtype != torch.float32 else 0)
-    vectors = t * (2 * 4 + 4 * 8) + chunk * 64  # sums, their loss in fp64, and a few of the chunk's
+    vectors = t * (2 * 4 + 4 * 8) + chunk * 64  # sums, their loss in fp64, and a few vectors of the chunk
     with PeakMeter() as meter:
         loss = linear_cross_entropy(hidden, parameter, labels, scale() if trains else None, chunk, block)
     held = rows * columns * dtype.itemsize
@@ -366,7 +366,7 @@ def test_no_more_logits_live_than_a_chunk_and_a_block(trains: bool, block: int |
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA device")
 @pytest.mark.parametrize("block", [None, 32_064])
 def test_memory_on_a_gpu(block: int | None) -> None:
-    """8,192 tokens and 128,256 entries in bf16 take at most 0.8 GB beside weight and gradients."""
+    """8,192 tokens and 128,256 entries in bf16 take at most 0.8 GB besides weight and gradients."""
     t, h, v = 8192, 256, 128_256
     hidden, labels = randn(t, h).bfloat16().requires_grad_(), some_labels(t, v)
     parameter = make_parameter(randn(v, h).bfloat16())
@@ -379,7 +379,7 @@ def test_memory_on_a_gpu(block: int | None) -> None:
 
 
 def test_chunk_of_tokens() -> None:
-    """Splits as asked for; defaults bound the logits and leave no small rest."""
+    """Splits follow the flag; defaults bound the logits and leave no small last chunk."""
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert [chunk_tokens(splits, 10, cpu, 4) for splits in (1, 3, 10)] == [10, 4, 1]
     assert [chunk_tokens(None, 8192, cpu, itemsize) for itemsize in (4, 2)] == [256, 512]
@@ -389,9 +389,9 @@ def test_chunk_of_tokens() -> None:
         assert chunk <= 3072 and (tokens % chunk or chunk) > chunk - 128 * -(-tokens // chunk)
 
 
-@pytest.mark.skipif(not runs_on(torch.device("cpu")), reason="the models of this test are on the CPU")
-def test_head_takes_the_kernels_that_were_chosen() -> None:
-    """A model's step with the Triton kernel in three chunks, and with blocks of the vocabulary, beside the default."""
+@pytest.mark.skipif(not runs_on(torch.device("cpu")), reason="this test runs models on the CPU")
+def test_head_uses_the_chosen_kernels() -> None:
+    """The Triton kernel in three chunks and blocks of the vocabulary give the default's step."""
     config = tiny_config(1)
     results = []
     for kernels in (

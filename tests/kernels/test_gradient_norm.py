@@ -1,4 +1,4 @@
-"""The sum of squares against fp64: of all sizes of shards and values, and the same bits each time."""
+"""The sum of squares against fp64, for shards and values of all sizes, with the same bits every time."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def exact(tensors: list[Tensor]) -> float:
 def test_the_kernel_loses_nothing_and_overflows_nowhere(
     sizes: tuple[int, ...], dtype: torch.dtype, scales: tuple[float, ...]
 ) -> None:
-    """As exact as fp64, also where fp32 squares would be zero or infinite; small shards beside large values."""
+    """As exact as fp64, even where fp32 squares would be zero or infinite, and for mixed shards."""
     for scale in scales:
         tensors = shards(sizes, scale, dtype)
         total = squared_norm(tensors, triton=True)
         assert total.shape == () and total.dtype == torch.float64
         assert float(total) == pytest.approx(exact(tensors), rel=1e-13)
-        assert torch.equal(squared_norm(tensors, triton=True), total), "the same bits each time"
+        assert torch.equal(squared_norm(tensors, triton=True), total), "different bits the second time"
     mixed = [shards((PIECE_NUMEL,), scales[0], dtype)[0], *shards((3,), scales[-1], dtype)]
     assert float(squared_norm(mixed, triton=True)) == pytest.approx(exact(mixed), rel=1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_the_reference_is_exact_to_fp32_and_stands_loss_scales(dtype: torch.dtype) -> None:
-    """A million small squares are not lost beside a large one, and scaled gradients do not overflow their sum."""
+def test_the_reference_is_exact_to_fp32_and_survives_loss_scales(dtype: torch.dtype) -> None:
+    """A million small squares are not lost next to a large one, and scaled gradients do not overflow."""
     for scale in (1.0, 1e-6, 1e4) if dtype == torch.float16 else (1.0, 1e-15, 1e15):
         tensors = shards((2**20 + 77, 1000), scale, dtype)
         tensors[0][:PIECE_NUMEL] *= 5.0
@@ -59,7 +59,7 @@ def test_one_bad_element_shows(dtype: torch.dtype, poison: float, triton: bool) 
     assert not torch.isfinite(squared_norm(tensors, triton))
 
 
-def test_what_lies_behind_a_shard_does_not_count() -> None:
+def test_memory_behind_a_shard_is_not_read() -> None:
     memory = torch.full((2 * PIECE_NUMEL,), torch.nan, device=DEVICE)
     shard = memory[: PIECE_NUMEL + 3].fill_(2.0)
     assert float(squared_norm([shard], triton=True)) == 4.0 * (PIECE_NUMEL + 3)

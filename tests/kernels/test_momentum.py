@@ -1,5 +1,7 @@
-"""SGD, Lion and the elementwise parts of Muon on a flat shard against their formulas in fp64, and against torch's SGD;
-in every form of the weights; dropped updates leave no trace."""
+"""SGD, Lion and the elementwise parts of Muon against fp64 and torch's SGD, in every form of the weights.
+
+Dropped updates change no bit.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def numbers_of(rate: float, divisor: float, skipped: bool = False) -> Numbers:
 
 
 def scales() -> tuple[Tensor, Tensor]:
-    """Of every element: the factor of the learning rate, and of the weight decay."""
+    """Return the factors of learning rate and weight decay for every element."""
     rate, decay = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
     for start, end, lr_scale, decay_scale in ROWS:
         rate[start:end], decay[start:end] = lr_scale, decay_scale
@@ -61,7 +63,7 @@ def lion_in_fp64(w: Tensor, m: Tensor, g: Tensor, rate: float) -> Exact:
 
 
 def muon_in_fp64(w: Tensor, m: Tensor, g: Tensor, rate: float) -> Exact:
-    """Without orthogonalization: the Nesterov update, rounded to bf16, times 1, 3 and 0.5."""
+    """The Nesterov update, rounded to bf16, times 1, 3 and 0.5, without orthogonalization."""
     lr_scale, decay_scale = scales()
     m = 0.7 * m + 0.3 * g
     update = (0.7 * m + 0.3 * g).bfloat16().double()
@@ -95,10 +97,10 @@ CASES = [*itertools.product(RULES, FORMS, GRADIENTS[:2]), ("sgd", FORMS[2], GRAD
 
 
 @pytest.mark.parametrize(("rule", "form", "dtype"), CASES, ids=str)
-def test_several_updates_are_those_of_the_formula(rule: str, form: str, dtype: torch.dtype) -> None:
-    """Scaled gradients, changing rates, three ranges, chunks that do not fit; weights in place are the master's copy.
+def test_several_updates_equal_the_formula(rule: str, form: str, dtype: torch.dtype) -> None:
+    """Scaled gradients, changing rates, three ranges, chunks that do not divide; rounded weights equal the master.
 
-    After each update one is dropped, whose gradients are infinite and NaN: no bit changes, not of a negative zero.
+    After every update one with infinite and NaN gradients is dropped: no bit changes, not even of a negative zero.
     """
     update, formula = RULES[rule]
     exact_weights, exact_moment = draw(0).double(), torch.zeros(NUMEL).double()
@@ -109,7 +111,7 @@ def test_several_updates_are_those_of_the_formula(rule: str, form: str, dtype: t
         with mock.patch.object(module, "CPU_CHUNK_NUMEL", 100):
             update(weights, gradient.clone(), exp_avg, numbers_of(rate, divisor))
         master = weights.read()
-        tolerance = 2e-4 if rule == "muon" else 2e-6  # a tie of the rounding to bf16 may fall the other way
+        tolerance = 2e-4 if rule == "muon" else 2e-6  # a tie may round to the other bf16 neighbour
         assert torch.allclose(master.double(), exact_weights, rtol=2e-6, atol=tolerance), count
         assert torch.allclose(exp_avg.double(), exact_moment, rtol=2e-6, atol=2e-6), count
         if form.endswith("in place"):
@@ -123,11 +125,11 @@ def test_several_updates_are_those_of_the_formula(rule: str, form: str, dtype: t
         poison = torch.full_like(gradient, torch.inf)
         poison[::2] = torch.nan
         update(weights, poison, exp_avg, numbers_of(rate, torch.nan, skipped=True))
-        assert bits(*vars(weights).values(), exp_avg) == before, "a dropped update left a trace"
+        assert bits(*vars(weights).values(), exp_avg) == before, "a dropped update changed something"
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_split_masters_are_the_unsplit_ones_bit_for_bit(rule: str) -> None:
+def test_split_weights_equal_unsplit_ones_bit_for_bit(rule: str) -> None:
     update, _ = RULES[rule]
     plain, halves = (make_weights(form, draw(0)) for form in ("master alone", "split"))
     moments = torch.zeros(2, NUMEL)
@@ -139,7 +141,7 @@ def test_split_masters_are_the_unsplit_ones_bit_for_bit(rule: str) -> None:
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_sgd_without_decay_is_torchs(momentum: float) -> None:
+def test_sgd_without_decay_equals_torch(momentum: float) -> None:
     weights, exp_avg = make_weights("master alone", draw(0)), torch.zeros(NUMEL)
     oracle = torch.nn.Parameter(draw(0))
     optimizer = torch.optim.SGD([oracle], lr=0.1, momentum=momentum)
@@ -151,8 +153,8 @@ def test_sgd_without_decay_is_torchs(momentum: float) -> None:
         assert torch.allclose(weights.read(slice(0, NUMEL)), oracle, rtol=1e-6, atol=1e-6)
 
 
-def test_lion_does_not_move_what_has_no_gradient() -> None:
-    """Padding: sign(0) = 0."""
+def test_lion_does_not_move_padding() -> None:
+    """Zeros without a gradient stay zero, because sign(0) = 0."""
     weights, exp_avg = make_weights("master alone", torch.zeros(NUMEL)), torch.zeros(NUMEL)
     ours_lion(weights, torch.zeros(NUMEL), exp_avg, numbers_of(0.1, 1.0))
     assert not weights.read(slice(0, NUMEL)).any() and not exp_avg.any()

@@ -1,4 +1,4 @@
-"""Orthogonalization against torch.optim.Muon's own, bit for bit, and against what it is for: singular values near 1."""
+"""Orthogonalization equals torch.optim.Muon's bit for bit and brings singular values near 1."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def draw(shape: tuple[int, int], seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("steps", [0, 1, 5])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_it_is_torchs(shape: tuple[int, int], steps: int) -> None:
+def test_the_bits_are_those_of_torch(shape: tuple[int, int], steps: int) -> None:
     for scale in (1e-6, 1.0, 1e6):
         matrix = draw(shape) * scale
         before = matrix.bfloat16()
         ours = orthogonalize(before, steps)
         theirs = _muon._zeropower_via_newtonschulz(matrix, COEFFICIENTS, steps, SMALLEST_NORM)
         assert torch.equal(ours, theirs) and ours.shape == shape
-        assert torch.equal(before, matrix.bfloat16()), "the input is left alone"
+        assert torch.equal(before, matrix.bfloat16()), "the input changed"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_singular_values_end_near_one_and_directions_stay(shape: tuple[int, int]) -> None:
-    """A matrix of known singular values between 0.1 and 1 of the largest; rounding to bf16 costs a few percent."""
+    """Start from singular values between 0.1 and 1 of the largest; rounding to bf16 costs a few percent."""
     u, _, v = torch.linalg.svd(draw(shape).double(), full_matrices=False)
     values = torch.linspace(1.0, 0.1, min(shape), dtype=torch.float64)
     result = orthogonalize((100 * u @ torch.diag(values) @ v).bfloat16(), 5).double()
@@ -46,8 +46,8 @@ def test_zeros_stay_zeros_and_nothing_finite_overflows() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
-def test_its_memory(shape: tuple[int, int]) -> None:
-    """4 (m n + m^2) bytes at most, m <= n, as docs/multi_stage.md says."""
+def test_temporaries_are_as_large_as_documented(shape: tuple[int, int]) -> None:
+    """At most 4 (m n + m^2) bytes with m <= n, as docs/multi_stage.md says."""
     small, large = sorted(shape)
     matrix = draw(shape).bfloat16()
     with PeakMeter() as meter:

@@ -1,4 +1,4 @@
-"""Norms without weights, with weights around zero and of a wider sum, and norms of heads: against float64."""
+"""Norms without weights, with zero-centered weights, of a wider sum and of heads, against float64."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron_lite.kernels.rotary import rotary_table
 from megatron_lite.parameter import Parameter
 from tests.support.kernel_checks import DEVICE, close, dtypes, implementations, randn
 
-EPS = 1e-3  # so large that a wrong one shows
+EPS = 1e-3  # large enough to reveal a wrong one
 kinds = pytest.mark.parametrize("centered", [True, False], ids=["layer", "rms"])
 weights = pytest.mark.parametrize("weighted", ["none", "around one", "around zero"])
 
 
 def parameters(centered: bool, weighted: str, size: int, dtype: torch.dtype) -> list[Parameter | None]:
-    """Weight and bias, with gradient buffers of garbage; of an RMS norm no bias, and neither if there are none."""
+    """Return weight and bias with garbage in their gradient buffers; None for those that the norm does not have."""
     made: list[Parameter | None] = [None, None]
     for i in range(0 if weighted == "none" else 2 if centered else 1):
         made[i] = cast(Parameter, Parameter(randn(size, seed=5 + i).to(DEVICE, dtype)))
@@ -53,7 +53,7 @@ def check_gradients(ours: list[Parameter | None], exact: list[Tensor | None], dt
 @weights
 @pytest.mark.parametrize("wide", [False, True], ids=["", "fp32 stream"])
 def test_norm_of_a_sum(wide: bool, weighted: str, centered: bool, dtype: torch.dtype, triton: bool) -> None:
-    """The sum has the dtype of the stream, the norm that of the branch, and each gradient that of what it is for."""
+    """The sum has the dtype of the stream, the norm that of the branch, every gradient that of its tensor."""
     shape, stream = (5, 7, 33), torch.float32 if wide else dtype
     hidden, grad_sum = (randn(*shape, seed=i).to(DEVICE, stream) for i in (0, 1))
     branch, grad = (randn(*shape, seed=i).to(DEVICE, dtype) for i in (2, 3))
@@ -80,8 +80,8 @@ def test_norm_of_a_sum(wide: bool, weighted: str, centered: bool, dtype: torch.d
 
 @implementations
 @kinds
-def test_a_wide_sum_is_new_and_is_kept_alone(centered: bool, triton: bool) -> None:
-    """Of an fp32 stream with bf16 branches: not the branch, which has no room for it, and not the stream before."""
+def test_only_a_wide_sum_is_kept(centered: bool, triton: bool) -> None:
+    """An fp32 stream with bf16 branches keeps the new sum: neither the branch nor the previous stream."""
     hidden, branch = (randn(6, 50, seed=i).to(DEVICE).requires_grad_() for i in (0, 1))
     narrow, kept = branch.to(torch.bfloat16), list[Tensor]()
     before = hidden.detach().clone(), narrow.detach().clone()
@@ -107,7 +107,7 @@ def test_each_output_of_a_wide_sum_may_be_left_unused(triton: bool) -> None:
             close(cast(Tensor, ours), cast(Tensor, reference.grad), torch.bfloat16)
 
 
-# Samples, positions, query heads, key heads, channels: one of everything, odd ones, several programs of a kernel.
+# Samples, positions, query heads, key heads, channels: one of everything, odd numbers, several programs.
 HEADS = [(1, 1, 1, 1, 2), (2, 3, 3, 1, 6), (1, 5, 4, 2, 20), (2, 11, 6, 3, 128)]
 
 
@@ -139,7 +139,7 @@ def exact_heads(
 def test_norms_of_heads(
     shape: tuple[int, ...], weighted: str, centered: bool, dtype: torch.dtype, triton: bool
 ) -> None:
-    """Queries and keys, each by a weight of its own, then rotated; values as they were; every gradient."""
+    """Queries and keys are normalized by separate weights, then rotated; values do not change; check every gradient."""
     heads_against_the_formula(shape, weighted, centered, dtype, triton, rotated=True)
 
 
@@ -179,8 +179,8 @@ def heads_against_the_formula(
 
 @implementations
 @kinds
-def test_what_norms_of_heads_keep(centered: bool, triton: bool) -> None:
-    """The projection, of which the values are a view, and the statistics; queries and keys are in other memory."""
+def test_memory_kept_by_norms_of_heads(centered: bool, triton: bool) -> None:
+    """Keep the projection, which the values are a view of, and the statistics; queries and keys have new memory."""
     b, s, n, g, d = 2, 3, 4, 2, 6
     pairs = [parameters(centered, "around one", d, torch.float32) for _ in range(2)]
     projection, kept = randn(b, s, (n + 2 * g) * d).to(DEVICE).requires_grad_() * 1, list[Tensor]()
@@ -199,7 +199,7 @@ def test_what_norms_of_heads_keep(centered: bool, triton: bool) -> None:
 @implementations
 @kinds
 def test_frozen_norms_of_heads(centered: bool, triton: bool) -> None:
-    """A frozen weight changes no other gradient; a frozen projection leaves those of the weights."""
+    """A frozen weight changes no other gradient; a frozen projection does not change the weights' gradients."""
     b, s, n, g, d = 2, 3, 4, 2, 6
     grads = [randn(b, heads, s, d, seed=i).to(DEVICE) for i, heads in enumerate((n, g, g))]
     results = []

@@ -1,4 +1,4 @@
-"""Norms, alone and of a sum: against their formulas in float64, forward and backward, and what they keep."""
+"""Norms of a tensor and of a sum against their formulas in float64, and the memory that they keep."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.kernel_checks import DEVICE, close, compare, dtypes, implemen
 
 EPS = 1e-5
 kinds = pytest.mark.parametrize("kind", ["layer", "rms"])
-# One row, rows for several rounds of all programs, columns of one block and more, odd and even.
+# One row, rows for several rounds of all programs, columns of one block and of more, odd and even.
 SHAPES = [(1, 2), (2, 3, 5), (70, 33), (1, 7, 128), (30, 300), (2, 1030)]
 
 
@@ -31,7 +31,7 @@ def kind_of(bias: Tensor | None) -> Kind:
 
 
 def make(values: Tensor, grad_dtype: torch.dtype | None) -> Parameter:
-    """A parameter whose gradient buffer holds garbage; frozen without a dtype for it."""
+    """Return a parameter with garbage in its gradient buffer, or a frozen one if `grad_dtype` is None."""
     made = cast(Parameter, Parameter(values.clone(), requires_grad=grad_dtype is not None))
     if grad_dtype is not None:
         made.main_grad, made.gradient_is_empty = torch.full_like(values, torch.nan, dtype=grad_dtype), True
@@ -39,7 +39,7 @@ def make(values: Tensor, grad_dtype: torch.dtype | None) -> Parameter:
 
 
 def values_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Everything that goes in: summands, weights and incoming gradients."""
+    """Return all inputs: summands, weights and incoming gradients."""
     h = shape[-1]
     shapes = {"hidden": shape, "branch": shape, "weight": (h,), "bias": (h,), "grad_sum": shape, "grad": shape}
     made = {name: randn(*shapes[name], seed=seed).to(DEVICE, dtype) for seed, name in enumerate(shapes)}
@@ -47,7 +47,7 @@ def values_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str
 
 
 def run(values: dict[str, Tensor], triton: bool, grad_dtype: torch.dtype | None, times: int = 1) -> dict[str, Tensor]:
-    """Sum, norm and all gradients, after so many passes."""
+    """Return sum, norm and all gradients after a number of passes."""
     hidden, branch = (values[name].clone().requires_grad_() for name in ("hidden", "branch"))
     weight, bias = (None if values.get(name) is None else make(values[name], grad_dtype) for name in ("weight", "bias"))
     for _ in range(times):
@@ -60,7 +60,7 @@ def run(values: dict[str, Tensor], triton: bool, grad_dtype: torch.dtype | None,
 
 
 def exact(values: dict[str, Tensor], times: int = 1) -> dict[str, Tensor]:
-    """The same by autograd in fp64."""
+    """Compute the same by autograd in fp64."""
     leaves = {name: t.double().requires_grad_() for name, t in values.items() if not name.startswith("grad")}
     total = leaves["hidden"] + leaves["branch"]
     output = formula(total, leaves["weight"], leaves.get("bias"))
@@ -73,7 +73,6 @@ def exact(values: dict[str, Tensor], times: int = 1) -> dict[str, Tensor]:
 @kinds
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_norms(kind: str, shape: tuple[int, ...], dtype: torch.dtype, triton: bool) -> None:
-    """Alone."""
     h = shape[-1]
     weights = [randn(h, seed=3).to(DEVICE), randn(h, seed=4).to(DEVICE)][: 2 if kind == "layer" else 1]
     ours: Any = layer_norm if kind == "layer" else rms_norm
@@ -91,7 +90,7 @@ def test_norms(kind: str, shape: tuple[int, ...], dtype: torch.dtype, triton: bo
 @kinds
 @pytest.mark.parametrize("shape", [(2, 3, 5), (30, 300)], ids=str)
 def test_norm_of_a_sum(kind: str, shape: tuple[int, ...], dtype: torch.dtype, triton: bool) -> None:
-    """Sum and norm, each with a gradient of its own; the gradients of the weights are written first, and then added."""
+    """Sum and norm have separate gradients; the weights' gradients are written first, then added."""
     values = values_of(kind, shape, dtype)
     reference = exact(values, times=2)
     results = run(values, triton, torch.float32, times=2)
@@ -123,7 +122,7 @@ def test_frozen_weights_change_no_gradient_of_the_summands(kind: str, triton: bo
 @implementations
 @kinds
 def test_each_output_may_be_left_unused(kind: str, triton: bool) -> None:
-    """And what needs no gradient gets none: an embedding that is frozen below the first norm."""
+    """Tensors that need no gradient get none, such as a frozen embedding below the first norm."""
     values = values_of(kind, (4, 6), torch.float32)
     for used, grad in ((0, "grad_sum"), (1, "grad")):
         hidden, branch = values["hidden"].clone(), values["branch"].clone().requires_grad_()
@@ -139,7 +138,7 @@ def test_each_output_may_be_left_unused(kind: str, triton: bool) -> None:
 @implementations
 @kinds
 def test_weights_of_zero_keep_their_gradient(kind: str, triton: bool) -> None:
-    """A weight of exactly zero must still learn (an implementation that divides the output by it would not)."""
+    """A weight of exactly zero must still learn, which dividing the output by it would prevent."""
     values = values_of(kind, (4, 6), torch.float32)
     values["weight"].zero_()
     reference = exact(values)
@@ -150,7 +149,7 @@ def test_weights_of_zero_keep_their_gradient(kind: str, triton: bool) -> None:
 @implementations
 @kinds
 def test_statistics_are_in_fp32(kind: str, triton: bool) -> None:
-    """Squares of large values in fp16 do not overflow, and many small summands are not lost in bf16."""
+    """Squares of large fp16 values do not overflow, and many small bf16 summands are not lost."""
     large = values_of(kind, (3, 50), torch.float16)
     large["hidden"] *= 3000
     many = values_of(kind, (300, 20), torch.bfloat16)
@@ -164,8 +163,8 @@ def test_statistics_are_in_fp32(kind: str, triton: bool) -> None:
 
 @implementations
 @kinds
-def test_memory_that_is_laid_out_otherwise(kind: str, triton: bool) -> None:
-    """Summands and gradients that are transposed or one value for all give the bits of contiguous ones."""
+def test_inputs_that_are_not_contiguous(kind: str, triton: bool) -> None:
+    """Transposed or expanded summands and gradients give the bits of contiguous ones."""
     values = values_of(kind, (6, 4, 10), torch.float32)
     values["grad_sum"] = values["grad_sum"][:1].expand(6, 4, 10)
     other = {name: v.transpose(0, 1).contiguous().transpose(0, 1) if v.dim() > 1 else v for name, v in values.items()}
@@ -176,8 +175,8 @@ def test_memory_that_is_laid_out_otherwise(kind: str, triton: bool) -> None:
 
 @implementations
 @kinds
-def test_the_sum_takes_the_memory_of_the_branch_and_is_kept_alone(kind: str, triton: bool) -> None:
-    """Kept for the backward: the sum, and one number or two for each row; without a branch the input itself."""
+def test_only_the_sum_is_kept_in_the_memory_of_the_branch(kind: str, triton: bool) -> None:
+    """Keep the sum, or the input without a branch, and one or two numbers per row."""
     values = values_of(kind, (2, 3, 50), torch.bfloat16)
     weight, bias = make(values["weight"], torch.float32), None if kind == "rms" else make(values["bias"], torch.float32)
     for branch in (values["branch"].clone().requires_grad_() * 1, None):
@@ -204,7 +203,7 @@ def test_kernels_give_the_same_bits_every_time(kind: str) -> None:
 @kinds
 @pytest.mark.parametrize("h", [8192, 16384, 20001, LARGEST_ROW, LARGEST_ROW + 1])
 def test_wide_rows(kind: str, h: int, dtype: torch.dtype, triton: bool) -> None:
-    """Up to the widest that a kernel takes, and beyond, where the reference steps in."""
+    """Rows up to the widest that a kernel takes, and wider ones, which the reference handles."""
     values = values_of(kind, (3, h), dtype)
     reference = exact(values)
     for name, result in run(values, triton, torch.float32).items():

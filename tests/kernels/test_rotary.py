@@ -1,4 +1,4 @@
-"""Queries and keys are rotated in the projection's memory, and the three gradients come back side by side."""
+"""Queries and keys are rotated in the projection's memory, and the three gradients are joined in one tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ heads = pytest.mark.parametrize(("n", "g", "d"), [(4, 4, 6), (6, 2, 8), (3, 1, 2
 
 
 def formula(x: Tensor, n: int, g: int, r: int | None = None, positions: Tensor | None = None) -> Tensor:
-    """Complex multiplication: (b, s, (n + 2 g) d) -> (b, s, n + 2 g, d); of the first r channels."""
+    """Rotate the first r channels by complex multiplication: (b, s, (n + 2 g) d) -> (b, s, n + 2 g, d)."""
     parts = x.unflatten(-1, (n + 2 * g, -1))
     r = parts.shape[-1] if r is None else r
     positions = torch.arange(S, device=x.device) if positions is None else positions
@@ -30,7 +30,7 @@ def formula(x: Tensor, n: int, g: int, r: int | None = None, positions: Tensor |
 @implementations
 @heads
 def test_split_heads_rotates_queries_and_keys(n: int, g: int, d: int, dtype: torch.dtype, triton: bool) -> None:
-    """Against complex multiplication, forward and backward."""
+    """Compare with complex multiplication, forward and backward."""
     x = randn(B, S, (n + 2 * g) * d).to(DEVICE)
     table = rotary_table(9, d, 100.0, x.device)
 
@@ -44,8 +44,8 @@ def test_split_heads_rotates_queries_and_keys(n: int, g: int, d: int, dtype: tor
 
 @implementations
 @pytest.mark.parametrize("rotary", [True, False])
-def test_gradients_may_lie_in_any_order(rotary: bool, triton: bool) -> None:
-    """By position, by head, by channel, and one value for all: as attention leaves them, or a sum."""
+def test_gradients_may_have_any_strides(rotary: bool, triton: bool) -> None:
+    """By position, by head, by channel, or expanded: as attention or a sum leave them."""
     n, g, d = 4, 2, 6
     x = randn(B, S, (n + 2 * g) * d).to(DEVICE).requires_grad_()
     grads = [
@@ -64,7 +64,7 @@ def test_gradients_may_lie_in_any_order(rotary: bool, triton: bool) -> None:
 
 @implementations
 def test_queries_keys_and_values_are_views_of_the_projection(triton: bool) -> None:
-    """No rotated copy beside it; without positions the values are those of the projection."""
+    """There is no rotated copy; without a table nothing changes."""
     x = randn(B, S, 6 * 8).to(DEVICE)
     untouched = x.clone()
     for table in (None, rotary_table(S, 8, 100.0, x.device)):
@@ -81,8 +81,8 @@ def in_one(x: Tensor, n: int, g: int, table: Table, triton: bool) -> Tensor:
 @dtypes
 @implementations
 @pytest.mark.parametrize(("n", "g", "d", "r"), [(4, 4, 6, 2), (6, 2, 8, 6), (3, 1, 7, 4), (2, 1, 9, 2), (5, 5, 80, 32)])
-def test_only_the_first_channels_turn(n: int, g: int, d: int, r: int, dtype: torch.dtype, triton: bool) -> None:
-    """GPT-NeoX's way, with odd numbers of heads, channels and of those left alone; forward and backward."""
+def test_partial_rotation(n: int, g: int, d: int, r: int, dtype: torch.dtype, triton: bool) -> None:
+    """Rotate only the first channels, as GPT-NeoX does, with odd numbers of heads, channels and unrotated channels."""
     table = rotary_table(9, r, 100.0, DEVICE)
     x = randn(B, S, (n + 2 * g) * d).to(DEVICE)
     compare(lambda x: in_one(x, n, g, table, triton), lambda x: formula(x, n, g, r), [x], [], dtype)
@@ -91,7 +91,7 @@ def test_only_the_first_channels_turn(n: int, g: int, d: int, r: int, dtype: tor
 @implementations
 @pytest.mark.parametrize("r", [8, 4])
 def test_tokens_may_be_at_any_positions(r: int, triton: bool) -> None:
-    """Rows of their own for every token of a batch, or rows from a later one on: as in generation."""
+    """A table may have a row for every token of a batch, or begin at a later position, as in generation."""
     n, g, d = 3, 1, 8
     x = randn(B, S, (n + 2 * g) * d).to(DEVICE)
     cos, sin = angle_table(100.0 ** (-torch.arange(0, r, 2, device=DEVICE) / r), 50)
@@ -104,8 +104,8 @@ def test_tokens_may_be_at_any_positions(r: int, triton: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 @implementations
-def test_infinite_channels_that_do_not_turn_stay_what_they_are(triton: bool) -> None:
-    """Not even multiplied by 0, forward or backward."""
+def test_infinite_unrotated_channels_stay_infinite(triton: bool) -> None:
+    """They must not be multiplied by 0, forward or backward."""
     table = rotary_table(S, 4, 100.0, DEVICE)
     x = randn(B, S, 3 * 8).to(DEVICE)
     x.view(B, S, 3, 8)[..., 4:] = torch.inf

@@ -1,4 +1,4 @@
-"""Copies and sums in other dtypes are torch's, bit for bit, and touch nothing behind the end."""
+"""Copies and sums with a change of dtype equal torch's bit for bit and write nothing behind the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def values(numel: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """Values of all sizes, ties of bf16 among them, and the special ones where there is room."""
+    """Return values of all sizes, including ties of bf16 and, if there is room, the special ones."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(numel, generator=generator) * torch.exp(torch.randn(numel, generator=generator) * 8)
     bits = drawn.view(torch.int32)
@@ -33,7 +33,7 @@ def values(numel: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def same_bits(ours: Tensor, theirs: Tensor) -> bool:
-    """But for which NaN it is."""
+    """Whether all bits are equal, apart from the payload of NaN."""
     assert ours.dtype == theirs.dtype
     integers = torch.int32 if ours.itemsize == 4 else torch.int16
     return bool(((ours.view(integers) == theirs.view(integers)) | (ours.isnan() & theirs.isnan())).all())
@@ -52,8 +52,8 @@ def test_copies_and_sums_are_those_of_torch(pair: tuple[torch.dtype, torch.dtype
     exact = (memory[:numel].float() + more.float()).to(target_dtype)
     add(memory[:numel], more, triton)
     assert same_bits(memory[:numel], exact)
-    assert (memory[numel:] == 3.0).all(), "something behind the end was written"
-    assert same_bits(more, values(numel, 1, source_dtype)), "the source was written"
+    assert (memory[numel:] == 3.0).all(), "memory behind the end changed"
+    assert same_bits(more, values(numel, 1, source_dtype)), "the source changed"
 
 
 def test_every_tie_is_rounded_to_the_even_neighbour() -> None:

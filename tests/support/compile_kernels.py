@@ -1,11 +1,11 @@
-"""Compile every Triton kernel for a GPU on a machine that has none; a program of its own, run by test_compilation.py.
+"""Compile every Triton kernel for a GPU on a machine without one; test_compilation.py runs this program.
 
     python tests/support/compile_kernels.py [--dtype=bfloat16] [--all]
 
-The operations are called with meta tensors, which have shapes and no memory, and Triton is told that its device is
-an H100 or H200 and that it should compile, not launch. So each kernel is compiled with the types, block sizes and
-specialisations that it will have there, down to machine code: at the shapes of
-scripts/benchmarks/gpu/ops_table.py, with --all at odd ones, too. Prints one JSON line per kernel.
+The program calls the operations with meta tensors, which have shapes but no memory, and makes Triton compile for an
+H100 or H200 instead of launching. Every kernel is compiled to machine code with the types, block sizes and
+specializations that it has on that GPU, at the shapes of scripts/benchmarks/gpu/ops_table.py and, with --all, at odd
+shapes. Prints one JSON line per kernel.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from scripts.benchmarks.gpu.ops_table import OPS, Op, Shape, backward  # noqa: E
 
 
 class Hopper:
-    """In place of the driver of a device."""
+    """Stands in for the driver of a device."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -65,7 +65,7 @@ def name_of(kernel: JITFunction) -> str:
 
 
 def all_kernels() -> dict[str, JITFunction]:
-    """Name -> kernel or part of one, of all modules of megatron_lite/kernels."""
+    """Return all kernels and parts of kernels in megatron_lite/kernels by name."""
     found = {}
     for module in pkgutil.iter_modules(megatron_lite.kernels.__path__):
         members = vars(importlib.import_module(f"megatron_lite.kernels.{module.name}")).values()
@@ -74,7 +74,7 @@ def all_kernels() -> dict[str, JITFunction]:
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Registers, bytes of stack (spilled registers) and so on, as the disassembler that comes with Triton has them."""
+    """Return registers, bytes of stack (spilled registers) and so on from the disassembler that comes with Triton."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -84,15 +84,15 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 class Recorder:
-    """Compiles what is launched."""
+    """Compiles kernels instead of launching them, and records their resources."""
 
     def __init__(self) -> None:
         self.launched: dict[str, dict[str, Any]] = {}
-        self.common = True  # whether the sizes are those of the table of operations
+        self.common = True  # the sizes are those of the table of operations
         self._run = JITFunction.run
 
     def __call__(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        """In place of `JITFunction.run`."""
+        """Stand in for `JITFunction.run`."""
         compiled = self._run(kernel, *args, grid=grid, warmup=True, **options)
         if compiled.hash not in self.launched:
             self.launched[compiled.hash] = {
@@ -106,7 +106,7 @@ class Recorder:
 
 
 def with_parts(kernel: JITFunction) -> Iterator[str]:
-    """Names of a kernel and of the parts that it calls, which are compiled into it."""
+    """Yield the names of a kernel and of the parts that it calls, which are compiled into it."""
     yield name_of(kernel)
     for name in kernel.fn.__code__.co_names:
         part = kernel.fn.__globals__.get(name)
@@ -115,14 +115,14 @@ def with_parts(kernel: JITFunction) -> Iterator[str]:
 
 
 def run_triton(op: Op, shape: Shape) -> None:
-    """The variant of an operation that launches kernels, if it has one."""
+    """Call the Triton variant of an operation if it has one."""
     call = op.make(shape).get("triton")
     if call is not None:
         call()
 
 
 def updates(shape: Shape, rows: int, split: bool, nesterov: bool, passes: int) -> None:
-    """AdamW on a shard of `rows` parameters, in one pass or two."""
+    """Run AdamW on a shard of `rows` parameters, in one pass or two."""
     numel = rows * optimizer.ALIGNMENT * 20
     values = [shape.random(numel, dtype=torch.float32) for _ in range(3)]
     rounded, gradient = shape.random(numel, dtype=torch.bfloat16), shape.random(numel)
@@ -143,14 +143,14 @@ def updates(shape: Shape, rows: int, split: bool, nesterov: bool, passes: int) -
 
 
 def capped_loss(shape: Shape) -> None:
-    """Of a large vocabulary, with a soft cap on its logits."""
+    """Compute the loss over a large vocabulary with a soft cap on the logits."""
     labels = torch.zeros(4, dtype=torch.int64, device=shape.device)
     sums, scale = Sums.empty(4, labels.device), torch.ones((), device=shape.device)
     sweep(shape.random(4, 128256), labels, sums, scale, 1e-4, soft_cap=30.0, triton=True)
 
 
 def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What the table of operations leaves out: every activation, biases, odd sizes, sizes of one, very wide rows."""
+    """Yield what the table of operations omits: all activations, biases, odd sizes, sizes of one, very wide rows."""
     for name in FUNCTIONS:
         for gated in (False, True):
             before, grad = shape.random(5, 246 if gated else 123), shape.random(5, 123)
@@ -206,7 +206,7 @@ def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def attempt(calls: Iterable[tuple[str, Callable[[], Any]]], failures: dict[str, str]) -> None:
-    """Make the calls, and note those that fail."""
+    """Make the calls and record the ones that fail."""
     for name, call in calls:
         try:
             call()
@@ -215,7 +215,7 @@ def attempt(calls: Iterable[tuple[str, Callable[[], Any]]], failures: dict[str, 
 
 
 def main() -> int:
-    """Compile, print, and fail if a kernel is left."""
+    """Compile everything and print one line per kernel, then failures and kernels that nothing launched."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--all", action="store_true")

@@ -1,4 +1,4 @@
-"""An operation against its formula in float64 through autograd: outputs, input gradients, weight gradients."""
+"""Checks of an operation against its formula in float64: outputs, input gradients and weight gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_lite.kernels.triton_support import runs_on
 from megatron_lite.parameter import Parameter
 
-# Where Triton kernels run: under its interpreter if there is no GPU.
+# Triton kernels run here, in the interpreter if there is no GPU.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # of the largest value, or of 0.1
 dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -23,7 +23,7 @@ implementations = pytest.mark.parametrize(
 
 
 def parameter(values: Tensor, dtype: torch.dtype) -> Parameter:
-    """A parameter whose gradient buffer already holds ones: gradients must be added, in fp32."""
+    """Return a parameter whose fp32 gradient buffer holds ones, so that gradients must be added."""
     made = cast(Parameter, Parameter(values.to(dtype)))
     made.main_grad = torch.ones_like(values, dtype=torch.float32)
     return made
@@ -36,7 +36,7 @@ def compare(
     weights: list[Tensor],
     dtype: torch.dtype,
 ) -> None:
-    """`ours` in dtype and `formula` in float64 on the same (rounded) values; two backwards add up."""
+    """Compare `ours` in dtype with `formula` in float64 on the same rounded values, over two backward passes."""
     inputs, weights = ([tensor.to(dtype) for tensor in tensors] for tensors in (inputs, weights))
     our_inputs = [tensor.clone().requires_grad_() for tensor in inputs]
     our_weights = [parameter(tensor, dtype) for tensor in weights]
@@ -52,17 +52,17 @@ def compare(
     for mine, reference in zip(our_inputs, exact_inputs, strict=True):
         close(mine.grad, 2 * reference.grad, dtype)
     for mine, reference in zip(our_weights, exact_weights, strict=True):
-        assert mine.grad is None, "the gradient belongs in main_grad alone"
+        assert mine.grad is None, "the gradient belongs only in main_grad"
         close(mine.main_grad - 1, 2 * reference.grad, dtype)
 
 
 def close(ours: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    """The largest difference, as part of the largest value, is within the dtype's tolerance."""
+    """Check that the largest difference, relative to the largest value, is within the dtype's tolerance."""
     exact = exact.detach()
-    largest = max(float(exact.abs().max()), 0.1)  # gradients that are exactly zero are met to rounding
+    largest = max(float(exact.abs().max()), 0.1)  # exact zeros are met up to rounding
     assert float((ours.detach().double() - exact).abs().max()) <= TOLERANCE[dtype] * largest
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
-    """The same values every time, on the CPU."""
+    """Return the same random values every time, on the CPU."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
