@@ -53,7 +53,11 @@ def idle_unless(condition: str) -> Callable[..., Any]:
     return functools.partial(option, idle_unless=condition)
 
 
-def debug_level(what: str, **details: Any) -> Any:
-    """Declare an option that logs tensors; the highest level logs 2**27 samples, 512 MiB of fp32."""
+def debug_level(what: str, training: bool = False) -> Any:
+    """Declare an option that logs tensors; the highest level logs 2**27 samples, 512 MiB of fp32.
+
+    training: the tensors exist only while training.
+    """
+    condition = "show_tensor_logs or save_tensor_logs" + (" and train_iters" if training else "")
     levels = "1: shape and dtype; 2: also mean and std; 3 and above: also 2**(level - 3) samples"
-    return option(0, f"log {what} ({levels})", minimum=0, maximum=30, **details)
+    return option(0, f"log {what} ({levels})", minimum=0, maximum=30, idle_unless=condition)

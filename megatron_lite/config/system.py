@@ -108,24 +108,12 @@ class RunConfig(Area):
     log_timestamps: bool = option(False, "prefix log lines with the time")
     enable_all_loggers: bool = option(False, "print from every rank to the console")
     log_communication: bool = option(False, "log the bytes that each step sends, by kind, and the time on the wire")
-    debug_layer_outputs: int = debug_level(
-        "the output of each layer", idle_unless="show_tensor_logs or save_tensor_logs"
-    )
-    debug_layer_gradients: int = debug_level(
-        "the gradient of each layer's input", idle_unless="show_tensor_logs or save_tensor_logs and train_iters"
-    )
-    debug_param_init: int = debug_level(
-        "each parameter after initialization", idle_unless="show_tensor_logs or save_tensor_logs"
-    )
-    debug_param_gradients: int = debug_level(
-        "each gradient shard after reduction", idle_unless="show_tensor_logs or save_tensor_logs and train_iters"
-    )
-    debug_all_param_gradients: int = debug_level(
-        "each parameter's gradient after reduction", idle_unless="show_tensor_logs or save_tensor_logs and train_iters"
-    )
-    debug_param_update: int = debug_level(
-        "each parameter after the update", idle_unless="show_tensor_logs or save_tensor_logs and train_iters"
-    )
+    debug_layer_outputs: int = debug_level("the output of each layer")
+    debug_layer_gradients: int = debug_level("the gradient of each layer's input", training=True)
+    debug_param_init: int = debug_level("each parameter after initialization")
+    debug_param_gradients: int = debug_level("each gradient shard after reduction", training=True)
+    debug_all_param_gradients: int = debug_level("each parameter's gradient after reduction", training=True)
+    debug_param_update: int = debug_level("each parameter after the update", training=True)
     debug_global_tensors: bool = option(True, "gather tensors from all ranks before logging them (slow)")
     debug_activation_memory: bool = option(False, "log the memory in use after each layer")
     debug_tensor_parallel: bool = option(False, "compare tensor-parallel copies; unused: there are none")

@@ -38,8 +38,17 @@ def steps_of(iters: int | None, fraction: float | None, whole: int) -> int | Non
 
 def cooldown_steps(options: LearningRateConfig) -> int:
     """Return the length of the cooldown at the end of the schedule; 0 without one."""
+    return steps_of(options.lr_cooldown_iters, options.lr_cooldown_fraction, _end(options)) or 0
+
+
+def cycle_steps(options: LearningRateConfig) -> int:
+    """Return the number of steps of all cycles together: the schedule without the cooldown."""
+    return _end(options) - cooldown_steps(options)
+
+
+def _end(options: LearningRateConfig) -> int:
     assert options.lr_decay_iters is not None, "resolved before"
-    return steps_of(options.lr_cooldown_iters, options.lr_cooldown_fraction, options.lr_decay_iters) or 0
+    return options.lr_decay_iters
 
 
 def boundaries(options: LearningRateConfig) -> tuple[int, Callable[[int], int]]:
@@ -48,8 +57,7 @@ def boundaries(options: LearningRateConfig) -> tuple[int, Callable[[int], int]]:
     The last cycle ends where the cooldown begins, or the schedule ends. Later minima are kept: the run ends before
     them. There may be very many cycles, so b is a function and not a list.
     """
-    assert options.lr_decay_iters is not None, "resolved before"
-    total = options.lr_decay_iters - cooldown_steps(options)
+    total = cycle_steps(options)
     count = options.lr_num_cycles
     if count > 1:
         return count, lambda index: total if index == count else int(total / count * index)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron_lite.config import Draft, LearningRateConfig
 from megatron_lite.config.values import typed
-from megatron_lite.schedules.cycles import Cycle, boundaries, cooldown_steps, cycle, steps_of
+from megatron_lite.schedules.cycles import Cycle, boundaries, cooldown_steps, cycle, cycle_steps, steps_of
 
 NAMES = tuple(field.name for field in dataclasses.fields(LearningRateConfig))
 CYCLES = ("lr_num_cycles", "lr_cycle_minima", "lr_cycle_iters", "lr_cycle_fraction", "lr_cycle_lengths")
@@ -64,8 +64,7 @@ def _typed(options: Draft, kind: str) -> str:
 
 def _odd_cycles(options: Draft) -> Iterator[str]:
     """Warn about cycles whose number or length is not what the flag seems to say."""
-    assert options.lr_decay_iters is not None, "resolved before"
-    total = options.lr_decay_iters - cooldown_steps(options)
+    total = cycle_steps(options)
     length = steps_of(options.lr_cycle_iters, options.lr_cycle_fraction, total)
     if length is not None and length > total:
         yield f"{_typed(options, 'lr_cycle')}: one cycle, because the schedule has only {total} iterations"

@@ -1,4 +1,4 @@
-"""`--model`: each preset is what importing its publisher's config.json gives, to the last parameter."""
+"""`--model`: each preset equals the import of its publisher's config.json, to the last parameter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_presets_are_those_of_the_public_configs() -> None:
 
 @presets
 def test_a_preset_is_its_public_config(preset: str) -> None:
-    """Every option that the config.json stands for has its value, dropouts and initialisation included."""
+    """Every option that config.json sets has its value, including dropouts and initialization."""
     model = resolve(parse([*COMMAND, f"--model={preset}"]).config, world_size=1).model
     values = model_values(public_config(preset))
     assert {option: getattr(model, option) for option in values} == values
@@ -37,7 +37,7 @@ def test_the_dry_run_prints_the_published_number_of_parameters(preset: str, caps
 
 @pytest.mark.parametrize("preset", ["mistral-7b", "llama-3.1-8b", "qwen3-8b", "gpt2", "starcoder2-3b"])
 def test_the_dry_run_of_a_published_config(preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same number out of a folder with the publisher's config.json, without a preset and without weights."""
+    """A folder with only the publisher's config.json gives the same number."""
     (tmp_path / "config.json").write_text(PUBLIC[preset][0])
     source = [f"--pretrained_checkpoint_path={tmp_path}", "--load_pretrained_weights=0"]
     assert main(["--dry_run=1", "--device=cpu", "--training_dtype=bf16", *COMMAND, *source]) == 0
@@ -45,14 +45,14 @@ def test_the_dry_run_of_a_published_config(preset: str, tmp_path: Path, capsys: 
 
 
 def test_typed_flags_win_over_a_preset() -> None:
-    """Wherever they stand, and what follows from them follows from them."""
+    """Typed flags win in any position, and derived values follow them."""
     for argv in (["--hidden_size=96", "--model=gpt2"], ["--model=gpt2", "--hidden_size=96"]):
         model = resolve(parse([*COMMAND, *argv]).config, world_size=1).model
         assert (model.hidden_size, model.ffn_hidden_size, model.kv_channels, model.num_layers) == (96, 384, 8, 12)
 
 
-def test_what_belongs_to_a_changed_option_goes_with_it() -> None:
-    """Llama 3.1 with plain rotary positions, another stretch of them, or its base under its other name."""
+def test_values_that_depend_on_an_overridden_option_are_dropped() -> None:
+    """Llama 3.1 with plain rotary positions, another scaling, or its base under the other name."""
     for argv, factor, base in (
         (["--rope_type=default"], None, 500000.0),
         (["--rope_type=linear", "--rope_factor=2"], 2.0, 500000.0),
@@ -67,7 +67,7 @@ def test_what_belongs_to_a_changed_option_goes_with_it() -> None:
 @pytest.mark.slow
 @presets
 def test_the_published_number_is_that_of_transformers(preset: str) -> None:
-    """Of the model that transformers builds out of the config.json, on the meta device."""
+    """transformers builds a model with the same number of parameters from config.json, on the meta device."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

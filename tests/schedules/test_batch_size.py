@@ -1,4 +1,4 @@
-"""Batch sizes over a run, and how a batch is shared out, against counting one sample at a time."""
+"""Batch sizes over a run and the split of a batch, compared with counting one sample at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def schedules(draw: st.DrawFn) -> BatchSchedule:
 
 
 def counted(schedule: BatchSchedule, iterations: int) -> list[int]:
-    """The batch size of each of the first iterations, carried from one to the next."""
+    """List the batch sizes of the first iterations, carried from one to the next."""
     changes, sizes, size = {segment.start: segment.size for segment in schedule.segments}, [], 0
     for index in range(iterations):
         size = changes.get(index, size)
@@ -39,7 +39,7 @@ def counted(schedule: BatchSchedule, iterations: int) -> list[int]:
 @given(schedules())
 @settings(max_examples=60, deadline=None)
 def test_offsets_are_sums_of_the_sizes_before(schedule: BatchSchedule) -> None:
-    """No sample is repeated or skipped, at a border or anywhere."""
+    """No sample is repeated or skipped, at a change of the size or elsewhere."""
     sizes = counted(schedule, 80)
     assert [schedule.batch_size(iteration) for iteration in range(1, 81)] == sizes
     assert [schedule.consumed_samples(iterations) for iterations in range(81)] == [sum(sizes[:n]) for n in range(81)]
@@ -76,15 +76,15 @@ def test_a_constant_size_is_a_schedule_of_one() -> None:
         ("0:8:9", "0:8:9: write <iteration>"),
     ],
 )
-def test_what_is_no_schedule_is_refused(items: str, message: str) -> None:
-    """Each with the flag, the item and what to write."""
+def test_malformed_schedules_are_refused(items: str, message: str) -> None:
+    """Every message has the flag, the item and the fix."""
     with pytest.raises(UsageError, match=message) as caught:
         parse_schedule(tuple(items.split()))
     assert str(caught.value).startswith("--batch_size_schedule=")
 
 
 def test_a_batch_is_shared_out_whole() -> None:
-    """Every sample belongs to one micro-batch of one rank, in order; only what comes last is padded."""
+    """Every sample belongs to one micro-batch of one rank, in order; only the last micro-batches are padded."""
     generator = random.Random(0)
     for _ in range(300):
         split = Split(generator.randint(1, 40), *(generator.randint(1, 5) for _ in range(3)))
@@ -100,14 +100,14 @@ def test_a_batch_is_shared_out_whole() -> None:
 
 @pytest.mark.parametrize(("samples", "sizes"), [(1, [1]), (4, [4]), (5, [4, 1]), (8, [4, 4]), (11, [4, 4, 3])])
 def test_once_through(samples: int, sizes: list[int]) -> None:
-    """Whole batches of 4, and what is left."""
+    """Full batches of 4, then the remainder."""
     schedule, iterations = once_through(samples, 4)
     assert [schedule.batch_size(iteration) for iteration in range(1, iterations + 1)] == sizes
     assert schedule.consumed_samples(iterations) == samples
 
 
 def test_weights_of_the_micro_steps() -> None:
-    """Thirteen samples in micro-steps of 4, and a fifth one of padding: their means, or all samples, count alike."""
+    """Thirteen samples in micro-steps of 4, and a fifth of padding: all means, or all samples, have the same weight."""
     split = Split(13, 2, 2, breadth_first=5)
     assert [split.real_samples(step) for step in range(5)] == [4, 4, 4, 1, 0]
     assert split.loss_weights("token") == [1.0] * 5

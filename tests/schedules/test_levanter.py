@@ -1,4 +1,4 @@
-"""Levanter's schedules, as its own scheduler computed them: flags -> parsed -> resolved -> learning rate."""
+"""Levanter's schedules, compared with its own scheduler: flags -> parsed -> resolved -> learning rate."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ LEFT_OUT = {"cycles_list_beyond_total_linear": 1000, "cycles_list_beyond_total_c
 
 
 def flags(args: dict[str, Any], num_train_steps: int) -> list[str]:
-    """The command line for keyword arguments of Levanter's AdamConfig."""
+    """Write keyword arguments of Levanter's AdamConfig as a command line."""
     args = DEFAULTS | args
     words = [f"--train_iters={num_train_steps}", f"--lr={args['learning_rate']}", "--lr_step_offset=0"]
     words += [f"--min_lr_ratio={args['min_lr_ratio']}", *style(args["lr_schedule"])]
@@ -80,7 +80,7 @@ def flags(args: dict[str, Any], num_train_steps: int) -> list[str]:
 
 
 def style(lr_schedule: str | dict[str, Any]) -> Iterator[str]:
-    """A name, or Levanter's object form with its parameters."""
+    """Read a name, or Levanter's object form with its parameters."""
     if isinstance(lr_schedule, str):
         yield f"--lr_decay_style={lr_schedule}"
         return
@@ -96,7 +96,7 @@ def resolved(words: list[str]) -> Config:
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in REFUSED])
 def test_values_of_levanter(name: str) -> None:
-    """Every point of every case, with its newer rule where that differs, to the tolerance of the file."""
+    """Every point of every case matches to the tolerance of the file; where Levanter changed, its newer rule holds."""
     case = CASES[name]
     points = case.get("newer", case)["points"]
     config = resolved(flags(case["args"], case["num_train_steps"]))
@@ -109,7 +109,7 @@ def test_values_of_levanter(name: str) -> None:
 
 
 def test_a_minimum_beyond_the_run() -> None:
-    """The cycle goes on until there, also after the end of the schedule: the older Levanter's values, and a warning."""
+    """The cycle continues beyond the end of the schedule, as in the older Levanter, with a warning."""
     case = CASES["cycles_list_beyond_total_linear"]
     words = flags(case["args"], 1000)
     config = resolved(words)
@@ -120,7 +120,7 @@ def test_a_minimum_beyond_the_run() -> None:
 
 
 def test_two_spellings_of_one_list() -> None:
-    """Where Levanter drops one of two lists without a word, the two flags are one, and the first value is reported."""
+    """Levanter silently drops one of two lists; here both are one flag, and a warning names the dropped value."""
     case = CASES["haps_and_cycles_haps_wins"]
     (warning,) = parse(flags(case["args"], 1000)).warnings
     assert warning == "--lr_cycle_minima is given twice: 100 is used, 500 is not"
@@ -128,7 +128,7 @@ def test_two_spellings_of_one_list() -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_cases_of_levanter(name: str) -> None:
-    """What cannot be meant is an error that says why, before any work starts."""
+    """Impossible schedules are errors with the reason, before any work starts."""
     case = CASES[name]
     words = flags(case["args"], case["num_train_steps"])
     with pytest.raises(UsageError) as error:

@@ -1,4 +1,4 @@
-"""Properties of random schedules, all of them legal: against a naive second implementation, and by themselves."""
+"""Properties of random legal schedules, and a comparison with a naive second implementation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ cheap = settings(max_examples=60, derandomize=True, deadline=None)
 
 @st.composite
 def schedules(draw: st.DrawFn, styles: tuple[str, ...] = STYLES, plain: bool = False) -> Config:
-    """A resolved configuration. plain: no exponents that make the curve as steep as they like."""
+    """Draw a resolved configuration. plain: without exponents, which make curves arbitrarily steep."""
     total = draw(st.integers(1, 300))
     options: dict[str, Any] = {
         "train_iters": total,
@@ -58,7 +58,7 @@ def schedules(draw: st.DrawFn, styles: tuple[str, ...] = STYLES, plain: bool = F
 
 
 def _length(kind: str, most: int, largest_fraction: float = 1.0) -> st.SearchStrategy[dict[str, Any]]:
-    """In iterations, also too many of them, or as a fraction."""
+    """Draw a length in iterations, perhaps too many, or as a fraction."""
     if kind != "lr_cooldown":
         most += 10
     return st.one_of(
@@ -69,7 +69,7 @@ def _length(kind: str, most: int, largest_fraction: float = 1.0) -> st.SearchStr
 
 
 def _cycles(total: int, beyond: bool) -> st.SearchStrategy[dict[str, Any]]:
-    """One of the ways to say where cycles end, each within `total`; minima also beyond, if that is allowed."""
+    """Draw one of the options for the ends of cycles, within `total`; minima also beyond it if allowed."""
     last = total + (50 if beyond else 0)
     minima = st.lists(st.integers(1, last), min_size=1, max_size=5, unique=True).map(sorted)
     lengths = st.lists(st.integers(1, max(1, total // 5)), min_size=1, max_size=5).filter(lambda x: sum(x) <= total)
@@ -87,7 +87,7 @@ def _cycles(total: int, beyond: bool) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def minima_of(values: dict[str, Any], total: int) -> list[int]:
-    """0 and the ends of all cycles."""
+    """List 0 and the ends of all cycles."""
     if values["lr_num_cycles"] > 1:
         return [int(total / values["lr_num_cycles"] * i) for i in range(values["lr_num_cycles"])] + [total]
     length = values["lr_cycle_iters"]
@@ -111,7 +111,7 @@ class Phases(NamedTuple):
 
 
 def phases(config: Config) -> tuple[list[float], list[Phases]]:
-    """The rate of every step from 0 on, to 20 beyond the end, and the cycles."""
+    """Compute the rates of all steps up to 20 beyond the end, and the cycles."""
     values = flatten(config)
     peak, floor, end = values["lr"], values["min_lr"], values["lr_decay_iters"]
 
@@ -140,7 +140,7 @@ def phases(config: Config) -> tuple[list[float], list[Phases]]:
 
 
 def decayed(values: dict[str, Any], warmup: int, decay: int, step: int) -> float:
-    """Straight from the formulas."""
+    """Compute the rate straight from the formulas."""
     peak, floor, style = values["lr"], values["min_lr"], values["lr_decay_style"]
     if decay == 0 or style == "constant":
         return peak
@@ -162,21 +162,21 @@ def decayed(values: dict[str, Any], warmup: int, decay: int, step: int) -> float
 @cheap
 @given(schedules())
 def test_every_step_against_a_naive_implementation(config: Config) -> None:
-    """All iterations of the run and some beyond, for every way to say where warmup, decay and cycles are."""
+    """Rates agree for all iterations and some beyond, whichever options set warmup, decay and cycles."""
     rates, _ = phases(config)
     for step in range(config.learning_rate.lr_step_offset, len(rates)):
         assert at_step(config, step) == pytest.approx(rates[step], rel=1e-12, abs=1e-300), step
 
 
 def at_step(config: Config, step: int) -> float:
-    """The rate of a step, counted from 0."""
+    """Return the rate of a step, counted from 0."""
     return learning_rate(config, step + 1 - config.learning_rate.lr_step_offset)
 
 
 @cheap
 @given(schedules())
 def test_never_above_the_peak_and_always_finite(config: Config) -> None:
-    """With a min_lr_ratio of at most 1, to the last bit; also long after the end. Never below 0."""
+    """With min_lr_ratio <= 1 the rate stays within [0, peak] to the last bit, also long after the end."""
     for iteration in (*range(1, config.training.train_iters + 20), *FAR):
         assert 0.0 <= learning_rate(config, iteration) <= peak_learning_rate(config) == config.learning_rate.lr
 
@@ -184,8 +184,8 @@ def test_never_above_the_peak_and_always_finite(config: Config) -> None:
 @cheap
 @given(schedules(styles=("constant", "linear", "cosine"), plain=True))
 def test_continuous_but_for_jumps_to_the_peak(config: Config) -> None:
-    """From one step to the next the rate moves by no more than its phase allows; it jumps only where a cycle begins
-    without a warmup."""
+    """Each step changes the rate by no more than its phase allows; the rate jumps only where a cycle starts without
+    warmup."""
     options, (_, cycles) = config.learning_rate, phases(config)
     assert options.min_lr is not None
     falls = 0.0 if options.lr_decay_style == "constant" else options.lr - options.min_lr
@@ -205,7 +205,7 @@ def test_continuous_but_for_jumps_to_the_peak(config: Config) -> None:
 @cheap
 @given(schedules(styles=REACH_MINIMUM))
 def test_the_minimum_is_reached(config: Config) -> None:
-    """Where a rewarmup begins, at the end of the last cycle, and ever after."""
+    """The rate is at its minimum where a rewarmup starts, at the end of the last cycle, and afterwards."""
     minimum, (_, cycles) = config.learning_rate.min_lr, phases(config)
     for cycle, after in zip(cycles, [*cycles[1:], None], strict=True):
         if cycle.decay and (after is None or after.warmup):
@@ -217,7 +217,7 @@ def test_the_minimum_is_reached(config: Config) -> None:
 @cheap
 @given(schedules(), st.data())
 def test_a_resumed_run_has_the_same_rates(config: Config, data: st.DataObject) -> None:
-    """The rate depends on the configuration and the iteration alone: not on calls before, not on the object."""
+    """The rate depends only on the configuration and the iteration, not on earlier calls or the object."""
     rates = [learning_rate(config, iteration) for iteration in range(1, config.training.train_iters + 1)]
     saved = json.loads(json.dumps(flatten(config)))
     resumed = unflatten({name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()})
@@ -229,7 +229,7 @@ def test_a_resumed_run_has_the_same_rates(config: Config, data: st.DataObject) -
 @cheap
 @given(schedules(), st.integers(1, 200))
 def test_offset_and_scale(config: Config, offset: int) -> None:
-    """lr_schedule_offset moves every schedule, default_lr_scale multiplies it."""
+    """lr_schedule_offset shifts every schedule, default_lr_scale multiplies it."""
     options = dataclasses.replace(config.learning_rate, lr_schedule_offset=offset)
     moved = dataclasses.replace(config, learning_rate=options)
     for iteration in (1, 2, 7, config.training.train_iters):
@@ -242,7 +242,7 @@ def test_offset_and_scale(config: Config, offset: int) -> None:
 @cheap
 @given(schedules())
 def test_warnings_are_sentences(config: Config) -> None:
-    """Whatever is surprising can be told, and no line is told twice."""
+    """Warnings never repeat a line or print None."""
     lines = [line for line in warnings(config) if line.startswith("--lr") or line.startswith("--min_lr")]
     assert len(set(lines)) == len(lines)
     assert all("None" not in line and "none" not in line for line in lines), lines

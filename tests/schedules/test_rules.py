@@ -1,4 +1,4 @@
-"""What is refused of a learning-rate schedule, what is filled in, and what is warned of."""
+"""Errors, derived values and warnings of learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ LINEAR: dict[str, Any] = {"lr_decay_style": "linear"}
     ],
 )
 def test_contradictions(options: dict[str, Any], text: str) -> None:
-    """Each is one line with the flags, their values, the rule and the fix."""
+    """Every error is one line with the flags, their values, the rule and the fix."""
     with pytest.raises(UsageError) as error:
         resolved(**LINEAR | options)
     (line,) = str(error.value).splitlines()
@@ -81,14 +81,14 @@ def test_contradictions(options: dict[str, Any], text: str) -> None:
     ],
 )
 def test_the_end_and_the_minimum_are_filled_in(options: dict[str, Any], end: int, minimum: float) -> None:
-    """With what was given, and once: resolving again changes nothing, although min_lr now stands beside its ratio."""
+    """End and minimum follow from the given options; resolving again changes nothing, although min_lr is set now."""
     config = resolved(**LINEAR | options)
     assert (config.learning_rate.lr_decay_iters, config.learning_rate.min_lr) == (end, minimum)
     assert resolve(config, 1) == config
 
 
-def test_nothing_is_asked_of_a_run_that_trains_nothing() -> None:
-    """Without iterations there is no schedule that cycles would have to fit into."""
+def test_a_run_without_iterations_has_no_schedule_to_check() -> None:
+    """Without iterations there is no schedule to fit cycles into."""
     assert len(cautions(train_iters=0, lr_num_cycles=5, lr_warmup_iters=50, **LINEAR)) == 1  # nothing is trained
 
 
@@ -155,7 +155,7 @@ CUT: list[tuple[dict[str, Any], str, dict[int, float]]] = [
 
 @pytest.mark.parametrize(("options", "text", "rates"), CUT)
 def test_surprises(options: dict[str, Any], text: str, rates: dict[int, float]) -> None:
-    """What does not fit is cut and told once, with the numbers; and the rates are what the line says."""
+    """Lengths that do not fit are cut, one warning gives the numbers, and the rates match the warning."""
     config = resolved(**LINEAR | options)
     (line,) = warnings(config)
     assert text in line
@@ -185,7 +185,7 @@ def test_surprises(options: dict[str, Any], text: str, rates: dict[int, float]) 
     ],
 )
 def test_options_without_effect(options: dict[str, Any], name: str, reason: str) -> None:
-    """An option that changes nothing is told, and it does change nothing."""
+    """Options without effect cause a warning, and really have no effect."""
     assert cautions(**options) == [f"--{name} has no effect {reason}"]
     others = {key: value for key, value in options.items() if key != name}
     for iteration in (1, 2, 5, 6, 500, 1000, 2000):
@@ -205,5 +205,5 @@ def test_options_without_effect(options: dict[str, Any], name: str, reason: str)
     ],
 )
 def test_no_warning_without_reason(options: dict[str, Any]) -> None:
-    """Options that are of use together."""
+    """Options that are useful together cause no warning."""
     assert cautions(**options) == []

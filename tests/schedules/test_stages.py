@@ -1,4 +1,4 @@
-"""--lr_schedule: Fast-LLM's stages in one string, and what is wrong with one that is not."""
+"""--lr_schedule: Fast-LLM's stages in one string, and the errors of malformed ones."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def resolved(text: str, **options: Any) -> Config:
 
 
 def test_stages_follow_each_other() -> None:
-    """The first update is one step into the first stage; a stage has its own rate from its first step on, and the last
-    rate holds after all of them."""
+    """The first update is one step into the first stage; a stage's own rate holds from its first step on, and the last
+    rate after all stages."""
     config = resolved("linear,10,0,1e-3;constant,20,1e-3;cosine,40,1e-3,1e-4;power,10,5e-4,1e-4,2")
     expected = {
         1: 1e-4,
@@ -46,7 +46,7 @@ def test_stages_follow_each_other() -> None:
 
 
 def test_warmup_and_decay_are_the_plain_options() -> None:
-    """Fast-LLM makes its plain flags into such stages: the same rates as with --lr, --lr_warmup_iters and so on."""
+    """As in Fast-LLM, which turns its plain flags into stages, rates equal those of --lr and so on."""
     for style in ("linear", "cosine"):
         stages = resolved(f"linear,10,0,1e-3;{style},90,1e-3,1e-5")
         options: dict[str, Any] = {"lr": 1e-3, "lr_warmup_iters": 10, "lr_decay_style": style, "min_lr": 1e-5}
@@ -56,13 +56,13 @@ def test_warmup_and_decay_are_the_plain_options() -> None:
 
 
 def test_a_stage_for_ever() -> None:
-    """A negative number of iterations, in the last stage."""
+    """The last stage may have a negative number of iterations."""
     config = resolved(" linear , 4, 0, 1 ; constant, -1, 0.5 ")
     assert [learning_rate(config, iteration) for iteration in (1, 3, 4, 5, 2**62)] == [0.25, 0.75, 0.5, 0.5, 0.5]
 
 
 def test_offset_and_scale() -> None:
-    """Iterations that are over before the first update; Levanter's origin; a factor on all rates."""
+    """An offset into the schedule, Levanter's origin, and a factor on all rates."""
     text = "linear,10,0,1;constant,-1,0.5"
     assert learning_rate(resolved(text, lr_schedule_offset=4), 1) == 0.5
     assert learning_rate(resolved(text, lr_step_offset=0), 1) == 0.0
@@ -72,7 +72,7 @@ def test_offset_and_scale() -> None:
 
 
 def test_from_the_command_line() -> None:
-    """Quoted for a shell or not, the text arrives whole; resolving twice changes nothing."""
+    """The text arrives complete, quoted for a shell or not; resolving twice changes nothing."""
     text = "linear,10,0,1e-3;cosine,90,1e-3,1e-5"
     for words in ([f"--lr_schedule={text}"], ["--lr_schedule", text]):
         arguments = parse(["--dataset_source=random", "--train_iters=100", "--experiment_dir=/x", *words])
@@ -110,7 +110,7 @@ def test_from_the_command_line() -> None:
     ],
 )
 def test_malformed_stages(text: str, stage: str, problem: str) -> None:
-    """Each is one line that names the stage, what is wrong with it and the fix."""
+    """Every error is one line with the stage, the rule and the fix."""
     with pytest.raises(UsageError) as error:
         resolved(text)
     (line,) = str(error.value).splitlines()
@@ -128,7 +128,7 @@ def test_malformed_stages(text: str, stage: str, problem: str) -> None:
     ],
 )
 def test_exclusive_with_the_other_options(options: dict[str, Any], typed: str) -> None:
-    """The stages say everything: another option of the rate would be ignored."""
+    """Stages are the whole schedule: other options of the rate are refused."""
     with pytest.raises(UsageError) as error:
         resolved("constant,-1,1", **options)
     assert str(error.value).startswith("--lr_schedule, --") and f"{typed}: its stages are" in str(error.value)

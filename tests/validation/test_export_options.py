@@ -1,7 +1,7 @@
-"""Exports: dtypes, layouts, sizes, who is told of them; and the same weights through the converter.
+"""Exports: dtypes, layouts, sizes and callbacks; and the same weights through the converter.
 
-What is written does not depend on the ranks, the ZeRO stage or the stages; a second way to the same numbers is the
-checkpoint of the same iteration, which the converter reads without any engine.
+Exported files do not depend on the number of ranks, the ZeRO stage or the stages. The checkpoint of the same iteration
+is a second way to the same numbers: the converter reads it without the engine.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=SLOW), pytest.param("fp16", marks=SLOW)])
 def test_every_layout_writes_the_same_bytes(tmp_path: Path, dtype: str) -> None:
-    """Untrained weights in bf16, whole folders: in the training dtype, and in fp32 and fp16 out of the masters, where
-    the fp32 ones are those that a run in fp32 exports."""
+    """Folders of untrained bf16 weights are identical: in the training dtype, and in fp32 and fp16 from the masters;
+    the fp32 ones equal those that an fp32 run exports."""
     start = {**LLAMA, "train_iters": 0, "export_interval": 1, "export_dtype": dtype, "export_shard_size": "20KB"}
     found = []
     for name, (ranks, layout) in LAYOUTS.items():
@@ -76,8 +76,8 @@ def test_every_layout_writes_the_same_bytes(tmp_path: Path, dtype: str) -> None:
 def test_the_converter_makes_the_same_folder_out_of_the_checkpoint(
     tmp_path: Path, weights: str, dtypes: tuple[str, ...]
 ) -> None:
-    """Two ranks, ZeRO 3, trained in bf16 with averages and a frozen block: for every dtype byte for byte the folder
-    that the run itself exports; fp32 is rounded to the others by torch."""
+    """Two ranks, ZeRO 3, bf16 training with averages and a frozen block: for every dtype the converted folder is the
+    exported one, byte for byte; torch rounds fp32 to the other dtypes."""
     options = {**LLAMA, "training_dtype": "bf16", "zero_stage": 3, "train_iters": 3, "export_interval": 3}
     options |= {"ema_type": "ema", "ema_beta": 0.5, "freeze": ("blocks.0",), "export_weights": weights}
     states: dict[str, dict[str, Tensor]] = {}
@@ -100,8 +100,8 @@ def losses(root: Path) -> dict[int, float]:
 
 
 def test_a_converted_checkpoint_resumes_as_the_original_does(tmp_path: Path) -> None:
-    """Ours to ours, in other files: iteration, moments, averages and state go over, the run goes on bit for bit. With
-    its averages as weights it is of the same iteration and begins with fresh moments."""
+    """Converting a checkpoint to other files keeps iteration, moments, averages and state, and the run resumes bit for
+    bit. With averages as weights the iteration stays the same and the moments are new."""
     options = {**LLAMA, "training_dtype": "bf16", "train_iters": 6, "checkpoint_interval": 3, "ema_type": "ema"}
     options |= {"ema_beta": 0.5, "optimizer": "adamw", "skip_bad_steps": True}
     run_distributed(2, train_here, {**options, "experiment_dir": str(tmp_path / "first")})
@@ -118,7 +118,7 @@ def test_a_converted_checkpoint_resumes_as_the_original_does(tmp_path: Path) -> 
 
 
 def test_a_folder_can_be_resumed_and_started_from(tmp_path: Path) -> None:
-    """A Hugging Face folder as checkpoints/0, and as --pretrained_checkpoint_path of a run: the same training."""
+    """A Hugging Face folder as checkpoints/0 and as --pretrained_checkpoint_path gives the same training."""
     start = {**LLAMA, "train_iters": 0, "export_interval": 1, "seed": 7, "experiment_dir": str(tmp_path / "start")}
     run_distributed(1, train_here, start)
     folder, options = tmp_path / "start" / "export" / "0", {**LLAMA, "train_iters": 3}
@@ -146,7 +146,7 @@ def everything_written(folder: Path) -> bytes:
 
 
 def test_a_weight_too_large_for_fp16_costs_the_export_and_not_the_run(tmp_path: Path) -> None:
-    """A warning names the weight; no folder, nothing left over, nobody is told of it, exit 0, there is a checkpoint."""
+    """A warning names the weight; the run leaves no export and calls no script, saves a checkpoint and exits with 0."""
     script, root = write_script(tmp_path, f"touch {tmp_path}/called"), tmp_path / "run"
     flags = [*TINY, "--train_iters=2", "--export_interval=1", "--export_dtype=fp16", "--init_method_std_embed=1e5"]
     outcome = run([*flags, f"--experiment_dir={root}", f"--export_callback_script={script}"], ranks=2)
@@ -159,8 +159,8 @@ def test_a_weight_too_large_for_fp16_costs_the_export_and_not_the_run(tmp_path: 
 
 @pytest.mark.parametrize("how", ["=", pytest.param(" ", marks=SLOW), "@file"])
 def test_the_callback_gets_its_environment_and_nobody_else_does(tmp_path: Path, how: str) -> None:
-    """The folder is complete when it is told; values are in no file and on no line, names are in config.json; the same
-    command again resumes, and has to say them again; a failure is a warning."""
+    """The folder is complete when the script starts; values appear in no file and no line, names appear in config.json;
+    a resumed run needs the flag again; a failing script causes a warning."""
     script = f'test -f "$1/config.json" || exit 9; echo "$1 $TOKEN" >> {tmp_path}/seen; echo "token $TOKEN"; exit 5'
     value, root = json.dumps({"TOKEN": CANARY, "REPO": "me/mine"}), tmp_path / "run"
     given = {"=": [f"--export_callback_env={value}"], " ": ["--export-callback-env", value], "@file": ["@more"]}[how]
@@ -193,8 +193,8 @@ WRONG: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_said_before_training_without_showing_values(tmp_path: Path, case: str) -> None:
-    """Exit 2, one message, no secret in it nor in exit.json."""
+def test_errors_come_before_training_and_show_no_secret(tmp_path: Path, case: str) -> None:
+    """Errors exit with 2 and one message, without a secret in it or in exit.json."""
     flags, said = WRONG[case]
     outcome = run([*TINY, "--export_interval=2", f"--experiment_dir={tmp_path / 'run'}", *flags])
     assert outcome.codes == [2] and said in outcome.output, outcome.output
@@ -204,7 +204,7 @@ def test_what_is_wrong_is_said_before_training_without_showing_values(tmp_path: 
 
 
 def test_a_dry_run_refuses_what_cannot_be_exported(tmp_path: Path) -> None:
-    """As the run would, with the flags that it would need."""
+    """A dry run reports the same error as the run."""
     flags = ["--dry_run=1", "--export_interval=2", "--activation_type=squared_relu", "--gated=1", "--qk_layernorm=1"]
     outcome = run([*TINY, *flags])
     assert outcome.codes == [2] and "no Hugging Face architecture" in outcome.output, outcome.output

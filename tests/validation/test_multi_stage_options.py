@@ -1,4 +1,4 @@
-"""Every option of the multi-stage engine: its values, what is refused and why, what is said of it when it is idle."""
+"""Every option of the multi-stage engine: its values, errors, and warnings when it has no effect."""
 
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ FAST_LLM = {
     "stages_per_pipeline_stage": (int, 1),
 }
 
-# What the engine has besides, and Fast-LLM's options of other areas that belong to it.
+# Options that Fast-LLM's MultiStageConfig lacks, and its options of other areas that belong to the engine.
 OURS = {
     "freeze": (tuple, ()),
     "lr_scales": (tuple, ()),
@@ -58,18 +58,18 @@ OPTIONS = FAST_LLM | OURS
 
 
 def resolved(*argv: str, launched: int = 1) -> Config:
-    """The configuration of a command line, as the program makes it before it starts."""
+    """Resolve a command line as the program does before it starts."""
     config = parse(argv).config
     return resolve(config, planned_world_size(config, launched))
 
 
 def value(*argv: str) -> Any:
-    """What the option of the first flag is after `resolve`, in a run that is otherwise complete."""
+    """Return the resolved value of the first flag in an otherwise complete command line."""
     return flatten(resolved(*argv, *COMPLETE))[argv[0].removeprefix("--").partition("=")[0]]
 
 
 def problem(*argv: str) -> str:
-    """The only line of what is wrong with a command line that is otherwise complete."""
+    """Return the only error of an otherwise complete command line."""
     with pytest.raises(UsageError) as caught:
         resolved(*argv, *COMPLETE)
     (line,) = str(caught.value).splitlines()
@@ -77,12 +77,12 @@ def problem(*argv: str) -> str:
 
 
 def cautions(*argv: str, launched: int = 2) -> list[str]:
-    """What is said of a run that is otherwise complete."""
+    """Return the warnings for an otherwise complete command line."""
     return warnings(resolved(*COMPLETE, *argv, launched=launched))
 
 
 class Row(NamedTuple):
-    """One option: words behind its flag with the value they mean, and others with the words of the refusal."""
+    """One option: legal texts with their values, and illegal ones with a part of the error."""
 
     name: str
     good: dict[str, Any]
@@ -182,13 +182,13 @@ TABLE = [
 
 
 def test_table_has_every_option_once() -> None:
-    """No option of the engine is left out below."""
+    """The table has every option of the engine."""
     assert sorted(row.name for row in TABLE) == sorted(OPTIONS)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_name_type_and_default(name: str) -> None:
-    """Each option is a flat flag of the documented type and default, and is explained."""
+    """Each option is a flat flag with the documented type and default, and has a help text."""
     kind, default = OPTIONS[name]
     flag = FLAGS[name]
     assert flag.default == default and type(flag.default) is type(default)
@@ -199,7 +199,7 @@ def test_name_type_and_default(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "text", "meaning"), [(row.name, *pair) for row in TABLE for pair in row.good.items()])
 def test_good_values(name: str, text: str, meaning: Any) -> None:
-    """A legal value arrives in the resolved configuration; resolving that again and printing it change nothing."""
+    """A legal value arrives in the resolved configuration; resolving it again or printing it changes nothing."""
     config = resolved(f"--{name}={text}", *COMPLETE)
     found = flatten(config)[name]
     assert found == meaning and type(found) is type(meaning)
@@ -209,14 +209,14 @@ def test_good_values(name: str, text: str, meaning: Any) -> None:
 
 @pytest.mark.parametrize(("name", "text", "words"), [(row.name, *pair) for row in TABLE for pair in row.bad.items()])
 def test_bad_values(name: str, text: str, words: str) -> None:
-    """An illegal value is one line that begins with the flag and gives the rule."""
+    """An illegal value causes one line that starts with the flag and gives the rule."""
     line = problem(f"--{name}={text}")
     assert line.startswith(f"--{name}=") and words in line, line
 
 
 @pytest.mark.parametrize("name", [name for name, (kind, _) in OPTIONS.items() if kind is bool])
 def test_bare_switches(name: str) -> None:
-    """A bare flag means 1, and --no_<flag> says how to write 0."""
+    """A bare flag means 1, and the error of --no_<flag> says how to write 0."""
     if name != "split_master_weights":  # which is legal only with other options, below
         assert value(f"--{name}") is True
     assert problem(f"--no_{name}").endswith(f"write --{name}=0")
@@ -251,7 +251,7 @@ BF16 = ("--training_dtype=bf16", "--split_master_weights=1", "--num_layers=4")
     ids=" ".join,
 )
 def test_master_weights_can_be_split(argv: tuple[str, ...]) -> None:
-    """In bf16 training with a weight buffer for every stage (a tied embedding has its own in any case)."""
+    """bf16 training with one weight buffer per stage is accepted (a tied embedding always has its own)."""
     assert resolved(*BF16, *argv, *COMPLETE).multi_stage.split_master_weights
 
 
@@ -268,13 +268,13 @@ def test_master_weights_can_be_split(argv: tuple[str, ...]) -> None:
     ],
 )
 def test_master_weights_that_cannot_be_split(argv: tuple[str, ...], words: str) -> None:
-    """One line with the rule and the fix."""
+    """The error is one line with the rule and the fix."""
     line = problem(*BF16, *argv)
     assert line.startswith("--split_master_weights=1, --") and words in line, line
 
 
 def test_world_size_of_a_dry_run() -> None:
-    """The batch arithmetic of a dry run counts the ranks it is told of, and those of torchrun otherwise."""
+    """The batch arithmetic of a dry run uses --world_size, or else the ranks of torchrun."""
     model = ("--dry_run=1", "--batch_size=128")
     batch = resolved(*model, "--world_size=128", "--micro_batch_size=1").batch
     assert (batch.batch_size, batch.micro_batch_size, batch.sequential_micro_batches) == (128, 1, 1)
@@ -287,7 +287,7 @@ def test_world_size_of_a_dry_run() -> None:
 
 
 def test_errors_of_a_dry_run_count_its_ranks() -> None:
-    """Beside another error, too, contradictions are those of the ranks that were asked for, if they are known."""
+    """Contradictions reported together with other errors also use --world_size, if it can be read."""
     for flags, contradiction in (
         (("--world_size=128",), False),
         (("--world_size=3",), True),
@@ -299,7 +299,7 @@ def test_errors_of_a_dry_run_count_its_ranks() -> None:
 
 
 def test_dry_run_needs_neither_data_nor_a_folder() -> None:
-    """What a run would read and write is not asked for, and that nothing is saved is no surprise."""
+    """A dry run needs neither input nor output paths, and does not warn that nothing is saved."""
     argv = (
         "--dry_run=1",
         "--train_iters=5",
@@ -327,7 +327,7 @@ def test_dry_run_needs_neither_data_nor_a_folder() -> None:
 
 
 def test_errors_of_a_dry_run_leave_no_file() -> None:
-    """A wrong command line ends in the exit.json of its folder, but not that of a dry run."""
+    """The error of a command line goes to the exit.json of its folder, except for a dry run."""
     for flags, folder in (((), "/run"), (("--dry_run=1",), None), (("--dry_run=0",), "/run")):
         with pytest.raises(ParseError) as caught:
             parse(["--lr=x", *COMPLETE, *flags])
@@ -345,13 +345,13 @@ def test_tensor_logs_need_a_folder() -> None:
 
 
 def test_patterns_of_learning_rates() -> None:
-    """Scales come in the order in which they were given, then what is frozen, because the last that matches counts."""
+    """Scales keep their order, and frozen patterns follow, because the last match counts."""
     scales = lr_scale_patterns(("head", "*.bias"), ("*:2", "head:0.5", "x:y:1e-2", "head:3"))
     assert scales == [("*", 2.0), ("head", 0.5), ("x:y", 0.01), ("head", 3.0), ("head", 0.0), ("*.bias", 0.0)]
     assert lr_scale_patterns((), ()) == []
 
 
-# --- Cautions
+# --- Warnings
 
 
 @pytest.mark.parametrize(
@@ -428,12 +428,12 @@ def test_patterns_of_learning_rates() -> None:
     ],
 )
 def test_cautions(argv: str, expected: str) -> None:
-    """What is legal but does not do what one may expect is said in one line, and nothing else is."""
+    """Each surprising option causes one warning, and no other."""
     assert cautions(*argv.split()) == [expected]
 
 
 def test_buffers_on_one_rank() -> None:
-    """One rank's shards are whole: where they have the dtype of the buffers, there is nothing to share."""
+    """One rank's shards are the full tensors: with the dtype of the buffers, there is nothing to share."""
     idle = "has no effect on one rank{}: the shards are the full tensors"
     argv = ("--zero_stage=3", "--num_weight_buffers=1", "--num_grad_buffers=1")
     gradients = "--num_grad_buffers " + idle.format("")
@@ -448,7 +448,7 @@ def test_buffers_on_one_rank() -> None:
 
 @pytest.mark.parametrize("name", DEBUG_LEVELS[2:])
 def test_gradients_cannot_be_logged_without_training(name: str) -> None:
-    """Nor can updates."""
+    """Gradients and updates exist only while training."""
     assert f"--{name} has no effect with --train_iters=0" in cautions("--train_iters=0", f"--{name}=1")
 
 
@@ -481,12 +481,12 @@ def test_gradients_cannot_be_logged_without_training(name: str) -> None:
     ],
 )
 def test_no_caution_without_reason(argv: str) -> None:
-    """Options that do what they say need no comment."""
+    """Options that take effect cause no warning."""
     assert cautions(*argv.split()) == []
 
 
 def test_automatic_values_survive() -> None:
-    """`auto` needs the device: it is resolved later, and until then it is neither replaced nor compared."""
+    """`auto` is resolved later, when the device is known; until then it is neither replaced nor compared."""
     config = resolved("--zero_stage=auto", "--layers_per_stage=auto", "--num_grad_buffers=1", *COMPLETE)
     assert (config.multi_stage.zero_stage, config.multi_stage.layers_per_stage) == ("auto", "auto")
     lines = banner(config, {}).splitlines()
@@ -495,7 +495,7 @@ def test_automatic_values_survive() -> None:
 
 
 def test_words_are_for_their_options_only() -> None:
-    """A configuration made in Python is held against the same rules as a command line."""
+    """A configuration made in Python obeys the same rules as a command line."""
     for name, wrong in (("zero_stage", "2"), ("layers_per_stage", "none"), ("num_layers", "auto"), ("lr", "auto")):
         with pytest.raises(UsageError, match=f"--{name}={wrong}: must be "):
             resolve(unflatten({"dataset_source": "random", name: wrong}), 1)

@@ -1,4 +1,4 @@
-"""Options of rotary positions and of attention's arithmetic: what is filled in, and what is refused in which words."""
+"""Options of rotary positions and of attention in fp32: derived values and errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_lite.validation import resolve
 
 
 def model(**options: Any) -> ModelConfig:
-    """Resolved, with heads of 10 channels; resolving again changes nothing."""
+    """Resolve a model with heads of 10 channels; check that resolving again changes nothing."""
     sizes = dict(dataset_source="random", hidden_size=80, use_rotary_embeddings=True)
     config = resolve(unflatten({**sizes, **options}), 1)
     assert resolve(config, 1) == config
@@ -20,7 +20,7 @@ def model(**options: Any) -> ModelConfig:
 
 
 def test_the_base_has_two_names() -> None:
-    """Both are filled in, whichever is given, or none."""
+    """Both names are filled in, whichever is given, or neither."""
     assert (model().rotary_base, model().rotary_embedding_scale) == (10000.0, -9.210340371976184)
     assert model(rotary_base=500000.0).rotary_embedding_scale == -13.122363377404328
     assert model(rotary_embedding_scale=-13.122363377404328).rotary_base == 500000.0
@@ -134,14 +134,14 @@ LLAMA3 = dict(rope_type="llama3", rope_factor=2.0)
     ],
     ids=str,
 )
-def test_what_would_be_ignored_or_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
-    """One line with flag, value, rule and fix."""
+def test_contradictions_and_ignored_options_are_refused(options: dict[str, Any], message: str) -> None:
+    """Every error is one line with flag, value, rule and fix."""
     with pytest.raises(UsageError) as caught:
         model(**options)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_what_is_advised_is_accepted() -> None:
+def test_advised_values_are_accepted() -> None:
     assert model(rotary_percent=0.4).rotated_channels == 4
     assert model(rotary_percent=0.2).rotated_channels == 2
     assert model(rotary_percent=0.33, kv_channels=67).rotated_channels == 22

@@ -1,4 +1,4 @@
-"""Derived values, the batch arithmetic against a brute-force search, and every contradiction between options."""
+"""Derived values, the batch arithmetic compared with a brute-force search, and every contradiction."""
 
 import itertools
 import random
@@ -29,7 +29,7 @@ def only_problem(world_size: int = 1, **options: Any) -> str:
 
 
 def cautions(**options: Any) -> list[str]:
-    """Warnings beyond the one about a run that is not saved."""
+    """Return all warnings except the one about a run that is not saved."""
     found = warnings(resolved(**{"train_iters": 10, "experiment_dir": "/run", **options}))
     return [caution for caution in found if "nothing is saved" not in caution]
 
@@ -38,7 +38,7 @@ def cautions(**options: Any) -> list[str]:
 
 
 def test_model_defaults() -> None:
-    """Everything about the model that was left out follows from the rest."""
+    """Missing options of the model follow from the others."""
     model = resolved(hidden_size=96, num_attention_heads=6, num_layers=8, sequence_length=4096).model
     assert (model.head_groups, model.kv_channels, model.ffn_hidden_size) == (6, 16, 384)
     assert (model.activation_type, model.use_position_embeddings, model.max_position_embeddings) == ("gelu", True, 4096)
@@ -52,7 +52,7 @@ def test_model_defaults() -> None:
 
 
 def test_given_values_are_kept() -> None:
-    """A value that was set is never replaced, whatever would be derived."""
+    """A given value is never replaced by a derived one."""
     options: dict[str, Any] = dict(
         head_groups=2,
         kv_channels=10,
@@ -80,7 +80,7 @@ def test_given_values_are_kept() -> None:
 
 
 def test_other_defaults() -> None:
-    """Schedule, loss scale, workers, split and names."""
+    """Schedule, loss scale, workers, split and names are derived."""
     config = resolved(train_iters=50, experiment_dir="/runs/mistral/", split=(9.0, 1.0), wandb_status_interval=5)
     assert (config.learning_rate.lr_decay_iters, config.learning_rate.min_lr) == (50, 0.0)
     assert (config.optimizer.loss_scale, config.multi_stage.zero_stage) == (1.0, 1)
@@ -95,10 +95,10 @@ def test_other_defaults() -> None:
 
 
 def solutions(options: dict[str, int], world_size: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """All ways to complete `options` to batch = micro * depth * breadth * world_size, by the rule of the design.
+    """Yield all ways to complete `options` to batch = micro * depth * breadth * world_size, by the design's rule.
 
-    Where batch or micro is missing, missing micro-batch counts are 1 (and sequential, if given, is all depth-first);
-    where both are given, the counts follow from them, all depth-first by default.
+    If batch or micro is missing, missing micro-batch counts are 1 (and sequential, if given, is all depth-first);
+    if both are given, the counts follow from them, all depth-first by default.
     """
     both = "batch_size" in options and "micro_batch_size" in options
     for depth, breadth in itertools.product(range(1, 13), repeat=2):
@@ -119,7 +119,7 @@ def solutions(options: dict[str, int], world_size: int) -> Iterator[tuple[int, i
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_batch_arithmetic_against_search(world_size: int) -> None:
-    """For all small combinations: the one solution if there is one, else an error that names the flags."""
+    """All small combinations give the one solution if there is one, else an error with the flags."""
     choices = ((None, 1, 4, 6, 12), (None, 1, 2, 3), (None, 1, 2, 3), (None, 1, 2), (None, 1, 2, 4))
     good = 0
     for numbers in itertools.product(*choices):
@@ -136,7 +136,7 @@ def test_batch_arithmetic_against_search(world_size: int) -> None:
 
 
 def test_impossible_batches_name_possible_ones() -> None:
-    """The message has the numbers and the nearest batch sizes that work, and those do work."""
+    """The message has the numbers and the nearest batch sizes that work, and these do work."""
     message = only_problem(3, batch_size=128, micro_batch_size=1)
     assert message == (
         "--batch_size=128, --micro_batch_size=1 on 3 ranks: batch_size must be a multiple of 1 * 3 = 3 "
@@ -207,7 +207,7 @@ def test_cross_entropy_splits() -> None:
     ],
 )
 def test_contradictions(options: dict[str, Any], text: str) -> None:
-    """Each is one line that names the flags, their values, the rule and the fix."""
+    """Every error is one line with the flags, their values, the rule and the fix."""
     assert text in only_problem(**options)
 
 
@@ -238,13 +238,13 @@ def test_contradictions(options: dict[str, Any], text: str) -> None:
     ],
 )
 def test_legal_combinations(options: dict[str, Any]) -> None:
-    """Unusual but meaningful combinations are left alone, and resolving twice changes nothing."""
+    """Unusual but meaningful combinations are accepted, and resolving twice changes nothing."""
     config = resolved(2, **options)
     assert resolve(config, 2) == config
 
 
 def test_all_problems_together() -> None:
-    """One error has every problem, one a line."""
+    """One error lists every problem, one per line."""
     lines = problems(2, hidden_size=100, min_lr=1.0, batch_size=3, checkpoint_interval=1, head_groups=3)
     assert len(lines) == 5
 
@@ -310,7 +310,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 
 
 def covering_array(generator: random.Random) -> Iterator[dict[str, Any]]:
-    """Combinations in which every pair of values of any two options occurs: greedy, the best of a few random rows."""
+    """Yield combinations that cover every pair of values of any two options: greedily the best of a few random rows."""
     names = list(OPTIONS)
     left = {
         ((a, i), (b, j))
@@ -330,8 +330,8 @@ def covering_array(generator: random.Random) -> Iterator[dict[str, Any]]:
 
 
 def test_pairs_of_options() -> None:
-    """Every pair of values, in about a hundred combinations and as many random ones near the defaults:
-    a UsageError or a configuration without gaps that keeps what was set, resolves to itself and can be explained."""
+    """About a hundred combinations with every pair of values, and as many random ones near the defaults, give either a
+    UsageError or a complete configuration that keeps given values, resolves to itself and has printable warnings."""
     generator = random.Random(0)
     rows = list(covering_array(generator))
     for _ in range(400):
@@ -414,7 +414,7 @@ def test_pairs_of_options() -> None:
 
 
 def test_weighted_paths() -> None:
-    """Weights sum to 1; without weights all prefixes count the same."""
+    """Weights sum to 1; without weights all prefixes have the same."""
     assert weighted_paths(("a",)) == [(1.0, "a")]
     assert weighted_paths(("a", "b")) == [(0.5, "a"), (0.5, "b")]
     assert weighted_paths(("3", "a", "1.", "./7")) == [(0.75, "a"), (0.25, "./7")]
@@ -442,7 +442,7 @@ def test_weighted_paths() -> None:
     ],
 )
 def test_bad_weighted_paths(words: str) -> None:
-    """Weights that are no positive finite numbers, or do not alternate with prefixes, are refused."""
+    """Weights that are not positive and finite, or do not alternate with prefixes, are refused."""
     with pytest.raises(UsageError, match="^--data_path="):
         weighted_paths(words.split())
 
@@ -492,12 +492,12 @@ def test_bad_weighted_paths(words: str) -> None:
     ],
 )
 def test_warnings(options: dict[str, Any], text: str) -> None:
-    """Each surprise is one line."""
+    """Each surprise is one warning."""
     assert len([line for line in cautions(**options) if text in line]) == 1, cautions(**options)
 
 
 def test_no_warnings_without_reason() -> None:
-    """Defaults and the settings of the tutorial are no surprise; a run without a directory is one."""
+    """Defaults and the tutorial's settings cause no warning; a run without a directory causes one."""
     assert cautions() == []
     assert (
         cautions(
@@ -525,7 +525,7 @@ def test_no_warnings_without_reason() -> None:
 
 
 def test_flags_cover_the_configuration() -> None:
-    """Every option has a flag, and the flag knows its type."""
+    """Every option has a flag with its type."""
     assert list(FLAGS) == list(flatten(Config()))
     for name, value in flatten(Config()).items():
         kind = FLAGS[name].kind
@@ -605,7 +605,7 @@ def test_batches_of_a_schedule_and_with_padding(ranks: int, options: dict[str, A
     ids=str,
 )
 def test_batches_that_cannot_be(ranks: int, options: dict[str, Any], message: str) -> None:
-    """Each message has the rule and the fix."""
+    """Every message has the rule and the fix."""
     with pytest.raises(UsageError) as caught:
         resolve(unflatten({"dataset_source": "random", **options}), ranks)
     assert message in str(caught.value) and "\n" not in str(caught.value)
