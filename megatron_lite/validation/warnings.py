@@ -52,17 +52,10 @@ def _risks(options: Draft) -> Iterator[str]:
         )
     if options.training_dtype == "fp16" and options.loss_scale is not None:
         yield "--loss_scale: a constant loss scale does not adapt to fp16 overflows; updates that overflow are dropped"
-    for name, used, window, consequence in (
-        ("skip_bad_steps_window", options.skip_bad_steps, options.skip_bad_steps_window, "no spike is ever dropped"),
-        (
-            "clip_update_norm_window",
-            options.clip_update_norm_sigma is not None,
-            options.clip_update_norm_window,
-            "no update is ever clipped",
-        ),
-    ):
-        if used and 0 < options.train_iters <= max(2, window // 2):
-            yield f"--{name}={window}: the run ends before half of the window is filled, so {consequence}"
+    if options.skip_bad_steps:
+        yield from _unfilled_window(options, "skip_bad_steps_window", "no spike is ever dropped")
+    if options.clip_update_norm_sigma is not None:
+        yield from _unfilled_window(options, "clip_update_norm_window", "no update is ever clipped")
     if not options.use_rotary_embeddings and not options.use_position_embeddings:
         yield "neither rotary nor learned positions: the model sees the order of tokens only through the causal mask"
     original, longest = options.rope_original_max_position_embeddings, options.max_position_embeddings
@@ -80,6 +73,11 @@ def _risks(options: Draft) -> Iterator[str]:
         )
     if options.experiment_dir is None and options.train_iters > 0 and not options.dry_run:
         yield "--experiment_dir is not set: nothing is saved"
+
+
+def _unfilled_window(options: Draft, name: str, consequence: str) -> Iterator[str]:
+    if 0 < options.train_iters <= max(2, getattr(options, name) // 2):
+        yield f"{typed(options, name)}: the run ends before half of the window is filled, so {consequence}"
 
 
 def _averaging(options: Draft) -> Iterator[str]:
@@ -124,8 +122,7 @@ def _buffer_count(options: Draft, name: str, count: int, shared_from: int) -> It
 
     shared_from: the lowest ZeRO stage in which all stages share two buffers.
     """
-    zero_stage = options.zero_stage
-    size = options.layers_per_stage
+    zero_stage, size = options.zero_stage, options.layers_per_stage
     stages = None if size == "auto" else number_of_stages(options.num_layers, size)
     used, instead = f"--{name}={count} is used", ""
     if stages is not None and count > stages:
@@ -154,10 +151,12 @@ def _without_effect(options: Draft) -> Iterator[tuple[str, str]]:
     }
     for name in options.changed(*FLAGS):
         value, idle_unless = getattr(options, name), FLAGS[name].option.idle_unless
-        if idle_unless and value is not None and value != harmless.get(name):
-            reasons = [unmet(condition, options) for condition in idle_unless.split(" and ")]
-            if any(reasons):
-                yield name, next(filter(None, reasons))
+        if not idle_unless or value is None or value == harmless.get(name):
+            continue
+        for condition in idle_unless.split(" and "):
+            if reason := unmet(condition, options):
+                yield name, reason
+                break
     yield from _idle_for_other_reasons(options)
     yield from idle_schedule_options(options)
 
@@ -169,8 +168,8 @@ def unmet(condition: str, options: Draft) -> str:
     for alternative in condition.split(" or "):
         name, sign, values = alternative.partition("!=" if "!=" in alternative else "=")
         value = getattr(options, name)
-        holds = bool(value) if not sign else (written(value) in values.split("|")) == (sign == "=")
-        if holds:
+        listed = written(value) in values.split("|")
+        if (sign == "=" and listed) or (sign == "!=" and not listed) or (not sign and value):
             return ""
         if value in (None, ""):
             without.append(f"--{name}")
@@ -183,11 +182,9 @@ def unmet(condition: str, options: Draft) -> str:
 
 def _idle_for_other_reasons(options: Draft) -> Iterator[tuple[str, str]]:
     """Yield idle options whose condition is more than other options' values."""
-    if options.window_size is not None and options.window_size >= options.sequence_length:
-        yield (
-            "window_size",
-            f"because it is not below sequence_length ({options.window_size} >= {options.sequence_length})",
-        )
+    window, length = options.window_size, options.sequence_length
+    if window is not None and window >= length:
+        yield "window_size", f"because it is not below sequence_length ({window} >= {length})"
     frozen = any(scale == 0.0 for _, scale in lr_scale_patterns(options.freeze, options.lr_scales))
     if not options.store_frozen_weights_in_optimization_precision and not frozen:
         yield "store_frozen_weights_in_optimization_precision", "without --freeze or a scale of 0 in --lr_scales"
