@@ -1,8 +1,8 @@
-"""Is this checkout installed here, current and complete? Exit code 0 if so, 1 with the reason if not.
+"""Check whether this checkout is installed, current and complete: exit code 0 if so, otherwise 1 with the reason.
 
     python scripts/check_installed.py plot,test
 
-Lets quickstart.sh and run_tests.sh skip pip, and with it the network, when there is nothing to do.
+With it, quickstart.sh and run_tests.sh skip pip and the network when there is nothing to install.
 """
 
 import importlib.metadata
@@ -16,12 +16,12 @@ DESCRIPTION_FILES = ("setup.py", "pyproject.toml")
 
 
 def missing(extras: Sequence[str]) -> str | None:
-    """Why pip has to run, or None if it does not."""
+    """Return why pip must run, or None."""
     try:
         from packaging.requirements import Requirement
     except ImportError:
         return "not installed"
-    # Not in the checkout itself, where a leftover .egg-info folder would pass for an installation.
+    # Skip the checkout itself, where a leftover .egg-info folder would look like an installation.
     path = [entry for entry in sys.path if entry and Path(entry).resolve() != ROOT]
     found = list(importlib.metadata.distributions(name="megatron_lite", path=path))
     if not found:
@@ -47,7 +47,7 @@ def missing(extras: Sequence[str]) -> str | None:
 
 
 def main() -> int:
-    """Command line: one argument, the extras separated by commas."""
+    """Read the extras, separated by commas, from the command line."""
     reason = missing([extra for extra in sys.argv[1].split(",") if extra] if len(sys.argv) > 1 else [])
     print("already installed and current" if reason is None else f"to install: {reason}")
     return 0 if reason is None else 1

@@ -1,15 +1,15 @@
-"""Compare the tensors that two runs have logged, and name the first one that differs.
+"""Compare the tensor logs of two runs and name the first tensor that differs.
 
     python scripts/compare_tensor_logs.py RUN_A RUN_B [--rtol 1e-3] [--atol 1e-6] [--limit 20]
 
-Each run is an --experiment_dir (its newest start with tensor logs is taken), a folder with tensor logs
-(<experiment_dir>/runs/<k>/artifacts), or one file; --save_tensor_logs=1 writes them. Without tolerances two tensors are
-the same only if every element is, also those that are not among the samples: a checksum of all is kept. With
-tolerances, samples, mean, standard deviation and extremes may differ by atol + rtol * RMS, the root mean square of the
-tensor of RUN_A.
+Each run is an --experiment_dir (its newest start with tensor logs counts), a folder with tensor logs
+(<experiment_dir>/runs/<k>/artifacts), or one file; --save_tensor_logs=1 writes them. Without tolerances all elements
+must be equal, including those that were not sampled, because the log holds a checksum of all elements. With tolerances,
+samples, mean, standard deviation and extremes may differ by atol + rtol * RMS, the root mean square of the tensor of
+RUN_A.
 
-Tensors are matched by name, whatever order they were logged in, so that runs with different schedules compare. Exit
-code: 0 the same, 1 different, 2 nothing to compare.
+Tensors are matched by name, so runs with different schedules can be compared. Exit codes: 0 the same, 1 different,
+2 nothing to compare.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))  # runs from a plain checkout
+sys.path.insert(0, str(REPOSITORY))  # works without installation
 
 from torch import Tensor  # noqa: E402
 
@@ -35,13 +35,13 @@ PATTERN = "tensor_logs_*.safetensors"
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that is not the same in both runs."""
+    """A tensor that differs between the runs."""
 
     file: str
     name: str
     what: str  # in words
-    max_abs: float | None = None  # largest difference of a sample, else of a statistic; None: there is none to tell
-    max_rel: float | None = None  # the same over the root mean square of the first run's tensor
+    max_abs: float | None = None  # largest difference of a sample, or of a statistic; None: unknown
+    max_rel: float | None = None  # max_abs over the root mean square of the tensor of the first run
 
     def __str__(self) -> str:
         parts = [self.file, self.name, self.what]
@@ -52,7 +52,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two files to compare, with what they hold."""
+    """Two files to compare and their entries."""
 
     file: str
     first: list[TensorEntry]
@@ -60,7 +60,7 @@ class Pair:
 
 
 def compare(a: Path, b: Path, rtol: float = 0.0, atol: float = 0.0) -> list[Difference]:
-    """The tensors that differ, in the order in which the first run logged them.
+    """Return the tensors that differ, in the order of the first run.
 
     Raises:
         UsageError: if a file is missing in either run or cannot be read, or nothing was logged.
@@ -69,14 +69,14 @@ def compare(a: Path, b: Path, rtol: float = 0.0, atol: float = 0.0) -> list[Diff
 
 
 def read_pairs(a: Path, b: Path) -> Iterator[Pair]:
-    """The files of two runs side by side: first the initial weights, then iteration by iteration.
+    """Yield the files of two runs in pairs: the initial weights, then iteration by iteration.
 
     Raises:
-        UsageError: as `compare`.
+        UsageError: as in `compare`.
     """
     first, second = find_files(a), find_files(b)
     if a.is_file() and b.is_file():
-        second = dict(zip(first, second.values(), strict=True))  # whatever their names
+        second = dict(zip(first, second.values(), strict=True))  # names may differ
     elif a.is_file():
         second = {name: path for name, path in second.items() if name in first}
     elif b.is_file():
@@ -89,7 +89,7 @@ def read_pairs(a: Path, b: Path) -> Iterator[Pair]:
 
 
 def find_files(path: Path) -> dict[str, Path]:
-    """Name -> path of the tensor logs of one run.
+    """Return the tensor logs of one run by file name.
 
     Raises:
         UsageError: if there are none.
@@ -105,12 +105,12 @@ def find_files(path: Path) -> dict[str, Path]:
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
-    """A sort key in which numbers count as numbers."""
+    """Return a sort key that orders numbers by value."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def compare_files(pair: Pair, rtol: float, atol: float) -> Iterator[Difference]:
-    """The tensors of two files that differ; those that only the second file has come last."""
+    """Yield the tensors of two files that differ; tensors that only the second file has come last."""
     second = {entry.name: entry for entry in pair.second}
     for entry in pair.first:
         other = second.pop(entry.name, None)
@@ -123,7 +123,7 @@ def compare_files(pair: Pair, rtol: float, atol: float) -> Iterator[Difference]:
 
 
 def compare_entries(file: str, a: TensorEntry, b: TensorEntry, rtol: float, atol: float) -> Difference | None:
-    """How two tensors of one name differ, by what both logs hold of them: None if they do not."""
+    """Return how two tensors of the same name differ, as far as both logs tell, or None."""
     if a.shape != b.shape:
         return Difference(file, a.name, f"shapes {a.shape} and {b.shape}")
     exact = rtol == 0 and atol == 0
@@ -141,8 +141,8 @@ def compare_entries(file: str, a: TensorEntry, b: TensorEntry, rtol: float, atol
     else:
         where = "by the statistics"
     if what and max_abs == 0:
-        where = "no difference of values seen"
-    # A tensor that is not finite has no scale: nothing but itself is within its tolerance.
+        where = "no difference of values found"
+    # A tensor with infinities or NaNs has no scale, so its tolerance is atol only.
     if not exact and max_abs <= atol + (rtol * rms if math.isfinite(rms) else 0.0):
         return None
     max_rel = max_abs / rms if rms > 0 and math.isfinite(max_abs) else math.inf if max_abs else 0.0
@@ -150,7 +150,7 @@ def compare_entries(file: str, a: TensorEntry, b: TensorEntry, rtol: float, atol
 
 
 def statistics_difference(a: Statistics, b: Statistics) -> float:
-    """The largest difference of a statistic; infinite if different numbers of elements are not finite."""
+    """Return the largest difference of a statistic; infinity if the counts of non-finite elements differ."""
     if a.not_finite != b.not_finite:
         return math.inf
     pairs = ((getattr(a, name), getattr(b, name)) for name in ("mean", "std", "minimum", "maximum"))
@@ -158,7 +158,7 @@ def statistics_difference(a: Statistics, b: Statistics) -> float:
 
 
 def sample_differences(a: Tensor, b: Tensor) -> Tensor:
-    """Absolute differences (n,) in fp64: 0 between two NaNs, infinite between NaN and a number."""
+    """Return absolute differences (n,) in fp64: 0 between two NaNs, infinity between NaN and a number."""
     differences = (a.double() - b.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
     return differences.masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
 
@@ -168,7 +168,7 @@ def _or_infinite(value: float) -> float:
 
 
 def non_negative(text: str) -> float:
-    """A tolerance."""
+    """Parse a tolerance."""
     number = float(text)
     if not 0 <= number < math.inf:
         raise ValueError(text)
@@ -176,13 +176,13 @@ def non_negative(text: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare and print; returns the exit code."""
+    """Compare and print; return the exit code."""
     parser = argparse.ArgumentParser(description="Compare the tensor logs of two runs.", allow_abbrev=False)
     parser.add_argument("run_a", type=Path, help="an --experiment_dir, a folder with tensor logs, or one file")
-    parser.add_argument("run_b", type=Path, help="the other one")
+    parser.add_argument("run_b", type=Path, help="the run to compare with")
     parser.add_argument("--rtol", type=non_negative, default=0.0, help="tolerance as a fraction of the tensor's RMS")
     parser.add_argument("--atol", type=non_negative, default=0.0, help="absolute tolerance")
-    parser.add_argument("--limit", type=int, default=20, help="differences that are printed (default: 20)")
+    parser.add_argument("--limit", type=int, default=20, help="number of differences to print (default: 20)")
     options = parser.parse_args(arguments)
     count, files = 0, 0
     differences: list[Difference] = []

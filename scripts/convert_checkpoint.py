@@ -1,17 +1,17 @@
-"""Convert a model: checkpoints of this program to Hugging Face folders and back, one tensor in memory at a time.
+"""Convert checkpoints to Hugging Face folders and back, with one tensor in memory at a time.
 
     python scripts/convert_checkpoint.py --from=mine/checkpoints --to=exports/mine --format=huggingface --dtype=bf16
     python scripts/convert_checkpoint.py --from=models/Mistral-7B --to=start/0 --format=distributed --verify
 
---from is a Hugging Face folder, a checkpoint, or a folder of checkpoints (the newest good one). --to is made aside and
-renamed when it is complete; an existing folder is replaced with --exist_ok alone, and only if all in it could be of a
-checkpoint or an export. A Hugging Face folder becomes a checkpoint of iteration 0 with fp32 weights and no optimizer,
-for --pretrained_checkpoint_path, or to be resumed as <experiment_dir>/checkpoints/0. A checkpoint that becomes another
-one keeps all that it holds (with --weights=average: iteration and averages alone). --verify computes logits of random
-tokens from both sides with this program's own layers, one layer in memory at a time, before the folder appears.
+--from is a Hugging Face folder, a checkpoint, or a folder of checkpoints (the newest good one counts). --to is written
+under a temporary name and renamed when complete. --exist_ok replaces an existing folder that holds only files of a
+checkpoint or an export. A Hugging Face folder becomes a checkpoint of iteration 0 with fp32 weights and no optimizer
+state; use it with --pretrained_checkpoint_path, or resume it as <experiment_dir>/checkpoints/0. A checkpoint converted
+to a checkpoint keeps everything (with --weights=average: only the iteration and the averages). --verify compares the
+logits of random tokens from both folders, one layer in memory at a time, before --to appears.
 
-Exit codes: 0 done, 2 usage, 3 data (a tokenizer that cannot be read), 4 checkpoint (what is read cannot be used, or the
-two sides differ), 5 numerics (a weight is too large for --dtype), 8 storage.
+Exit codes: 0 done, 2 usage, 3 data (unreadable tokenizer), 4 checkpoint (unusable input, or the two folders differ),
+5 numerics (a weight is too large for --dtype), 8 storage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain checkout, not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
 from megatron_lite.checkpoint import files, names  # noqa: E402
 from megatron_lite.config import Config  # noqa: E402
@@ -43,63 +43,63 @@ from megatron_lite.model.layer import MicroBatch  # noqa: E402
 from megatron_lite.parameter import DTYPES  # noqa: E402
 
 VERIFIED_ROWS, VERIFIED_TOKENS = 4, 64
-# Largest difference of logits over the largest logit. Weights that were rounded: 16 times the distance of two numbers.
+# Largest difference of logits over the largest logit; for rounded weights, 16 times the spacing of the dtype.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-4, torch.float16: 2.0**-7}
 
 
 def tokenizer_of(options: argparse.Namespace, source: WeightSource) -> Path | None:
-    """The tokenizer that goes with the model: the one that is given, or the one that is there."""
+    """Return the tokenizer of the model: from --tokenizer_file, or from the source."""
     if options.tokenizer_file is not None:
         given: Path = options.tokenizer_file
         return given
     if isinstance(source, CheckpointSource):
         named = source.content.config.get("tokenizer_file")
         if named is not None and not Path(named).is_file():
-            print(f"WARNING: its tokenizer {named} is not there; give --tokenizer_file to take one along")
+            print(f"WARNING: the tokenizer {named} is missing; set --tokenizer_file to include one")
         return Path(named) if named is not None and Path(named).is_file() else None
     beside = source.folder / "tokenizer.json"
     return beside if beside.is_file() else None
 
 
 def check_target(options: argparse.Namespace, source: WeightSource) -> None:
-    """Refuse a target that would cost anything.
+    """Check that writing the target loses nothing.
 
     Raises:
-        UsageError: if it exists, or is the source, or cannot be resumed under its name.
+        UsageError: if it exists, is the source, or cannot be resumed under its name.
     """
     target, origin = options.to.resolve(), source.folder.resolve()
     typed = f"--to={options.to}"
     if target == origin or origin in target.parents or target in origin.parents:
-        raise UsageError(f"{typed}: one of this folder and {source.folder} is inside the other; choose another")
+        raise UsageError(f"{typed}: this folder and {source.folder} must not contain each other; choose another")
     iteration = source.content.iteration if isinstance(source, CheckpointSource) else 0
     if options.format == "distributed" and options.to.name.isdecimal() and options.to.name != str(iteration):
         raise UsageError(
-            f"{typed}: checkpoints are named after their iteration, which is {iteration}; write "
+            f"{typed}: a checkpoint must be named after its iteration, {iteration}; write "
             f"--to={options.to.with_name(str(iteration))}"
         )
     if not options.to.is_symlink() and options.to.is_dir() and not any(options.to.iterdir()):
         return
     if options.to.is_symlink() or options.to.exists():
         if not options.exist_ok:
-            raise UsageError(f"{typed}: it exists; choose another, or replace it with --exist_ok")
+            raise UsageError(f"{typed}: exists; choose another folder, or replace it with --exist_ok")
         if not names.has_only_our_files(options.to):
             raise UsageError(
-                f"{typed}: it holds other things than a checkpoint or an export, which are not replaced; choose another"
+                f"{typed}: holds files that belong to no checkpoint or export, which are never replaced; choose another"
             )
 
 
 def convert(options: argparse.Namespace) -> str:
-    """Do it; returns what to say at the end.
+    """Convert; return a description of the result.
 
     Raises:
-        RunError: of the kind that fits; nothing appears under --to then.
+        RunError: if the conversion fails; --to does not appear then.
     """
     limit_bytes = size_bytes(options.shard_size, "shard_size")
     if options.dtype is not None and options.format == "distributed":
-        raise UsageError(f"--dtype={options.dtype}: a checkpoint holds fp32 weights; leave --dtype out")
+        raise UsageError(f"--dtype={options.dtype}: a checkpoint always holds fp32 weights; leave --dtype out")
     for name, what in (("tokenizer_file", "tokenizer"), ("export_model_type", "Hugging Face architecture")):
         if getattr(options, name) is not None and options.format == "distributed":
-            raise UsageError(f"--{name}: a checkpoint holds no {what}; leave it out")
+            raise UsageError(f"--{name}: a checkpoint stores no {what}; leave it out")
     with open_source(options.source, weights=options.weights) as source:
         check_target(options, source)
         shapes = shapes_of(build_gpt(source.model, 1))
@@ -134,10 +134,10 @@ def write(
     config: Config,
     limit_bytes: int,
 ) -> str:
-    """Write and verify the folder before it gets its name; returns what it is.
+    """Write and verify the folder before it gets its name; return a description.
 
     Raises:
-        RunError, OSError: if that does not work.
+        RunError, OSError: if writing or verifying fails.
     """
     if options.format == "huggingface":
         tokenizer_file = tokenizer_of(options, source)
@@ -147,19 +147,19 @@ def write(
         num_files = len(plan.names)
     else:
         content = conversion.write_checkpoint(temporary, source, shapes, config, limit_bytes)
-        said = f"a checkpoint of iteration {content.iteration}, to be resumed as checkpoints/{content.iteration} of an "
+        said = f"a checkpoint of iteration {content.iteration}, which resumes as checkpoints/{content.iteration} of an "
         said, num_files = said + "--experiment_dir", len(content.files)
     print(f"written: {num_files} file{'' if num_files == 1 else 's'}", flush=True)
     if options.verify:
         dtype = config.training.export_dtype
-        own = config.distributed.training_dtype if source.kind == "huggingface" else "fp32"  # of what is read
+        own = config.distributed.training_dtype if source.kind == "huggingface" else "fp32"  # dtype of the source
         is_rounded = options.format == "huggingface" and dtype not in ("fp32", own)
         verify(source, temporary, DTYPES[dtype if is_rounded and dtype else "fp32"])
     return f"{options.to}: {said}"
 
 
 def verify(source: WeightSource, folder: Path, dtype: torch.dtype) -> None:
-    """Compare logits of both sides; `dtype`: what the weights were rounded to (fp32: they were not).
+    """Compare the logits of both folders; `dtype` is the dtype that weights were rounded to (fp32: not rounded).
 
     Raises:
         CheckpointError: if they differ by more than rounding explains.
@@ -175,16 +175,18 @@ def verify(source: WeightSource, folder: Path, dtype: torch.dtype) -> None:
     limit = TOLERANCE[dtype] * max(largest, 1e-30)
     text = f"{found} (at most {limit:.3g}; the largest logit is {largest:.3g})"
     if not difference <= limit:  # NaN is not
-        raise CheckpointError(f"--verify: {text}: nothing was kept; please report this")
+        raise CheckpointError(f"--verify: {text}: nothing was written; please report this")
     print(f"verified: {text}", flush=True)
 
 
 @torch.no_grad()
 def logits_of(source: WeightSource, tokens: torch.Tensor) -> torch.Tensor:
-    """(b, s) tokens -> (b, s, v) logits in fp32, with the weights of one layer (and a tied head's) at a time."""
+    """Tokens (b, s) -> fp32 logits (b, s, v), with the weights of one layer (and of a tied head) in memory."""
     model = dataclasses.replace(source.model, make_vocab_size_divisible_by=1)
     hidden, micro_batch = None, MicroBatch(tokens, tokens)
-    spare: dict[int, list[torch.Tensor]] = {}  # of earlier layers, by its elements: what is freed may not be reused
+    spare: dict[
+        int, list[torch.Tensor]
+    ] = {}  # memory of earlier layers by size, reused because the allocator might not
 
     def memory(numel: int) -> torch.Tensor:
         return spare[numel].pop() if spare.get(numel) else torch.empty(numel)
@@ -203,33 +205,37 @@ def logits_of(source: WeightSource, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def folder(text: str) -> Path:
-    """A path as typed behind a flag, where the shell leaves a ~ alone."""
+    """Parse a path; the shell does not expand the ~ in --to=~/folder."""
     return Path(text).expanduser()
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n")[0],
         epilog="Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 numerics, 8 storage.",
         allow_abbrev=False,
     )
-    whence = "Hugging Face folder, checkpoint, or folder of checkpoints"
-    parser.add_argument("--from", dest="source", type=folder, required=True, help=whence)
-    parser.add_argument("--to", type=folder, required=True, help="the folder that is made")
-    parser.add_argument("--format", choices=KINDS, required=True, help="what it will be")
+    source = "Hugging Face folder, checkpoint, or folder of checkpoints"
+    parser.add_argument("--from", dest="source", type=folder, required=True, help=source)
+    parser.add_argument("--to", type=folder, required=True, help="folder to write")
+    parser.add_argument("--format", choices=KINDS, required=True, help="what to write")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of a Hugging Face folder (default: as trained or read)")
-    parser.add_argument("--export_model_type", choices=tuple(ARCHITECTURES), help="(default: as saved, or what fits)")
-    parser.add_argument("--shard_size", default="5GB", help="largest file, as 5GB, 500MB, 2GiB or bytes (default: 5GB)")
-    parser.add_argument("--weights", choices=("raw", "average"), default="raw", help="which of a checkpoint's own")
-    parser.add_argument("--tokenizer_file", type=folder, help="tokenizer.json to take along (default: its own)")
-    parser.add_argument("--exist_ok", action="store_true", help="replace --to, if it is a checkpoint or an export")
-    parser.add_argument("--verify", action="store_true", help="compare logits of both sides")
+    parser.add_argument(
+        "--export_model_type", choices=tuple(ARCHITECTURES), help="architecture (default: as saved, or one that fits)"
+    )
+    parser.add_argument("--shard_size", default="5GB", help="largest file: 5GB, 500MB, 2GiB or bytes (default: 5GB)")
+    parser.add_argument(
+        "--weights", choices=("raw", "average"), default="raw", help="weights to convert (default: raw)"
+    )
+    parser.add_argument("--tokenizer_file", type=folder, help="tokenizer.json to include (default: the model's own)")
+    parser.add_argument("--exist_ok", action="store_true", help="replace --to if it is a checkpoint or an export")
+    parser.add_argument("--verify", action="store_true", help="compare the logits of both folders")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Convert; returns the exit code."""
+    """Convert; return the exit code."""
     options = parse(arguments)
     try:
         print(convert(options))
@@ -238,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except OSError as error:
         reason = f"{error.filename or options.to}: {error.strerror or error}"
-        print(f"ERROR: {reason}; make room or choose another --to", file=sys.stderr)
+        print(f"ERROR: {reason}; free some space or choose another --to", file=sys.stderr)
         return StorageError.exit_code
     return EXIT_DONE
 

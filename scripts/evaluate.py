@@ -1,17 +1,18 @@
-"""Loss, perplexity and bits per byte of a model on a data set.
+"""Measure loss, perplexity and bits per byte of a model on a data set.
 
     python scripts/evaluate.py --model experiments/mine/export/1000 --data_path data/mine --split 969,30,1
     python scripts/evaluate.py --model experiments/mine/checkpoints --text held_out.txt more.jsonl --json
 
-The model is an export, any Hugging Face folder, one of our checkpoints or a folder of them (the newest). The data are
-token files with --data_path and --split as in training, of which the validation share is read in the samples, and in
-the order, of --validation_iters=all (or the first --samples of them): the loss is the one that training logs for these
-weights, sequence length and seed. Or they are texts (a file is a document, a line of a .jsonl file is one), tokenized
-here as scripts/prepare_data.py does, of which every token but the first is predicted once.
+The model is an export, any Hugging Face folder, a checkpoint, or a folder of checkpoints (the newest counts).
 
-`loss` is the mean over predicted tokens in nats. Bits per byte is the sum of their losses in bits over the bytes of
-UTF-8 that they spell; special tokens such as the end of a document cost bits and spell nothing. It needs a tokenizer:
-that of the model's folder, or --tokenizer_file.
+--data_path reads the validation share of token files in the samples and order of --validation_iters=all, or the first
+--samples of them. The loss equals the one that training logs for the same weights, split, sequence length and seed.
+--text reads text files (one document each) and .jsonl files (one document per line), tokenizes them like
+scripts/prepare_data.py, and predicts every token but the first once.
+
+`loss` is the mean over predicted tokens in nats. Bits per byte is the sum of their losses in bits, divided by the UTF-8
+bytes of their text; special tokens such as the end of a document cost bits and have no bytes. It needs a tokenizer,
+from the model's folder or --tokenizer_file.
 
 Exit codes: 0 done, 2 usage, 3 data, 4 model, 5 numerics, 7 memory.
 """
@@ -26,7 +27,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain checkout, not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
 from megatron_lite.config import BatchConfig, Config, DataConfig, DistributedConfig, TrainingConfig  # noqa: E402
 from megatron_lite.config.system import DTYPE_ALIASES, DTYPES  # noqa: E402
@@ -46,41 +47,47 @@ TERMINAL_INTERVAL_S, LINE_INTERVAL_S = 0.5, 30.0
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; argparse leaves with code 2 if it is wrong."""
-    parser = argparse.ArgumentParser(description="Loss of a model on a data set.", allow_abbrev=False)
+    """Parse the command line; argparse exits with code 2 if it is wrong."""
+    parser = argparse.ArgumentParser(
+        description="Measure loss, perplexity and bits per byte of a model.", allow_abbrev=False
+    )
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="an export, a Hugging Face folder, a checkpoint or a folder of them")
+    add("--model", type=Path, required=True, help="export, Hugging Face folder, checkpoint, or folder of checkpoints")
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument("--data_path", nargs="+", help="prefix of .bin/.idx files, or weight prefix weight prefix ...")
-    data.add_argument("--text", nargs="+", type=Path, help="text files, and .jsonl files with a text on each line")
-    add("--json_key", help='where a line of a .jsonl file has its text (default: "text")')
-    add("--split", help="--split of training; its second share is read; 0,1,0: everything (default: 969,30,1)")
-    add("--samples", type=positive, help="so many samples of --data_path (default: all)")
-    add("--seed", type=int, help="--seed of training, which decides where samples begin (default: 1234)")
-    add("--sequence_length", type=positive, help=f"tokens a sample (default: the model's, up to {LONGEST_DEFAULT})")
-    add("--micro_batch_size", type=positive, default=1, help="samples at a time (default: 1)")
+    data.add_argument("--text", nargs="+", type=Path, help="text files, and .jsonl files with one text per line")
+    add("--json_key", help='key of the text in .jsonl lines (default: "text")')
+    add("--split", help="--split of training; reads its second share; 0,1,0 reads everything (default: 969,30,1)")
+    add("--samples", type=positive, help="number of samples of --data_path (default: all)")
+    add("--seed", type=int, help="--seed of training, which sets where samples begin (default: 1234)")
+    add("--sequence_length", type=positive, help=f"tokens per sample (default: the model's, up to {LONGEST_DEFAULT})")
+    add("--micro_batch_size", type=positive, default=1, help="samples per forward pass (default: 1)")
     add("--cross_document_attention", type=int, choices=(0, 1), default=1, help="as in training (default: 1)")
-    add("--tokenizer_file", help="tokenizer.json (default: that of the model's folder, or the checkpoint's own)")
+    add("--tokenizer_file", help="tokenizer.json (default: from the model's folder, or the one used in training)")
     add(
         "--weights",
         choices=("raw", "average"),
         default="raw",
-        help="average: those that a checkpoint of a run with --ema_type keeps beside (default: raw)",
+        help="average: the averaged weights in a checkpoint of a run with --ema_type (default: raw)",
     )
-    add("--dtype", choices=(*DTYPES, *DTYPE_ALIASES), help="of weights (default: fp32 on a CPU, bf16 on a GPU)")
+    add(
+        "--dtype",
+        choices=(*DTYPES, *DTYPE_ALIASES),
+        help="dtype of the weights (default: fp32 on a CPU, bf16 on a GPU)",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if there is one)")
-    add("--json", action="store_true", help="one JSON object in place of words")
+    add("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
-    options.model = options.model.expanduser()  # the shell leaves the ~ of --model=~/folder alone
+    options.model = options.model.expanduser()  # the shell does not expand the ~ in --model=~/folder
     others = ("json_key",) if options.data_path else ("split", "samples", "seed")
     for name in others:
         if getattr(options, name) is not None:
-            parser.error(f"argument --{name}: has no use with {'--data_path' if options.data_path else '--text'}")
+            parser.error(f"argument --{name}: has no effect with {'--data_path' if options.data_path else '--text'}")
     return options
 
 
 def positive(text: str) -> int:
-    """What argparse makes of a count."""
+    """Parse a positive count."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is below 1")
@@ -88,7 +95,7 @@ def positive(text: str) -> int:
 
 
 def indexed_batches(options: argparse.Namespace, model: LocalModel, length: int) -> Iterator[MicroBatch]:
-    """The validation samples of token files, as training reads them.
+    """Yield the validation samples of token files as training reads them.
 
     Raises:
         UsageError, DataError: if the options contradict each other, or the files cannot be read.
@@ -96,7 +103,7 @@ def indexed_batches(options: argparse.Namespace, model: LocalModel, length: int)
     try:
         split = tuple(float(share) for share in (options.split or "969,30,1").split(","))
     except ValueError:
-        raise UsageError(f"--split={options.split}: not numbers with commas between them") from None
+        raise UsageError(f"--split={options.split}: expected numbers separated by commas, such as 969,30,1") from None
     batch_size = options.samples or options.micro_batch_size
     batch = BatchConfig(
         batch_size=batch_size,
@@ -125,10 +132,10 @@ def indexed_batches(options: argparse.Namespace, model: LocalModel, length: int)
 
 
 def texts(paths: Sequence[Path], key: str) -> Iterator[str]:
-    """Every text file, and the text of every line of a .jsonl file, but for empty ones.
+    """Yield the text of every text file and .jsonl line, except empty texts.
 
     Raises:
-        DataError: naming file and line, if one cannot be read.
+        DataError: if a file or line cannot be read; names both.
     """
     for path in paths:
         try:
@@ -153,12 +160,12 @@ def _text_of(line: bytes, key: str, place: str) -> str:
     except (ValueError, KeyError, TypeError, RecursionError):
         raise DataError(f"{place}: not a JSON object with {key!r} (--json_key)") from None
     if not isinstance(text, str):
-        raise DataError(f"{place}: {key!r} is not a text (--json_key)")
+        raise DataError(f"{place}: {key!r} is not text (--json_key)")
     return text
 
 
 class Progress:
-    """What is done so far, on standard error: over and over on a terminal, a line now and then elsewhere."""
+    """Progress on standard error: one updated line on a terminal, otherwise a line every 30 seconds."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
@@ -173,16 +180,16 @@ class Progress:
             print(f"\r\033[K{line}" if self._terminal else line, end="" if self._terminal else "\n", file=sys.stderr)
 
     def close(self) -> None:
-        """Leave no line on a terminal."""
+        """Erase the line on a terminal."""
         if self._terminal:
             print("\r\033[K", end="", file=sys.stderr)
 
 
 def find_tokenizer(options: argparse.Namespace) -> Tokenizer | None:
-    """Texts cannot be read without one, token files can.
+    """Return the tokenizer, which token files can do without.
 
     Raises:
-        DataError: if there is none and texts are to be read, or it is damaged.
+        DataError: if texts need a tokenizer and there is none, or if it is damaged.
     """
     try:
         return open_tokenizer(options.model, options.tokenizer_file, special_tokens=False)
@@ -193,10 +200,10 @@ def find_tokenizer(options: argparse.Namespace) -> Tokenizer | None:
 
 
 def result(options: argparse.Namespace) -> dict[str, object]:
-    """What is found out.
+    """Evaluate and return the record.
 
     Raises:
-        RunError: of the kind that says what is wrong.
+        RunError: if the model, the data or the tokenizer cannot be used.
     """
     device = choose_device(options.device)
     tokenizer = find_tokenizer(options)
@@ -205,7 +212,7 @@ def result(options: argparse.Namespace) -> dict[str, object]:
     model = load_model(options.model, length or LONGEST_DEFAULT, dtype, device, options.weights)
     longest = model.config.max_position_embeddings or 0
     if length is not None and length > longest:
-        raise UsageError(f"--sequence_length={length}: texts of this model have {longest:,} tokens at most")
+        raise UsageError(f"--sequence_length={length}: must be at most {longest:,}, the longest context of this model")
     length = length or min(longest, LONGEST_DEFAULT)
     if options.text:
         assert tokenizer is not None
@@ -227,12 +234,12 @@ def result(options: argparse.Namespace) -> dict[str, object]:
     finally:
         progress.close()
     if not math.isfinite(totals.nats):
-        raise NumericsError("the loss is not finite: the model's weights are broken, or too large for the dtype")
+        raise NumericsError("the loss is not finite: the weights are broken, or too large for the dtype")
     return totals.record() | {"sequence_length": length, "model": str(options.model)}
 
 
 def in_words(record: dict[str, object]) -> str:
-    """The record on one line."""
+    """Format the record as one line."""
     perplexity, bits = record["perplexity"], record["bits_per_byte"]
     parts = [f"loss {record['loss']:.6f}"]
     parts += [] if perplexity is None else [f"perplexity {perplexity:.4f}"]
@@ -242,7 +249,7 @@ def in_words(record: dict[str, object]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the result; returns the exit code."""
+    """Print the result; return the exit code."""
     options = parse_options(arguments)
     try:
         record = result(options)

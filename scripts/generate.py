@@ -1,14 +1,14 @@
-"""Continue texts with a model: an export, any Hugging Face folder, one of our checkpoints or a folder of them.
+"""Continue texts with a model: an export, any Hugging Face folder, a checkpoint, or a folder of checkpoints.
 
     python scripts/generate.py --model experiments/mine/export/1000 --prompt "Once upon a time" --temperature 0.8
     python scripts/generate.py --model experiments/mine/checkpoints --prompts_file prompts.txt --json_lines
 
-The model is the one that was trained (`megatron_lite/gpt.py`); transformers is not needed. A prompt is one pass through
-the model, and every new token one more, with the keys and values of the tokens before it kept. What becomes of a prompt
-does not depend on the others: each draws from a seed of its own, and no product sees how many texts are under way.
+Generation runs the model that was trained (`megatron_lite/model/gpt.py`) and does not need transformers. The prompt
+takes one pass through the model and each new token one more, with cached keys and values. Texts do not influence each
+other: each has its own seed, and its numbers do not depend on how many texts are generated at a time.
 
-A text ends at the end of its document, at a --stop string, after --max_new_tokens, or where it is as long as texts of
-this model can be (max_position_embeddings; a note says so).
+A text ends at the end of its document, at a --stop string, after --max_new_tokens, or at the longest context of the
+model (max_position_embeddings; a note says so).
 
 Exit codes: 0 done, 2 usage, 3 data (prompt or tokenizer), 4 model, 5 numerics, 7 memory.
 """
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain checkout, not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
 from megatron_lite.config.system import DTYPE_ALIASES, DTYPES  # noqa: E402
 from megatron_lite.errors import EXIT_DONE, DataError  # noqa: E402
@@ -46,7 +46,7 @@ GPU_BATCH_SIZE = 8
 
 
 def number(kind: Callable[[str], Any], minimum: float, maximum: float = math.inf, above: bool = False) -> Any:
-    """What argparse makes of an option's value, within bounds; `above`: the minimum itself is none."""
+    """Return an argparse type with bounds; `above` excludes the minimum."""
 
     def parse(text: str) -> Any:
         value = kind(text)
@@ -57,63 +57,67 @@ def number(kind: Callable[[str], Any], minimum: float, maximum: float = math.inf
             )
         return value
 
-    parse.__name__ = "number"  # for the message about what is no number at all
+    parse.__name__ = "number"  # argparse shows this name if the text is not a number
     return parse
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; argparse leaves with code 2 if it is wrong."""
+    """Parse the command line; argparse exits with code 2 if it is wrong."""
     parser = argparse.ArgumentParser(description="Continue texts with a model.", allow_abbrev=False)
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="an export, a Hugging Face folder, a checkpoint or a folder of them")
+    add("--model", type=Path, required=True, help="export, Hugging Face folder, checkpoint, or folder of checkpoints")
     add("--prompt", action="append", default=[], help="a text to continue; may be repeated")
-    add("--prompts_file", help="a file with a prompt on each line, blank ones left out; -: standard input")
-    add("--tokenizer_file", help="tokenizer.json (default: that of the model's folder, or the checkpoint's own)")
+    add("--prompts_file", help="a file with one prompt per line, without blank lines; -: standard input")
+    add("--tokenizer_file", help="tokenizer.json (default: from the model's folder, or the one used in training)")
     add(
         "--add_special_tokens",
         type=int,
         choices=(0, 1),
         default=1,
-        help="begin prompts as the tokenizer's template says, for instance with <s> (default: 1)",
+        help="add the special tokens of the tokenizer's template, such as <s>, to prompts (default: 1)",
     )
-    add("--max_new_tokens", type=number(int, 1), default=64, help="(default: 64)")
-    add("--temperature", type=number(float, 0), default=1.0, help="0: most probable token (default: 1)")
-    add("--top_k", type=number(int, 1), help="draw among this many tokens (default: all)")
+    add("--max_new_tokens", type=number(int, 1), default=64, help="longest continuation in tokens (default: 64)")
+    add("--temperature", type=number(float, 0), default=1.0, help="0: always take the most probable token (default: 1)")
+    add("--top_k", type=number(int, 1), help="sample from this many most probable tokens (default: all)")
     add(
         "--top_p",
         type=number(float, 0, 1, above=True),
         default=1.0,
-        help="draw among the most probable tokens that have this probability together (default: all)",
+        help="sample from the most probable tokens with this total probability (default: all)",
     )
-    add("--seed", type=number(int, 0), default=1234, help="of all draws (default: 1234)")
-    add("--stop", action="append", default=[], help="end before this string; may be repeated")
+    add("--seed", type=number(int, 0), default=1234, help="seed of the sampling (default: 1234)")
+    add("--stop", action="append", default=[], help="end a text before this string; may be repeated")
     add(
         "--batch_size",
         type=number(int, 1, 4096),
-        help=f"texts that grow side by side (default: 1 on a CPU, {GPU_BATCH_SIZE} on a GPU)",
+        help=f"texts to generate at a time (default: 1 on a CPU, {GPU_BATCH_SIZE} on a GPU)",
     )
     add(
         "--weights",
         choices=("raw", "average"),
         default="raw",
-        help="average: those that a checkpoint of a run with --ema_type keeps beside (default: raw)",
+        help="average: the averaged weights in a checkpoint of a run with --ema_type (default: raw)",
     )
-    add("--dtype", choices=(*DTYPES, *DTYPE_ALIASES), help="of weights (default: fp32 on a CPU, bf16 on a GPU)")
+    add(
+        "--dtype",
+        choices=(*DTYPES, *DTYPE_ALIASES),
+        help="dtype of the weights (default: fp32 on a CPU, bf16 on a GPU)",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if there is one)")
     add(
         "--json_lines",
         action="store_true",
-        help="a JSON object a line: index, prompt, text (what follows), finish (end, stop, length or context), "
+        help="print a JSON object per text: index, prompt, text (continuation), finish (end, stop, length, context), "
         "prompt_tokens, tokens",
     )
     options = parser.parse_args(arguments)
-    options.model = options.model.expanduser()  # the shell leaves the ~ of --model=~/folder alone
+    options.model = options.model.expanduser()  # the shell does not expand the ~ in --model=~/folder
     if "" in options.stop:
-        parser.error("argument --stop: an empty string is in every text; leave it out")
+        parser.error("argument --stop: an empty string ends every text at once; leave it out")
     if not options.prompt and options.prompts_file is None:
         parser.error("one of the arguments --prompt --prompts_file is required")
     if options.temperature == 0 and (options.top_k or options.top_p < 1):
-        parser.error("arguments --top_k, --top_p: nothing is drawn at --temperature=0; leave them out")
+        parser.error("arguments --top_k, --top_p: --temperature=0 does not sample; leave them out")
     return options
 
 
@@ -136,14 +140,14 @@ def all_prompts(options: argparse.Namespace) -> list[str]:
 
 
 def continued(options: argparse.Namespace) -> Iterator[tuple[int, str, Text, str, int]]:
-    """Number, prompt, tokens and continuation of every text in the order of the prompts, and the longest text's length.
+    """Yield number, prompt, tokens, continuation and longest length of each text, in the order of the prompts.
 
     Raises:
-        RunError: of the kind that says what is wrong with the model, a prompt or the tokenizer.
+        RunError: if the model, a prompt or the tokenizer cannot be used.
     """
     prompts = all_prompts(options)
     device = choose_device(options.device)
-    # Special tokens that a prompt spells out are meant: nobody else's text is in it.
+    # The user writes the prompts, so special tokens spelled out in them are intended.
     tokenizer = open_tokenizer(options.model, options.tokenizer_file, special_tokens=True)
     template = bool(options.add_special_tokens)
     lengths = [len(tokenizer.encode(prompt, template)) for prompt in prompts]
@@ -172,7 +176,7 @@ def continued(options: argparse.Namespace) -> Iterator[tuple[int, str, Text, str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the texts as they are done; returns the exit code."""
+    """Print the texts as they finish; return the exit code."""
     options = parse_options(arguments)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -184,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 print_page((f"--- {index + 1} ---\n" if many else "") + prompt + continuation)
             if text.finish == "context":
-                note = f"NOTE: text {index + 1} ends at {longest:,} tokens, the most that this model takes"
+                note = f"NOTE: text {index + 1} ends at {longest:,} tokens, the longest context of this model"
                 print(note + " (max_position_embeddings)", file=sys.stderr)
     except Exception as error:
         return print_failure(error, "write a smaller --batch_size or --max_new_tokens, or --dtype=bf16")

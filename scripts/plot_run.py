@@ -2,8 +2,8 @@
 
     python scripts/plot_run.py EXPERIMENT_DIR [--output loss.png] [--baseline NAME=VALUE ...]
 
-With matplotlib (`pip install matplotlib`) the picture is of the kind that the name of the output says; without it, an
-SVG is drawn by hand.
+With matplotlib (`pip install matplotlib`) the ending of --output selects the format. Without it, the picture is a
+simple SVG.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ VALIDATION_COLOR = "#ea580c"
 RATE_COLOR = "#0d9488"
 MUTED_COLOR = "#64748b"
 GRID_COLOR = "#e2e8f0"
-FEW_POINTS = 3  # a line through so few is hard to see: they get dots
-MAX_RAW_POINTS = 150  # above this the curve is smoothed, with the raw values pale behind it
+FEW_POINTS = 3  # a line through so few points is hard to see, so they are drawn as dots
+MAX_RAW_POINTS = 150  # longer curves are smoothed, with the raw values in pale behind
 
 
 @dataclass(frozen=True)
 class Curves:
-    """What is drawn. Values that were not finite are left out."""
+    """The data of the picture, without non-finite values."""
 
     title: str
     training: Points
@@ -47,10 +47,10 @@ class Curves:
 
 
 def read_curves(experiment_dir: Path, baselines: list[tuple[str, float]]) -> Curves:
-    """The curves of a run.
+    """Read the curves of a run.
 
     Raises:
-        DataError: if the run has no metrics, or none with a loss.
+        DataError: if the run has no metrics, or no loss among them.
     """
     path = experiment_dir / METRICS_FILE
     try:
@@ -84,7 +84,7 @@ def read_curves(experiment_dir: Path, baselines: list[tuple[str, float]]) -> Cur
 
 
 def smooth(points: Points) -> Points:
-    """A centred moving average over about a fiftieth of the curve; narrower towards the ends, so that it never lags."""
+    """Return a centred moving average over about 1/50 of the curve, narrower at the ends so that it does not lag."""
     sums = [0.0, *itertools.accumulate(value for _, value in points)]
     last, widest = len(points) - 1, len(points) // 100
     result = []
@@ -96,7 +96,7 @@ def smooth(points: Points) -> Points:
 
 
 def sparkline(values: Sequence[float], width: int, unicode: bool) -> str:
-    """Values as a line of blocks, each column the mean of its share."""
+    """Draw values as a line of blocks; each column shows the mean of its share."""
     blocks = "▁▂▃▄▅▆▇█" if unicode else "_.-=+*%#"
     columns = min(width, len(values))
     means = []
@@ -109,7 +109,7 @@ def sparkline(values: Sequence[float], width: int, unicode: bool) -> str:
 
 
 def format_tokens(tokens: int) -> str:
-    """1234567 as 1.23M."""
+    """Format 1234567 as 1.23M."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if tokens >= size:
             return f"{tokens / size:.3g}{letter}"
@@ -117,7 +117,7 @@ def format_tokens(tokens: int) -> str:
 
 
 def describe(curves: Curves) -> str:
-    """The last losses, in words."""
+    """Describe the last losses."""
     named = (("training", curves.training), ("validation", curves.validation), ("test", curves.test))
     parts = [f"{name} {points[-1][1]:.3f}" for name, points in named if points]
     last = max(points[-1][0] for _, points in named if points)
@@ -126,7 +126,7 @@ def describe(curves: Curves) -> str:
 
 
 def draw_with_matplotlib(curves: Curves, output: Path) -> None:
-    """Loss above, learning rate in a small panel below."""
+    """Draw the loss, with the learning rate in a small panel below."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -247,7 +247,7 @@ class _Panel:
 
 
 def round_ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round numbers between low and high."""
+    """Return about `count` round numbers between low and high."""
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
@@ -255,7 +255,7 @@ def round_ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def svg_text(x: float, y: float, text: str, size: int = 12, color: str = MUTED_COLOR, anchor: str = "start") -> str:
-    """One line of text."""
+    """Return one line of text."""
     weight = "bold" if size > 14 else "normal"
     return (
         f'<text x="{x}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" fill="{color}" '
@@ -264,7 +264,7 @@ def svg_text(x: float, y: float, text: str, size: int = 12, color: str = MUTED_C
 
 
 def draw_svg(curves: Curves) -> str:
-    """The same picture as an SVG, by hand."""
+    """Return the picture as an SVG, without matplotlib."""
     losses = [curves.training, curves.validation, curves.test]
     iterations = [iteration for points in losses for iteration, _ in points]
     x_range = (min(iterations), max(iterations))
@@ -303,30 +303,30 @@ def draw_svg(curves: Curves) -> str:
 
 
 def write_picture(curves: Curves, output: Path) -> Path:
-    """Draw into `output`, or into an .svg of that name where matplotlib is missing; returns the file written.
+    """Draw into `output`, or into an .svg of that name without matplotlib; return the file written.
 
     Raises:
-        UsageError: if the ending is no kind of picture.
+        UsageError: if the ending is not a known format.
         StorageError: if the file cannot be written.
     """
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         if importlib.util.find_spec("matplotlib") is None:
             if output.suffix != ".svg":
-                print("matplotlib is not installed (pip install matplotlib); drawing a plain SVG instead")
+                print("matplotlib is not installed (pip install matplotlib); drawing a simple SVG instead")
             output = output.with_suffix(".svg")
             output.write_text(draw_svg(curves), encoding="utf-8")
         else:
             draw_with_matplotlib(curves, output)
     except OSError as error:
         raise StorageError(f"cannot write {output}: {error.strerror}; choose another --output") from None
-    except ValueError as error:  # matplotlib's, naming the formats it knows
+    except ValueError as error:  # from matplotlib; it names the known formats
         raise UsageError(f"--output={output}: {error}") from None
     return output
 
 
 def parse_baseline(text: str) -> tuple[str, float]:
-    """NAME=VALUE, a finite number."""
+    """Parse NAME=VALUE with a finite number."""
     name, _, value = text.rpartition("=")
     number = float(value)
     if not name or not math.isfinite(number):
@@ -335,17 +335,17 @@ def parse_baseline(text: str) -> tuple[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw; returns the exit code."""
+    """Draw; return the exit code."""
     parser = argparse.ArgumentParser(description="Draw the loss curve of a run.", allow_abbrev=False)
     parser.add_argument("experiment_dir", type=Path, help="the --experiment_dir of the run")
-    parser.add_argument("--output", type=Path, help="the picture (default: loss.png in the experiment directory)")
+    parser.add_argument("--output", type=Path, help="picture to write (default: loss.png in the experiment directory)")
     parser.add_argument(
         "--baseline",
         type=parse_baseline,
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a horizontal line, such as 'unigram entropy=5.1'; may be repeated",
+        help="add a horizontal line, such as 'unigram entropy=5.1'; may be repeated",
     )
     options = parser.parse_args(arguments)
     try:

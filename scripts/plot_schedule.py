@@ -1,9 +1,9 @@
-"""Show a schedule before anything is trained: the learning rate and the batch size of every iteration.
+"""Show the learning rate and the batch size of every iteration before training.
 
     python scripts/plot_schedule.py <training flags> --csv=schedule.csv --png=schedule.png
 
-The flags are those of pretrain_gpt.py and mean the same; as for a dry run, data and directories may be left out, and
---world_size says for how many ranks. The picture needs matplotlib (`pip install matplotlib`), the table needs nothing.
+The flags are those of pretrain_gpt.py. As in a dry run, data and directories may be left out, and --world_size sets the
+number of ranks. Only --png needs matplotlib (`pip install matplotlib`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))  # runs from a plain checkout
+sys.path.insert(0, str(REPOSITORY))  # works without installation
 
 from megatron_lite.cli.parse import HelpRequested, parse  # noqa: E402
 from megatron_lite.config import Config  # noqa: E402
@@ -35,7 +35,7 @@ GRID_COLOR = "#e2e8f0"
 
 
 class Row(NamedTuple):
-    """One iteration, counted from 1; the names are those of the columns."""
+    """One iteration, counted from 1; the field names are the column names."""
 
     iteration: int
     learning_rate: float
@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 
 def schedule(config: Config) -> list[Row]:
-    """Every iteration of a run, given its resolved configuration."""
+    """Return every iteration of a run."""
     sizes = batch_schedule(config.batch)
     return [
         Row(iteration, learning_rate(config, iteration), sizes.batch_size(iteration))
@@ -52,10 +52,10 @@ def schedule(config: Config) -> list[Row]:
 
 
 def take_files(argv: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
-    """--csv and --png with their files, and the words that are left.
+    """Split the words into the files of --csv and --png, and the rest.
 
     Raises:
-        UsageError: if one has no file, or cannot be written.
+        UsageError: if a flag has no file, or matplotlib is missing.
     """
     files: dict[str, Path] = {}
     left: list[str] = []
@@ -67,32 +67,32 @@ def take_files(argv: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
             continue
         file = file if equals else next(words, "")
         if not file or file.startswith("--"):
-            raise UsageError(f"{flag}: a file must follow, as in {flag}=schedule.{flag[2:]}")
+            raise UsageError(f"{flag}: needs a file; write {flag}=schedule.{flag[2:]}")
         files[flag] = Path(file).expanduser()
     if "--png" in files and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--png: matplotlib is not installed (pip install matplotlib); --csv alone works without")
+        raise UsageError("--png: matplotlib is not installed (pip install matplotlib); --csv works without it")
     return files, left
 
 
 def read_config(argv: Sequence[str]) -> Config:
-    """The resolved configuration of the training flags; their warnings are printed.
+    """Resolve the configuration of the training flags, and print their warnings.
 
     Raises:
-        UsageError: as pretrain_gpt.py, or if there is no iteration to show.
+        UsageError: as in pretrain_gpt.py, or if there is no iteration to show.
     """
     arguments = parse(argv)
     config = arguments.config
     config = dataclasses.replace(config, distributed=dataclasses.replace(config.distributed, dry_run=True))
     config = resolve(config, planned_world_size(config, launch_world_size()))
     if config.training.train_iters == 0:
-        raise UsageError("--train_iters=0: there is no iteration to show; write --train_iters=<iterations>")
+        raise UsageError("--train_iters=0: no iterations to show; write --train_iters=<iterations>")
     for line in (*arguments.warnings, *warnings(config)):
         print(f"WARNING: {line}", file=sys.stderr)
     return config
 
 
 def write_table(rows: Sequence[Row], path: Path) -> None:
-    """One line per iteration under the names of the columns; rates read back as the same numbers."""
+    """Write one line per iteration below the column names; rates read back exactly."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(Row._fields)
@@ -100,7 +100,7 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """The learning rate over the iterations; below it the batch size, if that changes."""
+    """Draw the learning rate and, if it changes, the batch size below."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
@@ -138,11 +138,11 @@ def write(files: dict[str, Path], rows: Sequence[Row]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             (write_table if flag == "--csv" else draw)(rows, path)
         except OSError as error:
-            raise StorageError(f"{flag}={path}: cannot write: {error.strerror}; choose another file") from None
+            raise StorageError(f"{flag}={path}: cannot be written: {error.strerror}; choose another file") from None
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write what is asked for; returns the exit code."""
+    """Write the files; return the exit code."""
     try:
         files, left = take_files(argv)
         config = read_config(left)

@@ -1,13 +1,13 @@
-"""Turn texts into token files: text files, folders of them, and .jsonl files become <output_prefix>.bin and .idx.
+"""Tokenize text files, folders and .jsonl files into <output_prefix>.bin and .idx.
 
     python scripts/prepare_data.py my_texts --output_prefix data/mine --tokenizer byte
     python scripts/prepare_data.py corpus.jsonl --output_prefix data/mine --train_tokenizer 4096
     python scripts/prepare_data.py ~/code --suffix .py,.md --output_prefix data/code --tokenizer some/tokenizer.json
 
-A text file is one document; so is every line of a .jsonl file, whose text stands under --json_key. Folders are read
-recursively in the order of their paths. Each document is followed by the end-of-document token. Beside the token files
-stand <output_prefix>.tokenizer.json (for --tokenizer_file of training) and <output_prefix>.summary.json. The .idx file
-appears last: without it, nothing was prepared.
+A text file is one document, and so is each line of a .jsonl file, with its text under --json_key. Folders are read
+recursively in the order of their paths. An end-of-document token follows each document. <output_prefix>.tokenizer.json
+(for --tokenizer_file in training) and <output_prefix>.summary.json are written beside the token files. The .idx file
+appears last: without it the data are incomplete.
 
 Exit codes: 0 done, 2 usage, 3 data, 8 storage.
 """
@@ -26,27 +26,27 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a plain checkout, not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter, replace_file  # noqa: E402
 from megatron_lite.data.indexed_dataset import smallest_dtype  # noqa: E402
 from megatron_lite.data.tokenizing import ByteTokenizer, Tokenizer, load_tokenizer, save_byte_tokenizer, train_tokenizer
 from megatron_lite.errors import EXIT_DONE, DataError, RunError, StorageError, UsageError  # noqa: E402
 
-BATCH_CHARACTERS = 1 << 22  # texts go to the tokenizer in batches of about this size, for its threads
+BATCH_CHARACTERS = 1 << 22  # batch size for the threads of the tokenizer
 SHOWN_FAULTS = 10
 
 
 @dataclass
 class Faults:
-    """Documents that are left out: named on standard error, the first few of them, and counted."""
+    """Counts of skipped documents; the first few are also named on standard error."""
 
     strict: bool
     quiet: bool = False
     counts: dict[str, int] = field(default_factory=dict)
 
     def add(self, place: str, kind: str, detail: str = "") -> None:
-        """place: file, or file and line.
+        """Record a document at `place`, a file or a file and line.
 
         Raises: DataError with --strict.
         """
@@ -59,7 +59,7 @@ class Faults:
         if self.total <= SHOWN_FAULTS:
             print(f"skipped {message}", file=sys.stderr)
         elif self.total == SHOWN_FAULTS + 1:
-            print("skipped more: only counted from here on", file=sys.stderr)
+            print("skipped more: from here on they are only counted", file=sys.stderr)
 
     @property
     def total(self) -> int:
@@ -67,9 +67,9 @@ class Faults:
 
 
 def input_files(inputs: Sequence[str], suffixes: tuple[str, ...]) -> list[Path]:
-    """The named files as they come, and the files of the named folders that end in one of `suffixes`, sorted by path.
+    """Return the named files in order; a folder yields its files that end in one of `suffixes`, sorted by path.
 
-    Raises: DataError if something named does not exist, or a folder holds no such file.
+    Raises: DataError if an input does not exist, or a folder has no such file.
     """
     files: list[Path] = []
     for name in inputs:
@@ -92,7 +92,7 @@ def _refuse(error: OSError) -> None:
 
 
 def documents(files: Sequence[Path], json_key: str, faults: Faults) -> Iterator[str]:
-    """The texts of all files, in order, without those that are blank or damaged."""
+    """Yield the texts of all files in order, skipping blank and damaged texts."""
     for path in files:
         try:
             if path.name.endswith(".jsonl"):
@@ -123,13 +123,13 @@ def _json_lines(path: Path, json_key: str, faults: Faults) -> Iterator[str]:
             elif not text.strip():
                 faults.add(place, "blank")
             elif not _is_unicode(text):
-                faults.add(place, "half of a surrogate pair, which is no character")
+                faults.add(place, "contains half of a surrogate pair, which is not a character")
             else:
                 yield text
 
 
 def _decoded(data: bytes, place: str, faults: Faults) -> str | None:
-    """UTF-8 as text, without a byte order mark; None, and a fault, if it is not UTF-8 or blank."""
+    """Decode UTF-8 without a byte order mark; return None and record a fault if it is blank or not UTF-8."""
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -164,7 +164,7 @@ def batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def write_tokens(texts: Iterator[str], tokenizer: Tokenizer, writer: IndexedDatasetWriter) -> dict[str, Any]:
-    """Tokenize and write all texts; returns their statistics."""
+    """Tokenize and write all texts; return their statistics."""
     counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     end = np.array([tokenizer.end_of_document], dtype=np.int64)
     text_bytes = 0
@@ -188,12 +188,12 @@ def write_tokens(texts: Iterator[str], tokenizer: Tokenizer, writer: IndexedData
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """Everything that the command does."""
+    """Run the command."""
     prefix: str = options.output_prefix
     _check_output(prefix, options.overwrite)
     suffixes = tuple(part if part.startswith(".") else "." + part for part in options.suffix.split(",") if part)
     if not suffixes:
-        raise UsageError("--suffix: names no ending; write them as .txt,.md")
+        raise UsageError("--suffix: no file ending given; write for example --suffix=.txt,.md")
     files = input_files(options.inputs, suffixes)
     faults = Faults(strict=options.strict)
     tokenizer_file = Path(prefix + ".tokenizer.json")
@@ -203,9 +203,9 @@ def prepare(options: argparse.Namespace) -> None:
         with IndexedDatasetWriter(prefix, smallest_dtype(tokenizer.vocab_size)) as writer:
             summary = write_tokens(documents(files, options.json_key, faults), tokenizer, writer)
             if writer.num_documents == 0:
-                raise DataError(f"{', '.join(options.inputs)}: no document is left to write ({faults.total} skipped)")
+                raise DataError(f"{', '.join(options.inputs)}: no documents left to write ({faults.total} skipped)")
             summary["skipped"] = dict(sorted(faults.counts.items()))
-            # Old tokens never stand beside a new tokenizer: without .idx they cannot be opened.
+            # Remove the old .idx first: old tokens beside a new tokenizer must not be usable.
             _remove(Path(prefix + ".idx"))
             replace_file(tokenizer_file, kept.read_bytes())
             replace_file(Path(prefix + ".summary.json"), (json.dumps(summary, indent=2) + "\n").encode())
@@ -213,9 +213,9 @@ def prepare(options: argparse.Namespace) -> None:
 
 
 def _tokenizer(options: argparse.Namespace, files: Sequence[Path], kept: Path) -> Tokenizer:
-    """The tokenizer to use, also written to `kept` as a tokenizer.json."""
+    """Return the tokenizer, and write it to `kept` as a tokenizer.json."""
     if options.train_tokenizer is not None:
-        # A first pass over the texts; the second one reports the faults.
+        # This first pass is quiet; the second pass reports the faults.
         texts = documents(files, options.json_key, Faults(strict=options.strict, quiet=True))
         trained = train_tokenizer(texts, options.train_tokenizer, str(kept))
         if trained.vocab_size < options.train_tokenizer:
@@ -238,16 +238,16 @@ def _remove(path: Path) -> None:
 
 
 def _check_output(prefix: str, overwrite: bool) -> None:
-    """Refuse to overwrite; make the folder."""
+    """Refuse to overwrite files, and create the folder."""
     if Path(prefix).name in ("", ".", ".."):
-        raise UsageError(f"--output_prefix={prefix}: ends in a folder; add a name for the files in it")
+        raise UsageError(f"--output_prefix={prefix}: names a folder; add a name for the files, such as data/mine")
     for path in (prefix + ".idx", prefix + ".bin"):
         if os.path.lexists(path) and not overwrite:
-            raise UsageError(f"{path}: exists; take another --output_prefix, or replace it with --overwrite")
+            raise UsageError(f"{path}: exists; choose another --output_prefix, or replace it with --overwrite")
     try:
         Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"{Path(prefix).parent}: cannot be made: {error.strerror}") from error
+        raise StorageError(f"{Path(prefix).parent}: cannot be created: {error.strerror}") from error
 
 
 def _report(prefix: str, summary: dict[str, Any]) -> None:
@@ -260,36 +260,46 @@ def _report(prefix: str, summary: dict[str, Any]) -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("inputs", nargs="+", help="text files, folders, .jsonl files")
     parser.add_argument(
-        "--output_prefix", required=True, metavar="PREFIX", help="the files are called <PREFIX>.bin, ..."
+        "--output_prefix", required=True, metavar="PREFIX", help="write <PREFIX>.bin, <PREFIX>.idx, ..."
     )
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument(
-        "--tokenizer", default="byte", metavar="byte|PATH", help="the built-in bytes (default), or a tokenizer.json"
+        "--tokenizer",
+        default="byte",
+        metavar="byte|PATH",
+        help="the built-in byte tokenizer (default), or a tokenizer.json",
     )
     choice.add_argument(
-        "--train_tokenizer", type=int, metavar="VOCAB", help="train a byte-level BPE of this many tokens on the input"
+        "--train_tokenizer",
+        type=int,
+        metavar="VOCAB",
+        help="train a byte-level BPE tokenizer with this vocabulary size on the input",
     )
     parser.add_argument(
-        "--end_of_document", metavar="TOKEN", help="token that ends documents (found in most tokenizers)"
+        "--end_of_document", metavar="TOKEN", help="end-of-document token (default: the tokenizer's own)"
     )
     parser.add_argument(
-        "--special_tokens", action="store_true", help="special tokens spelled out in a text are meant as such"
+        "--special_tokens", action="store_true", help="treat special tokens spelled out in a text as special tokens"
     )
-    parser.add_argument("--suffix", default=".txt,.md,.jsonl", help="endings read in folders (default: %(default)s)")
-    parser.add_argument("--json_key", default="text", metavar="KEY", help="where .jsonl lines have their text (text)")
+    parser.add_argument(
+        "--suffix", default=".txt,.md,.jsonl", help="file endings to read in folders (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--json_key", default="text", metavar="KEY", help="key of the text in .jsonl lines (default: text)"
+    )
     parser.add_argument("--strict", action="store_true", help="stop at a bad document instead of skipping it")
-    parser.add_argument("--overwrite", action="store_true", help="replace token files that exist")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing token files")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command; return the exit code."""
     options = parse(argv)
     try:
         prepare(options)

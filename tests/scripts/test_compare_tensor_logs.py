@@ -111,7 +111,7 @@ def test_dtypes_compare_within_tolerances_only(script: Any, tmp_path: Path) -> N
     assert script.compare(a, b, rtol=2e-2) == []
     assert len(script.compare(a, b, rtol=1e-5)) == 5
     rounded = write(tmp_path / "rounded", {name: tensor.bfloat16().float() for name, tensor in tensors.items()}, 20)
-    assert script.compare(rounded, b)[0].what == "dtypes float32 and bfloat16, no difference of values seen"
+    assert script.compare(rounded, b)[0].what == "dtypes float32 and bfloat16, no difference of values found"
 
 
 @pytest.mark.parametrize("rtol", [0.0, 0.1])

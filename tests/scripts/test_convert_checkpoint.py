@@ -169,11 +169,12 @@ def a_folder_with(*names: str) -> Callable[[Path], None]:
     return make
 
 
+FOREIGN, NESTED = "holds files that belong to no checkpoint or export", "must not contain each other"
 REFUSALS: dict[str, tuple[Callable[[Path], None] | None, list[str], int, str]] = {
-    "exists": (a_folder_with("config.json"), [], 2, "it exists; choose another, or replace it with --exist_ok"),
-    "is a file": (a_file, ["--exist_ok"], 2, "holds other things than"),
-    "foreign file": (a_folder_with("config.json", "notes.txt"), ["--exist_ok"], 2, "holds other things than"),
-    "a link": (lambda folder: folder.symlink_to(folder.parent / "theirs"), ["--exist_ok"], 2, "inside the other"),
+    "exists": (a_folder_with("config.json"), [], 2, "exists; choose another folder, or replace it with --exist_ok"),
+    "is a file": (a_file, ["--exist_ok"], 2, FOREIGN),
+    "foreign file": (a_folder_with("config.json", "notes.txt"), ["--exist_ok"], 2, FOREIGN),
+    "a link": (lambda folder: folder.symlink_to(folder.parent / "theirs"), ["--exist_ok"], 2, NESTED),
     "size": (None, ["--shard_size=5gb"], 2, "--shard_size=5gb: gb is not a unit"),
     "average": (None, ["--weights=average"], 4, "one set of weights"),
     "no tokenizer": (None, ["--tokenizer_file=/nowhere/t.json"], 3, "/nowhere/t.json: cannot be read"),
@@ -208,7 +209,7 @@ def test_a_folder_inside_the_source_and_a_wrong_number_are_refused(
 ) -> None:
     """Nothing is written into what is read, nor a checkpoint under the number of another iteration."""
     theirs = write_folder(FAST, tmp_path / "theirs")
-    for target, said in (("theirs/in", "inside the other"), ("theirs", "inside the other"), ("7", "named after their")):
+    for target, said in (("theirs/in", NESTED), ("theirs", NESTED), ("7", "must be named after its iteration")):
         assert convert(theirs, tmp_path / target, "distributed", "--exist_ok") == 2
         assert said in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]

@@ -179,7 +179,7 @@ def test_a_text_ends_where_the_model_ends(export: Path, call: Callable[..., Any]
     lines = [line for line in objects(output) if line["finish"] != "end"]
     assert code == 0 and lines
     assert all(line["finish"] == "context" and len(line["tokens"]) == 4 for line in lines)
-    note = "NOTE: text {} ends at 64 tokens, the most that this model takes (max_position_embeddings)"
+    note = "NOTE: text {} ends at 64 tokens, the longest context of this model (max_position_embeddings)"
     assert error.splitlines() == [note.format(line["index"] + 1) for line in lines]
 
 
@@ -254,7 +254,7 @@ def test_a_home_is_found_and_memory_that_is_short_is_told_of(
         (["--top_p=0"], "above 0"),
         (["--top_p=1.5"], "at most 1"),
         (["--stop="], "empty"),
-        (["--temperature=0", "--top_k=3"], "nothing is drawn"),
+        (["--temperature=0", "--top_k=3"], "does not sample"),
         (["--dtype=fp8"], "fp8"),
     ],
 )

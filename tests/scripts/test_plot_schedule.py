@@ -99,12 +99,12 @@ def test_picture_without_matplotlib(
     ("words", "code", "message"),
     [
         (FLAGS, 2, "ERROR: nothing to write: add --csv=schedule.csv"),
-        ([*FLAGS, "--csv"], 2, "ERROR: --csv: a file must follow, as in --csv=schedule.csv"),
-        (["--csv", *FLAGS], 2, "ERROR: --csv: a file must follow"),
-        (["--csv=x"], 2, "ERROR: --train_iters=0: there is no iteration to show"),
+        ([*FLAGS, "--csv"], 2, "ERROR: --csv: needs a file; write --csv=schedule.csv"),
+        (["--csv", *FLAGS], 2, "ERROR: --csv: needs a file"),
+        (["--csv=x"], 2, "ERROR: --train_iters=0: no iterations to show"),
         ([*FLAGS, "--csv=x", "--lr_cycle_iters=5"], 2, "exclude each other"),
         ([*FLAGS, "--csv=x", "--lr_decay=5", "--lr=-1"], 2, "ERROR: unknown flag --lr_decay"),
-        ([*FLAGS, "--csv=/dev/null/x"], 8, "ERROR: --csv=/dev/null/x: cannot write: "),
+        ([*FLAGS, "--csv=/dev/null/x"], 8, "ERROR: --csv=/dev/null/x: cannot be written: "),
     ],
 )
 def test_errors(

@@ -108,7 +108,7 @@ BAD_LINES = [
     (b'{"other": "x"}', "no text under the key"),
     (b'{"text": 5}', "no text under the key"),
     (b'{"text": " "}', "blank"),
-    (b'{"text": "\\ud800"}', "half of a surrogate pair"),
+    (b'{"text": "\\ud800"}', "contains half of a surrogate pair"),
 ]
 
 
@@ -123,7 +123,7 @@ def test_bad_lines_are_skipped_and_counted(tmp_path: Path, capsys: pytest.Captur
     assert isinstance(skipped, dict) and sum(skipped.values()) == len(BAD_LINES) and skipped["not UTF-8"] == 1
     errors = capsys.readouterr().err.splitlines()
     assert errors[4].startswith(f"skipped {path}: line 9: not UTF-8: byte 10 is 0xff")
-    assert errors[10] == "skipped more: only counted from here on" and len(errors) == 11
+    assert errors[10] == "skipped more: from here on they are only counted" and len(errors) == 11
 
 
 @pytest.mark.parametrize(("line", "kind"), BAD_LINES)
@@ -166,7 +166,7 @@ def test_it_refuses_to_overwrite(folder: Path, tmp_path: Path, capsys: pytest.Ca
     before = {path: path.read_bytes() for path in tmp_path.glob("x.*")}
     assert len(before) == 4
     assert main(folder, "--output_prefix", prefix) == 2
-    assert "x.idx: exists; take another --output_prefix, or replace it with --overwrite" in capsys.readouterr().err
+    assert "x.idx: exists; choose another --output_prefix, or replace it with --overwrite" in capsys.readouterr().err
     assert main(folder, "--output_prefix", prefix, "--overwrite", "--strict", "--train_tokenizer", 257) == 3
     assert {path: path.read_bytes() for path in tmp_path.glob("x.*")} == before
     assert main(folder / "b.txt", "--output_prefix", prefix, "--overwrite") == 0
@@ -181,12 +181,12 @@ def test_refusals_have_codes_and_one_line(folder: Path, tmp_path: Path, capsys: 
     cases = [
         (3, "missing: no such file or folder", (tmp_path / "missing", *prefix)),
         (3, "ends in .rs (--suffix)", (folder, "--suffix", ".rs", *prefix)),
-        (3, "no document is left to write (1 skipped)", (blocked, *prefix)),
+        (3, "no documents left to write (1 skipped)", (blocked, *prefix)),
         (3, "t.json: cannot be read", (folder, "--tokenizer", tmp_path / "t.json", *prefix)),
         (2, "vocabulary of 5 is too small", (folder, "--train_tokenizer", "5", *prefix)),
         (2, "--suffix", (folder, "--suffix", ",", *prefix)),
-        (2, "ends in a folder", (folder, "--output_prefix", f"{tmp_path}/..")),
-        (8, "cannot be made", (folder, "--output_prefix", blocked / "x" / "y")),
+        (2, "names a folder; add a name for the files", (folder, "--output_prefix", f"{tmp_path}/..")),
+        (8, "cannot be created", (folder, "--output_prefix", blocked / "x" / "y")),
     ]
     for code, fact, arguments in cases:
         assert main(*arguments) == code, fact
