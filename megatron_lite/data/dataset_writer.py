@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from array import array
 from collections.abc import Iterator
@@ -41,12 +42,10 @@ class IndexedDatasetWriter:
         self._sizes = array("i")
         self.num_tokens = 0
         self._bin_tmp, self._index_tmp = Path(prefix + ".bin.tmp"), Path(prefix + ".idx.tmp")
-        try:
+        with _writing(self._bin_tmp):
             self._bin: IO[bytes] = open(self._bin_tmp, "ab")
             self._lock()
             self._bin.truncate(0)  # after the lock, to spare the file of another writer
-        except OSError as error:
-            raise StorageError(f"{self._bin_tmp}: cannot be written: {error.strerror}") from error
 
     def _lock(self) -> None:
         taken = False
@@ -77,16 +76,14 @@ class IndexedDatasetWriter:
             raise DataError(f"{self.prefix}: a token id of document {len(self._sizes)} does not fit {self.dtype.name}")
         if tokens.size > np.iinfo(np.int32).max:
             raise DataError(f"{self.prefix}: document {len(self._sizes)} has {tokens.size:,} tokens, over 2**31 - 1")
-        try:
+        with _writing(self._bin_tmp):
             self._bin.write(tokens.astype(self.dtype, copy=False).tobytes())
-        except OSError as error:
-            raise StorageError(f"{self._bin_tmp}: cannot be written: {error.strerror}") from error
         self._sizes.append(tokens.size)
         self.num_tokens += tokens.size
 
     def commit(self) -> None:
         """Write the index and publish both files."""
-        try:
+        with _writing(self.prefix):
             _sync(self._bin)
             with open(self._index_tmp, "wb") as index:
                 index.writelines(self._index_parts())
@@ -97,8 +94,6 @@ class IndexedDatasetWriter:
             os.replace(self._index_tmp, index_path)
             self._bin.close()
             durable_files.sync_folder(index_path.parent)
-        except OSError as error:
-            raise StorageError(f"{self.prefix}: cannot be written: {error.strerror}") from error
 
     def _index_parts(self) -> Iterator[bytes]:
         count = len(self._sizes)
@@ -136,6 +131,15 @@ class IndexedDatasetWriter:
             raise
 
 
+@contextlib.contextmanager
+def _writing(path: str | Path) -> Iterator[None]:
+    """Turn errors of the file system into a StorageError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+
+
 def _sync(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())
@@ -146,7 +150,5 @@ def replace_file(path: Path, data: bytes) -> None:
 
     Raises: StorageError.
     """
-    try:
+    with _writing(path):
         durable_files.replace_file(path, data, sync=True)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error

@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import os
 import struct
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
 TOKEN_DTYPES: dict[int, str] = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOAT_CODES = (6, 7)  # valid in the format, but not for tokens
+STARTS_PER_READ = 512  # one page of 4 KiB
 CHUNK = 1 << 20  # index entries to check or write at a time, which bounds the memory
 
 
@@ -146,6 +148,35 @@ class IndexedDataset:
         for start in range(0, len(entries), CHUNK):
             if (np.diff(entries[start : start + CHUNK + 1]) < 0).any():
                 raise DataError(f"{self.index_path}: its document index is not in rising order")
+
+
+@dataclass(frozen=True)
+class DocumentBorders:
+    """Borders of the documents of one data set, looked up in its index on disk: a few dozen cached reads per sample.
+
+    Loading the index, or mapping it, would cost each worker 8 bytes per document, or a SIGBUS if it is cut short.
+    """
+
+    starts: DiskArray  # (n,) first byte of each document in `.bin`, rising; an empty document shares the next one's
+    dtype: np.dtype[Any]  # of the tokens in `.bin`
+
+    def pieces(self, start: int, length: int) -> NDArray[np.int32]:
+        """Return the lengths of the pieces of documents in tokens [start, start + length) of the file, in order.
+
+        The lengths are positive, since empty documents have no piece, and add up to `length`.
+
+        Raises: DataError if the index cannot be read any more.
+        """
+        itemsize, end = self.dtype.itemsize, start + length
+        borders: list[Any] = [[start]]
+        document = bisect.bisect_right(self.starts, start * itemsize)  # the first that begins after `start`
+        while document < len(self.starts):
+            begins = self.starts.read(document, min(STARTS_PER_READ, len(self.starts) - document)) // itemsize
+            borders.append(begins[begins < end])
+            if begins[-1] >= end:
+                break
+            document += len(begins)
+        return np.diff(np.unique(np.concatenate([*borders, [end]]))).astype(np.int32)
 
 
 def _size(path: str, prefix: str) -> int:

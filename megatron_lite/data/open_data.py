@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from megatron_lite.config import Config
 from megatron_lite.data.blending import MAX_SAMPLES, Blend, Concatenation
-from megatron_lite.data.indexed_dataset import IndexedDataset
+from megatron_lite.data.indexed_dataset import DocumentBorders, IndexedDataset
 from megatron_lite.data.loader import DataSource, Phase
-from megatron_lite.data.reading import DocumentBorders, RandomReader, Stream, StreamReader
+from megatron_lite.data.reading import RandomReader, Stream, StreamReader
 from megatron_lite.data.sampling import PHASES, StreamSampler, sampler_key, split_documents
 from megatron_lite.data.tokenizing import read_tokenizer_file
 from megatron_lite.errors import DataError, UsageError

@@ -6,7 +6,6 @@ second and take a tenth of the memory.
 
 from __future__ import annotations
 
-import bisect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +16,9 @@ from numpy.typing import NDArray
 
 from megatron_lite.data.blending import Blend, Concatenation
 from megatron_lite.data.disk_array import DiskArray
-from megatron_lite.data.indexed_dataset import IndexedDataset
+from megatron_lite.data.indexed_dataset import DocumentBorders, IndexedDataset
 from megatron_lite.data.sampling import StreamSampler, random_tokens
 from megatron_lite.errors import DataError
-
-_STARTS_PER_READ = 512  # one page of 4 KiB
 
 
 @dataclass(frozen=True)
@@ -54,35 +51,6 @@ class RandomReader:
         tokens = random_tokens(indices, self.sequence_length + 1, self.vocab_size, self.key)
         lengths = np.full(count, self.sequence_length, dtype=np.int32) if self.documents else None
         return Samples(tokens, lengths=lengths)
-
-
-@dataclass(frozen=True)
-class DocumentBorders:
-    """Borders of the documents of one data set, looked up in its index on disk: a few dozen cached reads per sample.
-
-    Loading the index, or mapping it, would cost each worker 8 bytes per document, or a SIGBUS if it is cut short.
-    """
-
-    starts: DiskArray  # (n,) first byte of each document in `.bin`, rising; an empty document shares the next one's
-    dtype: np.dtype[Any]  # of the tokens in `.bin`
-
-    def pieces(self, start: int, length: int) -> NDArray[np.int32]:
-        """Return the lengths of the pieces of documents in tokens [start, start + length) of the file, in order.
-
-        The lengths are positive, since empty documents have no piece, and add up to `length`.
-
-        Raises: DataError if the index cannot be read any more.
-        """
-        itemsize, end = self.dtype.itemsize, start + length
-        borders: list[Any] = [[start]]
-        document = bisect.bisect_right(self.starts, start * itemsize)  # the first that begins after `start`
-        while document < len(self.starts):
-            begins = self.starts.read(document, min(_STARTS_PER_READ, len(self.starts) - document)) // itemsize
-            borders.append(begins[begins < end])
-            if begins[-1] >= end:
-                break
-            document += len(begins)
-        return np.diff(np.unique(np.concatenate([*borders, [end]]))).astype(np.int32)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ predicted like others, so they cost bits, but they spell no bytes.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -99,13 +100,8 @@ def text_batches(
     Raises:
         DataError: for a token beyond the vocabulary.
     """
-    samples: list[tuple[list[int], list[int]]] = []
-    for sample in _samples(texts, tokenizer, vocab_size, sequence_length):
-        samples.append(sample)
-        if len(samples) == rows:
-            yield _micro_batch(samples, sequence_length, device, separate)
-            samples = []
-    if samples:
+    stream = _samples(texts, tokenizer, vocab_size, sequence_length)
+    while samples := list(itertools.islice(stream, rows)):
         yield _micro_batch(samples, sequence_length, device, separate)
 
 

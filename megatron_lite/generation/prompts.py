@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -134,11 +135,11 @@ def numbered(prompts: Sequence[str]) -> list[tuple[str, int]]:
 
     Seeds are made from these pairs, so that a prompt's place and the other prompts do not matter.
     """
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     result: list[tuple[str, int]] = []
     for prompt in prompts:
-        result.append((prompt, seen.get(prompt, 0)))
-        seen[prompt] = result[-1][1] + 1
+        result.append((prompt, seen[prompt]))
+        seen[prompt] += 1
     return result
 
 

@@ -16,9 +16,9 @@ from megatron_lite.kernels.choice import Kernels
 FP32_BYTES = 4
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sizes:
-    """Sizes of the tensors of one micro-batch, in bytes unless the name says channels or tokens."""
+    """Sizes of the tensors of one micro-batch, in bytes unless the name says otherwise."""
 
     model: ModelConfig
     kernels: Kernels
@@ -33,63 +33,25 @@ class Sizes:
     chunk_tokens: int  # tokens whose logits exist at a time
     trained: Collection[str]  # names of the parameters that are not frozen
 
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.length
+    def __post_init__(self) -> None:
+        """Derive the sizes of tensors; (b, s, channels) in the training dtype unless the comment says otherwise."""
+        model = self.model
+        assert model.head_groups and model.kv_channels and model.ffn_hidden_size, "resolved"
+        self.tokens = self.batch * self.length
+        self.heads, self.key_heads = model.num_attention_heads, model.head_groups
+        self.query_channels, self.key_channels = self.heads * model.kv_channels, self.key_heads * model.kv_channels
+        self.query_key_value = self.of(self.query_channels, self.key_channels, self.key_channels)
+        self.z_channels = model.ffn_hidden_size  # u and z are those of `kernels/mlp.py`
+        self.u_channels = 2 * self.z_channels if model.gated else self.z_channels
+        self.u, self.z = self.of(self.u_channels), self.of(self.z_channels)
+        self.hidden = self.of(model.hidden_size)
+        self.hidden_fp32 = self.tokens * model.hidden_size * FP32_BYTES
+        self.stream = self.tokens * model.hidden_size * self.residual_itemsize  # in the residual stream
+        self.is_half = self.itemsize != FP32_BYTES  # computing in fp32 makes copies
 
     def of(self, *channels: int) -> int:
-        """(b, s, channels) tensors in the training dtype."""
+        """Return the bytes of (b, s, channels) tensors in the training dtype."""
         return self.tokens * sum(channels) * self.itemsize
-
-    @property
-    def hidden(self) -> int:
-        """(b, s, h) in the training dtype."""
-        return self.of(self.model.hidden_size)
-
-    @property
-    def stream(self) -> int:
-        """(b, s, h) in the dtype of the residual stream."""
-        return self.tokens * self.model.hidden_size * self.residual_itemsize
-
-    @property
-    def hidden_fp32(self) -> int:
-        """(b, s, h) in fp32."""
-        return self.tokens * self.model.hidden_size * FP32_BYTES
-
-    @property
-    def query_channels(self) -> int:
-        assert self.model.kv_channels is not None, "resolved"
-        return self.model.num_attention_heads * self.model.kv_channels
-
-    @property
-    def key_channels(self) -> int:
-        """Channels of the keys, and of the values."""
-        assert self.model.head_groups is not None and self.model.kv_channels is not None, "resolved"
-        return self.model.head_groups * self.model.kv_channels
-
-    @property
-    def query_key_value(self) -> int:
-        return self.of(self.query_channels, self.key_channels, self.key_channels)
-
-    @property
-    def up_channels(self) -> int:
-        """Output channels of the MLP's first product: u in `kernels/mlp.py`."""
-        assert self.model.ffn_hidden_size is not None, "resolved"
-        return self.model.ffn_hidden_size * (2 if self.model.gated else 1)
-
-    @property
-    def u(self) -> int:
-        return self.of(self.up_channels)
-
-    @property
-    def z(self) -> int:
-        """The MLP's activations: z in `kernels/mlp.py`."""
-        return self.of(self.model.ffn_hidden_size or 0)
-
-    @property
-    def is_half(self) -> bool:
-        """Whether the training dtype is narrower than fp32, so that computing in fp32 makes copies."""
-        return self.itemsize != FP32_BYTES
 
     @property
     def attention(self) -> str:
@@ -179,18 +141,16 @@ def _attention(saved: Saved, sizes: Sizes, name: str, reached: bool) -> bool:
 
     With norms of queries and keys the whole projection is saved, for its values, and the normalized queries and keys.
     """
-    model = sizes.model
     saved.add("linear inputs", sizes.hidden, sizes.trains(f"{name}query_key_value.weight"))
     reached = reached or sizes.trains(f"{name}query_key_value.")
-    if model.qk_layernorm:
-        assert model.head_groups is not None, "resolved"
+    if sizes.model.qk_layernorm:
         reached = reached or sizes.trains(f"{name}query_norm.") or sizes.trains(f"{name}key_norm.")
         saved.add("normalized query, key", sizes.of(sizes.query_channels, sizes.key_channels), reached)
-        saved.add("norm statistics", _statistics(sizes, model.num_attention_heads + model.head_groups), reached)
+        saved.add("norm statistics", _statistics(sizes, sizes.heads + sizes.key_heads), reached)
     fused = reached and sizes.attention != "math"
     saved.add("query, key, value", sizes.query_key_value, reached)
     saved.add("attention outputs", sizes.of(sizes.query_channels), fused or sizes.trains(f"{name}output.weight"))
-    saved.add("attention statistics", sizes.tokens * model.num_attention_heads * FP32_BYTES, fused)
+    saved.add("attention statistics", sizes.tokens * sizes.heads * FP32_BYTES, fused)
     return reached or sizes.trains(f"{name}output.")
 
 

@@ -156,9 +156,8 @@ def _block_forward(sizes: Sizes, saved: Saved) -> int:
 def _block_evaluation(sizes: Sizes) -> int:
     """A block that saves nothing: a function's input lives until its output is there."""
     model, hidden, stream, walk = sizes.model, sizes.hidden, sizes.stream, Walk()
-    assert model.head_groups is not None, "resolved"
     into_norm = _norm_temporaries(sizes, stream, hidden)
-    rotation = _rotation_temporaries(sizes, model.num_attention_heads + model.head_groups)
+    rotation = _rotation_temporaries(sizes, sizes.heads + sizes.key_heads)
     context = sizes.of(sizes.query_channels)
     normalized = sizes.of(sizes.query_channels, sizes.key_channels) if model.qk_layernorm else 0
     walk.allocate(hidden, temporary=into_norm)
@@ -232,10 +231,10 @@ def _mlp_backward(walk: Walk, sizes: Sizes) -> None:
     walk.allocate(sizes.z if recomputes_z and not in_place else 0, temporary=du_temporary)
     if not (recomputes_z and in_place):  # otherwise z is written over dz
         walk.free(sizes.z)
-    walk.allocate(0, temporary=_weight_gradient(sizes, hidden_size, sizes.model.ffn_hidden_size or 0))
+    walk.allocate(0, temporary=_weight_gradient(sizes, hidden_size, sizes.z_channels))
     if recomputes_z:
         walk.free(sizes.z)
-    walk.allocate(0, temporary=_weight_gradient(sizes, sizes.up_channels, hidden_size))
+    walk.allocate(0, temporary=_weight_gradient(sizes, sizes.u_channels, hidden_size))
     walk.allocate(sizes.hidden)
     if sizes.level == "full":
         walk.free(sizes.u)
@@ -255,7 +254,7 @@ def _attention_backward(walk: Walk, sizes: Sizes, saved: Saved) -> None:
         walk.allocate(gradients, temporary=per_head + sizes.tokens * query * FP32_BYTES)
         walk.free(saved["attention outputs"])
     walk.free(context, saved["query, key, value"], saved["attention statistics"])
-    walk.allocate(gradients, temporary=_rotation_temporaries(sizes, model.num_attention_heads))
+    walk.allocate(gradients, temporary=_rotation_temporaries(sizes, sizes.heads))
     if model.qk_layernorm:
         walk.allocate(0, temporary=_query_norm_backward_temporaries(sizes))
         walk.free(saved["normalized query, key"])
@@ -269,7 +268,7 @@ def _attention_temporaries(sizes: Sizes, backward: bool) -> int:
     model = sizes.model
     rows = min(rows_of_a_block(sizes.on_gpu), sizes.length)
     blocks = blocks_of_a_sample([sizes.length], model.window_size, rows)
-    scores = model.num_attention_heads * max(block.scores for block in blocks)
+    scores = sizes.heads * max(block.scores for block in blocks)
     columns = max(block.end - block.low for block in blocks)
     s_bytes, p_bytes = scores * FP32_BYTES, scores * sizes.itemsize
     query_elements, keys_fp32 = rows * sizes.query_channels, sizes.length * sizes.key_channels * FP32_BYTES
