@@ -49,7 +49,7 @@ def test_bound_holds_far_out(weights: list[float]) -> None:
 
 
 def test_it_is_a_pure_function_of_the_index() -> None:
-    """One by one, in any order, the same answer; scaled weights are the same weights."""
+    """Indices give the same answer one by one and in any order; scaled weights give the same blend."""
     blend, scaled = Blend([3, 1, 2]), Blend([300, 100, 200])
     whole = np.stack(blend.locate(np.arange(500)))
     assert (np.stack([np.concatenate(blend.locate(np.array([i]))) for i in range(500)], axis=1) == whole).all()

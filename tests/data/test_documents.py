@@ -1,4 +1,4 @@
-"""The documents that samples consist of, with --cross_document_attention=0, against the files read by brute force.
+"""The documents in samples with --cross_document_attention=0, compared with files read by brute force.
 
 All tokens of a test's data sets differ from each other, so a token tells which place in which file it was read from.
 """
@@ -44,7 +44,7 @@ def write(prefix: Path, sizes: Sequence[int], dtype: str = "<i4", base: int = 0)
 
 
 def documents_of_tokens(prefix: str, dtype: str = "<i4") -> dict[int, tuple[str, int]]:
-    """Token -> its document, from the bytes of the files as the format describes them."""
+    """Return the document of each token, from the bytes of the files as the format describes them."""
     index, tokens = Path(prefix + ".idx").read_bytes(), np.fromfile(prefix + ".bin", dtype).tolist()
     (count,) = struct.unpack_from("<Q", index, 18)
     sizes = struct.unpack_from(f"<{count}i", index, 34)
@@ -53,7 +53,7 @@ def documents_of_tokens(prefix: str, dtype: str = "<i4") -> dict[int, tuple[str,
 
 
 def expected_starts(tokens: torch.Tensor, documents: dict[int, tuple[str, int]]) -> list[int]:
-    """Where pieces begin in the flattened inputs of (b, s + 1) tokens, and their end."""
+    """Return where pieces begin in the flattened inputs of (b, s + 1) tokens, and where the last one ends."""
     lengths = [
         len(list(piece))
         for sample in tokens[:, :-1].tolist()
@@ -63,7 +63,7 @@ def expected_starts(tokens: torch.Tensor, documents: dict[int, tuple[str, int]])
 
 
 def config(*data_path: str, **values: Any) -> Config:
-    """A resolved config, as far as the data part looks at it."""
+    """A resolved configuration with the options that the data room reads."""
     defaults: dict[str, Any] = {
         "data_path": data_path,
         "split": (1.0,),
@@ -94,7 +94,7 @@ def starts(batch: HostBatch) -> list[int]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pieces_are_those_of_the_files(tmp_path: Path, layout: str) -> None:
-    """Several epochs (each begins elsewhere in the stream) on two ranks: every border, and no other."""
+    """Several epochs, each shifted in the stream, on two ranks show every border and no other."""
     prefix = write(tmp_path / "x", LAYOUTS[layout])
     documents = documents_of_tokens(prefix)
     values = config(prefix)
@@ -116,7 +116,7 @@ def test_every_phase_has_its_documents(tmp_path: Path, dtype: str) -> None:
 
 
 def test_blends_workers_and_resume(tmp_path: Path) -> None:
-    """Two data sets of different dtypes: workers deliver the same as the process itself, also from the middle on."""
+    """With two data sets of different dtypes, workers deliver what the process itself reads, from any iteration on."""
     first = write(tmp_path / "a", LAYOUTS["mixed"], "<u2")
     second = write(tmp_path / "b", LAYOUTS["longer than samples"], "<i4", base=5000)
     documents = {**documents_of_tokens(first, "<u2"), **documents_of_tokens(second)}
@@ -132,7 +132,7 @@ def test_blends_workers_and_resume(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["list", "random"])
 def test_the_flag_changes_no_token(tmp_path: Path, source: str) -> None:
-    """On and off give the same tokens; with it on nothing is looked up. A made-up sample is one document."""
+    """The option does not change tokens; switched on, it looks nothing up. A random sample is one document."""
     prefix = write(tmp_path / "x", LAYOUTS["mixed"])
     crossing = read(config(prefix, dataset_source=source, cross_document_attention=True))
     apart = read(config(prefix, dataset_source=source))
@@ -156,7 +156,7 @@ def test_index_cut_short_during_the_run(tmp_path: Path, num_workers: int) -> Non
 
 
 def test_starts_are_the_index(tmp_path: Path) -> None:
-    """The pointers read from disk are those that were mapped and checked."""
+    """The pointers read from disk equal the mapped pointers that were checked."""
     dataset = IndexedDataset(write(tmp_path / "x", LAYOUTS["mixed"]))
     assert dataset.starts.read(0, len(dataset.starts)).tolist() == dataset.pointers.tolist()
     assert [dataset.starts[number] for number in (0, 7, 59)] == dataset.pointers[[0, 7, 59]].tolist()

@@ -45,7 +45,7 @@ def write_pair(folder: Path, index: bytes, tokens: bytes) -> str:
 
 
 def open_error(prefix: str) -> str:
-    """The message of the DataError that opening must raise; one line."""
+    """Open a data set, which must raise a DataError, and return its message of one line."""
     with pytest.raises(DataError) as caught:
         IndexedDataset(prefix)
     assert "\n" not in str(caught.value)
@@ -86,14 +86,14 @@ def test_empty_data_set_opens(tmp_path: Path) -> None:
 
 
 def test_locate_names_document_and_offset(tmp_path: Path) -> None:
-    """Every token of the file is found in its document; empty documents are passed over."""
+    """Every token of the file is found in its document, never in an empty one."""
     dataset = IndexedDataset(write_pair(tmp_path, *megatron_bytes(DOCUMENTS, 8, "H")))
     expected = [(number, offset) for number, document in enumerate(DOCUMENTS) for offset in range(len(document))]
     assert [dataset.locate(token) for token in range(dataset.num_tokens)] == expected
 
 
 def test_truncated_index_is_refused_at_every_length(tmp_path: Path) -> None:
-    """Cut anywhere, at field boundaries and inside of fields, and with bytes too many: always one clear line."""
+    """An index cut at or between field boundaries, or with extra bytes, always gives one clear line."""
     index, tokens = megatron_bytes(DOCUMENTS, 8, "H")
     boundaries = {sum(FIELD_SIZES[:count]) for count in range(6)}
     assert boundaries <= set(range(len(index)))
@@ -132,7 +132,7 @@ def test_bin_of_another_size_is_refused(tmp_path: Path, change: int) -> None:
     ],
 )
 def test_damaged_index_is_named(tmp_path: Path, edit: Callable[[bytes], bytes], fact: str) -> None:
-    """Each field, damaged, is refused with the file and the fact."""
+    """Damage to any field is refused with the file and the fact."""
     index, tokens = megatron_bytes(DOCUMENTS, 8, "H")
     message = open_error(write_pair(tmp_path, edit(index), tokens))
     assert fact in message and message.startswith(str(tmp_path / "x.idx"))
@@ -238,6 +238,6 @@ def test_killed_writer_leaves_nothing_that_opens(tmp_path: Path) -> None:
 
 
 def test_smallest_dtype_holds_the_last_id() -> None:
-    """Boundaries of the dtypes."""
+    """Each dtype is used up to its largest id."""
     expected = {256: "|u1", 257: "<u2", 65536: "<u2", 65537: "<i4", 2**31: "<i4", 2**31 + 1: "<i8"}
     assert {size: smallest_dtype(size) for size in expected} == expected

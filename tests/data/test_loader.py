@@ -40,7 +40,7 @@ def prefixes(tmp_path: Path) -> tuple[str, str]:
 
 
 def config(data_path: tuple[str, ...], **values: Any) -> Config:
-    """A resolved config, as far as the data part looks at it."""
+    """A resolved configuration with the options that the data room reads."""
     defaults: dict[str, Any] = {
         "data_path": data_path,
         "split": (80.0, 10.0, 10.0),
@@ -71,7 +71,7 @@ def equal(first: list[list[Tensor]], second: list[list[Tensor]]) -> bool:
 
 
 def global_batch(values: Config, world_size: int, iteration: int) -> Tensor:
-    """All samples of an iteration in the order of their indices, put together from all ranks."""
+    """Collect all samples of an iteration from all ranks, in the order of their indices."""
     sources = [open_data(values, rank, world_size) for rank in range(world_size)]
     per_rank = [micro_batches(source, "training", iteration, 1)[0] for source in sources]
     return torch.cat([rank[number] for number in range(len(per_rank[0])) for rank in per_rank])
@@ -112,7 +112,7 @@ def test_samples_are_runs_of_the_stream_and_an_epoch_covers_it(prefixes: tuple[s
 
 
 def test_resume_continues_the_same_stream(prefixes: tuple[str, str]) -> None:
-    """Starting at iteration 3 gives what a run from the beginning has there; validation repeats its first batches."""
+    """Starting at iteration 3 gives the samples of a run from the beginning; validation repeats its first batches."""
     source = open_data(config(prefixes), 0, 2)
     whole = micro_batches(source, "training", 0, 8)
     assert equal(micro_batches(source, "training", 3, 5), whole[3:])
@@ -126,7 +126,7 @@ SIZES = [5, 5, 13, 1, 1, 7, 7]
 
 
 def arranged(values: Config, ranks: int, phase: str, first: int, count: int) -> list[list[list[Tensor]]]:
-    """Iteration, micro-step and rank -> the real samples; padding is checked and left out."""
+    """Collect the real samples by iteration, micro-step and rank; check padding and leave it out."""
     sources = [open_data(values, rank, ranks) for rank in range(ranks)]
     iterations = []
     for batches in zip(*(source.batches(phase, first, count) for source in sources), strict=True):
@@ -157,7 +157,7 @@ def test_a_schedule_reads_every_sample_once_in_order(prefixes: tuple[str, str], 
 
 @pytest.mark.parametrize("source", ["list", "random"])
 def test_padding_is_documents_of_its_own(prefixes: tuple[str, str], source: str) -> None:
-    """Of a micro-batch with one sample and of one with none: the documents of the samples, then one for each row."""
+    """Micro-batches with one sample and with none: documents of the samples, then one per padded row."""
     options = dict(cross_document_attention=False, dataset_source=source, micro_batch_size=4)
     whole = next(
         open_data(config(prefixes[:1], batch_size=1, **{**options, "micro_batch_size": 1}), 0, 1).batches(
@@ -175,7 +175,7 @@ def test_padding_is_documents_of_its_own(prefixes: tuple[str, str], source: str)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("data_path", ["{a}", "0.9 {a} 0.1 {b}", "{a} {b} {a}"])
 def test_the_whole_split_is_read_once(prefixes: tuple[str, str], data_path: str, ranks: int) -> None:
-    """Each slot of one epoch of each data set once, the same every time, whatever weights, ranks and micro-batches."""
+    """Each slot of one epoch of each data set comes once, for any weights, ranks and micro-batches."""
     words = tuple(data_path.format(a=prefixes[0], b=prefixes[1]).split())
     values = config(words, validation_iters="all", eval_micro_batch_size=2, **SCHEDULE)
     source = open_data(values, 0, ranks)
@@ -194,7 +194,7 @@ def test_the_whole_split_is_read_once(prefixes: tuple[str, str], data_path: str,
 
 
 def test_validation_batches_do_not_follow_the_schedule(prefixes: tuple[str, str]) -> None:
-    """Batches of the largest size, and the same samples for every micro-batch size of an evaluation."""
+    """An evaluation uses the largest batch size, and the same samples for every micro-batch size."""
     expected = micro_batches(open_data(config(prefixes, batch_size=13, micro_batch_size=13), 0, 1), "validation", 0, 2)
     for size in (None, 1, 5, 13):
         values = config(prefixes, **SCHEDULE, eval_micro_batch_size=size)
@@ -357,7 +357,7 @@ def test_slow_sample_is_reported(prefixes: tuple[str, str], caplog: pytest.LogCa
 
 
 def faults() -> Iterator[tuple[str, dict[str, Any], type[Exception], str]]:
-    """(what is tokenized: sizes of the documents, options, error, message)."""
+    """Cases of (sizes of the documents, options, error, message)."""
     yield "", {}, DataError, r"x\.idx: an empty data set: it holds no documents"
     yield "100", {}, DataError, r"--split=80,10,10 leaves none of its 1 documents for validation; .*--validation_iters="
     yield "100", {"split": (0.0, 1.0), "test_iters": 0}, DataError, r"leaves none of its 1 documents for training"

@@ -1,4 +1,4 @@
-"""The order of samples: a bijection in every epoch, and a function of (seed, phase, index) and of nothing else."""
+"""The order of samples: a bijection in every epoch, and a function of (seed, phase, index) only."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def test_permutation_is_a_bijection(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2**31 + 11, 10**12 + 39, 2**40])
 def test_permutation_of_huge_ranges_has_no_collisions(size: int) -> None:
-    """Sizes that no table could hold: distinct slots stay distinct and inside of the range."""
+    """At sizes that no table could hold, distinct slots stay distinct and within the range."""
     slots = np.concatenate([np.arange(5000), size - 1 - np.arange(5000)]).astype(np.uint64)
     result = permute(slots, np.full(len(slots), 77, dtype=np.uint64), size)
     assert len(np.unique(result)) == len(slots) and int(result.max()) < size
@@ -80,7 +80,7 @@ def test_order_depends_on_nothing_but_seed_phase_and_index() -> None:
 
 
 def test_order_is_frozen() -> None:
-    """A change of these numbers breaks the resume of runs that are under way: it needs a note in the change log."""
+    """A change of these numbers breaks the resume of existing runs and needs a note in the change log."""
     assert sampler_key(1234, "training", 0) == 254862848622153407
     sampler = StreamSampler(1008, 10, sampler_key(1234, "training", 0))
     assert sampler.starts(np.array([0, 1, 2, 3, 99, 100, 10**12])).tolist() == [72, 802, 42, 52, 292, 963, 184]
@@ -88,7 +88,7 @@ def test_order_is_frozen() -> None:
 
 
 def test_resume_is_immediate_at_any_index() -> None:
-    """Indices far beyond 2**53 and epochs far beyond the first are as good as any."""
+    """Indices far beyond 2**53 and late epochs work like any others."""
     starts = StreamSampler(1000, 10, key=1).starts(np.array([2**62, 2**62 + 1, 2**63 - 1]))
     assert ((0 <= starts) & (starts < 990)).all()
 
@@ -114,7 +114,7 @@ def test_split_rounds_as_megatron_does(split: list[float]) -> None:
 
 
 def test_random_tokens_are_uniform_and_pure() -> None:
-    """Uniform over the vocabulary (chi-square), a function of (key, index, place), whatever is asked for at once."""
+    """Random tokens are uniform over the vocabulary (chi-square) and a function of (key, index, place) only."""
     tokens = random_tokens(np.arange(1000), 100, 50, key=3)
     assert tokens.shape == (1000, 100) and tokens.dtype == np.int64
     counts = np.bincount(tokens.reshape(-1), minlength=50)

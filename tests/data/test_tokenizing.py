@@ -104,7 +104,7 @@ def test_end_of_document_is_found_or_asked_for(byte_file: str, tmp_path: Path) -
 
 
 def test_broken_tokenizer_files_are_named(tmp_path: Path) -> None:
-    """Missing, not JSON, another JSON, not text: one error line with the file's name."""
+    """A missing file, no JSON, other JSON or no text gives one error line with the file's name."""
     path = tmp_path / "t.json"
     for content in (None, b"", b"{", b"{}", b"\xff\xfe"):
         if content is not None:
@@ -130,7 +130,7 @@ def test_transformers_loads_the_folder(trained: JsonTokenizer, byte_file: str, t
 
 
 def test_copy_keeps_special_tokens_and_needs_no_end_of_document(byte_file: str, tmp_path: Path) -> None:
-    """A tokenizer without a known end of document is exported all the same: hours of training must not end in that."""
+    """A tokenizer without a known end of document is exported anyway, so that hours of training are not lost."""
     folder = tmp_path / "source"
     folder.mkdir()
     (folder / "tokenizer.json").write_text(Path(byte_file).read_text().replace(END_OF_DOCUMENT, "[STOP]"))
@@ -152,7 +152,7 @@ BESIDE = {
 
 
 def write_beside(folder: Path, tokenizer: str) -> None:
-    """A tokenizer as the hub has them, with files that are not its own."""
+    """Make a tokenizer folder like those on the hub, with files of other tools beside it."""
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes(Path(tokenizer).read_bytes())
     for name, content in BESIDE.items():
@@ -162,7 +162,7 @@ def write_beside(folder: Path, tokenizer: str) -> None:
 
 
 def test_files_of_the_tokenizer_come_along_and_no_others(byte_file: str, tmp_path: Path) -> None:
-    """Byte for byte what belongs to a tokenizer; beside a file of another name nothing but special tokens is taken."""
+    """Files of a tokenizer are copied byte for byte; beside a file of another name, only special tokens are read."""
     source, target = tmp_path / "source", tmp_path / "target"
     write_beside(source, byte_file)
     target.mkdir()
@@ -177,7 +177,7 @@ def test_files_of_the_tokenizer_come_along_and_no_others(byte_file: str, tmp_pat
 
 
 def test_what_a_tokenizer_config_leaves_out_is_added(byte_file: str, tmp_path: Path) -> None:
-    """A class that loads tokenizer.json, and the end of a document; a special_tokens_map.json says which."""
+    """An export names a class that loads tokenizer.json, and the end of a document from special_tokens_map.json."""
     source = tmp_path / "source"
     source.mkdir()
     (source / "tokenizer.json").write_bytes(Path(byte_file).read_bytes())

@@ -1,4 +1,4 @@
-"""Texts that grow with a cache are those that transformers generates, whatever grows beside them."""
+"""Texts generated with a cache equal those of transformers, whatever texts grow beside them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NEW_TOKENS = 14
 
 
 class Recorder(TokenSampler):
-    """Takes the most probable token, and keeps the logits."""
+    """Sampler that takes the most probable token and records the logits."""
 
     def __init__(self) -> None:
         super().__init__(SamplingOptions(), 0)
@@ -51,7 +51,7 @@ def prompts_of(seed: int = 0) -> list[list[int]]:
 
 
 def generated(model: Any, prompt: list[int], new_tokens: int = NEW_TOKENS) -> list[int]:
-    """By transformers, alone, without ends."""
+    """Generate one text with transformers, without end tokens."""
     tokens = torch.tensor([prompt])
     more = dict(max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
     found = model.generate(tokens, attention_mask=torch.ones_like(tokens), **more)
@@ -60,7 +60,7 @@ def generated(model: Any, prompt: list[int], new_tokens: int = NEW_TOKENS) -> li
 
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_greedy_texts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """Token for token, prompts of different lengths side by side; logits to 1e-5 of those of the whole text."""
+    """Prompts of different lengths give the tokens of transformers; logits are within 1e-5 of those of a full pass."""
     families.write_folder(name, tmp_path)
     theirs, ours = families.load_model(tmp_path), load_model(tmp_path, 40, "fp32", CPU)
     texts = grow(ours, prompts_of(), rows=3)
@@ -79,7 +79,7 @@ def mistral(tmp_path_factory: pytest.TempPathFactory) -> LocalModel:
 
 @pytest.mark.parametrize("dtype, rows", [("fp32", 4), ("bf16", 2), ("fp32", 1)])
 def test_a_text_does_not_depend_on_its_neighbours(dtype: str, rows: int, tmp_path: Path) -> None:
-    """Not in a bit: alone, in another order, beside others that end sooner and make room."""
+    """A text is bit-identical alone, in another order, and beside texts that end sooner."""
     model = load_model(families.write_folder("starcoder2, window", tmp_path), 40, dtype, CPU)
     together = grow(model, prompts_of(), rows)
     backwards = grow(model, prompts_of()[::-1], rows)[::-1]
@@ -91,7 +91,7 @@ def test_a_text_does_not_depend_on_its_neighbours(dtype: str, rows: int, tmp_pat
 
 
 def test_texts_end_one_by_one_and_where_the_model_ends(mistral: LocalModel) -> None:
-    """Texts of different lengths to come: each has its own end, and none loses its place."""
+    """Texts that end at different lengths all end where they should."""
     prompts = prompts_of()
     alone = {len(prompt): grow(mistral, [prompt], 1)[0].tokens for prompt in prompts}
     texts = [Text(prompt, Recorder()) for prompt in prompts]
@@ -110,7 +110,7 @@ def test_texts_end_one_by_one_and_where_the_model_ends(mistral: LocalModel) -> N
 
 
 def test_a_cache_holds_what_can_be_looked_at() -> None:
-    """A window of 7 needs 7 slots; without one there are as many as the longest text, whatever is read."""
+    """A window of 7 needs 7 slots; without a window there is one slot per token of the longest text."""
     cache = KeyValueCache(3, 30)
     like = torch.zeros(1, 2, 5, 8)
     for block, window, slots in (("a", 7, 7), ("b", None, 30), ("c", 100, 30)):
@@ -121,7 +121,7 @@ def test_a_cache_holds_what_can_be_looked_at() -> None:
 
 
 class RandomSource:
-    """Weights out of a generator, in place of files."""
+    """Weight source that draws weights from a generator instead of reading files."""
 
     folder = Path("nowhere")
 
@@ -170,7 +170,7 @@ class RandomSource:
 def test_options_that_transformers_lacks_have_the_texts_of_whole_passes(
     options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """The logits of each step are those of a pass over all of the text; dropout has no part in it."""
+    """The logits of each step equal those of a pass over the whole text; dropout plays no part."""
     source: Any = RandomSource(**options)
     model = LocalModel(source, 40, dtype, CPU)
     head = model.layers[-1]
@@ -187,7 +187,7 @@ def test_options_that_transformers_lacks_have_the_texts_of_whole_passes(
 
 
 def test_prompts_are_attended_to_by_what_works() -> None:
-    """On a CPU by the formula, and wherever the softmax is asked for in fp32."""
+    """Prompts use math attention on a CPU, and whenever the softmax must be in fp32."""
     for upcast in (False, True):
         source: Any = RandomSource(use_rotary_embeddings=True, attention_softmax_in_fp32=upcast)
         assert LocalModel(source, 40, torch.float32, CPU).prompt_attention() == "math"
@@ -197,7 +197,7 @@ def test_prompts_are_attended_to_by_what_works() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("backend", ["auto", "math"])
 def test_texts_of_a_gpu_are_those_of_a_cpu(backend: str) -> None:
-    """In fp32 token for token; in bf16 without a neighbour's trace."""
+    """On a GPU texts equal those of transformers in fp32, and do not depend on other texts in bf16."""
     source: Any = RandomSource(use_rotary_embeddings=True, head_groups=2, window_size=7, kv_channels=16)
     gpu = torch.device("cuda")
     on_cpu = grow(LocalModel(source, 40, torch.float32, CPU), prompts_of(), 3)

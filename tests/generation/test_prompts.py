@@ -24,7 +24,7 @@ SAMPLER = TokenSampler(SamplingOptions(), 0)
 
 
 def metaspace_tokenizer(folder: Path) -> JsonTokenizer:
-    """As those of Llama 2 and Mistral: a space is part of the word behind it, a text begins with <s>."""
+    """A tokenizer like those of Llama 2 and Mistral: a space belongs to the next word, a text begins with <s>."""
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, normalizers, processors
 
@@ -52,7 +52,7 @@ def test_a_continuation_keeps_the_space_before_its_first_word(tmp_path: Path) ->
 
 @pytest.mark.parametrize("cuts", [(1,), (2,), (3, 1), (5,)], ids=str)
 def test_a_stop_string_ends_a_text_wherever_its_tokens_begin(cuts: tuple[int, ...], tmp_path: Path) -> None:
-    """Growing token by token, a text ends with the token that completes the stop string, and is cut before it."""
+    """A text ends with the token that completes a stop string, and is cut before the stop string."""
     whole, stop = "one two END three", "END"
     tokenizer = train_tokenizer(iter([whole, " END", "two EN", "D three"] * 20), 290, str(tmp_path / "t.json"))
     pieces, at = [], 0
@@ -74,8 +74,10 @@ def test_of_several_stop_strings_the_first_to_be_complete_counts() -> None:
     letters = list(b"xabcab")
     tokenizer = ByteTokenizer()
     assert continuation(tokenizer, [65], letters, ("cab", "bc")) == "xa"
-    assert continuation(tokenizer, [65], letters, ("bc", "abc", "c")) == "x"  # complete together: the longest
-    assert continuation(tokenizer, [65], letters, ("A",)) == "xabcab"  # the prompt has it
+    assert (
+        continuation(tokenizer, [65], letters, ("bc", "abc", "c")) == "x"
+    )  # of strings that end together, the longest
+    assert continuation(tokenizer, [65], letters, ("A",)) == "xabcab"  # only the prompt contains it
     assert continuation(tokenizer, [0xC3], [0xA9, 65], ()) in ("\ufffdA", "é" + "A")
 
 
@@ -122,7 +124,7 @@ def test_prompts_fit_the_model_or_are_refused() -> None:
 
 
 def test_token_bytes_add_up_to_the_text(tmp_path: Path) -> None:
-    """Of byte-level vocabularies exactly, of others but for the space that a decoder strips from the beginning."""
+    """Bytes are exact for byte-level vocabularies; other decoders strip the first space."""
     text = "the cats' café, zoë\n\n日本語 🎉 END"
     save_byte_tokenizer(str(tmp_path / "bytes.json"))
     trained = train_tokenizer(iter([text * 5]), 300, str(tmp_path / "trained.json"))

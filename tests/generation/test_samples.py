@@ -1,4 +1,4 @@
-"""--sample_interval: the same texts at every ZeRO stage and number of ranks, no trace in the training, clear errors."""
+"""--sample_interval: the same texts at every ZeRO stage and number of ranks, no effect on training, clear errors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def options(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def train_each(distributed: Distributed, *every: dict[str, Any]) -> list[dict[str, Any]]:
-    """Whole runs, one after the other; of each its weights, and what the global random generator gives next."""
+    """Run several trainings; return the weights of each, and the next number of the global random generator."""
     results: list[dict[str, Any]] = []
     for values in every:
         torch.manual_seed(5)
@@ -83,7 +83,7 @@ def lines(values: dict[str, Any]) -> list[dict[str, Any]]:
 def test_samples_leave_no_trace_and_do_not_depend_on_the_partition(
     model: dict[str, Any], layouts: tuple[tuple[int, int], ...], tmp_path: Path
 ) -> None:
-    """Training is the same bit for bit as without samples, and the texts are the same whatever the layout."""
+    """Samples do not change a bit of the training, and the texts are the same for every layout."""
     texts = []
     for ranks, zero_stage in layouts:
         with_samples = options(tmp_path / f"{ranks} {zero_stage}", zero_stage=zero_stage, **model)
@@ -101,7 +101,7 @@ def test_samples_leave_no_trace_and_do_not_depend_on_the_partition(
 
 
 def test_a_resumed_run_appends_and_draws_repeat(tmp_path: Path) -> None:
-    """A run that is stopped and resumed writes the lines of one that was not; equal prompts draw differently."""
+    """A run that was stopped and resumed writes the same lines as one that was not; equal prompts draw differently."""
     whole = options(tmp_path / "whole", sample_temperature=1.0, sample_top_k=50, sample_top_p=0.9, hidden_dropout=0.0)
     parts = whole | {"experiment_dir": str(tmp_path / "parts")}
     run_distributed(1, train_each, whole, parts | {"stop_interval": 2})
@@ -114,7 +114,7 @@ def test_a_resumed_run_appends_and_draws_repeat(tmp_path: Path) -> None:
 
 
 class FakeRank:
-    """The only rank, without processes."""
+    """Fake of `Distributed` with one rank."""
 
     device, rank = torch.device("cpu"), 0
 
@@ -126,20 +126,20 @@ class FakeRank:
 
 
 class FakeModel:
-    """Logits out of nowhere; counts its passes."""
+    """Fake model that returns given logits and counts its passes."""
 
     def __init__(self, value: float) -> None:
         self.value, self.passes = value, 0
 
     def output(self, micro_batch: Any) -> torch.Tensor:
         self.passes += 1
-        # Whatever a machine's libraries cannot do, samples do not ask them for it: an error would end the training.
+        # Samples use no attention library that might be missing: an error would end the training.
         assert getattr(micro_batch.cache, "_backend", "math") == "math"
         return torch.full((micro_batch.tokens.shape[1], 257), self.value)
 
 
-class Told:
-    """A stop signal that comes, or does not."""
+class FakeStopSignal:
+    """Fake stop signal."""
 
     def __init__(self, received: int) -> None:
         self.received = received
@@ -149,10 +149,10 @@ class Told:
 def test_neither_broken_logits_nor_a_signal_leave_half_a_line(
     value: float, received: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Broken logits are a warning and no error: no sample ends a training. A signal ends a sampling at once."""
+    """Logits that are not finite give a warning, not an error; a signal stops sampling at once."""
     config = tiny_config(**options(tmp_path))
     file, model = MetricsFile(tmp_path / "run" / "samples.jsonl"), FakeModel(value)
-    fakes: tuple[Any, ...] = (FakeRank(), Told(received))
+    fakes: tuple[Any, ...] = (FakeRank(), FakeStopSignal(received))
     samples = Samples(config, *fakes, ByteTokenizer(), load_prompts(config), file, 0)
     with caplog.at_level(logging.INFO):
         with pytest.raises(StopRequested) if received else contextlib.nullcontext():
@@ -160,12 +160,12 @@ def test_neither_broken_logits_nor_a_signal_leave_half_a_line(
     written = value == 0.0 and not received
     assert len(lines(options(tmp_path))) == written
     assert ("logits are not finite" in caplog.text) is math.isnan(value)
-    # A pass for each prompt, and one for each of 8 further tokens, of all prompts together.
+    # One pass per prompt, and one per further token (8) of all prompts together.
     assert model.passes == (len(KEPT) + 8 if written else 1)
 
 
 def test_a_dry_run_says_what_samples_keep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As many bytes for each token as a cache takes."""
+    """A dry run shows the bytes that a cache takes per token."""
     from megatron_lite.planner.report import dry_run
 
     config = tiny_config(**(options(tmp_path) | LLAMA | {"dry_run": True}))

@@ -1,4 +1,4 @@
-"""What `auto` chooses: at device sizes made to lie between two predictions, and in runs."""
+"""The choices of `auto`: at device sizes between two predictions, and in runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def peaks(config: Config, ranks: int) -> list[int]:
 
 @pytest.mark.parametrize("ranks", [2, 8, 128])
 def test_the_lowest_stage_that_fits(ranks: int) -> None:
-    """A device that just holds a stage's peak gets that stage, one byte less of it the next."""
+    """A device that just holds the peak of a stage gets that stage; a smaller device gets the next one."""
     config = a_config(ranks)
     first, second, third = peaks(config, ranks)
     assert first > second > third
@@ -53,13 +53,13 @@ def test_the_lowest_stage_that_fits(ranks: int) -> None:
 
 
 def test_split_master_weights_leave_two_stages() -> None:
-    """They need a weight buffer for each stage."""
+    """Split master weights need one weight buffer per stage, which ZeRO-3 does not have."""
     multi_stage, (note,) = resolve_auto(a_config(8, split_master_weights=True), 8, "cuda", MIB)
     assert multi_stage.zero_stage == 2 and note.is_warning
 
 
 def test_recomputation_and_micro_batches_count() -> None:
-    """What fits with less activations at a lower stage is taken there."""
+    """Smaller activations allow a lower stage."""
     much = a_config(8, sequence_length=4096, batch_size=32, vocab_size=4096)
     less = a_config(8, sequence_length=4096, batch_size=32, vocab_size=4096, mlp_recompute_level="full")
     least = a_config(8, sequence_length=4096, batch_size=32, vocab_size=4096, micro_batch_size=1)
@@ -77,7 +77,7 @@ def test_nothing_automatic_changes_nothing() -> None:
     ("ranks", "device_type", "sizes", "expected"),
     [
         (1, "cuda", dict(), 1),
-        (8, "cuda", dict(hidden_size=4096, num_layers=32), 1),  # 416 MiB a block and more
+        (8, "cuda", dict(hidden_size=4096, num_layers=32), 1),  # a block has 416 MiB
         (8, "cuda", dict(hidden_size=768, num_attention_heads=12), 3),  # 13.5 MiB a block: three are 40.5
         (8, "cuda", dict(hidden_size=768, num_attention_heads=12, training_dtype="fp32"), 2),
         (64, "cuda", dict(hidden_size=768, num_attention_heads=12), 4),  # 63 MiB would be five: a quarter of 16
@@ -88,7 +88,7 @@ def test_nothing_automatic_changes_nothing() -> None:
     ],
 )
 def test_blocks_per_stage(ranks: int, device_type: str, sizes: dict[str, Any], expected: int) -> None:
-    """As many as make a gather worth its latency, at most a quarter of all; and it stands in the options."""
+    """Blocks per stage make a gather worth its latency, up to a quarter of all blocks, and end up in the options."""
     config = a_config(ranks, **{"zero_stage": 1, "layers_per_stage": "auto", **sizes})
     blocks, note = blocks_per_stage(config, ranks, device_type)
     assert blocks == expected, note.text
@@ -97,7 +97,7 @@ def test_blocks_per_stage(ranks: int, device_type: str, sizes: dict[str, Any], e
 
 
 def test_latency_is_a_tenth_of_a_gather() -> None:
-    """The rule of the docstring, in its numbers."""
+    """The numbers in the docstring follow from its rule."""
     assert worthwhile_bytes(8, "cuda") == 32 * MIB
     assert [round(worthwhile_bytes(ranks, "cuda") / MIB) for ranks in (64, 128)] == [63, 118]
     assert round(worthwhile_bytes(2, "cpu") / MIB, 1) == 1.3
@@ -112,7 +112,7 @@ def test_a_rank_gets_its_part_of_the_machine() -> None:
 
 
 def test_auto_trains_like_what_it_chose() -> None:
-    """Two ranks agree on numbers and train with them."""
+    """Two ranks agree on values for `auto` and train as with these values."""
     options = {"num_layers": 8, "hidden_size": 64}
     auto = run_distributed(2, train_tiny, {"zero_stage": "auto", "layers_per_stage": "auto", **options}, 12)
     plain = run_distributed(2, train_tiny, {"zero_stage": 1, "layers_per_stage": 2.0, **options}, 12)

@@ -56,12 +56,12 @@ STATE_CASES: list[dict[str, Any]] = [
 
 
 def configured(ranks: int, options: dict[str, Any]) -> Config:
-    """Three blocks, and a batch for every number of ranks and micro-batches here."""
+    """A model of three blocks, and a batch that divides for every case here."""
     return tiny_config(ranks, **{"num_layers": 3, "batch_size": 24, **options})
 
 
 def run_steps(distributed: Distributed, cases: list[dict[str, Any]]) -> list[Books]:
-    """Memory and, of the third of three real training steps, traffic."""
+    """Run three real training steps; return memory, and the traffic of the third step."""
     from megatron_lite.run.experiment import Experiment
     from megatron_lite.run.stop_signal import StopSignal
     from megatron_lite.setup_run import build
@@ -105,7 +105,7 @@ def planned(ranks: int, options: dict[str, Any]) -> Books:
     ids=lambda value: str(value) if isinstance(value, int) else f"{len(value)} cases",
 )
 def test_state_and_traffic_are_those_of_real_runs(ranks: int, cases: list[dict[str, Any]]) -> None:
-    """Every kind of memory to the byte, and the collectives, elements, bytes and bytes on the wire of a step."""
+    """The plan equals every kind of memory to the byte, and collectives, elements and bytes of a step."""
     real = run_distributed(ranks, run_steps, cases)
     for rank in range(ranks):
         for options, books in zip(cases, real[rank], strict=True):
@@ -114,7 +114,7 @@ def test_state_and_traffic_are_those_of_real_runs(ranks: int, cases: list[dict[s
 
 
 def allocated_bytes(model: MultiStage) -> int:
-    """The storages of everything that the engine has allocated, each once."""
+    """Add up the storages of everything that the engine has allocated, each once."""
     storages = {}
     averaged = any(part.average is not None for _, part in model.parts())
     with model.averaged() if averaged else contextlib.nullcontext():
@@ -134,7 +134,7 @@ def allocated_bytes(model: MultiStage) -> int:
 @pytest.mark.parametrize("world_size", [4, 7, 64, 1000, 1024])
 @pytest.mark.parametrize(("zero_stage", "optimizer"), [(1, "adamw"), (2, "muon"), (3, "adamw"), (3, "lion")])
 def test_state_of_many_ranks(world_size: int, zero_stage: int, optimizer: str) -> None:
-    """What a rank of a large group really allocates, here without the others, is what is planned for it."""
+    """The plan of a rank in a large group equals what that rank allocates, here without the other ranks."""
     options = dict(zero_stage=zero_stage, training_dtype="bf16", batch_size=world_size, tie_word_embeddings=False)
     options |= dict(optimizer=optimizer, ema_type="ema" if zero_stage > 1 else "none")
     config = tiny_config(world_size, **options)
@@ -155,7 +155,7 @@ def test_state_of_many_ranks(world_size: int, zero_stage: int, optimizer: str) -
         assert model.memory_table() == plan.model.memory_table(), rank
 
 
-# Of the embedding and the first block; the second is trained.
+# Parts of the embedding and the first block; the second block is trained.
 ALL_BUT_DOWN = ("embedding", "blocks.0.attention*", "blocks.0.mlp_norm", "blocks.0.mlp.up")
 RMS: dict[str, Any] = dict(normalization_type="rms_norm", head_groups=2, use_rotary_embeddings=True)
 KEPT_NORMS: list[dict[str, Any]] = [
@@ -213,7 +213,7 @@ KEPT_CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", KEPT_CASES, ids=str)
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
 def test_activations_are_what_autograd_keeps(options: dict[str, Any], micro_batch_size: int) -> None:
-    """Layer by layer and to the byte."""
+    """The planned activations of each layer equal to the byte what autograd saves."""
     config = tiny_config(1, **{"batch_size": micro_batch_size, **options})
     plan = make_plan(config, 1, "cpu")
     kept = plan.activations[config.performance.mlp_recompute_level].kept
@@ -253,7 +253,7 @@ def mistral(**options: Any) -> Config:
 
 
 def test_recomputation_saves_what_theory_says() -> None:
-    """Mistral-7B, 8,192 tokens: tokens x layers x width x 2 bytes, and three times that."""
+    """Mistral-7B saves tokens x layers x width x 2 bytes at level activation, and three times that at level full."""
     plan = make_plan(mistral(), 1, "cuda")
     held = {level: memory.held for level, memory in plan.activations.items()}
     assert held["none"] - held["activation"] == 7168 * 2**20
@@ -261,7 +261,7 @@ def test_recomputation_saves_what_theory_says() -> None:
 
 
 def test_norms_keep_what_the_guide_says() -> None:
-    """docs/models.md, for Mistral-7B: bytes of a token in all 32 blocks, and in embedding and head."""
+    """Bytes per token in all 32 blocks, and in embedding and head, of a Mistral-7B are those in docs/models.md."""
     h, n, g, d = 4096, 32, 8, 128
     plain = make_plan(mistral(), 1, "cuda").activations["none"].held
     for option, expected in {
@@ -322,7 +322,7 @@ PEAK_CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", PEAK_CASES, ids=str)
 @pytest.mark.parametrize("level", ["none", "activation", "full"])
 def test_peaks_are_those_of_a_step(options: dict[str, Any], level: str) -> None:
-    """The most that lives at any time of forward and backward passes beside the state, within half a percent."""
+    """The planned peak of forward and backward passes, beyond the state, is within half a percent of a real step."""
     sizes = dict(num_layers=4, batch_size=2, hidden_size=128, sequence_length=256, vocab_size=512)
     config = tiny_config(1, **{**sizes, "mlp_recompute_level": level, **options})
     assert make_plan(config, 1, "cpu").activations[level].peak == pytest.approx(measured_peak(config), rel=0.005)
@@ -345,7 +345,7 @@ EVALUATION_CASES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", EVALUATION_CASES, ids=str)
 def test_peaks_of_an_evaluation(options: dict[str, Any]) -> None:
-    """Its micro-batches are far larger than those of training, so that they decide: within half a percent."""
+    """With much larger micro-batches an evaluation sets the peak; the plan is within half a percent."""
     sizes = dict(num_layers=4, batch_size=16, hidden_size=128, sequence_length=128, vocab_size=512, micro_batch_size=1)
     config = tiny_config(1, **{**sizes, "validation_iters": 1, "eval_micro_batch_size": 16, **options})
     model, tokens = a_model(config), torch.zeros(16, 128, dtype=torch.int64)
@@ -372,8 +372,7 @@ def test_peaks_of_an_evaluation(options: dict[str, Any]) -> None:
 )
 @pytest.mark.parametrize("training_dtype", ["fp32", "bf16"])
 def test_peaks_of_attention(options: dict[str, Any], training_dtype: str) -> None:
-    """Where attention is most of a block: within 3 percent, as windows and written-out probabilities come apart bit
-    by bit."""
+    """Where attention dominates, the plan is within 3 percent: windows and probabilities are freed bit by bit."""
     sizes = dict(num_layers=2, batch_size=2, hidden_size=128, sequence_length=256, vocab_size=100, ffn_hidden_size=64)
     heads = dict(num_attention_heads=16, kv_channels=32, training_dtype=training_dtype, mlp_recompute_level="full")
     config = tiny_config(1, **{**sizes, **heads, **options})
@@ -381,7 +380,7 @@ def test_peaks_of_attention(options: dict[str, Any], training_dtype: str) -> Non
 
 
 def measured_peak(config: Config) -> int:
-    """Of the second of two steps: rotary tables and the like are made once."""
+    """Measure the second of two steps: the first one also makes rotary tables and the like."""
     model, batches = a_model(config), micro_batches(config)
     model.forward_backward(batches)
     with PeakMeter() as meter:
@@ -393,7 +392,7 @@ def measured_peak(config: Config) -> int:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("options", [{}, {"window_size": 512}, {"mlp_recompute_level": "full"}], ids=str)
 def test_peak_on_a_gpu(options: dict[str, Any]) -> None:
-    """State and activations against what the allocator says, within 3 percent."""
+    """Planned state and activations are within 3 percent of what the allocator reports."""
     sizes = dict(
         num_layers=12,
         hidden_size=1024,

@@ -1,4 +1,4 @@
-"""The command `pretrain_gpt.py --dry_run=1`: what it prints, and that it needs neither peers, device nor memory."""
+"""`pretrain_gpt.py --dry_run=1`: its page, and that it needs no other ranks, no device and little memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TINY = [
     "--train_iters=3",
 ]
 
-# The program several times, but nothing may join a process group or look at a GPU. At the end, the MiB that it took.
+# Runs the program several times, forbids process groups and GPUs, and prints the MiB of memory that it took.
 WATCHED = """
 import resource, sys
 import torch, torch.distributed
@@ -53,7 +53,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 
 
 def page(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    """What a dry run in this process prints."""
+    """Return the page that a dry run in this process prints."""
     assert main(["--dry_run=1", *flags]) == 0
     printed = capsys.readouterr()
     assert not printed.err
@@ -61,13 +61,13 @@ def page(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 
 
 def numbers(text: str, row: str) -> list[str]:
-    """The cells of the row that begins so."""
+    """Return the cells of the row that begins with `row`."""
     (line,) = (line.strip() for line in text.splitlines() if line.strip().startswith(row))
     return re.split(r"\s{2,}", line)[1:]
 
 
 def test_mistral_on_gpus(tmp_path: Path) -> None:
-    """The README's command for any number of GPUs, on this machine, without any of them and with little memory."""
+    """The README's command plans for any number of GPUs on a machine without GPUs and with little memory."""
     flags = ["--dry_run=1", *MISTRAL, "--micro_batch_size=1", f"--experiment_dir={tmp_path / 'run'}"]
     command = [sys.executable, "-c", WATCHED, "4,8,64,128", *flags]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -127,7 +127,7 @@ def test_one_rank_and_no_iterations(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_batches_that_change_or_do_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
-    """The page is that of the largest batch; padding is named, and validations in larger micro-batches decide."""
+    """The page plans the largest batch, shows padding, and counts validations in larger micro-batches."""
     flags = ["--batch_size=none", "--batch_size_schedule=0:4 10:13", "--micro_batch_size=2", "--train_iters=20"]
     text = page(capsys, *TINY, *flags, "--allow_nondivisible_batch_size=1", "--world_size=2", "--sequence_length=32")
     assert "largest batch: 13 samples = 2 per micro-batch x 4 depth-first x 1 breadth-first x 2 ranks" in text
@@ -142,7 +142,7 @@ def test_batches_that_change_or_do_not_divide(capsys: pytest.CaptureFixture[str]
 
 
 def test_only_one_rank_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a launcher starts it on many."""
+    """If a launcher starts many processes, only rank 0 prints."""
     launched = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0", "RANK": "0"}
     for name, value in {**launched, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -165,14 +165,14 @@ def test_only_one_rank_prints(capsys: pytest.CaptureFixture[str], monkeypatch: p
     ],
 )
 def test_wrong_flags_are_answered_as_ever(capsys: pytest.CaptureFixture[str], flags: list[str], said: str) -> None:
-    """One message, exit code 2, no trace of the stack."""
+    """Wrong flags give one message and exit code 2, without a stack trace."""
     assert main(["--dry_run=1", *TINY, *flags]) == 2
     printed = capsys.readouterr()
     assert said in printed.err and "Traceback" not in printed.err and not printed.out
 
 
 def test_recomputed_blocks_keep_their_input(capsys: pytest.CaptureFixture[str]) -> None:
-    """64 tokens x 64 channels x 4 bytes; the fewer blocks keep everything, the less is held."""
+    """A recomputed block keeps 64 tokens x 64 channels x 4 bytes; recomputing more blocks holds less."""
     held = []
     for layers in (0, 2, 4):
         text = page(capsys, *TINY, "--batch_size=1", "--device=cpu", f"--recompute_layers={layers}")
