@@ -119,7 +119,8 @@ def build(
     debugger = _debug(start, model)
     with distributed.traffic.paused():
         model.gather_ahead()  # every iteration ends with this
-    trackers = together(distributed, lambda: _open_trackers(start))
+    reports = distributed.rank == 0
+    trackers = together(distributed, lambda: open_trackers(config, experiment.root, experiment.run, reports))
     peak_tflops = config.run.peak_tflops or _device_peak_tflops(distributed.device)
     return Run(
         **vars(start),
@@ -302,26 +303,12 @@ def _load_pretrained(start: Start, source: WeightSource, model: MultiStage, opti
 
 def _debug(start: Start, model: MultiStage) -> TensorDebugger | None:
     """Log the initial (or loaded) weights and observe the stages, if a debug option asks for it."""
-    distributed = start.distributed
-    debugger = open_debugger(
-        start.config,
-        start.logger,
-        rank=distributed.rank,
-        world_size=distributed.world_size,
-        gather=distributed.gather_tensors,
-        artifacts=start.experiment.artifacts,
-    )
+    debugger = open_debugger(start.config, start.logger, start.distributed, start.experiment.artifacts)
     if debugger is not None:
         debugger.attach(model)
         with debugger.phase("init"):
             debugger.parameters_initialized(model)
     return debugger
-
-
-def _open_trackers(start: Start) -> Trackers:
-    if start.distributed.rank != 0:
-        return Trackers()
-    return open_trackers(start.config, start.experiment.root, start.experiment.run)
 
 
 def _device_peak_tflops(device: torch.device) -> float | None:

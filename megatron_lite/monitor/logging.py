@@ -6,6 +6,7 @@ line is one `write`, so no buffer holds it back.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -41,24 +42,12 @@ class AppendFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.lost_lines = path, 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror}; choose another --experiment_dir") from error
-
-    def size(self) -> int:
-        """Return the bytes in the file."""
-        return os.fstat(self._fd).st_size
-
-    def read_tail(self, size: int) -> bytes:
-        """Return the last `size` bytes, or fewer if the file is shorter."""
-        return os.pread(self._fd, size, max(self.size() - size, 0))
-
-    def truncate(self, size: int) -> None:
-        """Cut the file to `size` bytes."""
-        os.ftruncate(self._fd, size)
 
     def append(self, line: bytes) -> None:
         """Append the whole line or nothing.
@@ -66,20 +55,29 @@ class AppendFile:
         Raises:
             OSError: if the line could not be written.
         """
-        size = self.size()
+        size = os.fstat(self._fd).st_size
         written = os.write(self._fd, line)
         if written != len(line):  # the disk is full
             os.ftruncate(self._fd, size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
+    def write_line(self, line: str) -> None:
+        """Append a line, or lose it: the first loss is reported, and later lines are tried again."""
+        try:
+            self.append(line.encode("utf-8", "backslashreplace") + b"\n")
+        except OSError as error:
+            self.lost_lines += 1  # before the warning, which may come back here as a line
+            if self.lost_lines == 1:
+                get_logger().warning(
+                    "cannot write %s: %s; the run goes on without these lines", self.path, error.strerror
+                )
+
     def close(self) -> None:
         """Close the file; ignore errors."""
         fd, self._fd = self._fd, -1
-        if fd >= 0:
-            try:
+        with contextlib.suppress(OSError):
+            if fd >= 0:
                 os.close(fd)
-            except OSError:
-                pass
 
 
 class _LineFormatter(logging.Formatter):
@@ -137,26 +135,16 @@ def _discard_stdout() -> None:
 
 
 class FileHandler(logging.Handler):
-    """Writes lines to a log file. A line that cannot be written is dropped; only the first one is reported.
-
-    Later lines are tried again: a full disk may have room by then.
-    """
+    """Writes lines to a log file; a full disk costs lines."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._file = AppendFile(path)
-        self._warned = False
 
     def emit(self, record: logging.LogRecord) -> None:
         """Append the record."""
         try:
-            self._file.append((self.format(record) + "\n").encode("utf-8", "backslashreplace"))
-        except OSError as error:
-            if not self._warned:
-                self._warned = True  # set first: the warning itself comes back here
-                get_logger().warning(
-                    "cannot write %s: %s; the run goes on without these lines", self._file.path, error.strerror
-                )
+            self._file.write_line(self.format(record))
         except Exception:
             self.handleError(record)
 

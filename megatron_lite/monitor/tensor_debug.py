@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import Config, RunConfig
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.logging import MIB
 from megatron_lite.monitor.tensor_log import TensorEntry, summarize, unique_names, write_tensor_log
 
@@ -33,18 +34,11 @@ LEVELS = (
 
 
 def open_debugger(
-    config: Config,
-    logger: logging.Logger,
-    rank: int,
-    world_size: int,
-    gather: Callable[[Tensor], list[Tensor]],
-    artifacts: Path | None,
+    config: Config, logger: logging.Logger, distributed: Distributed, artifacts: Path | None
 ) -> TensorDebugger | None:
     """Return the debugger that the debug options ask for, or None if they ask for nothing.
 
-    Args:
-        gather: maps a tensor, of the same shape and dtype on all ranks, to the list of all ranks' tensors.
-        artifacts: the folder for --save_tensor_logs, or None to write nothing.
+    artifacts: the folder for --save_tensor_logs, or None to write nothing.
     """
     run, micro_batches = config.run, config.batch.sequential_micro_batches or 1
     if not run.save_tensor_logs:
@@ -54,16 +48,7 @@ def open_debugger(
         levels = dict.fromkeys(LEVELS, 0)
     if not any(levels.values()) and not run.debug_activation_memory:
         return None
-    return TensorDebugger(
-        config=run,
-        levels=levels,
-        logger=logger,
-        rank=rank,
-        world_size=world_size,
-        gather=gather,
-        artifacts=artifacts,
-        micro_batches=micro_batches,
-    )
+    return TensorDebugger(run, logger, distributed, levels=levels, artifacts=artifacts, micro_batches=micro_batches)
 
 
 @dataclass(eq=False)
@@ -74,11 +59,9 @@ class TensorDebugger:
     """
 
     config: RunConfig
-    levels: Mapping[str, int]  # by option; 0 is off
     logger: logging.Logger
-    rank: int
-    world_size: int
-    gather: Callable[[Tensor], list[Tensor]]
+    distributed: Distributed
+    levels: Mapping[str, int]  # by option; 0 is off
     artifacts: Path | None
     micro_batches: int
     _phase: str | None = None
@@ -105,11 +88,11 @@ class TensorDebugger:
 
     def _save(self, artifacts: Path, phase: str) -> None:
         """Write the file of a phase; a full disk costs the file, not the run."""
-        path = artifacts / f"tensor_logs_{phase}_rank_{self.rank:03d}.safetensors"
+        path = artifacts / f"tensor_logs_{phase}_rank_{self.distributed.rank:03d}.safetensors"
         about = {
             "phase": phase,
-            "rank": str(self.rank),
-            "world_size": str(self.world_size),
+            "rank": str(self.distributed.rank),
+            "world_size": str(self.distributed.world_size),
             "global": str(int(self.config.debug_global_tensors)),
         }
         try:
@@ -138,8 +121,8 @@ class TensorDebugger:
             self.logger.info("%s | %s | memory: %s", self._phase, name, memory_in_use(self._device))
         if level and tensor is not None:
             if self.config.debug_global_tensors:
-                tensor = join_ranks(self.gather(tensor.detach().contiguous()))
-            if self.rank == 0 or not self.config.debug_global_tensors:
+                tensor = join_ranks(self.distributed.gather_tensors(tensor.detach().contiguous()))
+            if self.distributed.rank == 0 or not self.config.debug_global_tensors:
                 self._log(name, tensor, level)
 
     # -- parameters and their gradients ---------------------------------------------------------------------------
@@ -172,7 +155,7 @@ class TensorDebugger:
             if not part.has_state:  # frozen
                 continue
             pieces = list(self._pieces(part.layout, part.grad_shard))
-            if whole and (self.rank == 0 or not self.config.debug_global_tensors):
+            if whole and (self.distributed.rank == 0 or not self.config.debug_global_tensors):
                 flat = torch.cat([part.grad_shard[:0], *(tensor.reshape(-1) for _, tensor in pieces)])
                 self._log(f"stage {stage} gradient shard{'s' if self.config.debug_global_tensors else ''}", flat, whole)
             for name, tensor in pieces if each else ():
@@ -184,12 +167,12 @@ class TensorDebugger:
         Global: full parameters, on rank 0 only. Otherwise this rank's pieces; the name of a partial one has its bounds.
         """
         if self.config.debug_global_tensors:
-            flat = torch.cat(self.gather(shard.detach()))
-            for slot in layout.slots if self.rank == 0 else ():
+            flat = torch.cat(self.distributed.gather_tensors(shard.detach()))
+            for slot in layout.slots if self.distributed.rank == 0 else ():
                 yield slot.spec.name, flat[slot.offset : slot.end].view(slot.spec.shape)
             return
-        low = self.rank * layout.shard_numel
-        for slot, start, end in layout.pieces(self.rank):
+        low = self.distributed.rank * layout.shard_numel
+        for slot, start, end in layout.pieces(self.distributed.rank):
             piece = shard[slot.offset + start - low : slot.offset + end - low]
             if end - start == slot.numel:
                 yield slot.spec.name, piece.view(slot.spec.shape)

@@ -35,7 +35,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class MetricsFile:
+class MetricsFile(AppendFile):
     """metrics.jsonl, open for appending. A line that cannot be written is lost, and the first loss is reported.
 
     Raises:
@@ -43,8 +43,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = AppendFile(path)
-        self.lost_lines = 0
+        super().__init__(path)
         try:
             self._repair_last_line()
         except OSError as error:
@@ -52,32 +51,23 @@ class MetricsFile:
 
     def _repair_last_line(self) -> None:
         """Complete a last line that only lacks its newline; remove a torn one."""
-        tail = self._file.read_tail(_REPAIR_BYTES)
+        size = os.fstat(self._fd).st_size
+        tail = os.pread(self._fd, _REPAIR_BYTES, max(size - _REPAIR_BYTES, 0))
         torn = tail[tail.rfind(b"\n") + 1 :]
-        if not torn:
-            return
-        if _parse_line(torn) is not None:
-            self._file.append(b"\n")
-        else:
-            self._file.truncate(self._file.size() - len(torn))
+        if torn and _parse_line(torn) is not None:
+            self.append(b"\n")
+        elif torn:
+            os.ftruncate(self._fd, size - len(torn))
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record."""
-        line = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False) + "\n"
-        try:
-            self._file.append(line.encode())
-        except OSError as error:
-            self.lost_lines += 1
-            if self.lost_lines == 1:
-                get_logger().warning(
-                    "cannot write %s: %s; the run goes on without these lines", self._file.path, error.strerror
-                )
+        self.write_line(json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False))
 
     def close(self) -> None:
         """Close the file and report the number of lost lines, if any."""
-        self._file.close()
+        super().close()
         if self.lost_lines:
-            get_logger().warning("%d lines of %s were lost", self.lost_lines, self._file.path)
+            get_logger().warning("%d lines of %s were lost", self.lost_lines, self.path)
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:
@@ -195,8 +185,8 @@ class Trackers:
             wandb.close(exit_code)
 
 
-def open_trackers(config: Config, experiment_dir: Path | None, run: int) -> Trackers:
-    """Open every destination of metrics, on the rank that reports; the other ranks use `Trackers()`.
+def open_trackers(config: Config, experiment_dir: Path | None, run: int, reports: bool = True) -> Trackers:
+    """Open every destination of metrics; none unless this rank `reports`.
 
     Args:
         config: resolved.
@@ -207,6 +197,8 @@ def open_trackers(config: Config, experiment_dir: Path | None, run: int) -> Trac
         UsageError: if Weights & Biases is requested but not installed, or its key file is unusable.
         StorageError: if metrics.jsonl cannot be opened.
     """
+    if not reports:
+        return Trackers()
     metrics = MetricsFile(experiment_dir / METRICS_FILE) if experiment_dir is not None else None
     wandb = _open_wandb(config, experiment_dir, run) if config.run.wandb_entity_name else None
     return Trackers(metrics, wandb, run)

@@ -100,9 +100,14 @@ def make_logger(rank: int = 0) -> tuple[logging.Logger, list[str]]:
     return logger, handler.lines
 
 
+def fake_ranks(rank: int, world_size: int, gather: Callable[[Tensor], list[Tensor]]) -> Any:
+    """Return what the debugger needs of `Distributed`."""
+    return SimpleNamespace(rank=rank, world_size=world_size, gather_tensors=gather)
+
+
 def open_alone(artifacts: Path | None = None, **options: Any) -> tuple[TensorDebugger | None, list[str]]:
     logger, lines = make_logger()
-    return open_debugger(make_config(**options), logger, 0, 1, alone, artifacts), lines
+    return open_debugger(make_config(**options), logger, fake_ranks(0, 1, alone), artifacts), lines
 
 
 def run_phases(debugger: TensorDebugger | None, model: FakeModel, rank: int = 0, micro_batches: int = 1) -> None:
@@ -352,7 +357,7 @@ def test_global_tensors_are_put_together(tmp_path: Path, world_size: int) -> Non
     def run(rank: int, gather: Callable[[Tensor], list[Tensor]]) -> list[str]:
         logger, lines = make_logger(rank)
         config = make_config(2, save_tensor_logs=True, **options)
-        debugger = open_debugger(config, logger, rank, world_size, gather, tmp_path)
+        debugger = open_debugger(config, logger, fake_ranks(rank, world_size, gather), tmp_path)
         run_phases(debugger, FakeModel(rank, world_size), rank, micro_batches=2)
         return lines
 
@@ -390,7 +395,7 @@ def test_local_tensors_are_each_ranks_own(tmp_path: Path) -> None:
 
         logger, lines = make_logger(rank)
         config = make_config(save_tensor_logs=True, debug_global_tensors=False, **options)
-        debugger = open_debugger(config, logger, rank, 2, gather, tmp_path)
+        debugger = open_debugger(config, logger, fake_ranks(rank, 2, gather), tmp_path)
         run_phases(debugger, FakeModel(rank, 2), rank)
         assert lines
         return logged(tmp_path, "train_00001", rank)
