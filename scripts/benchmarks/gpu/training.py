@@ -46,10 +46,10 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 
 def configured(options: dict[str, Any]) -> Config:
     """Return the resolved configuration of a variant."""
-    mistral = MODELS["mistral-7b"]
+    sizes, model_options = MODELS["mistral-7b"]
     values = {
-        **mistral.options,
-        **mistral.sizes,
+        **model_options,
+        **sizes._asdict(),
         "num_layers": LAYERS,
         "batch_size": 1,
         "training_dtype": "bf16",

@@ -70,10 +70,10 @@ class Ours:
     """The engine's optimizer on the stages of a model that never runs."""
 
     def __init__(self, row: Row, options: argparse.Namespace, distributed: Distributed) -> None:
-        model = MODELS["llama-39m"]
+        sizes, model_options = MODELS["llama-39m"]
         values = {
-            **model.options,
-            **{name: getattr(options, name, None) or size for name, size in model.sizes.items()},
+            **model_options,
+            **{name: getattr(options, name, None) or size for name, size in sizes._asdict().items()},
             "device": "cpu",
             "lr": RATE,
             "weight_decay": DECAY,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import importlib.util
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,14 +28,14 @@ LEARNING_RATE = 2e-5
 # Far above any norm: the norm is computed and gradients are multiplied by 1, so weights can be compared bit for bit.
 CLIP_GRAD = 1e6
 COMMON: dict[str, Any] = dict(dataset_source="random", num_workers=0, weight_decay=0.1)
-LLAMA: dict[str, Any] = dict(
+LLAMA: dict[str, Any] = COMMON | dict(
     use_rotary_embeddings=True,
     gated=True,
     normalization_type="rms_norm",
     add_linear_biases=False,
     tie_word_embeddings=False,
 )
-GPT2: dict[str, Any] = dict(
+GPT2: dict[str, Any] = COMMON | dict(
     use_rotary_embeddings=False,
     gated=False,
     normalization_type="layer_norm",
@@ -44,37 +43,28 @@ GPT2: dict[str, Any] = dict(
     tie_word_embeddings=True,
     activation_type="gelu",
 )
-SIZES = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "head_groups",
-    "ffn_hidden_size",
-    "vocab_size",
-    "sequence_length",
-    "micro_batch_size",
-)
 
 
-class Model(NamedTuple):
-    """A known model: sizes, which flags of the same names override, and its other options."""
+class Sizes(NamedTuple):
+    """Sizes of a known model; flags of the same names override them."""
 
-    sizes: dict[str, int]
-    options: dict[str, Any]
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    head_groups: int
+    ffn_hidden_size: int
+    vocab_size: int
+    sequence_length: int
+    micro_batch_size: int
 
 
-def _model(sizes: tuple[int, ...], options: dict[str, Any]) -> Model:
-    return Model(dict(zip(SIZES, sizes, strict=True)), COMMON | options)
-
-
-MODELS = {
-    "llama-39m": _model((8, 512, 8, 2, 1408, 16384, 256, 2), LLAMA),
+# name -> (sizes, other options)
+MODELS: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "llama-39m": (Sizes(8, 512, 8, 2, 1408, 16384, 256, 2), LLAMA),
     # GPT-2's 50,257 tokens padded to a multiple of 128, as in nanoGPT and llm.c.
-    "gpt2-124m": _model((12, 768, 12, 12, 3072, 50304, 1024, 32), GPT2),
-    "mistral-7b": _model((32, 4096, 32, 8, 14336, 32000, 8192, 1), LLAMA),
-    "llama-3-8b-8l": _model(
-        (8, 4096, 32, 8, 14336, 128256, 8192, 1), LLAMA | {"rotary_embedding_scale": -math.log(500000.0)}
-    ),
+    "gpt2-124m": (Sizes(12, 768, 12, 12, 3072, 50304, 1024, 32), GPT2),
+    "mistral-7b": (Sizes(32, 4096, 32, 8, 14336, 32000, 8192, 1), LLAMA),
+    "llama-3-8b-8l": (Sizes(8, 4096, 32, 8, 14336, 128256, 8192, 1), LLAMA | {"rotary_base": 500000.0}),
 }
 MEASURING = dict(micro_batches=1, turns=8, warmup_turns=1, steps_per_turn=3, threads=1, seed=1234)
 
@@ -85,7 +75,7 @@ def parse(argv: Sequence[str], description: str | None = None) -> argparse.Names
     add = parser.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--model", choices=tuple(MODELS), default="llama-39m", help="default llama-39m; change its sizes with:")
-    for name in SIZES:
+    for name in Sizes._fields:
         add(f"--{name}", type=int, help="default: the model's")
     for name, default in MEASURING.items():
         add(f"--{name}", type=int, default=default, help=f"default {default}")
@@ -125,16 +115,16 @@ def parse(argv: Sequence[str], description: str | None = None) -> argparse.Names
         parser.error(
             "--turns must be at least 2, --micro_batches and --steps_per_turn at least 1, --warmup_turns not negative"
         )
-    for name, default in MODELS[options.model].sizes.items():
+    for name, default in MODELS[options.model][0]._asdict().items():
         setattr(options, name, getattr(options, name) or default)
     return options
 
 
 def has_known_shape(options: argparse.Namespace) -> bool:
     """Return whether the model has the shape of its name; the number of layers and the micro-batch may differ."""
-    sizes = MODELS[options.model].sizes
-    fixed = [name for name in SIZES if name not in ("num_layers", "micro_batch_size")]
-    return all(getattr(options, name) == sizes[name] for name in fixed)
+    sizes = MODELS[options.model][0]._asdict()
+    free = ("num_layers", "micro_batch_size")
+    return all(getattr(options, name) == size for name, size in sizes.items() if name not in free)
 
 
 def engine_config(options: argparse.Namespace, world_size: int, **changes: Any) -> Config:
@@ -144,8 +134,8 @@ def engine_config(options: argparse.Namespace, world_size: int, **changes: Any) 
         UsageError: if the engine refuses these sizes.
     """
     values = {
-        **MODELS[options.model].options,
-        **{name: getattr(options, name) for name in SIZES},
+        **MODELS[options.model][1],
+        **{name: getattr(options, name) for name in Sizes._fields},
         "device": options.device,
         "training_dtype": options.dtype,
         "lr": LEARNING_RATE,
@@ -249,7 +239,7 @@ def unavailable(rows: dict[str, Row], options: argparse.Namespace, device: torch
             reason = "liger_kernel is not installed"
         elif row.model == "HF Liger" and (device.type == "cpu" or "gpt2" in options.model):
             reason = "Liger's kernels need a GPU, and Liger has none for GPT-2"
-        if row.separate_ends and MODELS[options.model].options["tie_word_embeddings"]:
+        if row.separate_ends and MODELS[options.model][1]["tie_word_embeddings"]:
             reason = "a tied embedding cannot be a group of its own"
         if reason is not None:
             reasons[name] = reason
