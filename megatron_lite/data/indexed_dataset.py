@@ -95,7 +95,7 @@ class IndexedDataset:
         if not MAGIC.startswith(header[: len(MAGIC)]):
             raise DataError(f"{path}: not a token index: begins with {header[: len(MAGIC)]!r} instead of {MAGIC!r}")
         if len(header) < HEADER.size:
-            raise DataError(f"{path}: {index_bytes:,} bytes, but a header alone has {HEADER.size}")
+            raise DataError(f"{path}: {index_bytes:,} bytes, but the header has {HEADER.size}")
         _, version, code, num_sequences, num_entries = HEADER.unpack(header)
         if version != VERSION:
             raise DataError(f"{path}: format version {version}, but only version {VERSION} can be read")

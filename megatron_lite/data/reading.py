@@ -28,7 +28,7 @@ class Samples:
     tokens: NDArray[Any]  # (k, s + 1) in an integer dtype
     slow: tuple[str, ...] = ()  # warnings about slow reads
     # Lengths of the pieces of documents in the inputs (the first s tokens of each sample), sample by sample. A document
-    # that began or ends in another sample has one piece in each. None unless documents are kept apart.
+    # that began or ends in another sample has one piece in each. None with --cross_document_attention=1.
     lengths: NDArray[np.int32] | None = None
 
 

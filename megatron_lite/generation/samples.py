@@ -15,6 +15,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,21 +70,17 @@ class TrainingSampler(TokenSampler):
             return self.NONE
 
 
+@dataclass(frozen=True)
 class Samples:
     """The prompts of a run, and the file for their continuations. Made by `open_samples`."""
 
-    def __init__(
-        self,
-        config: Config,
-        distributed: Distributed,
-        stop: StopSignal,
-        tokenizer: Tokenizer,
-        prompts: Sequence[tuple[str, list[int]]],
-        file: MetricsFile | None,
-        run: int,
-    ) -> None:
-        self._config, self._distributed, self._stop = config, distributed, stop
-        self._tokenizer, self._prompts, self._file, self._run = tokenizer, prompts, file, run
+    config: Config
+    distributed: Distributed
+    stop: StopSignal
+    tokenizer: Tokenizer
+    prompts: Sequence[tuple[str, list[int]]]
+    file: MetricsFile | None  # on rank 0, with an experiment directory
+    run: int
 
     def write(self, model: MultiStage, iteration: int, logger: logging.Logger) -> None:
         """Continue every prompt and write the samples, or warn if logits are not finite; all ranks call this together.
@@ -92,38 +89,38 @@ class Samples:
             StopRequested: on every rank, if any rank received a signal; nothing is written.
         """
         texts = self._texts(iteration)
-        training = self._config.training
-        limits = Limits(training.sample_tokens, self._config.batch.sequence_length, (self._tokenizer.end_of_document,))
+        training = self.config.training
+        limits = Limits(training.sample_tokens, self.config.batch.sequence_length, (self.tokenizer.end_of_document,))
         try:
-            stage_model = StageModel(model, self._distributed)
+            stage_model = StageModel(model, self.distributed)
             # Attention over prompts uses "math", which always works; a library that fails would end the training.
             for _ in continue_texts(stage_model, texts, limits, ROWS, self._agree):
                 pass
         except Broken:
             logger.warning("no samples @ iteration %d: logits are not finite", iteration)
             return
-        continuations = Continuations(self._tokenizer)
+        continuations = Continuations(self.tokenizer)
         samples: list[dict[str, Any]] = []
-        for (prompt, _), text in zip(self._prompts, texts, strict=True):
+        for (prompt, _), text in zip(self.prompts, texts, strict=True):
             continuation = continuations.text(text)
             samples.append({"prompt": prompt, "text": continuation, "finish": text.finish, "tokens": text.tokens})
             logger.info("sample @ iteration %d/%d | %s", iteration, training.train_iters, _shown(prompt, continuation))
-        if self._file is not None:
+        if self.file is not None:
             record = {"iteration": iteration, "train_iters": training.train_iters, "samples": samples}
-            self._file.write({**record, "run": self._run, "time": round(time.time(), 3)})
+            self.file.write({**record, "run": self.run, "time": round(time.time(), 3)})
 
     def _texts(self, iteration: int) -> list[Text]:
         """Draws depend on seed, iteration and prompt only."""
-        training, seed = self._config.training, self._config.distributed.seed
+        training, seed = self.config.training, self.config.distributed.seed
         options = SamplingOptions(training.sample_temperature, training.sample_top_k, training.sample_top_p)
-        repetitions = numbered([prompt for prompt, _ in self._prompts])
+        repetitions = numbered([prompt for prompt, _ in self.prompts])
         return [
             Text(list(tokens), TrainingSampler(options, derive_seed("sample", seed, iteration, prompt, repetition)))
-            for (prompt, tokens), (_, repetition) in zip(self._prompts, repetitions, strict=True)
+            for (prompt, tokens), (_, repetition) in zip(self.prompts, repetitions, strict=True)
         ]
 
     def _agree(self, tokens: list[int]) -> list[int]:
-        every = self._distributed.gather_objects([self._stop.received, tokens])
+        every = self.distributed.gather_objects([self.stop.received, tokens])
         if any(received for received, _ in every):
             raise StopRequested
         chosen: list[int] = every[0][1]

@@ -1,1 +1,1 @@
-"""What a run will need, before it runs: memory, communication, and the options chosen from them."""
+"""Memory and communication of a run, predicted before it starts, and options chosen from them."""
