@@ -57,7 +57,7 @@ class Attention(torch.nn.Module):
             table = self.rotary.table(hidden) if positions is None else self.rotary.at(positions)
         projection = self.query_key_value(hidden)  # (b, s, (n + 2 g) d)
         heads = self.heads(projection, table)
-        seed = micro_batch.site_seed(self.name)
+        seed = micro_batch.site_seed(self.name, self.dropout)
         documents, backend = micro_batch.documents, self.kernels.attention
         if micro_batch.cache is not None:
             context = micro_batch.cache.attend(self.name, *heads, self.window, self.scale, self.softmax_in_fp32)
@@ -157,4 +157,4 @@ class Block(Layer):
         """Return the branch as it is added to the residual stream."""
         if norm is not None:
             branch = norm(branch)
-        return dropout(branch, self.hidden_dropout, micro_batch.site_seed(f"{self.name}.{site}"))
+        return dropout(branch, self.hidden_dropout, micro_batch.site_seed(f"{self.name}.{site}", self.hidden_dropout))

@@ -45,7 +45,7 @@ class Embedding(Layer):
             hidden = hidden + self.position[micro_batch.positions]
         if self.norm is not None:
             hidden = self.norm(hidden)
-        return dropout(hidden, self.dropout, micro_batch.site_seed("embedding"))
+        return dropout(hidden, self.dropout, micro_batch.site_seed("embedding", self.dropout))
 
 
 class Head(Layer):

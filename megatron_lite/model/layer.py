@@ -33,9 +33,9 @@ class MicroBatch:
     cache: CachePass | None = None  # generation: the head returns logits (t, v) instead of a loss
     positions: Tensor | None = None  # (b, s) int64; None: 0, 1, 2, ... in every sample
 
-    def site_seed(self, site: str) -> int | None:
-        """Return the dropout seed of one place in the model."""
-        return None if self.dropout_seed is None else derive_seed(self.dropout_seed, site)
+    def site_seed(self, site: str, p: float) -> int | None:
+        """Return the seed of one place in the model that drops with probability p; None: nothing is dropped there."""
+        return None if p == 0.0 or self.dropout_seed is None else derive_seed(self.dropout_seed, site)
 
 
 class Layer(torch.nn.Module):

@@ -1,17 +1,17 @@
-"""Running averages of the weights, on the shards: they are evaluated and exported beside the weights or in their place.
+"""Running averages of the weights, on the shards, evaluated and exported beside or instead of the weights.
 
     ema:             a = beta * a + (1 - beta) * w                         a starts at the first weights
     ema_decay_sqrt:  a = a + (s_t / S_t) * (w - a)                         S_t = s_0 + ... + s_t
                      s_t = 1 - beta                                        before update t = `ema_switch_iter`
                      s_t = 1 - sqrt(min((t - switch) / decay_iters, 1))    from then on
 
-with w after update t = 0, 1, ... since averaging began, dropped updates included. These are the formulas of Levanter's
+w: the weights after update t = 0, 1, ... since averaging began, dropped updates included. The formulas are Levanter's
 `EmaModelAveraging` and `EmaDecaySqrtModelAveraging` (stanford-crfm/levanter, optim/model_averaging.py). The second is
-the plain mean of all weights up to the switch, then mostly of those just behind it, and stands still after the decay
-(for runs whose learning rate decays as well); its first update overwrites what it started from.
+the plain mean of all weights up to the switch, then mostly of the weights just after it, and no longer changes once the
+decay ends (for runs whose learning rate decays too); its first update overwrites the start value.
 
-The share of the newest weights is a number of the host; the average follows in one pass, in fp32 whatever the training
-dtype. Nothing is read from the device.
+The share of the newest weights is a number on the host. Each average is updated in one pass, in fp32 at any training
+dtype, without reading the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_lite.zero.flat_shard import FlatShard
 
 
 class Averaging:
-    """The averages of some parts: of those that keep one. With --ema_type=none nothing happens."""
+    """The averages of all parts that keep one."""
 
     def __init__(self, config: AveragingConfig, parts: Sequence[FlatShard]) -> None:
         self._config = config
@@ -38,14 +38,14 @@ class Averaging:
         self._share = 0.0
 
     def start(self) -> None:
-        """Begin anew, from the weights as they are now."""
+        """Restart from the current weights."""
         self.updates, self._total = 0, 0.0
         for part in self._parts:
             for average, weights in _pieces(part):
                 average.copy_(weights)
 
     def begin(self) -> None:
-        """An update is under way: `follow` will be called once for each part, after it."""
+        """Compute the share of the newest weights in this update; then call `follow` for each updated part."""
         if self._config.ema_type == "ema":
             self._share = 1.0 - self._config.ema_beta
         elif self._config.ema_type == "ema_decay_sqrt":
@@ -55,16 +55,16 @@ class Averaging:
         self.updates += 1
 
     def follow(self, part: FlatShard) -> None:
-        """Move the average of a part towards its weights."""
+        """Move the average of a part towards its updated weights."""
         for average, weights in _pieces(part):
             average.lerp_(weights, self._share)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, beside the averages."""
+        """Return the counts for a checkpoint; the averages themselves are saved with the shards."""
         return {"type": self._config.ema_type, "updates": self.updates, "total": self._total}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`; where it is empty, or of averages of another type, begin anew."""
+        """Restore `state`; restart if it is empty or of another type of average."""
         if state.get("type") == self._config.ema_type:
             self.updates, self._total = state["updates"], state["total"]
         else:
@@ -72,7 +72,7 @@ class Averaging:
 
 
 def weight_in_sum(config: AveragingConfig, update: int) -> float:
-    """s_t of ema_decay_sqrt, for t from 0: not normalised."""
+    """Return s_t of ema_decay_sqrt for t from 0, not normalized."""
     if update < config.ema_switch_iter:
         return 1.0 - config.ema_beta
     return 1.0 - math.sqrt(min((update - config.ema_switch_iter) / config.ema_decay_iters, 1.0))

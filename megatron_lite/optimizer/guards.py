@@ -1,11 +1,13 @@
-"""Which updates are dropped: those that are not finite, and, with --skip_bad_steps, those far above what is usual.
+"""Guards: updates that are dropped because they are not finite or, with --skip_bad_steps, unusually large.
 
-A dropped update changes no weight, no moment and not Adam's count. Everything is decided on the device, from numbers
-that are summed over all ranks and so are the same on all of them; nothing is read on the host.
+A dropped update changes no weight, no moment and not Adam's count. The guard decides on the device, from numbers summed
+over all ranks, so every rank decides alike and nothing is read on the host. The record of dropped updates stays on the
+device until a log line or a save reads it; it is part of a checkpoint, so a resumed log equals an uninterrupted one.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,24 +15,152 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import OptimizerConfig
-from megatron_lite.optimizer.dropped_steps import DroppedSteps
 from megatron_lite.optimizer.rolling import RollingStatistics
+
+# A run stops after this many dropped updates in a row; fp16 needs at most 16 to find its first loss scale.
+HOPELESS_STREAK = 50
+COUNTS = ("skipped", "nan", "new", "streak")
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """A dropped step. Pairs are (loss, gradient norm)."""
+
+    iteration: int
+    numbers: tuple[float, float]
+    limits: tuple[float, float]  # set by --skip_bad_steps; infinite: none
+
+    @property
+    def overflows(self) -> bool:
+        """Whether the square of the gradient norm is not finite in fp32."""
+        return not math.isfinite(float(torch.tensor(self.numbers[1], dtype=torch.float32).square()))
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether only --skip_bad_steps dropped the step."""
+        return math.isfinite(self.numbers[0]) and not self.overflows
+
+
+@dataclass(frozen=True)
+class Report:
+    """Dropped steps as a log line reports them."""
+
+    skipped: int  # since the start of training
+    nan: int  # of these, with a NaN loss or gradient norm
+    new: int  # dropped since the last line
+    reason: str | None  # of the last new one
+    stop: str | None  # why the run cannot go on
+
+
+class DroppedSteps:
+    """Counts of dropped steps on the device, with the last one and the first that must stop the run."""
+
+    def __init__(self, config: OptimizerConfig, dynamic_loss_scale: bool, device: torch.device) -> None:
+        self._config, self._dynamic = config, dynamic_loss_scale
+        # skipped, nan: since the start of training; new: since the last line; streak: in a row
+        self._counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
+        self._last = torch.zeros(5, dtype=torch.float64, device=device)  # numbers, limits, iteration
+        self._fatal = torch.zeros((), dtype=torch.int64, device=device)  # steps of this start that must stop the run
+        self._first_fatal = torch.zeros_like(self._last)
+
+    def add(self, iteration: int, numbers: Tensor, limits: Tensor, skipped: Tensor, fatal: Tensor | None) -> None:
+        """Count one step; no value is read on the host.
+
+        Args:
+            numbers, limits: (loss, gradient norm), (2,) fp64.
+            skipped, fatal: () bool. None: nothing is fatal.
+        """
+        self._counts.add_(torch.stack([skipped, numbers.isnan().any(), skipped, skipped]))
+        self._counts[3].mul_(skipped)
+        step = torch.cat([numbers, limits, limits.new_full((1,), iteration)])
+        self._last = torch.where(skipped, step, self._last)
+        if fatal is not None:
+            self._first_fatal = torch.where(fatal & (self._fatal == 0), step, self._first_fatal)
+            self._fatal.add_(fatal)
+
+    def close(self) -> Report:
+        """Return the report since the last call and begin the next (reads the device)."""
+        skipped, nan, new, streak = self._counts.tolist()
+        self._counts[2].zero_()
+        last, stop = _bad_step(self._last), self.stop_reason()
+        if stop is None and streak >= self._hopeless_streak(last):
+            stop = self._hopeless(streak, last)
+        return Report(skipped, nan, new, self.describe(last) if new else None, stop)
+
+    def stop_reason(self) -> str | None:
+        """Return why the run must stop and save nothing, or None (reads the device)."""
+        count = int(self._fatal)
+        if not count:
+            return None
+        step, flag = _bad_step(self._first_fatal), "--on_bad_step=abort"
+        if self._config.on_bad_step != "abort":
+            flag = "--crash_on_nan=1" if any(map(math.isnan, step.numbers)) else "--crash_on_inf=1"
+        more = f" (and {count - 1} more since)" if count > 1 else ""
+        return (
+            f"stopped as {flag} asks: {self.describe(step)}{more}. The update was dropped and nothing saved since. The "
+            "same command would reach the same step again: resume with a lower --lr, or without that flag, which drops "
+            "such updates and continues"
+        )
+
+    def describe(self, step: BadStep) -> str:
+        """Return text such as `iteration 123: gradient norm 41.2 above 3.1 (mean + 6 sd)`."""
+        problems = []
+        for name, number, limit in zip(("loss", "gradient norm"), step.numbers, step.limits, strict=True):
+            if not math.isfinite(number):
+                problems.append(f"{name} {number}")
+            elif number > limit:
+                sigma = self._config.skip_bad_steps_sigma
+                problems.append(f"{name} {number:.6g} above {limit:.6g} (mean + {sigma:g} sd)")
+            elif name == "gradient norm" and step.overflows:
+                problems.append(f"{name} {number:.6g}, too large to be squared")
+        searching = self._dynamic and step.overflows and math.isfinite(step.numbers[0])
+        return f"iteration {step.iteration}: {', '.join(problems)}{'; the loss scale follows' if searching else ''}"
+
+    def _hopeless_streak(self, last: BadStep) -> int:
+        # The window remembers spikes: once it holds nothing else, only a loss or norm that keeps growing is unusual.
+        return max(HOPELESS_STREAK, self._config.skip_bad_steps_window) if last.is_finite else HOPELESS_STREAK
+
+    def _hopeless(self, streak: int, last: BadStep) -> str:
+        if last.is_finite:
+            cause, fix = "by --skip_bad_steps", "a larger --skip_bad_steps_sigma"
+        else:
+            cause, fix = "because they were not finite", "--training_dtype=bf16"
+        return (
+            f"the last {streak} updates were dropped {cause}; the last, {self.describe(last)}. "
+            f"Resume from an older checkpoint with a lower --lr, or use {fix}"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return the counts for a checkpoint (reads the device); a step that must stop the run is never saved."""
+        counts = dict(zip(COUNTS, self._counts.tolist(), strict=True))
+        return {**counts, "last": [value.hex() for value in self._last.tolist()]}  # JSON has no NaN
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore `state`."""
+        counts = [state[name] for name in COUNTS]
+        self._counts.copy_(torch.tensor(counts))
+        self._last.copy_(torch.tensor([float.fromhex(value) for value in state["last"]], dtype=torch.float64))
+
+
+def _bad_step(values: Tensor) -> BadStep:
+    loss, norm, loss_limit, norm_limit, iteration = values.tolist()
+    return BadStep(int(iteration), (loss, norm), (loss_limit, norm_limit))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """On one update; tensors on the device, ()."""
+    """Decision on one update; tensors on the device, ()."""
 
-    skipped: Tensor  # bool: nothing may change
-    overflow: Tensor  # bool: the gradient is not finite, or too large to be squared; all that a loss scale learns of
+    skipped: Tensor  # bool: drop the update
+    overflow: Tensor  # bool: the gradient is not finite or too large to be squared; input of the loss scale
 
 
 class Guard:
-    """Judges every update before it is made, and keeps what later verdicts and the log need.
+    """Judge of every update, with the history that later verdicts need.
 
-    The rule of --skip_bad_steps is Levanter's (skip_step.py): a step is bad whose loss or gradient norm is above mean +
-    sigma * std over the steps before it, bad ones included, once half of the window is known. Steps that are not finite
-    are bad too, but are not remembered: there, one NaN makes every step bad until it leaves the window.
+    --skip_bad_steps follows Levanter (skip_step.py): a step is bad if its loss or gradient norm exceeds mean + sigma *
+    std over the steps before it, bad ones included, once half of the window is known. Steps that are not finite are bad
+    too, but stay out of the window; in Levanter one NaN makes every step bad until it leaves the window.
     """
 
     def __init__(self, config: OptimizerConfig, dynamic_loss_scale: bool, device: torch.device) -> None:
@@ -42,7 +172,7 @@ class Guard:
         self.dropped = DroppedSteps(config, dynamic_loss_scale, device)
 
     def judge(self, iteration: int, loss: Tensor, grad_norm: Tensor) -> Verdict:
-        """The verdict on a step, which is part of the history from now on.
+        """Judge a step and add it to the history.
 
         Args:
             iteration: counted from 1.
@@ -50,7 +180,7 @@ class Guard:
             grad_norm: of the unscaled global gradient before clipping, () fp32.
         """
         numbers = torch.stack([loss, grad_norm.double()])
-        # The norm's square may not overflow in fp32: the second moment would, and stay so.
+        # If the norm's square overflowed in fp32, the second moment would overflow too, and stay infinite.
         finite = torch.stack([loss, grad_norm.square().double()]).isfinite()
         limits, good = self._no_limits, finite
         if self._usual is not None:
@@ -62,7 +192,7 @@ class Guard:
         return verdict
 
     def _fatal(self, numbers: Tensor, finite: Tensor, good: Tensor) -> Tensor | None:
-        """Whether the run has to stop; None: never. An overflow is nothing unusual for a dynamic loss scale."""
+        """Return whether the run must stop; None: never. A dynamic loss scale expects overflows."""
         config = self._config
         if config.on_bad_step == "abort":
             bad = ~good
@@ -77,9 +207,9 @@ class Guard:
         return bad[0] | (bad[1] & finite[1]) if self._dynamic else bad.any()
 
     def clipping_factor(self, grad_norm: Tensor) -> Tensor:
-        """By which gradients are multiplied so that their norm stays within --clip_grad: (), at most 1.
+        """Return the factor, () and at most 1, that limits the gradient norm to --clip_grad.
 
-        As torch.nn.utils.clip_grad_norm_, where the 1e-6 also shrinks a norm at the maximum, or as Levanter (and
+        As in torch.nn.utils.clip_grad_norm_, whose 1e-6 also shrinks a norm at the maximum, or as in Levanter (and
         optax.clip_by_global_norm).
         """
         clip = self._config.clip_grad
@@ -89,11 +219,11 @@ class Guard:
         return (clip / (grad_norm + margin)).clamp(max=1.0)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint (reads the device)."""
+        """Return the history for a checkpoint (reads the device)."""
         return {"usual": self._usual.state() if self._usual else [], "dropped": self.dropped.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`; an empty one begins anew. Of a history of another window the newest values count."""
+        """Restore `state`; an empty one restarts. From a longer window the newest values are kept."""
         if self._usual is not None:
             self._usual.load_state(state.get("usual", []))
         if "dropped" in state:

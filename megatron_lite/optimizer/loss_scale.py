@@ -1,4 +1,4 @@
-"""Loss scaling, wholly on the device: no value is read on the host to decide whether a step is dropped."""
+"""Loss scaling on the device: the host reads no value to decide whether a step is dropped."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from megatron_lite.config import OptimizerConfig
 
 
 class LossScale:
-    """Constant, or dynamic (fp16): halved after `hysteresis` overflows, doubled after `loss_scale_window` good updates.
+    """Factor on the loss: constant, or dynamic (fp16).
 
-    An overflow restarts the count of good updates; a doubling restores the hysteresis.
+    The dynamic scale is halved after `hysteresis` overflows and doubled after `loss_scale_window` good updates. An
+    overflow restarts the count of good updates; doubling restores the hysteresis.
     """
 
     def __init__(self, config: OptimizerConfig, training_dtype: str, device: torch.device) -> None:
@@ -26,9 +27,7 @@ class LossScale:
         self._patience = torch.full((), config.hysteresis, dtype=torch.int64, device=device)
 
     def update(self, overflow: Tensor) -> None:
-        """Learn of one update; `overflow` is a bool tensor, ()."""
-        if not self.dynamic:
-            return
+        """Adapt a dynamic scale after one update; `overflow` is a bool tensor, ()."""
         config = self._config
         self._patience.sub_(overflow.long())
         shrink = overflow & (self._patience <= 0)
@@ -40,12 +39,12 @@ class LossScale:
         self._patience.masked_fill_(grow, config.hysteresis)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint (reads the device)."""
+        """Return the scale and counts for a checkpoint (reads the device)."""
         counts = {"good": int(self._good), "patience": int(self._patience)}
         return {"dynamic": self.dynamic, "scale": float(self.scale), **counts}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`, where both are dynamic: a constant scale says nothing about a dynamic one."""
+        """Restore `state` if both scales are dynamic."""
         if self.dynamic and state["dynamic"]:
             self.scale.fill_(state["scale"])
             self._good.fill_(state["good"])

@@ -1,7 +1,7 @@
-"""One update of all shards: global norm, verdict, clipping, the optimizer's own rule, loss scaling.
+"""One update of all shards: global norm, verdict, clipping, the optimizer's rule, averages, loss scale.
 
-Nothing is read on the host: clipping and unscaling are one factor inside the update, and an update that must not be
-made is dropped on the device.
+The host reads nothing: clipping and unscaling are one factor inside the update, and a bad update is dropped on the
+device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_lite.zero.stage import Stage
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer step did; tensors on the device, ()."""
+    """Result of one optimizer step; tensors on the device, ()."""
 
     loss: Tensor  # summed over all ranks
     grad_norm: Tensor  # of the unscaled global gradient, before clipping
@@ -38,7 +38,7 @@ class Update:
 
 
 class Optimizer:
-    """Updates the weight shards of all stages in place."""
+    """Optimizer of the weight shards of all stages, in place."""
 
     def __init__(
         self, config: Config, stages: Sequence[Stage], distributed: Distributed, kernels: Kernels = REFERENCES
@@ -46,6 +46,7 @@ class Optimizer:
         self._config, self._distributed, self._triton = config, distributed, kernels.triton
         self._trained = [Trained(stage, part) for stage in stages if (part := stage.trainable) is not None]
         self._rule = choose_rule(config, self._trained, distributed, kernels)
+        self._averages = config.averaging.ema_type != "none"
         self.averaging = Averaging(config.averaging, [part for stage in stages for part in stage.parts])
         self.loss_scale = LossScale(config.optimizer, config.distributed.training_dtype, distributed.device)
         self.guard = Guard(config.optimizer, self.loss_scale.dynamic, distributed.device)
@@ -54,13 +55,13 @@ class Optimizer:
     def step(
         self, iteration: int, learning_rate: float, loss: Tensor, tokens: int, updated: Callable[[Stage], None]
     ) -> Update:
-        """One update from the stages' gradient shards.
+        """Update all stages from their gradient shards.
 
         Args:
             iteration: counted from 1.
-            loss: this rank's, summed over its tokens; it shares the gradient norm's collective.
-            tokens: of the global batch, those that count in the loss.
-            updated: called after each stage, in stage order: its new weights may be gathered while others are updated.
+            loss: of this rank, summed over its tokens; summed over ranks together with the gradient norm.
+            tokens: number in the global batch that count in the loss.
+            updated: called after each stage, in stage order, so that its gather can overlap later updates.
         """
         total = squared_norm([part.grad_shard for _, part in self._trained], self._triton)
         norm_squared, loss = self._distributed.sum_in_rank_order(torch.stack([total, loss.double()]))
@@ -70,24 +71,31 @@ class Optimizer:
         self._updates.add_(~verdict.skipped)
         divisor = scale / self.guard.clipping_factor(grad_norm)
         numbers = StepNumbers(
-            learning_rate, self._weight_decay(learning_rate), divisor, verdict.skipped.float(), self._updates
+            learning_rate=learning_rate,
+            weight_decay=self._weight_decay(learning_rate),
+            divisor=divisor,
+            skipped=verdict.skipped.float(),
+            updates=self._updates,
         )
         self._rule.begin(self._trained, numbers)
-        self.averaging.begin()
+        if self._averages:
+            self.averaging.begin()
         for trained in self._trained:
             trained.stage.begin_update()
             self._rule.apply(trained, numbers)
-            self.averaging.follow(trained.part)
+            if self._averages:
+                self.averaging.follow(trained.part)
             updated(trained.stage)
-        self.loss_scale.update(verdict.overflow)
+        if self.loss_scale.dynamic:
+            self.loss_scale.update(verdict.overflow)
         return Update(loss, grad_norm, verdict)
 
     def record(self) -> dict[str, Any]:
-        """What a line of the log has of the optimizer's own (reads the device)."""
+        """Return the rule's own entries of a log line (reads the device)."""
         return self._rule.record()
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, beside the shards (reads the device)."""
+        """Return the state for a checkpoint, without the shards (reads the device)."""
         return {
             "updates": int(self._updates),
             "loss_scale": self.loss_scale.state(),
@@ -97,7 +105,7 @@ class Optimizer:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`; older checkpoints know neither guards, rules nor averages."""
+        """Restore `state`; older checkpoints may lack guards, rules and averages."""
         self._updates.fill_(state["updates"])
         self.loss_scale.load_state(state["loss_scale"])
         self.guard.load_state(state.get("guard", {}))
@@ -105,20 +113,20 @@ class Optimizer:
         self.averaging.load_state(state.get("averaging", {}))
 
     def load_rule(self, state: dict[str, Any]) -> None:
-        """Of `state` what belongs to the moments, for weights that were trained elsewhere: Adam's count, the rule's
-        own. Loss scale and guards judge the run that begins.
+        """Restore only the state that belongs to the moments, for weights trained in another run: Adam's count and the
+        rule's state. Loss scale and guards start fresh.
         """
         self._updates.fill_(state["updates"])
         self._rule.load_state(state.get("rule", {}))
 
     def _weight_decay(self, learning_rate: float) -> float:
-        """Of this step. AdamC (Defazio 2025) lets it follow the learning rate: lr / peak times the given one."""
+        """Return this step's weight decay; AdamC (Defazio 2025) multiplies it by lr / peak lr."""
         options, peak = self._config.optimizer, peak_learning_rate(self._config)
         factor = learning_rate / peak if options.adamc_weight_decay and peak else 1.0
         return options.weight_decay * factor
 
 
 def choose_rule(config: Config, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels) -> Rule:
-    """The rule of --optimizer."""
+    """Return the rule of --optimizer."""
     rules: dict[str, Callable[..., Rule]] = {"adamw": AdamW, "muon": Muon, "lion": Momentum, "sgd": Momentum}
     return rules[config.optimizer.optimizer](config.optimizer, trained, distributed, kernels)

@@ -1,8 +1,8 @@
-"""Mean and spread of the last few values of a number, on the device: what counts as usual for a loss or a norm.
+"""Mean and spread of recent losses or norms, on the device.
 
-As in Levanter (skip_step.py, clip_update_norm.py): population standard deviation, at least 1e-6, and no verdict before
-half of the window is full. Unlike there a value that is not finite can be kept out: it would make every later one look
-bad until it leaves the window.
+As in Levanter (skip_step.py, clip_update_norm.py): population standard deviation, at least 1e-6, and no threshold
+before half of the window is full. Unlike in Levanter, callers can keep out a value that is not finite, which would make
+every later one look bad until it leaves the window.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ MINIMUM_STD = 1e-6
 
 
 class RollingStatistics:
-    """The last `window` values of `width` numbers that are seen together.
+    """The last `window` values of `width` numbers that arrive together.
 
-    About a dozen operations on (window, width) elements per step. Nothing is read on the host, and the sums do not
-    depend on when a run was resumed: the newest values always lie at the end.
+    Costs about a dozen operations on (window, width) elements per step. The host reads nothing. The newest values are
+    always last, so the sums do not depend on when a run was resumed.
     """
 
     def __init__(self, window: int, sigma: float, device: torch.device, width: int = 1) -> None:
         self._window, self._sigma = window, sigma
         self._needed = max(2, window // 2)
-        # (window, 1 + width): whether the row holds values, and these; oldest first, empty rows are zero.
+        # (window, 1 + width): 1 if the row is filled, then its values; oldest first, empty rows are zero.
         self._rows = torch.zeros(window, 1 + width, dtype=torch.float64, device=device)
         self._one = torch.ones(1, dtype=torch.float64, device=device)
 
     def threshold(self) -> Tensor:
-        """mean + sigma * std of each number, (width,) fp64; infinite while fewer than half of the window are known."""
+        """Return mean + sigma * std of each number, (width,) fp64; infinite until half of the window is filled."""
         sums = self._rows.sum(0)
         count, mean = sums[:1], sums[1:] / sums[:1]
         deviations = (self._rows[:, 1:] - mean).mul_(self._rows[:, :1])
@@ -38,17 +38,17 @@ class RollingStatistics:
         return torch.where(count >= self._needed, torch.add(mean, std, alpha=self._sigma), torch.inf)
 
     def add(self, values: Tensor, when: Tensor) -> None:
-        """Remember `values`, (width,) fp64, and forget the oldest ones, where `when`, () bool, is true."""
+        """Append `values`, (width,) fp64, and drop the oldest, if `when`, () bool, is true."""
         row = torch.cat([self._one, values])
         self._rows = torch.where(when, torch.cat([self._rows[1:], row[None]]), self._rows)
 
     def state(self) -> list[list[float]]:
-        """The values for a checkpoint, oldest first (reads the device)."""
+        """Return the values for a checkpoint, oldest first (reads the device)."""
         rows: list[list[float]] = self._rows.tolist()
         return [values for filled, *values in rows if filled]
 
     def load_state(self, state: list[Any]) -> None:
-        """The inverse of `state`; of more values than the window holds the newest count."""
+        """Restore `state`; the newest values are kept if the window is shorter."""
         newest = state[-self._window :]
         self._rows.zero_()
         if newest:

@@ -1,1 +1,1 @@
-"""How each optimizer turns gradients into updates of shards."""
+"""The update rule of each optimizer, on shards."""

@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov & Hutter 2019) on shards: in one pass over each, in two where updates are clipped."""
+"""AdamW (Loshchilov & Hutter 2019) on shards: one pass over each, two if updates are clipped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_lite.optimizer.rules.update_clipping import NormClipping, RmsClipp
 
 
 class AdamW(Rule):
-    """See the module."""
+    """AdamW, with optional clipping of its updates."""
 
     def __init__(
         self, config: OptimizerConfig, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels

@@ -1,4 +1,4 @@
-"""SGD with momentum, and Lion (Chen et al. 2023), on shards: one moment, one element at a time."""
+"""SGD with momentum, and Lion (Chen et al. 2023), on shards: one moment, elementwise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_lite.optimizer.rules.rule import Rule, StepNumbers, Trained, range
 
 
 class Momentum(Rule):
-    """One pass over each shard, see `kernels/momentum.py`. Lion's betas are --adam_beta1 and --adam_beta2."""
+    """SGD or Lion in one pass over each shard; Lion's betas are --adam_beta1 and --adam_beta2."""
 
     def __init__(
         self, config: OptimizerConfig, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels

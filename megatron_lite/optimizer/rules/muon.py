@@ -1,20 +1,20 @@
 """Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for everything else, on shards.
 
-A matrix lies across the shards of several ranks, and has to be orthogonalized as a whole. Stage by stage:
+A matrix spans the shards of several ranks and must be orthogonalized whole. Stage by stage:
 
     momentum on the shard            every rank, its own elements
-    all_gather                       bf16: what is orthogonalized is rounded to that anyway
-    orthogonalize                    every rank the matrices that are assigned to it, in place; all else becomes zero
+    all_gather                       in bf16, to which Muon rounds before orthogonalizing
+    orthogonalize                    every rank, its assigned matrices, in place; all other elements become zero
     reduce_scatter                   the sum of one rank's result and zeros: exact
     descend on the shard             every rank, its own elements
 
-As many stages as there are buffers make a round. Its gathers are started together, and its reductions are waited for
-when all that a rank has to orthogonalize is done: they run beside that, and matrices are shared out over a whole round.
-Weights that are stored as one, but are several linear maps (queries, keys and values; the two halves of a gated MLP),
-are orthogonalized and scaled one by one, as if they were stored apart (`ParameterSpec.matrix_rows`).
+A round is as many stages as there are buffers. Its gathers start together; its reductions run while a rank still
+orthogonalizes, and the matrices of a whole round are distributed over ranks. Several linear maps stored in one weight
+(queries, keys and values; the two halves of a gated MLP) are orthogonalized and scaled separately
+(`ParameterSpec.matrix_rows`).
 
-What a rank computes depends on neither ZeRO stage nor buffers, so neither does a bit of the result. The number of ranks
-changes sums of gradients in the last bit, which rounding to bf16 makes larger: runs agree to that.
+A rank's results depend on neither ZeRO stage nor buffers, to the bit. The number of ranks changes sums of gradients in
+the last bit, which rounding to bf16 amplifies.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron_lite.zero.stage import Stage
 
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix (rows, columns) in its stage's trainable range, in which it begins at element `offset`."""
+    """A matrix (rows, columns) at element `offset` of its stage's trainable range."""
 
     offset: int
     rows: int
@@ -54,7 +54,7 @@ class Matrix:
 
 
 def matrices_of(stage: Stage) -> list[Matrix]:
-    """All matrices of a stage that are trained, in order."""
+    """Return the trained matrices of a stage, in order."""
     assert stage.trainable is not None
     matrices = []
     for slot in stage.trainable.layout.slots:
@@ -67,7 +67,7 @@ def matrices_of(stage: Stage) -> list[Matrix]:
 
 
 def assign(matrices: Sequence[Matrix], world_size: int) -> list[int]:
-    """The rank that orthogonalizes each matrix of a round: the largest first, each to the rank with least to do."""
+    """Assign each matrix of a round to a rank: the largest first, each to the rank with the least work."""
     ranks, load = [0] * len(matrices), [0] * world_size
     work = [orthogonalize_flops(matrix.rows, matrix.columns, 1) for matrix in matrices]
     for index in sorted(range(len(matrices)), key=lambda index: -work[index]):
@@ -77,14 +77,14 @@ def assign(matrices: Sequence[Matrix], world_size: int) -> list[int]:
 
 
 def rounds_of(stages: Sequence[Stage]) -> list[list[Stage]]:
-    """The stages with matrices, in order, as many in each round as there are buffers."""
+    """Group the stages with matrices into rounds of as many stages as there are buffers, in order."""
     found = [stage for stage in stages if stage.update_buffer is not None]
     count = len({id(stage.update_buffer) for stage in found})
     return [found[start : start + count] for start in range(0, len(found), max(count, 1))]
 
 
 def describe(stages: Sequence[Stage]) -> str:
-    """One line for the log: what Muon updates of the trained parameters, and how the ranks share in it."""
+    """Return a log line: which trained weights Muon updates, and how many ranks share the work."""
     rounds = [[m for stage in some for m in matrices_of(stage)] for some in rounds_of(stages)]
     every = [matrix.rows * matrix.columns for matrices in rounds for matrix in matrices]
     parts = [stage.trainable for stage in stages if stage.trainable is not None]
@@ -100,14 +100,14 @@ def describe(stages: Sequence[Stage]) -> str:
 
 
 def shape_factor(rows: int, columns: int, style: str) -> float:
-    """The factor on the learning rate of a matrix: `adjust_lr_fn` of torch.optim.Muon."""
+    """Return the factor on a matrix's learning rate: `adjust_lr_fn` of torch.optim.Muon."""
     if style == "match_rms_adamw":  # Liu et al. (2025), "Muon is scalable for LLM training"
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1.0, rows / columns))
 
 
 class _Plan:
-    """What is to be done for one stage: all that does not change from step to step."""
+    """The work for one stage, fixed over the run."""
 
     def __init__(self, stage: Stage, matrices: Sequence[Matrix], ranks: Sequence[int], rank: int, style: str) -> None:
         assert stage.update_buffer is not None and stage.trainable is not None
@@ -115,7 +115,7 @@ class _Plan:
         layout, full = self.part.layout, stage.full_update
         low, numel = rank * layout.shard_numel, layout.shard_numel
         self.own = full[low : low + numel]
-        # Matrices come last: what is behind the beginning of the first is theirs, or padding.
+        # Matrices come last: every element from the first matrix on belongs to a matrix or is padding.
         self.bounds = slice(min(max(layout.first_matrix - low, 0), numel), numel)
         mine = [matrix for matrix, assigned in zip(matrices, ranks, strict=True) if assigned == rank]
         self.mine = [full[m.offset : m.end].view(m.rows, m.columns) for m in mine]
@@ -131,7 +131,7 @@ class _Plan:
 
 
 class Muon(Rule):
-    """See the module."""
+    """Muon for matrices, AdamW for all other parameters."""
 
     def __init__(
         self, config: OptimizerConfig, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels
@@ -152,7 +152,7 @@ class Muon(Rule):
         self._places = {plan.stage.index: (i, plan) for i, plans in enumerate(self._rounds) for plan in plans}
 
     def begin(self, trained: Sequence[Trained], numbers: StepNumbers) -> None:
-        """See `Rule`. Starts to gather the first round."""
+        """See `Rule`. Start gathering the first round."""
         self._adamw.begin(trained, numbers)
         if self._rounds:
             self._gather(self._rounds[0], numbers)
@@ -184,7 +184,7 @@ class Muon(Rule):
         self._adamw.load_state(state)
 
     def _gather(self, plans: Sequence[_Plan], numbers: StepNumbers) -> None:
-        """Update the momentum of a round, and start to gather what is to be orthogonalized."""
+        """Update the momentum of a round and start gathering it."""
         config = self._config
         for plan in plans:
             muon_momentum(
@@ -199,7 +199,7 @@ class Muon(Rule):
             plan.stage.gather_update()
 
     def _orthogonalize(self, plans: Sequence[_Plan]) -> None:
-        """Orthogonalize what is this rank's of a round, and start to bring every rank its shard of the results."""
+        """Orthogonalize this rank's matrices of a round and start returning every rank its shard of the results."""
         for plan in plans:
             plan.buffer.wait()
             for matrix in plan.mine:

@@ -1,4 +1,4 @@
-"""What the optimizers have in common: what they are given, and when they are asked."""
+"""The interface of the optimizers."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ class Trained(NamedTuple):
 
 @dataclass(frozen=True)
 class StepNumbers(Numbers):
-    """All numbers of one update. Tensors are on the device, () in fp32, and never read on the host."""
+    """All numbers of one update. Tensors are on the device, () in fp32; the host never reads them."""
 
     updates: Tensor  # good updates, this one included: Adam's t
 
 
 class Rule:
-    """One optimizer; what it does not need it leaves as it is here."""
+    """Base class of the optimizers; override what an optimizer needs."""
 
     def begin(self, trained: Sequence[Trained], numbers: StepNumbers) -> None:
-        """What must see all shards before any weight changes; all ranks are here, so collectives are possible."""
+        """Prepare an update that must see all shards before any weight changes; collectives are allowed."""
 
     def apply(self, trained: Trained, numbers: StepNumbers) -> None:
-        """Update one shard in place. Stages come in the order in which they were given."""
+        """Update one shard in place; called in the order of `trained`."""
         raise NotImplementedError
 
     def record(self) -> dict[str, Any]:
-        """What a line of the log has of its own (reads the device)."""
+        """Return own entries of a log line (reads the device)."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, beside the moments: JSON (reads the device)."""
+        """Return state beyond the moments for a checkpoint, as JSON (reads the device)."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`; an empty one begins anew."""
+        """Restore `state`; an empty one restarts."""
 
 
 def ranges_of(part: FlatShard, rank: int, device: torch.device, separate: bool = False) -> Ranges:

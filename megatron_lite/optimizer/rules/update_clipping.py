@@ -1,8 +1,8 @@
-"""Factors that keep updates small: of every parameter by its root mean square, or of all by their norm.
+"""Clipping of updates: of each parameter by its root mean square, or of all together by their norm.
 
-Both look at u, the update before the learning rate, weight decay included, in sums of its squares over the ranges of
-each rank's shards (see `kernels/adamw_clipped.py`). These are summed over ranks in one collective, so every rank has
-the same factors. The rules are Levanter's: config.py (update_rms_clipping) and clip_update_norm.py.
+Both use sums of squares of u, the update before the learning rate, weight decay included, over the ranges of each
+rank's shards (see `kernels/adamw_clipped.py`). One collective sums them over ranks, so every rank has the same factors.
+The rules are Levanter's: config.py (update_rms_clipping) and clip_update_norm.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_lite.optimizer.rules.rule import Trained
 
 
 class UpdateClipping:
-    """What both have in common: the books for the log."""
+    """Base class: statistics for the log and checkpoints."""
 
     def __init__(self, distributed: Distributed) -> None:
         self._distributed = distributed
@@ -27,22 +27,22 @@ class UpdateClipping:
         self._clipped = torch.zeros((), dtype=torch.int64, device=distributed.device)  # updates, since training began
 
     def factors(self, sums: Sequence[Tensor], skipped: Tensor) -> list[Tensor]:
-        """A factor for each range of each shard, (ranges,) fp32.
+        """Return a factor for each range of each shard, (ranges,) fp32.
 
-        sums: of the squares of u in each of these ranges on this rank, (ranges,) fp64. skipped: 1 or 0, ().
+        sums: of the squares of u in each range of this rank's shards, (ranges,) fp64. skipped: 1 or 0, ().
         """
         raise NotImplementedError
 
     def record(self) -> dict[str, Any]:
-        """For a line of the log (reads the device)."""
+        """Return entries of a log line (reads the device)."""
         return {"update_norm": float(self._norm), "clipped_iters": int(self._clipped)}
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint (reads the device)."""
+        """Return the state for a checkpoint (reads the device)."""
         return {"clipped": int(self._clipped), "norm": float(self._norm)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`; an empty one begins anew."""
+        """Restore `state`; an empty one restarts."""
         self._clipped.fill_(state.get("clipped", 0))
         self._norm.fill_(state.get("norm", 0.0))
 
@@ -52,16 +52,16 @@ class UpdateClipping:
 
 
 class RmsClipping(UpdateClipping):
-    """u of a parameter = u / max(1, RMS(u) / limit), its root mean square taken over all its elements on all ranks.
+    """u of a parameter = u / max(1, RMS(u) / limit), with the root mean square over its elements on all ranks.
 
-    Of the trained parts the ranges are their parameters.
+    Needs one range per parameter.
     """
 
     def __init__(self, limit: float, trained: Sequence[Trained], distributed: Distributed) -> None:
         super().__init__(distributed)
         self._limit = limit
-        sizes: list[int] = []  # of all parameters
-        places: list[int] = []  # of those in this rank's ranges, among all
+        sizes: list[int] = []  # of all parameters, in elements
+        places: list[int] = []  # index among all parameters of each range of this rank
         for _, part in trained:
             places += [len(sizes) + row.slot for row in part.layout.update_ranges(distributed.rank, separate=True)]
             sizes += [slot.numel for slot in part.layout.slots]
@@ -78,9 +78,9 @@ class RmsClipping(UpdateClipping):
 
 
 class NormClipping(UpdateClipping):
-    """All u are scaled so that their norm is at most mean + sigma * std of the latest norms.
+    """Scaling of all u so that their norm is at most mean + sigma * std of recent norms.
 
-    The history gets norms as they were before clipping, lest clipping feed on itself, and none of dropped updates.
+    The history holds norms before clipping, so that clipping does not feed on itself, and no dropped updates.
     """
 
     def __init__(self, sigma: float, window: int, distributed: Distributed) -> None:
