@@ -50,11 +50,6 @@ class DiskArray:
             )
         return np.frombuffer(data, dtype=self.dtype)
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None}  # an open file stays with its process
 
