@@ -109,7 +109,7 @@ def close(ours: Tensor, exact: Tensor, tolerance: float) -> None:
 def test_first_gradient_overwrites_and_frozen_parameters_get_none(
     operation: Operation, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
-    """Against autograd in fp64, from a buffer full of NaN, for every combination of what needs a gradient."""
+    """Compare with autograd in fp64, from a buffer full of NaN, for every choice of tensors that need a gradient."""
     tolerance = DTYPES[dtypes]
     activations = [draw(shape, seed).to(dtypes[0]) for seed, shape in enumerate(operation.activations)]
     weights = [draw(shape, seed + 10).to(dtypes[0]) for seed, shape in enumerate(operation.parameters)]

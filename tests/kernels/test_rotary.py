@@ -45,7 +45,7 @@ def test_split_heads_rotates_queries_and_keys(n: int, g: int, d: int, dtype: tor
 @implementations
 @pytest.mark.parametrize("rotary", [True, False])
 def test_gradients_may_have_any_strides(rotary: bool, triton: bool) -> None:
-    """By position, by head, by channel, or expanded: as attention or a sum leave them."""
+    """Gradients may be laid out by position, by head, by channel, or be expanded, as attention or a sum leave them."""
     n, g, d = 4, 2, 6
     x = randn(B, S, (n + 2 * g) * d).to(DEVICE).requires_grad_()
     grads = [

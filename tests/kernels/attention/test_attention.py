@@ -404,7 +404,7 @@ def test_blocks_of_flex_attention_cover_what_is_allowed(case: Case) -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flex_attention_takes_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not compiled and forward only: flex_attention has no backward pass on a CPU."""
+    """Run uncompiled and forward only, because flex_attention has no backward pass on a CPU."""
     from torch.nn.attention import flex_attention as module
 
     monkeypatch.setattr(attention_gpu, "_compiled_flex", lambda: module.flex_attention)
