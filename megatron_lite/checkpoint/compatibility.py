@@ -10,47 +10,16 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.schedules.batch_size import batch_schedule, continued
 
 # Options that change the parameters, or the function that they compute.
-ARCHITECTURE = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "head_groups",
-    "kv_channels",
-    "ffn_hidden_size",
-    "vocab_size",
-    "max_position_embeddings",
-    "use_position_embeddings",
-    "use_rotary_embeddings",
-    "rotary_embedding_scale",
-    "rotary_base",
-    "rotary_percent",
-    "rope_type",
-    "rope_factor",
-    "rope_original_max_position_embeddings",
-    "rope_low_freq_factor",
-    "rope_high_freq_factor",
-    "rope_beta_fast",
-    "rope_beta_slow",
-    "rope_attention_factor",
-    "rope_mscale",
-    "rope_mscale_all_dim",
-    "rope_truncate",
-    "tie_word_embeddings",
-    "add_linear_biases",
-    "add_qkv_biases",
-    "add_mlp_biases",
-    "gated",
-    "activation_type",
-    "normalization_type",
-    "layer_norm_eps",
-    "zero_centered_normalization",
-    "use_layer_norm_weight",
-    "input_embedding_norm",
-    "hybrid_norm",
-    "qk_layernorm",
-    "scale_attn_by_inverse_layer_idx",
-    "logit_soft_cap",
-    "window_size",
+ARCHITECTURE = tuple(
+    """
+    num_layers hidden_size num_attention_heads head_groups kv_channels ffn_hidden_size vocab_size
+    max_position_embeddings use_position_embeddings use_rotary_embeddings rotary_embedding_scale rotary_base
+    rotary_percent rope_type rope_factor rope_original_max_position_embeddings rope_low_freq_factor
+    rope_high_freq_factor rope_beta_fast rope_beta_slow rope_attention_factor rope_mscale rope_mscale_all_dim
+    rope_truncate tie_word_embeddings add_linear_biases add_qkv_biases add_mlp_biases gated activation_type
+    normalization_type layer_norm_eps zero_centered_normalization use_layer_norm_weight input_embedding_norm
+    hybrid_norm qk_layernorm scale_attn_by_inverse_layer_idx logit_soft_cap window_size
+    """.split()
 )
 
 # Options added later -> the option that used to include them.

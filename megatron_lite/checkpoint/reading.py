@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from megatron_lite.errors import DamagedError
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed
     from megatron_lite.zero.flat_shard import FlatShard
+    from megatron_lite.zero.layout import ParameterSlot
     from megatron_lite.zero.multi_stage import MultiStage
 
 
@@ -109,18 +111,23 @@ def _fill_shard(opened: Files, content: Manifest, part: FlatShard, kind: str, ra
     assert shard.shape == (part.numel(kind),) and shard.is_contiguous(), (kind, tuple(shard.shape))
     assert shard.dtype == part.kinds()[kind], (kind, shard.dtype)
     before = saved_optimizer(content.config)
-    for slot, start, end in part.layout.pieces(rank):
+    for slot, start, target in shard_pieces(part, shard, rank):
         if not part.has(kind, slot.spec):
             continue
         saved = content.parameters[slot.spec.name]
-        first = slot.offset - rank * part.layout.shard_numel  # index in the shard of the parameter's element 0
-        target = shard[first + start : first + end]
         is_kept = kind in saved.slices and keeps_moments(before, optimizer, bool(slot.spec.matrix_rows))
         if kind in MOMENTS and not is_kept:
             target.zero_()
         else:
             read_elements(opened, saved, kind if kind in saved.slices else "weights", start, target)
     part.write(kind, shard)
+
+
+def shard_pieces(part: FlatShard, shard: Tensor, rank: int) -> Iterator[tuple[ParameterSlot, int, Tensor]]:
+    """Yield (slot, index of the first element, view of the shard) for each parameter in a rank's shard of a part."""
+    for slot, start, end in part.layout.pieces(rank):
+        offset = slot.offset - rank * part.layout.shard_numel  # of the parameter's element 0; may be negative
+        yield slot, start, shard[offset + start : offset + end]
 
 
 def read_elements(opened: Files, saved: SavedParameter, kind: str, first: int, target: Tensor) -> None:

@@ -51,71 +51,68 @@ _LEARNED = _PLAIN | {
     "window_size": None,
 }
 
-# Keys of config.json that are options of ours. read_config.py and write_config.py handle keys that need more than a
-# new name.
-_DECODER_KEYS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "head_groups",
-    "head_dim": "kv_channels",
-    "intermediate_size": "ffn_hidden_size",
-    "hidden_act": "activation_type",
-    "max_position_embeddings": "max_position_embeddings",
-    "initializer_range": "init_method_std",
-    "attention_dropout": "attention_dropout",
-    "tie_word_embeddings": "tie_word_embeddings",
+# Key of config.json -> our option, and the value of transformers if the key is missing (None: derived from other keys,
+# as in our options). read_config.py and write_config.py handle keys that need more than a new name.
+_LLAMA_KEYS: dict[str, tuple[str, Any]] = {
+    "vocab_size": ("vocab_size", 32000),
+    "hidden_size": ("hidden_size", 4096),
+    "num_hidden_layers": ("num_layers", 32),
+    "num_attention_heads": ("num_attention_heads", 32),
+    "num_key_value_heads": ("head_groups", None),
+    "head_dim": ("kv_channels", None),
+    "intermediate_size": ("ffn_hidden_size", 11008),
+    "hidden_act": ("activation_type", "silu"),
+    "max_position_embeddings": ("max_position_embeddings", 2048),
+    "initializer_range": ("init_method_std", 0.02),
+    "attention_dropout": ("attention_dropout", 0.0),
+    "tie_word_embeddings": ("tie_word_embeddings", False),
+    "rms_norm_eps": ("layer_norm_eps", 1e-6),
 }
-_RMS_KEYS = _DECODER_KEYS | {"rms_norm_eps": "layer_norm_eps"}
-_STARCODER2_KEYS = _DECODER_KEYS | {
-    "norm_epsilon": "layer_norm_eps",
-    "residual_dropout": "hidden_dropout",
-    "embedding_dropout": "embedding_dropout",
+_GPT2_KEYS: dict[str, tuple[str, Any]] = {
+    "vocab_size": ("vocab_size", 50257),
+    "n_embd": ("hidden_size", 768),
+    "n_layer": ("num_layers", 12),
+    "n_head": ("num_attention_heads", 12),
+    "n_inner": ("ffn_hidden_size", None),
+    "activation_function": ("activation_type", "gelu_new"),
+    "n_positions": ("max_position_embeddings", 1024),
+    "initializer_range": ("init_method_std", 0.02),
+    "layer_norm_epsilon": ("layer_norm_eps", 1e-5),
+    "attn_pdrop": ("attention_dropout", 0.1),
+    "resid_pdrop": ("hidden_dropout", 0.1),
+    "embd_pdrop": ("embedding_dropout", 0.1),
+    "tie_word_embeddings": ("tie_word_embeddings", True),
+    "scale_attn_by_inverse_layer_idx": ("scale_attn_by_inverse_layer_idx", False),
+    "reorder_and_upcast_attn": ("attention_softmax_in_fp32", False),
 }
-_GPT_KEYS = {
-    "vocab_size": "vocab_size",
-    "n_embd": "hidden_size",
-    "n_layer": "num_layers",
-    "n_head": "num_attention_heads",
-    "n_inner": "ffn_hidden_size",
-    "activation_function": "activation_type",
-    "n_positions": "max_position_embeddings",
-    "initializer_range": "init_method_std",
-    "layer_norm_epsilon": "layer_norm_eps",
-    "attn_pdrop": "attention_dropout",
-    "resid_pdrop": "hidden_dropout",
-    "embd_pdrop": "embedding_dropout",
-    "tie_word_embeddings": "tie_word_embeddings",
+_GPT2_ONLY = ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn")
+_BIGCODE_KEYS = {key: value for key, value in _GPT2_KEYS.items() if key not in _GPT2_ONLY} | {
+    "activation_function": ("activation_type", "gelu_pytorch_tanh")
 }
-_GPT2_KEYS = _GPT_KEYS | {
-    "scale_attn_by_inverse_layer_idx": "scale_attn_by_inverse_layer_idx",
-    "reorder_and_upcast_attn": "attention_softmax_in_fp32",
+_STARCODER2_KEYS = {key: value for key, value in _LLAMA_KEYS.items() if key != "rms_norm_eps"} | {
+    "vocab_size": ("vocab_size", 49152),
+    "hidden_size": ("hidden_size", 3072),
+    "num_hidden_layers": ("num_layers", 30),
+    "num_attention_heads": ("num_attention_heads", 24),
+    "num_key_value_heads": ("head_groups", 2),
+    "intermediate_size": ("ffn_hidden_size", 12288),
+    "hidden_act": ("activation_type", "gelu_pytorch_tanh"),
+    "max_position_embeddings": ("max_position_embeddings", 4096),
+    "initializer_range": ("init_method_std", 0.018042),
+    "tie_word_embeddings": ("tie_word_embeddings", True),
+    "norm_epsilon": ("layer_norm_eps", 1e-5),
+    "residual_dropout": ("hidden_dropout", 0.0),
+    "embedding_dropout": ("embedding_dropout", 0.0),
 }
 
-# The value of transformers for a key missing from config.json. None: derived from other keys, as in our options.
-_LLAMA_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "intermediate_size": 11008,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.02,
-    "attention_dropout": 0.0,
-    "tie_word_embeddings": False,
-    "rms_norm_eps": 1e-6,
-}
-_MISTRAL_DEFAULTS = _LLAMA_DEFAULTS | {
+# Other defaults: values that differ from Llama's, and keys that are not one option.
+_MISTRAL_DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": 8,
     "intermediate_size": 14336,
     "max_position_embeddings": 131072,
     "sliding_window": 4096,
 }
-_QWEN_DEFAULTS = _LLAMA_DEFAULTS | {
+_QWEN_DEFAULTS: dict[str, Any] = {
     "vocab_size": 151936,
     "intermediate_size": 22016,
     "num_key_value_heads": 32,
@@ -123,46 +120,6 @@ _QWEN_DEFAULTS = _LLAMA_DEFAULTS | {
     "sliding_window": 4096,
     "use_sliding_window": False,
     "max_window_layers": 28,
-}
-_STARCODER2_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 49152,
-    "hidden_size": 3072,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 2,
-    "head_dim": None,
-    "intermediate_size": 12288,
-    "hidden_act": "gelu_pytorch_tanh",
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.018042,
-    "attention_dropout": 0.0,
-    "tie_word_embeddings": True,
-    "norm_epsilon": 1e-5,
-    "residual_dropout": 0.0,
-    "embedding_dropout": 0.0,
-    "use_bias": True,
-    "sliding_window": None,
-}
-_GPT2_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 50257,
-    "n_positions": 1024,
-    "n_embd": 768,
-    "n_layer": 12,
-    "n_head": 12,
-    "n_inner": None,
-    "activation_function": "gelu_new",
-    "resid_pdrop": 0.1,
-    "embd_pdrop": 0.1,
-    "attn_pdrop": 0.1,
-    "layer_norm_epsilon": 1e-5,
-    "initializer_range": 0.02,
-    "tie_word_embeddings": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "reorder_and_upcast_attn": False,
-}
-_BIGCODE_DEFAULTS = {key: value for key, value in _GPT2_DEFAULTS.items() if key in _GPT_KEYS} | {
-    "activation_function": "gelu_pytorch_tanh",
-    "multi_query": True,
 }
 
 
@@ -172,9 +129,19 @@ class Architecture:
 
     class_name: str
     fixed: Mapping[str, Any]  # our options with the only value that the architecture has
-    keys: Mapping[str, str]  # key of config.json -> our option
-    defaults: Mapping[str, Any]  # key of config.json -> value if missing; includes keys that are not one option
+    options: Mapping[str, tuple[str, Any]]  # key of config.json -> our option, value if missing
+    other_defaults: Mapping[str, Any] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)  # other keys -> the only value we can express
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """Key of config.json -> our option."""
+        return {key: option for key, (option, _) in self.options.items()}
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Key of config.json -> value if missing; includes keys that are not one option."""
+        return {key: default for key, (_, default) in self.options.items()} | dict(self.other_defaults)
 
 
 _GPT_CONSTANTS = {"scale_attn_weights": True, "add_cross_attention": False}
@@ -184,42 +151,43 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "llama": Architecture(
             "LlamaForCausalLM",
             _LLAMA | {"window_size": None},
-            _RMS_KEYS,
-            _LLAMA_DEFAULTS | {"attention_bias": False, "mlp_bias": False},
+            _LLAMA_KEYS,
+            {"attention_bias": False, "mlp_bias": False},
             {"rope_interleaved": False},
         ),
         "mistral": Architecture(
             "MistralForCausalLM",
             _LLAMA | {"add_linear_biases": False, "add_qkv_biases": False, "add_mlp_biases": False},
-            _RMS_KEYS,
+            _LLAMA_KEYS,
             _MISTRAL_DEFAULTS,
         ),
         "gpt2": Architecture(
             "GPT2LMHeadModel",
             {key: value for key, value in _LEARNED.items() if key != "scale_attn_by_inverse_layer_idx"},
             _GPT2_KEYS,
-            _GPT2_DEFAULTS,
-            _GPT_CONSTANTS,
+            constants=_GPT_CONSTANTS,
         ),
-        "gpt_bigcode": Architecture("GPTBigCodeForCausalLM", _LEARNED, _GPT_KEYS, _BIGCODE_DEFAULTS, _GPT_CONSTANTS),
+        "gpt_bigcode": Architecture(
+            "GPTBigCodeForCausalLM", _LEARNED, _BIGCODE_KEYS, {"multi_query": True}, _GPT_CONSTANTS
+        ),
         "starcoder2": Architecture(
             "Starcoder2ForCausalLM",
             _ROTARY | {"normalization_type": "layer_norm", "gated": False},
             _STARCODER2_KEYS,
-            _STARCODER2_DEFAULTS,
+            {"use_bias": True, "sliding_window": None},
             {"norm_type": "layer_norm", "mlp_type": "default"},
         ),
         "qwen2": Architecture(
             "Qwen2ForCausalLM",
             _LLAMA | {"add_linear_biases": False, "add_mlp_biases": False},
-            _RMS_KEYS,
+            _LLAMA_KEYS,
             _QWEN_DEFAULTS,
             {"use_mrope": False},
         ),
         "qwen3": Architecture(
             "Qwen3ForCausalLM",
             _LLAMA | {"qk_layernorm": True, "add_mlp_biases": False},
-            _RMS_KEYS,
+            _LLAMA_KEYS,
             _QWEN_DEFAULTS | {"head_dim": 128, "attention_bias": False},
         ),
     }

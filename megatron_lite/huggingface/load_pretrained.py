@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_lite.checkpoint.compatibility import keeps_moments, optimizer_state, saved_optimizer
 from megatron_lite.checkpoint.manifest import MOMENTS
+from megatron_lite.checkpoint.reading import shard_pieces
 from megatron_lite.config import Config
 from megatron_lite.distributed.agreement import together
 from megatron_lite.errors import CheckpointError, DamagedError
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from megatron_lite.zero.layout import ParameterSlot
     from megatron_lite.zero.multi_stage import MultiStage
 
+T = TypeVar("T")
 FLAG = "--pretrained_checkpoint_path"
 
 
@@ -36,8 +39,8 @@ def open_pretrained(
     """
     assert config.source.pretrained_checkpoint_path is not None
     folder, wanted = Path(config.source.pretrained_checkpoint_path), config.source.pretrained_checkpoint_type
-    own = together(distributed, lambda: _named(lambda: source_folders(folder, wanted)))
-    kind, names = distributed.broadcast_object([own[0], [str(path) for path in own[1]]])
+    found = _together(distributed, lambda: source_folders(folder, wanted))
+    kind, names = distributed.broadcast_object([found[0], [str(path) for path in found[1]]])
     if kind != "distributed" and config.source.load_pretrained_optimizer:
         raise CheckpointError(
             f"--load_pretrained_optimizer=1: {folder} is a Hugging Face folder, which holds no optimizer state; leave "
@@ -45,46 +48,47 @@ def open_pretrained(
         )
     problems = []
     for path in map(Path, names):
-        opened: list[WeightSource] = []
-
-        def open_and_look(path: Path = path, opened: list[WeightSource] = opened) -> str | None:
-            try:
-                opened.append(open_one(path, kind, config.model))
-            except DamagedError as error:
-                return str(error)
-            if kind == "distributed":
-                _check_meaning(opened[0], config)
-            opened[0].check(shapes)
-            return opened[0].damage(distributed.rank, distributed.world_size)
-
-        found = together(distributed, lambda look=open_and_look: _named(look))  # type: ignore[misc]
-        problem = next((text for text in distributed.gather_objects(found) if text is not None), None)
-        if problem is None:
-            return opened[0]
-        for source in opened:
+        look = functools.partial(_open_and_look, path, kind, config, shapes, distributed)
+        source, own_problem = _together(distributed, look)
+        problem = next((text for text in distributed.gather_objects(own_problem) if text is not None), None)
+        if source is not None and problem is None:
+            return source
+        if source is not None:
             source.close()
-        problems.append(f"{path.name}: {problem}" if len(names) > 1 else problem)
+        problems.append(f"{path.name}: {problem}" if len(names) > 1 else str(problem))
         if len(names) > 1:
             report(f"{FLAG}: checkpoint {path}: {problem}; skipped, looking for an older one")
     raise CheckpointError(f"{FLAG}: {unusable(folder, problems)}")
 
 
-def _check_meaning(source: WeightSource, config: Config) -> None:
-    """Refuse to mix norm weights stored around 0 and around 1: our checkpoints are read as stored."""
+def _open_and_look(
+    path: Path, kind: str, config: Config, shapes: Mapping[str, tuple[int, ...]], distributed: Distributed
+) -> tuple[WeightSource | None, str | None]:
+    """Return the source, None if its manifest is damaged, and the damage that this rank found, if any."""
+    try:
+        source = open_one(path, kind, config.model)
+    except DamagedError as error:
+        return None, str(error)
     theirs, ours = source.model.zero_centered_normalization, config.model.zero_centered_normalization
-    if theirs != ours:
+    if kind == "distributed" and theirs != ours:
         raise CheckpointError(
             f"--zero_centered_normalization={int(ours)}: {source.folder} was trained with {int(theirs)}, and its norm "
             f"weights are stored that way; write --zero_centered_normalization={int(theirs)}"
         )
+    source.check(shapes)
+    return source, source.damage(distributed.rank, distributed.world_size)
 
 
-def _named(action: Callable[[], Any]) -> Any:
-    """Run an action; add the name of the flag to its errors."""
-    try:
-        return action()
-    except CheckpointError as error:
-        raise CheckpointError(f"{FLAG}: {error}") from None
+def _together(distributed: Distributed, action: Callable[[], T]) -> T:
+    """Run an action on all ranks, and name the flag in its errors."""
+
+    def named() -> T:
+        try:
+            return action()
+        except CheckpointError as error:
+            raise CheckpointError(f"{FLAG}: {error}") from None
+
+    return together(distributed, named)
 
 
 def load_weights(source: WeightSource, model: MultiStage, distributed: Distributed) -> None:
@@ -97,13 +101,12 @@ def load_weights(source: WeightSource, model: MultiStage, distributed: Distribut
     def fill() -> None:
         for _, part in model.parts():
             shard = part.read("weights").zero_()
-            for slot, start, end in part.layout.pieces(distributed.rank):
-                at = slot.offset - distributed.rank * part.layout.shard_numel  # of the parameter's element 0
-                source.read(slot.spec.name, start, shard[at + start : at + end])
+            for slot, start, target in shard_pieces(part, shard, distributed.rank):
+                source.read(slot.spec.name, start, target)
             part.write("weights", shard)
         model.invalidate()
 
-    together(distributed, lambda: _named(fill))
+    _together(distributed, fill)
     if distributed.agree_max(int(not model.is_finite())):
         raise CheckpointError(
             f"{FLAG}: {source.folder}: some weights are not finite, so training cannot start from them; {ADVICE}"
@@ -133,12 +136,11 @@ def load_moments(
         for _, part in model.parts():
             for kind in (kind for kind in part.kinds() if kind in MOMENTS):
                 moment = part.read(kind)
-                for slot, start, end in part.layout.pieces(distributed.rank):
+                for slot, start, target in shard_pieces(part, moment, distributed.rank):
                     if part.has(kind, slot.spec) and is_kept(kind, slot):
-                        at = slot.offset - distributed.rank * part.layout.shard_numel
-                        source.read_state(slot.spec.name, kind, start, moment[at + start : at + end])
+                        source.read_state(slot.spec.name, kind, start, target)
 
-    together(distributed, lambda: _named(fill))
+    _together(distributed, fill)
     wanted = [
         (kind, slot)
         for _, part in model.parts()

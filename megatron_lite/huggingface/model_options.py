@@ -12,10 +12,10 @@ from typing import Any
 
 from megatron_lite.config import BatchConfig, Config, ModelConfig, flatten
 from megatron_lite.config.training import MODEL_TYPES
-from megatron_lite.config.values import FLAGS, Flag
+from megatron_lite.config.values import FLAGS
 from megatron_lite.errors import CheckpointError, shorten
 from megatron_lite.huggingface import folder_kind
-from megatron_lite.huggingface.read_config import model_values
+from megatron_lite.huggingface.read_config import TYPES, model_values
 from megatron_lite.validation import examine
 
 MODEL_OPTIONS = tuple(field.name for field in dataclasses.fields(ModelConfig))
@@ -34,7 +34,6 @@ def hugging_face_values(folder: Path) -> tuple[dict[str, Any], str]:
         first, *others = str(error).splitlines()
         rest = [line.partition(": ")[2] for line in others]  # without the name of the file
         raise CheckpointError(f"{folder}: {shorten([first, *rest], 6)}") from None
-    check_types(values, f"{folder}: {folder_kind.CONFIG_NAME}")
     return values, content["model_type"]
 
 
@@ -51,7 +50,11 @@ def checkpoint_values(config: dict[str, Any], where: str) -> dict[str, Any]:
             f"{', '.join(name[:50] for name in unknown[:5])}; use the version that saved it"
         )
     values = {name: config[name] for name in MODEL_OPTIONS if name in config}
-    check_types(values, where)
+    for name, value in values.items():
+        flag = FLAGS[name]
+        fits = flag.optional if value is None else type(value) in TYPES[flag.kind]
+        if not fits:
+            raise CheckpointError(f"{where}: {name} is {str(value)[:50]!r}, which is not of type {flag.kind}")
     return values
 
 
@@ -86,21 +89,3 @@ def model_options(config: Config) -> dict[str, Any]:
     """Return the model options of a configuration."""
     values = flatten(config)
     return {name: values[name] for name in MODEL_OPTIONS}
-
-
-def check_types(values: dict[str, Any], where: str) -> None:
-    """Check that every value has the type of its option.
-
-    Raises:
-        CheckpointError: for the first that has not.
-    """
-    for name, value in values.items():
-        if not _fits(FLAGS[name], value):
-            raise CheckpointError(f"{where}: {name} is {str(value)[:50]!r}, which is not of type {FLAGS[name].kind}")
-
-
-def _fits(flag: Flag, value: Any) -> bool:
-    if value is None:
-        return flag.optional
-    kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
-    return type(value) in kinds[flag.kind]

@@ -53,7 +53,7 @@ _MEANINGLESS = frozenset(
     """.split()
 )
 _MAY_BE_NONE = ("window_size", *rope.OPTIONS)
-_TYPES = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
 # transformers also reads these keys of GPT-2 and GPTBigCode under a second name.
 _SECOND_NAMES = {
     "n_embd": "hidden_size",
@@ -227,7 +227,7 @@ class _Reading:
         flag = FLAGS[option]
         key = self.key_of(option)
         try:
-            if type(value) not in _TYPES[flag.kind]:
+            if type(value) not in TYPES[flag.kind]:
                 raise BadValueError(f"must be of type {flag.kind}")
             if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
                 raise BadValueError("too large")
