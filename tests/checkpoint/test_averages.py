@@ -1,4 +1,4 @@
-"""Averages and single moments in checkpoints: any set of them reads any other, in any layout, and what is lost is said.
+"""Averages and single moments in checkpoints: any set loads any other, in any layout, and every loss is reported.
 
 These are the stand-ins of `fakes.py`; `test_averages_engine.py` trains.
 """
@@ -25,7 +25,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 def expected(saved: Values, layout: Layout) -> Values:
-    """What a model holds after loading: moments of zero and averages at the weights where none were saved."""
+    """Return a model's values after loading: missing moments are zero, missing averages equal the weights."""
     trained = [name for name in NAMES if name not in layout.frozen]
     zeros = {name: torch.zeros(saved["weights"][name].shape) for name in trained}
     values = {"weights": {name: value.float() for name, value in saved["weights"].items()}}
@@ -42,7 +42,7 @@ def number(kinds: dict[str, Any]) -> str:
 @pytest.mark.parametrize("loading", LAYOUTS, ids=number)
 @pytest.mark.parametrize("saving", LAYOUTS, ids=number)
 def test_any_set_reads_any_other(saving: dict[str, Any], loading: dict[str, Any], tmp_path: Path) -> None:
-    """(moments, averaged) of a parameter: over ranks and stages, with masters that are copies on either side."""
+    """(moments, averaged) of a parameter: across ranks and stages, with masters that are copies on either side."""
     for count, (copies, frozen) in enumerate(itertools.product([False, True], [(), MIXED])):
         saved = save(tmp_path / str(count), 10, 1, 3, 3, **saving, copies=copies, frozen=frozen)
         loaded, values, lines = load(tmp_path / str(count), 2, 8, **loading, copies=not copies)
@@ -59,7 +59,7 @@ def test_any_set_reads_any_other(saving: dict[str, Any], loading: dict[str, Any]
 
 
 def test_numbers_of_parameters_are_counted_apart(tmp_path: Path) -> None:
-    """Half of them frozen in a run of one moment: what is said of these and of the others."""
+    """With half the parameters frozen in a run of one moment, the report counts frozen and trained ones separately."""
     save(tmp_path, 10, 1, moments=ONE, averaged=True, frozen=MIXED)
     lines = load(tmp_path, averaged=True)[2]
     assert [line.partition("/10: ")[2].partition(" (")[0] for line in lines] == [
@@ -71,7 +71,7 @@ def test_numbers_of_parameters_are_counted_apart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("averaged", [False, True])
 def test_inference_takes_weights_and_averages(averaged: bool, tmp_path: Path) -> None:
-    """Without moments, which are neither asked for nor missed."""
+    """A model for inference loads no moments and reports none missing."""
     saved = save(tmp_path, 10, 1, 3, averaged=True)
     _, values, lines = load(tmp_path, 2, 2, training=False, averaged=averaged)
     wanted = {kind: saved[kind] for kind in ("weights", *["average"] * averaged)}
@@ -79,7 +79,7 @@ def test_inference_takes_weights_and_averages(averaged: bool, tmp_path: Path) ->
 
 
 def test_only_what_there_is_is_named(tmp_path: Path) -> None:
-    """The manifest has no empty lists; averages lie behind the moments."""
+    """The manifest has no empty lists; averages come after the moments."""
     save(tmp_path, 10, 1, 2, moments=ONE, averaged=True, frozen=MIXED)
     for name, entry in json.loads((tmp_path / "10" / "manifest.json").read_bytes())["parameters"].items():
         assert list(entry) == ["dtype", "shape", "weights", *(() if name in MIXED else ("exp_avg", "average"))]

@@ -1,4 +1,4 @@
-"""Averages through the program's own loop: what a checkpoint holds of them, who reads it, and how a run goes on."""
+"""Averages through the program's own loop: what a checkpoint stores, and how runs resume from it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def records(experiment: Path) -> list[dict[str, Any]]:
 
 
 def losses(experiment: Path) -> dict[tuple[str, int], tuple[float, float | None]]:
-    """By phase and iteration: those of the weights and of their averages."""
+    """Return the losses of weights and of averages by phase and iteration."""
     return {(r["phase"], r["iteration"]): (r["loss"], r.get("averaged_loss")) for r in records(experiment)}
 
 
@@ -52,8 +52,8 @@ def log_of(experiment: Path, start: int) -> str:
     "case", [pytest.param(case, marks=() if "mixed" in case else pytest.mark.slow) for case in CASES]
 )
 def test_continued_training_is_bit_identical(case: str, tmp_path: Path) -> None:
-    """From the checkpoint of iteration 4: weights, moments, averages and both validation losses of the run that was
-    not interrupted; loaded by other world sizes and ZeRO stages and saved again, they are the same bits."""
+    """Resuming at iteration 4 gives the weights, moments, averages and both validation losses of an uninterrupted
+    run; loading and saving with other world sizes and ZeRO stages changes no bit."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     options = {**CASES[case], **VALIDATED, "batch_size": 6}
     run_distributed(2, train_on, {**options, "experiment_dir": str(whole)})
@@ -80,8 +80,8 @@ def test_continued_training_is_bit_identical(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_validation_never_changes_the_weights(ranks: int, tmp_path: Path) -> None:
-    """fp32, averages evaluated and exported after every iteration or never: the same weights, moments, averages. Before
-    the first update they are the weights."""
+    """In fp32, evaluating and exporting averages after every iteration or never gives the same weights, moments and
+    averages. Before the first update, averages equal the weights."""
     options = {**EMA, "batch_size": 4, "lr": 1e-2}
     busy = {"validation_iters": 1, "validation_interval": 1, "validation_at_start": True}
     busy |= {"export_interval": 1, "export_weights": "average"}
@@ -94,8 +94,8 @@ def test_validation_never_changes_the_weights(ranks: int, tmp_path: Path) -> Non
 
 
 def test_averaging_switched_on_off_and_over(tmp_path: Path) -> None:
-    """On later: it begins with the loaded weights. Another type: it begins anew. Off: the averages are dropped. Each is
-    said once, when it happens."""
+    """Averaging that starts later begins with the loaded weights; another type starts over; without it averages are
+    dropped. Each is reported once."""
     run, experiment = tmp_path / "run", {"experiment_dir": str(tmp_path / "run")}
     run_distributed(1, train_on, {**MIXED, **experiment})
     plain = read_all(run / "checkpoints" / "8")
@@ -121,7 +121,7 @@ def test_averaging_switched_on_off_and_over(tmp_path: Path) -> None:
 
 
 def test_frozen_parameters_have_no_averages_until_they_are_trained(tmp_path: Path) -> None:
-    """Those thawed start from their weights, the others go on with their averages; freezing drops them."""
+    """Thawed parameters start from their weights, the others keep their averages; freezing drops averages."""
     options = {**EMA, **BF16, "experiment_dir": str(tmp_path / "run"), "zero_stage": 3}
     run_distributed(2, train_on, {**options, **MIXED})
     before = read_all(tmp_path / "run" / "checkpoints" / "8")
@@ -142,7 +142,7 @@ def test_frozen_parameters_have_no_averages_until_they_are_trained(tmp_path: Pat
 
 
 def evaluated_alone(distributed: Distributed, options: dict[str, Any]) -> int:
-    """Validate and export without training; the bytes of the averages."""
+    """Validate and export without training; return the bytes of the averages."""
     from megatron_lite.train import train
 
     run = open_run(distributed, {**options, "train_iters": 0})
@@ -156,7 +156,7 @@ def evaluated_alone(distributed: Distributed, options: dict[str, Any]) -> int:
     "more", [pytest.param({}, marks=pytest.mark.slow), {**SPLIT, "zero_stage": 2}], ids=["fp32", "split"]
 )
 def test_a_run_that_trains_nothing_evaluates_and_exports_the_averages(more: dict[str, Any], tmp_path: Path) -> None:
-    """--train_iters=0 beside a checkpoint: both losses of the run that wrote it, and its averages as an export."""
+    """--train_iters=0 with a checkpoint gives both losses of the run that wrote it, and exports its averages."""
     pytest.importorskip("safetensors")
     from safetensors.torch import load_file
 

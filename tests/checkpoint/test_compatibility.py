@@ -1,4 +1,4 @@
-"""Which differences between a checkpoint and the command line are refused, which are listed."""
+"""Differences between a checkpoint and the command line: some are refused, some are listed."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from megatron_lite.schedules.batch_size import batch_schedule
 
 
 def saved_config(**changes: Any) -> dict[str, Any]:
-    """A flat config as a manifest returns it."""
+    """Return a flat config as a manifest does."""
     return json.loads(json.dumps(flatten(Config()))) | changes
 
 
 def test_the_same_config_differs_in_nothing() -> None:
-    """JSON makes lists of tuples: that is no difference."""
+    """JSON turns tuples into lists, which is not a difference."""
     assert compare_architecture(saved_config(), Config()) == []
     assert differences(saved_config(), Config()) == []
     check_architecture(saved_config(), Config(), "here")
 
 
 def test_every_architecture_option_is_an_option_of_the_model() -> None:
-    """The list names real options; all others of the model do not change its function."""
+    """The list names real options; the other options of the model do not change its function."""
     names = {field.name for field in dataclasses.fields(Config().model)}
     assert set(ARCHITECTURE) <= names
     others = ("attention_dropout", "embedding_dropout", "hidden_dropout", "init_", "layer_norm_init", "random_bias")
@@ -65,7 +65,7 @@ def test_other_differences_are_listed() -> None:
 
 
 def test_freezing_and_learning_rate_scales_may_change() -> None:
-    """Both are listed, none is refused; a checkpoint of before the options counts as trained without them."""
+    """Both are listed, none is refused; a checkpoint older than the options counts as trained without them."""
     optimizer = dataclasses.replace(Config().optimizer, freeze=("embedding",), lr_scales=("head:0.1",))
     config = dataclasses.replace(Config(), optimizer=optimizer)
     old = saved_config()
@@ -82,7 +82,7 @@ def test_freezing_and_learning_rate_scales_may_change() -> None:
 
 
 def test_cross_document_attention_may_change() -> None:
-    """It is noted; checkpoints of before the option were trained with attention across documents."""
+    """The change is listed; checkpoints older than the option were trained with attention across documents."""
     apart = dataclasses.replace(Config(), data=dataclasses.replace(Config().data, cross_document_attention=False))
     old = saved_config()
     del old["cross_document_attention"]
@@ -94,7 +94,7 @@ def test_cross_document_attention_may_change() -> None:
 
 
 def test_a_longer_context_is_allowed_without_learned_positions() -> None:
-    """max_position_embeddings is a shape only where there is a table."""
+    """max_position_embeddings is a shape only with a table of learned positions."""
     rotary = Config(
         model=dataclasses.replace(
             Config().model, use_rotary_embeddings=True, use_position_embeddings=False, max_position_embeddings=4096
@@ -119,7 +119,7 @@ def test_a_longer_context_is_allowed_without_learned_positions() -> None:
 def test_a_batch_size_that_moves_the_samples_is_said(
     saved: dict[str, Any], now: tuple[str, ...], iteration: int, expected: str | None
 ) -> None:
-    """Nothing where the offset stays the same; else how many samples, and the schedule that keeps it."""
+    """The warning states the number of samples and a schedule that keeps the offset; an unchanged offset gives none."""
     config = unflatten({"batch_size_schedule": now})
     saved = {"batch_size": 8, "batch_size_schedule": [], **saved}
     message = moved_samples(saved, config, iteration)

@@ -1,4 +1,4 @@
-"""Damaged checkpoints: every change is found, named and survived by falling back; nothing is ever deleted."""
+"""Damaged checkpoints: loading finds and names every change and falls back to an older one; nothing is deleted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.fakes import Layout, held, random_values, same
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with two good checkpoints, 10 and 20, each by two ranks; tests restore what they change."""
+    """A directory with two good checkpoints, 10 and 20, each saved by two ranks; tests undo their changes."""
     root = tmp_path_factory.mktemp("checkpoints")
     save(root, 10, 1, world_size=2)
     save(root, 20, 2, world_size=2)
@@ -34,7 +34,7 @@ FROZEN: dict[str, Any] = dict(frozen=("embedding.word.weight", "blocks.0.mlp.up.
 
 @pytest.fixture(scope="module")
 def frozen_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same of a model of which two parameters are frozen and stored in bf16."""
+    """The same for a model with two frozen parameters, stored in bf16."""
     root = tmp_path_factory.mktemp("frozen")
     save(root, 10, 1, world_size=2, **FROZEN)
     save(root, 20, 2, world_size=2, **FROZEN)
@@ -46,7 +46,7 @@ AVERAGED: dict[str, Any] = dict(moments=("exp_avg",), averaged=True)
 
 @pytest.fixture(scope="module")
 def averaged_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same of a model of which averages and one moment are kept."""
+    """The same for a model with averages and one moment."""
     root = tmp_path_factory.mktemp("averaged")
     save(root, 10, 1, world_size=2, **AVERAGED)
     save(root, 20, 2, world_size=2, **AVERAGED)
@@ -54,7 +54,7 @@ def averaged_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expect_fallback(root: Path, message: str, world_size: int = 1) -> None:
-    """20 is reported in one line with its folder and the message, and 10 is loaded."""
+    """Check that one line reports 20 with its folder and the message, and that 10 is loaded."""
     loaded, values, lines = load(root, world_size)
     assert loaded is not None and loaded.iteration == 10
     assert same(values, random_values(SPECS, 1))
@@ -72,7 +72,7 @@ def flip(path: Path, offset: int, bit: int) -> None:
 
 @pytest.mark.parametrize("name", ["rank_000.safetensors", "rank_001.safetensors", "manifest.json"])
 def test_single_bit_flips_are_found(pair: Path, name: str) -> None:
-    """Eight per file: in its length, header, middle and last byte, and at random; each is reported and survived."""
+    """Eight flips per file, in its length, header, middle and last byte and at random, are reported and survived."""
     path, generator = pair / "20" / name, random.Random(name)
     size = path.stat().st_size
     for offset in (0, 7, 8, 15, size // 2, size - 1, generator.randrange(size), generator.randrange(size)):
@@ -84,7 +84,7 @@ def test_single_bit_flips_are_found(pair: Path, name: str) -> None:
 
 
 def test_every_part_of_the_manifest_counts(pair: Path, tmp_path: Path) -> None:
-    """One bit of every fourth byte in turn: never accepted, never another exception."""
+    """A flipped bit in every fourth byte in turn is never accepted and never another exception."""
     data = (pair / "20" / "manifest.json").read_bytes()
     generator = random.Random(3)
     for offset in range(0, len(data), 4):
@@ -121,7 +121,7 @@ def test_truncated_and_missing_files_are_found(pair: Path, name: str, left: Any,
 
 
 def test_the_shard_of_another_save_is_found(pair: Path, tmp_path: Path) -> None:
-    """A rank's file copied from another iteration has the right size, but is not of this save."""
+    """A rank's file from another iteration has the right size but another checksum."""
     root = tmp_path / "root"
     shutil.copytree(pair, root)
     shutil.copy(root / "10" / "rank_001.safetensors", root / "20" / "rank_001.safetensors")
@@ -146,7 +146,7 @@ def test_a_file_that_shrinks_after_its_check_is_found(
 
 
 def test_a_renamed_checkpoint_is_found(pair: Path, tmp_path: Path) -> None:
-    """A folder whose number is not that of its manifest is not that iteration."""
+    """A folder name must agree with the iteration in the manifest."""
     root = tmp_path / "root"
     shutil.copytree(pair / "10", root / "20")
     shutil.copytree(pair / "10", root / "10")
@@ -166,7 +166,7 @@ def test_another_version_is_refused_by_name(pair: Path, version: int, tmp_path: 
 
 @pytest.mark.parametrize("name", ["payload.pt", "model.bin", ".metadata", "rank_002.safetensors"])
 def test_extra_files_are_never_opened(pair: Path, name: str, tmp_path: Path) -> None:
-    """Whatever lies beside the files of the manifest, a pickle for example, plays no role."""
+    """Other files in the folder, such as pickles, are ignored."""
     root = tmp_path / "root"
     shutil.copytree(pair, root)
     canary = tmp_path / "canary"
@@ -177,7 +177,7 @@ def test_extra_files_are_never_opened(pair: Path, name: str, tmp_path: Path) -> 
 
 
 def test_only_damaged_ones_stop_the_run_and_stay_untouched(pair: Path, tmp_path: Path) -> None:
-    """Exit 4 with a line for each, on every rank, instead of a silent restart from zero."""
+    """Every rank gets exit code 4 and a line per checkpoint, instead of a silent restart from zero."""
     root = tmp_path / "root"
     shutil.copytree(pair, root)
     (root / "30").mkdir()
@@ -204,14 +204,14 @@ def test_clean_checkpoints_give_no_alarm(pair: Path) -> None:
 
 
 def seal(values: Any) -> bytes:
-    """A manifest with these values and a checksum that matches."""
+    """Return a manifest with these values and a matching checksum."""
     content = {key: value for key, value in values.items() if key != "crc32"}
     covered = json.dumps(content, indent=1)[:-2].encode() + b",\n"
     return covered + f'"crc32": {zlib.crc32(covered)}\n}}\n'.encode()
 
 
 def test_flips_in_frozen_weights_are_found(frozen_pair: Path) -> None:
-    """A bit at the beginning, in the middle and at the end of each frozen tensor of each rank's file."""
+    """Flip a bit at the start, middle and end of each frozen tensor in each rank's file."""
     for rank in range(2):
         path = frozen_pair / "20" / f"rank_00{rank}.safetensors"
         length = int.from_bytes(path.read_bytes()[:8], "little")
@@ -328,8 +328,8 @@ BIAS = "blocks.0.mlp.up.bias"
 def test_a_forged_manifest_of_frozen_parameters_is_refused(
     frozen_pair: Path, change: Any, message: str, tmp_path: Path
 ) -> None:
-    """A dtype must be one of three and fit the bytes; what stands beside the weights is whole, fp32 and in order, and
-    does not stand beside others than fp32 weights."""
+    """A dtype must be one of three and fit the bytes; moments and averages must be complete, fp32 and in order, and
+    belong to fp32 weights."""
     content = read_changed(frozen_pair, tmp_path, lambda values: None)
     assert content.parameters[BIAS].dtype == torch.bfloat16 and list(content.parameters[BIAS].slices) == ["weights"]
     with pytest.raises(DamagedError) as caught:
@@ -338,7 +338,7 @@ def test_a_forged_manifest_of_frozen_parameters_is_refused(
 
 
 def lend(values: dict[str, Any], *kinds: str, num_bytes: int = 260) -> None:
-    """Give the frozen bias moments: bytes of another parameter."""
+    """Give the frozen bias moments that are bytes of another parameter."""
     for kind in kinds:
         values["parameters"][BIAS][kind] = [["rank_000.safetensors", 4096, num_bytes, 0]]
 
@@ -361,7 +361,7 @@ def lend(values: dict[str, Any], *kinds: str, num_bytes: int = 260) -> None:
     ],
 )
 def test_what_is_no_manifest_is_refused(data: bytes, tmp_path: Path) -> None:
-    """Any bytes give the one error, in little time."""
+    """Any bytes give the same error, quickly."""
     (tmp_path / "manifest.json").write_bytes(data)
     with pytest.raises(DamagedError, match=r"manifest\.json: "):
         manifest.read(tmp_path)

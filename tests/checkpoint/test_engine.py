@@ -1,4 +1,4 @@
-"""The real engine with frozen and split weights: what it saves, loads and goes on with, bit for bit.
+"""The real engine with frozen and split weights saves, loads and resumes bit for bit.
 
 Checkpoints are compared by what their manifests say of each parameter, whatever layout wrote them; the bytes are read
 here without the code that loads checkpoints.
@@ -32,7 +32,7 @@ SPLIT = {**BF16, "split_master_weights": True}
 
 
 def open_run(distributed: Distributed, options: dict[str, Any]) -> Any:
-    """Build as the program does, from the newest checkpoint of --experiment_dir if there is one."""
+    """Build as the program does, from the newest checkpoint of --experiment_dir, if any."""
     from megatron_lite.run.experiment import Experiment
     from megatron_lite.run.stop_signal import StopSignal
     from megatron_lite.setup_run import build
@@ -48,7 +48,7 @@ def open_run(distributed: Distributed, options: dict[str, Any]) -> Any:
 
 
 def train_on(distributed: Distributed, options: dict[str, Any]) -> list[float]:
-    """Train to the end through the program's own loop; the losses that were logged are in metrics.jsonl."""
+    """Train to the end through the program's own loop; metrics.jsonl has the losses."""
     from megatron_lite.monitor.trackers import read_metrics
     from megatron_lite.train import train
 
@@ -60,7 +60,7 @@ def train_on(distributed: Distributed, options: dict[str, Any]) -> list[float]:
 
 
 def save_again(distributed: Distributed, options: dict[str, Any], target: str) -> dict[str, list[str]]:
-    """Load and save into another directory; the dtypes of the live weights by kind of part."""
+    """Load and save into another directory; return the dtypes of the live weights by kind of part."""
     run = open_run(distributed, options)
     state = {"optimizer": run.optimizer.state(), "window": run.window.state()}
     sharded.save(Path(target), run.iteration, run.model, state, run.config, distributed)
@@ -73,7 +73,7 @@ def save_again(distributed: Distributed, options: dict[str, Any], target: str) -
 
 
 def read_all(folder: Path) -> Contents:
-    """Every parameter and moment of a checkpoint."""
+    """Return every parameter and moment of a checkpoint."""
     contents: Contents = {}
     for name, parameter in manifest.read(folder).parameters.items():
         for kind, pieces in parameter.slices.items():
@@ -85,7 +85,7 @@ def read_all(folder: Path) -> Contents:
 
 
 def assert_same(left: Contents, right: Contents) -> None:
-    """The same parameters and moments in the same dtypes, bit for bit."""
+    """Return whether parameters, moments and dtypes are bit-identical."""
     assert left.keys() == right.keys()
     different = [
         key
@@ -121,8 +121,8 @@ CASES: dict[str, dict[str, Any]] = {
     "case", [pytest.param(case, marks=[pytest.mark.slow] if i in (1, 4) else []) for i, case in enumerate(CASES)]
 )
 def test_continued_training_is_bit_identical(case: str, tmp_path: Path) -> None:
-    """From the checkpoint of iteration 4, iteration 8 is that of the run that was not interrupted, and so are the
-    losses; frozen weights never change and are stored in the dtype that was asked for, without moments."""
+    """Resuming at iteration 4 gives iteration 8 and the losses of an uninterrupted run; frozen weights never change and
+    are stored in the requested dtype, without moments."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     losses = run_distributed(2, train_on, {**CASES[case], "experiment_dir": str(whole)})[0]
     copy_checkpoint(whole, 4, resumed)
@@ -152,7 +152,7 @@ OTHERS: tuple[tuple[int, dict[str, Any]], ...] = (
 
 @pytest.mark.parametrize("case", ["mixed, low precision, zero 3", "frozen embedding, fp32, zero 1"])
 def test_any_layout_reads_the_engines_checkpoints(case: str, tmp_path: Path) -> None:
-    """Other world sizes, ZeRO stages, layers per stage and padding: loaded and saved again, not a bit has changed."""
+    """Loading and saving with other world sizes, ZeRO stages, layers per stage and padding changes no bit."""
     options = {**CASES[case], "experiment_dir": str(tmp_path / "run"), "batch_size": 6}
     run_distributed(2, train_on, options)
     expected = read_all(tmp_path / "run" / "checkpoints" / "8")
@@ -162,7 +162,7 @@ def test_any_layout_reads_the_engines_checkpoints(case: str, tmp_path: Path) -> 
 
 
 def test_padding_of_the_vocabulary_may_change(tmp_path: Path) -> None:
-    """What was saved with padding goes on without it as the run that goes on with it, and one line says so."""
+    """A checkpoint saved with padding resumes without it like a run that keeps it, and one line reports the change."""
     padded = {"make_vocab_size_divisible_by": 100, "tie_word_embeddings": False, "zero_stage": 3}
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     losses = run_distributed(2, train_on, {**padded, "experiment_dir": str(whole)})[0]
@@ -176,7 +176,7 @@ def test_padding_of_the_vocabulary_may_change(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("split_first", [True, False], ids=["joined later", "split later"])
 def test_masters_are_the_same_bits_split_or_not(split_first: bool, tmp_path: Path) -> None:
-    """--split_master_weights changes how fp32 masters are held, not what they are: either run reads the other's."""
+    """--split_master_weights changes the storage of fp32 masters, not their values: either run loads the other's."""
     options = {**EMBEDDING, **BF16, "experiment_dir": str(tmp_path / "run"), "zero_stage": 2}
     run_distributed(2, train_on, {**options, "split_master_weights": split_first})
     expected = read_all(tmp_path / "run" / "checkpoints" / "8")
@@ -190,7 +190,7 @@ def test_masters_are_the_same_bits_split_or_not(split_first: bool, tmp_path: Pat
 
 
 def test_frozen_then_trained(tmp_path: Path) -> None:
-    """Moments start at zero and one line says of how many parameters; the others go on with theirs."""
+    """Moments of thawed parameters start at zero and one line counts them; the others keep theirs."""
     options = {**MIXED, **LOW, "experiment_dir": str(tmp_path / "run"), "zero_stage": 3}
     run_distributed(2, train_on, options)
     before = read_all(tmp_path / "run" / "checkpoints" / "8")
@@ -217,7 +217,7 @@ def test_frozen_then_trained(tmp_path: Path) -> None:
 
 
 def test_trained_then_frozen(tmp_path: Path) -> None:
-    """Weights come from the fp32 master, rounded only where low precision was asked for; their moments are gone."""
+    """Weights come from the fp32 master, rounded only if low precision was requested; their moments are gone."""
     options = {**BF16, "experiment_dir": str(tmp_path / "run"), "zero_stage": 1}
     run_distributed(2, train_on, options)
     before = read_all(tmp_path / "run" / "checkpoints" / "8")
@@ -239,7 +239,7 @@ def test_trained_then_frozen(tmp_path: Path) -> None:
 
 
 def weights_for_inference(distributed: Distributed, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Full weights and memory of a model that only evaluates."""
+    """Return full weights and memory of a model that only evaluates."""
     from tests.support.harness import full_weights
 
     run = open_run(distributed, {**options, "train_iters": 0})

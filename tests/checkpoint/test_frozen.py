@@ -1,4 +1,4 @@
-"""Checkpoints of models with frozen parameters: what is stored of them, and any choice of them reads any other."""
+"""Checkpoints of models with frozen parameters: what is stored, and any choice of frozen parameters loads any other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIXED = (NAMES[0], NAMES[2], NAMES[3], NAMES[7])  # some stages have both kinds 
 
 
 def expected(saved: Values, frozen: tuple[str, ...], dtype: torch.dtype) -> Values:
-    """What a training model holds after loading: weights in its dtype, moments of zero where none were saved."""
+    """Return a training model's values after loading: weights in its dtype, missing moments zero."""
     trained = [name for name in NAMES if name not in frozen]
     weights = {name: value.to(dtype if name in frozen else torch.float32) for name, value in saved["weights"].items()}
     moments = {
@@ -47,7 +47,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("loading", LAYOUTS, ids=lambda value: f"to{len(value[0])}{str(value[1])[6:]}")
 @pytest.mark.parametrize("saving", LAYOUTS, ids=lambda value: f"{len(value[0])}{str(value[1])[6:]}")
 def test_any_choice_of_frozen_parameters_reads_any_other(saving: Any, loading: Any, tmp_path: Path) -> None:
-    """Trained to frozen and back, between dtypes and layouts: nothing is invented, little is rounded, all is said."""
+    """From trained to frozen and back, across dtypes and layouts: roundings and missing moments are reported."""
     saved = save(tmp_path, 10, 1, 3, 3, frozen=saving[0], frozen_dtype=saving[1])
     loaded, values, lines = load(tmp_path, 2, 8, frozen=loading[0], frozen_dtype=loading[1])
     assert loaded is not None and loaded.iteration == 10
@@ -69,7 +69,7 @@ def test_any_choice_of_frozen_parameters_reads_any_other(saving: Any, loading: A
 def test_an_unchanged_choice_is_bit_exact_in_any_layout(
     saving: tuple[int, int], dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """With temporary copies of the trainable weights, as split master weights have, and without."""
+    """With and without temporary copies of the trainable weights, as split master weights make."""
     for number, (copies, loading) in enumerate(itertools.product([False, True], [(1, 3), (2, 8), (3, 3)])):
         more: dict[str, Any] = dict(frozen=MIXED, frozen_dtype=dtype)
         saved = save(tmp_path / str(number), 10, 1, *saving, **more, copies=copies)
@@ -79,13 +79,13 @@ def test_an_unchanged_choice_is_bit_exact_in_any_layout(
 
 @pytest.mark.parametrize("split", [(False, True), (True, False)], ids=["split later", "joined later"])
 def test_temporary_copies_and_live_shards_read_each_other(split: tuple[bool, bool], tmp_path: Path) -> None:
-    """The file does not tell how the master weights were kept."""
+    """A file does not depend on the storage of master weights."""
     saved = save(tmp_path, 10, 1, 2, copies=split[0])
     assert same(load(tmp_path, 3, copies=split[1])[1], saved)
 
 
 def test_rounding_is_to_nearest_and_back_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As PyTorch rounds, in pieces smaller than a parameter; the way back to fp32 changes nothing."""
+    """Rounding equals PyTorch's, also in pieces smaller than a parameter; converting back to fp32 changes nothing."""
     monkeypatch.setattr(files, "CHUNK_BYTES", 100)
     saved = save(tmp_path / "full", 10, 1, 2)
     rounded = load(tmp_path / "full", frozen=NAMES[:7], frozen_dtype=torch.bfloat16)[1]
@@ -99,7 +99,7 @@ def test_rounding_is_to_nearest_and_back_is_exact(tmp_path: Path, monkeypatch: p
 
 
 def test_inference_reads_weights_alone(tmp_path: Path) -> None:
-    """A model without moments takes the weights of any checkpoint and has nothing to report; it cannot save."""
+    """A model without moments loads the weights of any checkpoint without a report; it cannot save."""
     for number, more in enumerate(({}, dict(frozen=MIXED, frozen_dtype=torch.bfloat16))):
         root = tmp_path / str(number)
         saved = save(root, 10, 1, 3, **more)
@@ -111,7 +111,7 @@ def test_inference_reads_weights_alone(tmp_path: Path) -> None:
 
 
 def test_moments_left_by_a_failed_attempt_are_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest checkpoint breaks while it is read; the older one, in which all was frozen, has no moments."""
+    """The newest checkpoint fails while it is read; the older one, with everything frozen, has no moments."""
     old = save(tmp_path, 9, 1, frozen=NAMES[1:])
     save(tmp_path, 10, 2)
     real_read = files.read_into
@@ -132,7 +132,7 @@ def test_moments_left_by_a_failed_attempt_are_cleared(tmp_path: Path, monkeypatc
 
 
 def test_what_is_stored_of_frozen_parameters(tmp_path: Path) -> None:
-    """Exactly their bytes, under names of their own, behind the trainable ones; no moments; their dtype is named."""
+    """Exactly their bytes, under separate names after the trainable ones; no moments; the manifest has the dtype."""
     safetensors = pytest.importorskip("safetensors")
     layout = Layout(2, 3, MIXED, torch.bfloat16)
     saved = save(tmp_path, 10, 1, 2, 3, frozen=MIXED, frozen_dtype=torch.bfloat16)
@@ -158,7 +158,7 @@ def test_what_is_stored_of_frozen_parameters(tmp_path: Path) -> None:
 
 
 def test_one_temporary_copy_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of weights that `read` makes on the spot, saving and loading hold one; moments are never copied."""
+    """Saving and loading hold one tensor of weights that `read` creates; moments are never copied."""
     copies: list[weakref.ref[np.ndarray[Any, Any]]] = []
     alive: list[int] = []
 

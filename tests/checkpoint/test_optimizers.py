@@ -1,4 +1,4 @@
-"""Checkpoints of each --optimizer: what they hold, that runs go on bit for bit, and what a change of it begins anew."""
+"""Checkpoints of each --optimizer: their content, runs that resume bit for bit, and the state that a change resets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def is_matrix(name: str) -> bool:
-    """What Muon orthogonalizes: the weights between the blocks' hidden layers."""
+    """Return whether Muon orthogonalizes a parameter: a matrix between hidden layers."""
     return name.startswith("blocks.") and name.endswith(".weight") and "norm" not in name
 
 
@@ -40,8 +40,8 @@ def is_matrix(name: str) -> bool:
     "case", [pytest.param(case, marks=[] if i in (0, 2) else [pytest.mark.slow]) for i, case in enumerate(CASES)]
 )
 def test_continued_training_is_bit_identical(case: str, tmp_path: Path) -> None:
-    """Iteration 8 from the checkpoint of iteration 4 is that of the run that was not interrupted, losses included; and
-    what one layout saves, another one loads and saves again."""
+    """Resuming at iteration 4 gives iteration 8 and the losses of an uninterrupted run, and any layout loads and saves
+    the checkpoint of another."""
     whole, resumed, other = tmp_path / "whole", tmp_path / "resumed", tmp_path / "other"
     options = CASES[case]
     losses = run_distributed(2, train_on, {**options, "experiment_dir": str(whole)})[0]
@@ -84,7 +84,7 @@ CHANGES = [
 
 @pytest.mark.parametrize(("before", "now"), CHANGES)
 def test_a_change_of_the_optimizer(trained: dict[str, Path], before: str, now: str, tmp_path: Path) -> None:
-    """Weights stay to the bit; moments start at zero, with Adam's count, but for those that AdamW leaves to Muon's."""
+    """Weights are bit-identical; moments and Adam's count start at zero, except those that Muon's AdamW continues."""
     copy_checkpoint(trained[before], 8, tmp_path)
     run_distributed(1, save_again, {"optimizer": now, **MIXED, "experiment_dir": str(tmp_path)}, str(tmp_path / "new"))
     old, new = read_all(trained[before] / "checkpoints" / "8"), read_all(tmp_path / "new" / "8")

@@ -31,14 +31,14 @@ def test_table(iterations: list[int], keep: int | None, deleted: list[int]) -> N
 
 @pytest.mark.parametrize("keep", [0, -1])
 def test_keeping_none_is_refused(keep: int) -> None:
-    """A policy that deletes everything does not exist."""
+    """A policy cannot delete everything."""
     with pytest.raises(ValueError, match="at least 1"):
         checkpoints_to_delete([1, 2], keep)
 
 
 @hypothesis.given(st.lists(st.integers(0, 10**6)), st.none() | st.integers(1, 20))
 def test_the_newest_stay(iterations: list[int], keep: int | None) -> None:
-    """What is kept is newer than what is deleted, and its number is `keep` or all there are."""
+    """Kept checkpoints are newer than deleted ones, and their number is `keep` or all there are."""
     deleted = checkpoints_to_delete(iterations, keep)
     kept = set(iterations) - set(deleted)
     assert set(deleted) <= set(iterations)

@@ -1,4 +1,4 @@
-"""Saving and loading: any layout reads any other, a crash or a full disk loses nothing, only our files are deleted."""
+"""Saving and loading: any layout loads any other, a crash or a full disk loses nothing, only our files are deleted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SPECS = make_specs()
 def save(
     root: Path, iteration: int, seed: int, world_size: int = 1, num_per_stage: int = 3, state: Any = None, **more: Any
 ) -> Values:
-    """Save random values from a model of this `Layout`; returns what it held, or raises what rank 0 raised."""
+    """Save random values from a model of this `Layout`; return its values, or raise the error of rank 0."""
     layout = Layout(world_size, num_per_stage, **more)
     values = held(random_values(SPECS, seed, KINDS), layout)
 
@@ -58,7 +58,7 @@ def save(
 def load(
     root: Path, world_size: int = 1, num_per_stage: int = 3, specs: Any = SPECS, **more: Any
 ) -> tuple[sharded.LoadedCheckpoint | None, Values, list[str]]:
-    """(what load_newest returned, the values found in the shards of this `Layout`, the lines reported)."""
+    """Return (the result of load_newest, the values in the shards of this `Layout`, the lines reported)."""
     layout = Layout(world_size, num_per_stage, **more)
     models: list[FakeModel] = [empty_model(specs, layout, rank) for rank in range(world_size)]
     lines: list[list[str]] = [[] for _ in range(world_size)]
@@ -103,7 +103,7 @@ def test_any_layout_reads_any_other(saving: tuple[int, int], loading: tuple[int,
 
 
 def test_special_values_keep_their_bits(tmp_path: Path) -> None:
-    """NaN payloads, negative zero, subnormal numbers and infinities are not arithmetic to a checkpoint."""
+    """A checkpoint keeps NaN payloads, negative zero, subnormal numbers and infinities."""
     values = random_values(SPECS, 1)
     bits = torch.tensor([0x7FC12345, 0xFF800000 - 2**32, 0x80000000 - 2**32, 1, 0x7F800000], dtype=torch.int32)
     values["exp_avg"]["embedding.word.weight"].view(-1)[:5] = bits.view(torch.float32)
@@ -114,7 +114,7 @@ def test_special_values_keep_their_bits(tmp_path: Path) -> None:
 
 
 def test_rank_files_are_ordinary_safetensors_files(tmp_path: Path) -> None:
-    """The safetensors library reads what is written by hand; files follow the umask."""
+    """The safetensors library reads our files; their modes follow the umask."""
     safetensors = pytest.importorskip("safetensors")
     previous = os.umask(0o027)
     try:
@@ -196,14 +196,14 @@ def test_other_parameters_are_refused(specs: Any, message: str, tmp_path: Path) 
 
 
 class Killed(BaseException):
-    """The process ends here: no handler of the program runs."""
+    """The process ends here; no handler of the program runs."""
 
 
 MUTATING = ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir")
 
 
 def fail_at(number: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Let the `number`-th (from 0) mutating call of `os` fail; returns a count of the calls so far."""
+    """Let the `number`-th (from 0) mutating call of `os` fail; return a counter of the calls so far."""
     calls = itertools.count()
     latest = [-1]
 
@@ -243,7 +243,7 @@ def every_point(action: Callable[[Path], Any], prepare: Callable[[Path], Any], t
 @pytest.mark.parametrize("error", [Killed(), OSError(errno.ENOSPC, "No space left on device")], ids=["kill", "disk"])
 @pytest.mark.parametrize("iteration", [20, 10], ids=["new", "again"])
 def test_every_crash_point_of_a_save(iteration: int, error: BaseException, tmp_path: Path) -> None:
-    """Old or new is loaded, complete, whatever call fails; the next save works and leaves nothing behind."""
+    """Whatever call fails, the old or the new checkpoint loads; the next save works and leaves nothing behind."""
     old, new = random_values(SPECS, 1), random_values(SPECS, 2)
     points = every_point(lambda root: save(root, iteration, 2), lambda root: save(root, 10, 1), tmp_path, error)
     outcomes = []
@@ -265,7 +265,7 @@ def test_every_crash_point_of_a_save(iteration: int, error: BaseException, tmp_p
 
 @pytest.mark.parametrize("error", [Killed(), OSError(errno.EIO, "Input/output error")], ids=["kill", "disk"])
 def test_every_crash_point_of_pruning(error: BaseException, tmp_path: Path) -> None:
-    """The newest survives whatever call fails, and what is left half deleted is never taken for a checkpoint."""
+    """The newest survives whatever call fails, and a half-deleted folder is never loaded."""
 
     def prepare(root: Path) -> None:
         for iteration in (1, 2, 3):
@@ -338,14 +338,14 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all(rank: int, tmp_path: Path, m
 
 
 def test_an_unwritable_directory_is_a_storage_error(tmp_path: Path) -> None:
-    """The path is named; here it is a file where the directory should be."""
+    """The error names the path; here a file stands in place of the directory."""
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(StorageError, match=f"rank 0: {tmp_path}/checkpoints"):
         save(tmp_path / "checkpoints", 10, 1, world_size=2)
 
 
 def test_a_state_that_is_not_json_leaves_no_rank_waiting(tmp_path: Path) -> None:
-    """A mistake of the caller is raised as it is on rank 0, the others are told, nothing appears."""
+    """A mistake of the caller is raised unchanged on rank 0, other ranks get StorageError, and no folder appears."""
 
     def rank_main(distributed: FakeDistributed) -> None:
         model: Any = empty_model(SPECS, Layout(2), distributed.rank)
@@ -357,7 +357,7 @@ def test_a_state_that_is_not_json_leaves_no_rank_waiting(tmp_path: Path) -> None
 
 
 def test_a_rank_that_sees_another_file_system_is_named(tmp_path: Path) -> None:
-    """Two nodes without a common directory: an error that says so, not a hang."""
+    """Two nodes without a common directory get an error that says so, not a hang."""
 
     def rank_main(distributed: FakeDistributed) -> None:
         model: Any = empty_model(SPECS, Layout(2), distributed.rank)
@@ -383,7 +383,7 @@ def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["damaged", "empty", "file", "link", "dangling", "copy"])
 def test_what_is_not_a_complete_checkpoint_is_moved_aside(kind: str, tmp_path: Path) -> None:
-    """A damaged folder, a file or a link under the iteration's name is kept under another one."""
+    """A damaged folder, a file or a link under the iteration's name is kept under another name."""
     root = tmp_path / "root"
     save(root, 9, 1)
     if kind == "damaged":
@@ -459,7 +459,7 @@ def test_pruning_keeps_the_newest_good_ones(tmp_path: Path) -> None:
 
 
 def test_pruning_leaves_the_files_of_others(tmp_path: Path) -> None:
-    """A file that someone put into a checkpoint outlives it."""
+    """A foreign file in a checkpoint is kept."""
     for iteration in (1, 2):
         save(tmp_path, iteration, iteration)
     (tmp_path / "1" / "notes.txt").write_text("mine")
@@ -471,7 +471,7 @@ def test_pruning_leaves_the_files_of_others(tmp_path: Path) -> None:
 def test_a_failing_deletion_is_only_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The checkpoint just saved is good: the run goes on."""
+    """The checkpoint just saved is good, so the run continues."""
     for iteration in (1, 2):
         save(tmp_path, iteration, iteration)
 

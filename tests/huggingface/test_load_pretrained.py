@@ -1,4 +1,4 @@
-"""Runs that begin with pretrained weights: the same weights on every layout, and nothing else of the checkpoint."""
+"""Runs from pretrained weights: the same weights on every layout, and nothing else of the checkpoint."""
 
 from __future__ import annotations
 
@@ -95,13 +95,13 @@ def train(distributed: Distributed, given: dict[str, Any], iterations: int = 2) 
 
 
 def ours(folder: Path) -> dict[str, np.ndarray]:
-    """What the parameters must be, by transformers."""
+    """Return the expected parameters, by transformers."""
     source, shapes = checked(folder)
     return {name: value.numpy() for name, value in expected(folder, source, shapes).items()}
 
 
 def test_every_layout_begins_and_trains_alike(folder: Path) -> None:
-    """On 1 and 2 ranks, ZeRO 1 and 3, the weights are those of the folder bit for bit; on 2 ranks, so they stay."""
+    """On 1 and 2 ranks, with ZeRO 1 and 3, the weights equal the folder's bit for bit; on 2 ranks they stay equal."""
     given = {"pretrained_checkpoint_path": str(folder)}
     wanted = ours(folder)
     runs = {
@@ -134,7 +134,7 @@ def test_every_layout_begins_and_trains_alike(folder: Path) -> None:
     ids=str,
 )
 def test_every_kind_of_shard_is_filled(options: dict[str, Any], folder: Path) -> None:
-    """Rounded once to the training dtype, masters in full; averages begin with the weights that were loaded."""
+    """Weights are rounded once to the training dtype, masters are not; averages start from the loaded weights."""
     [result] = run_distributed(1, train, {**_typed(options), "pretrained_checkpoint_path": str(folder)})
     wanted = ours(folder)
     if options.get("training_dtype") == "bf16":
@@ -144,7 +144,7 @@ def test_every_kind_of_shard_is_filled(options: dict[str, Any], folder: Path) ->
 
 
 def _typed(options: dict[str, Any]) -> dict[str, Any]:
-    """As the command line would have them."""
+    """Return them as the command line does."""
     lists = ("freeze", "lr_scales")
     return {name: tuple(value.split()) if name in lists else value for name, value in options.items()}
 
@@ -184,7 +184,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_of_another_layout(ranks: int, saved: Path) -> None:
-    """Its newest weights, bit for bit; iterations, averages and Adam begin anew, or with its moments and count."""
+    """The newest weights load bit for bit; iterations and averages start over, Adam too unless its state is loaded."""
     source, shapes = checked(saved)
     wanted = {name: torch.empty(shape) for name, shape in shapes.items()}
     for name, value in wanted.items():
@@ -207,7 +207,7 @@ def test_a_checkpoint_of_another_layout(ranks: int, saved: Path) -> None:
 
 
 def test_moments_are_those_of_resuming(saved: Path, tmp_path: Path) -> None:
-    """One more update from weights, moments and count is the one that the checkpoint's own run would make."""
+    """One more update from weights, moments and count equals the next update of the checkpoint's own run."""
     root = tmp_path / "resumed" / "checkpoints"
     shutil.copytree(saved, root)
     constant = dict(lr_decay_style="constant", weight_decay=0.0, ema_type="ema")
@@ -234,7 +234,7 @@ def one_more_step(distributed: Distributed, values: dict[str, Any], done: int) -
 
 
 def test_another_optimizer(saved: Path) -> None:
-    """Moments of AdamW mean nothing to SGD: refused; to Muon those go over that AdamW goes on with."""
+    """SGD refuses AdamW's moments; Muon takes those of the parameters that it leaves to AdamW."""
     with pytest.raises(RuntimeError, match="cannot use any moments"):
         run_distributed(
             1, train, {"pretrained_checkpoint_path": str(saved), "load_pretrained_optimizer": True, "optimizer": "sgd"}
@@ -245,7 +245,7 @@ def test_another_optimizer(saved: Path) -> None:
 
 
 def test_a_damaged_newest_checkpoint(saved: Path, tmp_path: Path) -> None:
-    """The newest good one is taken, and the damaged one named; with none left, one line says so."""
+    """The newest good one is loaded and the damaged one named; with none left, one line says so."""
     root = tmp_path / "checkpoints"
     shutil.copytree(saved, root)
     newest = root / "7"
@@ -344,7 +344,7 @@ def test_a_checkpoint_that_does_not_fit(saved: Path) -> None:
 
 
 def test_norms_of_a_checkpoint_mean_what_they_meant(saved: Path) -> None:
-    """Whatever else the flags may change: a norm around 1 is not read as one around 0."""
+    """Norm weights stored around 1 are never read as weights around 0."""
     given = {"pretrained_checkpoint_path": str(saved), "zero_centered_normalization": True}
     with pytest.raises(RuntimeError, match="--zero_centered_normalization=1: .* was trained with 0"):
         run_distributed(1, train, {**given, "ignore_pretrained_config": True})
@@ -381,7 +381,7 @@ def test_damaged_checkpoints_end_in_one_line(name: str, saved: Path, tmp_path: P
 
 
 def test_options_of_another_version(saved: Path, tmp_path: Path) -> None:
-    """A checkpoint from before an option existed has its default; one with an option that is not known is refused."""
+    """A checkpoint older than an option has its default; one with an unknown option is refused."""
     content = manifest.read(saved / "3")
     old = {name: value for name, value in content.config.items() if name not in ("qk_layernorm", "rotary_base")}
     for name, config in (("old", old), ("new", {**old, "num_wings": 2})):

@@ -1,4 +1,4 @@
-"""Masters are put together window by window: the same numbers as the gathered weights of a run in fp32."""
+"""Masters gathered window by window equal the gathered weights of a run in fp32."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def gathered(distributed: Distributed, options: dict[str, Any], window: int) -> dict[str, np.ndarray]:
-    """All masters, through windows of so many elements; what `full_weights` has is compared on the spot."""
+    """Return all masters, gathered in windows of N elements, after comparing them with `full_weights`."""
     master_weights.WINDOW_NUMEL = window  # of this process alone
     config = tiny_config(distributed.world_size, **options)
     split = config.multi_stage.split_master_weights

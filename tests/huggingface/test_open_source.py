@@ -1,4 +1,4 @@
-"""Pretrained folders: every element lands where transformers has it, and a folder that is not right is refused by name.
+"""Pretrained folders: every element lands where transformers has it, and a bad folder is refused by name.
 
 The oracle is transformers: it makes the folders, and its own state dict says which values belong where.
 """
@@ -29,7 +29,7 @@ FAST = "mistral, yarn, tied"
 
 @pytest.mark.parametrize("name", SOME)
 def test_every_slice_is_read_from_its_place(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any range of any parameter, in chunks smaller than a matrix, out of several files, is what transformers has."""
+    """Any range of any parameter, read in chunks smaller than a matrix from several files, equals transformers'."""
     folder = write_folder(name, tmp_path / "model", max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     monkeypatch.setattr(files, "CHUNK_BYTES", 600)
@@ -85,7 +85,7 @@ def test_what_real_files_hold_besides(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor that is made while reading is larger than a chunk, whatever the size of the parameter."""
+    """No tensor created while reading is larger than a chunk, whatever the size of the parameter."""
     folder = write_folder("gpt2", tmp_path / "model")
     monkeypatch.setattr(files, "CHUNK_BYTES", 1000)
     source, shapes = checked(folder)
@@ -135,7 +135,7 @@ def only(folder: Path, *names: str) -> None:
 
 
 def index(folder: Path, files_of: Callable[[str], str]) -> None:
-    """In place of model.safetensors one shard and an index."""
+    """Replace model.safetensors by one shard and an index."""
     names = load_file(folder / "model.safetensors")
     os.rename(folder / "model.safetensors", folder / "model-00001-of-00001.safetensors")
     content = {"metadata": {}, "weight_map": {name: files_of(name) for name in names}}
@@ -334,7 +334,7 @@ def test_hostile_folders_end_in_one_line(name: str, good: Path, tmp_path: Path) 
     ],
 )
 def test_what_is_no_model_folder(make: Callable[[Path], Any], kind: str | None, words: str, tmp_path: Path) -> None:
-    """What is there instead is named, with what to give."""
+    """The error names the content of the folder and what to give instead."""
     folder = tmp_path / "org" / "name"
     folder.parent.mkdir()
     make(folder)
@@ -344,6 +344,6 @@ def test_what_is_no_model_folder(make: Callable[[Path], Any], kind: str | None, 
 
 
 def test_reading_a_config_needs_no_weights(good: Path, tmp_path: Path) -> None:
-    """Only the architecture: config.json alone is enough for the kind to be known."""
+    """config.json alone determines the kind."""
     (tmp_path / "config.json").write_bytes((good / "config.json").read_bytes())
     assert folder_kind.kind_of(tmp_path) == "huggingface"

@@ -32,18 +32,18 @@ def resolved(**options: Any) -> Config:
 
 
 def imported(family: str, **changes: Any) -> ModelConfig:
-    """The model of a fixture as we read it."""
+    """Return our model of a fixture."""
     content = json.loads(make_config(family).to_json_string())
     return resolved(**{**model_values(content), **changes}).model
 
 
 def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of all our parameters, in order."""
+    """Return name -> shape of all our parameters, in order."""
     return {p.spec.name: tuple(p.spec.shape) for p in parameters_of(build_gpt(model, SEQUENCE_LENGTH))}
 
 
 def state_of(theirs: torch.nn.Module, model: ModelConfig) -> Weights:
-    """The tensors that a file of their model holds: without a tied head."""
+    """Return the tensors in a file of their model, without a tied head."""
     names = theirs.state_dict()
     if model.tie_word_embeddings:
         del names["lm_head.weight"]
@@ -51,7 +51,7 @@ def state_of(theirs: torch.nn.Module, model: ModelConfig) -> Weights:
 
 
 def to_ours(theirs: Mapping[str, Tensor], architecture: str, model: ModelConfig) -> Weights:
-    """Our parameters, each row from where the table says that it is. Rows that it leaves out are NaN."""
+    """Return our parameters, assembled by the table; rows missing from the table are NaN."""
     ours = {}
     for name, shape in shapes_of(model).items():
         ours[name] = torch.full(shape, torch.nan)
@@ -65,7 +65,7 @@ def to_ours(theirs: Mapping[str, Tensor], architecture: str, model: ModelConfig)
 
 
 def to_theirs(ours: Weights, architecture: str, model: ModelConfig) -> Weights:
-    """Their tensors, the constant ones included. What the table leaves out is NaN."""
+    """Return their tensors, including constants; elements missing from the table are NaN."""
     theirs: Weights = {}
     for name, tensor in ours.items():
         for piece in pieces(name, tuple(tensor.shape), architecture, model):
@@ -80,7 +80,7 @@ def to_theirs(ours: Weights, architecture: str, model: ModelConfig) -> Weights:
 
 
 def filled_layers(model: ModelConfig, weights: Weights) -> list[Layer]:
-    """Our layers with these weights."""
+    """Return our layers with these weights."""
     layers, left = build_gpt(model, SEQUENCE_LENGTH), dict(weights)
     for module in (module for layer in layers for module in layer.modules()):
         for attribute, declared in list(module.named_parameters(recurse=False)):
@@ -91,7 +91,7 @@ def filled_layers(model: ModelConfig, weights: Weights) -> list[Layer]:
 
 
 def our_logits(model: ModelConfig, weights: Weights, tokens: Tensor) -> Tensor:
-    """(b, s) -> (b, s, v) of our layers."""
+    """Return the logits (b, s, v) of our layers for tokens (b, s)."""
     *layers, head = filled_layers(model, weights)
     hidden = None
     for layer in layers:
@@ -165,7 +165,7 @@ EXPORTED: dict[str, tuple[str, dict[str, Any], str, int]] = {
 
 @pytest.mark.parametrize("case", EXPORTED)
 def test_exported_models_compute_the_same_logits(case: str) -> None:
-    """transformers with our config.json and our weights, as the table and the constants say."""
+    """Return a transformers model with our config.json and our weights, mapped by the table and the constants."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family, changes, architecture, num_constants = EXPORTED[case]

@@ -38,7 +38,7 @@ class World:
         self.values: list[Any] = [None] * world_size
 
     def run(self, function: Callable[[FakeDistributed], Any]) -> list[Any]:
-        """Call the function once per rank, at the same time; the results (or exceptions) in rank order."""
+        """Call the function once per rank, concurrently; return results (or exceptions) in rank order."""
         results: list[Any] = [None] * self.world_size
 
         def rank_main(rank: int) -> None:
@@ -114,8 +114,8 @@ class FakeModel:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a model is spread: ranks, parameters per stage, which are frozen (names) and how those are stored; what its
-    optimizer keeps of a parameter, and whether weights are averaged."""
+    """The layout of a model: ranks, parameters per stage, names and dtype of frozen parameters, moments per parameter,
+    and whether weights are averaged."""
 
     world_size: int = 1
     num_per_stage: int = 3
@@ -128,7 +128,7 @@ class Layout:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of a trainable parameter."""
+        """Return the kinds of values of a trainable parameter."""
         kept = (self.moments if self.training else ()) + ("average",) * self.averaged
         return ("weights", *kept)
 
@@ -138,7 +138,7 @@ def make_specs(parameters: Sequence[tuple[str, tuple[int, ...], bool]] = PARAMET
 
 
 def empty_model(specs: Sequence[ParameterSpec], layout: Layout, rank: int) -> FakeModel:
-    """All shards of this rank are zero. In each stage come trainable parameters, then frozen ones."""
+    """Return a rank's model with shards of zeros. Each stage has trainable parameters, then frozen ones."""
     stages = []
     for start in range(0, len(specs), layout.num_per_stage):
         some = specs[start : start + layout.num_per_stage]
@@ -158,13 +158,13 @@ def _part(specs: Sequence[ParameterSpec], frozen: bool, layout: Layout) -> FakeP
 
 
 def random_values(specs: Sequence[ParameterSpec], seed: int, kinds: Sequence[str] = Layout().kinds) -> Values:
-    """The first kinds are the same whatever kinds there are."""
+    """Return random values; they do not depend on the kinds that follow."""
     generator = torch.Generator().manual_seed(seed)
     return {kind: {spec.name: torch.randn(spec.shape, generator=generator) for spec in specs} for kind in kinds}
 
 
 def held(values: Values, layout: Layout) -> Values:
-    """What a model of this layout holds of fp32 values: of frozen parameters only the weights, in their dtype."""
+    """Return the part of fp32 values that a model of this layout holds: only weights, in their dtype, if frozen."""
     return {
         kind: {
             name: value.to(layout.frozen_dtype) if name in layout.frozen else value
@@ -188,7 +188,7 @@ def put(model: FakeModel, values: Values, rank: int) -> FakeModel:
 
 
 def take(models: Sequence[FakeModel]) -> tuple[Values, bool]:
-    """The values of all ranks' shards together, and whether everything between the parameters is zero."""
+    """Return the values of all ranks' shards, and whether everything between the parameters is zero."""
     values: Values = {kind: {} for kind in KINDS}
     clean = True
     for parts in zip(*(model.parts() for model in models), strict=True):
@@ -203,7 +203,7 @@ def take(models: Sequence[FakeModel]) -> tuple[Values, bool]:
 
 
 def same(left: Values, right: Values) -> bool:
-    """Bit for bit, dtypes and absences included."""
+    """Return whether two sets of values are bit-identical, including dtypes and missing entries."""
 
     def bits(values: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, list[int]]]:
         return {name: (value.dtype, value.view(torch.uint8).flatten().tolist()) for name, value in values.items()}

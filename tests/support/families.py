@@ -147,7 +147,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def make_config(name: str, **changes: Any) -> Any:
-    """The transformers config of `FAMILIES[name]`; `changes` are more of its keys."""
+    """Return the transformers config of `FAMILIES[name]`; `changes` override its keys."""
     from transformers import AutoConfig
 
     values = FAMILIES[name] | changes
@@ -155,7 +155,7 @@ def make_config(name: str, **changes: Any) -> Any:
 
 
 def make_model(name: str, seed: int = 0, **changes: Any) -> Any:
-    """A transformers model with random weights in fp32, in evaluation mode, computing attention by its formula."""
+    """Return a transformers model with random fp32 weights, in evaluation mode, with eager attention."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(make_config(name, **changes), attn_implementation="eager")
@@ -164,7 +164,7 @@ def make_model(name: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def randomize(model: torch.nn.Module, seed: int = 0) -> None:
-    """Values of a size at which a mistake in any parameter shows in the logits, which stay below 10."""
+    """Draw weights large enough for a mistake in any parameter to show in the logits, which stay below 10."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -176,7 +176,7 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> None:
 
 
 def write_folder(name: str, folder: Path, seed: int = 0, max_shard_size: str = "5GB", **changes: Any) -> Path:
-    """Write such a model as transformers' `save_pretrained` does; returns the folder."""
+    """Write such a model with transformers' `save_pretrained`; return the folder."""
     make_model(name, seed, **changes).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
@@ -187,7 +187,7 @@ def random_tokens(batch: int = 2, length: int = SEQUENCE_LENGTH, seed: int = 1) 
 
 
 def load_model(folder: Path) -> Any:
-    """What transformers makes of a folder: fp32, in evaluation mode, computing attention by its formula."""
+    """Load a folder with transformers, in fp32 and evaluation mode, with eager attention."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")

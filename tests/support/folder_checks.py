@@ -1,4 +1,4 @@
-"""What a pretrained folder must give, by transformers."""
+"""Expected content of pretrained folders, by transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def checked(folder: Path, **options: Any) -> tuple[WeightSource, Shapes]:
-    """The source in a folder, which has everything that the model it states needs."""
+    """Open a folder, check that it holds everything its model needs, and return the source and the shapes."""
     source = open_source(folder, **options)
     shapes = shapes_of(build_gpt(source.model, 24))
     source.check(shapes)
@@ -26,7 +26,7 @@ def checked(folder: Path, **options: Any) -> tuple[WeightSource, Shapes]:
 
 
 def read_whole(source: WeightSource, shapes: Shapes) -> dict[str, torch.Tensor]:
-    """All parameters."""
+    """Read all parameters."""
     values = {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
     for name, value in values.items():
         source.read(name, 0, value.view(-1))
@@ -34,7 +34,7 @@ def read_whole(source: WeightSource, shapes: Shapes) -> dict[str, torch.Tensor]:
 
 
 def expected(folder: Path, source: WeightSource, shapes: Shapes) -> dict[str, torch.Tensor]:
-    """Our parameters, put together from what transformers loads."""
+    """Return our parameters, assembled from the tensors that transformers loads."""
     theirs, ours = load_model(folder).state_dict(), {}
     for name, shape in shapes.items():
         ours[name] = torch.full(shape, float("nan"))

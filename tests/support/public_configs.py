@@ -1,4 +1,4 @@
-"""config.json of models that people use, as their publishers wrote them (the values are public), and their sizes.
+"""config.json of popular models, as published, and their sizes.
 
 `PUBLIC` is preset -> (the text, parameters). The files of different publishers and versions of transformers name
 different keys that mean nothing to a model; those are here, too.
@@ -121,5 +121,5 @@ BIGCODE = """{
 
 
 def public_config(name: str) -> dict[str, Any]:
-    """The content of one of `PUBLIC`."""
+    """Return the content of one of `PUBLIC`."""
     return json.loads(PUBLIC[name][0])

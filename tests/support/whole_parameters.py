@@ -16,13 +16,13 @@ Weights = dict[str, np.ndarray]  # name -> all elements
 
 
 def gradient(spec: ParameterSpec, step: int) -> Tensor:
-    """(numel,): of the whole parameter, the same on every rank and in every layout."""
+    """Return a gradient (numel,) of the full parameter, the same on every rank and in every layout."""
     generator = torch.Generator().manual_seed(derive_seed(7, spec.name, step))
     return torch.randn(spec.numel, generator=generator)
 
 
 def fill_gradients(engine: Engine, step: int, scale: float = 1.0) -> None:
-    """This rank's shards."""
+    """Fill this rank's gradient shards."""
     for _, part in engine.model.parts():
         if part.has_state:
             part.grad_shard.zero_()
@@ -33,7 +33,7 @@ def fill_gradients(engine: Engine, step: int, scale: float = 1.0) -> None:
 
 
 def masters(engine: Engine) -> Weights:
-    """The fp32 elements of this rank, NaN elsewhere."""
+    """Return the full parameters with the fp32 elements of this rank, and NaN elsewhere."""
     found = {}
     for _, part in engine.model.parts():
         shard, low = part.read("weights").float(), engine.ranks.rank * part.layout.shard_numel
@@ -45,5 +45,5 @@ def masters(engine: Engine) -> Weights:
 
 
 def together(of_ranks: list[Weights]) -> Weights:
-    """The whole parameters, from the elements of all ranks."""
+    """Return the full parameters from the elements of all ranks."""
     return {name: functools.reduce(np.fmax, (weights[name] for weights in of_ranks)) for name in of_ranks[0]}
