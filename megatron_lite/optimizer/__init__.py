@@ -1,1 +1,1 @@
-"""Updates of the shards: rules (AdamW, ...), guards, loss scaling; learning-rate schedules."""
+"""Updates of the shards: rules (AdamW, Lion, Muon, SGD), guards, averages, loss scale."""

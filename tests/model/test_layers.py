@@ -54,7 +54,7 @@ def build(
 
 
 def some_tokens() -> Tensor:
-    """Of one micro-batch, (3, s + 1)."""
+    """Make the tokens of one micro-batch, (3, s + 1)."""
     return torch.arange(3 * (LENGTH + 1)).view(3, -1) * 11 % 64
 
 

@@ -166,7 +166,7 @@ def test_what_is_left_out_is_filled_in_as_there(options: dict[str, Any]) -> None
     ids=str,
 )
 def test_cos_and_sin_are_those_of_a_llama(options: dict[str, Any]) -> None:
-    """Of positions in order, and of any; to the last bit."""
+    """Tables for positions in order and for any positions agree to the last bit."""
     model = resolved(**options, max_position_embeddings=800)
     rotary = Rotary(model, 800)
     for positions, table in (

@@ -155,7 +155,7 @@ def test_whole_steps_with_triton_kernels_are_those_with_references(ranks: int, o
 @triton_too
 @pytest.mark.parametrize("options", FORMS[1:6], ids=str)
 def test_updated_weights_are_in_their_buffer_already(options: dict[str, Any], triton: bool) -> None:
-    """What a gather would copy there: the master, rounded. ZeRO 3 has none for each stage."""
+    """The update writes what a gather would copy: the rounded master. ZeRO 3 has no buffer per stage."""
     engine = engine_with(options, triton)
     loss = engine.gradients(1)
     stage = engine.model.stages[1]

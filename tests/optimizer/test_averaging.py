@@ -34,7 +34,7 @@ SPLIT: Options = {"training_dtype": "bf16", "split_master_weights": True}
 
 
 def a_part(weights: Tensor, split: bool = False) -> Any:
-    """What `Averaging` needs of a part."""
+    """Make a stand-in part with the attributes that `Averaging` uses."""
     if not split:
         shard = WeightShard(weights)
     else:
@@ -249,7 +249,7 @@ def never_and_always(ranks: Any, options: Options) -> tuple[Outcome, Outcome]:
 
 
 def apart(outcome: Outcome) -> tuple[Any, ...]:
-    """What an evaluation must not change."""
+    """Return everything that an evaluation must not change."""
     return outcome.losses, outcome.grad_norms, outcome.weights, outcome.state
 
 
@@ -267,7 +267,7 @@ CASES: list[Options] = [
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_evaluating_averages_changes_nothing(ranks: int) -> None:
     """After every iteration or never: losses, norms, weights, moments and averages are the same bits. Collectives send
-    nothing before somebody waits for them, so that gathers of weights are under way all the time."""
+    nothing before a rank waits for them, so that gathers of weights are under way all the time."""
     for results in run_distributed(ranks, over(never_and_always), [{**EMA, **case} for case in CASES]):
         for options, (never, always) in zip(CASES, results, strict=True):
             assert apart(never) == apart(always), options

@@ -39,7 +39,7 @@ def feed(a_guard: Guard, steps: list[tuple[float, float]], first: int = 1) -> li
 
 
 def limits(a_guard: Guard) -> list[float]:
-    """Of the next step: mean + 4 standard deviations of the last 8 steps, as NumPy has them."""
+    """Return the limits of the next step by NumPy: mean + 4 standard deviations of the last 8 steps."""
     rows = np.array(a_guard.state()["usual"])
     assert rows.shape == (8, 2)
     return [float(limit) for limit in rows.mean(0) + 4 * rows.std(0)]
@@ -110,7 +110,7 @@ def test_nothing_but_numbers_that_are_not_finite_is_dropped_by_default() -> None
 
 
 def test_an_overflow_is_of_the_gradient_alone() -> None:
-    """What a loss scale learns of: neither a spike nor a loss that is not finite says anything about the scale."""
+    """A loss scale learns only of overflows: neither a spike nor a loss that is not finite concerns it."""
     a_guard = guard(True, **SKIPPING)
     feed(a_guard, usual_steps(8))
     for loss, norm, overflow in ((NAN, 1.0, False), (99.0, 99.0, False), (5.0, NAN, True), (NAN, INF, True)):

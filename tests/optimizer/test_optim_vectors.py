@@ -118,7 +118,7 @@ def all_cases(distributed: Distributed, zero_stage: int) -> dict[str, list[dict[
 
 @pytest.fixture(scope="module", params=[(1, 1), (1, 3), (2, 1), (2, 3)], ids=str)
 def results(request: pytest.FixtureRequest) -> list[dict[str, list[dict[str, Any]]]]:
-    """Of each rank, on some ranks with some ZeRO stage."""
+    """Return each rank's result with this many ranks at this ZeRO stage."""
     world_size, zero_stage = request.param
     return run_distributed(world_size, all_cases, zero_stage)
 

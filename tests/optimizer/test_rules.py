@@ -191,7 +191,7 @@ OPTIMIZERS: list[Options] = [
 
 
 def outcomes(distributed: Distributed, options: Options) -> list[Outcome]:
-    """Of all layouts, and of two with collectives that are late, or slow, beside the computation."""
+    """Train in all layouts, and in two of them again with collectives that are late or slow beside the computation."""
     found = [Engine(distributed, SMALL | options | layout).run(3, 2) for layout in LAYOUTS]
     for layout in (LAYOUTS[0], LAYOUTS[2]):
         found.append(Engine(distributed, SMALL | options | layout, LateGroup(distributed)).run(3, 2))

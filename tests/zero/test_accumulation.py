@@ -28,7 +28,7 @@ ORDERS = [(4, 1), (1, 4), (2, 2)]
 
 
 def gradients(distributed: Distributed, layout: Options, order: tuple[int, int], dtype: str) -> list[float]:
-    """Of the same eight samples: the relative error of accumulated gradients, stage by stage."""
+    """Return the relative error of gradients accumulated over the same eight samples, stage by stage."""
     shards: list[list[Tensor]] = []
     for depth, breadth in (order, (1, 1)):
         options = {
@@ -101,7 +101,7 @@ def test_evaluations_in_between_change_no_bit(options: Options) -> None:
 
 
 def inference(distributed: Distributed, options: Options) -> list[tuple[float, float, dict[str, int]]]:
-    """Of each layout: the loss of a model that can train, that of one that cannot, and what the latter holds."""
+    """Return for each layout the losses of a training and an inference model, and the memory of the latter."""
     results = []
     for layout in LAYOUTS:
         losses = []

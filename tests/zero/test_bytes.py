@@ -43,7 +43,7 @@ def allocated(ranks: Any, options: Options, training: bool = True) -> tuple[Mult
 
 
 def sizes(model: MultiStage) -> tuple[list[int], list[int], list[int]]:
-    """Of each stage, padding included: all elements, trainable ones, frozen ones."""
+    """Return the elements of each stage, padding included: all, trainable, frozen."""
     trained = [sum(part.layout.numel for part in stage.parts if not part.frozen) for stage in model.stages]
     frozen = [sum(part.layout.numel for part in stage.parts if part.frozen) for stage in model.stages]
     return [a + b for a, b in zip(trained, frozen, strict=True)], trained, frozen
@@ -168,7 +168,7 @@ def moment_bytes(model: MultiStage, options: Options, ranks: int) -> int:
 
 
 def measure(ranks: Any, cases: list[Options], training: bool) -> list[tuple[int, int, int, int, int]]:
-    """Of each case: bytes found, bytes booked, bytes expected, padding found, padding expected."""
+    """Return for each case: bytes found, booked and expected, padding found and expected."""
     results = []
     for options in cases:
         model, found = allocated(ranks, options, training)

@@ -120,7 +120,7 @@ def frozen_storage(distributed: Distributed) -> list[tuple[Trajectory, Trajector
 
 
 def test_the_precision_of_frozen_shards_changes_no_bit_of_a_run() -> None:
-    """What computes is the rounded weight in any case. With dropout, and the same at every ZeRO stage."""
+    """Layers always compute with the rounded weight: with dropout, and the same at every ZeRO stage."""
     (first, second), others = run_distributed(2, frozen_storage)[0]
     assert len(set(first.losses)) == ITERATIONS
     for run in (second, *others):
@@ -141,7 +141,7 @@ def update_of(scale: float, weight_decay: float) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
 def test_a_scale_multiplies_the_update(weight_decay: float) -> None:
-    """Of matching weights, decay included; others move as without a scale."""
+    """The scale applies to matching weights, decay included; others move as without a scale."""
     plain, scaled = update_of(1.0, weight_decay), update_of(0.25, weight_decay)
     for name, change in plain.items():
         factor = 0.25 if name.startswith("blocks.") else 1.0

@@ -31,7 +31,7 @@ CASES: list[dict[str, Any]] = [
 
 
 def runs(distributed: Distributed, cases: list[dict[str, Any]], numbers: tuple[int, ...]) -> list[list[Trajectory]]:
-    """Of each case: a short training for each number of recomputed layers."""
+    """Train each case briefly with each number of recomputed layers."""
     common = {"num_layers": 3, "batch_size": 8, "lr_warmup_iters": 0}
     return [
         [train_tiny(distributed, {**common, **options, "recompute_layers": number}, 3) for number in numbers]

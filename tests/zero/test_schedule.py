@@ -25,7 +25,7 @@ def reduces(schedule: list[Step]) -> list[tuple[int, bool]]:
 
 
 def replay(stages: list[StagePlan], schedule: list[Step]) -> None:
-    """Follow the buffers through a schedule: nobody computes with, writes to, or loses anything of another stage."""
+    """Follow the buffers through a schedule: no stage computes with, overwrites or loses another stage's values."""
     weights: dict[int, int] = {}
     gradients: dict[int, int] = {}
     unreduced: set[int] = set()

@@ -129,7 +129,7 @@ ALONE = {("bf16", 1): 18, ("bf16", 2): 18, ("bf16", 3): 16, ("fp32", 1): 16, ("f
 @pytest.mark.parametrize("training_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_state_memory_is_the_formula_to_the_byte(ranks: int, training_dtype: str, zero_stage: int) -> None:
-    """What is allocated, counted over storages so that nothing is kept twice, equals formula plus padding exactly."""
+    """Allocated bytes, with each storage counted once, equal formula plus padding exactly."""
     options = {
         "zero_stage": zero_stage,
         "training_dtype": training_dtype,

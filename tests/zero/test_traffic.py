@@ -70,7 +70,7 @@ CASES = [
 
 
 def books(distributed: Distributed, cases: list[Options]) -> list[tuple[list[Books], list[int]]]:
-    """Of each case: what steps 1, 2, an evaluation, and steps 3 and 4 have moved; the stages' padded sizes."""
+    """Return for each case the bytes moved by steps 1, 2, an evaluation, steps 3 and 4; the stages' padded sizes."""
     results = []
     for options in cases:
         engine, steps = Engine(distributed, options), []
