@@ -48,7 +48,6 @@ class Shape:
     head_size: int = 128
     vocab: int = 32000
     large_vocab: int = 128256
-    window: int = 4096
     shard: int = 200_000_000 // 64 * 64
     dtype: torch.dtype = torch.bfloat16
     device: str = "cuda"
