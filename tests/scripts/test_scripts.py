@@ -109,11 +109,12 @@ def test_readme_begins_with_the_two_commands() -> None:
     assert blocks("README.md")[:2] == [QUICKSTART, RUN_TESTS]
 
 
-def test_ci_runs_exactly_the_test_command() -> None:
-    """CI runs the README's test command and nothing else."""
+def test_ci_runs_the_test_command_and_both_end_to_end_scripts() -> None:
+    """CI runs the README's test command as it stands, then the quick start and the smoke test."""
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
     commands = [line for line in lines if line and not line.startswith(("#", "set ", "cd "))]
-    assert commands == [RUN_TESTS]
+    assert commands[0] == RUN_TESTS
+    assert [sum(script in line for line in commands) for script in (QUICKSTART, "bash scripts/smoke_test.sh")] == [1, 1]
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
