@@ -54,7 +54,7 @@ class Start:
 
 @dataclass
 class Inputs:
-    """What a run reads, opened and checked, and the layers that it trains."""
+    """The opened and checked inputs of a run, and the layers that it trains."""
 
     data: DataSource
     kernels: Kernels

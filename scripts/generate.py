@@ -122,7 +122,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def all_prompts(options: argparse.Namespace) -> list[str]:
-    """Those of the command line, then those of the file.
+    """Prompts of the command line, then those of the file.
 
     Raises:
         DataError: if the file cannot be read or holds none.

@@ -149,6 +149,15 @@ def test_few_modules_lie_flat() -> None:
     assert flat == {"__init__", "train", "setup_run", "parameter", "errors", "seeds"}
 
 
+def test_docstrings_begin_with_the_thing_or_a_verb(source: Path) -> None:
+    """No docstring begins with a relative clause or a fragment ("What is due ...", "Of the blocks, ...")."""
+    for node in ast.walk(parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            first = (ast.get_docstring(node) or "").partition(" ")[0]
+            where = f"{identify(source)}:{getattr(node, 'lineno', 1)}"
+            assert first not in ("What", "Who", "Of", "Those", "Whose", "Whom"), f"{where} begins with {first!r}"
+
+
 def test_formatting_has_no_exceptions(source: Path) -> None:
     """`ruff format` has the last word, everywhere."""
     assert "fmt: " + "skip" not in source.read_text("utf-8")

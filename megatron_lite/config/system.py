@@ -12,7 +12,7 @@ from megatron_lite.config.option import Area, Auto, debug_level, idle_unless, op
 
 
 class DtypeNames(NamedTuple):
-    """What other programs call a dtype of weights."""
+    """Names that other programs use for the dtypes of weights."""
 
     torch: str  # also in manifest.json and config.json
     safetensors: str

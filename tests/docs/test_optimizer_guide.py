@@ -170,7 +170,7 @@ KINDS: dict[str, dict[bool, list[tuple[float, float]]]] = {
 
 
 def verdict(options: OptimizerConfig, dynamic: bool, loss: float, norm: float) -> str:
-    """What a guard that has seen usual steps makes of this one."""
+    """The verdict of a guard that has seen ordinary steps."""
     guard = Guard(options, dynamic, torch.device("cpu"))
     guard.load_state({"usual": [[5.0 + step % 2 / 10, 1.0 + step % 3 / 10] for step in range(64)]})
     skipped = guard.judge(1, torch.tensor(loss, dtype=torch.float64), torch.tensor(norm)).skipped

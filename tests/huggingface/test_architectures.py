@@ -37,7 +37,7 @@ families = pytest.mark.parametrize("family", FAMILIES)
 
 
 def content_of(config: Any) -> dict[str, Any]:
-    """What transformers writes, every key of it."""
+    """Every key of the config that transformers writes."""
     return json.loads(config.to_json_string(use_diff=False))
 
 
@@ -289,7 +289,7 @@ def test_every_problem_is_told() -> None:
     ],
 )
 def test_rotary_parameters_that_transformers_derives(rope: dict[str, Any], expected: dict[str, Any]) -> None:
-    """What a file leaves out is what transformers takes; parameters that it does not look at are dropped."""
+    """Missing keys take transformers' defaults; parameters that it ignores are dropped."""
     for key in ("rope_scaling", "rope_parameters"):
         values = model_values({"model_type": "llama", key: rope})
         assert {option: values[option] for option in expected} == expected

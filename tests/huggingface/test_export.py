@@ -318,7 +318,7 @@ def test_a_full_disk_is_a_storage_error_on_every_rank(
 
 
 def test_left_over_folders_are_swept(tmp_path: Path) -> None:
-    """What a killed export has left is deleted by the next one."""
+    """The next export deletes what a killed one left behind."""
     left = tmp_path / ".tmp-5-0123456789abcdef"
     left.mkdir()
     (left / "model-00001.safetensors").write_bytes(b"partial")

@@ -40,7 +40,7 @@ SEEDS = {
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run left: the loss of every iteration, and the folder of its export."""
+    """Results of a run: the loss of every iteration, and the folder of its export."""
 
     losses: list[float]
     export: Path

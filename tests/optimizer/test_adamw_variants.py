@@ -42,7 +42,7 @@ def rate_of(options: Options, step: int) -> float:
 
 
 def updated(distributed: Distributed, cases: list[Options]) -> list[Any]:
-    """Of each case: this rank's masters at first and after each step, what the parameters are, what the log has."""
+    """For each case: this rank's masters at first and after each step, what the parameters are, what the log has."""
     results = []
     for options in cases:
         engine = Engine(distributed, SMALL | options)
@@ -122,7 +122,7 @@ class Exact:
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow), 3])
 def runs(request: pytest.FixtureRequest) -> list[Any]:
-    """Of each case with ZeRO 1, then with ZeRO 3, on some ranks: whole masters at first and after each step, specs and
+    """For each case with ZeRO 1, then with ZeRO 3, on some ranks: whole masters at first and after each step, specs and
     what the log has.
     """
     cases = [options | {"zero_stage": zero_stage} for zero_stage in (1, 3) for options in CASES]

@@ -70,7 +70,7 @@ def test_no_surprise(options: dict[str, Any]) -> None:
 
 
 def test_a_dry_run_counts_averages_and_their_buffers() -> None:
-    """Of one rank of two, tied: 4 bytes for each element of a shard; two shared buffers and the embedding's own."""
+    """One rank of two, tied head: 4 bytes per element of a shard; two shared buffers and the embedding's own."""
     plan = make_plan(tiny_config(2, **EMA, zero_stage=3, training_dtype="bf16"), 2, "cuda")
     rows = {line[:28].strip(): line.split()[-3:] for line in describe(plan, 2**40, ())}
     sizes = [stage.numel for stage in plan.model.stages]

@@ -46,7 +46,7 @@ CASES: list[Options] = [
 
 
 def update(distributed: Distributed, cases: list[Options]) -> list[tuple[Weights, Weights, list[ParameterSpec]]]:
-    """Of each case: this rank's masters before and after some steps, and what the parameters are."""
+    """For each case: this rank's masters before and after some steps, and what the parameters are."""
     results = []
     for options in cases:
         engine = Engine(distributed, SMALL | options)

@@ -129,7 +129,7 @@ def test_power_of_tokens_with_a_batch_schedule() -> None:
 
 
 def test_peak_of_a_schedule() -> None:
-    """What AdamC divides by: lr, or the highest rate of the stages, times the scale of all rates."""
+    """AdamC divides by the peak: lr, or the highest rate of the stages, times the scale of all rates."""
     assert peak_learning_rate(config("cosine", default_lr_scale=0.5)) == 5e-4
     stages = Config(learning_rate=LearningRateConfig(lr_schedule="linear,5,0,2;cosine,5,2,1;linear,5,1,3"))
     assert peak_learning_rate(stages) == 3.0

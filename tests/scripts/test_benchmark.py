@@ -43,7 +43,7 @@ WEIGHTS = {"weights_difference", "weights_equal"}
 
 
 def run(program: list[str], output: Path) -> tuple[str, dict[str, Any]]:
-    """What a benchmark prints, and the JSON that it writes."""
+    """The output of a benchmark, and its JSON."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, *program, f"--output={output}"]
@@ -191,7 +191,7 @@ def test_commands_of_the_document_make_its_tables(command: list[str], names: lis
 
 
 def test_state_memory_is_the_formula_plus_padding(result: dict[str, Any]) -> None:
-    """What the engine allocates is what the design's formula says, up to the padding of parameters and shards."""
+    """The engine allocates the bytes of the design's formula, up to the padding of parameters and shards."""
     for name in OWN | PLAIN:
         row = result["configurations"][name]
         assert 0 <= row["padding_bytes"] <= 0.01 * row["formula_bytes"], name

@@ -140,7 +140,7 @@ def test_shapes_and_missing_tensors_are_differences(script: Any, tmp_path: Path,
 
 
 def test_levels_may_differ(script: Any, tmp_path: Path) -> None:
-    """What both logs hold is compared: shapes at level 1, everything by the checksum from level 2 on."""
+    """Entries of both logs are compared: shapes at level 1, everything by the checksum from level 2 on."""
     tensor, wrong = torch.ones(64), torch.ones(64)
     wrong[63] = 2.0
     a = write(tmp_path / "a", {"x": tensor}, 6)

@@ -287,7 +287,7 @@ def test_no_more_than_one_parameter_is_in_memory(tmp_path: Path, monkeypatch: py
 
 
 def test_special_tokens_and_the_tokenizer_come_along(tmp_path: Path) -> None:
-    """Of a Hugging Face folder: its own tokenizer and ids."""
+    """A Hugging Face folder keeps its own tokenizer and ids."""
     theirs = write_folder(FAST, tmp_path / "theirs")
     save_byte_tokenizer(str(tmp_path / "byte.json"))
     assert convert(theirs, tmp_path / "1", "huggingface") == 0

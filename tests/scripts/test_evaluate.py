@@ -144,7 +144,7 @@ def test_samples_of_texts_and_their_documents() -> None:
 def test_without_a_tokenizer_there_are_no_bytes(
     folder: Path, script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Of token files; texts cannot be read without one."""
+    """Token files need no tokenizer; texts do."""
     export = tmp_path / "export"
     export.mkdir()
     for name in ("config.json", "model.safetensors"):

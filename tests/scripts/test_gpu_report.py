@@ -149,7 +149,7 @@ def test_operations_go_on_behind_a_crash(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_training_tables_name_rows_that_exist() -> None:
-    """What the report asks of the training benchmark: models and rows that it knows, by which the aims are read off."""
+    """The report asks the training benchmark for models and rows that it knows, by which the aims are read off."""
     rows = {}
     for step in gpu_report.steps(1):
         if step.command[:2] == ("-m", "scripts.benchmarks.training"):

@@ -117,7 +117,7 @@ def test_errors(
 
 
 def test_warnings_and_help(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the run would warn of, also of flags given twice; --help says what the script is and lists the flags."""
+    """The warnings of a run are printed, also about repeated flags; --help describes the script and lists the flags."""
     assert script.main([*FLAGS, "--lr=2e-3", "--lr_warmup_fraction=1", f"--csv={tmp_path}/x"]) == 0
     errors = capsys.readouterr().err
     assert "WARNING: --lr is given twice: 0.002 is used, 0.001 is not" in errors

@@ -90,7 +90,7 @@ def captured(tmp_path: Path) -> dict[str, str]:
 
 
 def split_command(captured: dict[str, str]) -> tuple[list[str], list[str]]:
-    """What torchrun was given: its own arguments, and the flags of pretrain_gpt.py."""
+    """Arguments of torchrun itself, and the flags of pretrain_gpt.py."""
     command = json.loads(Path(captured["CAPTURED"]).read_text())
     (position,) = [index for index, word in enumerate(command) if word.endswith("pretrain_gpt.py")]
     return command[:position], command[position + 1 :]

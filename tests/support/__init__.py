@@ -1,1 +1,1 @@
-"""What several tests share: one tiny configuration, starting ranks and programs, models and meters."""
+"""Helpers of several tests: one tiny configuration, starting ranks and programs, models and meters."""

@@ -30,7 +30,7 @@ DELAY_S = 0.1  # a step of the tiny model takes a few milliseconds
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a short run went through, to be compared bit for bit."""
+    """Results of a short run, to be compared bit for bit."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -67,7 +67,7 @@ class Engine:
 
     @property
     def tokens(self) -> int:
-        """Of a global batch."""
+        """Tokens of a global batch."""
         assert self.config.batch.batch_size is not None
         return self.config.batch.batch_size * self.config.batch.sequence_length
 

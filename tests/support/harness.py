@@ -123,7 +123,7 @@ def tiny_config(world_size: int = 1, **options: Any) -> Config:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What a short run went through."""
+    """Results of a short run."""
 
     losses: list[float]  # mean over the global batch, per iteration
     grad_norms: list[float]

@@ -68,7 +68,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens instead of the `call`-th change (from 1) that a rank makes to its checkpoints and exports."""
+    """A fault in place of the `call`-th change (from 1) that a rank makes to its checkpoints and exports."""
 
     call: int
     error: int | None  # an errno, or None: SIGKILL

@@ -1,4 +1,4 @@
-"""What autograd keeps, and the peak of everything that torch allocates, measured on CPU to the byte."""
+"""Bytes that autograd keeps, and the peak of everything that torch allocates, measured on CPU to the byte."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def a_model(config: Config, layers: list[Layer] | None = None) -> MultiStage:
 
 
 def micro_batches(config: Config) -> list[MicroBatch]:
-    """Those of one step, of random tokens."""
+    """The micro-batches of one step, of random tokens."""
     batch = config.batch
     assert batch.micro_batch_size and batch.sequential_micro_batches
     generator = torch.Generator().manual_seed(1)

@@ -221,7 +221,7 @@ def outcome(ranks: Any, group: Any, case: int, mutated: bool) -> Any:
 
 
 def without_waits(distributed: Distributed) -> list[dict[str, Any]]:
-    """Of each mutation: the outcome with fast collectives, with delayed ones, and with those but without the wait."""
+    """For each mutation: the outcome with fast collectives, with delayed ones, and with those but without the wait."""
     delayed, results = DelayedGroup(distributed), []
     for case in range(len(MUTATIONS)):
         fast = outcome(distributed, distributed, case, mutated=False)
