@@ -30,8 +30,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.kernels.split_weights import WeightShard, narrow
-from megatron_lite.kernels.triton_support import cdiv, jit, tl
+from megatron_lite.kernels.triton_support import cdiv, jit, narrow, tl
+from megatron_lite.kernels.weight_shard import WeightShard
 
 # Ranges begin and end at multiples of this, so that the kernels can use wide accesses.
 ALIGNMENT = 64
@@ -291,7 +291,7 @@ def store_weights(w, shard, offsets, mask):
         if shard.rounded is not None:
             tl.store(shard.rounded + offsets, narrow(w, shard.rounded.dtype.element_ty), mask=mask)
     else:
-        # As in `split_weights.split`: rounding a NaN with all payload bits set would overflow to zero.
+        # As in `weight_shard.split`: rounding a NaN with all payload bits set would overflow to zero.
         bits = tl.where(w == w, w.to(tl.int32, bitcast=True), 0x7FC00000)
         high = (bits + 0x8000) >> 16
         tl.store(shard.rounded + offsets, high.to(tl.int16), mask=mask)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.kernels.adamw import CPU_CHUNK_NUMEL, GPU_CHUNK_NUMEL, Range
-from megatron_lite.kernels.split_weights import WeightShard
+from megatron_lite.kernels.weight_shard import WeightShard
 
 
 @dataclass(frozen=True)

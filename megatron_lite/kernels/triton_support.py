@@ -64,3 +64,17 @@ def tanh(x):
     e = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - e) / (1.0 + e)
     return tl.where(tl.abs(x) < 0.3, series, tl.where(x < 0.0, -far, far))
+
+
+@jit
+def narrow(values, dtype: tl.constexpr):
+    """fp32 values of a kernel in another floating dtype, rounded to the nearest, ties to even.
+
+    bf16 bit by bit, because Triton's interpreter would cut off instead: tests see what a GPU sees.
+    """
+    if dtype == tl.bfloat16:
+        bits = values.to(tl.int32, bitcast=True)
+        bits = tl.where(values == values, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
+        return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return values.to(dtype)

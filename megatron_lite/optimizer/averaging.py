@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lite.config import AveragingConfig
-from megatron_lite.kernels.split_weights import ALL, chunk_bounds
+from megatron_lite.kernels.weight_shard import ALL, chunk_bounds
 from megatron_lite.zero.flat_shard import FlatShard
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.distributed.process_group import Group
-from megatron_lite.kernels.split_weights import WeightShard
+from megatron_lite.kernels.weight_shard import WeightShard
 from megatron_lite.parameter import ParameterSpec
 from megatron_lite.seeds import derive_seed
 from megatron_lite.zero.layout import lay_out

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_lite.kernels import adamw as module
 from megatron_lite.kernels.adamw import ALIGNMENT, BLOCK, Control, Hyperparameters, Range, Ranges, Shard, adamw
 from megatron_lite.kernels.adamw_clipped import adamw_moments, adamw_weights
-from megatron_lite.kernels.split_weights import WeightShard, split
+from megatron_lite.kernels.weight_shard import WeightShard, split
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Ranges shorter and longer than the kernel's block, none a multiple of it.

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_lite.kernels import momentum as module
 from megatron_lite.kernels.adamw import Range
 from megatron_lite.kernels.momentum import Numbers, descend, lion, muon_momentum, sgd
-from megatron_lite.kernels.split_weights import WeightShard, split
+from megatron_lite.kernels.weight_shard import WeightShard, split
 
 NUMEL, DECAY = 640, 0.1
 ROWS = (Range(0, 64, 1.0, 0.0), Range(64, 320, 0.5, 1.0), Range(320, NUMEL, 2.0, 1.0))

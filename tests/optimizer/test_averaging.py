@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_lite.config import AveragingConfig
-from megatron_lite.kernels import split_weights
-from megatron_lite.kernels.split_weights import WeightShard
+from megatron_lite.kernels import weight_shard
+from megatron_lite.kernels.weight_shard import WeightShard
 from megatron_lite.optimizer import averaging
 from megatron_lite.optimizer.averaging import Averaging, weight_in_sum
 from megatron_lite.zero.stage import Buffer, Stage
@@ -148,7 +148,7 @@ def test_without_a_state_of_its_type_it_begins_anew(state: dict[str, Any]) -> No
 def test_a_split_master_is_followed_in_pieces_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the fp32 weights that it stands for, whatever the size of the pieces."""
     weights = torch.randn(1000, generator=torch.Generator().manual_seed(2))
-    monkeypatch.setattr(split_weights, "CPU_CHUNK_NUMEL", 64)
+    monkeypatch.setattr(weight_shard, "CPU_CHUNK_NUMEL", 64)
     results = []
     for split in (False, True):
         part = a_part(weights.clone(), split)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.kernels.split_weights import WeightShard
+from megatron_lite.kernels.weight_shard import WeightShard
 from megatron_lite.zero.layout import round_up
 from megatron_lite.zero.multi_stage import MultiStage
 from tests.support.engine_runs import Engine, SimulatedRanks

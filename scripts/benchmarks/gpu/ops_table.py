@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_lite.kernels import adamw as optimizer
-from megatron_lite.kernels import split_weights
+from megatron_lite.kernels import weight_shard
 from megatron_lite.kernels.attention.attention import attention
 from megatron_lite.kernels.cross_entropy import Sums, linear_cross_entropy, sweep
 from megatron_lite.kernels.embedding import embedding
@@ -328,8 +328,8 @@ def adamw_call(shape: Shape, split: bool) -> Callable[[bool], Any]:
     rounded = torch.empty(numel, dtype=torch.bfloat16, device=device)
     remainder = torch.empty(numel, dtype=torch.int16, device=device) if split else None
     if remainder is not None:
-        split_weights.split(master, rounded, remainder)
-    weights = split_weights.WeightShard(None if split else master, rounded, remainder)
+        weight_shard.split(master, rounded, remainder)
+    weights = weight_shard.WeightShard(None if split else master, rounded, remainder)
     shard = optimizer.Shard(weights, gradient, exp_avg, exp_avg_sq)
     border = numel // (4 * optimizer.ALIGNMENT) * 3 * optimizer.ALIGNMENT  # no weight decay after it
     ranges = optimizer.Ranges([optimizer.Range(0, border, 1.0, 1.0), optimizer.Range(border, numel, 1.0, 0.0)], device)
@@ -343,12 +343,6 @@ def make_gradient_norm(shape: Shape) -> dict[str, Call]:
     """The norm of the gradient of one shard."""
     gradient = shape.random(shape.shard, dtype=torch.float32, scale=1e-3)
     return both(lambda triton: squared_norm([gradient], triton=triton))
-
-
-def make_gradient_add(shape: Shape) -> dict[str, Call]:
-    """Add a gradient in the training dtype to an fp32 buffer."""
-    target, source = shape.random(shape.shard, dtype=torch.float32), shape.random(shape.shard, scale=1e-3)
-    return both(lambda triton: split_weights.add(target, source, triton=triton))
 
 
 HIDDEN, HEADS, FFN = "{tokens} x {hidden}", "{tokens} x ({heads} + 2 x {groups}) x {head_size}", "{tokens} x {ffn}"
@@ -413,10 +407,6 @@ OPS: tuple[Op, ...] = (
         lambda shape: 28 * shape.shard,
     ),
     Op("gradient norm", make_gradient_norm, SHARD, lambda shape: 4 * shape.shard),
-    # No step needs this pass now.
-    Op(
-        "gradient into fp32", make_gradient_add, SHARD, lambda shape: (8 + shape.item) * shape.shard, memory_bound=False
-    ),
     attention_op("attention forward", None, FULL, with_backward=False),
     attention_op("attention forward and backward", None, FULL, with_backward=True),
     attention_op("attention, window 4096, forward and backward", 4096, WINDOWED, with_backward=True),

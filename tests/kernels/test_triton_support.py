@@ -1,20 +1,18 @@
-"""Copies and sums with a change of dtype equal torch's bit for bit and write nothing behind the end."""
+"""Functions that kernels share: a change of dtype equals torch's bit for bit."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.kernels.split_weights import BLOCK, add, copy
+from megatron_lite.kernels.triton_support import cdiv, jit, narrow, tl
+from tests.support.kernel_checks import DEVICE, needs_triton
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # No denormal bf16 numbers: the interpreter misreads them.
 SPECIAL = [0.0, -0.0, 1.2e-38, -6e-8, 65504.0, 65519.9, 65520.0, 3.39e38, 3.4e38, torch.inf, -torch.inf, torch.nan]
-PAIRS = list(itertools.product(DTYPES, DTYPES))
+BLOCK = 1024
 
 
 # The interpreter computes in NumPy, which warns of overflows.
@@ -39,34 +37,34 @@ def same_bits(ours: Tensor, theirs: Tensor) -> bool:
     return bool(((ours.view(integers) == theirs.view(integers)) | (ours.isnan() & theirs.isnan())).all())
 
 
-@pytest.mark.parametrize("triton", [False, True])
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@jit
+def _narrow_kernel(target_ptr, source_ptr, numel, BLOCK: tl.constexpr) -> None:  # noqa: N803
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < numel
+    values = tl.load(source_ptr + offsets, mask=mask).to(tl.float32)
+    tl.store(target_ptr + offsets, narrow(values, target_ptr.dtype.element_ty), mask=mask)
+
+
+def narrowed(source: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return fp32 values in another dtype, converted by a kernel."""
+    target = torch.empty(source.shape, dtype=dtype, device=source.device)
+    _narrow_kernel[(cdiv(source.numel(), BLOCK),)](target, source, source.numel(), BLOCK)
+    return target
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", [1, 63, BLOCK, 3 * BLOCK + 17])
-def test_copies_and_sums_are_those_of_torch(pair: tuple[torch.dtype, torch.dtype], numel: int, triton: bool) -> None:
-    target_dtype, source_dtype = pair
-    source = values(numel, 0, source_dtype)
-    memory = torch.full((numel + 7,), 3.0, dtype=target_dtype, device=DEVICE)
-    copy(memory[:numel], source, triton)
-    assert same_bits(memory[:numel], source.to(target_dtype))
-    more = values(numel, 1, source_dtype)
-    exact = (memory[:numel].float() + more.float()).to(target_dtype)
-    add(memory[:numel], more, triton)
-    assert same_bits(memory[:numel], exact)
-    assert (memory[numel:] == 3.0).all(), "memory behind the end changed"
-    assert same_bits(more, values(numel, 1, source_dtype)), "the source changed"
+def test_narrow_rounds_as_torch_does(dtype: torch.dtype, numel: int) -> None:
+    """Values of all sizes, ties, infinities and NaN, into every dtype of training."""
+    source = values(numel, 0, torch.float32)
+    assert same_bits(narrowed(source, dtype), source.to(dtype))
 
 
+@needs_triton
 def test_every_tie_is_rounded_to_the_even_neighbour() -> None:
     """fp32 with every upper half, and lower halves around zero, ties and carries, into bf16."""
     high = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     low = torch.tensor([0, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
     source = (high[:, None] | low).flatten().to(DEVICE).view(torch.float32)
-    target = torch.empty(source.shape, dtype=torch.bfloat16, device=DEVICE)
-    copy(target, source, triton=True)
-    assert same_bits(target, source.bfloat16())
-
-
-def test_nothing_of_size_zero_is_copied() -> None:
-    empty = torch.empty(0, device=DEVICE)
-    copy(empty, empty.bfloat16(), triton=True)
-    add(empty, empty.bfloat16(), triton=True)
+    assert same_bits(narrowed(source, torch.bfloat16), source.bfloat16())

@@ -1,15 +1,8 @@
-"""The weights of a shard, in the forms that optimizers read and write; flat copies with a change of dtype.
+"""The weights of a shard, in the forms that optimizers read and write.
 
-    split: rounded = bf16(value), half up; remainder = bits(value) - (bits(rounded) << 16); joining restores every bit
-    copy: target = source        add: target = target + source, in fp32, rounded once
-
-`copy` and `add` have a Triton kernel, which training does not call: the benchmarks compare it with torch. Torch copies
-with wide accesses between equal dtypes and from fp32 to a narrower one; only a narrow gradient written or added to fp32
-memory makes it check the dtype of every element, and products accumulate in fp32 already (see `linear.py`). AdamW
-writes its weights in both dtypes in one pass (see `adamw.py`).
+split: rounded = bf16(value), half up; remainder = bits(value) - (bits(rounded) << 16); joining restores every bit
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import math
@@ -19,10 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_lite.kernels.triton_support import cdiv, jit, tl
-
-BLOCK = 1024
-NUM_WARPS = 8  # 4 elements per thread: 16 bytes of fp32
 # Elements split or joined at a time, which bounds the temporaries.
 CPU_CHUNK_NUMEL, GPU_CHUNK_NUMEL = 2**18, 2**22
 ALL = slice(None)
@@ -88,22 +77,6 @@ def chunk_bounds(tensor: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + numel, tensor.numel()))
 
 
-def copy(target: Tensor, source: Tensor, triton: bool = False) -> None:
-    """target = source, (n,) each, contiguous, in any floating dtypes."""
-    if triton:
-        _launch(target, source, accumulate=False)
-    else:
-        target.copy_(source)
-
-
-def add(target: Tensor, source: Tensor, triton: bool = False) -> None:
-    """target += source, (n,) each, contiguous, in any floating dtypes."""
-    if triton:
-        _launch(target, source, accumulate=True)
-    else:
-        target.add_(source)
-
-
 def split(values: Tensor, rounded: Tensor, remainder: Tensor) -> None:
     """Write fp32 values (n,) as bf16, rounded half up in magnitude, and what is missing to their bits, int16.
 
@@ -118,34 +91,3 @@ def split(values: Tensor, rounded: Tensor, remainder: Tensor) -> None:
 def join(rounded: Tensor, remainder: Tensor) -> Tensor:
     """The fp32 values that were split, in new memory."""
     return rounded.float().view(torch.int32).add_(remainder).view(torch.float32)
-
-
-def _launch(target: Tensor, source: Tensor, accumulate: bool) -> None:
-    numel = target.numel()
-    assert source.numel() == numel and target.is_contiguous() and source.is_contiguous(), (target.shape, source.shape)
-    if numel:
-        _copy_kernel[(cdiv(numel, BLOCK),)](target, source, numel, accumulate, BLOCK, num_warps=NUM_WARPS)
-
-
-@jit
-def _copy_kernel(target_ptr, source_ptr, numel, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < numel
-    values = tl.load(source_ptr + offsets, mask=mask).to(tl.float32)
-    if ACCUMULATE:
-        values += tl.load(target_ptr + offsets, mask=mask).to(tl.float32)
-    tl.store(target_ptr + offsets, narrow(values, target_ptr.dtype.element_ty), mask=mask)
-
-
-@jit
-def narrow(values, dtype: tl.constexpr):
-    """fp32 values of a kernel in another floating dtype, rounded to the nearest, ties to even.
-
-    bf16 bit by bit, because Triton's interpreter would cut off instead: tests see what a GPU sees.
-    """
-    if dtype == tl.bfloat16:
-        bits = values.to(tl.int32, bitcast=True)
-        bits = tl.where(values == values, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
-        return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        return values.to(dtype)
