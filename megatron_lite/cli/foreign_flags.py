@@ -132,7 +132,11 @@ MEGATRON = (
 LEVANTER = (
     # Learning rate
     Row("learning_rate", remark="the peak"),
-    Row("optimizer.lr_schedule", "--lr_decay_style", "power there is power_tokens here; power here is a polynomial"),
+    Row(
+        "optimizer.lr_schedule lr_schedule.type",
+        "--lr_decay_style",
+        "power there is power_tokens here; power here is a polynomial",
+    ),
     Row("lr_schedule.exponent", "--lr_cosine_exponent"),
     Row("lr_schedule.timescale", "--lr_inv_sqrt_timescale"),
     Row("lr_schedule.a", "--lr_power_a", "the schedule knows the batch size and the sequence length"),

@@ -176,6 +176,13 @@ def test_names_with_dots_that_nobody_knows() -> None:
     assert len(answer("--" + "a." * 100_000 + "mp=1")) < 300
 
 
+def test_types_of_schedules_and_trackers() -> None:
+    """`type` chooses the kind of an option in Levanter, but is no option in its lists."""
+    for name in ("optimizer.lr_schedule.type", "lr_schedule.type"):
+        assert answer(f"--{name}=cosine").startswith(f"--{name} is not a flag here: write --lr_decay_style")
+    assert "write --wandb_entity_name" in answer("--trainer.tracker.type=wandb")
+
+
 def test_defaults_of_levanter_as_flags() -> None:
     """The recipe at the top of the page sets every default of Levanter that differs from the one of a flag here."""
     recipe = re.search(r"^```\n(.*?)\n```$", LEVANTER, re.M | re.S)
