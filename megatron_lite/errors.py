@@ -5,23 +5,13 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Sequence
+from errno import EACCES, EDQUOT, EFBIG, EIO, EISDIR, ENOSPC, ENOTDIR, EPERM, EROFS
 
 EXIT_DONE = 0
 EXIT_PREEMPTED = 75
 
-STORAGE_ERRORS = (
-    errno.EISDIR,
-    errno.ENOTDIR,
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EIO,
-    errno.EFBIG,
-)
+STORAGE_ERRORS = (EACCES, EDQUOT, EFBIG, EIO, EISDIR, ENOSPC, ENOTDIR, EPERM, EROFS)
 _LESS_MEMORY = (
     "try a smaller --micro_batch_size, then --zero_stage=2 or 3, more ranks, or a larger --cross_entropy_splits"
 )

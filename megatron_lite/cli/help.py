@@ -43,8 +43,8 @@ def help_text(everything: bool) -> str:
         for name, row in REFUSED.items():
             lines += _two_columns(f"--{name}={row.only.replace(' ', '|')}", row.remark)
         lines += ["", "Values that are refused:"]
-        for (name, value), reason in REFUSED_VALUES.items():
-            lines += _two_columns(f"--{name}={value}", reason)
+        for typed, reason in REFUSED_VALUES.items():
+            lines += _two_columns(f"--{typed}", reason)
         lines += ["", "Flags of other programs that do not exist here:"]
         for name, text in INSTEAD.items():
             lines += _two_columns(f"--{name}", text)

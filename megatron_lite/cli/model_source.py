@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from megatron_lite.checkpoint.compatibility import Difference
 from megatron_lite.config import unflatten
 from megatron_lite.config.presets import PRESETS
-from megatron_lite.config.values import written
+from megatron_lite.config.values import FLAGS, parse_value, written
 from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.huggingface import folder_kind, model_options
 from megatron_lite.huggingface.architectures import check_exportable
@@ -36,22 +36,9 @@ from megatron_lite.validation.messages import Note
 
 # Options that do not change what weights mean: noise, initial values, precision, padding.
 FREE = frozenset(
-    {
-        "attention_dropout",
-        "hidden_dropout",
-        "embedding_dropout",
-        "init_method_std",
-        "init_method_std_embed",
-        "init_method_std_qkv",
-        "init_method_std_attn_proj",
-        "init_method_std_mlp_1",
-        "init_method_std_mlp_2",
-        "layer_norm_init_range",
-        "random_bias_init",
-        "full_precision_residual",
-        "attention_softmax_in_fp32",
-        "make_vocab_size_divisible_by",
-    }
+    "attention_dropout hidden_dropout embedding_dropout init_method_std init_method_std_embed init_method_std_qkv "
+    "init_method_std_attn_proj init_method_std_mlp_1 init_method_std_mlp_2 layer_norm_init_range random_bias_init "
+    "full_precision_residual attention_softmax_in_fp32 make_vocab_size_divisible_by".split()
 )
 # Option -> the options that depend on its value: when a flag changes it, their values from the model are dropped.
 FOLLOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -97,7 +84,9 @@ def with_preset(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, .
     name = given.get("model")
     if name is None:
         return dict(given), ()
-    preset = _brought_along(PRESETS[name], given)
+    pairs = (flag.split("=") for flag in PRESETS[name].split())
+    values = {option: parse_value(FLAGS[option], text) for option, text in pairs}
+    preset = _brought_along(values, given)
     flags = " ".join(f"--{option}={written(value)}" for option, value in preset.items())
     overridden = [f"--{option}={written(given[option])}" for option in preset if option in given]
     others = f"; overridden: {' '.join(overridden)}" if overridden else ""

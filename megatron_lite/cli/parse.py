@@ -40,13 +40,8 @@ from megatron_lite.validation.messages import Note
 
 MOST_FILES = 100
 # Options whose ~ is expanded here, because the shell leaves --flag=~/folder alone.
-PATHS = (
-    "experiment_dir",
-    "data_path",
-    "tokenizer_file",
-    "pretrained_checkpoint_path",
-    "sample_prompts",
-    "export_callback_script",
+PATHS = frozenset(
+    "experiment_dir data_path tokenizer_file pretrained_checkpoint_path sample_prompts export_callback_script".split()
 )
 LARGEST_FILE_BYTES = 2**20
 # Group 1 is kept: quoted text and escaped characters. Comments and escaped line breaks are dropped.
@@ -279,8 +274,8 @@ class _Parser:
             return self._names(values[0])
         for text in values:
             _check_shell(text, item)
-        if (flag.name, values[0]) in REFUSED_VALUES:
-            raise BadValueError("refused: " + REFUSED_VALUES[flag.name, values[0]])
+        if reason := REFUSED_VALUES.get(f"{flag.name}={values[0]}"):
+            raise BadValueError(f"refused: {reason}")
         if not flag.is_list:
             value = parse_value(flag, values[0])
             return os.path.expanduser(value) if value and flag.name in PATHS else value

@@ -4,133 +4,109 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.option import Area, idle_unless, option
+from megatron_lite.config.numbers import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from megatron_lite.config.option import Area, idle_unless, option, optional
 
 DECAY_STYLES = ("constant", "linear", "cosine", "power", "inv_sqrt", "inv", "power_tokens")
 
 # Options that have no effect unless another one has this value.
 decay_option = idle_unless("lr_decay_style!=constant")
+power_tokens_option = idle_unless("lr_decay_style=power_tokens")
 
 
 @dataclass
 class LearningRateConfig(Area):
     """Learning rate"""
 
-    lr: float = option(1e-4, "peak learning rate", minimum=0.0, basic=True, aliases=("learning_rate",))
-    min_lr: float | None = option(
-        None, "learning rate at the end of the decay", minimum=0.0, unset="min_lr_ratio * lr, or 0", basic=True
+    lr: NonNegativeFloat = option(1e-4, "peak learning rate", basic=True, aliases="learning_rate")
+    min_lr: NonNegativeFloat | None = optional(
+        "learning rate at the end of the decay", "min_lr_ratio * lr, or 0", basic=True
     )
-    min_lr_ratio: float | None = option(
-        None, "min_lr as a fraction of lr; above 1 the rate rises", minimum=0.0, unset="see min_lr"
-    )
+    min_lr_ratio: NonNegativeFloat | None = optional("min_lr as a fraction of lr; above 1 the rate rises", "see min_lr")
     lr_decay_style: str = option(
-        "constant",
-        "shape of the decay (power: linear with lr_decay_power; power_tokens: Levanter's power)",
-        choices=DECAY_STYLES,
-        basic=True,
+        "constant", "shape of the decay (power_tokens is what Levanter calls power)", choices=DECAY_STYLES, basic=True
     )
-    lr_decay_iters: int | None = option(
-        None,
+    lr_decay_iters: PositiveInt | None = optional(
         "iteration at which the last decay or the cooldown ends; the rate stays constant afterwards",
-        minimum=1,
-        unset="train_iters (+ lr_schedule_offset)",
+        "train_iters (+ lr_schedule_offset)",
         basic=True,
     )
-    lr_decay_power: float = option(
+    lr_decay_power: PositiveFloat = option(
         1.0,
         "exponent of the elapsed fraction of a linear, power or cosine decay",
-        above=0.0,
         idle_unless="lr_decay_style=linear|power|cosine",
     )
-    lr_warmup_iters: int = option(
-        0,
-        "iterations of linear warmup, at most the length of the first cycle; the first update uses lr / "
-        "lr_warmup_iters",
-        minimum=0,
-        basic=True,
+    lr_warmup_iters: NonNegativeInt = option(
+        0, "linear warmup iterations, at most the first cycle; the first update uses lr / lr_warmup_iters", basic=True
     )
-    lr_warmup_fraction: float | None = option(
-        None, "lr_warmup_iters as a fraction of the first cycle", minimum=0.0, maximum=1.0, unset="lr_warmup_iters"
+    lr_warmup_fraction: Fraction | None = optional(
+        "lr_warmup_iters as a fraction of the first cycle", "lr_warmup_iters"
     )
-    lr_wsd_decay_iters: int | None = decay_option(
+    lr_wsd_decay_iters: NonNegativeInt | None = decay_option(
         None,
         "iterations of decay at the end of each cycle, after a stable phase at the peak (warmup-stable-decay); at "
         "most what the warmup leaves",
-        minimum=0,
         unset="everything the warmup leaves",
     )
-    lr_wsd_decay_fraction: float | None = decay_option(
-        None, "lr_wsd_decay_iters as a fraction of the cycle", minimum=0.0, maximum=1.0, unset="lr_wsd_decay_iters"
+    lr_wsd_decay_fraction: Fraction | None = decay_option(
+        None, "lr_wsd_decay_iters as a fraction of the cycle", unset="lr_wsd_decay_iters"
     )
-    lr_rewarmup_iters: int = option(
+    lr_rewarmup_iters: NonNegativeInt = option(
         0,
         "iterations of warmup at the start of each later cycle, from the rate at which the decay ended; 0: jump back "
         "to the peak",
-        minimum=0,
     )
-    lr_rewarmup_fraction: float | None = option(
-        None, "lr_rewarmup_iters as a fraction of the cycle", minimum=0.0, maximum=1.0, unset="lr_rewarmup_iters"
+    lr_rewarmup_fraction: Fraction | None = optional(
+        "lr_rewarmup_iters as a fraction of the cycle", "lr_rewarmup_iters"
     )
-    lr_num_cycles: int = decay_option(
+    lr_num_cycles: PositiveInt = decay_option(
         1,
         "number of equal cycles of warmup, stable phase and decay; cycle i ends at int(T / N * i), where T is the "
         "end of the last decay (Levanter's page says T / (N + 1), its code does this)",
-        minimum=1,
     )
-    lr_cycle_minima: tuple[int, ...] = decay_option(
+    lr_cycle_minima: tuple[PositiveInt, ...] = decay_option(
         (),
         "iterations, in rising order, at which cycles end; a last cycle follows up to the end. If the run ends "
         "first, the cycle is cut off (80000 1000000000: stable after the second warmup if the decay is short)",
-        minimum=1,
-        aliases=("haps",),
+        aliases="haps",
     )
-    lr_cycle_iters: int | None = decay_option(
-        None, "iterations per cycle; the last cycle also takes the remainder", minimum=1, unset="one cycle"
+    lr_cycle_iters: PositiveInt | None = decay_option(
+        None, "iterations per cycle; the last cycle also takes the remainder", unset="one cycle"
     )
     lr_cycle_fraction: float | None = decay_option(
         None, "lr_cycle_iters as a fraction of the run without the cooldown", above=0.0, maximum=1.0, unset="one cycle"
     )
-    lr_cycle_lengths: tuple[int, ...] = decay_option(
-        (), "iterations of each cycle; the rest of the run is the last one", minimum=1
+    lr_cycle_lengths: tuple[PositiveInt, ...] = decay_option(
+        (), "iterations of each cycle; the rest of the run is the last one"
     )
-    lr_cosine_exponent: float = option(
-        1.0, "exponent of the falling cosine, which goes from 1 to 0", above=0.0, idle_unless="lr_decay_style=cosine"
+    lr_cosine_exponent: PositiveFloat = option(
+        1.0, "exponent of the falling cosine, which goes from 1 to 0", idle_unless="lr_decay_style=cosine"
     )
-    lr_inv_sqrt_timescale: float = option(
+    lr_inv_sqrt_timescale: PositiveFloat = option(
         10000.0,
-        "inv_sqrt: the rate is lr * sqrt(timescale / i), at most lr, where i counts iterations since the start of "
-        "the cycle without the stable phase",
-        above=0.0,
+        "inv_sqrt: rate lr * sqrt(this / i), at most lr; i: iterations of the cycle without the stable phase",
         idle_unless="lr_decay_style=inv_sqrt",
     )
-    lr_power_a: float = option(
+    lr_power_a: PositiveFloat = power_tokens_option(
         4.6,
         "power_tokens: the rate is batch_size * a * tokens ** b, at most lr; tokens since the start of the decay, "
         "batch_size of the iteration (both follow batch_size_schedule)",
-        above=0.0,
-        idle_unless="lr_decay_style=power_tokens",
     )
-    lr_power_b: float = option(
-        -0.51, "power_tokens: b in the formula of lr_power_a", below=0.0, idle_unless="lr_decay_style=power_tokens"
-    )
-    lr_cooldown_iters: int = option(
+    lr_power_b: float = power_tokens_option(-0.51, "power_tokens: b in the formula of lr_power_a", below=0.0)
+    lr_cooldown_iters: NonNegativeInt = option(
         0,
         "iterations of linear decay to min_lr at the end of the run, after all cycles; for styles that do not end at "
         "min_lr, such as constant and inv_sqrt",
-        minimum=0,
     )
-    lr_cooldown_fraction: float | None = option(
-        None, "lr_cooldown_iters as a fraction of the run", minimum=0.0, maximum=1.0, unset="lr_cooldown_iters"
-    )
+    lr_cooldown_fraction: Fraction | None = optional("lr_cooldown_iters as a fraction of the run", "lr_cooldown_iters")
     lr_step_offset: int = option(
         1, "1: the first update uses lr / lr_warmup_iters; 0: it uses 0, as in Levanter", minimum=0, maximum=1
     )
-    lr_schedule: str | None = option(
-        None,
+    lr_schedule: str | None = optional(
         'use these stages "type,iters,lr[,end_lr[,power]];..." instead of all of the above; types: constant, linear, '
         "power, cosine; power: exponent of the elapsed fraction of the stage; a last constant stage with -1 "
         "iterations lasts forever",
-        unset="see lr_decay_style",
+        "see lr_decay_style",
     )
-    lr_schedule_offset: int = option(0, "start this many iterations into the schedule, as after another run", minimum=0)
-    default_lr_scale: float = option(1.0, "factor on every learning rate", minimum=0.0)
+    lr_schedule_offset: NonNegativeInt = option(0, "start this many iterations into the schedule, as after another run")
+    default_lr_scale: NonNegativeFloat = option(1.0, "factor on every learning rate")

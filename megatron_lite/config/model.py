@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_lite.config.option import Area, option
+from megatron_lite.config.numbers import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ProperFraction
+from megatron_lite.config.option import Area, low_precision_option, option, optional
 
 ACTIVATIONS = ("gelu", "gelu_exact", "quick_gelu", "silu", "relu", "squared_relu", "tanh", "identity")
 ACTIVATION_ALIASES = {
@@ -31,149 +32,132 @@ class ModelConfig(Area):
     """Model"""
 
     num_layers: int = option(12, "number of transformer blocks", minimum=1, maximum=10_000, basic=True)
-    hidden_size: int = option(1024, "width of the residual stream", minimum=1, basic=True)
-    num_attention_heads: int = option(8, "number of query heads", minimum=1, basic=True)
-    head_groups: int | None = option(
-        None,
+    hidden_size: PositiveInt = option(1024, "width of the residual stream", basic=True, aliases="hidden_dim")
+    num_attention_heads: PositiveInt = option(8, "number of query heads", basic=True, aliases="num_heads")
+    head_groups: PositiveInt | None = optional(
         "number of key/value heads (1: multi-query attention)",
-        minimum=1,
-        unset="num_attention_heads",
+        "num_attention_heads",
         basic=True,
-        aliases=("num_query_groups",),
+        aliases="num_query_groups num_key_value_heads num_kv_heads",
     )
-    kv_channels: int | None = option(None, "channels per head", minimum=1, unset="hidden_size / num_attention_heads")
-    ffn_hidden_size: int | None = option(
-        None, "width of the MLP (of each half if gated)", minimum=1, unset="4 * hidden_size", basic=True
+    kv_channels: PositiveInt | None = optional(
+        "channels per head", "hidden_size / num_attention_heads", aliases="head_dim"
+    )
+    ffn_hidden_size: PositiveInt | None = optional(
+        "width of the MLP (of each half if gated)",
+        "4 * hidden_size",
+        basic=True,
+        aliases="intermediate_size intermediate_dim",
     )
     vocab_size: int = option(49152, "vocabulary size", minimum=2, basic=True)
     make_vocab_size_divisible_by: int = option(
         1, "pad the rows of embedding and head to a multiple of this; padding has no effect", minimum=1, maximum=65536
     )
-    max_position_embeddings: int | None = option(
-        None,
-        "learned positions, and the context length stated in exports",
-        minimum=1,
-        unset="max(2048, sequence_length)",
+    max_position_embeddings: PositiveInt | None = optional(
+        "learned positions, and the context length stated in exports", "max(2048, sequence_length)"
     )
-    use_position_embeddings: bool | None = option(None, "add learned positions", unset="not use_rotary_embeddings")
+    use_position_embeddings: bool | None = optional("add learned positions", "not use_rotary_embeddings")
     use_rotary_embeddings: bool = option(False, "use rotary positions (RoPE)", basic=True)
-    rotary_embedding_scale: float | None = option(
-        None, "minus the logarithm of rotary_base", below=0.0, minimum=-100.0, unset="-log(rotary_base)"
+    rotary_embedding_scale: float | None = optional(
+        "minus the logarithm of rotary_base", "-log(rotary_base)", below=0.0, minimum=-100.0
     )
-    rotary_base: float | None = option(
-        None,
+    rotary_base: float | None = optional(
         "base of the rotary wavelengths (theta); alternative to --rotary_embedding_scale",
+        "10000",
         above=1.0,
         maximum=1e44,
-        unset="10000",
         idle_unless="use_rotary_embeddings",
     )
     rotary_percent: float = option(
         1.0, "fraction of a head's channels to rotate, from the first", above=0.0, maximum=1.0
     )
     rope_type: str = option("default", "scaling of rotary frequencies for long sequences", choices=ROPE_TYPES)
-    rope_factor: float | None = option(
-        None,
+    rope_factor: float | None = optional(
         "linear, llama3, yarn: factor by which sequences get longer",
+        "yarn: max_position_embeddings / rope_original_max_position_embeddings",
         minimum=1.0,
-        unset="yarn: max_position_embeddings / rope_original_max_position_embeddings",
     )
-    rope_original_max_position_embeddings: int | None = option(
-        None, "llama3, yarn: context length before scaling", minimum=1, unset="llama3, yarn: max_position_embeddings"
+    rope_original_max_position_embeddings: PositiveInt | None = optional(
+        "llama3, yarn: context length before scaling", "llama3, yarn: max_position_embeddings"
     )
-    rope_low_freq_factor: float | None = option(
-        None, "llama3: wavelengths above original length / this are scaled fully", above=0.0, unset="llama3: 1"
+    rope_low_freq_factor: PositiveFloat | None = optional(
+        "llama3: wavelengths above original length / this are scaled fully", "llama3: 1"
     )
-    rope_high_freq_factor: float | None = option(
-        None, "llama3: wavelengths below original length / this are not scaled", above=0.0, unset="llama3: 4"
+    rope_high_freq_factor: PositiveFloat | None = optional(
+        "llama3: wavelengths below original length / this are not scaled", "llama3: 4"
     )
-    rope_beta_fast: float | None = option(
-        None, "yarn: frequencies with more turns over the original length are not scaled", above=0.0, unset="yarn: 32"
+    rope_beta_fast: PositiveFloat | None = optional(
+        "yarn: frequencies with more turns over the original length are not scaled", "yarn: 32"
     )
-    rope_beta_slow: float | None = option(
-        None, "yarn: frequencies with fewer turns over it are scaled fully", above=0.0, unset="yarn: 1"
+    rope_beta_slow: PositiveFloat | None = optional(
+        "yarn: frequencies with fewer turns over it are scaled fully", "yarn: 1"
     )
-    rope_attention_factor: float | None = option(
-        None, "yarn: factor on cos and sin", above=0.0, unset="yarn: from rope_factor and any mscales"
+    rope_attention_factor: PositiveFloat | None = optional(
+        "yarn: factor on cos and sin", "yarn: from rope_factor and any mscales"
     )
-    rope_mscale: float | None = option(
-        None, "yarn: scale of log(rope_factor) in the numerator of the attention factor", above=0.0, unset="not used"
+    rope_mscale: PositiveFloat | None = optional(
+        "yarn: scale of log(rope_factor) in the numerator of the attention factor", "not used"
     )
-    rope_mscale_all_dim: float | None = option(
-        None, "yarn: scale of log(rope_factor) in its denominator; set both or neither", above=0.0, unset="not used"
+    rope_mscale_all_dim: PositiveFloat | None = optional(
+        "yarn: scale of log(rope_factor) in its denominator; set both or neither", "not used"
     )
-    rope_truncate: bool | None = option(None, "yarn: round the ends of the ramp to whole channels", unset="yarn: 1")
+    rope_truncate: bool | None = optional("yarn: round the ends of the ramp to whole channels", "yarn: 1")
     tie_word_embeddings: bool = option(True, "share one matrix between input embedding and output head", basic=True)
     add_linear_biases: bool = option(True, "add biases to the linear layers", basic=True)
-    add_qkv_biases: bool | None = option(
-        None, "add biases to query, key and value", unset="add_linear_biases", aliases=("add_qkv_bias",)
+    add_qkv_biases: bool | None = optional(
+        "add biases to query, key and value", "add_linear_biases", aliases="add_qkv_bias"
     )
-    add_mlp_biases: bool | None = option(None, "add biases to the MLP", unset="add_linear_biases")
+    add_mlp_biases: bool | None = optional("add biases to the MLP", "add_linear_biases")
     gated: bool = option(False, "use a gated MLP: activation(gate) * up", basic=True)
-    activation_type: str | None = option(
-        None,
+    activation_type: str | None = optional(
         "activation of the MLP (gelu is the tanh form)",
+        "silu if gated, else gelu",
         choices=ACTIVATIONS,
         value_aliases=ACTIVATION_ALIASES,
-        unset="silu if gated, else gelu",
         basic=True,
     )
     normalization_type: str = option("layer_norm", "normalization", choices=("layer_norm", "rms_norm"), basic=True)
     layer_norm_eps: float = option(
-        1e-5, "epsilon added to the variance", above=0.0, maximum=1.0, aliases=("norm_epsilon", "layernorm_epsilon")
+        1e-5,
+        "epsilon added to the variance",
+        above=0.0,
+        maximum=1.0,
+        aliases="norm_epsilon layernorm_epsilon layer_norm_epsilon",
     )
     zero_centered_normalization: bool = option(
-        False, "store norm weights minus 1", aliases=("apply_layernorm_1p",), idle_unless="use_layer_norm_weight"
+        False, "store norm weights minus 1", aliases="apply_layernorm_1p", idle_unless="use_layer_norm_weight"
     )
     use_layer_norm_weight: bool = option(True, "give norms weights (and layer norms biases)")
     input_embedding_norm: bool = option(False, "normalize the output of the embedding")
     hybrid_norm: bool = option(False, "also normalize the outputs of attention and MLP before the residual addition")
-    qk_layernorm: bool = option(False, "normalize each head's queries and keys", aliases=("use_qk_norm",))
-    full_precision_residual: bool = option(
-        False,
-        "keep the residual stream in fp32 whatever the training dtype",
-        aliases=("fp32_residual_connection",),
-        idle_unless="training_dtype!=fp32",
+    qk_layernorm: bool = option(False, "normalize each head's queries and keys", aliases="use_qk_norm")
+    full_precision_residual: bool = low_precision_option(
+        False, "keep the residual stream in fp32", aliases="fp32_residual_connection"
     )
     scale_attn_by_inverse_layer_idx: bool = option(False, "divide attention scores by the block's number: 1, 2 ...")
-    attention_softmax_in_fp32: bool = option(
-        False,
-        "compute attention by its formula, with scores and their gradients in fp32",
-        aliases=("upcast_attn",),
-        idle_unless="training_dtype!=fp32",
+    attention_softmax_in_fp32: bool = low_precision_option(
+        False, "compute attention by its formula, with scores and their gradients in fp32", aliases="upcast_attn"
     )
-    logit_soft_cap: float = option(0.0, "cap logits to cap * tanh(logits / cap); 0: no cap", minimum=0.0)
-    window_size: int | None = option(
-        None, "sliding attention window, in tokens", minimum=1, unset="full causal attention"
+    logit_soft_cap: NonNegativeFloat = option(0.0, "cap logits to cap * tanh(logits / cap); 0: no cap")
+    window_size: PositiveInt | None = optional("sliding attention window, in tokens", "full causal attention")
+    attention_dropout: ProperFraction = option(0.0, "dropout on attention probabilities")
+    hidden_dropout: ProperFraction = option(0.0, "dropout on each residual branch")
+    embedding_dropout: ProperFraction | None = optional("dropout on embeddings", "hidden_dropout")
+    init_method_std: NonNegativeFloat | None = optional("standard deviation of initial weights", "hidden_size ** -0.5")
+    init_method_std_embed: NonNegativeFloat | None = optional(
+        "standard deviation of initial embeddings", "init_method_std"
     )
-    attention_dropout: float = option(0.0, "dropout on attention probabilities", minimum=0.0, below=1.0)
-    hidden_dropout: float = option(0.0, "dropout on each residual branch", minimum=0.0, below=1.0)
-    embedding_dropout: float | None = option(
-        None, "dropout on embeddings", minimum=0.0, below=1.0, unset="hidden_dropout"
+    init_method_std_qkv: NonNegativeFloat | None = optional(
+        "standard deviation of initial query, key and value weights", "init_method_std"
     )
-    init_method_std: float | None = option(
-        None, "standard deviation of initial weights", minimum=0.0, unset="hidden_size ** -0.5"
+    init_method_std_attn_proj: NonNegativeFloat | None = optional(
+        "standard deviation of initial attention output weights", "init_method_std / sqrt(2 * num_layers)"
     )
-    init_method_std_embed: float | None = option(
-        None, "standard deviation of initial embeddings", minimum=0.0, unset="init_method_std"
+    init_method_std_mlp_1: NonNegativeFloat | None = optional(
+        "standard deviation of initial weights of the first MLP layer", "init_method_std"
     )
-    init_method_std_qkv: float | None = option(
-        None, "standard deviation of initial query, key and value weights", minimum=0.0, unset="init_method_std"
-    )
-    init_method_std_attn_proj: float | None = option(
-        None,
-        "standard deviation of initial attention output weights",
-        minimum=0.0,
-        unset="init_method_std / sqrt(2 * num_layers)",
-    )
-    init_method_std_mlp_1: float | None = option(
-        None, "standard deviation of initial weights of the first MLP layer", minimum=0.0, unset="init_method_std"
-    )
-    init_method_std_mlp_2: float | None = option(
-        None,
-        "standard deviation of initial weights of the second MLP layer",
-        minimum=0.0,
-        unset="init_method_std / sqrt(2 * num_layers)",
+    init_method_std_mlp_2: NonNegativeFloat | None = optional(
+        "standard deviation of initial weights of the second MLP layer", "init_method_std / sqrt(2 * num_layers)"
     )
     layer_norm_init_range: float = option(
         0.0,
@@ -214,11 +198,11 @@ class PerformanceConfig(Area):
     mlp_recompute_level: str = option(
         "none", "what to recompute in MLPs in the backward pass to save memory", choices=RECOMPUTE_LEVELS, basic=True
     )
-    recompute_layers: int = option(
-        0, "recompute the first N blocks in the backward pass, keeping only their inputs", minimum=0
+    recompute_layers: NonNegativeInt = option(
+        0, "recompute the first N blocks in the backward pass, keeping only their inputs"
     )
-    enable_triton_kernels: bool | None = option(
-        None, "use fused Triton kernels instead of the same formulas in torch", unset="on with a GPU"
+    enable_triton_kernels: bool | None = optional(
+        "use fused Triton kernels instead of the same formulas in torch", "on with a GPU"
     )
     attention_backend: str = option(
         "auto", "implementation of attention (auto: the fastest that the device supports)", choices=ATTENTION_BACKENDS
@@ -229,15 +213,11 @@ class PerformanceConfig(Area):
         choices=("auto", "torch", "triton"),
         value_aliases={"fused": "torch"},
     )
-    cross_entropy_splits: int | None = option(
-        None,
-        "split the loss of a micro-batch into this many chunks of tokens",
-        minimum=1,
-        unset="chunks of 256 tokens (CPU; 512 in 16 bits), up to 3072 (GPU)",
+    cross_entropy_splits: PositiveInt | None = optional(
+        "split the loss of a micro-batch into N chunks of tokens",
+        "256 tokens per chunk (CPU; 512 in 16 bits), up to 3072 (GPU)",
     )
-    cross_entropy_block_size: int | None = option(
-        None,
+    cross_entropy_block_size: PositiveInt | None = optional(
         "compute logits for this many vocabulary entries at a time; costs a second product with the head's weights",
-        minimum=1,
-        unset="the whole vocabulary",
+        "the whole vocabulary",
     )

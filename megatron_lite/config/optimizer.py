@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.option import Area, idle_unless, option
+from megatron_lite.config.numbers import NonNegativeFloat, PositiveFloat, PositiveInt, ProperFraction, WindowLength
+from megatron_lite.config.option import Area, idle_unless, option, optional
 
 OPTIMIZERS = ("adamw", "muon", "lion", "sgd")
 DECAY_MASKS = ("fast_llm", "levanter", "off")
@@ -16,6 +17,7 @@ adam_option = idle_unless("optimizer=adamw|muon")
 muon_option = idle_unless("optimizer=muon")
 dynamic_scale_option = idle_unless("training_dtype=fp16 and loss_scale=none")
 skip_option = idle_unless("skip_bad_steps")
+ema_sqrt_option = idle_unless("ema_type=ema_decay_sqrt")
 
 
 @dataclass
@@ -31,8 +33,8 @@ class OptimizerConfig(Area):
         choices=OPTIMIZERS,
         value_aliases={"adam": "adamw"},
     )
-    weight_decay: float = option(
-        0.01, "decoupled weight decay of every optimizer: steps shrink weights by lr * this", minimum=0.0, basic=True
+    weight_decay: NonNegativeFloat = option(
+        0.01, "decoupled weight decay of every optimizer: steps shrink weights by lr * this", basic=True
     )
     weight_decay_modules: tuple[str, ...] = decay_option(
         (),
@@ -47,17 +49,17 @@ class OptimizerConfig(Area):
         unset="fast_llm, or only weight_decay_modules",
     )
     adamc_weight_decay: bool = decay_option(False, "also scale weight decay by the learning rate over its peak (AdamC)")
-    adam_beta1: float = option(
-        0.9, "decay of the first moment", minimum=0.0, below=1.0, basic=True, idle_unless="optimizer=adamw|muon|lion"
+    adam_beta1: ProperFraction = option(
+        0.9, "decay of the first moment", basic=True, aliases="beta1", idle_unless="optimizer=adamw|muon|lion"
     )
-    adam_beta2: float = option(
-        0.999, "decay of the second moment", minimum=0.0, below=1.0, basic=True, idle_unless="optimizer=adamw|muon|lion"
+    adam_beta2: ProperFraction = option(
+        0.999, "decay of the second moment", basic=True, aliases="beta2", idle_unless="optimizer=adamw|muon|lion"
     )
-    adam_eps: float = adam_option(1e-8, "epsilon added to the root of the second moment", above=0.0)
+    adam_eps: PositiveFloat = adam_option(
+        1e-8, "epsilon added to the root of the second moment", aliases="adam_epsilon epsilon"
+    )
     adam_nesterov: bool = adam_option(False, "use Nesterov momentum (NAdam): look one step ahead with the first moment")
-    muon_momentum: float = muon_option(
-        0.95, "decay of Muon's momentum, a running mean of gradients", minimum=0.0, below=1.0
-    )
+    muon_momentum: ProperFraction = muon_option(0.95, "decay of Muon's momentum, a running mean of gradients")
     muon_nesterov: bool = muon_option(True, "use Nesterov momentum in Muon")
     muon_ns_steps: int = muon_option(5, "Newton-Schulz iterations to orthogonalize an update", minimum=1, maximum=100)
     muon_adjust_lr: str = muon_option(
@@ -67,31 +69,28 @@ class OptimizerConfig(Area):
         "other weights with lr_scales)",
         choices=("match_rms_adamw", "original"),
     )
-    sgd_momentum: float = option(
-        0.9, "decay of SGD's momentum, a running sum of gradients", minimum=0.0, below=1.0, idle_unless="optimizer=sgd"
+    sgd_momentum: ProperFraction = option(
+        0.9, "decay of SGD's momentum, a running sum of gradients", idle_unless="optimizer=sgd"
     )
-    clip_grad: float = option(1.0, "clip gradients to this global norm; 0: no clipping", minimum=0.0, basic=True)
+    clip_grad: NonNegativeFloat = option(
+        1.0, "clip gradients to this global norm; 0: no clipping", basic=True, aliases="max_grad_norm"
+    )
     clip_grad_style: str = option(
         "torch",
         "factor on gradients; torch: min(1, clip_grad / (norm + 1e-6)); levanter: min(1, clip_grad / norm)",
         choices=("torch", "levanter"),
         idle_unless="clip_grad",
     )
-    update_rms_clip: float | None = option(
-        None,
-        "clip the root mean square of each parameter's update to this, before the learning rate is applied",
-        above=0.0,
-        unset="off",
+    update_rms_clip: PositiveFloat | None = optional(
+        "clip the root mean square of each parameter's update, before the learning rate",
+        "off",
+        aliases="update_rms_clipping",
     )
-    clip_update_norm_sigma: float | None = option(
-        None, "clip the update's norm to the mean + N standard deviations of recent updates", above=0.0, unset="off"
+    clip_update_norm_sigma: PositiveFloat | None = optional(
+        "clip the update's norm to the mean + N standard deviations of recent updates", "off"
     )
-    clip_update_norm_window: int = option(
-        128,
-        "recent updates for clip_update_norm_sigma",
-        minimum=2,
-        maximum=10_000,
-        idle_unless="clip_update_norm_sigma",
+    clip_update_norm_window: WindowLength = option(
+        128, "recent updates for clip_update_norm_sigma", idle_unless="clip_update_norm_sigma"
     )
     skip_bad_steps: bool = option(
         False,
@@ -99,14 +98,11 @@ class OptimizerConfig(Area):
         "infinities are always dropped and do not (in Levanter they do, and no update passes until they leave the "
         "window)",
     )
-    skip_bad_steps_window: int = skip_option(
-        128,
-        "number of recent iterations for skip_bad_steps; no update is dropped until half of them are known",
-        minimum=2,
-        maximum=10_000,
+    skip_bad_steps_window: WindowLength = skip_option(
+        128, "recent iterations for skip_bad_steps; no update is dropped until half of them are known"
     )
-    skip_bad_steps_sigma: float = skip_option(
-        6.0, "drop updates above the mean + this many standard deviations", above=0.0
+    skip_bad_steps_sigma: PositiveFloat = skip_option(
+        6.0, "drop updates above the mean + this many standard deviations"
     )
     on_bad_step: str = option(
         "skip",
@@ -125,8 +121,8 @@ class OptimizerConfig(Area):
         (), "scale learning rates by pattern:scale, as in embedding:0.1 *.bias:2; the last match counts, 0 freezes"
     )
     freeze: tuple[str, ...] = option((), "freeze weights whose names match these patterns (blocks.0, *.bias)")
-    loss_scale: float | None = option(
-        None, "constant loss scale", minimum=2.0**-100, maximum=2.0**100, unset="dynamic for fp16, 1 otherwise"
+    loss_scale: float | None = optional(
+        "constant loss scale", "dynamic for fp16, 1 otherwise", minimum=2.0**-100, maximum=2.0**100
     )
     initial_loss_scale: float = dynamic_scale_option(
         2.0**16, "initial dynamic loss scale (fp16)", minimum=2.0**-100, maximum=2.0**100
@@ -134,8 +130,8 @@ class OptimizerConfig(Area):
     min_loss_scale: float = dynamic_scale_option(
         1.0, "smallest dynamic loss scale (fp16)", minimum=2.0**-100, maximum=2.0**100
     )
-    loss_scale_window: int = dynamic_scale_option(1000, "good updates before the loss scale doubles (fp16)", minimum=1)
-    hysteresis: int = dynamic_scale_option(2, "overflows before the loss scale halves (fp16)", minimum=1)
+    loss_scale_window: PositiveInt = dynamic_scale_option(1000, "good updates before the loss scale doubles (fp16)")
+    hysteresis: PositiveInt = dynamic_scale_option(2, "overflows before the loss scale halves (fp16)")
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -157,20 +153,14 @@ class AveragingConfig(Area):
         "average the weights; ema: exponential; ema_decay_sqrt: uniform, then from ema_switch_iter on with weights 1 "
         "- sqrt(progress) (Levanter's formulas, which its own trainer cannot run)",
         choices=EMA_TYPES,
-        aliases=("model_averaging",),
+        aliases="model_averaging",
     )
-    ema_beta: float = option(0.999, "decay of the average", minimum=0.0, below=1.0, idle_unless="ema_type!=none")
-    ema_switch_iter: int = option(
-        100_000,
-        "ema_decay_sqrt: iterations of the uniform phase, from the start of averaging",
-        minimum=0,
-        idle_unless="ema_type=ema_decay_sqrt",
+    ema_beta: ProperFraction = option(0.999, "decay of the average", idle_unless="ema_type!=none")
+    ema_switch_iter: int = ema_sqrt_option(
+        100_000, "ema_decay_sqrt: iterations of the uniform phase, from the start of averaging", minimum=0
     )
-    ema_decay_iters: int = option(
-        100_000,
-        "ema_decay_sqrt: iterations of the last phase; afterwards the average is constant",
-        minimum=1,
-        idle_unless="ema_type=ema_decay_sqrt",
+    ema_decay_iters: PositiveInt = ema_sqrt_option(
+        100_000, "ema_decay_sqrt: iterations of the last phase; then the average is constant"
     )
 
     @property

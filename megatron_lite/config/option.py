@@ -25,7 +25,10 @@ class Area:
 
 @dataclass(frozen=True)
 class Option:
-    """Details of one option besides its name, type and default, which the dataclass field holds."""
+    """Details of one option besides its name, type and default, which the dataclass field holds.
+
+    The bounds may also come from the type, as in `PositiveInt`.
+    """
 
     help: str
     minimum: float | None = None  # inclusive
@@ -35,7 +38,7 @@ class Option:
     why: str = ""  # the reason for the bounds and what to write instead, unless they are obvious
     choices: tuple[str, ...] = ()
     value_aliases: dict[str, str] = dataclasses.field(default_factory=dict)
-    aliases: tuple[str, ...] = ()  # other spellings of the flag
+    aliases: str = ""  # other spellings of the flag, here and in other programs, separated by spaces
     unset: str = ""  # what None resolves to, in words
     basic: bool = False  # shown by --help; other options only by --help_all
     idle_unless: str = ""  # as "clip_grad and device!=cpu" or "optimizer=adamw|muon"; else warn that it has no effect
@@ -48,9 +51,17 @@ def option(default: Any, help: str, **details: Any) -> Any:
     return dataclasses.field(default=default, metadata={"option": Option(help, **details)})
 
 
+def optional(help: str, unset: str, **details: Any) -> Any:
+    """Declare an option whose default is None; `unset` says what None resolves to."""
+    return option(None, help, unset=unset, **details)
+
+
 def idle_unless(condition: str) -> Callable[..., Any]:
     """Return a function like `option`, for options that have no effect unless `condition` holds."""
     return functools.partial(option, idle_unless=condition)
+
+
+low_precision_option = idle_unless("training_dtype!=fp32")
 
 
 def debug_level(what: str, training: bool = False) -> Any:

@@ -1,143 +1,57 @@
 """Known models: the flags of their architectures, from the publishers' configurations.
 
-`--model=mistral-7b` stands for the flags below, as if typed before all others. Importing the publisher's config.json
-gives the same values, including dropouts and the initial standard deviation. Derived and default values are left out.
+`--model=mistral-7b` stands for the flags below, as if typed before all others; of a flag that is there twice, the last
+counts. Importing the publisher's config.json gives the same values, including dropouts and the initial standard
+deviation. Derived and default values are left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
-_GPT2 = {
-    "vocab_size": 50257,
-    "max_position_embeddings": 1024,
-    "normalization_type": "layer_norm",
-    "layer_norm_eps": 1e-5,
-    "add_linear_biases": True,
-    "gated": False,
-    "activation_type": "gelu",
-    "tie_word_embeddings": True,
-    "use_rotary_embeddings": False,
-    "hidden_dropout": 0.1,
-    "attention_dropout": 0.1,
-    "init_method_std": 0.02,
-}
-_LLAMA = {
-    "normalization_type": "rms_norm",
-    "layer_norm_eps": 1e-5,
-    "add_linear_biases": False,
-    "gated": True,
-    "activation_type": "silu",
-    "tie_word_embeddings": False,
-    "use_rotary_embeddings": True,
-    "init_method_std": 0.02,
-}
-_LLAMA_3 = {
-    **_LLAMA,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rotary_base": 500000.0,
-    "rope_type": "llama3",
-    "rope_factor": 8.0,
-    "rope_low_freq_factor": 1.0,
-    "rope_high_freq_factor": 4.0,
-    "rope_original_max_position_embeddings": 8192,
-}
-_MISTRAL = {
-    **_LLAMA,
-    "num_layers": 32,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "head_groups": 8,
-    "ffn_hidden_size": 14336,
-    "max_position_embeddings": 32768,
-}
+_GPT2 = (
+    "vocab_size=50257 max_position_embeddings=1024 normalization_type=layer_norm layer_norm_eps=1e-5 "
+    "add_linear_biases=1 gated=0 activation_type=gelu tie_word_embeddings=1 use_rotary_embeddings=0 "
+    "hidden_dropout=0.1 attention_dropout=0.1 init_method_std=0.02"
+)
+_LLAMA = (
+    "normalization_type=rms_norm layer_norm_eps=1e-5 add_linear_biases=0 gated=1 activation_type=silu "
+    "tie_word_embeddings=0 use_rotary_embeddings=1 init_method_std=0.02"
+)
+_LLAMA_3 = (
+    f"{_LLAMA} vocab_size=128256 max_position_embeddings=131072 rotary_base=500000 rope_type=llama3 rope_factor=8 "
+    "rope_low_freq_factor=1 rope_high_freq_factor=4 rope_original_max_position_embeddings=8192"
+)
+_MISTRAL = (
+    f"{_LLAMA} num_layers=32 hidden_size=4096 num_attention_heads=32 head_groups=8 ffn_hidden_size=14336 "
+    "max_position_embeddings=32768"
+)
 
-PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+PRESETS: Mapping[str, str] = MappingProxyType(
     {
-        "gpt2": {**_GPT2, "num_layers": 12, "hidden_size": 768, "num_attention_heads": 12},
-        "gpt2-medium": {**_GPT2, "num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16},
-        "gpt2-large": {**_GPT2, "num_layers": 36, "hidden_size": 1280, "num_attention_heads": 20},
-        "gpt2-xl": {**_GPT2, "num_layers": 48, "hidden_size": 1600, "num_attention_heads": 25},
-        "llama-2-7b": {
-            **_LLAMA,
-            "num_layers": 32,
-            "hidden_size": 4096,
-            "num_attention_heads": 32,
-            "ffn_hidden_size": 11008,
-            "vocab_size": 32000,
-            "max_position_embeddings": 4096,
-            "rotary_base": 10000.0,
-        },
-        "llama-3.1-8b": {
-            **_LLAMA_3,
-            "num_layers": 32,
-            "hidden_size": 4096,
-            "num_attention_heads": 32,
-            "head_groups": 8,
-            "ffn_hidden_size": 14336,
-        },
-        "llama-3.2-1b": {
-            **_LLAMA_3,
-            "num_layers": 16,
-            "hidden_size": 2048,
-            "num_attention_heads": 32,
-            "head_groups": 8,
-            "ffn_hidden_size": 8192,
-            "rope_factor": 32.0,
-            "tie_word_embeddings": True,
-        },
-        "mistral-7b": {**_MISTRAL, "vocab_size": 32000, "rotary_base": 10000.0, "window_size": 4096},  # v0.1
-        "mistral-7b-v0.3": {**_MISTRAL, "vocab_size": 32768, "rotary_base": 1000000.0},
-        "qwen2.5-7b": {
-            **_LLAMA,
-            "num_layers": 28,
-            "hidden_size": 3584,
-            "num_attention_heads": 28,
-            "head_groups": 4,
-            "ffn_hidden_size": 18944,
-            "vocab_size": 152064,
-            "max_position_embeddings": 131072,
-            "rotary_base": 1000000.0,
-            "layer_norm_eps": 1e-6,
-            "add_qkv_biases": True,
-        },
-        "qwen3-8b": {
-            **_LLAMA,
-            "num_layers": 36,
-            "hidden_size": 4096,
-            "num_attention_heads": 32,
-            "head_groups": 8,
-            "kv_channels": 128,
-            "ffn_hidden_size": 12288,
-            "vocab_size": 151936,
-            "max_position_embeddings": 40960,
-            "rotary_base": 1000000.0,
-            "layer_norm_eps": 1e-6,
-            "qk_layernorm": True,
-        },
-        "starcoder2-3b": {
-            "num_layers": 30,
-            "hidden_size": 3072,
-            "num_attention_heads": 24,
-            "head_groups": 2,
-            "ffn_hidden_size": 12288,
-            "vocab_size": 49152,
-            "max_position_embeddings": 16384,
-            "normalization_type": "layer_norm",
-            "layer_norm_eps": 1e-5,
-            "add_linear_biases": True,
-            "gated": False,
-            "activation_type": "gelu",
-            "tie_word_embeddings": True,
-            "use_rotary_embeddings": True,
-            "rotary_base": 999999.4420358813,
-            "window_size": 4096,
-            "hidden_dropout": 0.1,
-            "attention_dropout": 0.1,
-            "init_method_std": 0.018042,
-        },
+        "gpt2": f"{_GPT2} num_layers=12 hidden_size=768 num_attention_heads=12",
+        "gpt2-medium": f"{_GPT2} num_layers=24 hidden_size=1024 num_attention_heads=16",
+        "gpt2-large": f"{_GPT2} num_layers=36 hidden_size=1280 num_attention_heads=20",
+        "gpt2-xl": f"{_GPT2} num_layers=48 hidden_size=1600 num_attention_heads=25",
+        "llama-2-7b": f"{_LLAMA} num_layers=32 hidden_size=4096 num_attention_heads=32 ffn_hidden_size=11008 "
+        "vocab_size=32000 max_position_embeddings=4096 rotary_base=10000",
+        "llama-3.1-8b": f"{_LLAMA_3} num_layers=32 hidden_size=4096 num_attention_heads=32 head_groups=8 "
+        "ffn_hidden_size=14336",
+        "llama-3.2-1b": f"{_LLAMA_3} num_layers=16 hidden_size=2048 num_attention_heads=32 head_groups=8 "
+        "ffn_hidden_size=8192 rope_factor=32 tie_word_embeddings=1",
+        "mistral-7b": f"{_MISTRAL} vocab_size=32000 rotary_base=10000 window_size=4096",  # v0.1
+        "mistral-7b-v0.3": f"{_MISTRAL} vocab_size=32768 rotary_base=1000000",
+        "qwen2.5-7b": f"{_LLAMA} num_layers=28 hidden_size=3584 num_attention_heads=28 head_groups=4 "
+        "ffn_hidden_size=18944 vocab_size=152064 max_position_embeddings=131072 rotary_base=1000000 "
+        "layer_norm_eps=1e-6 add_qkv_biases=1",
+        "qwen3-8b": f"{_LLAMA} num_layers=36 hidden_size=4096 num_attention_heads=32 head_groups=8 kv_channels=128 "
+        "ffn_hidden_size=12288 vocab_size=151936 max_position_embeddings=40960 rotary_base=1000000 "
+        "layer_norm_eps=1e-6 qk_layernorm=1",
+        "starcoder2-3b": "num_layers=30 hidden_size=3072 num_attention_heads=24 head_groups=2 ffn_hidden_size=12288 "
+        "vocab_size=49152 max_position_embeddings=16384 normalization_type=layer_norm layer_norm_eps=1e-5 "
+        "add_linear_biases=1 gated=0 activation_type=gelu tie_word_embeddings=1 use_rotary_embeddings=1 "
+        "rotary_base=999999.4420358813 window_size=4096 hidden_dropout=0.1 attention_dropout=0.1 "
+        "init_method_std=0.018042",
     }
 )

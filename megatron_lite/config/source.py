@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.option import Area, idle_unless, option
+from megatron_lite.config.option import Area, idle_unless, optional
 from megatron_lite.config.presets import PRESETS
 
 # Options that have no effect unless another one has this value.
@@ -15,18 +15,13 @@ pretrained_option = idle_unless("pretrained_checkpoint_path")
 class SourceConfig(Area):
     """Presets and pretrained weights"""
 
-    model: str | None = option(
-        None,
-        "set the flags of a known architecture; other flags override them",
-        choices=tuple(PRESETS),
-        unset="none",
-        basic=True,
+    model: str | None = optional(
+        "set the flags of a known architecture; other flags override them", "none", choices=tuple(PRESETS), basic=True
     )
-    pretrained_checkpoint_path: str | None = option(
-        None,
+    pretrained_checkpoint_path: str | None = optional(
         "start from this folder: a Hugging Face model, a checkpoint, or a folder of checkpoints (the newest)",
+        "none",
         never_empty=True,
-        unset="none",
         basic=True,
     )
     pretrained_checkpoint_type: str | None = pretrained_option(

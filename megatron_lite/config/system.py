@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from megatron_lite.config.option import Area, Auto, debug_level, idle_unless, option
+from megatron_lite.config.numbers import NonNegativeInt, PositiveFloat, PositiveInt
+from megatron_lite.config.option import Area, Auto, debug_level, idle_unless, low_precision_option, option, optional
 
 
 class DtypeNames(NamedTuple):
@@ -31,12 +32,11 @@ wandb_option = idle_unless("wandb_entity_name")
 class MultiStageConfig(Area):
     """ZeRO and stages"""
 
-    zero_stage: int | Auto | None = option(
-        None,
+    zero_stage: int | Auto | None = optional(
         "1: shard optimizer state; 2: also gradients; 3: also weights; auto: the lowest that fits the device",
+        "1",
         minimum=1,
         maximum=3,
-        unset="1",
         basic=True,
     )
     layers_per_stage: float | Auto = option(
@@ -46,14 +46,14 @@ class MultiStageConfig(Area):
         minimum=1.0,
         why="a stage is the unit of gather and reduce, and layers are not cut; write 1 and set the number of buffers",
     )
-    num_weight_buffers: int | None = option(
-        None, "full weight buffers; 1 saves memory, 2 overlap", minimum=1, unset="one per stage; 2 for zero_stage 3"
+    num_weight_buffers: PositiveInt | None = optional(
+        "full weight buffers; 1 saves memory, 2 overlap", "one per stage; 2 for zero_stage 3"
     )
-    num_grad_buffers: int | None = option(
-        None, "full gradient buffers; as num_weight_buffers", minimum=1, unset="one per stage; 2 for zero_stage 2 and 3"
+    num_grad_buffers: PositiveInt | None = optional(
+        "full gradient buffers; as num_weight_buffers", "one per stage; 2 for zero_stage 2 and 3"
     )
-    full_precision_gradients: bool = option(
-        True, "accumulate and reduce gradients in fp32", idle_unless="training_dtype!=fp32"
+    full_precision_gradients: bool = low_precision_option(
+        True, "accumulate and reduce gradients in fp32", aliases="accumulate_allreduce_grads_in_fp32"
     )
     store_frozen_weights_in_optimization_precision: bool = option(
         True, "keep shards of frozen weights in fp32; 0: in the training dtype"
@@ -69,11 +69,11 @@ class MultiStageConfig(Area):
     throttle_cpu: bool = option(
         True, "GPU: make the host wait for earlier schedule steps, not run far ahead", idle_unless="device!=cpu"
     )
-    throttle_cpu_rate: int = option(
-        1, "record an event and wait every N schedule steps", minimum=1, idle_unless="throttle_cpu and device!=cpu"
+    throttle_cpu_rate: PositiveInt = option(
+        1, "record an event and wait every N schedule steps", idle_unless="throttle_cpu and device!=cpu"
     )
-    throttle_cpu_delay: int = option(
-        1, "wait for the event recorded N recordings ago", minimum=0, idle_unless="throttle_cpu and device!=cpu"
+    throttle_cpu_delay: NonNegativeInt = option(
+        1, "wait for the event recorded N recordings ago", idle_unless="throttle_cpu and device!=cpu"
     )
 
 
@@ -86,14 +86,14 @@ class DistributedConfig(Area):
         "fp32", "dtype of weights and activations", choices=tuple(DTYPES), value_aliases=DTYPE_ALIASES, basic=True
     )
     seed: int = option(1234, "seed of weights, data order and dropout", minimum=0, maximum=2**63 - 1, basic=True)
-    deterministic: bool = option(False, "use only deterministic GPU algorithms (slower)")
+    deterministic: bool = option(False, "use only deterministic GPU algorithms (slower)", aliases="deterministic_mode")
     distributed_timeout: float = option(60.0, "seconds before giving up a collective of a step", above=0.0, maximum=1e6)
     startup_timeout: float = option(
         3600.0, "seconds before giving up a collective of start-up, data preparation or a save", above=0.0, maximum=1e6
     )
     dry_run: bool = option(False, "print memory, traffic and batch arithmetic, then exit", basic=True)
-    world_size: int | None = option(
-        None, "number of ranks of a dry run", minimum=1, maximum=2**24, unset="as many as torchrun starts"
+    world_size: int | None = optional(
+        "number of ranks of a dry run", "as many as torchrun starts", minimum=1, maximum=2**24
     )
 
 
@@ -101,10 +101,10 @@ class DistributedConfig(Area):
 class RunConfig(Area):
     """Run and monitoring"""
 
-    experiment_dir: str | None = option(None, "folder for all files of the run", unset="nothing is written", basic=True)
-    experiment_name: str | None = option(None, "name of the run", unset="name of experiment_dir")
-    log_interval: int = option(100, "iterations between log lines", minimum=1, basic=True)
-    log_offset: int = option(1, "first logged iteration (0: only multiples of log_interval)", minimum=0)
+    experiment_dir: str | None = optional("folder for all files of the run", "nothing is written", basic=True)
+    experiment_name: str | None = optional("name of the run", "name of experiment_dir", aliases="wandb_exp_name")
+    log_interval: PositiveInt = option(100, "iterations between log lines", basic=True)
+    log_offset: NonNegativeInt = option(1, "first logged iteration (0: only multiples of log_interval)")
     log_timestamps: bool = option(False, "prefix log lines with the time")
     enable_all_loggers: bool = option(False, "print from every rank to the console")
     log_communication: bool = option(False, "log the bytes that each step sends, by kind, and the time on the wire")
@@ -119,15 +119,17 @@ class RunConfig(Area):
     debug_tensor_parallel: bool = option(False, "compare tensor-parallel copies; unused: there are none")
     save_tensor_logs: bool = option(False, "save logged tensors in runs/<k>/artifacts of experiment_dir")
     show_tensor_logs: bool = option(True, "print logged tensors")
-    tensor_logs_show_elements: int = option(8, "samples to print per tensor", minimum=0)
-    peak_tflops: float | None = option(
-        None, "dense peak of one device in TFLOP/s, for mfu", above=0.0, unset="known for common GPUs"
+    tensor_logs_show_elements: NonNegativeInt = option(8, "samples to print per tensor")
+    peak_tflops: PositiveFloat | None = optional(
+        "dense peak of one device in TFLOP/s, for mfu", "known for common GPUs"
     )
-    wandb_entity_name: str | None = option(None, "Weights & Biases user or team; turns it on", unset="off")
-    wandb_project_name: str = wandb_option("megatron_lite", "Weights & Biases project")
-    wandb_group_name: str = wandb_option("default", "Weights & Biases group")
-    wandb_status_interval: int | None = wandb_option(
-        None, "iterations between Weights & Biases alerts with metrics", minimum=1, unset="none"
+    wandb_entity_name: str | None = optional(
+        "Weights & Biases user or team; turns it on", "off", aliases="wandb_entity"
+    )
+    wandb_project_name: str = wandb_option("megatron_lite", "Weights & Biases project", aliases="wandb_project")
+    wandb_group_name: str = wandb_option("default", "Weights & Biases group", aliases="wandb_group")
+    wandb_status_interval: PositiveInt | None = wandb_option(
+        None, "iterations between Weights & Biases alerts with metrics", unset="none"
     )
     wandb_post_alerts: bool | None = wandb_option(
         None, "post Weights & Biases alerts when the run starts, ends or fails", unset="on with wandb_status_interval"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.option import All, Area, idle_unless, option
+from megatron_lite.config.numbers import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from megatron_lite.config.option import All, Area, idle_unless, option, optional
 from megatron_lite.config.system import DTYPE_ALIASES, DTYPES
 
 # Hugging Face architectures that can be imported and exported.
@@ -20,28 +21,20 @@ validation_option = idle_unless("validation_iters")
 class BatchConfig(Area):
     """Batch"""
 
-    batch_size: int | None = option(
-        None,
-        "samples per iteration over all ranks",
-        minimum=1,
-        unset="derived",
-        basic=True,
-        aliases=("global_batch_size", "train_batch_size"),
+    batch_size: PositiveInt | None = optional(
+        "samples per iteration over all ranks", "derived", basic=True, aliases="global_batch_size train_batch_size"
     )
-    micro_batch_size: int | None = option(
-        None, "samples per rank and forward pass", minimum=1, unset="derived", basic=True
+    micro_batch_size: PositiveInt | None = optional(
+        "samples per rank and forward pass", "derived", basic=True, aliases="per_device_train_batch_size"
     )
-    depth_first_micro_batches: int | None = option(
-        None,
-        "accumulate gradients depth first: one micro-batch at a time, forward and backward",
-        minimum=1,
-        unset="all of sequential_micro_batches",
+    depth_first_micro_batches: PositiveInt | None = optional(
+        "accumulate gradients depth first: both passes of one micro-batch at a time", "all of sequential_micro_batches"
     )
-    breadth_first_micro_batches: int | None = option(
-        None, "accumulate gradients breadth first: all micro-batches through one stage at a time", minimum=1, unset="1"
+    breadth_first_micro_batches: PositiveInt | None = optional(
+        "accumulate gradients breadth first: all micro-batches through one stage at a time", "1"
     )
-    sequential_micro_batches: int | None = option(
-        None, "depth_first_micro_batches * breadth_first_micro_batches", minimum=1, unset="derived"
+    sequential_micro_batches: PositiveInt | None = optional(
+        "depth_first_micro_batches * breadth_first_micro_batches", "derived"
     )
     batch_size_schedule: tuple[str, ...] = option(
         (),
@@ -51,14 +44,10 @@ class BatchConfig(Area):
     allow_nondivisible_batch_size: bool = option(
         False, "pad a batch that does not divide into micro-batches; padding affects nothing"
     )
-    eval_micro_batch_size: int | None = option(
-        None,
-        "samples per rank and forward pass in validation and test",
-        minimum=1,
-        unset="micro_batch_size",
-        idle_unless="validation_iters or test_iters",
+    eval_micro_batch_size: PositiveInt | None = optional(
+        "micro_batch_size of validation and test", "micro_batch_size", idle_unless="validation_iters or test_iters"
     )
-    sequence_length: int = option(2048, "tokens per sample", minimum=1, basic=True, aliases=("seq_length",))
+    sequence_length: PositiveInt = option(2048, "tokens per sample", basic=True, aliases="seq_length seq_len")
 
 
 @dataclass
@@ -71,20 +60,20 @@ class DataConfig(Area):
     data_path: tuple[str, ...] = file_option(
         (), "prefixes of .bin/.idx pairs, or weight prefix weight prefix ...", basic=True
     )
-    split: tuple[float, ...] = file_option(
-        (969.0, 30.0, 1.0), "proportions of documents for training, validation and test", minimum=0.0, basic=True
+    split: tuple[NonNegativeFloat, ...] = file_option(
+        (969.0, 30.0, 1.0), "proportions of documents for training, validation and test", basic=True
     )
     cross_document_attention: bool = option(
         True,
         "let attention cross document boundaries within a sample; 0: each document attends only to itself (positions "
         "still count from the start of the sample; a random sample is one document)",
     )
-    tokenizer_file: str | None = option(
-        None, "tokenizer.json to copy into exports", unset="none", idle_unless="export_interval or sample_interval"
+    tokenizer_file: str | None = optional(
+        "tokenizer.json to copy into exports", "none", idle_unless="export_interval or sample_interval"
     )
     num_workers: int = file_option(2, "processes per rank that read data", minimum=0, maximum=1024, basic=True)
-    prefetch_factor: int | None = option(
-        None, "batches that each worker prepares ahead", minimum=1, unset="2", idle_unless="num_workers"
+    prefetch_factor: PositiveInt | None = optional(
+        "batches that each worker prepares ahead", "2", idle_unless="num_workers"
     )
     multiprocessing_context: str = option(
         "spawn",
@@ -92,68 +81,61 @@ class DataConfig(Area):
         choices=("spawn", "fork", "forkserver"),
         idle_unless="dataset_source!=random and num_workers",
     )
-    data_sample_warn_time_ms: float = file_option(1000.0, "warn if reading one sample takes longer (ms)", above=0.0)
-    data_batch_warn_time_ms: float = option(1000.0, "warn if waiting for a batch takes longer (ms)", above=0.0)
+    data_sample_warn_time_ms: PositiveFloat = file_option(1000.0, "warn if reading one sample takes longer (ms)")
+    data_batch_warn_time_ms: PositiveFloat = option(1000.0, "warn if waiting for a batch takes longer (ms)")
 
 
 @dataclass
 class TrainingConfig(Area):
     """Training"""
 
-    train_iters: int = option(0, "iterations of the whole run", minimum=0, basic=True)
-    logit_z_loss: float = option(0.0, "weight of the z-loss, mean(logsumexp(logits)^2), in the loss", minimum=0.0)
+    train_iters: NonNegativeInt = option(0, "iterations of the whole run", basic=True, aliases="num_train_steps")
+    logit_z_loss: NonNegativeFloat = option(
+        0.0, "weight of the z-loss, mean(logsumexp(logits)^2), in the loss", aliases="z_loss_weight"
+    )
     loss_reduction: str = option(
         "token",
         "token: average over all tokens of a batch; micro_mean: average the means of its micro-batches (differs only "
         "with padding)",
         choices=("token", "micro_mean"),
     )
-    validation_iters: int | All = option(
+    validation_iters: NonNegativeInt | All = option(
         0,
         "batches of batch_size samples per validation; all: every sample of the validation data once",
-        minimum=0,
         basic=True,
-        aliases=("eval_iters",),
+        aliases="eval_iters",
     )
     validation_at_start: bool = validation_option(
-        False, "also validate before the first iteration", aliases=("eval_at_start",)
+        False, "also validate before the first iteration", aliases="eval_at_start"
     )
-    validation_interval: int = validation_option(
-        1000, "iterations between validations", minimum=1, basic=True, aliases=("eval_interval",)
+    validation_interval: PositiveInt = validation_option(
+        1000, "iterations between validations", basic=True, aliases="eval_interval steps_per_eval"
     )
-    test_iters: int = option(0, "batches of the test after training", minimum=0)
-    checkpoint_interval: int | None = option(
-        None,
-        "iterations between checkpoints",
-        minimum=1,
-        unset="only the last iteration",
-        basic=True,
-        aliases=("save_interval",),
+    test_iters: NonNegativeInt = option(0, "batches of the test after training")
+    checkpoint_interval: PositiveInt | None = optional(
+        "iterations between checkpoints", "only the last iteration", basic=True, aliases="save_interval"
     )
-    checkpoint_offset: int = option(0, "offset of checkpoint_interval", minimum=0, idle_unless="checkpoint_interval")
-    max_checkpoints: int | None = option(
-        None, "keep only the newest N checkpoints", minimum=1, unset="all", basic=True, idle_unless="experiment_dir"
+    checkpoint_offset: NonNegativeInt = option(0, "offset of checkpoint_interval", idle_unless="checkpoint_interval")
+    max_checkpoints: PositiveInt | None = optional(
+        "keep only the newest N checkpoints", "all", basic=True, idle_unless="experiment_dir"
     )
-    export_interval: int | None = option(None, "iterations between exports", minimum=1, unset="no exports", basic=True)
+    export_interval: PositiveInt | None = optional("iterations between exports", "no exports", basic=True)
     export_format: str = export_option(
         "huggingface",
-        "huggingface: export a model folder; distributed: export a resumable checkpoint",
+        "huggingface: a model folder; distributed: a resumable checkpoint",
         choices=("huggingface", "distributed"),
     )
     export_weights: str = export_option(
-        "raw",
-        "weights of a Hugging Face export; raw: as trained; average: their running average",
-        choices=("raw", "average"),
+        "raw", "weights of a Hugging Face export: raw as trained, or their average", choices=("raw", "average")
     )
-    export_model_type: str | None = option(
-        None,
+    export_model_type: str | None = optional(
         "architecture of a Hugging Face export",
+        "that of the pretrained folder, else the simplest that can express the model",
         choices=MODEL_TYPES,
-        unset="that of the pretrained folder, else the simplest that can express the model",
     )
     export_dtype: str | None = export_option(
         None,
-        "dtype of the weights in a Hugging Face export",
+        "weight dtype of a Hugging Face export",
         choices=tuple(DTYPES),
         value_aliases=DTYPE_ALIASES,
         unset="training_dtype",
@@ -170,24 +152,24 @@ class TrainingConfig(Area):
         secret=True,
         idle_unless="export_callback_script",
     )
-    sample_interval: int | None = option(
-        None,
+    sample_interval: PositiveInt | None = optional(
         "iterations between samples, texts that the model writes; each prompt costs one pass through all stages, and "
         "each further token of 8 texts another one",
-        minimum=1,
-        unset="no samples",
+        "no samples",
     )
-    sample_prompts: str | None = option(None, "text file with the prompts of samples, one per line", unset="none")
+    sample_prompts: str | None = optional("text file with the prompts of samples, one per line", "none")
     sample_tokens: int = option(
         64, "tokens to sample after a prompt", minimum=1, maximum=65536, idle_unless="sample_interval"
     )
-    sample_temperature: float = option(0.0, "temperature of samples; 0: take the most probable token", minimum=0.0)
-    sample_top_k: int | None = option(None, "draw samples from the N most probable tokens", minimum=1, unset="all")
+    sample_temperature: NonNegativeFloat = option(0.0, "temperature of samples; 0: take the most probable token")
+    sample_top_k: PositiveInt | None = optional("draw samples from the N most probable tokens", "all")
     sample_top_p: float = option(
         1.0, "draw samples from the fewest tokens whose probabilities add up to this", above=0.0, maximum=1.0
     )
-    stop_interval: int | None = option(None, "save and stop at multiples of this iteration", minimum=1, unset="no stop")
-    stop_offset: int = option(0, "offset of stop_interval", minimum=0, idle_unless="stop_interval")
+    stop_interval: PositiveInt | None = optional(
+        "save and stop at multiples of this iteration", "no stop", aliases="exit_interval"
+    )
+    stop_offset: NonNegativeInt = option(0, "offset of stop_interval", idle_unless="stop_interval")
 
     @property
     def inference(self) -> bool:

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, get_args
 
-from megatron_lite.config import AREAS
-from megatron_lite.config.foreign_values import OTHER_SPELLINGS
+from megatron_lite.config import AREAS, numbers
 from megatron_lite.config.option import All, Auto, Option
 
 LARGEST_INTEGER = 2**63 - 1
@@ -53,35 +52,35 @@ class Flag:
         return self.kind == "str" and not self.option.choices
 
     @property
-    def aliases(self) -> tuple[str, ...]:
-        return self.option.aliases + OTHER_SPELLINGS.get(self.name, ())
+    def aliases(self) -> list[str]:
+        return self.option.aliases.split()
 
 
 def _flags() -> dict[str, Flag]:
-    kinds = {
-        "int": "int",
-        "float": "float",
-        "bool": "bool",
-        "str": "str",
-        "tuple[str, ...]": "list of str",
-        "tuple[float, ...]": "list of float",
-        "tuple[int, ...]": "list of int",
-    }
     words = {"Auto": get_args(Auto), "All": get_args(All)}
     flags = {}
     for area, owner in AREAS.items():
         for field in dataclasses.fields(owner):
-            kind, *others = str(field.type).split(" | ")  # config/ keeps its annotations as text
+            annotation, *others = str(field.type).split(" | ")  # config/ keeps its annotations as text
+            kind, bounds = _kind_and_bounds(annotation)
             flags[field.name] = Flag(
                 field.name,
-                kinds[kind],
-                "None" in others,
-                field.default,
-                area,
-                field.metadata["option"],
-                tuple(word for other in others if other != "None" for word in words[other]),
+                kind,
+                optional="None" in others,
+                default=field.default,
+                area=area,
+                option=dataclasses.replace(field.metadata["option"], **bounds),
+                words=tuple(word for other in others if other != "None" for word in words[other]),
             )
     return flags
+
+
+def _kind_and_bounds(annotation: str) -> tuple[str, dict[str, float]]:
+    """Return `Flag.kind` and the bounds that its type sets: `tuple[PositiveInt, ...]`: list of int, >= 1."""
+    item = annotation.removeprefix("tuple[").removesuffix(", ...]")
+    kind, bounds = get_args(getattr(numbers, item, None)) or (item, {})
+    name = getattr(kind, "__name__", kind)
+    return name if item == annotation else f"list of {name}", bounds
 
 
 FLAGS: Mapping[str, Flag] = MappingProxyType(_flags())

@@ -62,7 +62,7 @@ def _check_each(draft: Draft) -> Iterator[Problem]:
         try:
             check_bounds(FLAGS[name], value)
         except BadValueError as error:
-            yield problem(draft, name, REFUSED_VALUES.get((name, written(value)), str(error)))
+            yield problem(draft, name, REFUSED_VALUES.get(f"{name}={written(value)}", str(error)))
 
 
 def _cross_check(draft: Draft, world_size: int) -> Iterator[Problem]:

@@ -87,7 +87,7 @@ def refused_table() -> str:
         (f"`--{name}`", ", ".join(f"`{value}`" for value in row.only.split()), cell_text(row.remark))
         for name, row in REFUSED.items()
     ]
-    rows += [(f"`--{name}={value}`", "nothing", cell_text(reason)) for (name, value), reason in REFUSED_VALUES.items()]
+    rows += [(f"`--{typed}`", "nothing", cell_text(reason)) for typed, reason in REFUSED_VALUES.items()]
     return table(("flag", "accepted", "why no other value"), rows)
 
 

@@ -1,0 +1,13 @@
+"""Types of numbers with bounds: int and float for mypy; the parser takes the bounds from them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+PositiveInt = Annotated[int, {"minimum": 1}]
+NonNegativeInt = Annotated[int, {"minimum": 0}]
+WindowLength = Annotated[int, {"minimum": 2, "maximum": 10_000}]
+PositiveFloat = Annotated[float, {"above": 0.0}]
+NonNegativeFloat = Annotated[float, {"minimum": 0.0}]
+Fraction = Annotated[float, {"minimum": 0.0, "maximum": 1.0}]
+ProperFraction = Annotated[float, {"minimum": 0.0, "below": 1.0}]
