@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_lite.config.numbers import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ProperFraction
-from megatron_lite.config.option import Area, low_precision_option, option, optional
+from megatron_lite.config.option import Area, derived, low_precision_option, option, optional
 
 ACTIVATIONS = ("gelu", "gelu_exact", "quick_gelu", "silu", "relu", "squared_relu", "tanh", "identity")
 ACTIVATION_ALIASES = {
@@ -34,16 +34,14 @@ class ModelConfig(Area):
     num_layers: int = option(12, "number of transformer blocks", minimum=1, maximum=10_000, basic=True)
     hidden_size: PositiveInt = option(1024, "width of the residual stream", basic=True, aliases="hidden_dim")
     num_attention_heads: PositiveInt = option(8, "number of query heads", basic=True, aliases="num_heads")
-    head_groups: PositiveInt | None = optional(
+    head_groups: PositiveInt = derived(
         "number of key/value heads (1: multi-query attention)",
         "num_attention_heads",
         basic=True,
         aliases="num_query_groups num_key_value_heads num_kv_heads",
     )
-    kv_channels: PositiveInt | None = optional(
-        "channels per head", "hidden_size / num_attention_heads", aliases="head_dim"
-    )
-    ffn_hidden_size: PositiveInt | None = optional(
+    kv_channels: PositiveInt = derived("channels per head", "hidden_size / num_attention_heads", aliases="head_dim")
+    ffn_hidden_size: PositiveInt = derived(
         "width of the MLP (of each half if gated)",
         "4 * hidden_size",
         basic=True,
@@ -53,15 +51,15 @@ class ModelConfig(Area):
     make_vocab_size_divisible_by: int = option(
         1, "pad the rows of embedding and head to a multiple of this; padding has no effect", minimum=1, maximum=65536
     )
-    max_position_embeddings: PositiveInt | None = optional(
+    max_position_embeddings: PositiveInt = derived(
         "learned positions, and the context length stated in exports", "max(2048, sequence_length)"
     )
-    use_position_embeddings: bool | None = optional("add learned positions", "not use_rotary_embeddings")
+    use_position_embeddings: bool = derived("add learned positions", "not use_rotary_embeddings")
     use_rotary_embeddings: bool = option(False, "use rotary positions (RoPE)", basic=True)
-    rotary_embedding_scale: float | None = optional(
+    rotary_embedding_scale: float = derived(
         "minus the logarithm of rotary_base", "-log(rotary_base)", below=0.0, minimum=-100.0
     )
-    rotary_base: float | None = optional(
+    rotary_base: float = derived(
         "base of the rotary wavelengths (theta); alternative to --rotary_embedding_scale",
         "10000",
         above=1.0,
@@ -104,12 +102,10 @@ class ModelConfig(Area):
     rope_truncate: bool | None = optional("yarn: round the ends of the ramp to whole channels", "yarn: 1")
     tie_word_embeddings: bool = option(True, "share one matrix between input embedding and output head", basic=True)
     add_linear_biases: bool = option(True, "add biases to the linear layers", basic=True)
-    add_qkv_biases: bool | None = optional(
-        "add biases to query, key and value", "add_linear_biases", aliases="add_qkv_bias"
-    )
-    add_mlp_biases: bool | None = optional("add biases to the MLP", "add_linear_biases")
+    add_qkv_biases: bool = derived("add biases to query, key and value", "add_linear_biases", aliases="add_qkv_bias")
+    add_mlp_biases: bool = derived("add biases to the MLP", "add_linear_biases")
     gated: bool = option(False, "use a gated MLP: activation(gate) * up", basic=True)
-    activation_type: str | None = optional(
+    activation_type: str = derived(
         "activation of the MLP (gelu is the tanh form)",
         "silu if gated, else gelu",
         choices=ACTIVATIONS,
@@ -142,21 +138,19 @@ class ModelConfig(Area):
     window_size: PositiveInt | None = optional("sliding attention window, in tokens", "full causal attention")
     attention_dropout: ProperFraction = option(0.0, "dropout on attention probabilities")
     hidden_dropout: ProperFraction = option(0.0, "dropout on each residual branch")
-    embedding_dropout: ProperFraction | None = optional("dropout on embeddings", "hidden_dropout")
-    init_method_std: NonNegativeFloat | None = optional("standard deviation of initial weights", "hidden_size ** -0.5")
-    init_method_std_embed: NonNegativeFloat | None = optional(
-        "standard deviation of initial embeddings", "init_method_std"
-    )
-    init_method_std_qkv: NonNegativeFloat | None = optional(
+    embedding_dropout: ProperFraction = derived("dropout on embeddings", "hidden_dropout")
+    init_method_std: NonNegativeFloat = derived("standard deviation of initial weights", "hidden_size ** -0.5")
+    init_method_std_embed: NonNegativeFloat = derived("standard deviation of initial embeddings", "init_method_std")
+    init_method_std_qkv: NonNegativeFloat = derived(
         "standard deviation of initial query, key and value weights", "init_method_std"
     )
-    init_method_std_attn_proj: NonNegativeFloat | None = optional(
+    init_method_std_attn_proj: NonNegativeFloat = derived(
         "standard deviation of initial attention output weights", "init_method_std / sqrt(2 * num_layers)"
     )
-    init_method_std_mlp_1: NonNegativeFloat | None = optional(
+    init_method_std_mlp_1: NonNegativeFloat = derived(
         "standard deviation of initial weights of the first MLP layer", "init_method_std"
     )
-    init_method_std_mlp_2: NonNegativeFloat | None = optional(
+    init_method_std_mlp_2: NonNegativeFloat = derived(
         "standard deviation of initial weights of the second MLP layer", "init_method_std / sqrt(2 * num_layers)"
     )
     layer_norm_init_range: float = option(
@@ -174,8 +168,7 @@ class ModelConfig(Area):
 
     @property
     def rotated_channels(self) -> int:
-        """Number of rotated channels per head, the first ones; kv_channels is resolved."""
-        assert self.kv_channels is not None
+        """Number of rotated channels per head, the first ones."""
         return int(self.kv_channels * self.rotary_percent)
 
     @property

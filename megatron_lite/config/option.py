@@ -52,8 +52,16 @@ def option(default: Any, help: str, **details: Any) -> Any:
 
 
 def optional(help: str, unset: str, **details: Any) -> Any:
-    """Declare an option whose default is None; `unset` says what None resolves to."""
+    """Declare an option whose default is None; `unset` says what None means."""
     return option(None, help, unset=unset, **details)
+
+
+def derived(help: str, rule: str, **details: Any) -> Any:
+    """Declare an option that `validation.resolve` derives by `rule` unless it is given.
+
+    Only a `Draft` holds None, so the type of the option is that of a resolved configuration.
+    """
+    return option(None, help, unset=rule, **details)
 
 
 def idle_unless(condition: str) -> Callable[..., Any]:

@@ -66,7 +66,7 @@ def _flags() -> dict[str, Flag]:
             flags[field.name] = Flag(
                 field.name,
                 kind,
-                optional="None" in others,
+                optional=field.default is None,
                 default=field.default,
                 area=area,
                 option=dataclasses.replace(field.metadata["option"], **bounds),

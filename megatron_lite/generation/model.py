@@ -52,7 +52,7 @@ class LocalModel:
         config, device, dtype = self.config, self.device, self.dtype
         if config.attention_softmax_in_fp32:
             return "math"
-        head_size = config.kv_channels or 0
+        head_size = config.kv_channels
         work = Work(dtype, head_size, windowed=config.window_size is not None)
         return choose_attention("auto", device, work, works=lambda backend: works(backend, device, dtype, head_size))
 
@@ -109,6 +109,5 @@ def load_model(
     """
     with contextlib.closing(open_source(folder, weights=weights)) as source:
         longest = source.model.max_position_embeddings
-        assert longest is not None, "resolved"
         chosen = DTYPES[dtype or ("fp32" if device.type == "cpu" else "bf16")]
         return LocalModel(source, min(length or longest, longest), chosen, device)

@@ -204,7 +204,6 @@ class Biases(NamedTuple):
     @classmethod
     def of(cls, model: ModelConfig) -> Biases:
         """Return the biases of a resolved model."""
-        assert model.add_qkv_biases is not None and model.add_mlp_biases is not None
         return cls(model.add_qkv_biases, model.add_linear_biases, model.add_mlp_biases)
 
 

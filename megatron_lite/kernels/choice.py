@@ -66,7 +66,7 @@ def choose_kernels(config: Config, device: torch.device, planned: bool = False) 
 
 
 def _attention(config: Config, device: torch.device, planned: bool) -> str:
-    model, dtype, head_size = config.model, DTYPES[config.distributed.training_dtype], config.model.kv_channels or 0
+    model, dtype, head_size = config.model, DTYPES[config.distributed.training_dtype], config.model.kv_channels
     work = Work(
         dtype,
         head_size,

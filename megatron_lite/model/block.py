@@ -24,7 +24,6 @@ class Attention(torch.nn.Module):
     def __init__(self, name: str, config: ModelConfig, rotary: Rotary | None, kernels: Kernels, index: int) -> None:
         super().__init__()
         assert config.head_groups and config.kv_channels
-        assert config.init_method_std_qkv is not None and config.init_method_std_attn_proj is not None
         self.num_heads, self.head_groups = config.num_attention_heads, config.head_groups
         self.window = config.window_size
         self.dropout, self.rotary, self.name = config.attention_dropout, rotary, name
@@ -97,7 +96,6 @@ class MLP(torch.nn.Module):
     def __init__(self, name: str, config: ModelConfig, kernels: Kernels, recompute_level: str) -> None:
         super().__init__()
         assert config.ffn_hidden_size and config.activation_type
-        assert config.init_method_std_mlp_1 is not None and config.init_method_std_mlp_2 is not None
         self.activation_type, self.gated = config.activation_type, config.gated
         self.kernels, self.recompute_level = kernels, recompute_level
         up_sizes = (config.ffn_hidden_size,) * (2 if config.gated else 1)  # gate rows first

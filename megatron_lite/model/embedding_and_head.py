@@ -21,10 +21,8 @@ class Embedding(Layer):
 
     def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
-        assert config.init_method_std_embed is not None and config.max_position_embeddings is not None
         self.kernels = kernels
         weights = Initializer("normal", config.init_method_std_embed)
-        assert config.embedding_dropout is not None
         self.dropout = config.embedding_dropout
         self.dtype = torch.float32 if config.full_precision_residual else None  # of the residual stream
         self.word = declare(_vocabulary("embedding.word.weight", config, embedding=True))
@@ -59,7 +57,6 @@ class Head(Layer):
 
     def __init__(self, config: ModelConfig, embedding: Embedding, kernels: Kernels, logit_z_loss: float = 0.0) -> None:
         super().__init__()
-        assert config.init_method_std_embed is not None
         self.norm = Norm("head.norm", config, kernels)
         self.output: Parameter | None = None
         if config.tie_word_embeddings:
@@ -111,7 +108,6 @@ class Head(Layer):
 
 def _vocabulary(name: str, config: ModelConfig, embedding: bool) -> ParameterSpec:
     """Declare one row per vocabulary entry; in memory, rows of zeros follow."""
-    assert config.init_method_std_embed is not None
     return ParameterSpec(
         name,
         (config.vocab_size, config.hidden_size),

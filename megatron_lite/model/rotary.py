@@ -46,7 +46,6 @@ class Rotary:
 
 def rotary_frequencies(model: ModelConfig, channels: int, device: torch.device) -> Tensor:
     """Return radians per position, (r / 2,) in fp32, for r rotated channels of a resolved model."""
-    assert model.rotary_base is not None
     waves = wavelengths(channels, model.rotary_base, device)
     if model.rope_type == "default":
         return 1.0 / waves

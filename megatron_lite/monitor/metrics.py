@@ -56,7 +56,6 @@ def known_peak_tflops(device_name: str) -> float | None:
 
 def _block_flops(model: ModelConfig, tokens: int) -> float:
     """Return the FLOPs of one pass through the blocks' matrix products: 2 per weight and token."""
-    assert model.head_groups is not None and model.kv_channels is not None and model.ffn_hidden_size is not None
     attention = 2 * (model.num_attention_heads + model.head_groups) * model.kv_channels
     mlp = (3 if model.gated else 2) * model.ffn_hidden_size
     return 2.0 * tokens * model.num_layers * model.hidden_size * (attention + mlp)
@@ -69,7 +68,6 @@ def _head_flops(model: ModelConfig, tokens: int) -> float:
 
 def _attention_flops(model: ModelConfig, sequence_length: int, tokens: int, full: bool = False) -> float:
     """Return the FLOPs of scores and context, one pass: what causal mask and window leave, or the full square."""
-    assert model.kv_channels is not None
     # Under the causal mask a query sees s / 2 keys on average; with a window w, w * (1 - w / 2s).
     window = min(model.window_size or sequence_length, sequence_length)
     mean_keys = sequence_length if full else window * (1 - window / (2 * sequence_length))
@@ -102,7 +100,6 @@ def hardware_flops(model: ModelConfig, performance: PerformanceConfig, sequence_
     + 2 * T * h * v                      with a cross_entropy_block_size below v: the logits
     + T * heads * d * s                  for each block: the scores in attention's backward pass (1/6), all backends
     """
-    assert model.ffn_hidden_size is not None
     attention = _attention_flops(model, sequence_length, tokens)
     flops = model_flops(model, sequence_length, tokens)
     if performance.mlp_recompute_level == "full":

@@ -10,13 +10,8 @@ from megatron_lite.config.values import typed
 from megatron_lite.schedules.batch_size import Split, parse_schedule
 from megatron_lite.validation.messages import Problem, nearest_multiples, parsing, problem
 
-BATCH = (
-    "batch_size",
-    "micro_batch_size",
-    "depth_first_micro_batches",
-    "breadth_first_micro_batches",
-    "sequential_micro_batches",
-)
+_ACCUMULATION = ("depth_first_micro_batches", "breadth_first_micro_batches", "sequential_micro_batches")
+BATCH = ("batch_size", "micro_batch_size", *_ACCUMULATION)
 # Everything that decides the batch arithmetic.
 _BATCH_RULE = (*BATCH, "batch_size_schedule", "allow_nondivisible_batch_size", "dry_run", "world_size")
 

@@ -16,14 +16,9 @@ ROPE_TYPES_WITH: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "rope_factor": ("linear", "llama3", "yarn"),
         "rope_original_max_position_embeddings": ("llama3", "yarn"),
-        "rope_low_freq_factor": ("llama3",),
-        "rope_high_freq_factor": ("llama3",),
-        "rope_beta_fast": ("yarn",),
-        "rope_beta_slow": ("yarn",),
-        "rope_attention_factor": ("yarn",),
-        "rope_mscale": ("yarn",),
-        "rope_mscale_all_dim": ("yarn",),
-        "rope_truncate": ("yarn",),
+        **dict.fromkeys(("rope_low_freq_factor", "rope_high_freq_factor"), ("llama3",)),
+        **dict.fromkeys(("rope_beta_fast", "rope_beta_slow", "rope_truncate", "rope_attention_factor"), ("yarn",)),
+        **dict.fromkeys(("rope_mscale", "rope_mscale_all_dim"), ("yarn",)),
     }
 )
 
@@ -33,19 +28,14 @@ def model(draft: Draft) -> Iterator[Problem]:
     heads, hidden = draft.num_attention_heads, draft.hidden_size
     draft.head_groups = default(draft.head_groups, heads)
     if heads % draft.head_groups:
-        rule = (
-            f"each key/value head must serve the same number of query heads; set --head_groups to a divisor of {heads}"
-        )
+        rule = f"key/value heads must serve equally many query heads; set --head_groups to a divisor of {heads}"
         yield problem(draft, "num_attention_heads head_groups", rule)
-    if draft.kv_channels is None:
-        if hidden % heads:
-            rule = (
-                f"the heads must share hidden_size equally; nearest hidden sizes: {nearest_multiples(hidden, heads)}; "
-                "or set --kv_channels"
-            )
-            yield problem(draft, "hidden_size num_attention_heads", rule, also="kv_channels")
-            return
-        draft.kv_channels = hidden // heads
+    if hidden % heads and not draft.changed("kv_channels"):
+        nearest = nearest_multiples(hidden, heads)
+        rule = f"the heads must share hidden_size equally; nearest hidden sizes: {nearest}; or set --kv_channels"
+        yield problem(draft, "hidden_size num_attention_heads", rule, also="kv_channels")
+        return
+    draft.kv_channels = default(draft.kv_channels, hidden // heads)
     draft.ffn_hidden_size = default(draft.ffn_hidden_size, 4 * hidden)
     draft.activation_type = default(draft.activation_type, "silu" if draft.gated else "gelu")
     draft.use_position_embeddings = default(draft.use_position_embeddings, not draft.use_rotary_embeddings)
@@ -59,7 +49,7 @@ def model(draft: Draft) -> Iterator[Problem]:
     draft.add_qkv_biases = default(draft.add_qkv_biases, draft.add_linear_biases)
     draft.add_mlp_biases = default(draft.add_mlp_biases, draft.add_linear_biases)
     draft.embedding_dropout = default(draft.embedding_dropout, draft.hidden_dropout)
-    yield from _rotary(draft, draft.kv_channels)
+    yield from _rotary(draft)
     _fill_initialization(draft)
 
 
@@ -87,10 +77,10 @@ def performance(draft: Draft) -> Iterator[Problem]:
 # --- Rotary positions
 
 
-def _rotary(draft: Draft, kv_channels: int) -> Iterator[Problem]:
+def _rotary(draft: Draft) -> Iterator[Problem]:
     yield from _base(draft)
     if draft.use_rotary_embeddings:
-        yield from _rotated_channels(draft, kv_channels)
+        yield from _rotated_channels(draft)
     elif unused := draft.changed("rotary_percent", "rope_type"):
         for name in unused:
             rule = "there are no rotary positions; write --use_rotary_embeddings=1, or leave it out"
@@ -122,9 +112,9 @@ def _base(draft: Draft) -> Iterator[Problem]:
         yield problem(draft, "rotary_base rotary_embedding_scale", rule)
 
 
-def _rotated_channels(draft: Draft, channels: int) -> Iterator[Problem]:
+def _rotated_channels(draft: Draft) -> Iterator[Problem]:
     """The number of rotated channels must be even."""
-    part, rotated = draft.rotary_percent, draft.rotated_channels
+    part, channels, rotated = draft.rotary_percent, draft.kv_channels, draft.rotated_channels
     if part == 1.0 and channels % 2:
         yield Problem(
             ("kv_channels", "use_rotary_embeddings", "hidden_size", "num_attention_heads"),
@@ -151,10 +141,7 @@ def _llama3(draft: Draft) -> Iterator[Problem]:
     draft.rope_low_freq_factor = default(draft.rope_low_freq_factor, 1.0)
     draft.rope_high_freq_factor = default(draft.rope_high_freq_factor, 4.0)
     if draft.rope_high_freq_factor <= draft.rope_low_freq_factor:
-        rule = (
-            "the high factor must be greater, because frequencies between the two are interpolated; "
-            "4 and 1 are the usual values"
-        )
+        rule = "frequencies between the two are interpolated, so the high factor must be greater (usually 4 and 1)"
         yield problem(draft, "rope_high_freq_factor rope_low_freq_factor", rule)
 
 
@@ -177,25 +164,17 @@ def _yarn(draft: Draft) -> Iterator[Problem]:
 
 def _scaling(draft: Draft) -> Iterator[Problem]:
     """Derive the original length and YaRN's factor as Hugging Face does: max_position_embeddings, and the quotient."""
-    kind, longest, original = (
-        draft.rope_type,
-        draft.max_position_embeddings,
-        draft.rope_original_max_position_embeddings,
-    )
-    assert longest is not None, "derived before"
-    if draft.rope_factor is None and kind == "yarn" and original is not None:
+    longest, original = draft.max_position_embeddings, draft.rope_original_max_position_embeddings
+    if draft.rope_factor is None and draft.rope_type == "yarn" and original is not None:
         if longest < original:
-            rule = (
-                "rope_factor, their quotient, must be >= 1; write --max_position_embeddings=<the extended length>, "
-                "or --rope_factor"
-            )
+            rule = "their quotient, rope_factor, must be >= 1; write the extended length first, or --rope_factor"
             names = "max_position_embeddings rope_original_max_position_embeddings"
             yield problem(draft, names, rule, also="rope_factor")
             return
         draft.rope_factor = longest / original
     if draft.rope_factor is None:
-        alternative = " or --rope_original_max_position_embeddings=<positions>" if kind == "yarn" else ""
+        alternative = " or --rope_original_max_position_embeddings=<positions>" if draft.rope_type == "yarn" else ""
         rule = f"the scaling factor is missing; write --rope_factor=<factor>{alternative}"
         yield problem(draft, "rope_type", rule, also="rope_factor")
-    elif kind != "linear":
+    elif draft.rope_type != "linear":
         draft.rope_original_max_position_embeddings = default(original, longest)

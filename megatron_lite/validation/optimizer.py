@@ -13,9 +13,7 @@ def optimizer(draft: Draft) -> Iterator[Problem]:
     """Check the update and its guards; derive the loss scale."""
     clips = draft.changed("update_rms_clip", "clip_update_norm_sigma")
     if len(clips) == 2:
-        rule = (
-            "updates are clipped either by each parameter's root mean square or by their norm; leave one of the two out"
-        )
+        rule = "updates are clipped by each parameter's root mean square or by their norm; leave one of the two out"
         yield problem(draft, " ".join(clips), rule)
     for name in clips:
         if draft.optimizer != "adamw":
@@ -50,8 +48,5 @@ def averaging(draft: Draft) -> Iterator[Problem]:
         rule = "no average is kept; write --ema_type=ema (or ema_decay_sqrt) or --export_weights=raw"
         yield problem(draft, "export_weights ema_type", rule)
     if draft.export_format == "distributed":
-        rule = (
-            "a resumable checkpoint always holds weights and averages; leave --export_weights out, or write "
-            "--export_format=huggingface"
-        )
+        rule = "a resumable checkpoint always holds weights and averages; leave one of the two out"
         yield problem(draft, "export_weights export_format", rule)

@@ -38,10 +38,7 @@ def multi_stage(draft: Draft) -> Iterator[Problem]:
     if not draft.split_master_weights:
         return
     if draft.training_dtype != "bf16":
-        rule = (
-            "the master is split into the bf16 weight and the rest; write --training_dtype=bf16, or leave "
-            "split_master_weights out"
-        )
+        rule = "only masters of bf16 weights split; write --training_dtype=bf16, or leave split_master_weights out"
         yield problem(draft, "split_master_weights training_dtype", rule)
     buffers, size = draft.num_weight_buffers, draft.layers_per_stage
     stages = None if size == "auto" else number_of_stages(draft.num_layers, size)
@@ -61,10 +58,7 @@ def multi_stage(draft: Draft) -> Iterator[Problem]:
 def ranks(draft: Draft) -> Iterator[Problem]:
     """Check where the number of ranks comes from."""
     if draft.world_size is not None and not draft.dry_run:
-        rule = (
-            "torchrun sets it through the environment: torchrun --nproc-per-node=N --nnodes=M; "
-            "only a dry run takes it from the command line: --dry_run=1"
-        )
+        rule = "only --dry_run=1 takes it from here; torchrun --nproc-per-node=N --nnodes=M sets it for a run"
         yield problem(draft, "world_size", rule, also="dry_run")
 
 
@@ -92,13 +86,9 @@ def data(draft: Draft) -> Iterator[Problem]:
         )
     else:
         yield from parsing("data_path", weighted_paths, draft.data_path)
-    phases = (
-        ("training", "train_iters", draft.train_iters),
-        ("validation", "validation_iters", draft.validation_iters),
-        ("test", "test_iters", draft.test_iters),
-    )
-    for share, (phase, name, iterations) in zip(draft.split, phases, strict=True):
-        if iterations != 0 and share == 0:
+    phases = {"train_iters": "training", "validation_iters": "validation", "test_iters": "test"}
+    for share, (name, phase) in zip(draft.split, phases.items(), strict=True):
+        if getattr(draft, name) != 0 and share == 0:
             rule = f"no documents are left for {phase}; give it a share in --split or write --{name}=0"
             yield problem(draft, f"split {name}", rule)
 
@@ -113,10 +103,7 @@ def files(draft: Draft) -> Iterator[Problem]:
             yield problem(draft, name, rule, also="experiment_dir")
     yield from parsing("export_shard_size", size_bytes, draft.export_shard_size)
     if draft.export_dtype != draft.training_dtype and draft.export_format == "distributed":
-        rule = (
-            "a resumable checkpoint holds the fp32 masters; leave --export_dtype out, or write "
-            "--export_format=huggingface"
-        )
+        rule = "a resumable checkpoint holds the fp32 masters; leave one of the two out"
         yield problem(draft, "export_dtype export_format", rule)
     yield from _samples(draft)
     if draft.experiment_dir is not None:
@@ -136,10 +123,7 @@ def _samples(draft: Draft) -> Iterator[Problem]:
             rule = f"samples need --{name}; write it, or leave sample_interval out"
             yield problem(draft, "sample_interval", rule, also=name)
     if draft.sample_tokens >= draft.sequence_length:
-        rule = (
-            "a sample and its prompt must fit into sequence_length; write at most "
-            f"--sample_tokens={draft.sequence_length - 1}"
-        )
+        rule = f"a sample and its prompt must fit into sequence_length; write at most {draft.sequence_length - 1}"
         yield problem(draft, "sample_tokens sequence_length", rule)
     if draft.sample_temperature == 0:
         for name in draft.changed("sample_top_k", "sample_top_p"):

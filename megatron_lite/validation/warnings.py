@@ -10,14 +10,7 @@ from megatron_lite.config.system import number_of_stages
 from megatron_lite.config.values import FLAGS, typed, written
 from megatron_lite.schedules.warnings import idle_schedule_options, schedule_warnings
 
-DEBUG_LEVELS = (
-    "debug_layer_outputs",
-    "debug_param_init",
-    "debug_layer_gradients",
-    "debug_param_gradients",
-    "debug_all_param_gradients",
-    "debug_param_update",
-)
+DEBUG_LEVELS = tuple(name for name, flag in FLAGS.items() if name.startswith("debug_") and flag.kind == "int")
 
 
 def warnings(config: Config) -> list[str]:
@@ -46,10 +39,7 @@ def _risks(options: Draft) -> Iterator[str]:
     if options.train_iters > 0 and (options.lr == 0.0 or options.default_lr_scale == 0.0):
         yield "the learning rate is 0: the weights never change"
     if not options.full_precision_gradients and options.training_dtype != "fp32":
-        yield (
-            f"--full_precision_gradients=0: gradients are accumulated and reduced in {options.training_dtype}; "
-            "small contributions are lost"
-        )
+        yield f"--full_precision_gradients=0: sums of gradients in {options.training_dtype} lose small contributions"
     if options.training_dtype == "fp16" and options.loss_scale is not None:
         yield "--loss_scale: a constant loss scale does not adapt to fp16 overflows; updates that overflow are dropped"
     if options.skip_bad_steps:
@@ -59,7 +49,6 @@ def _risks(options: Draft) -> Iterator[str]:
     if not options.use_rotary_embeddings and not options.use_position_embeddings:
         yield "neither rotary nor learned positions: the model sees the order of tokens only through the causal mask"
     original, longest = options.rope_original_max_position_embeddings, options.max_position_embeddings
-    assert longest is not None, "resolved before"
     if options.rope_type == "yarn" and original is not None and options.rope_factor is not None:
         if longest not in (original, original * options.rope_factor):
             yield (
@@ -67,10 +56,7 @@ def _risks(options: Draft) -> Iterator[str]:
                 f"rope_original_max_position_embeddings {original} nor that times rope_factor"
             )
     if options.sequence_length > longest:
-        yield (
-            f"--max_position_embeddings={longest}: exports state a shorter context than sequence_length "
-            f"{options.sequence_length}"
-        )
+        yield f"{typed(options, 'max_position_embeddings')}: exports state a shorter context than sequence_length"
     if options.experiment_dir is None and options.train_iters > 0 and not options.dry_run:
         yield "--experiment_dir is not set: nothing is saved"
 

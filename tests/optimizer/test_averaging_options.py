@@ -24,7 +24,7 @@ EXPORT: dict[str, Any] = {"export_interval": 10, "experiment_dir": "/run", "expo
         (
             {**EXPORT, **EMA, "export_format": "distributed"},
             "--export_weights=average, --export_format=distributed: a resumable checkpoint always holds weights and "
-            "averages; leave --export_weights out, or write --export_format=huggingface",
+            "averages; leave one of the two out",
         ),
         ({"ema_type": "ema", "ema_beta": 1.0}, "--ema_beta=1: must be "),
         ({"ema_type": "ema_decay_sqrt", "ema_decay_iters": 0}, "--ema_decay_iters=0: must be >= 1"),

@@ -98,7 +98,10 @@ LLAMA3 = dict(rope_type="llama3", rope_factor=2.0)
         (dict(rope_type="linear"), "--rope_type=linear: the scaling factor is missing; write --rope_factor=<factor>"),
         (dict(rope_type="llama3", rope_original_max_position_embeddings=64), "write --rope_factor=<factor>"),
         (dict(rope_type="yarn"), "write --rope_factor=<factor> or --rope_original_max_position_embeddings=<positions>"),
-        (dict(rope_type="yarn", rope_original_max_position_embeddings=4096), "their quotient, must be >= 1"),
+        (
+            dict(rope_type="yarn", rope_original_max_position_embeddings=4096),
+            "their quotient, rope_factor, must be >= 1",
+        ),
         (
             dict(rope_type="linear", rope_factor=2.0, rope_original_max_position_embeddings=64),
             "--rope_type=linear does not use it; leave it out, or write --rope_type=llama3 or yarn",
@@ -108,11 +111,11 @@ LLAMA3 = dict(rope_type="llama3", rope_factor=2.0)
         (dict(rope_low_freq_factor=1.0, **YARN), "does not use it; leave it out, or write --rope_type=llama3"),
         (
             dict(rope_high_freq_factor=1.0, **LLAMA3),
-            "--rope_high_freq_factor=1, --rope_low_freq_factor=1: the high factor must",
+            "--rope_high_freq_factor=1, --rope_low_freq_factor=1: frequencies between the two are",
         ),
         (
             dict(rope_low_freq_factor=5.0, **LLAMA3),
-            "--rope_high_freq_factor=4, --rope_low_freq_factor=5: the high factor",
+            "--rope_high_freq_factor=4, --rope_low_freq_factor=5: frequencies between",
         ),
         (dict(rope_beta_fast=0.5, **YARN), "--rope_beta_fast=0.5, --rope_beta_slow=1: the ramp must end at"),
         (dict(rope_mscale=0.7, **YARN), "--rope_mscale=0.7: has an effect only together with rope_mscale_all_dim"),

@@ -455,7 +455,7 @@ def test_bad_weighted_paths(words: str) -> None:
     [
         (dict(train_iters=0), "nothing is trained"),
         (dict(lr=0.0), "learning rate is 0"),
-        (dict(training_dtype="bf16", full_precision_gradients=False), "accumulated and reduced in bf16"),
+        (dict(training_dtype="bf16", full_precision_gradients=False), "sums of gradients in bf16"),
         (dict(training_dtype="fp16", loss_scale=8.0), "constant loss scale"),
         (dict(use_position_embeddings=False), "neither rotary nor learned"),
         (dict(use_rotary_embeddings=True, max_position_embeddings=16), "shorter context"),
