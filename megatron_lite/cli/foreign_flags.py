@@ -44,18 +44,18 @@ def _plain(value: str) -> str:
     return whole if whole.isascii() and whole.isdigit() and not fraction.strip("0") else value
 
 
-PARALLEL = "only data parallelism is built yet"
+PARALLEL = "only data parallelism is supported so far"
 TORCHRUN = "torchrun sets it through the environment: torchrun --nproc-per-node=N --nnodes=M"
 COMPILE = (
-    "torch.compile is not used: it cannot take the hand-fused autograd functions as a whole, and compiled one by one "
-    "on a CPU they are no faster"
+    "torch.compile is not used: it cannot compile the hand-fused autograd functions as a whole, and compiling them one"
+    " by one makes them no faster on a CPU"
 )
-PROFILE = "the profiler is not built yet"
+PROFILE = "profiling is not supported yet"
 _RECOMPUTE = "--recompute_layers=<N> for the first N blocks, or --mlp_recompute_level=activation or =full for all MLPs"
-_ONE = "there is one implementation"
+_ONE = "there is only one implementation"
 _TOKENIZED = "scripts/prepare_data.py tokenizes the data beforehand"
-_TENSORBOARD = "TensorBoard is not built yet; metrics.jsonl has every number"
-_KEY = "secrets stay out of command lines; set the variable WANDB_API_KEY or WANDB_API_KEY_PATH"
+_TENSORBOARD = "TensorBoard is not supported yet; metrics.jsonl has every number"
+_KEY = "keep secrets out of command lines; set the environment variable WANDB_API_KEY or WANDB_API_KEY_PATH"
 _PRETRAINED = "--pretrained_checkpoint_path=<folder of a checkpoint>"
 _RUN_FOLDER = "--experiment_dir=<folder>"
 
@@ -72,10 +72,10 @@ MEGATRON = (
     Row("rampup_batch_size", "--batch_size_schedule=<iteration:size ...>"),
     Row("step_batch_size_schedule", "--batch_size_schedule=<iteration:size ...>", "in iterations, not in samples"),
     Row("gradient_accumulation_steps", "--sequential_micro_batches=<steps>, or --batch_size and --micro_batch_size"),
-    Row("exit_duration_in_mins", "--stop_interval=<iterations>", "runs stop at iterations"),
-    Row("exit_signal_handler", remark="signals need no flag"),
+    Row("exit_duration_in_mins", "--stop_interval=<iterations>", "runs stop by iteration, not by time"),
+    Row("exit_signal_handler", remark="signals are always handled: the run saves and stops"),
     Row("skip_train", "--train_iters=0"),
-    Row("iterations_to_skip", remark="no iteration can be skipped"),
+    Row("iterations_to_skip", remark="iterations cannot be skipped"),
     Row("lr_warmup_samples", "--lr_warmup_iters=<samples / batch_size>"),
     Row("lr_decay_samples", "--lr_decay_iters=<samples / batch_size>"),
     Row("lr_wsd_decay_samples", "--lr_wsd_decay_iters=<samples / batch_size>"),
@@ -87,12 +87,12 @@ MEGATRON = (
     Row("fp16", "--training_dtype=fp16"),
     Row("fp32", "--training_dtype=fp32"),
     Row("params_dtype", "--training_dtype", "master weights are always fp32"),
-    Row("fp8_format", remark="fp8 is not built yet"),
+    Row("fp8_format", remark="fp8 is not supported yet"),
     Row("torch_compile", remark=COMPILE),
     Row("recompute_granularity recompute_method recompute_activations", _RECOMPUTE),
     Row("recompute_num_layers", "--recompute_layers=<N>"),
     Row("transformer_impl use_mcore_models", remark=_ONE),
-    Row("cross_entropy_loss_fusion", remark="head and loss are always one operation"),
+    Row("cross_entropy_loss_fusion", remark="head and loss are always fused"),
     Row("use_distributed_optimizer", "--zero_stage=1"),
     Row("use_megatron_fsdp", "--zero_stage=3"),
     Row("data_parallel_sharding_strategy", "--zero_stage=1 for optim, 2 for optim_grads, 3 for optim_grads_params"),
@@ -105,7 +105,7 @@ MEGATRON = (
     Row("tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size", remark=PARALLEL, only="1"),
     Row("sequence_parallel", remark=PARALLEL, only="0", switch=True),
     Row("use_flash_attn", remark="write --attention_backend=math for the plain formula", only="1", switch=True),
-    Row("moe_router_topk", remark="mixture of experts is not built yet", only="1"),
+    Row("moe_router_topk", remark="mixture of experts is not supported yet", only="1"),
     Row("mock_data", "--dataset_source=random"),
     Row("train_data_path valid_data_path test_data_path", "--data_path and --split"),
     Row("data_cache_path", remark="nothing is cached for --data_path; its files are read as they are"),
@@ -114,14 +114,14 @@ MEGATRON = (
     Row("reset_attention_mask", "--cross_document_attention=0"),
     Row("eod_mask_loss", remark="every token counts in the loss"),
     Row("save", _RUN_FOLDER, "checkpoints go to <folder>/checkpoints"),
-    Row("load", _RUN_FOLDER, "a run in that folder resumes by itself"),
+    Row("load", _RUN_FOLDER, "the same command resumes the run in that folder"),
     Row("save_retain_interval", "--export_interval=<iterations>", "exports are kept"),
     Row("most_recent_k", "--max_checkpoints=<number>"),
     Row("ckpt_step", remark="a run resumes from its newest good checkpoint"),
     Row("finetune", _PRETRAINED, "training starts at iteration 0 from the weights in that folder"),
     Row("no_load_optim", _PRETRAINED, "without --load_pretrained_optimizer=1 only weights are loaded"),
     Row("no_load_rng", remark="checkpoints hold no random state"),
-    Row("async_save", remark="checkpoints are saved between two iterations"),
+    Row("async_save", remark="checkpoints are always saved between two iterations"),
     Row("config config_url", "@<file> to read flags from a file"),
     Row("log_throughput", remark="every log line shows the throughput"),
     Row("tensorboard_dir", remark=_TENSORBOARD),
@@ -135,18 +135,18 @@ LEVANTER = (
     Row(
         "optimizer.lr_schedule lr_schedule.type",
         "--lr_decay_style",
-        "power there is power_tokens here; power here is a polynomial",
+        "Levanter's power is power_tokens here; power here is a polynomial",
     ),
     Row("lr_schedule.exponent", "--lr_cosine_exponent"),
     Row("lr_schedule.timescale", "--lr_inv_sqrt_timescale"),
     Row("lr_schedule.a", "--lr_power_a", "the schedule knows the batch size and the sequence length"),
     Row("lr_schedule.b", "--lr_power_b"),
-    Row("min_lr_ratio", remark="or --min_lr, the rate itself; with neither the rate falls to 0"),
+    Row("min_lr_ratio", remark="or --min_lr, the learning rate itself; with neither it falls to 0"),
     Row("warmup:fraction", "--lr_warmup_fraction", "of the first cycle"),
     Row("warmup:steps", "--lr_warmup_iters", "1 is one iteration here, the whole cycle there"),
     Row("decay:fraction", "--lr_wsd_decay_fraction", "of each cycle; --lr_decay_iters is where the last decay ends"),
     Row("decay:steps", "--lr_wsd_decay_iters", "none: all iterations after the warmup"),
-    Row("rewarmup:steps", "--lr_rewarmup_iters", "0: the rate jumps back to the peak"),
+    Row("rewarmup:steps", "--lr_rewarmup_iters", "0: jump back to the peak"),
     Row("rewarmup:fraction", "--lr_rewarmup_fraction", "of a cycle"),
     Row("cycles:number", "--lr_num_cycles", "all of equal length, unlike the formula in Levanter's documentation"),
     Row("cycles:list", "--lr_cycle_minima", "the iterations at which cycles end"),
@@ -163,9 +163,12 @@ LEVANTER = (
         "levanter for true; off for false, or leave it out beside --weight_decay_modules",
     ),
     Row("weight_decay_modules", remark="a list: the same items; a string: put regex: before it"),
-    Row("adamc_weight_decay", remark="the decay follows the learning rate divided by its peak"),
+    Row("adamc_weight_decay", remark="the decay also scales with the learning rate over its peak"),
     Row("nesterov", "--adam_nesterov", "or --muon_nesterov with --optimizer=muon"),
-    Row("max_grad_norm", remark="0 for none; --clip_grad_style=levanter leaves torch's 1e-6 out of the divisor"),
+    Row(
+        "max_grad_norm",
+        remark="0 turns clipping off; --clip_grad_style=levanter leaves torch's 1e-6 out of the divisor",
+    ),
     Row("clip_update_norm", "--clip_update_norm_sigma", "turns it on; --clip_update_norm_window is the window"),
     Row("clip_update_norm.sigma_factor", "--clip_update_norm_sigma=<factor>"),
     Row("clip_update_norm.rolling_interval_length", "--clip_update_norm_window"),
@@ -174,7 +177,10 @@ LEVANTER = (
     Row("skip_bad_steps.rolling_interval_length", "--skip_bad_steps_window"),
     Row("sigma_factor", "--skip_bad_steps_sigma or --clip_update_norm_sigma"),
     Row("rolling_interval_length", "--skip_bad_steps_window or --clip_update_norm_window"),
-    Row("crash_on_nan crash_on_inf", remark="always dropped; the run ends at the next log line, validation or save"),
+    Row(
+        "crash_on_nan crash_on_inf",
+        remark="such updates are always dropped; the run ends at the next log line, validation or save",
+    ),
     Row("model_averaging.type", "--ema_type", "the same names: ema, ema_decay_sqrt"),
     Row("model_averaging.beta", "--ema_beta"),
     Row("switch_step", "--ema_switch_iter", "a uniform mean until then, as in Levanter's code"),
@@ -184,12 +190,12 @@ LEVANTER = (
     Row("per_device_parallelism per_device_train_parallelism", "--micro_batch_size", "leave it out for -1"),
     Row("per_device_eval_parallelism", "--eval_micro_batch_size", "leave it out for -1"),
     Row("max_eval_batches", "--validation_iters", "all for none"),
-    Row("data_seed", "--seed", "it also orders the data"),
+    Row("data_seed", "--seed", "it also determines the order of the data"),
     Row("z_loss_weight", remark="part of the training loss only, there and here"),
-    Row("epoch", "--train_iters=<iterations>", "the data is read again until then"),
+    Row("epoch", "--train_iters=<iterations>", "the data repeats until then"),
     # Precision, memory, speed
     Row("mp", "--training_dtype", "bf16 for p=f32,c=bfloat16, fp32 for f32; master weights are always fp32"),
-    Row("quantization", remark="fp8 and int8 are not built yet; write --training_dtype=bf16"),
+    Row("quantization", remark="fp8 and int8 are not supported yet; write --training_dtype=bf16"),
     Row(
         "jax_config jax_compilation_cache_dir log_jaxprs log_xla_hlo save_xla_dumps scan_layers profiler_perfetto_link",
         remark="belongs to JAX and its compiler",
@@ -209,18 +215,22 @@ LEVANTER = (
         remark=TORCHRUN,
     ),
     Row("ray start_workers auto_start_cluster", remark=f"no cluster is needed: {_TOKENIZED}"),
-    Row("require_accelerator", "--device=cuda", "without it a machine without a GPU trains on its CPU"),
+    Row("require_accelerator", "--device=cuda", "by default a machine without a GPU trains on its CPU"),
     Row("shutdown_at_exit", remark="a run never shuts a machine down"),
     # Checkpoints and other weights
     Row("trainer.id append_run_id_to_base_path", _RUN_FOLDER, "a run is its folder"),
-    Row("checkpointer checkpointer.save_interval", "--checkpoint_interval=<iterations>", "not by time yet"),
+    Row(
+        "checkpointer checkpointer.save_interval",
+        "--checkpoint_interval=<iterations>",
+        "saving by time is not supported yet",
+    ),
     Row("base_path", _RUN_FOLDER, "checkpoints go to <folder>/checkpoints"),
     Row(
         "keep",
         "--export_interval=<iterations> --export_format=distributed",
         "these checkpoints are kept; the interval cannot change during a run yet",
     ),
-    Row("delete_old_temp_checkpoints", "--max_checkpoints=<number>", "whichever start saved them"),
+    Row("delete_old_temp_checkpoints", "--max_checkpoints=<number>", "no matter which start saved them"),
     Row("load_checkpoint", remark="a run resumes if --experiment_dir has a checkpoint; there is no flag for it yet"),
     Row("load_checkpoint_path", _RUN_FOLDER, "a run resumes only from its own folder"),
     Row("initialize_from initialize_from_checkpoint_path", _PRETRAINED, "--load_pretrained_optimizer=1 adds moments"),
@@ -230,46 +240,48 @@ LEVANTER = (
     Row("hf_save_path", "--export_interval=<iterations>", "exports go to <experiment_dir>/export"),
     Row("hf_save_steps", "--export_interval"),
     Row("hf_save_dtype", "--export_dtype"),
-    Row("hf_upload", "--export_callback_script=<program>", "it gets each exported folder and can upload it"),
+    Row(
+        "hf_upload", "--export_callback_script=<program>", "the program is given each exported folder and can upload it"
+    ),
     # Logs, trackers, profiler
     Row("log_dir", _RUN_FOLDER, "each start logs to <folder>/runs/<k>/logs"),
     Row("wandb tracker.entity", "--wandb_entity_name", "turns Weights & Biases on; metrics.jsonl is always written"),
     Row(
         "tracker",
         "--wandb_entity_name=<team> for Weights & Biases",
-        "other trackers are not built yet; metrics.jsonl has every number",
+        "other trackers are not supported yet; metrics.jsonl has every number",
     ),
     Row("tracker.project", "--wandb_project_name"),
     Row("tracker.name", "--experiment_name"),
     Row("tracker.group", "--wandb_group_name"),
     Row("tracker.tags", remark="runs in Weights & Biases have no tags yet"),
-    Row("tracker.id tracker.resume", remark="a restart continues its Weights & Biases run by itself"),
-    Row("tracker.mode", remark="set the variable WANDB_MODE"),
+    Row("tracker.id tracker.resume", remark="a restart always continues its Weights & Biases run"),
+    Row("tracker.mode", remark="set the environment variable WANDB_MODE"),
     Row("save_code", remark="code is not uploaded"),
     Row("logdir", remark=_TENSORBOARD),
     Row(
         "watch",
         "--debug_all_param_gradients=<level> or --debug_param_update=<level>",
-        "they log statistics; trackers do not get them yet",
+        "they log statistics; sending them to trackers is not supported yet",
     ),
     Row("profiler profiler_start_step profiler_num_steps", remark=PROFILE),
     Row(
         "eval_harness eval_harness_steps",
-        remark="tasks are not evaluated; scripts/evaluate.py gives loss, perplexity and bits per byte",
+        remark="benchmark tasks are not evaluated; scripts/evaluate.py reports loss, perplexity and bits per byte",
     ),
     Row("log_entropy", remark="the entropy of predictions is not logged"),
     # Model
     Row(
         "model.type",
-        remark="there is one model; for llama write --use_rotary_embeddings=1 --normalization_type=rms_norm --gated=1 "
-        "--add_linear_biases=0 --tie_word_embeddings=0, for gpt2 none of them",
+        remark="there is only one model; for llama write --use_rotary_embeddings=1 --normalization_type=rms_norm "
+        "--gated=1 --add_linear_biases=0 --tie_word_embeddings=0, for gpt2 none of them",
     ),
-    Row("seq_len", remark="each sample has one token more here, so that every position has a target"),
+    Row("seq_len", remark="here each sample has one more token, so that every position has a target"),
     Row("mlp_scale", "--ffn_hidden_size", "mlp_scale times --hidden_size"),
     Row("activation_function", "--activation_type", "gelu_new is gelu here, gelu is gelu_exact, swish is silu"),
     Row("use_bias", "--add_linear_biases", "layer_norm has a bias unless --use_layer_norm_weight=0"),
-    Row("tie_word_embeddings", remark="gpt2: always tied"),
-    Row("initializer_range", "--init_method_std=<std>", "for all matrices; only for gpt2's embeddings there"),
+    Row("tie_word_embeddings", remark="Levanter's gpt2 always ties them"),
+    Row("initializer_range", "--init_method_std=<std>", "here for all matrices, there only for gpt2's embeddings"),
     Row("embed_pdrop", "--embedding_dropout"),
     Row("resid_pdrop", "--hidden_dropout", "also for embeddings unless --embedding_dropout is given"),
     Row("attn_pdrop", "--attention_dropout", "had no effect in Levanter"),
@@ -278,43 +290,43 @@ LEVANTER = (
     Row("rope.theta", "--rotary_base"),
     Row("rope.factor", "--rope_factor", "with --rope_type=linear, llama3 or yarn"),
     Row("cross_entropy_block_size", remark="entries of the vocabulary, there and here"),
-    Row("gradient_checkpointing", _RECOMPUTE, "true is --recompute_layers=<all>"),
+    Row("gradient_checkpointing", _RECOMPUTE, "for true write --recompute_layers=<num_layers>"),
     Row("attn_backend", "--attention_backend", "JAX's kernels have other names"),
-    Row("model.use_flash_attention", "--attention_backend", "math for false"),
+    Row("model.use_flash_attention", "--attention_backend", "for false write math"),
     Row("flash_attention_block_size", remark="the kernel chooses; --attention_backend names another kernel"),
     Row("reference_checkpoint", "--tokenizer_file=<tokenizer.json>", "exports need no other model"),
     # Data
     Row("train_urls cache_dir data.configs", "--data_path", f"{_TOKENIZED}; write the prefixes of its files"),
-    Row("validation_urls", "--split", "the share of the documents that validates"),
+    Row("validation_urls", "--split", "the share of documents for validation"),
     Row("cache_options", remark=_TOKENIZED),
     Row("tokenizer", "--tokenizer_file", f"{_TOKENIZED}; exports get a copy"),
     Row("train_weights", "--data_path", "a weight before each prefix (0.3 first 0.7 second), for the whole run"),
     Row("mixture_block_size", remark="the weights of a blend are the same for the whole run"),
-    Row("stop_strategy", remark="data sets are read again until --train_iters"),
+    Row("stop_strategy", remark="data sets repeat until --train_iters"),
     Row("data.shuffle permutation_type", remark="every epoch is shuffled as a whole; --seed changes the order"),
-    Row("max_train_batches", "--split", "the share of the documents that trains"),
-    Row("num_validation_sequences", "--split", "the share of the documents that validates"),
-    Row("experiment_budget target_budget", remark="simulated epochs are not built"),
+    Row("max_train_batches", "--split", "the share of documents for training"),
+    Row("num_validation_sequences", "--split", "the share of documents for validation"),
+    Row("experiment_budget target_budget", remark="simulated epochs are not supported"),
 )
 
-_SEEDS = "every random number derives from --seed and its own place (weight, sample, layer), not from shifted seeds"
-_EXPERTS = "mixture of experts is not built yet"
-_FIM = "fill-in-the-middle is not built"
+_SEEDS = "random numbers derive from --seed and their position (weight, sample, layer), not from shifted seeds"
+_EXPERTS = "mixture of experts is not supported yet"
+_FIM = "fill-in-the-middle is not supported"
 _WHOLE_CONFIG = "only the architecture is taken from a pretrained folder; write everything else as flags"
-_CONVERT = "belongs to Fast-LLM's conversion tool; here that is scripts/convert_checkpoint.py"
+_CONVERT = "a flag of Fast-LLM's conversion tool; here use scripts/convert_checkpoint.py"
 
 # Fast-LLM's flags of the flat-flag era.
 FAST_LLM = (
     # Flags that exist here, with what differs
     Row("validation_iters", remark="or all"),
-    Row("export_callback_script", remark="runs beside the training; a failure is a warning"),
-    Row("export_callback_env", remark="only names are kept; values are in no file"),
+    Row("export_callback_script", remark="runs while training goes on; its failure only causes a warning"),
+    Row("export_callback_env", remark="only names are recorded; values are written nowhere"),
     Row("lr_decay_style", remark="also Levanter's styles"),
-    Row("lr_schedule", remark="the stages that Fast-LLM documents; its own parser always fails"),
-    Row("lr_decay_iters", remark="there it must be given unless the style is constant"),
-    Row("clip_grad", remark="0 turns clipping off; there it must be above 0"),
+    Row("lr_schedule", remark="the stages that Fast-LLM documents; its own parser rejects every one"),
+    Row("lr_decay_iters", remark="Fast-LLM requires it unless the style is constant"),
+    Row("clip_grad", remark="0 turns clipping off; Fast-LLM requires a value above 0"),
     Row("min_lr", remark="or --min_lr_ratio"),
-    Row("debug_tensor_parallel", remark="nothing to compare"),
+    Row("debug_tensor_parallel", remark="there is nothing to compare"),
     Row("pipeline_delay", remark="unused, there and here"),
     Row("stages_per_pipeline_stage", remark="must be 1, there and here"),
     Row("zero_stage", remark="or auto; buffer counts may be given with any stage"),
@@ -324,8 +336,8 @@ FAST_LLM = (
     Row("mlp_recompute_level", remark="--recompute_layers=<N> recomputes whole blocks"),
     Row("head_groups", remark="write 1, multi-query attention, if you relied on the default"),
     Row("rotary_embedding_scale", remark="the same number; or --rotary_base"),
-    Row("export_interval", remark="there a multiple of --checkpoint_interval"),
-    Row("enable_triton_kernels", remark="1 where Triton cannot run is an error"),
+    Row("export_interval", remark="Fast-LLM requires a multiple of --checkpoint_interval"),
+    Row("enable_triton_kernels", remark="1 is an error where Triton cannot run"),
     Row("dataset_source", remark="list or random; file and sample are refused"),
     Row("pretrained_checkpoint_type", remark="huggingface or distributed"),
     # Flags that do not exist here: accepted with the values that change nothing, else refused
@@ -342,7 +354,7 @@ FAST_LLM = (
     Row("train_seed_shift valid_seed_shift test_seed_shift", remark=_SEEDS),
     Row(
         "data_overlap",
-        remark="collectives overlap with computation; to avoid that write --num_weight_buffers=1 --num_grad_buffers=1",
+        remark="collectives overlap with computation; to prevent it write --num_weight_buffers=1 --num_grad_buffers=1",
         only="1",
         switch=True,
     ),
@@ -353,7 +365,7 @@ FAST_LLM = (
     Row("profile_skip profile_warmup profile_cycles", remark=PROFILE, only="1"),
     Row("profile_column_width", remark=PROFILE, only="80"),
     Row("profile_ranks", remark=PROFILE, only="none"),
-    Row("skip_step", remark="no part of a training step can be left out", only="0", switch=True),
+    Row("skip_step", remark="parts of a training step cannot be skipped", only="0", switch=True),
     Row("triton_rotary", remark="write --enable_triton_kernels=0, for all operations", only="1", switch=True),
     Row("normalization_implementation", remark="the program chooses the implementation", only="auto"),
     Row("transposed_mlp_weight", remark="every matrix is stored as (outputs, inputs)", only="0", switch=True),
@@ -383,7 +395,7 @@ FAST_LLM = (
     Row("torch_dynamo_enable", remark=COMPILE, only="0", switch=True),
     Row(
         "triton_linear_kernels",
-        remark="the vendor's library multiplies matrices; --enable_triton_kernels is for everything else",
+        remark="matrix products use the vendor's library; --enable_triton_kernels covers everything else",
         only="0",
         switch=True,
     ),
@@ -391,7 +403,7 @@ FAST_LLM = (
     Row("fim_max_middle_len fim_split_sample fim_ignore_prefix", remark=_FIM, only="none"),
     Row("fim_spm_rate", remark=_FIM, only="0.5"),
     Row("fim_truncate_or_pad", remark=_FIM, only="0", switch=True),
-    Row("imported_model_type", remark="the folder's config.json says which model it is", only="none"),
+    Row("imported_model_type", remark="the folder's config.json names the model type", only="none"),
     Row("load_full_base_model_config load_full_fast_llm_config", remark=_WHOLE_CONFIG, only="0", switch=True),
     Row("input_type output_type input_path output_path model_type", remark=_CONVERT),
     Row("target_params_per_file layers_per_step exist_ok", remark=_CONVERT),

@@ -27,17 +27,19 @@ List all options, aliases and flags of other programs: --help_all.
 Try it without data: python pretrain_gpt.py --num_layers=2 --hidden_size=64 --num_attention_heads=4 --vocab_size=256
     --sequence_length=128 --train_iters=100 --batch_size=32 --dataset_source=random
 Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 numerics, 6 a peer died or hung, 7 memory, 8 storage,
-    75 preempted and saved, 1 anything else; torchrun turns each into 1, exit.json in --experiment_dir keeps it."""
+    75 preempted and saved, 1 anything else. torchrun reports each failure as 1; exit.json in --experiment_dir keeps
+    the code."""
 
 
 def help_text(everything: bool) -> str:
     """Return the text of `--help`, or of `--help_all`: every option with bounds and aliases, and every foreign flag."""
     lines = [INTRODUCTION]
     for area, owner in AREAS.items():
-        lines += ["", f"{owner.__doc__}:"]
-        for flag in FLAGS.values():
-            if flag.area == area and (everything or flag.option.basic):
-                lines += _help_lines(flag, everything)
+        shown = [flag for flag in FLAGS.values() if flag.area == area and (everything or flag.option.basic)]
+        if shown:
+            lines += ["", f"{owner.__doc__}:"]
+        for flag in shown:
+            lines += _help_lines(flag, everything)
     if everything:
         lines += ["", "Flags of other programs that are accepted only with these values, which change nothing:"]
         for name, row in REFUSED.items():

@@ -12,7 +12,7 @@ REFUSED_VALUES: Mapping[str, str] = MappingProxyType(
     {
         "dataset_source=file": "a JSON file cannot describe a blend yet; write the weights and prefixes: "
         "--data_path 0.3 first 0.7 second",
-        "dataset_source=sample": "the sample data set does not exist; write random for made-up tokens",
+        "dataset_source=sample": "there is no sample data set; write random for random tokens",
         "mlp_recompute_level=offload": "activations are not moved to host memory; write activation or full",
         "mlp_recompute_level=nested": "write full, or --recompute_layers=<N> for whole blocks",
         "mlp_recompute_level=recompute": "write activation or full, or --recompute_layers=<N> for whole blocks",
@@ -22,9 +22,9 @@ REFUSED_VALUES: Mapping[str, str] = MappingProxyType(
         },
         "clip_grad=none": "write 0, which turns clipping off",
         "pretrained_checkpoint_type=state_dict": "pickles are never loaded; write the weights as safetensors",
-        "validation_iters=none": "write all for the whole validation set, 0 for no validation",
+        "validation_iters=none": "write all for the whole validation set, or 0 for no validation",
         "weight_decay_default_mask=true": "write levanter",
         "weight_decay_default_mask=false": "write off, or leave the flag out beside --weight_decay_modules",
-        "zero_stage=0": "strictly worse: every rank would hold and update the full optimizer state; write 1",
+        "zero_stage=0": "every rank would hold and update the full optimizer state, which is never better; write 1",
     }
 )

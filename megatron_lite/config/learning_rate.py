@@ -22,12 +22,14 @@ class LearningRateConfig(Area):
     min_lr: NonNegativeFloat | None = optional(
         "learning rate at the end of the decay", "min_lr_ratio * lr, or 0", basic=True
     )
-    min_lr_ratio: NonNegativeFloat | None = optional("min_lr as a fraction of lr; above 1 the rate rises", "see min_lr")
+    min_lr_ratio: NonNegativeFloat | None = optional(
+        "min_lr as a fraction of lr; above 1 the learning rate rises", "see min_lr"
+    )
     lr_decay_style: str = option(
         "constant", "shape of the decay (power_tokens is what Levanter calls power)", choices=DECAY_STYLES, basic=True
     )
     lr_decay_iters: PositiveInt | None = optional(
-        "iteration at which the last decay or the cooldown ends; the rate stays constant afterwards",
+        "iteration at which the last decay or the cooldown ends; afterwards the learning rate stays constant",
         "train_iters (+ lr_schedule_offset)",
         basic=True,
     )
@@ -44,30 +46,31 @@ class LearningRateConfig(Area):
     )
     lr_wsd_decay_iters: NonNegativeInt | None = decay_option(
         None,
-        "iterations of decay at the end of each cycle, after a stable phase at the peak (warmup-stable-decay); at "
-        "most what the warmup leaves",
-        unset="everything the warmup leaves",
+        "iterations of decay at the end of each cycle, after a stable phase at the peak (warmup-stable-decay); at most"
+        " the cycle without its warmup",
+        unset="the cycle without its warmup",
     )
     lr_wsd_decay_fraction: Fraction | None = decay_option(
         None, "lr_wsd_decay_iters as a fraction of the cycle", unset="lr_wsd_decay_iters"
     )
     lr_rewarmup_iters: NonNegativeInt = option(
         0,
-        "iterations of warmup at the start of each later cycle, from the rate at which the decay ended; 0: jump back "
-        "to the peak",
+        "iterations of warmup at the start of each later cycle, from the learning rate at which the decay ended; 0: "
+        "jump back to the peak",
     )
     lr_rewarmup_fraction: Fraction | None = optional(
         "lr_rewarmup_iters as a fraction of the cycle", "lr_rewarmup_iters"
     )
     lr_num_cycles: PositiveInt = decay_option(
         1,
-        "number of equal cycles of warmup, stable phase and decay; cycle i ends at int(T / N * i), where T is the "
-        "end of the last decay (Levanter's page says T / (N + 1), its code does this)",
+        "number of equal cycles of warmup, stable phase and decay; cycle i ends at int(T / N * i), where T is the end "
+        "of the last decay (as in Levanter's code; its documentation says T / (N + 1))",
     )
     lr_cycle_minima: tuple[PositiveInt, ...] = decay_option(
         (),
-        "iterations, in rising order, at which cycles end; a last cycle follows up to the end. If the run ends "
-        "first, the cycle is cut off (80000 1000000000: stable after the second warmup if the decay is short)",
+        "iterations, in rising order, at which cycles end; one more cycle lasts to the end of the schedule. A run that"
+        " ends inside a cycle cuts it off (80000 1000000000: stay at the peak after the second warmup if the decay is "
+        "short)",
         aliases="haps",
     )
     lr_cycle_iters: PositiveInt | None = decay_option(
@@ -77,20 +80,20 @@ class LearningRateConfig(Area):
         None, "lr_cycle_iters as a fraction of the run without the cooldown", above=0.0, maximum=1.0, unset="one cycle"
     )
     lr_cycle_lengths: tuple[PositiveInt, ...] = decay_option(
-        (), "iterations of each cycle; the rest of the run is the last one"
+        (), "iterations of each cycle; the rest of the run forms the last cycle"
     )
     lr_cosine_exponent: PositiveFloat = option(
-        1.0, "exponent of the falling cosine, which goes from 1 to 0", idle_unless="lr_decay_style=cosine"
+        1.0, "exponent of the cosine factor, which falls from 1 to 0", idle_unless="lr_decay_style=cosine"
     )
     lr_inv_sqrt_timescale: PositiveFloat = option(
         10000.0,
-        "inv_sqrt: rate lr * sqrt(this / i), at most lr; i: iterations of the cycle without the stable phase",
+        "inv_sqrt: learning rate lr * sqrt(this / i), at most lr; i: iterations of the cycle without its stable phase",
         idle_unless="lr_decay_style=inv_sqrt",
     )
     lr_power_a: PositiveFloat = power_tokens_option(
         4.6,
-        "power_tokens: the rate is batch_size * a * tokens ** b, at most lr; tokens since the start of the decay, "
-        "batch_size of the iteration (both follow batch_size_schedule)",
+        "power_tokens: the learning rate is batch_size * a * tokens ** b, at most lr; tokens counts from the start of "
+        "the decay, and both it and batch_size follow batch_size_schedule",
     )
     lr_power_b: float = power_tokens_option(-0.51, "power_tokens: b in the formula of lr_power_a", below=0.0)
     lr_cooldown_iters: NonNegativeInt = option(
@@ -108,5 +111,7 @@ class LearningRateConfig(Area):
         "iterations lasts forever",
         "see lr_decay_style",
     )
-    lr_schedule_offset: NonNegativeInt = option(0, "start this many iterations into the schedule, as after another run")
+    lr_schedule_offset: NonNegativeInt = option(
+        0, "start this many iterations into the schedule, to continue another run"
+    )
     default_lr_scale: NonNegativeFloat = option(1.0, "factor on every learning rate")

@@ -49,15 +49,15 @@ class ModelConfig(Area):
     )
     vocab_size: int = option(49152, "vocabulary size", minimum=2, basic=True)
     make_vocab_size_divisible_by: int = option(
-        1, "pad the rows of embedding and head to a multiple of this; padding has no effect", minimum=1, maximum=65536
+        1, "pad the vocabulary to a multiple of this; the padding never affects a result", minimum=1, maximum=65536
     )
     max_position_embeddings: PositiveInt = derived(
-        "learned positions, and the context length stated in exports", "max(2048, sequence_length)"
+        "number of learned positions, and the context length that exports state", "max(2048, sequence_length)"
     )
     use_position_embeddings: bool = derived("add learned positions", "not use_rotary_embeddings")
     use_rotary_embeddings: bool = option(False, "use rotary positions (RoPE)", basic=True)
     rotary_embedding_scale: float = derived(
-        "minus the logarithm of rotary_base", "-log(rotary_base)", below=0.0, minimum=-100.0
+        "minus the natural logarithm of rotary_base", "-log(rotary_base)", below=0.0, minimum=-100.0
     )
     rotary_base: float = derived(
         "base of the rotary wavelengths (theta); alternative to --rotary_embedding_scale",
@@ -67,11 +67,11 @@ class ModelConfig(Area):
         idle_unless="use_rotary_embeddings",
     )
     rotary_percent: float = option(
-        1.0, "fraction of a head's channels to rotate, from the first", above=0.0, maximum=1.0
+        1.0, "fraction of each head's channels to rotate, counted from the first", above=0.0, maximum=1.0
     )
-    rope_type: str = option("default", "scaling of rotary frequencies for long sequences", choices=ROPE_TYPES)
+    rope_type: str = option("default", "how to scale rotary frequencies for longer contexts", choices=ROPE_TYPES)
     rope_factor: float | None = optional(
-        "linear, llama3, yarn: factor by which sequences get longer",
+        "linear, llama3, yarn: factor by which the context grows",
         "yarn: max_position_embeddings / rope_original_max_position_embeddings",
         minimum=1.0,
     )
@@ -79,16 +79,16 @@ class ModelConfig(Area):
         "llama3, yarn: context length before scaling", "llama3, yarn: max_position_embeddings"
     )
     rope_low_freq_factor: PositiveFloat | None = optional(
-        "llama3: wavelengths above original length / this are scaled fully", "llama3: 1"
+        "llama3: fully scale wavelengths above original length / this", "llama3: 1"
     )
     rope_high_freq_factor: PositiveFloat | None = optional(
-        "llama3: wavelengths below original length / this are not scaled", "llama3: 4"
+        "llama3: do not scale wavelengths below original length / this", "llama3: 4"
     )
     rope_beta_fast: PositiveFloat | None = optional(
-        "yarn: frequencies with more turns over the original length are not scaled", "yarn: 32"
+        "yarn: do not scale frequencies that make more turns than this over the original length", "yarn: 32"
     )
     rope_beta_slow: PositiveFloat | None = optional(
-        "yarn: frequencies with fewer turns over it are scaled fully", "yarn: 1"
+        "yarn: fully scale frequencies that make fewer turns than this over the original length", "yarn: 1"
     )
     rope_attention_factor: PositiveFloat | None = optional(
         "yarn: factor on cos and sin", "yarn: from rope_factor and any mscales"
@@ -97,7 +97,7 @@ class ModelConfig(Area):
         "yarn: scale of log(rope_factor) in the numerator of the attention factor", "not used"
     )
     rope_mscale_all_dim: PositiveFloat | None = optional(
-        "yarn: scale of log(rope_factor) in its denominator; set both or neither", "not used"
+        "yarn: scale of log(rope_factor) in the attention factor's denominator; set both or neither", "not used"
     )
     rope_truncate: bool | None = optional("yarn: round the ends of the ramp to whole channels", "yarn: 1")
     tie_word_embeddings: bool = option(True, "share one matrix between input embedding and output head", basic=True)
@@ -130,9 +130,9 @@ class ModelConfig(Area):
     full_precision_residual: bool = low_precision_option(
         False, "keep the residual stream in fp32", aliases="fp32_residual_connection"
     )
-    scale_attn_by_inverse_layer_idx: bool = option(False, "divide attention scores by the block's number: 1, 2 ...")
+    scale_attn_by_inverse_layer_idx: bool = option(False, "divide attention scores by the block's number, from 1")
     attention_softmax_in_fp32: bool = low_precision_option(
-        False, "compute attention by its formula, with scores and their gradients in fp32", aliases="upcast_attn"
+        False, "compute attention by the plain formula, scores and their gradients in fp32", aliases="upcast_attn"
     )
     logit_soft_cap: NonNegativeFloat = option(0.0, "cap logits to cap * tanh(logits / cap); 0: no cap")
     window_size: PositiveInt | None = optional("sliding attention window, in tokens", "full causal attention")
@@ -162,7 +162,7 @@ class ModelConfig(Area):
     )
     random_bias_init: bool = option(
         False,
-        "initialize biases like their layer's weights instead of to zero",
+        "initialize biases like the weights of their layer, not to zero",
         idle_unless="add_linear_biases or add_qkv_biases or add_mlp_biases",
     )
 
@@ -189,7 +189,7 @@ class PerformanceConfig(Area):
     """Performance"""
 
     mlp_recompute_level: str = option(
-        "none", "what to recompute in MLPs in the backward pass to save memory", choices=RECOMPUTE_LEVELS, basic=True
+        "none", "what to recompute in the MLPs' backward pass to save memory", choices=RECOMPUTE_LEVELS, basic=True
     )
     recompute_layers: NonNegativeInt = option(
         0, "recompute the first N blocks in the backward pass, keeping only their inputs"

@@ -34,7 +34,7 @@ class OptimizerConfig(Area):
         value_aliases={"adam": "adamw"},
     )
     weight_decay: NonNegativeFloat = option(
-        0.01, "decoupled weight decay of every optimizer: steps shrink weights by lr * this", basic=True
+        0.01, "decoupled weight decay, for every optimizer: shrinks weights by lr * this", basic=True
     )
     weight_decay_modules: tuple[str, ...] = decay_option(
         (),
@@ -64,9 +64,9 @@ class OptimizerConfig(Area):
     muon_ns_steps: int = muon_option(5, "Newton-Schulz iterations to orthogonalize an update", minimum=1, maximum=100)
     muon_adjust_lr: str = muon_option(
         "match_rms_adamw",
-        "learning-rate factor of an (m, n) matrix; match_rms_adamw: 0.2 * sqrt(max(m, n)), which fits AdamW's "
-        "learning rate and weight decay; original: sqrt(max(1, m / n)), for rates of about 0.02 (set the rates of "
-        "other weights with lr_scales)",
+        "learning-rate factor of an (m, n) matrix; match_rms_adamw: 0.2 * sqrt(max(m, n)), which fits AdamW's learning"
+        " rate and weight decay; original: sqrt(max(1, m / n)), for learning rates of about 0.02 (scale those of other"
+        " weights with lr_scales)",
         choices=("match_rms_adamw", "original"),
     )
     sgd_momentum: ProperFraction = option(
@@ -87,28 +87,28 @@ class OptimizerConfig(Area):
         aliases="update_rms_clipping",
     )
     clip_update_norm_sigma: PositiveFloat | None = optional(
-        "clip the update's norm to the mean + N standard deviations of recent updates", "off"
+        "clip the norm of an update to the mean + this many standard deviations of recent updates", "off"
     )
     clip_update_norm_window: WindowLength = option(
-        128, "recent updates for clip_update_norm_sigma", idle_unless="clip_update_norm_sigma"
+        128, "number of recent updates for clip_update_norm_sigma", idle_unless="clip_update_norm_sigma"
     )
     skip_bad_steps: bool = option(
         False,
-        "drop updates whose loss or gradient norm is far above recent ones. Dropped spikes enter the window; NaN and "
-        "infinities are always dropped and do not (in Levanter they do, and no update passes until they leave the "
-        "window)",
+        "drop updates whose loss or gradient norm is far above recent ones. Dropped spikes enter the window. NaN and "
+        "infinities are always dropped and never enter it (in Levanter they do, and block every update until they "
+        "leave it)",
     )
     skip_bad_steps_window: WindowLength = skip_option(
-        128, "recent iterations for skip_bad_steps; no update is dropped until half of them are known"
+        128, "number of recent iterations for skip_bad_steps; nothing is dropped until the window is half full"
     )
     skip_bad_steps_sigma: PositiveFloat = skip_option(
         6.0, "drop updates above the mean + this many standard deviations"
     )
     on_bad_step: str = option(
         "skip",
-        "after dropping an update (by skip_bad_steps, or because it is not finite), skip: continue; abort: end the "
-        "run after the next log line, or instead of the next validation or save. Overflows under a dynamic loss "
-        "scale never end the run",
+        "what to do after dropping an update (by skip_bad_steps, or because it is not finite); skip: continue; abort: "
+        "end the run after the next log line, or instead of the next validation or save. Overflows under a dynamic "
+        "loss scale never end the run",
         choices=("skip", "abort"),
     )
     crash_on_nan: bool = option(
@@ -150,8 +150,8 @@ class AveragingConfig(Area):
 
     ema_type: str = option(
         "none",
-        "average the weights; ema: exponential; ema_decay_sqrt: uniform, then from ema_switch_iter on with weights 1 "
-        "- sqrt(progress) (Levanter's formulas, which its own trainer cannot run)",
+        "average the weights; ema: exponentially; ema_decay_sqrt: uniformly, then, from ema_switch_iter on, weighted "
+        "by 1 - sqrt(progress) (Levanter's formulas, which its own trainer cannot run)",
         choices=EMA_TYPES,
         aliases="model_averaging",
     )

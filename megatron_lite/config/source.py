@@ -28,14 +28,14 @@ class SourceConfig(Area):
         None, "type of the pretrained folder", choices=("huggingface", "distributed"), unset="detected"
     )
     use_pretrained_config: bool = pretrained_option(
-        True, "take the architecture from the pretrained folder; 0: take it from the flags, and compare"
+        True, "take the architecture from the pretrained folder; 0: take it from the flags, which must agree"
     )
     ignore_pretrained_config: bool = pretrained_option(
-        False, "let flags override the pretrained folder's architecture, if its weights fit"
+        False, "let flags override the architecture of the pretrained folder, as long as its weights fit"
     )
     load_pretrained_weights: bool = pretrained_option(
         True, "load the pretrained weights; 0: take only the architecture and initialize new weights"
     )
     load_pretrained_optimizer: bool = pretrained_option(
-        False, "also load the optimizer's moments from a checkpoint; iterations count from 0 in any case"
+        False, "also load the optimizer's moments from a checkpoint; the run still starts at iteration 0"
     )

@@ -41,16 +41,16 @@ class MultiStageConfig(Area):
     )
     layers_per_stage: float | Auto = option(
         1.0,
-        "transformer blocks per stage, the unit of gather and reduce; auto: enough to make a collective worth its "
+        "transformer blocks per stage, the unit of gather and reduce; auto: enough that transfer time outweighs "
         "latency",
         minimum=1.0,
-        why="a stage is the unit of gather and reduce, and layers are not cut; write 1 and set the number of buffers",
+        why="a layer cannot be split between stages; to save memory, write 1 and set fewer buffers",
     )
     num_weight_buffers: PositiveInt | None = optional(
-        "full weight buffers; 1 saves memory, 2 overlap", "one per stage; 2 for zero_stage 3"
+        "number of full weight buffers; 1 saves memory, 2 overlap gathers", "one per stage; 2 for zero_stage 3"
     )
     num_grad_buffers: PositiveInt | None = optional(
-        "full gradient buffers; as num_weight_buffers", "one per stage; 2 for zero_stage 2 and 3"
+        "number of full gradient buffers; 1 saves memory, 2 overlap reduces", "one per stage; 2 for zero_stage 2 and 3"
     )
     full_precision_gradients: bool = low_precision_option(
         True, "accumulate and reduce gradients in fp32", aliases="accumulate_allreduce_grads_in_fp32"
@@ -60,17 +60,18 @@ class MultiStageConfig(Area):
     )
     split_master_weights: bool = option(
         False,
-        "bf16 training: store only what the bf16 weight lacks of the master (saves 2 bytes per weight of a shard)",
+        "bf16 training: split each fp32 master weight into the bf16 weight and a 16-bit remainder (saves 2 bytes per "
+        "weight of a shard)",
     )
     stages_per_pipeline_stage: int = option(
-        1, "stages per rank of a pipeline", minimum=1, maximum=1, why="there is no pipeline parallelism; leave it out"
+        1, "stages per pipeline rank", minimum=1, maximum=1, why="there is no pipeline parallelism yet; leave it out"
     )
-    pipeline_delay: float = option(0.0, "steps for data to go around the pipeline; unused: there is no pipeline")
+    pipeline_delay: float = option(0.0, "steps for data to go around the pipeline; unused, as there is no pipeline")
     throttle_cpu: bool = option(
-        True, "GPU: make the host wait for earlier schedule steps, not run far ahead", idle_unless="device!=cpu"
+        True, "GPU: keep the host from queueing schedule steps far ahead of the device", idle_unless="device!=cpu"
     )
     throttle_cpu_rate: PositiveInt = option(
-        1, "record an event and wait every N schedule steps", idle_unless="throttle_cpu and device!=cpu"
+        1, "record an event, and wait for one, every N schedule steps", idle_unless="throttle_cpu and device!=cpu"
     )
     throttle_cpu_delay: NonNegativeInt = option(
         1, "wait for the event recorded N recordings ago", idle_unless="throttle_cpu and device!=cpu"
@@ -85,15 +86,15 @@ class DistributedConfig(Area):
     training_dtype: str = option(
         "fp32", "dtype of weights and activations", choices=tuple(DTYPES), value_aliases=DTYPE_ALIASES, basic=True
     )
-    seed: int = option(1234, "seed of weights, data order and dropout", minimum=0, maximum=2**63 - 1, basic=True)
+    seed: int = option(1234, "seed for weights, data order and dropout", minimum=0, maximum=2**63 - 1, basic=True)
     deterministic: bool = option(False, "use only deterministic GPU algorithms (slower)", aliases="deterministic_mode")
-    distributed_timeout: float = option(60.0, "seconds before giving up a collective of a step", above=0.0, maximum=1e6)
+    distributed_timeout: float = option(60.0, "seconds before giving up a collective in a step", above=0.0, maximum=1e6)
     startup_timeout: float = option(
-        3600.0, "seconds before giving up a collective of start-up, data preparation or a save", above=0.0, maximum=1e6
+        3600.0, "seconds before giving up any other collective (start-up, data, saves)", above=0.0, maximum=1e6
     )
     dry_run: bool = option(False, "print memory, traffic and batch arithmetic, then exit", basic=True)
     world_size: int | None = optional(
-        "number of ranks of a dry run", "as many as torchrun starts", minimum=1, maximum=2**24
+        "number of ranks to plan for in a dry run", "as many as torchrun starts", minimum=1, maximum=2**24
     )
 
 
@@ -106,8 +107,8 @@ class RunConfig(Area):
     log_interval: PositiveInt = option(100, "iterations between log lines", basic=True)
     log_offset: NonNegativeInt = option(1, "first logged iteration (0: only multiples of log_interval)")
     log_timestamps: bool = option(False, "prefix log lines with the time")
-    enable_all_loggers: bool = option(False, "print from every rank to the console")
-    log_communication: bool = option(False, "log the bytes that each step sends, by kind, and the time on the wire")
+    enable_all_loggers: bool = option(False, "print the log of every rank to the console")
+    log_communication: bool = option(False, "log the bytes that each step sends, by kind, and their time on the wire")
     debug_layer_outputs: int = debug_level("the output of each layer")
     debug_layer_gradients: int = debug_level("the gradient of each layer's input", training=True)
     debug_param_init: int = debug_level("each parameter after initialization")
@@ -116,15 +117,15 @@ class RunConfig(Area):
     debug_param_update: int = debug_level("each parameter after the update", training=True)
     debug_global_tensors: bool = option(True, "gather tensors from all ranks before logging them (slow)")
     debug_activation_memory: bool = option(False, "log the memory in use after each layer")
-    debug_tensor_parallel: bool = option(False, "compare tensor-parallel copies; unused: there are none")
+    debug_tensor_parallel: bool = option(False, "compare tensor-parallel copies; unused, as there are none")
     save_tensor_logs: bool = option(False, "save logged tensors in runs/<k>/artifacts of experiment_dir")
     show_tensor_logs: bool = option(True, "print logged tensors")
-    tensor_logs_show_elements: NonNegativeInt = option(8, "samples to print per tensor")
+    tensor_logs_show_elements: NonNegativeInt = option(8, "sampled elements to print per tensor")
     peak_tflops: PositiveFloat | None = optional(
         "dense peak of one device in TFLOP/s, for mfu", "known for common GPUs"
     )
     wandb_entity_name: str | None = optional(
-        "Weights & Biases user or team; turns it on", "off", aliases="wandb_entity"
+        "Weights & Biases user or team; turns logging there on", "off", aliases="wandb_entity"
     )
     wandb_project_name: str = wandb_option("megatron_lite", "Weights & Biases project", aliases="wandb_project")
     wandb_group_name: str = wandb_option("default", "Weights & Biases group", aliases="wandb_group")

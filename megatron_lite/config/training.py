@@ -22,30 +22,31 @@ class BatchConfig(Area):
     """Batch"""
 
     batch_size: PositiveInt | None = optional(
-        "samples per iteration over all ranks", "derived", basic=True, aliases="global_batch_size train_batch_size"
+        "samples per iteration, over all ranks", "derived", basic=True, aliases="global_batch_size train_batch_size"
     )
     micro_batch_size: PositiveInt | None = optional(
-        "samples per rank and forward pass", "derived", basic=True, aliases="per_device_train_batch_size"
+        "samples per rank in one forward pass", "derived", basic=True, aliases="per_device_train_batch_size"
     )
     depth_first_micro_batches: PositiveInt | None = optional(
-        "accumulate gradients depth first: both passes of one micro-batch at a time", "all of sequential_micro_batches"
+        "micro-batches accumulated depth first: forward and backward of one before the next",
+        "all of sequential_micro_batches",
     )
     breadth_first_micro_batches: PositiveInt | None = optional(
-        "accumulate gradients breadth first: all micro-batches through one stage at a time", "1"
+        "micro-batches accumulated breadth first: all of them pass one stage before the next", "1"
     )
     sequential_micro_batches: PositiveInt | None = optional(
         "depth_first_micro_batches * breadth_first_micro_batches", "derived"
     )
     batch_size_schedule: tuple[str, ...] = option(
         (),
-        'change the batch size at given iterations, instead of batch_size: "0:32 1000:64" means 32 samples in each '
-        "of the first 1000 iterations, then 64; batch_size becomes the largest",
+        'change the batch size at given iterations, instead of batch_size: "0:32 1000:64" means 32 samples in each of '
+        "the first 1000 iterations, then 64; sets batch_size to the largest",
     )
     allow_nondivisible_batch_size: bool = option(
-        False, "pad a batch that does not divide into micro-batches; padding affects nothing"
+        False, "pad a batch that does not divide evenly into micro-batches; padded samples never count"
     )
     eval_micro_batch_size: PositiveInt | None = optional(
-        "micro_batch_size of validation and test", "micro_batch_size", idle_unless="validation_iters or test_iters"
+        "micro_batch_size for validation and test", "micro_batch_size", idle_unless="validation_iters or test_iters"
     )
     sequence_length: PositiveInt = option(2048, "tokens per sample", basic=True, aliases="seq_length seq_len")
 
@@ -58,7 +59,7 @@ class DataConfig(Area):
         "list", "list: read the files of data_path; random: draw random tokens", choices=("list", "random"), basic=True
     )
     data_path: tuple[str, ...] = file_option(
-        (), "prefixes of .bin/.idx pairs, or weight prefix weight prefix ...", basic=True
+        (), "prefixes of .bin/.idx pairs, optionally with a weight before each", basic=True
     )
     split: tuple[NonNegativeFloat, ...] = file_option(
         (969.0, 30.0, 1.0), "proportions of documents for training, validation and test", basic=True
@@ -69,7 +70,7 @@ class DataConfig(Area):
         "still count from the start of the sample; a random sample is one document)",
     )
     tokenizer_file: str | None = optional(
-        "tokenizer.json to copy into exports", "none", idle_unless="export_interval or sample_interval"
+        "tokenizer.json for samples; exports get a copy", "none", idle_unless="export_interval or sample_interval"
     )
     num_workers: int = file_option(2, "processes per rank that read data", minimum=0, maximum=1024, basic=True)
     prefetch_factor: PositiveInt | None = optional(
@@ -81,15 +82,19 @@ class DataConfig(Area):
         choices=("spawn", "fork", "forkserver"),
         idle_unless="dataset_source!=random and num_workers",
     )
-    data_sample_warn_time_ms: PositiveFloat = file_option(1000.0, "warn if reading one sample takes longer (ms)")
-    data_batch_warn_time_ms: PositiveFloat = option(1000.0, "warn if waiting for a batch takes longer (ms)")
+    data_sample_warn_time_ms: PositiveFloat = file_option(
+        1000.0, "warn if reading one sample takes longer than this (ms)"
+    )
+    data_batch_warn_time_ms: PositiveFloat = option(1000.0, "warn if waiting for a batch takes longer than this (ms)")
 
 
 @dataclass
 class TrainingConfig(Area):
     """Training"""
 
-    train_iters: NonNegativeInt = option(0, "iterations of the whole run", basic=True, aliases="num_train_steps")
+    train_iters: NonNegativeInt = option(
+        0, "iterations of the whole run, restarts included", basic=True, aliases="num_train_steps"
+    )
     logit_z_loss: NonNegativeFloat = option(
         0.0, "weight of the z-loss, mean(logsumexp(logits)^2), in the loss", aliases="z_loss_weight"
     )
@@ -101,7 +106,7 @@ class TrainingConfig(Area):
     )
     validation_iters: NonNegativeInt | All = option(
         0,
-        "batches of batch_size samples per validation; all: every sample of the validation data once",
+        "batches of batch_size samples in each validation; all: every sample of the validation data, once",
         basic=True,
         aliases="eval_iters",
     )
@@ -111,11 +116,13 @@ class TrainingConfig(Area):
     validation_interval: PositiveInt = validation_option(
         1000, "iterations between validations", basic=True, aliases="eval_interval steps_per_eval"
     )
-    test_iters: NonNegativeInt = option(0, "batches of the test after training")
+    test_iters: NonNegativeInt = option(0, "batches in the test after training")
     checkpoint_interval: PositiveInt | None = optional(
         "iterations between checkpoints", "only the last iteration", basic=True, aliases="save_interval"
     )
-    checkpoint_offset: NonNegativeInt = option(0, "offset of checkpoint_interval", idle_unless="checkpoint_interval")
+    checkpoint_offset: NonNegativeInt = option(
+        0, "iteration from which checkpoint_interval counts", idle_unless="checkpoint_interval"
+    )
     max_checkpoints: PositiveInt | None = optional(
         "keep only the newest N checkpoints", "all", basic=True, idle_unless="experiment_dir"
     )
@@ -145,7 +152,9 @@ class TrainingConfig(Area):
         "largest file of a Hugging Face export: 5GB, 500MB, 2GiB, or a number of bytes",
         idle_unless="export_interval and export_format=huggingface",
     )
-    export_callback_script: str = export_option("", "program to run with the folder of every export as its argument")
+    export_callback_script: str = export_option(
+        "", "program to run after each export, with the exported folder as its argument"
+    )
     export_callback_env: str = option(
         "",
         "environment variables for the callback, a JSON object of strings; only their names are recorded",
@@ -153,23 +162,23 @@ class TrainingConfig(Area):
         idle_unless="export_callback_script",
     )
     sample_interval: PositiveInt | None = optional(
-        "iterations between samples, texts that the model writes; each prompt costs one pass through all stages, and "
-        "each further token of 8 texts another one",
+        "iterations between samples of the model's text; each prompt costs one pass through all stages, and each "
+        "further token of 8 samples together costs another",
         "no samples",
     )
     sample_prompts: str | None = optional("text file with the prompts of samples, one per line", "none")
     sample_tokens: int = option(
         64, "tokens to sample after a prompt", minimum=1, maximum=65536, idle_unless="sample_interval"
     )
-    sample_temperature: NonNegativeFloat = option(0.0, "temperature of samples; 0: take the most probable token")
+    sample_temperature: NonNegativeFloat = option(0.0, "temperature of samples; 0: always take the most probable token")
     sample_top_k: PositiveInt | None = optional("draw samples from the N most probable tokens", "all")
     sample_top_p: float = option(
         1.0, "draw samples from the fewest tokens whose probabilities add up to this", above=0.0, maximum=1.0
     )
     stop_interval: PositiveInt | None = optional(
-        "save and stop at multiples of this iteration", "no stop", aliases="exit_interval"
+        "iterations between saving and stopping", "no stop", aliases="exit_interval"
     )
-    stop_offset: NonNegativeInt = option(0, "offset of stop_interval", idle_unless="stop_interval")
+    stop_offset: NonNegativeInt = option(0, "iteration from which stop_interval counts", idle_unless="stop_interval")
 
     @property
     def inference(self) -> bool:

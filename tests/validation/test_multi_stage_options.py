@@ -102,7 +102,7 @@ TABLE = [
         "layers_per_stage",
         {"1": 1.0, "1.0": 1.0, "1.5": 1.5, "2": 2.0, "1e3": 1000.0, "auto": "auto", "AUTO": "auto"},
         {
-            "0.5": "a stage is the unit of gather and reduce, and layers are not cut; write 1",
+            "0.5": "a layer cannot be split between stages; to save memory, write 1",
             "0": "write 1",
             "-1": "must be >= 1, or auto",
             "nan": "not a finite number",
@@ -116,7 +116,7 @@ TABLE = [
         "zero_stage",
         {"1": 1, "2": 2, "3": 3, "auto": "auto", "Auto": "auto", "none": 1},
         {
-            "0": "strictly worse",
+            "0": "every rank would hold and update",
             "4": "must be >= 1 and <= 3, or auto",
             "-1": "must be >= 1 and <= 3, or auto",
             "2.0": "write 2",
