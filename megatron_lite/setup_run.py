@@ -307,7 +307,7 @@ def _debug(start: Start, model: MultiStage) -> TensorDebugger | None:
     if debugger is not None:
         debugger.attach(model)
         with debugger.phase("init"):
-            debugger.parameters_initialized(model)
+            debugger.parameters(model, "init")
     return debugger
 
 

@@ -128,7 +128,7 @@ def train_step(run: Run, micro_batches: list[HostBatch], iteration: int) -> Upda
         rate = learning_rate(config, iteration)
         update = run.optimizer.step(iteration, rate, loss, tokens, run.model.updated)
         if debugger:
-            debugger.parameters_updated(run.model)
+            debugger.parameters(run.model, "update")
     run.model.gather_ahead()  # frozen stages, which no update gathers
     run.distributed.end_step()
     return update

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from megatron_lite.generation.continuation import Limits, Text, continue_texts
 from megatron_lite.generation.prompts import Continuations, encode_prompt, numbered, read_prompts
 from megatron_lite.generation.sampling import SamplingOptions, TokenSampler
 from megatron_lite.model.layer import MicroBatch
-from megatron_lite.monitor.trackers import MetricsFile
+from megatron_lite.monitor.trackers import MetricsFile, Trackers
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.stop_signal import StopRequested, StopSignal
 from megatron_lite.seeds import derive_seed
@@ -79,8 +78,7 @@ class Samples:
     stop: StopSignal
     tokenizer: Tokenizer
     prompts: Sequence[tuple[str, list[int]]]
-    file: MetricsFile | None  # on rank 0, with an experiment directory
-    run: int
+    trackers: Trackers  # samples.jsonl on rank 0, with an experiment directory
 
     def write(self, model: MultiStage, iteration: int, logger: logging.Logger) -> None:
         """Continue every prompt and write the samples, or warn if logits are not finite; all ranks call this together.
@@ -105,9 +103,7 @@ class Samples:
             continuation = continuations.text(text)
             samples.append({"prompt": prompt, "text": continuation, "finish": text.finish, "tokens": text.tokens})
             logger.info("sample @ iteration %d/%d | %s", iteration, training.train_iters, _shown(prompt, continuation))
-        if self.file is not None:
-            record = {"iteration": iteration, "train_iters": training.train_iters, "samples": samples}
-            self.file.write({**record, "run": self.run, "time": round(time.time(), 3)})
+        self.trackers.log({"iteration": iteration, "train_iters": training.train_iters, "samples": samples})
 
     def _texts(self, iteration: int) -> list[Text]:
         """Draws depend on seed, iteration and prompt only."""
@@ -174,6 +170,7 @@ def open_samples(config: Config, distributed: Distributed, experiment: Experimen
         return None
     reads, root = distributed.rank == 0, experiment.root
     prompts = together(distributed, lambda: load_prompts(config) if reads else None)
-    file = together(distributed, lambda: MetricsFile(root / SAMPLES_FILE) if reads and root is not None else None)
+    files = together(distributed, lambda: [MetricsFile(root / SAMPLES_FILE)] if reads and root is not None else [])
     tokenizer = together(distributed, lambda: load_tokenizer(config.data.tokenizer_file or ""))
-    return Samples(config, distributed, stop, tokenizer, distributed.broadcast_object(prompts), file, experiment.run)
+    trackers = Trackers(files, experiment.run)
+    return Samples(config, distributed, stop, tokenizer, distributed.broadcast_object(prompts), trackers)

@@ -79,12 +79,12 @@ class ExportCallback:
         self._ended = True
         self._pool.shutdown(wait=False, cancel_futures=True)
         if left:
+            folders = ", ".join(map(str, left))
             get_logger().warning(
-                "--export_callback_script is still running; the run ends it. Run it again for %s",
-                ", ".join(map(str, left)),
+                "--export_callback_script is still running; the run ends it. Run it again for %s", folders
             )
-        if left and self._process is not None:
-            _end(self._process)
+            if self._process is not None:
+                _end(self._process)
         self._exports = []
 
     def _left(self) -> list[Path]:
@@ -94,22 +94,16 @@ class ExportCallback:
         """Run the script for one folder, in the thread; an exception would be lost there."""
         try:
             code, seconds = self._call(folder)
-        except OSError as error:
-            reason = masked(str(error.strerror or error), self._secrets)
-            get_logger().warning("--export_callback_script=%s cannot be started: %s", self._script, reason)
-            return
         except Exception as error:
-            get_logger().warning("--export_callback_script: %s", masked(str(error), self._secrets))
+            reason = masked(str(getattr(error, "strerror", None) or error), self._secrets)
+            get_logger().warning("--export_callback_script=%s cannot be started: %s", self._script, reason)
             return
         if code == 0:
             get_logger().info("--export_callback_script is done with %s (%.1f s)", folder, seconds)
         elif not self._ended:
             how = f"exit code {code}" if code > 0 else f"signal {-code}"
-            get_logger().warning(
-                "--export_callback_script ended with %s for %s; the export is complete, and training goes on",
-                how,
-                folder,
-            )
+            text = "--export_callback_script ended with %s for %s; the export is complete, and training goes on"
+            get_logger().warning(text, how, folder)
 
     def _call(self, folder: Path) -> tuple[int, float]:
         """Start the script, log its output, and return its exit code and the seconds it took."""

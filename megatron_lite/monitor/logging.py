@@ -17,7 +17,6 @@ from pathlib import Path
 from megatron_lite.distributed.traffic import Total
 from megatron_lite.errors import StorageError
 
-LOGGER_NAME = "megatron_lite"
 MIB = 2**20
 TRAFFIC_KINDS = {
     "gather": "gathers",
@@ -31,7 +30,7 @@ TRAFFIC_KINDS = {
 
 def get_logger() -> logging.Logger:
     """Return the logger of this program."""
-    return logging.getLogger(LOGGER_NAME)
+    return logging.getLogger("megatron_lite")
 
 
 class AppendFile:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timedelta
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -18,39 +18,23 @@ from torch import Tensor
 from megatron_lite.config import Config, ModelConfig, PerformanceConfig
 from megatron_lite.schedules.batch_size import batch_schedule
 
+Clock = Callable[[], float]  # seconds, monotonic
 # Dense bf16 tensor-core peaks (fp16 for V100 and T4) in TFLOP/s, from the vendor's data sheets; the first match wins.
 # PCIe and NVL boards run at lower clocks than SXM modules of the same name.
-PEAK_TFLOPS = (
-    (r"\bGB200\b", 2500.0),
-    (r"\bB200\b", 2250.0),
-    (r"\bGH200\b", 989.4),
-    (r"\bH200 NVL\b", 835.5),
-    (r"\bH[12]00 PCIe\b", 756.0),
-    (r"\bH100 NVL\b", 835.5),
-    (r"\bH(100|200|800)\b", 989.4),
-    (r"\bH20\b", 148.0),
-    (r"\bA(100|800)\b", 312.0),
-    (r"\bA30\b", 165.0),
-    (r"\bA40\b", 149.7),
-    (r"\bA10\b", 125.0),
-    (r"\bL40S\b", 362.0),
-    (r"\bL40\b", 181.0),
-    (r"\bL4\b", 121.0),
-    (r"\bV100\b", 125.0),
-    (r"\bT4\b", 65.0),
-    (r"\bRTX 6000 Ada\b", 364.2),
-    (r"\bRTX A6000\b", 154.8),
-    (r"\bRTX 4090\b", 165.2),
-    (r"\bRTX 3090\b", 71.0),
-)
+PEAK_TFLOPS = """
+    GB200: 2500, B200: 2250, GH200: 989.4, H(100|200) NVL: 835.5, H(100|200) PCIe: 756, H(100|200|800): 989.4, H20: 148,
+    A(100|800): 312, A30: 165, A40: 149.7, A10: 125, L40S: 362, L40: 181, L4: 121, V100: 125, T4: 65,
+    RTX 6000 Ada: 364.2, RTX A6000: 154.8, RTX 4090: 165.2, RTX 3090: 71
+"""
 
 
 def known_peak_tflops(device_name: str) -> float | None:
     """Return the dense bf16 peak in TFLOP/s by the driver's name of the device; None if the table lacks it."""
     name = device_name.replace("-", " ").replace("_", " ")
-    for pattern, tflops in PEAK_TFLOPS:
-        if re.search(pattern, name, re.IGNORECASE):
-            return tflops
+    for entry in PEAK_TFLOPS.split(","):
+        pattern, tflops = entry.split(":")
+        if re.search(rf"\b{pattern.strip()}\b", name, re.IGNORECASE):
+            return float(tflops)
     return None
 
 
@@ -159,18 +143,12 @@ class StepTimer:
         config: resolved.
         iteration: iterations done before this start.
         peak_tflops: dense peak of one device, or None if unknown (then no mfu).
-        clock: seconds, monotonic.
     """
 
     def __init__(
-        self,
-        config: Config,
-        world_size: int,
-        iteration: int,
-        peak_tflops: float | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        self, config: Config, world_size: int, iteration: int, peak_tflops: float | None, clock: Clock = perf_counter
     ) -> None:
-        self._schedule, length = batch_schedule(config.batch), config.batch.sequence_length
+        self._consumed_samples, length = batch_schedule(config.batch).consumed_samples, config.batch.sequence_length
         self._train_iters = config.training.train_iters
         # Per sample and device.
         self._tokens = length / world_size
@@ -178,12 +156,9 @@ class StepTimer:
         hardware = hardware_flops(config.model, config.performance, length, length)
         self._hardware_tflop = hardware / world_size / 1e12
         self._peak_tflops = peak_tflops
-        self._clock = clock
-        self._lap_iteration = iteration
-        self._lap_start = clock()
-        self._laps = 0
-        self._run_iterations = self._run_samples = 0
-        self._run_seconds = 0.0
+        self._clock, self._lap_start = clock, clock()
+        self._lap_iteration = self._first_iteration = iteration  # at the start of the lap, and of the measured run
+        self._laps, self._run_seconds = 0, 0.0
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
@@ -209,17 +184,13 @@ class StepTimer:
             return {}, {}
         end = self._clock()
         seconds = max(end - self._lap_start, 1e-9)
-        consumed = self._schedule.consumed_samples
-        samples = consumed(iteration) - consumed(self._lap_iteration)
-        self._lap_iteration, self._lap_start = iteration, end
+        consumed = self._consumed_samples
+        samples_per_second = (consumed(iteration) - consumed(self._lap_iteration)) / seconds
         self._laps += 1
         if self._laps == 2:  # the first lap includes compilation and allocation and would spoil the forecast
-            self._run_iterations, self._run_samples, self._run_seconds = 0, 0, 0.0
-        self._run_iterations += iterations
-        self._run_samples += samples
+            self._first_iteration, self._run_seconds = self._lap_iteration, 0.0
         self._run_seconds += seconds
-
-        samples_per_second = samples / seconds
+        self._lap_iteration, self._lap_start = iteration, end
         record = {
             "step_time_ms": seconds / iterations * 1e3,
             "tokens_per_sec_per_gpu": self._tokens * samples_per_second,
@@ -228,9 +199,9 @@ class StepTimer:
         }
         if self._peak_tflops:
             record["mfu"] = record["model_tflops"] / self._peak_tflops
-        average = self._run_seconds / self._run_iterations
+        average = self._run_seconds / (iteration - self._first_iteration)
         left = max(consumed(self._train_iters) - consumed(iteration), 0)
-        remaining = self._run_seconds / self._run_samples * left
+        remaining = self._run_seconds / (consumed(iteration) - consumed(self._first_iteration)) * left
         console: dict[str, Any] = {"average_step_time_ms": average * 1e3, "remaining_seconds": remaining}
         with contextlib.suppress(OverflowError):  # a completion date beyond the year 9999 is left out
             console["completion_date"] = (now or datetime.now()) + timedelta(seconds=remaining)
@@ -243,10 +214,6 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
-def _plain(text: str) -> Callable[[Any], str]:
-    return lambda value: text.format(value)
-
-
 def _tflops(text: str) -> Callable[[Any], str]:
     """Show three significant digits below 1 TFLOP/s, where small models run."""
     return lambda value: text.format(f"{value:.2f}" if value >= 1 else f"{value:.3g}")
@@ -254,33 +221,33 @@ def _tflops(text: str) -> Callable[[Any], str]:
 
 # Fields of the log line in order: (key of the record, how to show its value).
 FIELDS: tuple[tuple[str, Callable[[Any], str]], ...] = (
-    ("consumed_samples", _plain("consumed samples: {:,}")),
-    ("consumed_tokens", _plain("consumed tokens: {:,}")),
-    ("batch_size", _plain("batch size: {}")),
-    ("step_time_ms", _plain("step time: {:.2f} ms")),
-    ("data_wait_ms", _plain("data wait: {:.2f} ms")),
+    ("consumed_samples", "consumed samples: {:,}".format),
+    ("consumed_tokens", "consumed tokens: {:,}".format),
+    ("batch_size", "batch size: {}".format),
+    ("step_time_ms", "step time: {:.2f} ms".format),
+    ("data_wait_ms", "data wait: {:.2f} ms".format),
     ("model_tflops", _tflops("throughput: {} tflop/s (model)")),
     ("hardware_tflops", _tflops("{} tflop/s (hardware)")),
-    ("mfu", _plain("mfu: {:.1%}")),
-    ("tokens_per_sec_per_gpu", _plain("{:,.2f} tokens/s/gpu")),
-    ("allocated_mib", _plain("Memory allocated: {:,.0f} MiB")),
-    ("max_allocated_mib", _plain("max allocated: {:,.0f} MiB")),
-    ("reserved_mib", _plain("reserved: {:,.0f} MiB")),
-    ("max_reserved_mib", _plain("max reserved: {:,.0f} MiB")),
-    ("global_max_reserved_mib", _plain("global max reserved: {:,.0f} MiB")),
-    ("learning_rate", _plain("learning rate: {:.3e}")),
-    ("loss_scale", _plain("loss scale: {:g}")),
-    ("grad_norm", _plain("grad norm: {:.4f}")),
-    ("update_norm", _plain("update norm: {:.4f}")),
-    ("clipped_iters", _plain("clipped updates: {}")),
-    ("skipped_iters", _plain("skipped iterations: {}")),
-    ("nan_iters", _plain("nan iterations: {}")),
-    ("skip_reason", _plain("skip reason: {}")),
-    ("average_step_time_ms", _plain("average step time: {:.2f} ms")),
+    ("mfu", "mfu: {:.1%}".format),
+    ("tokens_per_sec_per_gpu", "{:,.2f} tokens/s/gpu".format),
+    ("allocated_mib", "Memory allocated: {:,.0f} MiB".format),
+    ("max_allocated_mib", "max allocated: {:,.0f} MiB".format),
+    ("reserved_mib", "reserved: {:,.0f} MiB".format),
+    ("max_reserved_mib", "max reserved: {:,.0f} MiB".format),
+    ("global_max_reserved_mib", "global max reserved: {:,.0f} MiB".format),
+    ("learning_rate", "learning rate: {:.3e}".format),
+    ("loss_scale", "loss scale: {:g}".format),
+    ("grad_norm", "grad norm: {:.4f}".format),
+    ("update_norm", "update norm: {:.4f}".format),
+    ("clipped_iters", "clipped updates: {}".format),
+    ("skipped_iters", "skipped iterations: {}".format),
+    ("nan_iters", "nan iterations: {}".format),
+    ("skip_reason", "skip reason: {}".format),
+    ("average_step_time_ms", "average step time: {:.2f} ms".format),
     ("remaining_seconds", lambda value: f"remaining: {format_duration(value)}"),
-    ("completion_date", lambda value: f"completion: {value:%Y-%m-%d %H:%M:%S}"),
-    ("averaged_loss", _plain("averaged weights loss: {:.5f}")),
-    ("loss", _plain("language model loss: {:.5f}")),
+    ("completion_date", "completion: {:%Y-%m-%d %H:%M:%S}".format),
+    ("averaged_loss", "averaged weights loss: {:.5f}".format),
+    ("loss", "language model loss: {:.5f}".format),
 )
 
 

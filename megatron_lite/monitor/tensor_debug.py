@@ -23,13 +23,11 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.logging import MIB
 from megatron_lite.monitor.tensor_log import TensorEntry, summarize, unique_names, write_tensor_log
 
-LEVELS = (
-    "debug_layer_outputs",
-    "debug_layer_gradients",
-    "debug_param_init",
-    "debug_param_gradients",
-    "debug_all_param_gradients",
-    "debug_param_update",
+LEVELS = tuple(
+    """
+    debug_layer_outputs debug_layer_gradients debug_param_init debug_param_gradients debug_all_param_gradients
+    debug_param_update
+    """.split()
 )
 
 
@@ -89,12 +87,8 @@ class TensorDebugger:
     def _save(self, artifacts: Path, phase: str) -> None:
         """Write the file of a phase; a full disk costs the file, not the run."""
         path = artifacts / f"tensor_logs_{phase}_rank_{self.distributed.rank:03d}.safetensors"
-        about = {
-            "phase": phase,
-            "rank": str(self.distributed.rank),
-            "world_size": str(self.distributed.world_size),
-            "global": str(int(self.config.debug_global_tensors)),
-        }
+        ranks = {"rank": str(self.distributed.rank), "world_size": str(self.distributed.world_size)}
+        about = {"phase": phase, **ranks, "global": str(int(self.config.debug_global_tensors))}
         try:
             write_tensor_log(path, list(unique_names(self._entries)), about)
         except OSError as error:
@@ -127,20 +121,15 @@ class TensorDebugger:
 
     # -- parameters and their gradients ---------------------------------------------------------------------------
 
-    def parameters_initialized(self, model: Any) -> None:
-        """Log each parameter at the start of a run, initial or loaded (--debug_param_init)."""
-        self._parameters(model, "init", self.levels["debug_param_init"])
+    def parameters(self, model: Any, when: str) -> None:
+        """Log each parameter: "init", initial or loaded weights, or "update", after the optimizer's step.
 
-    def parameters_updated(self, model: Any) -> None:
-        """Log each parameter after the optimizer's step (--debug_param_update)."""
-        self._parameters(model, "update", self.levels["debug_param_update"])
-
-    def _parameters(self, model: Any, what: str, level: int) -> None:
-        if not level:
-            return
-        for _, part in model.parts():
+        See --debug_param_init and --debug_param_update.
+        """
+        level = self.levels[f"debug_param_{when}"]
+        for _, part in model.parts() if level else ():
             for name, tensor in self._pieces(part.layout, part.read("weights")):
-                self._log(f"{name} {what}", tensor, level)
+                self._log(f"{name} {when}", tensor, level)
 
     def gradients_reduced(self, model: Any) -> None:
         """Log gradients summed over ranks and micro-batches, still multiplied by the loss scale.

@@ -102,23 +102,17 @@ def take_samples(flat: Tensor, count: int) -> Tensor:
 
 def compute_statistics(flat: Tensor) -> Statistics:
     """Return the statistics of a tensor (n,), n > 0, in two passes: a plain sum of squares would lose a small std."""
-    sums, extremes, finite, checksum = [], [], 0, 0
-    for start in range(0, flat.numel(), CHUNK_NUMEL):
-        chunk = flat[start : start + CHUNK_NUMEL]
-        sums.append(chunk.double().sum())
-        extremes.append(torch.stack(torch.aminmax(chunk)))
-        finite += int(torch.isfinite(chunk).sum())
-        checksum += _checksum(chunk, start)
-    mean = torch.stack(sums).sum() / flat.numel()
-    squares = [(chunk.double() - mean).square().sum() for chunk in flat.split(CHUNK_NUMEL)]
-    lows, highs = torch.stack(extremes).unbind(1)
+    chunks = flat.split(CHUNK_NUMEL)
+    mean = torch.stack([chunk.double().sum() for chunk in chunks]).sum() / flat.numel()
+    squares = torch.stack([(chunk.double() - mean).square().sum() for chunk in chunks])
+    lows, highs = torch.stack([torch.stack(torch.aminmax(chunk)) for chunk in chunks]).unbind(1)
     return Statistics(
         mean=float(mean),
-        std=float((torch.stack(squares).sum() / flat.numel()).sqrt()),
+        std=float((squares.sum() / flat.numel()).sqrt()),
         minimum=float(lows.amin()),
         maximum=float(highs.amax()),
-        not_finite=flat.numel() - finite,
-        checksum=checksum % 2**64,
+        not_finite=flat.numel() - sum(int(torch.isfinite(chunk).sum()) for chunk in chunks),
+        checksum=sum(_checksum(chunk, index * CHUNK_NUMEL) for index, chunk in enumerate(chunks)) % 2**64,
     )
 
 
@@ -172,11 +166,7 @@ def _to_json(entry: TensorEntry) -> dict[str, Any]:
     """Return everything but the samples; infinities, which JSON lacks, become text."""
     fields = {name: getattr(entry, name) for name in ("name", "shape", "dtype", "device", "level")}
     statistics = {} if entry.statistics is None else dataclasses.asdict(entry.statistics)
-    return {**fields, **{name: _spell(value) for name, value in statistics.items()}}
-
-
-def _spell(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
+    return fields | {name: value if math.isfinite(value) else str(value) for name, value in statistics.items()}
 
 
 def _from_json(fields: dict[str, Any], samples: dict[str, Tensor]) -> TensorEntry:
@@ -184,15 +174,9 @@ def _from_json(fields: dict[str, Any], samples: dict[str, Tensor]) -> TensorEntr
     if "mean" in fields:
         floats = {name: float(fields[name]) for name in ("mean", "std", "minimum", "maximum")}
         statistics = Statistics(**floats, not_finite=fields["not_finite"], checksum=fields["checksum"])
-    return TensorEntry(
-        fields["name"],
-        tuple(fields["shape"]),
-        fields["dtype"],
-        fields["device"],
-        fields["level"],
-        statistics,
-        samples[fields["name"]] if fields["level"] >= 3 else None,
-    )
+    name, level = fields["name"], fields["level"]
+    found = samples[name] if level >= 3 else None
+    return TensorEntry(name, tuple(fields["shape"]), fields["dtype"], fields["device"], level, statistics, found)
 
 
 def unique_names(entries: Sequence[TensorEntry]) -> Iterator[TensorEntry]:

@@ -17,7 +17,7 @@ import math
 import netrc
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,10 +29,6 @@ from megatron_lite.monitor.wandb_tracker import WandbTracker
 
 METRICS_FILE = "metrics.jsonl"
 _REPAIR_BYTES = 1 << 20  # far longer than any line
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class MetricsFile(AppendFile):
@@ -59,11 +55,12 @@ class MetricsFile(AppendFile):
         elif torn:
             os.ftruncate(self._fd, size - len(torn))
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def log(self, record: Mapping[str, Any]) -> None:
         """Append one record."""
-        self.write_line(json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False))
+        broken = {key: None for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
+        self.write_line(json.dumps({**record, **broken}, allow_nan=False))
 
-    def close(self) -> None:
+    def close(self, exit_code: int = 0) -> None:
         """Close the file and report the number of lost lines, if any."""
         super().close()
         if self.lost_lines:
@@ -152,12 +149,10 @@ def _open_wandb(config: Config, experiment_dir: Path | None, run: int) -> WandbT
 
 
 class Trackers:
-    """All destinations of metrics; without any, and on ranks that do not report, it does nothing."""
+    """All destinations of metrics; none on ranks that do not report."""
 
-    def __init__(self, metrics: MetricsFile | None = None, wandb: WandbTracker | None = None, run: int = 0) -> None:
-        self._metrics = metrics
-        self._wandb = wandb
-        self._run = run
+    def __init__(self, destinations: Sequence[MetricsFile | WandbTracker] = (), run: int = 0) -> None:
+        self._destinations, self._run = destinations, run
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Record metrics, at least `phase` and `iteration`; adds `run` and `time`, in seconds since 1970.
@@ -165,24 +160,14 @@ class Trackers:
         Values are plain numbers or text, never tensors.
         """
         record = {**record, "run": self._run, "time": round(time.time(), 3)}
-        if self._metrics is not None:
-            self._metrics.write(record)
-        if self._wandb is not None:
-            self._wandb.log(record)
-
-    def alert(self, title: str, text: str) -> None:
-        """Post an alert if alerts are on."""
-        if self._wandb is not None:
-            self._wandb.alert(title, text)
+        for destination in self._destinations:
+            destination.log(record)
 
     def close(self, exit_code: int) -> None:
         """Close the files and finish the Weights & Biases run. A second call does nothing."""
-        metrics, self._metrics = self._metrics, None
-        wandb, self._wandb = self._wandb, None
-        if metrics is not None:
-            metrics.close()
-        if wandb is not None:
-            wandb.close(exit_code)
+        destinations, self._destinations = self._destinations, ()
+        for destination in destinations:
+            destination.close(exit_code)
 
 
 def open_trackers(config: Config, experiment_dir: Path | None, run: int, reports: bool = True) -> Trackers:
@@ -197,8 +182,9 @@ def open_trackers(config: Config, experiment_dir: Path | None, run: int, reports
         UsageError: if Weights & Biases is requested but not installed, or its key file is unusable.
         StorageError: if metrics.jsonl cannot be opened.
     """
-    if not reports:
-        return Trackers()
-    metrics = MetricsFile(experiment_dir / METRICS_FILE) if experiment_dir is not None else None
-    wandb = _open_wandb(config, experiment_dir, run) if config.run.wandb_entity_name else None
-    return Trackers(metrics, wandb, run)
+    destinations: list[MetricsFile | WandbTracker] = []
+    if reports and experiment_dir is not None:
+        destinations.append(MetricsFile(experiment_dir / METRICS_FILE))
+    if reports and config.run.wandb_entity_name:
+        destinations.append(_open_wandb(config, experiment_dir, run))
+    return Trackers(destinations, run)

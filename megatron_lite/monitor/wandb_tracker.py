@@ -17,6 +17,7 @@ from megatron_lite.config import Config, flatten
 from megatron_lite.errors import EXIT_PREEMPTED
 from megatron_lite.monitor.logging import get_logger
 from megatron_lite.monitor.metrics import format_record
+from megatron_lite.run.durable_files import replace_file
 
 INIT_TIMEOUT_S = 10
 FINISH_TIMEOUT_S = 20
@@ -40,9 +41,7 @@ def _run_id(experiment_dir: Path | None) -> str:
         get_logger().warning("%s is not readable; this start is a new Weights & Biases run", path)
     new = secrets.token_hex(4)
     try:
-        aside = path.with_suffix(".new")
-        aside.write_text(json.dumps({"id": new}) + "\n", encoding="utf-8")
-        aside.replace(path)
+        replace_file(path, json.dumps({"id": new}).encode() + b"\n")
     except OSError as error:
         get_logger().warning("cannot write %s: %s; the next start is a new Weights & Biases run", path, error.strerror)
     return new
@@ -60,31 +59,26 @@ class WandbTracker:
     def __init__(
         self, wandb: Any, config: Config, key: str | None, offline: str | None, experiment_dir: Path | None, run: int
     ) -> None:
-        self._wandb = wandb
-        self._key = key
-        self._offline = offline
-        self._options = config.run
-        self._name = config.run.experiment_name or (experiment_dir.absolute().name if experiment_dir else None)
+        options, self._wandb, self._key, self._offline = config.run, wandb, key, offline
+        self._name = options.experiment_name or (experiment_dir.absolute().name if experiment_dir else None)
         folder = experiment_dir / "runs" / str(run) if experiment_dir else Path(tempfile.mkdtemp(prefix="wandb-"))
         self._directory = folder.absolute()
         self._init_arguments: dict[str, Any] = {
-            "entity": config.run.wandb_entity_name,
-            "project": config.run.wandb_project_name,
-            "group": config.run.wandb_group_name,
+            "entity": options.wandb_entity_name,
+            "project": options.wandb_project_name,
+            "group": options.wandb_group_name,
             "name": self._name,
             "id": _run_id(experiment_dir),
             "resume": "allow",
             "dir": str(self._directory),
             "config": flatten(config),
         }
-        interval = config.run.wandb_status_interval
-        post_alerts = config.run.wandb_post_alerts
-        self._post_alerts = interval is not None if post_alerts is None else post_alerts
-        self._status_interval = interval
+        self._status_interval, self._post_alerts = options.wandb_status_interval, options.wandb_post_alerts
+        if self._post_alerts is None:
+            self._post_alerts = self._status_interval is not None
         self._last_status: int | None = None
         self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(MAX_QUEUED_RECORDS)
-        self._dropped = 0
-        self._failed = 0
+        self._dropped = self._failed = 0  # records
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
         self.alert(f"{self._name} started", f"run {run}")
@@ -138,45 +132,41 @@ class WandbTracker:
     # -- in the thread ----------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        run = self._start()
-        while True:
+        run, action = self._start(), ""
+        while action != "finish":
             action, arguments = self._queue.get()
-            if run is None:
+            try:
+                getattr(run, action)(*arguments)
+            except Exception as error:
                 self._failed += action == "log"
-            else:
-                try:
-                    getattr(run, action)(*arguments)
-                except Exception as error:
-                    self._failed += action == "log"
-                    if self._failed <= 1 or action == "finish":
-                        get_logger().warning("Weights & Biases: %s", self._describe(error))
-            if action == "finish":
-                with contextlib.suppress(Exception):
-                    self._wandb.teardown()
-                return
+                if run is not None and (self._failed <= 1 or action == "finish"):
+                    get_logger().warning("Weights & Biases: %s", self._describe(error))
+        self._tear_down()
 
     def _start(self) -> Any | None:
         """Open the run online, else offline; None if neither works."""
-        run = None
+        logger = get_logger()
         if self._offline is None:
             try:
                 run = self._init(None)
+                if url := getattr(run, "url", None):
+                    logger.info("Weights & Biases: %s", url)
+                return run
             except Exception as error:
                 self._offline = self._describe(error)
-                with contextlib.suppress(Exception):
-                    self._wandb.teardown()  # its service still holds the run id
-        if self._offline is not None:
-            get_logger().warning(
-                "Weights & Biases is offline (%s); to send the run later: %s", self._offline, self._sync_command()
-            )
-            try:
-                run = self._init("offline")
-            except Exception as error:
-                get_logger().warning("no Weights & Biases: %s", self._describe(error))
-                return None
-        elif url := getattr(run, "url", None):
-            get_logger().info("Weights & Biases: %s", url)
-        return run
+                self._tear_down()  # its service still holds the run id
+        logger.warning(
+            "Weights & Biases is offline (%s); to send the run later: %s", self._offline, self._sync_command()
+        )
+        try:
+            return self._init("offline")
+        except Exception as error:
+            logger.warning("no Weights & Biases: %s", self._describe(error))
+            return None
+
+    def _tear_down(self) -> None:
+        with contextlib.suppress(Exception):
+            self._wandb.teardown()
 
     def _init(self, mode: str | None) -> Any:
         settings: dict[str, Any] = {

@@ -17,7 +17,7 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.generation.samples import Samples, load_prompts
 from megatron_lite.model.kv_cache import KeyValueCache
-from megatron_lite.monitor.trackers import MetricsFile
+from megatron_lite.monitor.trackers import MetricsFile, Trackers
 from megatron_lite.run.stop_signal import StopRequested
 from tests.support.harness import full_weights, run_distributed, same_weights, tiny_config, train_whole
 
@@ -153,7 +153,7 @@ def test_neither_broken_logits_nor_a_signal_leave_half_a_line(
     config = tiny_config(**options(tmp_path))
     file, model = MetricsFile(tmp_path / "run" / "samples.jsonl"), FakeModel(value)
     fakes: tuple[Any, ...] = (FakeRank(), FakeStopSignal(received))
-    samples = Samples(config, *fakes, ByteTokenizer(), load_prompts(config), file, 0)
+    samples = Samples(config, *fakes, ByteTokenizer(), load_prompts(config), Trackers([file]))
     with caplog.at_level(logging.INFO):
         with pytest.raises(StopRequested) if received else contextlib.nullcontext():
             samples.write(model, 3, logging.getLogger("test"))  # type: ignore[arg-type]

@@ -165,7 +165,7 @@ class Clock:
         return self.now
 
 
-def make_timer(**options):
+def make_timer(peak_tflops=None):
     model = ModelConfig(
         num_layers=2, hidden_size=64, num_attention_heads=4, head_groups=4, kv_channels=16, ffn_hidden_size=256
     )
@@ -173,7 +173,7 @@ def make_timer(**options):
         model=model, batch=BatchConfig(batch_size=8, sequence_length=128), training=TrainingConfig(train_iters=100)
     )
     clock = Clock()
-    return StepTimer(config, world_size=2, iteration=0, clock=clock, **options), clock, model
+    return StepTimer(config, world_size=2, iteration=0, peak_tflops=peak_tflops, clock=clock), clock, model
 
 
 def test_timer_reports_the_lap_and_forecasts_from_all_but_the_first():

@@ -116,7 +116,7 @@ def run_phases(debugger: TensorDebugger | None, model: FakeModel, rank: int = 0,
         return
     debugger.attach(model)
     with debugger.phase("init"):
-        debugger.parameters_initialized(model)
+        debugger.parameters(model, "init")
     observer = model.stages[0].observer
     with debugger.phase("train_00001"):
         for micro in range(micro_batches if observer else 0):
@@ -125,7 +125,7 @@ def run_phases(debugger: TensorDebugger | None, model: FakeModel, rank: int = 0,
             observer.layer_output("head", hidden[0, 0, 1], micro)
             observer.layer_gradient("head", hidden / 2, micro)
         debugger.gradients_reduced(model)
-        debugger.parameters_updated(model)
+        debugger.parameters(model, "update")
     if observer:
         observer.layer_output("embedding", torch.ones(2, 3, 4), 0)  # an evaluation between iterations
 

@@ -115,7 +115,7 @@ def test_real_enospc(capsys):
 
     start_logging(None, 0, 1, to_console=True, timestamps=False)
     file = MetricsFile(Path("/dev/full"))
-    file.write(training(1, 1.0))
+    file.log(training(1, 1.0))
     assert file.lost_lines == 1 and "No space left" in capsys.readouterr().out
 
 
@@ -123,7 +123,6 @@ def test_without_an_experiment_directory_nothing_is_written(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     trackers = open_trackers(Config(), None, 0)
     trackers.log(training(1, 5.0))
-    trackers.alert("title", "text")
     trackers.close(0)
     Trackers().log(training(1, 5.0))
     assert list(tmp_path.iterdir()) == []
