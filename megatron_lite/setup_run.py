@@ -192,23 +192,23 @@ def _log_banner(start: Start, inputs: Inputs, notes: Sequence[Note]) -> None:
 def _open_source(start: Start, layers: list[Layer]) -> WeightSource | None:
     """Open the pretrained weights to start from; None without any, or if the run has a checkpoint of its own."""
     config, distributed = start.config, start.distributed
-    own = together(distributed, lambda: _newest_checkpoint(start))
+    resumes = together(distributed, lambda: _has_checkpoint(start))
     if config.source.pretrained_checkpoint_path is None or not config.source.load_pretrained_weights:
         return None
-    if distributed.broadcast_object(own) is not None:
+    if distributed.broadcast_object(resumes):
         return None
     return load_pretrained.open_pretrained(config, shapes_of(layers), distributed, start.logger.warning)
 
 
-def _newest_checkpoint(start: Start) -> int | None:
-    """Return the run's newest checkpoint, good or not; refuse a changed architecture before memory is allocated."""
+def _has_checkpoint(start: Start) -> bool:
+    """Whether the run has a checkpoint, good or not; refuse a changed architecture before memory is allocated."""
     root = start.experiment.checkpoints
     if root is None:
-        return None
+        return False
     if (newest := sharded.newest_config(root)) is not None:
         iteration, saved = newest
         compatibility.check_architecture(saved, start.config, str(root / str(iteration)))
-    return sharded.newest_iteration(root)
+    return bool(sharded.find(root))
 
 
 # -- allocate -----------------------------------------------------------------------------------------------------

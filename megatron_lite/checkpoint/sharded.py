@@ -12,27 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_lite.checkpoint import files, manifest
-from megatron_lite.checkpoint.manifest import Manifest, SavedFile
-from megatron_lite.checkpoint.names import (
-    MANIFEST_NAME,
-    find_checkpoints,
-    is_folder,
-    new_nonce,
-    rank_file,
-    reason,
-    work_path,
-)
+from megatron_lite.checkpoint import files, manifest, names
+from megatron_lite.checkpoint.manifest import Manifest, SavedFile, tensor_name
+from megatron_lite.checkpoint.names import MANIFEST_NAME, is_folder, new_nonce, rank_file, reason, work_path
 from megatron_lite.checkpoint.reading import changes, fill, verify
 from megatron_lite.config import Config, flatten
-from megatron_lite.distributed.agreement import first_problem, write_together
+from megatron_lite.distributed.agreement import first_problem, together, write_together
 from megatron_lite.errors import CheckpointError, DamagedError, shorten
 from megatron_lite.run.durable_files import sync_folder
 
@@ -112,12 +104,7 @@ def _tensors(model: MultiStage) -> list[files.TensorToWrite]:
     for index, part in model.parts():
         assert part.frozen or part.has_state, f"stage {index}: a checkpoint needs moments, this model is for inference"
     return [
-        files.TensorToWrite(
-            manifest.tensor_name(index, part.frozen, kind),
-            dtype,
-            (part.numel(kind),),
-            functools.partial(part.read, kind),
-        )
+        files.TensorToWrite(tensor_name(index, part.frozen, kind), dtype, (part.numel(kind),), partial(part.read, kind))
         for index, part in model.parts()
         for kind, dtype in part.kinds().items()
     ]
@@ -139,16 +126,6 @@ def _is_checkpoint(folder: Path, with_files: bool = False) -> bool:
         return False
 
 
-def newest_iteration(root: Path) -> int | None:
-    """Return the iteration of the newest checkpoint, good or not; None if there is none.
-
-    Raises:
-        CheckpointError: if the directory cannot be read.
-    """
-    found = _find(root)
-    return found[0][0] if found else None
-
-
 def newest_config(root: Path) -> tuple[int, dict[str, Any]] | None:
     """Return iteration and flat config of the newest checkpoint with a good manifest; None if there is none.
 
@@ -157,7 +134,7 @@ def newest_config(root: Path) -> tuple[int, dict[str, Any]] | None:
     Raises:
         CheckpointError: if the directory cannot be read.
     """
-    for iteration, folder in _find(root):
+    for iteration, folder in find(root):
         with contextlib.suppress(DamagedError):
             return iteration, manifest.read(folder, iteration).config
     return None
@@ -182,23 +159,14 @@ def load_newest(
         CheckpointError: on every rank, if none of the checkpoints is usable, or if the newest good one has other
             parameters than the model. No file is changed.
     """
-    found: list[tuple[int, str]] | str | None = None
-    if distributed.rank == 0:
-        try:
-            found = [(iteration, path.name) for iteration, path in _find(root)]
-        except CheckpointError as error:
-            found = str(error)
-    listing = distributed.broadcast_object(found)
-    if isinstance(listing, str):
-        raise CheckpointError(listing)
+    found = together(distributed, lambda: find(root) if distributed.rank == 0 else [])
     problems = []
-    for iteration, name in listing:
+    for iteration, name in distributed.broadcast_object([(iteration, path.name) for iteration, path in found]):
         folder = root / name
         content, problem = verify(folder, iteration, distributed)
         if content is not None:
             _check_parameters(folder, content, model)
-            read = functools.partial(fill, folder, content, model, distributed.rank, optimizer)
-            problem = first_problem(distributed, read)
+            problem = first_problem(distributed, partial(fill, folder, content, model, distributed.rank, optimizer))
             if problem is None:
                 for line in changes(content, model, optimizer):
                     report(f"checkpoint {folder}: {line}")
@@ -223,9 +191,10 @@ def _check_parameters(folder: Path, content: Manifest, model: MultiStage) -> Non
         )
 
 
-def _find(root: Path) -> list[tuple[int, Path]]:
+def find(root: Path) -> list[tuple[int, Path]]:
+    """List (iteration, folder) as `names.find_checkpoints`, but raise CheckpointError if `root` cannot be read."""
     try:
-        return find_checkpoints(root)
+        return names.find_checkpoints(root)
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoints in {root}: {reason(error)}") from None
 
@@ -256,7 +225,7 @@ def prune(root: Path, keep: int | None, newest: int | None = None) -> None:
         return
     candidates = [
         iteration
-        for iteration, folder in find_checkpoints(root)
+        for iteration, folder in names.find_checkpoints(root)
         if folder.name == str(iteration)
         and (newest is None or iteration <= newest)
         and _is_checkpoint(folder, with_files=True)

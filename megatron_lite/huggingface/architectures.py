@@ -13,25 +13,16 @@ from typing import Any, NamedTuple
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.errors import UsageError
 
-# Hugging Face's name of an activation -> ours. Exports write the first name of each of ours.
-ACTIVATIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "gelu_pytorch_tanh": "gelu",
-        "gelu_new": "gelu",
-        "gelu_fast": "gelu",
-        "gelu_python_tanh": "gelu",
-        "gelu_accurate": "gelu",
-        "gelu": "gelu_exact",
-        "gelu_python": "gelu_exact",
-        "silu": "silu",
-        "swish": "silu",
-        "relu": "relu",
-        "relu2": "squared_relu",
-        "linear": "identity",
-        "quick_gelu": "quick_gelu",
-        "tanh": "tanh",
-    }
-)
+# Our activations -> Hugging Face's names of each. Exports write the first.
+_SPELLINGS = {
+    "gelu": "gelu_pytorch_tanh gelu_new gelu_fast gelu_python_tanh gelu_accurate",
+    "gelu_exact": "gelu gelu_python",
+    "silu": "silu swish",
+    "squared_relu": "relu2",
+    "identity": "linear",
+    **{name: name for name in ("relu", "quick_gelu", "tanh")},
+}
+ACTIVATIONS = MappingProxyType({theirs: ours for ours, names in _SPELLINGS.items() for theirs in names.split()})
 
 # Options of ours that no architecture has.
 _PLAIN: dict[str, Any] = {
@@ -215,9 +206,9 @@ def biases_of(architecture: str, model: ModelConfig) -> Biases:
         return Biases(attention, attention, ours.mlp)
     if architecture == "starcoder2":
         return Biases(*[any(ours)] * 3)
-    return {"mistral": Biases(False, False, False), "qwen2": Biases(True, False, False)}.get(
-        architecture, Biases(True, True, True)
-    )
+    if architecture in ("mistral", "qwen2"):
+        return Biases(architecture == "qwen2", False, False)
+    return Biases(True, True, True)
 
 
 def check_exportable(model: ModelConfig, model_type: str | None = None) -> str:
@@ -240,14 +231,11 @@ def check_exportable(model: ModelConfig, model_type: str | None = None) -> str:
     able = [architecture for architecture, missing in needs.items() if not missing]
     if able:
         return min(able, key=lambda architecture: sum(biases_of(architecture, model)))
-    lines = [
-        f"  {ARCHITECTURES[architecture].class_name}: {', '.join(missing)}"
-        for architecture, missing in sorted(needs.items(), key=lambda item: len(item[1]))
-    ]
+    nearest = sorted(needs.items(), key=lambda item: len(item[1]))
     raise UsageError(
         "--export_format=huggingface: no Hugging Face architecture can express this model. Use "
-        "--export_format=distributed, leave out --export_interval, or train with the flags of one of these:\n"
-        + "\n".join(lines)
+        "--export_format=distributed, leave out --export_interval, or train with the flags of one of these:\n  "
+        + "\n  ".join(f"{ARCHITECTURES[name].class_name}: {', '.join(missing)}" for name, missing in nearest)
     )
 
 
@@ -285,9 +273,9 @@ def _needs(architecture: str, model: ModelConfig) -> list[str]:
 
 
 def _as_flag(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    return str(int(value)) if isinstance(value, bool) else "none" if value is None else str(value)
+    if value is None:
+        return "none"
+    return f"{value:g}" if isinstance(value, (bool, float)) else str(value)
 
 
 def shown(value: Any) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,8 @@ from megatron_lite.checkpoint.names import MANIFEST_NAME, new_nonce, rank_file
 from megatron_lite.config import BatchConfig, Config, DataConfig, TrainingConfig, flatten
 from megatron_lite.errors import NumericsError
 from megatron_lite.huggingface import folder_kind
-from megatron_lite.huggingface.architectures import check_exportable
 from megatron_lite.huggingface.export_folder import ExportFolder, FilePlan, split
 from megatron_lite.huggingface.weight_source import CheckpointSource, WeightSource
-from megatron_lite.parameter import DTYPES
 from megatron_lite.run.durable_files import sync_folder
 from megatron_lite.validation import resolve
 
@@ -57,15 +54,15 @@ def write_huggingface(
         NumericsError: if a weight is too large for the dtype.
         OSError: if the folder cannot be written.
     """
-    shapes, dtype = list(shapes), config.training.export_dtype or config.distributed.training_dtype
-    architecture = check_exportable(config.model, config.training.export_model_type)
-    plan = FilePlan(shapes, architecture, config.model, DTYPES[dtype], limit_bytes)
+    shapes = list(shapes)
+    plan = FilePlan(shapes, config, limit_bytes)
     written = ExportFolder(folder, plan)
     for name, shape in shapes:
         written.write(name, read_whole(source, name, shape))
         if written.overflow:
+            dtype = config.training.export_dtype or config.distributed.training_dtype
             raise NumericsError(f"{written.overflow}, too large for {dtype}: nothing is written; choose bf16 or fp32")
-    written.finish(config, tokenizer_file, _special_tokens(source))
+    written.finish(tokenizer_file, _special_tokens(source))
     return plan
 
 
@@ -80,9 +77,9 @@ def _special_tokens(source: WeightSource) -> dict[str, int | None]:
 
 def read_whole(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:
     """Read a full parameter in fp32."""
-    values = torch.empty(math.prod(shape))
-    source.read(name, 0, values)
-    return values.view(shape)
+    values = torch.empty(shape)
+    source.read(name, 0, values.view(-1))
+    return values
 
 
 def write_checkpoint(folder: Path, source: WeightSource, shapes: Shapes, config: Config, limit_bytes: int) -> Manifest:
@@ -127,21 +124,22 @@ def write_checkpoint(folder: Path, source: WeightSource, shapes: Shapes, config:
 def _tensors(source: WeightSource, kept: CheckpointSource | None, shapes: Shapes) -> Iterator[files.TensorToWrite]:
     """Yield the tensors "parameter/kind" of a checkpoint. `kept`: the source, if its moments and averages are kept."""
     for name, shape in shapes:
+        shape = tuple(shape)
         if kept is None:
             read = functools.partial(read_whole, source, name, shape)
-            yield files.TensorToWrite(f"{name}/weights", torch.float32, tuple(shape), read)
+            yield files.TensorToWrite(f"{name}/weights", torch.float32, shape, read)
             continue
         saved = kept.content.parameters[name]
-        for kind in (kind for kind in manifest.KINDS if kind in saved.slices):
+        for kind in saved.slices:
             dtype = saved.dtype_of(kind)  # frozen weights keep theirs
-            read = functools.partial(_read_saved, kept, name, kind, tuple(shape), dtype)
-            yield files.TensorToWrite(f"{name}/{kind}", dtype, tuple(shape), read)
+            read = functools.partial(_read_saved, kept, name, kind, shape, dtype)
+            yield files.TensorToWrite(f"{name}/{kind}", dtype, shape, read)
 
 
 def _read_saved(source: CheckpointSource, name: str, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    values = torch.empty(math.prod(shape), dtype=dtype)
-    source.read_state(name, kind, 0, values)
-    return values.view(shape)
+    values = torch.empty(shape, dtype=dtype)
+    source.read_state(name, kind, 0, values.view(-1))
+    return values
 
 
 def _fresh_state() -> dict[str, Any]:

@@ -10,36 +10,25 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import files
 from megatron_lite.checkpoint.names import has_only_our_files, new_nonce, work_path
-from megatron_lite.config import Config, ModelConfig
+from megatron_lite.config import Config
 from megatron_lite.config.structured_values import size_bytes
 from megatron_lite.distributed.agreement import write_together
 from megatron_lite.errors import NumericsError
-from megatron_lite.huggingface.architectures import check_exportable
-from megatron_lite.huggingface.export_folder import ExportFolder, FilePlan, their_tensor
-from megatron_lite.huggingface.master_weights import master_weights
-from megatron_lite.huggingface.weight_map import by_tensor, pieces
-from megatron_lite.parameter import DTYPES
+from megatron_lite.huggingface.export_folder import ExportFolder, FilePlan
 
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed
+    from megatron_lite.zero.flat_shard import FlatShard
     from megatron_lite.zero.multi_stage import MultiStage
 
 # Ranks wait for rank 0 after this many bytes, or the next gather could time out while a slow disk catches up.
 AGREE_BYTES = 2**28
-
-
-def convert(name: str, tensor: Tensor, architecture: str, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of an architecture for one parameter of ours, as views where possible.
-
-    Raises:
-        KeyError: if the architecture has no such parameter.
-    """
-    for their_name, parts in by_tensor(pieces(name, tuple(tensor.shape), architecture, model)).items():
-        yield their_name, their_tensor(tensor, parts)
+WINDOW_NUMEL = 2**24  # fp32 elements gathered at a time on every rank: 64 MiB
 
 
 def export_weights(model: MultiStage, config: Config, distributed: Distributed) -> Iterator[tuple[str, Tensor]]:
@@ -58,6 +47,40 @@ def export_weights(model: MultiStage, config: Config, distributed: Distributed) 
         yield from model.full_weights()
 
 
+def master_weights(model: MultiStage, distributed: Distributed, average: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, full fp32 weight) gathered from the master shards, on the host of rank 0; other ranks get (0,).
+
+    Every rank must iterate to the end. A tensor is valid until the next one is requested. Rank 0 holds the largest flat
+    range of a stage, which it assembles from a window of every shard at a time: no device needs more memory than that.
+
+    average: yield running averages, where a parameter has one.
+    """
+    for _, part in model.parts():
+        whole = _gather(part, distributed, average)
+        for slot in part.layout.slots:
+            found = whole[slot.offset : slot.offset + slot.numel]
+            yield slot.spec.name, found.view(slot.spec.shape) if distributed.rank == 0 else found
+
+
+def _gather(part: FlatShard, distributed: Distributed, average: bool) -> Tensor:
+    """Return all shards of a range in rank order: (numel,) on the host of rank 0, (0,) on other ranks."""
+    world_size, shard_numel = distributed.world_size, part.layout.shard_numel
+    whole = torch.empty(part.layout.numel if distributed.rank == 0 else 0)
+    step = max(1, min(shard_numel, WINDOW_NUMEL // world_size))
+    gathered = torch.empty(world_size, step, device=distributed.device)
+    for start in range(0, shard_numel, step):
+        end = min(start + step, shard_numel)
+        own = part.average[start:end] if average and part.average is not None else part.weights.read(slice(start, end))
+        if world_size > 1:
+            gathered[distributed.rank, : end - start] = own
+            distributed.all_gather(gathered.view(-1), "export").wait()
+        else:
+            gathered[0, : end - start] = own
+        if distributed.rank == 0:
+            whole.view(world_size, shard_numel)[:, start:end].copy_(gathered[:, : end - start])
+    return whole
+
+
 def save_huggingface(
     directory: Path, model: MultiStage, config: Config, distributed: Distributed, weights: Iterator[tuple[str, Tensor]]
 ) -> None:
@@ -74,13 +97,11 @@ def save_huggingface(
         NumericsError: on every rank, if a weight is too large for --export_dtype; no folder appears.
         StorageError: on every rank, if the folder cannot be written.
     """
-    architecture = check_exportable(config.model, config.training.export_model_type)
+    specs = [slot.spec for _, part in model.parts() for slot in part.layout.slots]
+    shapes = [(spec.name, tuple(spec.shape)) for spec in specs]
+    plan = FilePlan(shapes, config, size_bytes(config.training.export_shard_size))
     temporary = work_path(directory, "tmp", distributed.broadcast_object(new_nonce()))
     what, is_writer = f"the export {directory}", distributed.rank == 0
-    specs = [slot.spec for _, part in model.parts() for slot in part.layout.slots]
-    dtype = DTYPES[config.training.export_dtype or config.distributed.training_dtype]
-    limit_bytes = size_bytes(config.training.export_shard_size)
-    plan = FilePlan([(spec.name, tuple(spec.shape)) for spec in specs], architecture, config.model, dtype, limit_bytes)
     folder: ExportFolder | None = None
 
     def prepare() -> None:
@@ -92,12 +113,12 @@ def save_huggingface(
 
     def finish() -> None:
         if folder is not None:
-            folder.finish(config, config.data.tokenizer_file)
+            folder.finish(config.data.tokenizer_file)
             files.publish(temporary, directory, has_only_our_files)
 
     try:
         write_together(distributed, what, directory.parent, prepare)
-        num_bytes = {spec.name: spec.numel * dtype.itemsize for spec in specs}
+        num_bytes = {spec.name: spec.numel * plan.dtype.itemsize for spec in specs}
         _write_all(distributed, what, temporary, num_bytes, folder, weights)
         write_together(distributed, what, directory, finish)
     except BaseException:

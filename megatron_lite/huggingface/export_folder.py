@@ -22,11 +22,13 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import files
-from megatron_lite.config import Config, ModelConfig
+from megatron_lite.config import Config
 from megatron_lite.data.tokenizing import copy_tokenizer
+from megatron_lite.huggingface.architectures import check_exportable
 from megatron_lite.huggingface.folder_kind import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
 from megatron_lite.huggingface.weight_map import Piece, by_tensor, constants, pieces
 from megatron_lite.huggingface.write_config import hugging_face_config
+from megatron_lite.parameter import DTYPES
 from megatron_lite.run.durable_files import sync_folder
 
 
@@ -42,23 +44,21 @@ class FilePlan:
     """The files of an export: which of their tensors go where.
 
     parameters: (name, shape) of ours. limit_bytes: for the tensors of one file.
+
+    Raises:
+        UsageError: if no architecture can express the model.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[tuple[str, tuple[int, ...]]],
-        architecture: str,
-        model: ModelConfig,
-        dtype: torch.dtype,
-        limit_bytes: int,
-    ) -> None:
-        self.dtype = dtype
+    def __init__(self, parameters: Iterable[tuple[str, tuple[int, ...]]], config: Config, limit_bytes: int) -> None:
+        self.config, model = config, config.model
+        architecture = check_exportable(model, config.training.export_model_type)
+        self.dtype = DTYPES[config.training.export_dtype or config.distributed.training_dtype]
         self.pieces = {name: pieces(name, shape, architecture, model) for name, shape in parameters}
         self.constants = list(constants(architecture, model))
         shapes = {constant.name: constant.shape for constant in self.constants}
         for piece in (piece for every in self.pieces.values() for piece in every):
             assert shapes.setdefault(piece.name, piece.their_shape) == piece.their_shape, piece.name
-        sizes = {name: math.prod(shapes[name]) * dtype.itemsize for name in sorted(shapes, key=_natural)}
+        sizes = {name: math.prod(shapes[name]) * self.dtype.itemsize for name in sorted(shapes, key=_natural)}
         self.total_bytes = sum(sizes.values())
         self.names = split(sizes, limit_bytes)
         self.places: dict[str, Place] = {}
@@ -166,9 +166,7 @@ class ExportFolder:
         finally:
             os.close(descriptor)
 
-    def finish(
-        self, config: Config, tokenizer_file: str | Path | None, special_tokens: Mapping[str, int | None] | None = None
-    ) -> None:
+    def finish(self, tokenizer_file: str | Path | None, special_tokens: Mapping[str, int | None] | None = None) -> None:
         """Add the index, configuration and tokenizer, and sync everything, so that the folder can be published.
 
         special_tokens: ids by their names in config.json; those of the tokenizer win.
@@ -181,7 +179,7 @@ class ExportFolder:
         if tokenizer_file is not None:
             found = copy_tokenizer(tokenizer_file, self.folder)
             tokens |= {key: token for key, token in found.items() if token is not None}
-        content = hugging_face_config(config, tokens)
+        content = hugging_face_config(self.plan.config, tokens)
         _write_json(self.folder / CONFIG_NAME, content)
         generation = {key: content[key] for key in ("bos_token_id", "eos_token_id") if content[key] is not None}
         _write_json(self.folder / "generation_config.json", {"_from_model_config": True, **generation})

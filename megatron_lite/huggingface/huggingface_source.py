@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_lite.checkpoint import files
+from megatron_lite.checkpoint.names import open_regular, parse_json
 from megatron_lite.config import ModelConfig
 from megatron_lite.errors import CheckpointError, DamagedError
 from megatron_lite.huggingface import folder_kind, model_options
-from megatron_lite.huggingface.safetensors_header import FLOATING, StoredTensor, read_header
 from megatron_lite.huggingface.weight_map import Piece, known_name, pieces
 from megatron_lite.huggingface.weight_source import WeightSource
-from megatron_lite.parameter import DTYPES
+from megatron_lite.parameter import DTYPES, SAFETENSORS_NAMES
 
+# Dtypes that can become weights. Files may hold other tensors: masks, counters.
+FLOATING = {"F64": torch.float64} | {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embedding.word.weight"  # ours
+
+
+class StoredTensor(NamedTuple):
+    """The place of a tensor in a folder."""
+
+    file: str
+    offset: int  # of its first byte in the file
+    num_bytes: int
+    dtype: str  # as in the header
+    shape: tuple[int, ...]
 
 
 class HuggingFaceSource(WeightSource):
@@ -162,6 +177,8 @@ class HuggingFaceSource(WeightSource):
 
         Read a few stored rows at a time and copy the columns needed: a rank reads the whole tensor for its share.
         """
+        # Parts of ours: the end of a row, whole rows, the start of a row.
+        cuts = sorted({low, min(high, -(-low // width) * width), max(low, high // width * width), high})
         dtype, columns = FLOATING[tensor.dtype], tensor.shape[1]
         step = max(1, files.CHUNK_BYTES // (columns * dtype.itemsize))
         for top in range(0, width, step):
@@ -169,35 +186,41 @@ class HuggingFaceSource(WeightSource):
             values = torch.empty((bottom - top) * columns, dtype=dtype)
             self._files.read(tensor.file, tensor.offset + top * columns * dtype.itemsize, dtype, values)
             block = values.view(bottom - top, columns)
-            for region in _regions(low, high, width):
-                left, right = max(top, region.left), min(bottom, region.right)
+            for start, end in itertools.pairwise(cuts):
+                row, first = divmod(start, width)
+                ours = target[start - low : end - low].view(-1, min(width, end - start))
+                left, right = max(top, first), min(bottom, first + ours.shape[1])
                 if left < right:
-                    ours = target[region.offset : region.offset + region.numel].view(region.rows, -1)
-                    begin = piece.their_first_row + region.row
-                    theirs = block[left - top : right - top, begin : begin + region.rows]
-                    ours[:, left - region.left : right - region.left].copy_(theirs.t())
+                    begin = piece.their_first_row + row
+                    theirs = block[left - top : right - top, begin : begin + len(ours)]
+                    ours[:, left - first : right - first].copy_(theirs.t())
 
 
-class _Region(NamedTuple):
-    """Some columns of some rows of a matrix; `offset`: their position in the target."""
+def read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
+    """Return the tensors of an untrusted file by name.
 
-    row: int
-    rows: int
-    left: int
-    right: int
-    offset: int
+    The safetensors library checks the file: a length, a JSON header, and values that cover the rest of the file without
+    gaps or overlaps (https://github.com/huggingface/safetensors). The rest is what it accepts or does not return.
 
-    @property
-    def numel(self) -> int:
-        return self.rows * (self.right - self.left)
-
-
-def _regions(low: int, high: int, width: int) -> Iterator[_Region]:
-    """Split the elements low to high of a flattened matrix: the end of a row, whole rows, the start of a row."""
-    position = low
-    while position < high:
-        row, column = divmod(position, width)
-        whole = 0 if column else (high - position) // width
-        rows, right = (whole, width) if whole else (1, min(width, column + high - position))
-        yield _Region(row, rows, column, right, position - low)
-        position += rows * (right - column)
+    Raises:
+        DamagedError: if it is not a complete safetensors file.
+        OSError: if it cannot be read.
+    """
+    with open_regular(folder / name) as file:  # the library would block on a pipe
+        size = os.fstat(file.fileno()).st_size
+        try:
+            with safe_open(folder / name, framework="np"):
+                pass
+            length = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
+            content = parse_json(os.pread(file.fileno(), length, 8))  # refuses repeated names, unlike the library
+        except (SafetensorError, ValueError) as error:
+            text = " ".join(str(error).split())[:200]
+            raise DamagedError(f"{name}: not a complete safetensors file of {size:,} bytes ({text})") from None
+    content.pop("__metadata__", None)
+    tensors = {}
+    for key, entry in content.items():
+        if not isinstance(entry, dict) or not isinstance(entry["dtype"], str):  # the library takes other JSON, too
+            raise DamagedError(f"{name}: the header entry of {key[:100]!r} is malformed")
+        start, end = entry["data_offsets"]
+        tensors[key] = StoredTensor(name, 8 + length + start, end - start, entry["dtype"], tuple(entry["shape"]))
+    return tensors

@@ -100,12 +100,12 @@ class _Reading:
         self.used.add(key)
         value = self.content.get(key, self.architecture.defaults.get(key))
         second = _SECOND_NAMES.get(key)
-        if second is not None and second in self.content:
-            self.used.add(second)
-            if key in self.content and self.content[second] != value:
-                self.problems.append(f"{second} is {shown(self.content[second])}, but {key} is {shown(value)}")
-            return self.content[second]
-        return value
+        if second is None or second not in self.content:
+            return value
+        self.used.add(second)
+        if key in self.content and self.content[second] != value:
+            self.problems.append(f"{second} is {shown(self.content[second])}, but {key} is {shown(value)}")
+        return self.content[second]
 
     def key_of(self, option: str) -> str:
         """Return the key of an option, or the option itself if no single key states it."""
@@ -125,9 +125,7 @@ class _Reading:
 
     def named(self) -> dict[str, Any]:
         """Return the options that have a key, deriving those that are null."""
-        values: dict[str, Any] = {}
-        for key, option in self.architecture.keys.items():
-            values[option] = self.get(key)
+        values = {option: self.get(key) for key, option in self.architecture.keys.items()}
         if self.name == "gpt_bigcode":
             self._multi_query(values)
         for option in ("hidden_size", "num_attention_heads"):

@@ -10,20 +10,12 @@ from megatron_lite.config.values import LARGEST_INTEGER
 from megatron_lite.huggingface.architectures import shown
 
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
-# Name in rope_parameters -> our option. Only some types use these options; they are None with the others.
-_NAMES = {
-    "factor": "rope_factor",
-    "low_freq_factor": "rope_low_freq_factor",
-    "high_freq_factor": "rope_high_freq_factor",
-    "original_max_position_embeddings": "rope_original_max_position_embeddings",
-    "beta_fast": "rope_beta_fast",
-    "beta_slow": "rope_beta_slow",
-    "attention_factor": "rope_attention_factor",
-    "mscale": "rope_mscale",
-    "mscale_all_dim": "rope_mscale_all_dim",
-    "truncate": "rope_truncate",
-}
-OPTIONS = tuple(_NAMES.values())
+# Names in rope_parameters; ours begin with rope_. Only some types use these options; they are None with the others.
+_NAMES = (
+    "factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast beta_slow attention_factor "
+    "mscale mscale_all_dim truncate"
+).split()
+OPTIONS = tuple(f"rope_{name}" for name in _NAMES)
 _ORIGINAL = "original_max_position_embeddings"
 _USED: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -84,7 +76,7 @@ def _read_one(key: str, given: dict[str, Any], theta: Any, length: Any) -> tuple
         given.setdefault(_ORIGINAL, length)
     if kind == "yarn":
         _derive_yarn(given, length)
-    values |= {_NAMES[name]: given[name] for name in _USED[kind] if name in given}
+    values |= {f"rope_{name}": given[name] for name in _USED[kind] if name in given}
     return values, problems
 
 
@@ -106,16 +98,9 @@ def write(model: ModelConfig) -> dict[str, Any]:
 
     Versions before 4.43 know only linear, as {"type", "factor"}; later versions read that, too.
     """
-    values = {name: getattr(model, option) for name, option in _NAMES.items()}
-    values = {name: value for name, value in values.items() if name in _USED[model.rope_type] and value is not None}
-    scaling: dict[str, Any] | None = {"rope_type": model.rope_type, **values}
-    if model.rope_type == "default":
-        scaling = None
-    elif model.rope_type == "linear":
-        scaling = {"type": "linear", **values}
-    base = model.rotary_base
-    return {
-        "rope_theta": base,
-        "rope_scaling": scaling,
-        "rope_parameters": {"rope_type": model.rope_type, "rope_theta": base, **values},
-    }
+    kind, base = model.rope_type, model.rotary_base
+    values = {name: getattr(model, f"rope_{name}") for name in _NAMES if name in _USED[kind]}
+    values = {name: value for name, value in values.items() if value is not None}
+    scaling = None if kind == "default" else {"type" if kind == "linear" else "rope_type": kind, **values}
+    parameters = {"rope_type": kind, "rope_theta": base, **values}
+    return {"rope_theta": base, "rope_scaling": scaling, "rope_parameters": parameters}

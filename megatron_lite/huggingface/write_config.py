@@ -53,12 +53,8 @@ def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -
 
 def _biases(name: str, model: ModelConfig) -> dict[str, Any]:
     biases = biases_of(name, model)
-    keys = {
-        "llama": {"attention_bias": biases.qkv, "mlp_bias": biases.mlp},
-        "qwen3": {"attention_bias": biases.qkv},
-        "starcoder2": {"use_bias": biases.mlp},
-    }
-    return keys.get(name, {})
+    values = {"attention_bias": biases.qkv, "mlp_bias": biases.mlp, "use_bias": biases.mlp}
+    return {key: value for key, value in values.items() if key in ARCHITECTURES[name].other_defaults}
 
 
 def _window(name: str, model: ModelConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.huggingface import master_weights
+from megatron_lite.huggingface import export
 from megatron_lite.zero.multi_stage import MultiStage
 from tests.support.harness import layers_of, run_distributed, tiny_config
 
@@ -22,14 +22,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def gathered(distributed: Distributed, options: dict[str, Any], window: int) -> dict[str, np.ndarray]:
     """Return all masters, gathered in windows of N elements, after comparing them with `full_weights`."""
-    master_weights.WINDOW_NUMEL = window  # of this process alone
+    export.WINDOW_NUMEL = window  # of this process alone
     config = tiny_config(distributed.world_size, **options)
     split = config.multi_stage.split_master_weights
     model = MultiStage(
         layers_of(config), config.multi_stage, config.batch, config.distributed.training_dtype, distributed
     )
     model.initialize(3)
-    found = {name: value.numpy().copy() for name, value in master_weights.master_weights(model, distributed)}
+    found = {name: value.numpy().copy() for name, value in export.master_weights(model, distributed)}
     for name, weight in model.full_weights():
         if distributed.rank == 0:
             rounded = found[name] if not split else found[name].astype(np.float32)

@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_lite.config import Config
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.huggingface.export import convert
+from megatron_lite.huggingface.export_folder import their_tensor
+from megatron_lite.huggingface.weight_map import by_tensor, pieces
 from megatron_lite.huggingface.write_config import hugging_face_config
 from scripts.benchmarks.training.model import PlainGPT, initial_value, initialize, parameter_specs, tokens_per_rank
 
@@ -132,8 +133,10 @@ class HuggingFace(nn.Module):
         self.tokens = tokens_per_rank(config)
         with torch.no_grad():
             for name, spec in parameter_specs(config).items():
-                for own_name, value in convert(name, initial_value(spec, config, device), architecture, config.model):
-                    self.model.get_parameter(own_name).copy_(value)
+                value = initial_value(spec, config, device)
+                parts = by_tensor(pieces(name, tuple(value.shape), architecture, config.model))
+                for own_name, rows in parts.items():
+                    self.model.get_parameter(own_name).copy_(their_tensor(value, rows))
 
     @property
     def blocks(self) -> nn.ModuleList:
