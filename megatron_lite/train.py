@@ -12,7 +12,7 @@ import torch
 from megatron_lite.checkpoint import sharded
 from megatron_lite.config import Config
 from megatron_lite.data.loader import HostBatch, micro_batch
-from megatron_lite.distributed import process_group
+from megatron_lite.distributed import startup
 from megatron_lite.distributed.agreement import raise_first, together
 from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, NumericsError, RunError
 from megatron_lite.huggingface.export import export_weights, save_huggingface
@@ -43,7 +43,7 @@ def pretrain(config: Config, notes: tuple[Note, ...], environment: Mapping[str, 
     rank, run_number, run = launch_rank(), 0, None
     stop = StopSignal()
     try:
-        group = process_group.initialize(config.distributed)
+        group = startup.initialize(config.distributed)
         experiment = Experiment(config, group)
         run_number = experiment.run
         run = build(config, group, experiment, stop, notes, environment)

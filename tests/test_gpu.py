@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from megatron_lite.config import DistributedConfig, unflatten
-from megatron_lite.distributed.process_group import Distributed, make_deterministic
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.distributed.startup import join, make_deterministic
 from megatron_lite.validation import resolve
 from tests.support.harness import TINY
 
@@ -44,7 +45,7 @@ NORMS = LLAMA | dict(
 
 @pytest.fixture(scope="module")
 def one_gpu() -> Any:
-    distributed = Distributed(DistributedConfig(device="cuda"), 0, 1, 0)
+    distributed = join(DistributedConfig(device="cuda"), 0, 1, 0)
     yield distributed
     distributed.close()
 

@@ -1,4 +1,4 @@
-"""Process groups, the device, and the few collectives that training needs.
+"""The process groups of a run, and the few collectives that training needs. `startup.py` joins the groups.
 
 On CUDA these are NCCL's collectives. On CPU, gloo's reduce-scatter moves as many bytes as an all-reduce, and its
 all-gather takes three times as long as a send/receive pair. Both are therefore exchanged pairwise here: every rank
@@ -8,10 +8,8 @@ so that results depend on neither timing nor ZeRO stage.
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -20,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lite.config import DistributedConfig
 from megatron_lite.distributed.cpu_collectives import PairwiseSum, Works
 from megatron_lite.distributed.traffic import Handle, Traffic
-from megatron_lite.errors import PeerError, UsageError, is_lost_peer, lost_peer
+from megatron_lite.errors import PeerError, is_lost_peer, lost_peer
 
 # A pairwise reduction receives into a ring of chunks per peer: small enough to be added while they are in the cache,
 # and enough of them to keep the exchange going during the computation.
@@ -48,41 +45,27 @@ class Group(Protocol):
 class Distributed:
     """This process among its peers: rank, device, and the collectives over all data-parallel ranks.
 
-    Raises:
-        UsageError: if the requested device does not exist.
+    Args:
+        local_world_size: number of ranks on this machine.
+        cpu_group: gloo, with the long time-out, for agreements between hosts.
+        group: NCCL or gloo, for the collectives of a step.
+        step_timeout_s: time after which a step that does not end has lost a peer.
     """
 
     def __init__(
         self,
-        config: DistributedConfig,
         rank: int,
         world_size: int,
-        local_rank: int,
-        local_world_size: int | None = None,
-        init_method: str | None = None,
+        local_world_size: int,
+        device: torch.device,
+        cpu_group: Any,
+        group: Any,
+        step_timeout_s: float,
     ) -> None:
-        self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
-        self.local_world_size = local_world_size or world_size
-        if config.deterministic:
-            make_deterministic()
-        self.device = choose_device(config.device, local_rank, self.local_world_size)
-        step_timeout = datetime.timedelta(seconds=config.distributed_timeout)
-        startup_timeout = datetime.timedelta(seconds=config.startup_timeout)
-        store = dist.HashStore() if init_method is None and world_size == 1 else None
-        if store is None and init_method is None:
-            init_method = "env://"
-        on_gpu = self.device.type == "cuda"
-        with peer_errors(), _quiet_loopback(world_size):
-            dist.init_process_group(
-                "gloo", init_method=init_method, store=store, rank=rank, world_size=world_size, timeout=startup_timeout
-            )
-            self._cpu_group = dist.group.WORLD
-            # NCCL's watchdog aborts the process without a message; `end_step` notices a lost peer earlier.
-            grace = datetime.timedelta(seconds=30 if on_gpu else 0)
-            self.group = dist.new_group(backend="nccl" if on_gpu else "gloo", timeout=step_timeout + grace)
-        self._step_timeout_s = config.distributed_timeout
-        self._step_end: torch.cuda.Event | None = None
+        self.rank, self.world_size, self.local_world_size, self.device = rank, world_size, local_world_size, device
+        self._cpu_group, self.group, self._step_timeout_s = cpu_group, group, step_timeout_s
         self.traffic = Traffic(world_size)
+        self._step_end: torch.cuda.Event | None = None
         self._tag = 0
         self._scratch: Tensor | None = None
         self._reduction: Handle | None = None
@@ -222,59 +205,6 @@ def reduction_scratch_shape(world_size: int, shard_numel: int) -> tuple[int, int
     return min(REDUCTION_SLOTS, chunks), world_size - 1, chunk_numel
 
 
-def initialize(config: DistributedConfig) -> Distributed:
-    """Join the process group that torchrun describes in the environment; without torchrun, a group of one."""
-    environment = os.environ
-    world_size = int(environment.get("WORLD_SIZE") or 1)
-    return Distributed(
-        config,
-        rank=int(environment.get("RANK") or 0),
-        world_size=world_size,
-        local_rank=int(environment.get("LOCAL_RANK") or 0),
-        local_world_size=int(environment.get("LOCAL_WORLD_SIZE") or world_size),
-    )
-
-
-def make_deterministic() -> None:
-    """Allow only deterministic GPU algorithms from now on; call this before anything runs on a GPU."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it and reads it at first use
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    # That switch also fills every new tensor with NaN to catch reads of uninitialized memory: costly and not needed.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def deterministic_ways(device: torch.device, triton: bool) -> str:
-    """Describe what --deterministic=1 changes, for the log."""
-    if device.type != "cuda":
-        return f"deterministic: on {device.type} every algorithm is repeatable; --deterministic=1 costs nothing"
-    embedding = "" if triton else ", embedding gradients from sorted tokens"
-    return (
-        "deterministic: attention's backward pass sums in a fixed order and never uses cuDNN, cuBLAS uses one "
-        f"workspace{embedding}; scripts/gpu_report.sh measures the cost"
-    )
-
-
-def choose_device(name: str, local_rank: int, local_world_size: int) -> torch.device:
-    """Return the device of this rank; every rank of a machine decides alike.
-
-    Raises:
-        UsageError: if cuda is requested and absent, or there are more local ranks than GPUs.
-    """
-    available = torch.cuda.is_available()
-    if name == "cpu" or (name == "auto" and not available):
-        return torch.device("cpu")
-    if not available:
-        raise UsageError("--device=cuda: no CUDA device is available; use --device=cpu or --device=auto")
-    if local_world_size > torch.cuda.device_count():
-        raise UsageError(
-            f"--device={name}: {local_world_size} processes on this machine, but {torch.cuda.device_count()} GPUs; "
-            "start at most one process per GPU (torchrun --nproc-per-node)"
-        )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
-
-
 class peer_errors:  # noqa: N801 - reads as a statement
     """Turn a backend's error about a dead or silent peer into a PeerError."""
 
@@ -282,12 +212,6 @@ class peer_errors:  # noqa: N801 - reads as a statement
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if error is not None and "EADDRINUSE" in str(error):
-            port = os.environ.get("MASTER_PORT")
-            raise UsageError(
-                f"MASTER_PORT={port} is in use by another program on this machine; choose another one "
-                "(torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 finds a free port)"
-            ) from error
         if error is not None and is_lost_peer(error):
             raise lost_peer(error) from error
 
@@ -295,19 +219,3 @@ class peer_errors:  # noqa: N801 - reads as a statement
 def _nccl(name: str, older_name: str) -> Callable[..., Handle]:
     """Return a collective by its name in torch >= 2.13, else by its older name, which 2.13 deprecates."""
     return getattr(dist, name, None) or getattr(dist, older_name)
-
-
-class _quiet_loopback:  # noqa: N801 - reads as a statement
-    """Let gloo on one machine use the loopback device: resolving the host's name may fail."""
-
-    def __init__(self, world_size: int) -> None:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))) == world_size
-        self._set = local and "GLOO_SOCKET_IFNAME" not in os.environ and os.path.isdir("/sys/class/net/lo")
-
-    def __enter__(self) -> None:
-        if self._set:
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-
-    def __exit__(self, *_: object) -> None:
-        if self._set:
-            del os.environ["GLOO_SOCKET_IFNAME"]

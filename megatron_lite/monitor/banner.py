@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from megatron_lite.config import Config
-from megatron_lite.distributed.process_group import Distributed, deterministic_ways
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.distributed.startup import deterministic_ways
 from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.cross_entropy import held_logits
 from megatron_lite.kernels.linear import describe_products

@@ -15,6 +15,7 @@ import torch
 
 from megatron_lite.config import Config, DistributedConfig, unflatten
 from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.distributed.startup import join
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import Layer
@@ -77,7 +78,7 @@ def _run_rank(
 ) -> None:
     torch.set_num_threads(1)
     try:
-        distributed = Distributed(config, rank, world_size, rank, init_method=init_method)
+        distributed = join(config, rank, world_size, rank, init_method=init_method)
         result = function(distributed, *args)
         distributed.barrier()
         distributed.close()

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lite.distributed.process_group import Distributed, deterministic_ways
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.distributed.startup import deterministic_ways
 from tests.support.harness import Trajectory, run_distributed, same_weights, train_tiny
 
 BUFFERS = [

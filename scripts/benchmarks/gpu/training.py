@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from megatron_lite.config import Config, unflatten
-from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.distributed.startup import join
 from megatron_lite.planner.plan import make_plan
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.stop_signal import StopSignal
@@ -65,7 +65,7 @@ def turn(config: Config) -> dict[str, Any]:
     device, steps = torch.device("cuda"), WARM_UP + STEPS
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    distributed = Distributed(config.distributed, 0, 1, 0)
+    distributed = join(config.distributed, 0, 1, 0)
     stop = StopSignal()
     try:
         run = build(config, distributed, Experiment(config, distributed), stop, ())

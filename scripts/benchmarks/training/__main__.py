@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import Config, unflatten
-from megatron_lite.distributed import process_group as launch
+from megatron_lite.distributed import startup as launch
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.metrics import known_peak_tflops, model_flops
 from megatron_lite.run import exit_status

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import unflatten
-from megatron_lite.distributed import process_group as launch
+from megatron_lite.distributed import startup as launch
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers

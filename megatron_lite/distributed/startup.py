@@ -1,0 +1,140 @@
+"""Start of a process: its device, deterministic algorithms, and the process groups it joins."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from megatron_lite.config import DistributedConfig
+from megatron_lite.distributed.process_group import Distributed, peer_errors
+from megatron_lite.errors import UsageError
+
+
+def initialize(config: DistributedConfig) -> Distributed:
+    """Join the process group that torchrun describes in the environment; without torchrun, a group of one."""
+    environment = os.environ
+    world_size = int(environment.get("WORLD_SIZE") or 1)
+    return join(
+        config,
+        rank=int(environment.get("RANK") or 0),
+        world_size=world_size,
+        local_rank=int(environment.get("LOCAL_RANK") or 0),
+        local_world_size=int(environment.get("LOCAL_WORLD_SIZE") or world_size),
+    )
+
+
+def join(
+    config: DistributedConfig,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    local_world_size: int | None = None,
+    init_method: str | None = None,
+) -> Distributed:
+    """Choose this rank's device and join the process groups.
+
+    local_world_size: by default, all ranks are on this machine. init_method: by default, torchrun's environment.
+
+    Raises:
+        UsageError: if the requested device does not exist, or the launcher's port is in use.
+        PeerError: if the peers do not join within --startup_timeout.
+    """
+    if config.deterministic:
+        make_deterministic()
+    local_world_size = local_world_size or world_size
+    device = choose_device(config.device, local_rank, local_world_size)
+    step_timeout = datetime.timedelta(seconds=config.distributed_timeout)
+    startup_timeout = datetime.timedelta(seconds=config.startup_timeout)
+    store = dist.HashStore() if init_method is None and world_size == 1 else None
+    if store is None and init_method is None:
+        init_method = "env://"
+    on_gpu = device.type == "cuda"
+    with peer_errors(), _port_in_use(), _quiet_loopback(world_size):
+        dist.init_process_group(
+            "gloo", init_method=init_method, store=store, rank=rank, world_size=world_size, timeout=startup_timeout
+        )
+        # NCCL's watchdog aborts the process without a message; `end_step` notices a lost peer earlier.
+        grace = datetime.timedelta(seconds=30 if on_gpu else 0)
+        group = dist.new_group(backend="nccl" if on_gpu else "gloo", timeout=step_timeout + grace)
+    return Distributed(
+        rank=rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        device=device,
+        cpu_group=dist.group.WORLD,
+        group=group,
+        step_timeout_s=config.distributed_timeout,
+    )
+
+
+def make_deterministic() -> None:
+    """Allow only deterministic GPU algorithms from now on; call this before anything runs on a GPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it and reads it at first use
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    # That switch also fills every new tensor with NaN to catch reads of uninitialized memory: costly and not needed.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def deterministic_ways(device: torch.device, triton: bool) -> str:
+    """Describe what --deterministic=1 changes, for the log."""
+    if device.type != "cuda":
+        return f"deterministic: on {device.type} every algorithm is repeatable; --deterministic=1 costs nothing"
+    embedding = "" if triton else ", embedding gradients from sorted tokens"
+    return (
+        "deterministic: attention's backward pass sums in a fixed order and never uses cuDNN, cuBLAS uses one "
+        f"workspace{embedding}; scripts/gpu_report.sh measures the cost"
+    )
+
+
+def choose_device(name: str, local_rank: int, local_world_size: int) -> torch.device:
+    """Return the device of this rank; every rank of a machine decides alike.
+
+    Raises:
+        UsageError: if cuda is requested and absent, or there are more local ranks than GPUs.
+    """
+    available = torch.cuda.is_available()
+    if name == "cpu" or (name == "auto" and not available):
+        return torch.device("cpu")
+    if not available:
+        raise UsageError("--device=cuda: no CUDA device is available; use --device=cpu or --device=auto")
+    if local_world_size > torch.cuda.device_count():
+        raise UsageError(
+            f"--device={name}: {local_world_size} processes on this machine, but {torch.cuda.device_count()} GPUs; "
+            "start at most one process per GPU (torchrun --nproc-per-node)"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+@contextlib.contextmanager
+def _port_in_use() -> Iterator[None]:
+    """Turn the backend's error about a port in use into a UsageError."""
+    try:
+        yield
+    except Exception as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise UsageError(
+            f"MASTER_PORT={os.environ.get('MASTER_PORT')} is in use by another program on this machine; choose another "
+            "one (torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 finds a free port)"
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet_loopback(world_size: int) -> Iterator[None]:
+    """Let gloo on one machine use the loopback device: resolving the host's name may fail."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))) == world_size
+    if not local or "GLOO_SOCKET_IFNAME" in os.environ or not os.path.isdir("/sys/class/net/lo"):
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
