@@ -1,10 +1,11 @@
-"""Set up a run in three phases: open its inputs, allocate its memory, resume."""
+"""Set up a run in three phases (open its inputs, allocate its memory, resume), and end its process."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +16,11 @@ from megatron_lite.cli.help import banner
 from megatron_lite.config import Config
 from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data
+from megatron_lite.distributed import startup
 from megatron_lite.distributed.agreement import together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.traffic import Traffic
+from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED
 from megatron_lite.generation.samples import Samples, open_samples
 from megatron_lite.huggingface import load_pretrained
 from megatron_lite.huggingface.architectures import check_exports
@@ -26,7 +29,7 @@ from megatron_lite.kernels.choice import Kernels, choose_kernels
 from megatron_lite.model.gpt import model_layers, shapes_of
 from megatron_lite.model.layer import Layer
 from megatron_lite.monitor.banner import choice_lines, derived_numbers, memory_warnings, stage_lines
-from megatron_lite.monitor.export_callback import ExportCallback, open_callback
+from megatron_lite.monitor.export_callback import STOPPED_WAIT_S, ExportCallback, open_callback
 from megatron_lite.monitor.logging import start_logging
 from megatron_lite.monitor.metrics import LogWindow, StepTimer, known_peak_tflops
 from megatron_lite.monitor.tensor_debug import TensorDebugger, open_debugger
@@ -34,8 +37,9 @@ from megatron_lite.monitor.trackers import Trackers, open_trackers
 from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.optimizer.rules import muon
 from megatron_lite.planner.auto import device_memory_bytes, resolve_auto
+from megatron_lite.run import exit_status
 from megatron_lite.run.experiment import Experiment
-from megatron_lite.run.launch import environment_with
+from megatron_lite.run.launch import environment_with, launch_rank
 from megatron_lite.run.stop_signal import StopSignal
 from megatron_lite.validation import warnings
 from megatron_lite.validation.messages import Note
@@ -79,6 +83,47 @@ class Run(Start):
     debugger: TensorDebugger | None  # None without debug options
     callback: ExportCallback
     samples: Samples | None  # None without --sample_interval
+
+
+@contextlib.contextmanager
+def opened(config: Config, notes: tuple[Note, ...], environment: Mapping[str, str] | None = None) -> Iterator[Run]:
+    """Join the other ranks and set up a run for the block, which ends with `close`.
+
+    An error here or in the block is reported and ends the process.
+    """
+    rank, run_number, run = launch_rank(), 0, None
+    stop = StopSignal()
+    try:
+        distributed = startup.initialize(config.distributed)
+        experiment = Experiment(config, distributed)
+        run_number = experiment.run
+        run = build(config, distributed, experiment, stop, notes, environment)
+        stop.saves = True
+        together(distributed, lambda: experiment.record(run.config) if rank == 0 else None)
+        if rank == 0:
+            exit_status.write_exit(config.run.experiment_dir, None, "running", "", run_number)
+        yield run
+    except BaseException as error:
+        code = exit_status.report(error, config.run.experiment_dir, prints=rank == 0, rank=rank, run=run_number)
+        if run is not None:
+            run.callback.close(0.0)
+            run.trackers.close(code)
+        exit_status.leave(code)  # a normal exit could hang: peers may wait for this rank in a collective
+
+
+def close(run: Run, code: int, message: str) -> None:
+    """End a run that was not cut short by an error: wait for its callback, write exit.json, leave the other ranks."""
+    distributed = run.distributed
+    run.data.close()
+    run.model.finish()
+    limit_s = STOPPED_WAIT_S if code == EXIT_PREEMPTED else run.config.distributed.startup_timeout / 2
+    run.callback.close(limit_s, lambda: code != EXIT_PREEMPTED and bool(run.stop.received))
+    run.trackers.close(code)
+    if distributed.rank == 0:
+        status = "done" if code == EXIT_DONE else "stopped"
+        exit_status.write_exit(run.config.run.experiment_dir, code, status, message, run.experiment.run)
+    distributed.barrier()
+    distributed.close()
 
 
 def build(

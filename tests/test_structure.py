@@ -19,6 +19,7 @@ MAXIMUM_LINES_WITHOUT_DOCSTRING = 8
 # its own room and those on lower floors.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("train",),
+    ("outputs",),
     ("setup_run",),
     ("cli", "generation", "planner"),
     ("huggingface",),

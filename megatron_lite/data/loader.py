@@ -1,4 +1,4 @@
-"""DataSource: the micro-batches of each phase, as tensors, for one rank. `open_data.py` makes it.
+"""The micro-batches of each phase, as tensors, for one rank. `open_data.py` makes the `DataSource`.
 
 Sample index of iteration t, micro-batch m, rank r and row j:
     samples of all iterations before t + (m * world_size + r) * micro_batch_size + j
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,9 +23,17 @@ from torch import Tensor
 from megatron_lite.config import Config
 from megatron_lite.data.reading import RandomReader, Reader, Samples
 from megatron_lite.data.workers import Request, Workers
+from megatron_lite.distributed.agreement import raise_first
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.errors import RunError
 from megatron_lite.kernels.attention.attention import Documents
 from megatron_lite.model.layer import MASKED, MicroBatch
+from megatron_lite.run.stop_signal import StopRequested, StopSignal
 from megatron_lite.schedules.batch_size import BatchSchedule, Split
+
+# Sentinel sent instead of a signal number: this rank failed.
+FAILED = 1 << 16
+logger = logging.getLogger("megatron_lite")
 
 
 class HostBatch(NamedTuple):
@@ -54,6 +63,38 @@ def micro_batch(
     if batch.starts is not None:
         documents = Documents(batch.starts.to(device, non_blocking=True), tuple(batch.starts.diff().tolist()))
     return MicroBatch(tokens[:, :-1].contiguous(), labels, scale, dropout_seed, documents, loss_weight)
+
+
+def next_batch(
+    batches: Iterator[list[HostBatch]], distributed: Distributed, stop: StopSignal, warn_ms: float | None = None
+) -> tuple[list[HostBatch], float]:
+    """Return the micro-batches of the next iteration and the seconds spent waiting for them.
+
+    Ranks agree here, over the CPU group with its long time-out: data may take long, a step's collectives may not.
+
+    Args:
+        warn_ms: waiting time above which to warn; None: never.
+
+    Raises:
+        StopRequested: on every rank, if any rank received a signal.
+        DataError: on every rank, if any rank cannot read its data.
+    """
+    failure: RunError | None = None
+    micro_batches: list[HostBatch] = []
+    start_s = time.perf_counter()
+    try:
+        micro_batches = next(batches)
+    except RunError as error:
+        failure = error
+    waited_s = time.perf_counter() - start_s
+    if warn_ms is not None and waited_s * 1e3 > warn_ms:
+        logger.warning("waited %.1f s for data; more --num_workers may help", waited_s)
+    signal = distributed.agree_max(stop.received if failure is None else FAILED)
+    if signal == FAILED:
+        raise_first(distributed, failure)
+    if signal:
+        raise StopRequested
+    return micro_batches, waited_s
 
 
 @dataclass(frozen=True)
@@ -159,7 +200,7 @@ class DataSource:
         Tokens become int64 here, not in the worker: fewer bytes cross the pipe.
         """
         for message in samples.slow:
-            logging.getLogger("megatron_lite").warning("%s (--data_sample_warn_time_ms)", message)
+            logger.warning("%s (--data_sample_warn_time_ms)", message)
         tokens, padding = samples.tokens.astype(np.int64), rows - len(samples.tokens)
         if padding:
             tokens = np.concatenate([tokens, np.zeros((padding, tokens.shape[1]), dtype=np.int64)])

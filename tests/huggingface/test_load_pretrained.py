@@ -67,10 +67,11 @@ class Trained:
 
 def train(distributed: Distributed, given: dict[str, Any], iterations: int = 2) -> Trained:
     """Build and train with the program's own step; to be run by `run_distributed`."""
+    from megatron_lite.outputs.saving import save
     from megatron_lite.run.experiment import Experiment
     from megatron_lite.run.stop_signal import StopSignal
     from megatron_lite.setup_run import build
-    from megatron_lite.train import save, train_step
+    from megatron_lite.train import train_step
 
     values, _ = with_source({**RUN, "train_iters": iterations, **given})
     config = resolve(unflatten(values), distributed.world_size)

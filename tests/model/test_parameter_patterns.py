@@ -227,10 +227,11 @@ def test_order_is_that_of_the_model() -> None:
 
 def continued(distributed: Distributed, folder: str, options: Options, iterations: int) -> dict[str, np.ndarray]:
     """The weights at an iteration, which is saved; resumes what the folder has."""
+    from megatron_lite.outputs.saving import save
     from megatron_lite.run.experiment import Experiment
     from megatron_lite.run.stop_signal import StopSignal
     from megatron_lite.setup_run import build
-    from megatron_lite.train import save, train_step
+    from megatron_lite.train import train_step
 
     options = {"experiment_dir": folder, "train_iters": iterations, "lr_decay_iters": 10, **options}
     config = tiny_config(distributed.world_size, **options)

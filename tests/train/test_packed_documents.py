@@ -98,10 +98,10 @@ def test_training_equals_plain_torch(corpus: tuple[str, Tensor], model: str) -> 
 
 def evaluated(distributed: Distributed, values: dict[str, Any]) -> tuple[float, dict[str, np.ndarray]]:
     """Return the logged validation loss and the weights."""
+    from megatron_lite.outputs.evaluation import evaluate
     from megatron_lite.run.experiment import Experiment
     from megatron_lite.run.stop_signal import StopSignal
     from megatron_lite.setup_run import build
-    from megatron_lite.train import evaluate
 
     config, stop = tiny_config(distributed.world_size, **values), StopSignal()
     run = build(config, distributed, Experiment(config, distributed), stop, ())

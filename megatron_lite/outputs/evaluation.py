@@ -1,0 +1,67 @@
+"""Evaluations and samples of a run, with the exports that are due together with them."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_lite.data.loader import micro_batch, next_batch
+from megatron_lite.monitor.metrics import format_record
+from megatron_lite.outputs.saving import export, is_due, refuse_bad_steps, save
+from megatron_lite.setup_run import Run
+
+
+def evaluate_first(run: Run) -> None:
+    """Evaluate what a stopped start left undone, and a fresh run with --validation_at_start."""
+    training, last = run.config.training, run.iteration >= run.config.training.train_iters
+    with run.timer.excluded(), run.distributed.traffic.paused():
+        if run.evaluation_due:
+            evaluate_and_export(run, last)
+            if last:
+                save(run)
+        if run.iteration == 0 and training.validation_at_start and training.validation_iters:
+            evaluate(run, "validation")
+
+
+def evaluate_and_export(run: Run, last: bool) -> None:
+    """Evaluate, sample and export as due after an iteration.
+
+    This comes before the checkpoint, so that resuming repeats none of it. A stop request on the way leaves
+    `run.evaluation_due` set: the next start repeats all of it.
+    """
+    training, iteration = run.config.training, run.iteration
+    run.evaluation_due = True
+    if training.validation_iters and (last or iteration % training.validation_interval == 0):
+        evaluate(run, "validation")
+    if training.test_iters and last:
+        evaluate(run, "test")
+    if run.samples is not None and (last or is_due(iteration, training.sample_interval)):
+        refuse_bad_steps(run)
+        run.samples.write(run.model, iteration, run.logger)
+    if training.export_interval is not None and (last or is_due(iteration, training.export_interval)):
+        export(run)
+    run.evaluation_due = False
+
+
+def evaluate(run: Run, phase: str) -> None:
+    """Log the mean loss per token of a phase, always on the same batches, of the weights and of their averages."""
+    refuse_bad_steps(run)
+    batches, device = run.data.evaluation_batches(phase), run.distributed.device
+    kinds = ("loss", "averaged_loss") if run.config.averaging.enabled else ("loss",)
+    losses = torch.zeros(len(kinds), dtype=torch.float64, device=device)  # summed over tokens
+    for _ in range(run.data.evaluation_iterations(phase)):
+        inputs = [micro_batch(batch, device, None, None) for batch in next_batch(batches, run.distributed, run.stop)[0]]
+        losses[0] += run.model.evaluate(inputs)
+        if run.config.averaging.enabled:
+            with run.model.averaged():
+                losses[1] += run.model.evaluate(inputs)
+        run.distributed.end_step()
+    totals = run.distributed.sum_in_rank_order(losses).tolist()
+    tokens = run.data.evaluation_samples(phase) * run.config.batch.sequence_length
+    record = {
+        "phase": phase,
+        "iteration": run.iteration,
+        "train_iters": run.config.training.train_iters,
+        **{kind: total / tokens for kind, total in zip(kinds, totals, strict=True)},
+    }
+    run.trackers.log(record)
+    run.logger.info(format_record(record))

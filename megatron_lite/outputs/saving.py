@@ -1,0 +1,101 @@
+"""Checkpoints and exports of a run, when they are due, and what forbids them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from megatron_lite.checkpoint import sharded
+from megatron_lite.errors import EXIT_PREEMPTED, NumericsError
+from megatron_lite.huggingface.export import export_weights, save_huggingface
+from megatron_lite.setup_run import Run
+
+
+def is_due(iteration: int, interval: int | None, offset: int = 0) -> bool:
+    """Whether an event with this interval and offset is due after an iteration."""
+    return interval is not None and iteration >= offset and (iteration - offset) % interval == 0
+
+
+def is_save_due(run: Run, last: bool) -> bool:
+    """Whether to save now: at the last iteration, at a planned stop, and at every checkpoint interval."""
+    training, iteration = run.config.training, run.iteration
+    stopping = is_due(iteration, training.stop_interval, training.stop_offset)
+    return last or stopping or is_due(iteration, training.checkpoint_interval, training.checkpoint_offset)
+
+
+def refuse_bad_steps(run: Run) -> None:
+    """Publish nothing after a step that must stop the run, although its update was dropped.
+
+    Raises:
+        NumericsError: on every rank, if there was such a step.
+    """
+    if (reason := run.optimizer.guard.dropped.stop_reason()) is not None:
+        raise NumericsError(reason)
+
+
+def refuse_broken_weights(run: Run) -> None:
+    """Save no weights that are not finite: they would displace a good checkpoint.
+
+    Raises:
+        NumericsError: on every rank, if any weight is infinite or NaN.
+    """
+    if run.distributed.agree_max(int(not run.model.is_finite())):
+        raise NumericsError(
+            f"the weights are no longer finite at iteration {run.iteration}: an update was too large. They were not "
+            "saved; resume from the newest checkpoint with a lower --lr"
+        )
+
+
+def _state(run: Run, evaluation_due: bool = False) -> dict[str, Any]:
+    """Return what a checkpoint holds besides the shards (reads the device)."""
+    return {"optimizer": run.optimizer.state(), "window": run.window.state(), "evaluation_due": evaluation_due}
+
+
+def save(run: Run, evaluation_due: bool = False) -> None:
+    """Write a checkpoint, then delete those beyond --max_checkpoints."""
+    refuse_bad_steps(run)
+    root = run.experiment.checkpoints
+    if root is None:
+        return
+    refuse_broken_weights(run)
+    start_s = time.perf_counter()
+    sharded.save(root, run.iteration, run.model, _state(run, evaluation_due), run.config, run.distributed)
+    if run.distributed.rank == 0:
+        sharded.prune(root, run.config.training.max_checkpoints, run.iteration)
+    run.logger.info("saved %s (%.1f s)", root / str(run.iteration), time.perf_counter() - start_s)
+
+
+def export(run: Run) -> None:
+    """Write a permanent export of the weights as they are now."""
+    refuse_bad_steps(run)
+    directory = run.experiment.export(run.iteration)
+    if directory is None:
+        return
+    refuse_broken_weights(run)
+    averaged = run.config.training.export_weights == "average"
+    if run.config.training.export_format == "distributed":
+        sharded.save(directory.parent, run.iteration, run.model, _state(run), run.config, run.distributed)
+    else:
+        weights = export_weights(run.model, run.config, run.distributed)
+        try:
+            save_huggingface(directory, run.model, run.config, run.distributed, weights)
+        except NumericsError as error:  # the trained weights are fine, and saved
+            run.logger.warning("no export of iteration %d: %s", run.iteration, error)
+            return
+    run.logger.info("exported %s%s", directory, " (averaged weights)" if averaged else "")
+    run.callback.start(directory)
+
+
+def save_and_stop(run: Run) -> tuple[int, str]:
+    """Answer a stop request: save, and return the exit code and how the run ended."""
+    if run.config.training.train_iters == 0:
+        return 1, "stopped by a signal during an evaluation; there is nothing to save: --train_iters=0"
+    refuse_bad_steps(run)
+    if run.experiment.checkpoints is None:
+        message = f"stopped by a signal at iteration {run.iteration}; nothing was saved (no --experiment_dir)"
+        run.logger.info(message)
+        return 1, message
+    save(run, run.evaluation_due)
+    message = f"stopped by a signal: saved at iteration {run.iteration}; the same command resumes"
+    run.logger.info(message)
+    return EXIT_PREEMPTED, message

@@ -1,0 +1,56 @@
+"""The log line of training, and its record in metrics.jsonl."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_lite.errors import NumericsError
+from megatron_lite.monitor.logging import MIB, communication_lines
+from megatron_lite.monitor.metrics import format_record
+from megatron_lite.optimizer.optimizer import Update
+from megatron_lite.schedules.batch_size import batch_schedule, consumed_tokens
+from megatron_lite.schedules.learning_rate import learning_rate
+from megatron_lite.setup_run import Run
+
+
+def log_training(run: Run, update: Update) -> float | None:
+    """Log one line and one record of metrics.jsonl, and return its loss. Reads the device, so it waits for the step."""
+    iterations, config = run.window.iterations, run.config
+    dropped = run.optimizer.guard.dropped.close()
+    record: dict[str, Any] = {
+        "phase": "training",
+        "iteration": run.iteration,
+        "train_iters": config.training.train_iters,
+        **run.window.close(),
+        "learning_rate": learning_rate(config, run.iteration),
+        "grad_norm": float(update.grad_norm),
+        "skipped_iters": dropped.skipped,
+        "nan_iters": dropped.nan,
+        "loss_scale": float(run.optimizer.loss_scale.scale),
+        **run.optimizer.record(),
+        "batch_size": batch_schedule(config.batch).batch_size(run.iteration),
+        "consumed_samples": batch_schedule(config.batch).consumed_samples(run.iteration),
+        "consumed_tokens": consumed_tokens(config.batch, run.iteration),
+    }
+    timing, console = run.timer.lap(run.iteration)
+    record |= timing
+    if dropped.reason is not None:
+        record["skip_reason"] = dropped.reason
+    if run.distributed.device.type == "cuda":
+        record["max_allocated_mib"] = torch.cuda.max_memory_allocated() / MIB
+        record["max_reserved_mib"] = torch.cuda.max_memory_reserved() / MIB
+        console["allocated_mib"] = torch.cuda.memory_allocated() / MIB
+        console["reserved_mib"] = torch.cuda.memory_reserved() / MIB
+    run.trackers.log(record)
+    run.logger.info(format_record(record, console))
+    if config.run.log_communication:
+        for line in communication_lines(run.distributed.traffic.take(), iterations, run.collectives_alone_s):
+            run.logger.info(line)
+    if dropped.reason is not None:
+        run.logger.warning("updates dropped since the last line: %d; the last, %s", dropped.new, dropped.reason)
+    if dropped.stop is not None:
+        raise NumericsError(dropped.stop)
+    loss: float | None = record["loss"]
+    return loss
