@@ -11,7 +11,6 @@ import io
 import json
 import os
 import re
-import secrets
 import stat
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ def rank_file(rank: int) -> str:
 
 def new_nonce() -> str:
     """Return 16 random hexadecimal digits."""
-    return secrets.token_hex(8)
+    return os.urandom(8).hex()
 
 
 def work_path(directory: Path, kind: str, nonce: str) -> Path:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-
 from megatron_lite.cli.foreign_flags import INSTEAD, REFUSED
 from megatron_lite.config.values import DASHES, SPELLINGS, shown
 
@@ -29,6 +27,8 @@ def nearest_flags(name: str, count: int = 3) -> list[str]:
     """Return the flags that `name` may have been meant to be, the likeliest first; ours before other programs'."""
     if not 1 <= len(name) <= LONGEST_NAME:
         return []
+    import difflib  # only a mistake needs it
+
     longer = [other for other in SPELLINGS if len(name) > 1 and other.startswith(name)]
     names = [*SPELLINGS, *REFUSED, *INSTEAD, "help", "help_all"]
     cutoff = 0.8 if len(name) > 4 else 0.6  # two names of four letters with one difference are similar to 0.75

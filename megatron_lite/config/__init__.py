@@ -43,7 +43,6 @@ class Config:
 AREAS: dict[str, type[Area]] = {field.name: type(getattr(Config(), field.name)) for field in dataclasses.fields(Config)}
 
 
-@dataclass
 class Draft(
     SourceConfig,
     ModelConfig,
@@ -59,6 +58,9 @@ class Draft(
     RunConfig,
 ):
     """All options of one run in one writable object, as `draft.<name>`: validation checks it and fills it in."""
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -10,7 +10,6 @@ import math
 import re
 import warnings
 from collections.abc import Sequence
-from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
@@ -20,16 +19,8 @@ from megatron_lite.errors import UsageError
 # As in transformers: KB is 1,000 bytes, KiB is 1,024. The B is upper case, because b would mean bits.
 SIZE_UNITS = MappingProxyType(
     {
-        "": 1,
-        "B": 1,
-        "KB": 10**3,
-        "MB": 10**6,
-        "GB": 10**9,
-        "TB": 10**12,
-        "KiB": 2**10,
-        "MiB": 2**20,
-        "GiB": 2**30,
-        "TiB": 2**40,
+        **{"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+        **{"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
     }
 )
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]{0,3})")
@@ -139,7 +130,8 @@ def size_bytes(text: str, name: str = "export_shard_size") -> int:
         near = next((known for known in SIZE_UNITS if known.lower() == unit.lower()), "GB")
         known = ", ".join(known for known in SIZE_UNITS if known)
         raise UsageError(f"{typed}: {unit} is not a unit of bytes (known: {known}); write {number}{near}")
-    size = int(Fraction(number) * SIZE_UNITS[unit])
+    whole, _, decimals = number.partition(".")
+    size = int(whole + decimals) * SIZE_UNITS[unit] // 10 ** len(decimals)
     if not 0 < size < 2**63:
         raise UsageError(f"{typed}: must be at least one byte, and less than 2**63; write 5GB")
     return size

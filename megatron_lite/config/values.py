@@ -8,7 +8,6 @@ Numbers are plain ASCII digits, because Python's `int` and `float` also take `na
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -180,8 +179,9 @@ def parse_choice(text: str, option: Option) -> str:
     value = option.value_aliases.get(text, text)
     if value in option.choices:
         return value
-    near = difflib.get_close_matches(text[:LONGEST_NUMBER].lower(), [*option.choices, *option.value_aliases], n=1)
-    raise BadValueError(f"takes {', '.join(option.choices)}" + (f"; did you mean {near[0]}?" if near else ""))
+    raise BadValueError(
+        f"takes {', '.join(option.choices)}{_did_you_mean(text, [*option.choices, *option.value_aliases])}"
+    )
 
 
 def parse_list(flag: Flag, words: Sequence[str]) -> tuple[Any, ...]:
@@ -224,12 +224,18 @@ def _parse_number(flag: Flag, text: str) -> int | float | str:
     try:
         value = parse_int(text) if flag.kind in ("int", "list of int") else parse_float(text)
     except BadValueError as error:
-        near = difflib.get_close_matches(text[:LONGEST_NUMBER].lower(), flag.words, n=1)
-        if near:
-            raise BadValueError(f"must be {limits(flag)}; did you mean {near[0]}?") from None
+        if suggestion := _did_you_mean(text, flag.words):
+            raise BadValueError(f"must be {limits(flag)}{suggestion}") from None
         raise BadValueError(f"{error} (must be {limits(flag)})" if limits(flag) else str(error)) from None
     check_bounds(flag, value)
     return value
+
+
+def _did_you_mean(text: str, words: Sequence[str]) -> str:
+    import difflib  # only a mistake needs it
+
+    near = difflib.get_close_matches(text[:LONGEST_NUMBER].lower(), words, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def bounds(option: Option) -> str:
