@@ -61,15 +61,10 @@ def value_words(flag: Flag) -> str:
         return "0|1"
     if flag.option.choices:
         return "|".join(flag.option.choices)
-    words = {
-        "int": "N",
-        "float": "X",
-        "str": "TEXT",
-        "list of int": "N,N,...",
-        "list of float": "X,X,...",
-        "list of str": "TEXT ...",
-    }
-    return "|".join((words[flag.kind], *flag.words))
+    word = {"int": "N", "float": "X", "str": "TEXT"}[flag.kind.removeprefix("list of ")]
+    if flag.is_list:
+        word += " ..." if word == "TEXT" else f",{word},..."
+    return "|".join((word, *flag.words))
 
 
 def default_words(flag: Flag) -> str:

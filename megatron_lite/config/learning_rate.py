@@ -19,9 +19,7 @@ class LearningRateConfig(Area):
     """Learning rate"""
 
     lr: NonNegativeFloat = option(1e-4, "peak learning rate", basic=True, aliases="learning_rate")
-    min_lr: NonNegativeFloat | None = optional(
-        "learning rate at the end of the decay", "min_lr_ratio * lr, or 0", basic=True
-    )
+    min_lr: NonNegativeFloat | None = optional("learning rate after the decay", "min_lr_ratio * lr, or 0", basic=True)
     min_lr_ratio: NonNegativeFloat | None = optional(
         "min_lr as a fraction of lr; above 1 the learning rate rises", "see min_lr"
     )
@@ -41,9 +39,7 @@ class LearningRateConfig(Area):
     lr_warmup_iters: NonNegativeInt = option(
         0, "linear warmup iterations, at most the first cycle; the first update uses lr / lr_warmup_iters", basic=True
     )
-    lr_warmup_fraction: Fraction | None = optional(
-        "lr_warmup_iters as a fraction of the first cycle", "lr_warmup_iters"
-    )
+    lr_warmup_fraction: Fraction | None = optional("warmup as a fraction of the first cycle", "lr_warmup_iters")
     lr_wsd_decay_iters: NonNegativeInt | None = decay_option(
         None,
         "iterations of decay at the end of each cycle, after a stable phase at the peak (warmup-stable-decay); at most"
@@ -58,9 +54,7 @@ class LearningRateConfig(Area):
         "iterations of warmup at the start of each later cycle, from the learning rate at which the decay ended; 0: "
         "jump back to the peak",
     )
-    lr_rewarmup_fraction: Fraction | None = optional(
-        "lr_rewarmup_iters as a fraction of the cycle", "lr_rewarmup_iters"
-    )
+    lr_rewarmup_fraction: Fraction | None = optional("rewarmup as a fraction of the cycle", "lr_rewarmup_iters")
     lr_num_cycles: PositiveInt = decay_option(
         1,
         "number of equal cycles of warmup, stable phase and decay; cycle i ends at int(T / N * i), where T is the end "
@@ -111,7 +105,5 @@ class LearningRateConfig(Area):
         "iterations lasts forever",
         "see lr_decay_style",
     )
-    lr_schedule_offset: NonNegativeInt = option(
-        0, "start this many iterations into the schedule, to continue another run"
-    )
+    lr_schedule_offset: NonNegativeInt = option(0, "start N iterations into the schedule, to continue another run")
     default_lr_scale: NonNegativeFloat = option(1.0, "factor on every learning rate")

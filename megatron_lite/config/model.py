@@ -42,10 +42,7 @@ class ModelConfig(Area):
     )
     kv_channels: PositiveInt = derived("channels per head", "hidden_size / num_attention_heads", aliases="head_dim")
     ffn_hidden_size: PositiveInt = derived(
-        "width of the MLP (of each half if gated)",
-        "4 * hidden_size",
-        basic=True,
-        aliases="intermediate_size intermediate_dim",
+        "MLP width (of each half if gated)", "4 * hidden_size", basic=True, aliases="intermediate_size intermediate_dim"
     )
     vocab_size: int = option(49152, "vocabulary size", minimum=2, basic=True)
     make_vocab_size_divisible_by: int = option(
@@ -207,8 +204,7 @@ class PerformanceConfig(Area):
         value_aliases={"fused": "torch"},
     )
     cross_entropy_splits: PositiveInt | None = optional(
-        "split the loss of a micro-batch into N chunks of tokens",
-        "256 tokens per chunk (CPU; 512 in 16 bits), up to 3072 (GPU)",
+        "split a micro-batch's loss into N chunks of tokens", "256 tokens each (CPU; 512 in 16 bits), up to 3072 (GPU)"
     )
     cross_entropy_block_size: PositiveInt | None = optional(
         "compute logits for this many vocabulary entries at a time; costs a second product with the head's weights",

@@ -55,9 +55,7 @@ class OptimizerConfig(Area):
     adam_beta2: ProperFraction = option(
         0.999, "decay of the second moment", basic=True, aliases="beta2", idle_unless="optimizer=adamw|muon|lion"
     )
-    adam_eps: PositiveFloat = adam_option(
-        1e-8, "epsilon added to the root of the second moment", aliases="adam_epsilon epsilon"
-    )
+    adam_eps: PositiveFloat = adam_option(1e-8, "added to the root of second moments", aliases="adam_epsilon epsilon")
     adam_nesterov: bool = adam_option(False, "use Nesterov momentum (NAdam): look one step ahead with the first moment")
     muon_momentum: ProperFraction = muon_option(0.95, "decay of Muon's momentum, a running mean of gradients")
     muon_nesterov: bool = muon_option(True, "use Nesterov momentum in Muon")
@@ -82,12 +80,10 @@ class OptimizerConfig(Area):
         idle_unless="clip_grad",
     )
     update_rms_clip: PositiveFloat | None = optional(
-        "clip the root mean square of each parameter's update, before the learning rate",
-        "off",
-        aliases="update_rms_clipping",
+        "clip the RMS of each parameter's update, before the learning rate", "off", aliases="update_rms_clipping"
     )
     clip_update_norm_sigma: PositiveFloat | None = optional(
-        "clip the norm of an update to the mean + this many standard deviations of recent updates", "off"
+        "clip the norm of an update to the mean + N standard deviations of recent updates", "off"
     )
     clip_update_norm_window: WindowLength = option(
         128, "number of recent updates for clip_update_norm_sigma", idle_unless="clip_update_norm_sigma"
@@ -101,9 +97,7 @@ class OptimizerConfig(Area):
     skip_bad_steps_window: WindowLength = skip_option(
         128, "number of recent iterations for skip_bad_steps; nothing is dropped until the window is half full"
     )
-    skip_bad_steps_sigma: PositiveFloat = skip_option(
-        6.0, "drop updates above the mean + this many standard deviations"
-    )
+    skip_bad_steps_sigma: PositiveFloat = skip_option(6.0, "drop updates above the mean + N standard deviations")
     on_bad_step: str = option(
         "skip",
         "what to do after dropping an update (by skip_bad_steps, or because it is not finite); skip: continue; abort: "
@@ -127,9 +121,7 @@ class OptimizerConfig(Area):
     initial_loss_scale: float = dynamic_scale_option(
         2.0**16, "initial dynamic loss scale (fp16)", minimum=2.0**-100, maximum=2.0**100
     )
-    min_loss_scale: float = dynamic_scale_option(
-        1.0, "smallest dynamic loss scale (fp16)", minimum=2.0**-100, maximum=2.0**100
-    )
+    min_loss_scale: float = dynamic_scale_option(1.0, "smallest loss scale (fp16)", minimum=2.0**-100, maximum=2.0**100)
     loss_scale_window: PositiveInt = dynamic_scale_option(1000, "good updates before the loss scale doubles (fp16)")
     hysteresis: PositiveInt = dynamic_scale_option(2, "overflows before the loss scale halves (fp16)")
 

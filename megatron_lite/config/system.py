@@ -121,9 +121,7 @@ class RunConfig(Area):
     save_tensor_logs: bool = option(False, "save logged tensors in runs/<k>/artifacts of experiment_dir")
     show_tensor_logs: bool = option(True, "print logged tensors")
     tensor_logs_show_elements: NonNegativeInt = option(8, "sampled elements to print per tensor")
-    peak_tflops: PositiveFloat | None = optional(
-        "dense peak of one device in TFLOP/s, for mfu", "known for common GPUs"
-    )
+    peak_tflops: PositiveFloat | None = optional("dense peak TFLOP/s of one device, for mfu", "known for common GPUs")
     wandb_entity_name: str | None = optional(
         "Weights & Biases user or team; turns logging there on", "off", aliases="wandb_entity"
     )

@@ -28,15 +28,12 @@ class BatchConfig(Area):
         "samples per rank in one forward pass", "derived", basic=True, aliases="per_device_train_batch_size"
     )
     depth_first_micro_batches: PositiveInt | None = optional(
-        "micro-batches accumulated depth first: forward and backward of one before the next",
-        "all of sequential_micro_batches",
+        "depth-first micro-batches: forward and backward of one before the next", "all of sequential_micro_batches"
     )
     breadth_first_micro_batches: PositiveInt | None = optional(
         "micro-batches accumulated breadth first: all of them pass one stage before the next", "1"
     )
-    sequential_micro_batches: PositiveInt | None = optional(
-        "depth_first_micro_batches * breadth_first_micro_batches", "derived"
-    )
+    sequential_micro_batches: PositiveInt | None = optional("depth-first * breadth-first micro-batches", "derived")
     batch_size_schedule: tuple[str, ...] = option(
         (),
         'change the batch size at given iterations, instead of batch_size: "0:32 1000:64" means 32 samples in each of '
@@ -58,9 +55,7 @@ class DataConfig(Area):
     dataset_source: str = option(
         "list", "list: read the files of data_path; random: draw random tokens", choices=("list", "random"), basic=True
     )
-    data_path: tuple[str, ...] = file_option(
-        (), "prefixes of .bin/.idx pairs, optionally with a weight before each", basic=True
-    )
+    data_path: tuple[str, ...] = file_option((), ".bin/.idx prefixes, optionally with a weight before each", basic=True)
     split: tuple[NonNegativeFloat, ...] = file_option(
         (969.0, 30.0, 1.0), "proportions of documents for training, validation and test", basic=True
     )
@@ -73,18 +68,14 @@ class DataConfig(Area):
         "tokenizer.json for samples; exports get a copy", "none", idle_unless="export_interval or sample_interval"
     )
     num_workers: int = file_option(2, "processes per rank that read data", minimum=0, maximum=1024, basic=True)
-    prefetch_factor: PositiveInt | None = optional(
-        "batches that each worker prepares ahead", "2", idle_unless="num_workers"
-    )
+    prefetch_factor: PositiveInt | None = optional("batches each worker prepares ahead", "2", idle_unless="num_workers")
     multiprocessing_context: str = option(
         "spawn",
         "start method of the workers",
         choices=("spawn", "fork", "forkserver"),
         idle_unless="dataset_source!=random and num_workers",
     )
-    data_sample_warn_time_ms: PositiveFloat = file_option(
-        1000.0, "warn if reading one sample takes longer than this (ms)"
-    )
+    data_sample_warn_time_ms: PositiveFloat = file_option(1000.0, "warn if reading a sample takes longer (ms)")
     data_batch_warn_time_ms: PositiveFloat = option(1000.0, "warn if waiting for a batch takes longer than this (ms)")
 
 
@@ -110,9 +101,7 @@ class TrainingConfig(Area):
         basic=True,
         aliases="eval_iters",
     )
-    validation_at_start: bool = validation_option(
-        False, "also validate before the first iteration", aliases="eval_at_start"
-    )
+    validation_at_start: bool = validation_option(False, "also validate before iteration 1", aliases="eval_at_start")
     validation_interval: PositiveInt = validation_option(
         1000, "iterations between validations", basic=True, aliases="eval_interval steps_per_eval"
     )
@@ -128,9 +117,7 @@ class TrainingConfig(Area):
     )
     export_interval: PositiveInt | None = optional("iterations between exports", "no exports", basic=True)
     export_format: str = export_option(
-        "huggingface",
-        "huggingface: a model folder; distributed: a resumable checkpoint",
-        choices=("huggingface", "distributed"),
+        "huggingface", "a model folder, or a resumable checkpoint (distributed)", choices=("huggingface", "distributed")
     )
     export_weights: str = export_option(
         "raw", "weights of a Hugging Face export: raw as trained, or their average", choices=("raw", "average")
@@ -141,20 +128,14 @@ class TrainingConfig(Area):
         choices=MODEL_TYPES,
     )
     export_dtype: str | None = export_option(
-        None,
-        "weight dtype of a Hugging Face export",
-        choices=tuple(DTYPES),
-        value_aliases=DTYPE_ALIASES,
-        unset="training_dtype",
+        None, "dtype of exported weights", choices=tuple(DTYPES), value_aliases=DTYPE_ALIASES, unset="training_dtype"
     )
     export_shard_size: str = option(
         "5GB",
         "largest file of a Hugging Face export: 5GB, 500MB, 2GiB, or a number of bytes",
         idle_unless="export_interval and export_format=huggingface",
     )
-    export_callback_script: str = export_option(
-        "", "program to run after each export, with the exported folder as its argument"
-    )
+    export_callback_script: str = export_option("", "program to run after each export, with its folder as argument")
     export_callback_env: str = option(
         "",
         "environment variables for the callback, a JSON object of strings; only their names are recorded",
@@ -167,17 +148,13 @@ class TrainingConfig(Area):
         "no samples",
     )
     sample_prompts: str | None = optional("text file with the prompts of samples, one per line", "none")
-    sample_tokens: int = option(
-        64, "tokens to sample after a prompt", minimum=1, maximum=65536, idle_unless="sample_interval"
-    )
+    sample_tokens: int = option(64, "tokens after a prompt", minimum=1, maximum=65536, idle_unless="sample_interval")
     sample_temperature: NonNegativeFloat = option(0.0, "temperature of samples; 0: always take the most probable token")
     sample_top_k: PositiveInt | None = optional("draw samples from the N most probable tokens", "all")
     sample_top_p: float = option(
         1.0, "draw samples from the fewest tokens whose probabilities add up to this", above=0.0, maximum=1.0
     )
-    stop_interval: PositiveInt | None = optional(
-        "iterations between saving and stopping", "no stop", aliases="exit_interval"
-    )
+    stop_interval: PositiveInt | None = optional("save and stop every N iterations", "no stop", aliases="exit_interval")
     stop_offset: NonNegativeInt = option(0, "iteration from which stop_interval counts", idle_unless="stop_interval")
 
     @property

@@ -70,15 +70,18 @@ def boundaries(options: LearningRateConfig) -> tuple[int, Callable[[int], int]]:
     return len(points) - 1, points.__getitem__
 
 
+def warmup_steps(options: LearningRateConfig, index: int, length: int) -> int:
+    """Return the warmup that the options ask for in one cycle; it may be longer than the cycle."""
+    if index == 0:
+        return steps_of(options.lr_warmup_iters, options.lr_warmup_fraction, length) or 0
+    return steps_of(options.lr_rewarmup_iters, options.lr_rewarmup_fraction, length) or 0
+
+
 def cycle(options: LearningRateConfig, index: int) -> Cycle:
     """Return the phases of one cycle, counted from 0."""
     _, boundary = boundaries(options)
     start, length = boundary(index), boundary(index + 1) - boundary(index)
-    if index == 0:
-        warmup = steps_of(options.lr_warmup_iters, options.lr_warmup_fraction, length) or 0
-    else:
-        warmup = steps_of(options.lr_rewarmup_iters, options.lr_rewarmup_fraction, length) or 0
-    warmup = min(warmup, length)
+    warmup = min(warmup_steps(options, index, length), length)
     decay = steps_of(options.lr_wsd_decay_iters, options.lr_wsd_decay_fraction, length)
     left = length - warmup
     return Cycle(index, start, length, warmup, left if decay is None else min(decay, left))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron_lite.config import Draft, LearningRateConfig
 from megatron_lite.config.values import typed
-from megatron_lite.schedules.cycles import Cycle, boundaries, cooldown_steps, cycle, cycle_steps, steps_of
+from megatron_lite.schedules.cycles import Cycle, boundaries, cooldown_steps, cycle, cycle_steps, steps_of, warmup_steps
 
 NAMES = tuple(field.name for field in dataclasses.fields(LearningRateConfig))
 CYCLES = ("lr_num_cycles", "lr_cycle_minima", "lr_cycle_iters", "lr_cycle_fraction", "lr_cycle_lengths")
@@ -102,10 +102,7 @@ def _cut(options: Draft) -> Iterator[str]:
 
 def _cut_in(options: Draft, current: Cycle, kind: str) -> Iterator[str]:
     """kind: lr_warmup or lr_rewarmup, the warmup of this cycle."""
-    if kind == "lr_warmup":
-        asked = steps_of(options.lr_warmup_iters, options.lr_warmup_fraction, current.length) or 0
-    else:
-        asked = steps_of(options.lr_rewarmup_iters, options.lr_rewarmup_fraction, current.length) or 0
+    asked = warmup_steps(options, current.number, current.length)
     count, _ = boundaries(options)
     where = f"cycle {current.number + 1} of {count}" if count > 1 else "the schedule"
     falls = options.lr_decay_style != "constant"

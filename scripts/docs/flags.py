@@ -74,8 +74,8 @@ def option_table(area: str, elsewhere: Mapping[str, str]) -> str:
 
 
 def _limits(flag: Flag) -> str:
-    words = {"int": "integer", "float": "number", "str": "text", "list of str": "texts", "list of float": "numbers"}
-    text = ", ".join(flag.option.choices) or words.get(flag.kind, "0 or 1")
+    word = {"int": "integer", "float": "number", "str": "text", "bool": "0 or 1"}[flag.kind.removeprefix("list of ")]
+    text = ", ".join(flag.option.choices) or word + ("s" if flag.is_list else "")
     text += f" {limits(flag)}" if limits(flag) else ""
     also = ", ".join(f"{alias} = {value}" for alias, value in flag.option.value_aliases.items())
     return text + (f" ({also})" if also else "") + ("; none" if flag.optional else "")
