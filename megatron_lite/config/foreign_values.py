@@ -1,4 +1,4 @@
-"""Values of our options that do not exist here. Flags that do not exist here are in `cli/foreign_flags.py`."""
+"""Values of our options that are refused, with what to write instead. Foreign flags are in `cli/foreign_flags.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 _STYLES = {name: name for name in ("constant", "linear", "cosine", "inv_sqrt", "inv")} | {"power": "power_tokens"}
 
-# `option=value`, as other programs have it or as a user may well try, and what to write instead.
+# `option=value`, as other programs have it or as a user may well try.
 REFUSED_VALUES: Mapping[str, str] = MappingProxyType(
     {
         "dataset_source=file": "a JSON file cannot describe a blend yet; write the weights and prefixes: "

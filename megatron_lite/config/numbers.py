@@ -1,4 +1,4 @@
-"""Types of numbers with bounds: int and float for mypy; the parser takes the bounds from them."""
+"""Numbers with bounds: plain int and float to mypy, while the parser and `validation` hold their bounds."""
 
 from __future__ import annotations
 

@@ -27,12 +27,12 @@ class Experiment:
 
     def __init__(self, config: Config, distributed: Distributed) -> None:
         directory = self._directory = config.run.experiment_dir
-        self.root = None if directory is None else together(distributed, lambda: absolute_path(directory))
+        self.root = root = None if directory is None else together(distributed, lambda: absolute_path(directory))
         self.run = 0
         self._lock: int | None = None
-        if self.root is None:
+        if root is None:
             return
-        prepared = together(distributed, lambda: self._prepare() if distributed.rank == 0 else 0)
+        prepared = together(distributed, lambda: self._prepare(root) if distributed.rank == 0 else 0)
         self.run = distributed.broadcast_object(prepared)
 
     @property
@@ -60,11 +60,10 @@ class Experiment:
         for folder in (self.root / "runs" / str(self.run), self.root):
             replace_file(folder / "config.json", text)
 
-    def _prepare(self) -> int:
+    def _prepare(self, root: Path) -> int:
         """Create the directories of a new start and return its number, counted from 0."""
-        assert self.root is not None
         try:
-            return self._make_directories(self.root)
+            return self._make_directories(root)
         except OSError as error:
             reason = error.strerror or error
             raise StorageError(f"--experiment_dir={self._directory}: {reason}; choose a writable directory") from error

@@ -167,7 +167,7 @@ def _scaling(draft: Draft) -> Iterator[Problem]:
     longest, original = draft.max_position_embeddings, draft.rope_original_max_position_embeddings
     if draft.rope_factor is None and draft.rope_type == "yarn" and original is not None:
         if longest < original:
-            rule = "their quotient, rope_factor, must be >= 1; write the extended length first, or --rope_factor"
+            rule = "their quotient, rope_factor, must be >= 1; raise --max_position_embeddings, or write --rope_factor"
             names = "max_position_embeddings rope_original_max_position_embeddings"
             yield problem(draft, names, rule, also="rope_factor")
             return

@@ -38,7 +38,7 @@ def multi_stage(draft: Draft) -> Iterator[Problem]:
     if not draft.split_master_weights:
         return
     if draft.training_dtype != "bf16":
-        rule = "only masters of bf16 weights split; write --training_dtype=bf16, or leave split_master_weights out"
+        rule = "only bf16 training can split masters; write --training_dtype=bf16, or leave split_master_weights out"
         yield problem(draft, "split_master_weights training_dtype", rule)
     buffers, size = draft.num_weight_buffers, draft.layers_per_stage
     stages = None if size == "auto" else number_of_stages(draft.num_layers, size)
@@ -58,7 +58,7 @@ def multi_stage(draft: Draft) -> Iterator[Problem]:
 def ranks(draft: Draft) -> Iterator[Problem]:
     """Check where the number of ranks comes from."""
     if draft.world_size is not None and not draft.dry_run:
-        rule = "only --dry_run=1 takes it from here; torchrun --nproc-per-node=N --nnodes=M sets it for a run"
+        rule = "only with --dry_run=1; a run takes it from torchrun --nproc-per-node=N --nnodes=M"
         yield problem(draft, "world_size", rule, also="dry_run")
 
 

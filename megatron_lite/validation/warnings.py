@@ -56,7 +56,7 @@ def _risks(options: Draft) -> Iterator[str]:
                 f"rope_original_max_position_embeddings {original} nor that times rope_factor"
             )
     if options.sequence_length > longest:
-        yield f"{typed(options, 'max_position_embeddings')}: exports state a shorter context than sequence_length"
+        yield f"{typed(options, 'max_position_embeddings', 'sequence_length')}: exports state a shorter context"
     if options.experiment_dir is None and options.train_iters > 0 and not options.dry_run:
         yield "--experiment_dir is not set: nothing is saved"
 

@@ -170,7 +170,9 @@ TABLE = [
     Row("throttle_cpu_delay", {"0": 0, "3": 3}, {"-1": "must be >= 0", "1.5": "not an integer"}),
     Row("log_communication", BOOL, NO_BOOL),
     Row("dry_run", BOOL, NO_BOOL),
-    Row("world_size", {"none": None}, {"8": "only --dry_run=1 takes it from here", "0": "must be >= 1"}),
+    Row(
+        "world_size", {"none": None}, {"8": "only with --dry_run=1; a run takes it from torchrun", "0": "must be >= 1"}
+    ),
     Row("save_tensor_logs", BOOL, NO_BOOL),
     Row("show_tensor_logs", BOOL, NO_BOOL),
     Row("tensor_logs_show_elements", {"0": 0, "1": 1, "100": 100}, {"-1": "must be >= 0", "x": "not an integer"}),
@@ -254,7 +256,7 @@ def test_master_weights_can_be_split(argv: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("--training_dtype=fp32",), "--training_dtype=fp32: only masters of bf16 weights split"),
+        (("--training_dtype=fp32",), "--training_dtype=fp32: only bf16 training can split masters"),
         (("--training_dtype=fp16",), "write --training_dtype=bf16, or leave split_master_weights out"),
         (("--zero_stage=3",), "--zero_stage=3: the bf16 weights are half of the master, so every stage needs"),
         (("--zero_stage=3",), "write --zero_stage=1 or 2, or leave"),
