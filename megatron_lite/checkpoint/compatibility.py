@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from megatron_lite.config import BatchConfig, Config, flatten
 from megatron_lite.config.model import rotary_base
+from megatron_lite.config.values import written
 from megatron_lite.errors import CheckpointError
 from megatron_lite.schedules.batch_size import batch_schedule, continued
 
@@ -66,7 +67,9 @@ class Difference(NamedTuple):
     current: Any
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.saved} in the checkpoint, {self.current} now"
+        values = (tuple(value) if isinstance(value, list) else value for value in (self.saved, self.current))
+        saved, current = (written(value) or "none" for value in values)
+        return f"{self.name}: {saved} in the checkpoint, {current} now"
 
 
 def compare_architecture(saved: dict[str, Any], config: Config) -> list[Difference]:

@@ -305,7 +305,7 @@ def check_file(folder: Path, name: str, manifest: Manifest) -> None:
         buffer = memoryview(bytearray(min(CHUNK_BYTES, max(expected.size, 1))))
         while count := file.readinto(buffer):
             crc = zlib.crc32(buffer[:count], crc)
-    _require(crc == expected.crc32, f"{name}: its checksum does not match: it was damaged or is of another save")
+    _require(crc == expected.crc32, f"{name}: its checksum does not match: it is damaged or belongs to another save")
 
 
 def check_files(folder: Path, manifest: Manifest, rank: int, world_size: int) -> None:

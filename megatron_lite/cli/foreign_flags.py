@@ -101,7 +101,7 @@ MEGATRON = (
     Row("use_distributed_optimizer", "--zero_stage=1"),
     Row("use_megatron_fsdp", "--zero_stage=3"),
     Row("data_parallel_sharding_strategy", "--zero_stage=1 for optim, 2 for optim_grads, 3 for optim_grads_params"),
-    Row("overlap_grad_reduce", remark="--num_grad_buffers=2, the default, overlaps reduces with computation"),
+    Row("overlap_grad_reduce", remark="--num_grad_buffers=2, the default, overlaps reductions with computation"),
     Row("overlap_param_gather", remark="--num_weight_buffers=2, the default, overlaps gathers with computation"),
     Row("ddp_bucket_size", "--layers_per_stage=<blocks gathered and reduced together>"),
     Row("distributed_backend", "--device=cuda or --device=cpu", "NCCL on GPU, gloo on CPU"),

@@ -47,10 +47,10 @@ class MultiStageConfig(Area):
         why="a layer cannot be split between stages; to save memory, write 1 and set fewer buffers",
     )
     num_weight_buffers: PositiveInt | None = optional(
-        "number of full weight buffers; 1 saves memory, 2 overlap gathers", "one per stage; 2 for zero_stage 3"
+        "full weight buffers; 1 saves memory, 2 overlap gathers", "one per stage; 2 for zero_stage 3"
     )
     num_grad_buffers: PositiveInt | None = optional(
-        "number of full gradient buffers; 1 saves memory, 2 overlap reduces", "one per stage; 2 for zero_stage 2 and 3"
+        "full gradient buffers; 1 saves memory, 2 overlap reductions", "one per stage; 2 for zero_stage 2 and 3"
     )
     full_precision_gradients: bool = low_precision_option(
         True, "accumulate and reduce gradients in fp32", aliases="accumulate_allreduce_grads_in_fp32"

@@ -55,7 +55,9 @@ class IndexedDataset:
         end = self._check_sequences(itemsize)
         self._check_document_index()
         if bin_bytes != end:
-            raise DataError(f"{bin_path}: {bin_bytes:,} bytes, but {self.index_path} promises {end:,}")
+            raise DataError(
+                f"{bin_path}: {bin_bytes:,} bytes, but {self.index_path} describes {end:,}; copy both files again"
+            )
         self.tokens = DiskArray(bin_path, dtype, end // itemsize, end)
         self.starts = DiskArray(self.index_path, "<i8", num_sequences, index_bytes, offset + 4 * num_sequences)
 
@@ -95,7 +97,7 @@ class IndexedDataset:
         if not MAGIC.startswith(header[: len(MAGIC)]):
             raise DataError(f"{path}: not a token index: begins with {header[: len(MAGIC)]!r} instead of {MAGIC!r}")
         if len(header) < HEADER.size:
-            raise DataError(f"{path}: {index_bytes:,} bytes, but the header has {HEADER.size}")
+            raise DataError(f"{path}: {index_bytes:,} bytes, but its header alone takes {HEADER.size}; copy it again")
         _, version, code, num_sequences, num_entries = HEADER.unpack(header)
         if version != VERSION:
             raise DataError(f"{path}: format version {version}, but only version {VERSION} can be read")
@@ -103,9 +105,9 @@ class IndexedDataset:
             raise DataError(f"{path}: holds floating point numbers (dtype code {code}), which are not tokens")
         if code not in TOKEN_DTYPES:
             raise DataError(f"{path}: unknown dtype code {code} (known: {', '.join(map(str, TOKEN_DTYPES))})")
-        promised = HEADER.size + 12 * num_sequences + 8 * num_entries  # Python integers: no overflow
-        if promised != index_bytes:
-            raise DataError(f"{path}: {index_bytes:,} bytes, but its header promises {promised:,}")
+        described = HEADER.size + 12 * num_sequences + 8 * num_entries  # Python integers: no overflow
+        if described != index_bytes:
+            raise DataError(f"{path}: {index_bytes:,} bytes, but its header describes {described:,}; copy it again")
         return TOKEN_DTYPES[code], num_sequences, num_entries
 
     def _map(self, dtype: str, count: int, offset: int) -> NDArray[Any]:
@@ -185,7 +187,7 @@ def _size(path: str, prefix: str) -> int:
             raise DataError(f"{path}: is a folder, not a file")
         return os.stat(path).st_size
     except FileNotFoundError as error:
-        hint = ""
+        hint = "; give the prefix of a .bin/.idx pair, which scripts/prepare_data.py writes"
         if prefix.endswith((".bin", ".idx")):
             hint = f"; give the prefix without its ending: {prefix[:-4]}"
         raise DataError(f"{path}: no such file{hint}") from error

@@ -27,8 +27,8 @@ class Kernels:
     def describe(self) -> str:
         """Return one line for the log."""
         return (
-            f"kernels: {'Triton' if self.triton else 'torch'}, attention by {describe_attention(self.attention)}, "
-            f"cross-entropy in {'Triton' if self.cross_entropy == 'triton' else 'torch'}"
+            f"kernels: {'Triton' if self.triton else 'torch'}; attention: {describe_attention(self.attention)}; "
+            f"cross-entropy: {'Triton' if self.cross_entropy == 'triton' else 'torch'}"
         )
 
 
@@ -85,5 +85,5 @@ def _attention(config: Config, device: torch.device, planned: bool) -> str:
 
 def _no_triton(flag: str, device: torch.device) -> str:
     if device.type == "cuda":
-        return f"{flag}: Triton is not installed; install it or drop the flag"
-    return f"{flag}: Triton kernels need a GPU, and this run is on {device.type}; drop the flag or set --device=cuda"
+        return f"{flag}: Triton is not installed; install it, or leave the flag out"
+    return f"{flag}: Triton kernels need a GPU, and this run is on {device.type}; leave it out, or write --device=cuda"

@@ -202,8 +202,8 @@ def _is_exact(method: ProductAccumulation, device: torch.device, dtype: torch.dt
 
 def describe_products(device: torch.device, dtype: torch.dtype, grad_dtype: torch.dtype) -> str:
     """Describe for the log how products of matrices in `dtype` are added to gradients in `grad_dtype`."""
-    library = ", large products through oneDNN" if goes_through_onednn(device, dtype) else ""
-    return f"weight gradients are added up {product_accumulation(device, dtype, grad_dtype).name}{library}"
+    library = "; large products use oneDNN" if goes_through_onednn(device, dtype) else ""
+    return f"weight gradients are accumulated {product_accumulation(device, dtype, grad_dtype).name}{library}"
 
 
 # -- the layer -------------------------------------------------------------------------------------------------------

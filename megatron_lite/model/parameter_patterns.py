@@ -27,8 +27,8 @@ def set_lr_scales(parameters: Iterable[Parameter], scales: Sequence[tuple[str, f
     for pattern, _ in scales:
         if not any(matches(pattern, name) for name in names):
             raise UsageError(
-                f"--freeze or --lr_scales: no parameter is called {pattern!r}; {similar_names(pattern, names)}, "
-                "a prefix selects everything below it (blocks.0), wildcards are * and ?"
+                f"--freeze or --lr_scales: no parameter is called {pattern!r}; {similar_names(pattern, names)}; "
+                "a prefix selects everything below it (blocks.0), and * and ? are wildcards"
             )
     for parameter in parameters:
         for pattern, scale in scales:
@@ -82,7 +82,7 @@ def selected(pattern: str, names: Sequence[str]) -> list[str]:
         rule = (
             "it must match from a name's beginning (begin with .* to match anywhere), without comma or space"
             if expression is not None
-            else "a prefix selects everything below it (blocks.0), wildcards are * and ?, other text is part of a name"
+            else "a prefix selects everything below it (blocks.0), * and ? are wildcards, other text is part of a name"
         )
         raise UsageError(
             f"--weight_decay_modules: {pattern!r} matches no parameter; {similar_names(pattern, names)}; {rule}"
@@ -97,7 +97,7 @@ def matches(pattern: str, name: str) -> bool:
 
 def similar_names(pattern: str, names: Sequence[str]) -> str:
     """Return an error message's hint for a pattern that matches no name."""
-    return f"names are such as {', '.join(difflib.get_close_matches(pattern, names, n=3, cutoff=0.0))}"
+    return f"similar names: {', '.join(difflib.get_close_matches(pattern, names, n=3, cutoff=0.0))}"
 
 
 def describe(parameters: Iterable[Parameter]) -> str:

@@ -36,7 +36,7 @@ def derived_numbers(
     return {
         "parameters": f"{parameters:,}",
         "tokens per iteration": _smallest_to_largest([size * batch.sequence_length for size in sizes]),
-        "tokens in all": f"{consumed_tokens(batch, config.training.train_iters):,}",
+        "total tokens": f"{consumed_tokens(batch, config.training.train_iters):,}",
         "micro-batches per rank": f"{micro_batches} of {batch.micro_batch_size} samples",
         "ranks": str(distributed.world_size),
         "device": describe_device(distributed.device),
@@ -115,4 +115,5 @@ def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-    return f"cpu, {os.cpu_count()} cores, {torch.get_num_threads()} threads per rank"
+    threads = torch.get_num_threads()
+    return f"cpu, {os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''} per rank"

@@ -21,8 +21,8 @@ MIB = 2**20
 TRAFFIC_KINDS = {
     "gather": "gathers",
     "reduce": "reductions",
-    "muon gather": "Muon's gathers",
-    "muon reduce": "Muon's reductions",
+    "muon gather": "muon gathers",
+    "muon reduce": "muon reductions",
     "sum": "sums",
     "debug": "gathers for debugging",
 }
@@ -198,7 +198,7 @@ def stop_logging() -> None:
 def communication_lines(totals: Mapping[str, Total], iterations: int, alone_s: Mapping[str, float]) -> list[str]:
     """Return the lines of --log_communication=1: one per kind of collective, as means over the iterations.
 
-    totals: of one rank. alone_s: seconds of one gather, or reduction, of every stage while nothing else runs.
+    totals: of one rank. alone_s: seconds for one gather, or reduction, of all stages with nothing else running.
     """
     lines = []
     for kind, name in TRAFFIC_KINDS.items():
@@ -211,6 +211,6 @@ def communication_lines(totals: Mapping[str, Total], iterations: int, alone_s: M
             f"waited for: {total.waited_s / iterations * 1e3:.2f} ms"
         )
         if kind in alone_s:
-            line += f" (once through all stages takes {alone_s[kind] * 1e3:.2f} ms with nothing beside it)"
+            line += f" ({alone_s[kind] * 1e3:.2f} ms for all stages once, with nothing else running)"
         lines.append(line)
     return lines

@@ -12,6 +12,7 @@ import torch
 
 from megatron_lite.config import Config
 from megatron_lite.errors import EXIT_DONE, UsageError
+from megatron_lite.monitor.logging import TRAFFIC_KINDS
 from megatron_lite.parameter import DTYPES
 from megatron_lite.planner.activations import Saved
 from megatron_lite.planner.auto import GIB, MIB, RESERVE, device_memory_bytes, resolve_auto
@@ -196,4 +197,4 @@ def _traffic(plan: Plan) -> Iterator[str]:
     yield _title("traffic per step", "collectives", "elements", "MiB", "sent per rank, MiB")
     for kind, total in sorted(plan.traffic.items()):
         sizes = (_mib(total.bytes), _mib(total.wire_bytes))
-        yield _row(f"{kind}s", f"{total.collectives:,}", f"{total.elements:,}", *sizes)
+        yield _row(TRAFFIC_KINDS[kind], f"{total.collectives:,}", f"{total.elements:,}", *sizes)

@@ -52,7 +52,7 @@ def _stages(draft: Draft, text: str) -> Iterator[Problem]:
 
 
 def _finite(draft: Draft, name: str, highest: float) -> Iterator[Problem]:
-    """highest: the highest rate that the option `name` sets, before --default_lr_scale."""
+    """highest: the highest learning rate that the option `name` sets, before --default_lr_scale."""
     if not math.isfinite(highest * draft.default_lr_scale):
         yield problem(draft, f"{name} default_lr_scale", "the product overflows; write a smaller factor")
 
@@ -71,9 +71,9 @@ def _minimum(draft: Draft) -> Iterator[Problem]:
     if not math.isfinite(draft.min_lr):
         yield problem(draft, names, "the product overflows; write a smaller ratio")
     elif rises and ratio is None:
-        yield problem(draft, names, "the rate would grow; write a min_lr of at most lr")
+        yield problem(draft, names, "the learning rate would rise; write --min_lr of at most --lr")
     elif rises and draft.lr_decay_style in ("inv", "inv_sqrt"):
-        rule = "this style can only decrease the rate; write --min_lr_ratio of at most 1"
+        rule = "this style can only lower the learning rate; write --min_lr_ratio of at most 1"
         yield problem(draft, f"{names} lr_decay_style", rule)
     elif draft.min_lr == 0.0 and draft.lr_decay_style == "inv":
         rule = "the minimum determines how fast this style decays; write --min_lr or --min_lr_ratio above 0"

@@ -32,7 +32,7 @@ def model(draft: Draft) -> Iterator[Problem]:
         yield problem(draft, "num_attention_heads head_groups", rule)
     if hidden % heads and not draft.changed("kv_channels"):
         nearest = nearest_multiples(hidden, heads)
-        rule = f"the heads must share hidden_size equally; nearest hidden sizes: {nearest}; or set --kv_channels"
+        rule = f"hidden_size must be a multiple of num_attention_heads; nearest: {nearest}; or set --kv_channels"
         yield problem(draft, "hidden_size num_attention_heads", rule, also="kv_channels")
         return
     draft.kv_channels = default(draft.kv_channels, hidden // heads)

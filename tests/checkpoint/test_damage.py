@@ -125,7 +125,7 @@ def test_the_shard_of_another_save_is_found(pair: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     shutil.copytree(pair, root)
     shutil.copy(root / "10" / "rank_001.safetensors", root / "20" / "rank_001.safetensors")
-    expect_fallback(root, "rank_001.safetensors: its checksum does not match: it was damaged or is of another save")
+    expect_fallback(root, "rank_001.safetensors: its checksum does not match: it is damaged or belongs to another save")
 
 
 def test_a_file_that_shrinks_after_its_check_is_found(

@@ -84,15 +84,15 @@ CONTRADICTIONS = {
     "--head_groups=none": "--head_groups: 3 in the checkpoint, 6 now",
     "--head_groups=4": "--head_groups: 3 in the checkpoint, 4 now",
     "--window_size=8": "--window_size: 7 in the checkpoint, 8 now",
-    "--window_size=none": "--window_size: 7 in the checkpoint, None now",
-    "--rotary_base=10000": "--rotary_base: 500.0 in the checkpoint, 10000.0 now",
+    "--window_size=none": "--window_size: 7 in the checkpoint, none now",
+    "--rotary_base=10000": "--rotary_base: 500 in the checkpoint, 10000 now",
     "--rotary_embedding_scale=-9.2": "--rotary_embedding_scale: -6.21460809842219",
     "--activation_type=gelu": "--activation_type: silu in the checkpoint, gelu now",
     "--layer_norm_eps=1e-5": "--layer_norm_eps: 0.0001 in the checkpoint, 1e-05 now",
-    "--tie_word_embeddings=0": "--tie_word_embeddings: True in the checkpoint, False now",
+    "--tie_word_embeddings=0": "--tie_word_embeddings: 1 in the checkpoint, 0 now",
     "--vocab_size=64": "--vocab_size: 61 in the checkpoint, 64 now",
     "--normalization_type=layer_norm": "--normalization_type: rms_norm in the checkpoint, layer_norm now",
-    "--use_position_embeddings=1": "--use_position_embeddings: False in the checkpoint, True now",
+    "--use_position_embeddings=1": "--use_position_embeddings: 0 in the checkpoint, 1 now",
 }
 
 

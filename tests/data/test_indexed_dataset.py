@@ -100,7 +100,7 @@ def test_truncated_index_is_refused_at_every_length(tmp_path: Path) -> None:
     for length in range(len(index)):
         assert f"x.idx: {length:,} bytes, but " in open_error(write_pair(tmp_path, index[:length], tokens))
     message = open_error(write_pair(tmp_path, index[:40], tokens))
-    assert message.endswith(f"x.idx: 40 bytes, but its header promises {len(index)}")
+    assert message.endswith(f"x.idx: 40 bytes, but its header describes {len(index)}; copy it again")
     open_error(write_pair(tmp_path, index + b"\0", tokens))
 
 
@@ -121,9 +121,9 @@ def test_bin_of_another_size_is_refused(tmp_path: Path, change: int) -> None:
         (lambda raw: raw[:17] + b"\x07" + raw[18:], "floating point"),
         (lambda raw: raw[:17] + b"\x09" + raw[18:], "unknown dtype code 9"),
         (lambda raw: raw[:17] + b"\x00" + raw[18:], "unknown dtype code 0"),
-        (lambda raw: raw[:18] + struct.pack("<Q", 2**63) + raw[26:], "its header promises"),
-        (lambda raw: raw[:18] + struct.pack("<Q", 2**64 - 1) + raw[26:], "its header promises"),
-        (lambda raw: raw[:26] + struct.pack("<Q", 2**61) + raw[34:], "its header promises"),
+        (lambda raw: raw[:18] + struct.pack("<Q", 2**63) + raw[26:], "its header describes"),
+        (lambda raw: raw[:18] + struct.pack("<Q", 2**64 - 1) + raw[26:], "its header describes"),
+        (lambda raw: raw[:26] + struct.pack("<Q", 2**61) + raw[34:], "its header describes"),
         (lambda raw: raw[:38] + struct.pack("<i", -3) + raw[42:], "document 1 has a size of -3 tokens"),
         (lambda raw: raw[:38] + struct.pack("<i", 4) + raw[42:], "document 2 begins at byte 6 instead of 8"),
         (lambda raw: raw[:66] + struct.pack("<q", 2) + raw[74:], "document 0 begins at byte 2 instead of 0"),

@@ -146,7 +146,7 @@ def test_what_a_pattern_selects(pattern: str, expression: str) -> None:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("block.0.mpl", "'block.0.mpl' matches no parameter; names are such as .*blocks.0"),
+        ("block.0.mpl", "'block.0.mpl' matches no parameter; similar names: .*blocks.0"),
         ("blocks.2", "'blocks.2' matches no parameter"),
         ("*.gain", "'\\*.gain' matches no parameter"),
         ("regex:mlp", "'regex:mlp' matches no parameter; .* it must match from a name's beginning"),

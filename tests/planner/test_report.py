@@ -88,7 +88,7 @@ def check_mistral(text: str, ranks: int) -> None:
     assert numbers(text, "blocks.0 to 31") == ["1", "218,112,000", "218,112,000", "416.02"]
     elements = sum(round_up(stage, 64 * ranks) for stage in (131_072_000, *[218_112_000] * 32, 131_076_096))
     assert numbers(text, "total")[1] == f"{elements * 6 + elements * 12 // ranks:,}"
-    for kind, itemsize in (("gathers", 2), ("reduces", 4)):
+    for kind, itemsize in (("gathers", 2), ("reductions", 4)):
         sent = elements * itemsize * (ranks - 1) / ranks
         expected = ["34", f"{elements:,}", f"{elements * itemsize / 2**20:,.2f}", f"{sent / 2**20:,.2f}"]
         assert numbers(text, kind) == expected

@@ -27,7 +27,7 @@ LINEAR: dict[str, Any] = {"lr_decay_style": "linear"}
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"min_lr": 2e-3}, "--min_lr=0.002, --lr=0.001: the rate would grow; write a min_lr of at most lr"),
+        ({"min_lr": 2e-3}, "--min_lr=0.002, --lr=0.001: the learning rate would rise; write --min_lr of at most --lr"),
         ({"min_lr": 1e-5, "min_lr_ratio": 0.1}, "--min_lr=1e-05, --min_lr_ratio=0.1: exclude each other"),
         ({"min_lr_ratio": 1e308, "lr": 1e10}, "the product overflows"),
         ({"lr": 1e200, "default_lr_scale": 1e200}, "--lr=1e+200, --default_lr_scale=1e+200: the product overflows"),
@@ -35,7 +35,7 @@ LINEAR: dict[str, Any] = {"lr_decay_style": "linear"}
         ({"lr_decay_style": "inv_sqrt", "min_lr_ratio": 2.0}, "--min_lr_ratio=2, --lr=0.001, --lr_decay_style=inv"),
         (
             {"lr_decay_style": "inv", "min_lr_ratio": 2.0},
-            "this style can only decrease the rate; write --min_lr_ratio of at most 1",
+            "this style can only lower the learning rate; write --min_lr_ratio of at most 1",
         ),
         ({"lr_warmup_iters": 5, "lr_warmup_fraction": 0.5}, "--lr_warmup_iters=5, --lr_warmup_fraction=0.5: exclude"),
         ({"lr_wsd_decay_iters": 0, "lr_wsd_decay_fraction": 0.0}, "--lr_wsd_decay_iters=0, --lr_wsd_decay_fraction=0:"),

@@ -78,18 +78,18 @@ def cut(path: Path, size: int) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "index cut in half": (
         lambda prefix: cut(prefix.with_suffix(".idx"), prefix.with_suffix(".idx").stat().st_size // 2),
-        (".idx: ", "bytes, but its header promises"),
+        (".idx: ", "bytes, but its header describes"),
     ),
     "index cut in its header": (lambda prefix: cut(prefix.with_suffix(".idx"), 20), (".idx: 20 bytes, but a header",)),
     "empty index": (lambda prefix: cut(prefix.with_suffix(".idx"), 0), (".idx: 0 bytes",)),
     "missing index": (lambda prefix: prefix.with_suffix(".idx").unlink(), (".idx",)),
     "tokens cut by a byte": (
         lambda prefix: cut(prefix.with_suffix(".bin"), -1),
-        (".bin: 1,999 bytes", "promises 2,000"),
+        (".bin: 1,999 bytes", "describes 2,000"),
     ),
     "tokens cut in half": (
         lambda prefix: cut(prefix.with_suffix(".bin"), 1000),
-        (".bin: 1,000 bytes", "promises 2,000"),
+        (".bin: 1,000 bytes", "describes 2,000"),
     ),
     "missing tokens": (lambda prefix: prefix.with_suffix(".bin").unlink(), (".bin",)),
     "no documents": (lambda prefix: write_corpus(prefix, []), (".idx: an empty data set",)),
@@ -317,7 +317,7 @@ def test_changed_architecture(trained: Path, tmp_path: Path) -> None:
         outcome,
         "--num_layers: 2 in the checkpoint, 3 now",
         "--hidden_size: 32 in the checkpoint, 64 now",
-        "--tie_word_embeddings: True in the checkpoint, False now",
+        "--tie_word_embeddings: 1 in the checkpoint, 0 now",
         "another --experiment_dir",
         codes=[4],
         experiment=experiment,

@@ -177,15 +177,15 @@ def test_cross_entropy_splits() -> None:
     [
         (
             dict(hidden_size=100),
-            "--hidden_size=100, --num_attention_heads=8: the heads must share hidden_size equally; "
-            "nearest hidden sizes: 96 or 104; or set --kv_channels",
+            "--hidden_size=100, --num_attention_heads=8: hidden_size must be a multiple of num_attention_heads; "
+            "nearest: 96 or 104; or set --kv_channels",
         ),
         (dict(head_groups=3), "--num_attention_heads=8, --head_groups=3: "),
         (dict(head_groups=16), "--num_attention_heads=8, --head_groups=16: "),
         (dict(kv_channels=7, use_rotary_embeddings=True), "write an even --kv_channels"),
         (dict(hidden_size=8, use_rotary_embeddings=True), "write an even --kv_channels"),
         (dict(max_position_embeddings=100), "write --sequence_length=100, or --max_position_embeddings=2048"),
-        (dict(min_lr=1.0), "--min_lr=1, --lr=0.0001: the rate would grow"),
+        (dict(min_lr=1.0), "--min_lr=1, --lr=0.0001: the learning rate would rise"),
         (dict(training_dtype="fp16", initial_loss_scale=1.0, min_loss_scale=2.0), "first loss scale is below"),
         (dict(split=()), "--split=: takes up to three proportions"),
         (dict(split=(0.0, 0.0)), "with a positive sum"),

@@ -229,7 +229,7 @@ def test_patterns_match_names_prefixes_and_wildcards() -> None:
 
 
 def test_patterns_that_cannot_be_meant() -> None:
-    with pytest.raises(UsageError, match="no parameter is called 'block.0'; names are such as .*blocks.0"):
+    with pytest.raises(UsageError, match="no parameter is called 'block.0'; similar names: .*blocks.0"):
         scales_of(freeze=("block.0",))
     with pytest.raises(UsageError, match="no parameter is called 'blocks.12'"):
         scales_of(lr_scales=("blocks.12:0.5",))

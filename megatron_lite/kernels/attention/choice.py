@@ -38,7 +38,7 @@ DESCRIPTIONS = {
     "flash": "torch's flash kernels",
     "varlen": "torch's flash kernels for windows and packed documents",
     "flex": "flex_attention, compiled",
-    "math": "the formula in blocks of queries",
+    "math": "the plain formula, in blocks of queries",
 }
 HALVES = (torch.bfloat16, torch.float16)
 CUDNN_WITH_ANY_LENGTH = 91501  # earlier versions are wrong unless the length is a multiple of 128
