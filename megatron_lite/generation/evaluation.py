@@ -44,13 +44,8 @@ class Totals:
         """Return `loss`, `perplexity` and `bits_per_byte` (None: infinite or unknown), `tokens` and `bytes`."""
         bits = self.nats / math.log(2) / self.bytes if self.bytes else None
         perplexity = math.exp(self.loss) if self.loss < 700 else None
-        return {
-            "loss": self.loss,
-            "perplexity": perplexity,
-            "bits_per_byte": bits,
-            "tokens": self.tokens,
-            "bytes": self.bytes,
-        }
+        found = {"loss": self.loss, "perplexity": perplexity, "bits_per_byte": bits}
+        return {**found, "tokens": self.tokens, "bytes": self.bytes}
 
 
 def evaluate(
@@ -67,16 +62,12 @@ def evaluate(
         DataError: if there is nothing to predict.
     """
     totals = Totals(bytes=None if token_bytes is None else 0)
-    table = None
-    if token_bytes is not None:
-        table = torch.zeros(max(model.config.vocab_size, len(token_bytes)), dtype=torch.int64)
-        table[: len(token_bytes)] = torch.from_numpy(token_bytes)
     for micro_batch in micro_batches:
-        labels = micro_batch.labels[micro_batch.labels >= 0].cpu()
+        labels = micro_batch.labels[micro_batch.labels >= 0].cpu().numpy()
         totals.nats += float(model.run(micro_batch))
-        totals.tokens += labels.numel()
-        if table is not None and totals.bytes is not None:
-            totals.bytes += int(table[labels].sum())
+        totals.tokens += labels.size
+        if token_bytes is not None and totals.bytes is not None:
+            totals.bytes += int(token_bytes[labels[labels < len(token_bytes)]].sum())
         progress(totals)
     if totals.tokens == 0:
         raise DataError("nothing to predict: a text needs two tokens")

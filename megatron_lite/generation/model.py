@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,14 +21,6 @@ from megatron_lite.model.gpt import build_gpt, shapes_of
 from megatron_lite.model.layer import Layer, MicroBatch
 from megatron_lite.parameter import DTYPES, Parameter
 
-# Options that only training uses.
-_TRAINING_ONLY: dict[str, Any] = {
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "embedding_dropout": 0.0,
-    "make_vocab_size_divisible_by": 1,
-}
-
 
 class LocalModel:
     """A list of layers with all their weights, in one process."""
@@ -39,7 +31,9 @@ class LocalModel:
         Raises:
             CheckpointError: if the source is incomplete, damaged or not supported.
         """
-        self.config = dataclasses.replace(source.model, **_TRAINING_ONLY)
+        # Without the options that only training uses.
+        model = dataclasses.replace(source.model, attention_dropout=0.0, hidden_dropout=0.0, embedding_dropout=0.0)
+        self.config = dataclasses.replace(model, make_vocab_size_divisible_by=1)
         self.device, self.dtype = device, dtype
         self.layers = build_gpt(self.config, length, REFERENCES)
         source.check(shapes_of(self.layers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -9,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpoint import manifest
-from megatron_lite.checkpoint.names import find_checkpoints
+from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints
 from megatron_lite.data.tokenizing import Tokenizer, load_tokenizer
-from megatron_lite.errors import DataError
+from megatron_lite.errors import DamagedError, DataError
 from megatron_lite.generation.continuation import Text
 
 
@@ -39,13 +40,10 @@ def open_tokenizer(model: Path, tokenizer_file: str | None, special_tokens: bool
 
 def _trained_with(model: Path) -> str | None:
     """Return --tokenizer_file of the run that wrote a checkpoint, or the newest one in a folder of checkpoints."""
-    folders = [model, *(folder for _, folder in find_checkpoints(model))]
-    for folder in folders:
-        if (folder / manifest.MANIFEST_NAME).is_file():
-            try:
+    for folder in (model, *(folder for _, folder in find_checkpoints(model))):
+        if (folder / MANIFEST_NAME).is_file():
+            with contextlib.suppress(DamagedError):
                 return manifest.read(folder).config.get("tokenizer_file")
-            except manifest.DamagedError:
-                continue
     return None
 
 
@@ -145,11 +143,5 @@ def numbered(prompts: Sequence[str]) -> list[tuple[str, int]]:
 
 def as_json(index: int, prompt: str, text: Text, continuation: str) -> dict[str, Any]:
     """Return a text as an object for a line of JSON."""
-    return {
-        "index": index,
-        "prompt": prompt,
-        "text": continuation,
-        "finish": text.finish,
-        "prompt_tokens": len(text.prompt),
-        "tokens": text.tokens,
-    }
+    counted = {"finish": text.finish, "prompt_tokens": len(text.prompt), "tokens": text.tokens}
+    return {"index": index, "prompt": prompt, "text": continuation, **counted}

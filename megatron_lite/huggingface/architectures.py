@@ -265,7 +265,7 @@ def _needs(architecture: str, model: ModelConfig) -> list[str]:
     learned = architecture in ("gpt2", "gpt_bigcode")
     if learned and groups not in ((heads,) if architecture == "gpt2" else (1, heads)):
         needs.append(f"--head_groups={heads if architecture == 'gpt2' else 1} (not {groups})")
-    if learned and heads * (channels or 0) != width:
+    if learned and heads * channels != width:
         needs.append(f"--kv_channels * --num_attention_heads={heads} = --hidden_size={width} (not {channels})")
     if architecture == "llama" and width % heads:
         needs.append(f"a multiple of --num_attention_heads={heads} as --hidden_size (not {width})")

@@ -152,16 +152,13 @@ class HuggingFaceSource(WeightSource):
             start = piece.first_row * width
             low, high = max(first, start), min(last, start + piece.rows * width)
             if low < high:
-                self._read_piece(piece, width, low - start, high - start, target[low - first : high - first])
+                read = self._read_transposed if piece.transposed else self._read_piece
+                read(piece, width, low - start, target[low - first : high - first])
 
-    def _read_piece(self, piece: Piece, width: int, low: int, high: int, target: Tensor) -> None:
-        """Read the elements low to high of a piece."""
+    def _read_piece(self, piece: Piece, width: int, low: int, target: Tensor) -> None:
+        """Fill `target` with elements of a piece, from `low` on."""
         tensor = self._tensors[piece.name]
         dtype = FLOATING[tensor.dtype]
-        if piece.transposed:
-            assert not piece.plus, piece
-            self._read_transposed(tensor, piece, width, low, high, target)
-            return
         offset = tensor.offset + (piece.their_first_row * width + low) * dtype.itemsize
         if not piece.plus:
             self._files.read(tensor.file, offset, dtype, target)
@@ -170,13 +167,13 @@ class HuggingFaceSource(WeightSource):
         self._files.read(tensor.file, offset, dtype, values)
         target.copy_(values - piece.plus)
 
-    def _read_transposed(
-        self, tensor: StoredTensor, piece: Piece, width: int, low: int, high: int, target: Tensor
-    ) -> None:
-        """Read the elements low to high of a piece whose tensor is stored transposed, (width, rows), as in GPT-2.
+    def _read_transposed(self, piece: Piece, width: int, low: int, target: Tensor) -> None:
+        """Do the same for a piece whose tensor is stored transposed, (width, rows), as in GPT-2.
 
         Read a few stored rows at a time and copy the columns needed: a rank reads the whole tensor for its share.
         """
+        assert not piece.plus, piece
+        tensor, high = self._tensors[piece.name], low + target.numel()
         # Parts of ours: the end of a row, whole rows, the start of a row.
         cuts = sorted({low, min(high, -(-low // width) * width), max(low, high // width * width), high})
         dtype, columns = FLOATING[tensor.dtype], tensor.shape[1]

@@ -12,7 +12,7 @@ GPT-2 stores its linear layers ("Conv1D") transposed: (inputs, outputs). Imports
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -47,33 +47,26 @@ class Constant(NamedTuple):
     value: float
 
 
-_GPT_ENDS = {
-    "embedding.word": "transformer.wte",
-    "embedding.position": "transformer.wpe",
-    "head.norm": "transformer.ln_f",
-    "head.output": "lm_head",
-}
-_GPT_LAYER = {
-    "attention_norm": "ln_1",
-    "attention.query_key_value": "attn.c_attn",
-    "attention.output": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "mlp.up": "mlp.c_fc",
-    "mlp.down": "mlp.c_proj",
-}
-_ENDS = {"embedding.word": "model.embed_tokens", "head.norm": "model.norm", "head.output": "lm_head"}
-_LAYER = {
-    "attention_norm": "input_layernorm",
-    "attention.query_norm": "self_attn.q_norm",
-    "attention.key_norm": "self_attn.k_norm",
-    "attention.output": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
-_STARCODER2_LAYER = _LAYER | {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
-_LAYERS: Mapping[str, dict[str, str]] = MappingProxyType(
-    {"gpt2": _GPT_LAYER, "gpt_bigcode": _GPT_LAYER, "starcoder2": _STARCODER2_LAYER}
+# Module of ours, of GPT-2 and GPTBigCode, of the others; "-" where there is none. Blocks come below the ends.
+_TABLE = """
+    embedding.word             transformer.wte   model.embed_tokens
+    embedding.position         transformer.wpe   -
+    head.norm                  transformer.ln_f  model.norm
+    head.output                lm_head           lm_head
+
+    attention_norm             ln_1              input_layernorm
+    attention.query_key_value  attn.c_attn       -
+    attention.query_norm       -                 self_attn.q_norm
+    attention.key_norm         -                 self_attn.k_norm
+    attention.output           attn.c_proj       self_attn.o_proj
+    mlp_norm                   ln_2              post_attention_layernorm
+    mlp.up                     mlp.c_fc          mlp.up_proj
+    mlp.down                   mlp.c_proj        mlp.down_proj
+"""
+_ROWS = [line.split() for line in _TABLE.splitlines() if line]
+_GPT, _OTHERS = ({row[0]: row[column] for row in _ROWS if row[column] != "-"} for column in (1, 2))
+_MODULES = MappingProxyType(
+    {"gpt2": _GPT, "gpt_bigcode": _GPT, "starcoder2": _OTHERS | {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}}
 )
 # Suffixes of buffers that older versions of transformers saved with the weights.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -86,14 +79,13 @@ def pieces(name: str, shape: tuple[int, ...], architecture: str, model: ModelCon
         KeyError: if the architecture has no such parameter.
     """
     owner, kind = name.rsplit(".", 1)  # kind: weight or bias
-    layer = _LAYERS.get(architecture, _LAYER)
+    modules = _MODULES.get(architecture, _OTHERS)
     plus = 1.0 if owner.endswith("norm") and kind == "weight" and model.zero_centered_normalization else 0.0
     if not owner.startswith("blocks."):
-        ends = _GPT_ENDS if layer is _GPT_LAYER else _ENDS
-        return [Piece(f"{ends[owner]}.{kind}", 0, shape[0], 0, shape, plus=plus)]
+        return [Piece(f"{modules[owner]}.{kind}", 0, shape[0], 0, shape, plus=plus)]
     _, index, part = owner.split(".", 2)
-    prefix = f"{'transformer.h' if layer is _GPT_LAYER else 'model.layers'}.{index}"
-    parts = _parts(part, shape[0], layer, architecture, model)
+    prefix = f"{'transformer.h' if modules is _GPT else 'model.layers'}.{index}"
+    parts = _parts(part, shape[0], modules, architecture, model)
     sizes: dict[str, int] = {}
     for theirs, _, rows, _ in parts:
         sizes[theirs] = sizes.get(theirs, 0) + rows
@@ -117,18 +109,17 @@ def by_tensor(found: Iterable[Piece]) -> dict[str, list[Piece]]:
 
 
 def _parts(
-    part: str, rows: int, layer: dict[str, str], architecture: str, model: ModelConfig
+    part: str, rows: int, modules: dict[str, str], architecture: str, model: ModelConfig
 ) -> list[tuple[str, int, int, int]]:
     """Split one part of a block into (their layer, first row of ours, rows, first row of theirs)."""
     if part == "attention.query_key_value":
         return list(_query_key_value(architecture, model))
     if part == "mlp.up" and model.gated:
         return [("mlp.gate_proj", 0, rows // 2, 0), ("mlp.up_proj", rows // 2, rows // 2, 0)]
-    return [(layer[part], 0, rows, 0)]
+    return [(modules[part], 0, rows, 0)]
 
 
 def _query_key_value(architecture: str, model: ModelConfig) -> Iterator[tuple[str, int, int, int]]:
-    assert model.head_groups and model.kv_channels, (model.head_groups, model.kv_channels)
     heads, groups, channels = model.num_attention_heads, model.head_groups, model.kv_channels
     sizes = (heads * channels, groups * channels, groups * channels)
     firsts = (0, sizes[0], sizes[0] + sizes[1])
@@ -148,7 +139,6 @@ def constants(architecture: str, model: ModelConfig) -> Iterator[Constant]:
 
     Weights of norms are ones and biases are zeros, which is exact: a norm times 1, a product plus 0.
     """
-    assert model.head_groups and model.kv_channels and model.ffn_hidden_size
     width, channels = model.hidden_size, model.kv_channels
     norms = {"head.norm": width}
     linears: dict[str, tuple[int, ...]] = {}

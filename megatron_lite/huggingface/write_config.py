@@ -37,7 +37,7 @@ def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -
         "use_cache": True,
     }
     content |= {key: getattr(model, option) for key, option in architecture.keys.items()}
-    content["initializer_range"] = min(1.0, model.init_method_std or 0.0)
+    content["initializer_range"] = min(1.0, model.init_method_std)
     activations = [theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation_type]
     activation_key = next(key for key, option in architecture.keys.items() if option == "activation_type")
     content[activation_key] = "gelu_new" if name == "gpt2" and "gelu_new" in activations else activations[0]
@@ -46,7 +46,7 @@ def hugging_face_config(config: Config, special_tokens: dict[str, int | None]) -
         content["multi_query"] = model.head_groups == 1
     if architecture.fixed["use_rotary_embeddings"]:
         # Learned positions are as many as their table has rows; rotary positions are as many as were trained.
-        content["max_position_embeddings"] = max(model.max_position_embeddings or 0, config.batch.sequence_length)
+        content["max_position_embeddings"] = max(model.max_position_embeddings, config.batch.sequence_length)
         content |= rope.write(model)
     return content
 

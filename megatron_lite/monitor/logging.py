@@ -67,16 +67,14 @@ class AppendFile:
         except OSError as error:
             self.lost_lines += 1  # before the warning, which may come back here as a line
             if self.lost_lines == 1:
-                get_logger().warning(
-                    "cannot write %s: %s; the run goes on without these lines", self.path, error.strerror
-                )
+                text = "cannot write %s: %s; the run goes on without these lines"
+                get_logger().warning(text, self.path, error.strerror)
 
     def close(self) -> None:
         """Close the file; ignore errors."""
         fd, self._fd = self._fd, -1
         with contextlib.suppress(OSError):
-            if fd >= 0:
-                os.close(fd)
+            os.close(fd)
 
 
 class _LineFormatter(logging.Formatter):
@@ -115,22 +113,13 @@ class ConsoleHandler(logging.Handler):
             else:
                 stream.write(text + "\n")
             stream.flush()
-        except BrokenPipeError:
-            _discard_stdout()
+        except BrokenPipeError:  # without this, Python's flush at exit would fail again, with exit code 120
+            with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), sys.stdout.fileno())
         except OSError:  # a full disk behind a redirected stdout: the line is lost, the run goes on
             pass
         except Exception:
             self.handleError(record)
-
-
-def _discard_stdout() -> None:
-    """Point stdout at /dev/null, or Python's flush at exit would fail again, with exit code 120."""
-    try:
-        fd = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(fd, sys.stdout.fileno())
-        os.close(fd)
-    except (OSError, ValueError):
-        pass
 
 
 class FileHandler(logging.Handler):

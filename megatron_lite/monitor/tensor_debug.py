@@ -39,11 +39,9 @@ def open_debugger(
     artifacts: the folder for --save_tensor_logs, or None to write nothing.
     """
     run, micro_batches = config.run, config.batch.sequential_micro_batches or 1
-    if not run.save_tensor_logs:
-        artifacts = None
-    levels = {name: getattr(run, name) for name in LEVELS}
-    if artifacts is None and not run.show_tensor_logs:
-        levels = dict.fromkeys(LEVELS, 0)
+    artifacts = artifacts if run.save_tensor_logs else None
+    is_kept = artifacts is not None or run.show_tensor_logs
+    levels = {name: getattr(run, name) if is_kept else 0 for name in LEVELS}
     if not any(levels.values()) and not run.debug_activation_memory:
         return None
     return TensorDebugger(run, logger, distributed, levels=levels, artifacts=artifacts, micro_batches=micro_batches)

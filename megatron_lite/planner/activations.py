@@ -36,7 +36,6 @@ class Sizes:
     def __post_init__(self) -> None:
         """Derive the sizes of tensors; (b, s, channels) in the training dtype unless the comment says otherwise."""
         model = self.model
-        assert model.head_groups and model.kv_channels and model.ffn_hidden_size, "resolved"
         self.tokens = self.batch * self.length
         self.heads, self.key_heads = model.num_attention_heads, model.head_groups
         self.query_channels, self.key_channels = self.heads * model.kv_channels, self.key_heads * model.kv_channels

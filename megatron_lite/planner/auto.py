@@ -61,14 +61,13 @@ def _lowest_zero_stage(
         peak = make_plan(dataclasses.replace(config, multi_stage=candidate), world_size, device_type).peak_bytes()
         predicted.append(f"ZeRO-{zero_stage} {peak / GIB:.1f} GiB")
         if peak <= usable:
-            return zero_stage, Note(
-                f"--zero_stage=auto is {zero_stage}, the lowest stage whose predicted peak fits: "
-                f"{', '.join(predicted)}, limit {limit}"
-            )
+            break
+    choice, facts = f"--zero_stage=auto is {zero_stage}", f"{', '.join(predicted)}, limit {limit}"
+    if peak <= usable:
+        return zero_stage, Note(f"{choice}, the lowest stage whose predicted peak fits: {facts}")
     return zero_stage, Note(
-        f"--zero_stage=auto is {zero_stage}, but its predicted peak is {(peak - usable) / GIB:.1f} GiB too high: "
-        f"{', '.join(predicted)}, limit {limit}; use a smaller --micro_batch_size, --mlp_recompute_level=full, or "
-        "more ranks",
+        f"{choice}, but its predicted peak is {(peak - usable) / GIB:.1f} GiB too high: {facts}; use a smaller "
+        "--micro_batch_size, --mlp_recompute_level=full, or more ranks",
         is_warning=True,
     )
 

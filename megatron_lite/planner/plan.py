@@ -121,10 +121,9 @@ def count_traffic(model: MultiStage, group: SimulatedGroup) -> dict[str, Total]:
                 stage.gradients.wait()
         for stage in model.stages:
             if stage.update_buffer is not None:
-                stage.gather_update()
-                stage.update_buffer.wait()
-                stage.reduce_update()
-                stage.update_buffer.wait()
+                for exchange in (stage.gather_update, stage.reduce_update):
+                    exchange()
+                    stage.update_buffer.wait()
             if stage.trainable is not None:
                 model.updated(stage)
         model.gather_ahead()

@@ -154,7 +154,6 @@ def _batch(plan: Plan) -> Iterator[str]:
 def _cache_bytes(plan: Plan) -> int:
     """Bytes of the keys and values of one token in all blocks."""
     model, dtype = plan.config.model, DTYPES[plan.config.distributed.training_dtype]
-    assert model.head_groups and model.kv_channels
     return 2 * model.num_layers * model.head_groups * model.kv_channels * dtype.itemsize
 
 
