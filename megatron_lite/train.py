@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from megatron_lite.config import Config
 from megatron_lite.data.loader import HostBatch, micro_batch, next_batch
 from megatron_lite.errors import EXIT_DONE
-from megatron_lite.monitor.progress import ProgressBar
+from megatron_lite.monitor.logging import ProgressBar
 from megatron_lite.optimizer.optimizer import Update
 from megatron_lite.outputs.evaluation import evaluate_and_export, evaluate_first
 from megatron_lite.outputs.saving import is_due, is_save_due, save, save_and_stop

@@ -40,8 +40,8 @@ def saved_optimizer(saved: dict[str, Any]) -> str:
 def keeps_moments(before: str, now: str, is_matrix: bool) -> bool:
     """Return whether a parameter keeps its moments when --optimizer changes from `before` to `now`.
 
-    From AdamW to Muon, the parameters that Muon leaves to AdamW keep them. From Muon to AdamW none do: AdamW has one
-    count of updates for all parameters, which corrects moments that began at zero, and those of the matrices begin now.
+    From AdamW to Muon, the parameters that Muon leaves to AdamW keep them. From Muon to AdamW none do: AdamW corrects
+    for moments that begin at zero with one update count for all parameters, and the moments of matrices begin now.
 
     is_matrix: Muon updates the parameter itself.
     """

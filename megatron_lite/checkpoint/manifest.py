@@ -58,7 +58,8 @@ MOMENTS = KINDS[1:3]
 
 _MAX_MANIFEST_BYTES = 2**29
 _MAX_COUNT = 2**62
-_KEYS = ("format", "version", "save_id", "iteration", "world_size", "config", "state", "files", "parameters", "crc32")
+_RUN_KEYS = ("save_id", "iteration", "world_size", "config", "state")
+_KEYS = ("format", "version", *_RUN_KEYS, "files", "parameters", "crc32")
 _CRC_LINE = re.compile(rb'"crc32": ([0-9]{1,10})\n\}\n')
 
 
@@ -159,15 +160,7 @@ def dump(manifest: Manifest) -> str:
     Raises:
         TypeError, ValueError: if `config` or `state` is not JSON.
     """
-    head = {
-        "format": FORMAT,
-        "version": VERSION,
-        "save_id": manifest.save_id,
-        "iteration": manifest.iteration,
-        "world_size": manifest.world_size,
-        "config": manifest.config,
-        "state": manifest.state,
-    }
+    head = {"format": FORMAT, "version": VERSION} | {key: getattr(manifest, key) for key in _RUN_KEYS}
     files = {name: file._asdict() for name, file in manifest.files.items()}
     parameters = {
         name: {"dtype": dtype_name(parameter.dtype), "shape": parameter.shape, **parameter.slices}

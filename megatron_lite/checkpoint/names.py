@@ -46,12 +46,8 @@ def work_path(directory: Path, kind: str, nonce: str) -> Path:
 
 def work_folders(root: Path, kind: str) -> list[tuple[Path, str]]:
     """List the work folders of a kind in `root`, each with its final name. Skips symbolic links."""
-    found = []
-    for path in sorted(root.iterdir()):
-        match = _WORK_NAME.fullmatch(path.name)
-        if match and match[1] == kind and is_folder(path):
-            found.append((path, match[2]))
-    return found
+    matches = ((path, _WORK_NAME.fullmatch(path.name)) for path in sorted(root.iterdir()))
+    return [(path, match[2]) for path, match in matches if match and match[1] == kind and is_folder(path)]
 
 
 def find_checkpoints(root: Path) -> list[tuple[int, Path]]:

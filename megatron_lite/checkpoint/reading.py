@@ -50,11 +50,10 @@ def changes(content: Manifest, model: MultiStage, optimizer: str) -> list[str]:
     """
     before, total = saved_optimizer(content.config), len(content.parameters)
     has_averages = any("average" in saved.slices for saved in content.parameters.values())
-    keeps_averages, num_other_rule, num_without_average = False, 0, 0
+    num_other_rule = num_without_average = 0
     without_moments, rounded = Counter[str](), Counter[str]()
     for _, part in model.parts():
         kinds = part.kinds()
-        keeps_averages = keeps_averages or "average" in kinds
         for slot in part.layout.slots:
             saved = content.parameters[slot.spec.name]
             wanted = [kind for kind in MOMENTS if kind in kinds and part.has(kind, slot.spec)]
@@ -82,7 +81,7 @@ def changes(content: Manifest, model: MultiStage, optimizer: str) -> list[str]:
             f"{num_without_average} of {total} parameter tensors have no average there (they were frozen): averages "
             "start from the weights"
         )
-    if has_averages and not keeps_averages:
+    if has_averages and not any("average" in part.kinds() for _, part in model.parts()):
         lines.append("it holds averaged weights, which a run without --ema_type neither uses nor saves again")
     if rounded:
         dtypes = ", ".join(sorted(rounded))

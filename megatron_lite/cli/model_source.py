@@ -109,7 +109,7 @@ def _with_stated_model(given: dict[str, Any], folder: Path) -> tuple[dict[str, A
     kind, weights = given.get("pretrained_checkpoint_type"), given.get("load_pretrained_weights", True)
     found = own or _stated(folder, kind, weights)
     where, values, _ = found
-    theirs = model_options.resolved_values(values, where)
+    theirs = model_options.as_values(model_options.resolved_model(values, where))
     # Such a model does not say how norm weights are stored, so the flag may choose.
     free = FREE | ({"zero_centered_normalization"} - values.keys())
     typed = {name: given[name] for name in model_options.MODEL_OPTIONS if name in given}
@@ -170,7 +170,7 @@ def _differences(ours: Mapping[str, Any], theirs: dict[str, Any], names: Collect
     """Return the differences in the options `names`; other problems of `ours` are reported elsewhere."""
     resolved, problems = examine(unflatten(dict(ours)), 1)
     wrong = {name for problem in problems for name in problem.names}
-    values = model_options.model_options(resolved)
+    values = model_options.as_values(resolved.model)
     positions = values["use_position_embeddings"] or theirs["use_position_embeddings"]
     found = []
     for name in (name for name in theirs if name in names and (positions or name != "max_position_embeddings")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -101,7 +100,7 @@ def load_model(
     Raises:
         CheckpointError: if the folder holds no complete, supported model.
     """
-    with contextlib.closing(open_source(folder, weights=weights)) as source:
+    with open_source(folder, weights=weights) as source:
         longest = source.model.max_position_embeddings
         chosen = DTYPES[dtype or ("fp32" if device.type == "cpu" else "bf16")]
         return LocalModel(source, min(length or longest, longest), chosen, device)

@@ -34,13 +34,11 @@ _PLAIN: dict[str, Any] = {
 }
 _ROTARY = _PLAIN | {"use_rotary_embeddings": True, "use_position_embeddings": False, "rotary_percent": 1.0}
 _LLAMA = _ROTARY | {"normalization_type": "rms_norm", "gated": True}
-_LEARNED = _PLAIN | {
-    "use_rotary_embeddings": False,
-    "use_position_embeddings": True,
-    "normalization_type": "layer_norm",
-    "gated": False,
-    "window_size": None,
-}
+_LEARNED: dict[str, Any] = (
+    _PLAIN
+    | dict(use_rotary_embeddings=False, use_position_embeddings=True, normalization_type="layer_norm", gated=False)
+    | {"window_size": None}
+)
 
 # Key of config.json -> our option, and the value of transformers if the key is missing (None: derived from other keys,
 # as in our options). read_config.py and write_config.py handle keys that need more than a new name.
@@ -97,21 +95,12 @@ _STARCODER2_KEYS = {key: value for key, value in _LLAMA_KEYS.items() if key != "
 }
 
 # Other defaults: values that differ from Llama's, and keys that are not one option.
-_MISTRAL_DEFAULTS: dict[str, Any] = {
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "sliding_window": 4096,
-}
-_QWEN_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "sliding_window": 4096,
-    "use_sliding_window": False,
-    "max_window_layers": 28,
-}
+_MISTRAL_DEFAULTS = dict(
+    num_key_value_heads=8, intermediate_size=14336, max_position_embeddings=131072, sliding_window=4096
+)
+_QWEN_DEFAULTS: dict[str, Any] = dict(
+    vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, max_position_embeddings=32768
+) | dict(sliding_window=4096, use_sliding_window=False, max_window_layers=28)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Write a checkpoint or a Hugging Face folder from a `WeightSource`, with one tensor in memory at a time.
 
 A checkpoint made from a Hugging Face folder has only weights, in fp32, at iteration 0: a run resumes it with fresh
-moments. A checkpoint made from another one keeps its iteration, moments, averages and state of the run. With averages
-as the weights, it drops moments and state, which belong to other weights.
+moments. A checkpoint made from another one keeps its iteration, moments, averages and run state. With averages as the
+weights, it drops moments and state, which belong to other weights.
 """
 
 from __future__ import annotations

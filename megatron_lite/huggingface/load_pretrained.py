@@ -132,22 +132,16 @@ def load_moments(
         is_saved = kind in content.parameters[slot.spec.name].slices
         return is_saved and keeps_moments(before, optimizer, bool(slot.spec.matrix_rows))
 
+    moments = [(part, kind) for _, part in model.parts() for kind in part.kinds() if kind in MOMENTS]
+
     def fill() -> None:
-        for _, part in model.parts():
-            for kind in (kind for kind in part.kinds() if kind in MOMENTS):
-                moment = part.read(kind)
-                for slot, start, target in shard_pieces(part, moment, distributed.rank):
-                    if part.has(kind, slot.spec) and is_kept(kind, slot):
-                        source.read_state(slot.spec.name, kind, start, target)
+        for part, kind in moments:
+            for slot, start, target in shard_pieces(part, part.read(kind), distributed.rank):
+                if part.has(kind, slot.spec) and is_kept(kind, slot):
+                    source.read_state(slot.spec.name, kind, start, target)
 
     _together(distributed, fill)
-    wanted = [
-        (kind, slot)
-        for _, part in model.parts()
-        for kind in part.kinds()
-        for slot in part.layout.slots
-        if kind in MOMENTS and part.has(kind, slot.spec)
-    ]
+    wanted = [(kind, slot) for part, kind in moments for slot in part.layout.slots if part.has(kind, slot.spec)]
     num_kept = sum(is_kept(kind, slot) for kind, slot in wanted)
     num_lost = len(wanted) - num_kept
     if num_lost and not num_kept:

@@ -10,7 +10,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.config import BatchConfig, Config, ModelConfig, flatten
+from megatron_lite.config import BatchConfig, Config, ModelConfig
 from megatron_lite.config.training import MODEL_TYPES
 from megatron_lite.config.values import FLAGS
 from megatron_lite.errors import CheckpointError, shorten
@@ -80,12 +80,6 @@ def resolved_model(values: dict[str, Any], where: str) -> ModelConfig:
     return resolved.model
 
 
-def resolved_values(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return `resolved_model` as {option: value}."""
-    return model_options(Config(model=resolved_model(values, where)))
-
-
-def model_options(config: Config) -> dict[str, Any]:
-    """Return the model options of a configuration."""
-    values = flatten(config)
-    return {name: values[name] for name in MODEL_OPTIONS}
+def as_values(model: ModelConfig) -> dict[str, Any]:
+    """Return a model as {option: value}."""
+    return {name: getattr(model, name) for name in MODEL_OPTIONS}

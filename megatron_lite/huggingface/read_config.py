@@ -15,19 +15,13 @@ from megatron_lite.huggingface import rope
 from megatron_lite.huggingface.architectures import ACTIVATIONS, ARCHITECTURES, shown
 
 # Keys that must have one of these values if present, unless the architecture reads them.
+_FALSE = "is_encoder_decoder add_cross_attention attention_bias mlp_bias use_sliding_window".split()
+_NULL = "cross_attention_hidden_size per_layer_config auto_map quantization_config sliding_window".split()
 _CONSTANTS: dict[str, tuple[Any, ...]] = {
-    "is_encoder_decoder": (False, None),
-    "add_cross_attention": (False, None),
-    "cross_attention_hidden_size": (None,),
+    **dict.fromkeys(_FALSE, (False, None)),
+    **dict.fromkeys(_NULL, (None,)),
     "pruned_heads": ({}, None),
-    "per_layer_config": (None,),
     "partial_rotary_factor": (1.0, None),
-    "auto_map": (None,),
-    "quantization_config": (None,),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "sliding_window": (None,),
-    "use_sliding_window": (False, None),
 }
 # Keys without effect on the model: its origin, the precision of its files, tokens, generation settings, labels of
 # classifiers, and keys that older versions of transformers wrote into every file.

@@ -16,14 +16,14 @@ from torch import Tensor
 from megatron_lite.checkpoint import manifest
 from megatron_lite.checkpoint.names import reason
 from megatron_lite.checkpoint.reading import Files, read_elements
-from megatron_lite.config import Config, ModelConfig
+from megatron_lite.config import ModelConfig
 from megatron_lite.errors import CheckpointError, DamagedError, shorten
 from megatron_lite.huggingface import model_options
 
-ADVICE = "restore or download it again"
+ADVICE = "restore it or download it again"
 
 
-class WeightSource(abc.ABC):
+class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
     """Weights of a model in a folder.
 
     Call `check` with the shapes of the model's parameters first, then `read`; `verify` looks for damage.
@@ -39,7 +39,7 @@ class WeightSource(abc.ABC):
 
     def values(self) -> dict[str, Any]:
         """Return the resolved options of the model that the files describe."""
-        return model_options.model_options(Config(model=self.model))
+        return model_options.as_values(self.model)
 
     @abc.abstractmethod
     def describe(self) -> str:
@@ -85,9 +85,6 @@ class WeightSource(abc.ABC):
 
     def close(self) -> None:
         self._files.close()
-
-    def __enter__(self) -> WeightSource:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -1,9 +1,9 @@
-"""--export_callback_script: run a program of the user's for every export, while training goes on.
+"""--export_callback_script: run a user's program after every export while training continues.
 
-Rank 0 starts `script <export folder>` once the folder is complete under its name, with this program's environment and
-the variables of --export_callback_env. One script runs at a time, in the order of the exports. Its output goes to the
-log line by line, without the values of those variables. A failure is a warning and nothing else. A run that ends waits
-for the script, up to a limit, and then ends it: only what the script itself has detached outlives the run.
+Rank 0 starts `script <export folder>` once the folder is complete under its final name, with this program's environment
+and the variables of --export_callback_env. One script runs at a time, in the order of the exports. Its output goes to
+the log line by line, without the values of those variables. A failure is only a warning. At its end a run waits for the
+script up to a limit, then ends it: only processes that the script has detached outlive the run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_lite.errors import UsageError
 from megatron_lite.monitor.logging import get_logger
 from megatron_lite.run.secrets import masked
 
-# A run that was stopped by a signal has little time left; one that has ended waits for half of --startup_timeout.
+# A run stopped by a signal has little time left; a completed run waits for half of --startup_timeout.
 STOPPED_WAIT_S = 10.0
 MAX_LINE_CHARACTERS = 4096
 MAX_LINES = 1000  # of one export
@@ -33,7 +33,7 @@ _DRAIN_S = 1.0  # for the last lines of a script that has ended
 
 
 def open_callback(script: str, environment: Mapping[str, str], variables: Collection[str]) -> ExportCallback:
-    """Check the script before any training and return what runs it; "" is no script.
+    """Check the script before any training and return its runner; "" is no script.
 
     environment: the script's whole environment. variables: names of those in it that may be secrets.
 
@@ -53,7 +53,7 @@ def open_callback(script: str, environment: Mapping[str, str], variables: Collec
 
 
 class ExportCallback:
-    """Runs the script for one folder after the other, in a thread of its own; without a script it does nothing."""
+    """Runner of the script, one folder at a time, in a separate thread; does nothing without a script."""
 
     def __init__(self, script: str = "", environment: Mapping[str, str] | None = None, secrets: Collection[str] = ()):
         """environment: the script's whole environment. secrets: values to hide from its output."""
@@ -65,7 +65,7 @@ class ExportCallback:
         self._ended = False
 
     def start(self, folder: Path) -> None:
-        """Run the script for a folder, after those before it; returns at once."""
+        """Queue the script for a folder and return at once."""
         if self._script:
             self._exports.append((folder, self._pool.submit(self._run, folder)))
 

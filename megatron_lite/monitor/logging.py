@@ -1,4 +1,4 @@
-"""The logger "megatron_lite": flushed lines on the console, one log file per rank.
+"""The logger "megatron_lite": flushed lines on the console, above a progress bar, and one log file per rank.
 
 Logging never stops a run: a console without a reader, or a log file on a full disk, costs lines and nothing else. Every
 line is one `write`, so no buffer holds it back.
@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_lite.distributed.traffic import Total
 from megatron_lite.errors import StorageError
@@ -96,6 +97,38 @@ class _LineFormatter(logging.Formatter):
         return "\n".join(start + line for line in text.split("\n")) if start else text
 
 
+def _has_terminal() -> bool:
+    return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
+
+
+class ProgressBar:
+    """Iterations done, rate and loss; silent where stderr is no terminal, or with `shown` off."""
+
+    def __init__(self, total: int, done: int, shown: bool = True) -> None:
+        self._bar: Any = None
+        if shown and _has_terminal():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, initial=done, unit="it", dynamic_ncols=True, mininterval=0.5, miniters=1)
+
+    def update(self, iteration: int, loss: float | None) -> None:
+        """Show that `iteration` iterations are done; a loss of None keeps the last one."""
+        if self._bar is None:
+            return
+        try:
+            if loss is not None:
+                self._bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+            self._bar.update(iteration - self._bar.n)
+        except OSError:  # the terminal is gone
+            self._bar = None
+
+    def close(self) -> None:
+        """Leave the bar as it stands and move on to the next line."""
+        if self._bar is not None:
+            with contextlib.suppress(OSError):
+                self._bar.close()
+
+
 class ConsoleHandler(logging.Handler):
     """Prints lines to stdout, flushed, above the progress bar; goes silent when the reader is gone."""
 
@@ -106,7 +139,7 @@ class ConsoleHandler(logging.Handler):
             return
         try:
             text = self.format(record)
-            if sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty():
+            if _has_terminal():
                 from tqdm import tqdm
 
                 tqdm.write(text, file=stream)  # clears the bar, prints, and redraws it

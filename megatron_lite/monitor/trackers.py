@@ -1,10 +1,10 @@
-"""Destinations of metrics: `metrics.jsonl`, the record of truth, and optionally Weights & Biases.
+"""Destinations of metrics: `metrics.jsonl`, the authoritative record, and optionally Weights & Biases.
 
 metrics.jsonl has one JSON object per line, each written by one `write` in append mode, so a line is complete or absent.
 Floats are in shortest round-trip form; NaN and infinities, which JSON lacks, become null. A start repairs a last line
 torn by a crash, then appends: where a resumed run repeats an iteration, the later line counts.
 
-Weights & Biases runs in a thread of its own behind a bounded queue: if it is slow, unreachable or dies, points are
+Weights & Biases runs in a separate thread behind a bounded queue: if it is slow, unreachable or dies, points are
 dropped and counted, and training does not wait. The key comes from the environment variable WANDB_API_KEY or from the
 text file at WANDB_API_KEY_PATH, and goes to the library only.
 """

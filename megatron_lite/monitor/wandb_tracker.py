@@ -1,4 +1,4 @@
-"""Weights & Biases in a thread of its own, so that it cannot delay training."""
+"""Weights & Biases in a separate thread, so that it cannot delay training."""
 
 from __future__ import annotations
 

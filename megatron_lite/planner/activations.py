@@ -10,8 +10,12 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from megatron_lite.config import ModelConfig
-from megatron_lite.kernels.choice import Kernels
+import torch
+
+from megatron_lite.config import Config
+from megatron_lite.kernels.choice import choose_kernels
+from megatron_lite.model.embedding_and_head import chunk_tokens
+from megatron_lite.zero.flat_shard import Precision
 
 FP32_BYTES = 4
 
@@ -20,23 +24,27 @@ FP32_BYTES = 4
 class Sizes:
     """Sizes of the tensors of one micro-batch, in bytes unless the name says otherwise."""
 
-    model: ModelConfig
-    kernels: Kernels
-    level: str  # mlp_recompute_level
-    recompute_layers: int
-    batch: int  # samples
-    length: int  # tokens per sample
-    itemsize: int  # per element, in the training dtype
-    residual_itemsize: int  # in the residual stream
-    grad_itemsize: int  # in the gradient buffers
-    on_gpu: bool
-    chunk_tokens: int  # tokens whose logits exist at a time
+    config: Config
+    precision: Precision
     trained: Collection[str]  # names of the parameters that are not frozen
+    device: torch.device  # of the planned type
+    level: str  # mlp_recompute_level
+    batch: int  # samples
 
     def __post_init__(self) -> None:
         """Derive the sizes of tensors; (b, s, channels) in the training dtype unless the comment says otherwise."""
-        model = self.model
-        self.tokens = self.batch * self.length
+        config, model = self.config, self.config.model
+        self.model, self.length = model, config.batch.sequence_length  # tokens per sample
+        self.kernels = choose_kernels(config, self.device, planned=True)
+        self.recompute_layers = config.performance.recompute_layers
+        self.on_gpu = self.device.type == "cuda"
+        # Per element, in the training dtype, in the gradient buffers, and in the residual stream.
+        self.itemsize, self.grad_itemsize = self.precision.training.itemsize, self.precision.gradients.itemsize
+        self.residual_itemsize = FP32_BYTES if model.full_precision_residual else self.itemsize
+        self.tokens, splits = self.batch * self.length, config.performance.cross_entropy_splits
+        self.chunk_tokens = chunk_tokens(
+            splits, self.tokens, self.device, self.itemsize
+        )  # whose logits exist at a time
         self.heads, self.key_heads = model.num_attention_heads, model.head_groups
         self.query_channels, self.key_channels = self.heads * model.kv_channels, self.key_heads * model.kv_channels
         self.query_key_value = self.of(self.query_channels, self.key_channels, self.key_channels)

@@ -16,9 +16,8 @@ from megatron_lite.config import RECOMPUTE_LEVELS, Config
 from megatron_lite.distributed.process_group import reduction_scratch_bytes
 from megatron_lite.distributed.traffic import Total, Traffic
 from megatron_lite.kernels.choice import choose_kernels
-from megatron_lite.model.embedding_and_head import chunk_tokens
 from megatron_lite.model.gpt import model_layers
-from megatron_lite.planner.activations import FP32_BYTES, Saved, Sizes, kept_by_layer, saved_by_layer
+from megatron_lite.planner.activations import Saved, Sizes, kept_by_layer, saved_by_layer
 from megatron_lite.planner.peaks import evaluation_peaks, peaks_by_layer
 from megatron_lite.zero.multi_stage import MultiStage
 
@@ -182,21 +181,7 @@ def micro_batch_sizes(
     config: Config, model: MultiStage, device_type: str, level: str, micro_batch_size: int | None = None
 ) -> Sizes:
     """Sizes of a micro-batch, by default of one in training."""
-    batch, precision, device = config.batch, model.precision, torch.device(device_type)
-    samples, itemsize = micro_batch_size or batch.micro_batch_size, precision.training.itemsize
+    samples = micro_batch_size or config.batch.micro_batch_size
     assert samples is not None, "resolved"
-    splits, tokens = config.performance.cross_entropy_splits, samples * batch.sequence_length
-    return Sizes(
-        model=config.model,
-        kernels=choose_kernels(config, device, planned=True),
-        level=level,
-        recompute_layers=config.performance.recompute_layers,
-        batch=samples,
-        length=batch.sequence_length,
-        itemsize=itemsize,
-        residual_itemsize=FP32_BYTES if config.model.full_precision_residual else itemsize,
-        grad_itemsize=precision.gradients.itemsize,
-        on_gpu=device_type == "cuda",
-        chunk_tokens=chunk_tokens(splits, tokens, device, itemsize),
-        trained={name for name, parameter in model.parameters() if parameter.requires_grad},
-    )
+    trained = {name for name, parameter in model.parameters() if parameter.requires_grad}
+    return Sizes(config, model.precision, trained, torch.device(device_type), level, samples)

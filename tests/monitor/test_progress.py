@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.monitor.progress import ProgressBar
+from megatron_lite.monitor.logging import ProgressBar
 
 REPOSITORY = Path(__file__).parents[2]
 PROGRAM = """
 import time
-from megatron_lite.monitor.logging import start_logging
-from megatron_lite.monitor.progress import ProgressBar
+from megatron_lite.monitor.logging import ProgressBar, start_logging
 logger = start_logging(None, 0, 1, to_console=True, timestamps=False)
 bar = ProgressBar(20, 5)
 for iteration in range(6, 21):
