@@ -7,11 +7,12 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from megatron_lite.checkpoint import compatibility, sharded
-from megatron_lite.checkpoint.sharded import LoadedCheckpoint
+from megatron_lite.checkpoint.manifest import Manifest
 from megatron_lite.cli.help import banner
 from megatron_lite.config import Config
 from megatron_lite.data.loader import DataSource
@@ -294,12 +295,13 @@ def _resume(
 
     Returns the iterations done, and whether an evaluation after them is due.
     """
-    config, root, loaded = start.config, start.experiment.checkpoints, None
+    config, root, found = start.config, start.experiment.checkpoints, None
     if root is not None:
         warn = start.logger.warning
-        loaded = sharded.load_newest(root, model, start.distributed, warn, config.optimizer.optimizer)
-    if loaded is not None:
-        _restore(start, loaded, model, optimizer, window)
+        found = sharded.load_newest(root, model, start.distributed, warn, config.optimizer.optimizer)
+    if found is not None:
+        folder, loaded = found
+        _restore(start, folder, loaded, model, optimizer, window)
         return loaded.iteration, loaded.state.get("evaluation_due", False)
     if source is None:
         model.initialize(config.distributed.seed)
@@ -310,18 +312,18 @@ def _resume(
 
 
 def _restore(
-    start: Start, loaded: LoadedCheckpoint, model: MultiStage, optimizer: Optimizer, window: LogWindow
+    start: Start, folder: Path, loaded: Manifest, model: MultiStage, optimizer: Optimizer, window: LogWindow
 ) -> None:
     """Restore the state beside the shards of a checkpoint, and log how the run differs from the one that saved it."""
     config, logger = start.config, start.logger
-    compatibility.check_architecture(loaded.config, config, str(loaded.folder))
+    compatibility.check_architecture(loaded.config, config, str(folder))
     model.invalidate()
     saved_by = compatibility.saved_optimizer(loaded.config)
     optimizer.load_state(compatibility.optimizer_state(loaded.state, saved_by, config.optimizer.optimizer))
     window.load_state(loaded.state["window"])
     same_ranks = loaded.world_size == start.distributed.world_size
     resharded = "" if same_ranks else f", saved by {loaded.world_size} ranks"
-    logger.info("resumed from %s at iteration %d%s", loaded.folder, loaded.iteration, resharded)
+    logger.info("resumed from %s at iteration %d%s", folder, loaded.iteration, resharded)
     if config.averaging.enabled and optimizer.averaging.updates == 0:
         logger.info("  averaging (--ema_type=%s) begins now, from these weights", config.averaging.ema_type)
     for difference in compatibility.differences(loaded.config, config):

@@ -14,7 +14,6 @@ import contextlib
 import errno
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,17 +30,6 @@ from megatron_lite.run.durable_files import sync_folder
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed
     from megatron_lite.zero.multi_stage import MultiStage
-
-
-@dataclass(frozen=True)
-class LoadedCheckpoint:
-    """The content of a checkpoint besides the shards."""
-
-    iteration: int
-    state: dict[str, Any]
-    config: dict[str, Any]  # flat, as saved
-    folder: Path
-    world_size: int  # of the run that saved it
 
 
 def save(
@@ -142,7 +130,7 @@ def newest_config(root: Path) -> tuple[int, dict[str, Any]] | None:
 
 def load_newest(
     root: Path, model: MultiStage, distributed: Distributed, report: Callable[[str], None], optimizer: str = "adamw"
-) -> LoadedCheckpoint | None:
+) -> tuple[Path, Manifest] | None:
     """Fill the shards of the model from the newest good checkpoint; all ranks call this together.
 
     Padding is not touched.
@@ -153,7 +141,7 @@ def load_newest(
         optimizer: the current --optimizer.
 
     Returns:
-        None if there is no checkpoint.
+        Its folder and manifest; None if there is no checkpoint.
 
     Raises:
         CheckpointError: on every rank, if none of the checkpoints is usable, or if the newest good one has other
@@ -170,7 +158,7 @@ def load_newest(
             if problem is None:
                 for line in changes(content, model, optimizer):
                     report(f"checkpoint {folder}: {line}")
-                return LoadedCheckpoint(iteration, content.state, content.config, folder, content.world_size)
+                return folder, content
         problems.append(f"{folder}: {problem}")
         report(f"checkpoint {problems[-1]}; skipped, looking for an older one")
     if not problems:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint import files, sharded
-from megatron_lite.checkpoint.manifest import KINDS
+from megatron_lite.checkpoint.manifest import KINDS, Manifest
 from megatron_lite.config import Config, flatten
 from megatron_lite.errors import CheckpointError, StorageError
 from tests.support.fakes import (
@@ -57,8 +57,8 @@ def save(
 
 def load(
     root: Path, world_size: int = 1, num_per_stage: int = 3, specs: Any = SPECS, **more: Any
-) -> tuple[sharded.LoadedCheckpoint | None, Values, list[str]]:
-    """Return (the result of load_newest, the values in the shards of this `Layout`, the lines reported)."""
+) -> tuple[Manifest | None, Values, list[str]]:
+    """Return (the manifest that load_newest returns, the values in the shards of this `Layout`, the lines reported)."""
     layout = Layout(world_size, num_per_stage, **more)
     models: list[FakeModel] = [empty_model(specs, layout, rank) for rank in range(world_size)]
     lines: list[list[str]] = [[] for _ in range(world_size)]
@@ -77,7 +77,7 @@ def load(
     assert all(other == lines[0] for other in lines)
     values, padding_is_zero = take(models)
     assert padding_is_zero
-    return results[0], values, lines[0]
+    return results[0] and results[0][1], values, lines[0]
 
 
 def names(root: Path) -> set[str]:
