@@ -181,7 +181,7 @@ def test_a_dry_run_says_what_samples_keep(tmp_path: Path, capsys: pytest.Capture
     [
         ({"sample_prompts": None}, "--sample_prompts"),
         ({"tokenizer_file": None}, "--tokenizer_file"),
-        ({"sample_tokens": 24}, "--sample_tokens=23"),
+        ({"sample_tokens": 24}, "a sample and its prompt must fit into sequence_length; write at most 23"),
         ({"sample_interval": None}, "no samples are written"),
         ({"sample_top_k": 3}, "draws nothing at random"),
         ({"sample_top_p": 0.5}, "draws nothing at random"),
