@@ -30,6 +30,7 @@ from megatron_lite.kernels.choice import Kernels, choose_kernels
 from megatron_lite.model.gpt import model_layers, shapes_of
 from megatron_lite.model.layer import Layer
 from megatron_lite.monitor.banner import choice_lines, derived_numbers, memory_warnings, stage_lines
+from megatron_lite.monitor.communication import time_collectives
 from megatron_lite.monitor.export_callback import STOPPED_WAIT_S, ExportCallback, open_callback
 from megatron_lite.monitor.logging import start_logging
 from megatron_lite.monitor.metrics import LogWindow, StepTimer, known_peak_tflops
@@ -80,7 +81,7 @@ class Run(Start):
     stop: StopSignal
     iteration: int  # iterations done
     evaluation_due: bool  # what is due after `iteration` is not done: a stop request came first
-    collectives_alone_s: dict[str, float]  # see `MultiStage.time_collectives`; empty without --log_communication
+    collectives_alone_s: dict[str, float]  # see `time_collectives`; empty without --log_communication
     debugger: TensorDebugger | None  # None without debug options
     callback: ExportCallback
     samples: Samples | None  # None without --sample_interval
@@ -282,7 +283,7 @@ def _time_collectives(start: Start, model: MultiStage) -> dict[str, float]:
         return {}
     distributed.traffic = Traffic(distributed.world_size, timed=True, device_type=distributed.device.type)
     with distributed.traffic.paused():
-        return model.time_collectives(distributed.barrier)
+        return time_collectives(model, distributed.barrier)
 
 
 # -- resume -------------------------------------------------------------------------------------------------------

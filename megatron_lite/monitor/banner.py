@@ -21,7 +21,8 @@ from megatron_lite.model.layer import Layer
 from megatron_lite.monitor.logging import MIB
 from megatron_lite.parameter import DTYPES
 from megatron_lite.schedules.batch_size import Split, batch_schedule, consumed_tokens
-from megatron_lite.zero.multi_stage import MemoryRow, MultiStage
+from megatron_lite.zero.memory import MemoryRow
+from megatron_lite.zero.multi_stage import MultiStage
 
 
 def derived_numbers(
@@ -62,7 +63,7 @@ def stage_lines(model: MultiStage) -> Iterator[str]:
     """Yield the stages, the frozen parameters, this rank's state memory by kind, and how products are computed."""
     blocks = [len(stage) for stage in model.split[1:-1]]
     shown = ", ".join(map(str, blocks)) if len(set(blocks)) > 1 else f"{blocks[0]} each"
-    weights, gradients = model.buffer_counts()
+    weights, gradients = model.memory.buffer_counts()
     yield (
         f"{len(model.stages)} stages: embedding, {sum(blocks)} blocks in {len(blocks)} stages ({shown}), head; "
         f"{weights} weight and {gradients} gradient buffers"
@@ -70,7 +71,7 @@ def stage_lines(model: MultiStage) -> Iterator[str]:
     frozen = sum(slot.numel for _, part in model.parts() if part.frozen for slot in part.layout.slots)
     if frozen:
         yield f"{frozen:,} of {model.num_parameters:,} parameters are frozen"
-    rows = [row for row in model.memory_table() if row.bytes]
+    rows = [row for row in model.memory.table() if row.bytes]
     total = MemoryRow("state memory per rank", sum(row.count for row in rows), sum(row.bytes for row in rows))
     for row in (*rows, total):
         yield f"  {row.kind:.<24} {row.count:4d} {row.bytes / MIB:14,.2f} MiB"

@@ -11,22 +11,12 @@ import errno
 import logging
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.distributed.traffic import Total
 from megatron_lite.errors import StorageError
 
 MIB = 2**20
-TRAFFIC_KINDS = {
-    "gather": "gathers",
-    "reduce": "reductions",
-    "muon gather": "muon gathers",
-    "muon reduce": "muon reductions",
-    "sum": "sums",
-    "debug": "gathers for debugging",
-}
 
 
 def get_logger() -> logging.Logger:
@@ -215,24 +205,3 @@ def stop_logging() -> None:
         if isinstance(handler, (ConsoleHandler, FileHandler, logging.NullHandler)):
             logger.removeHandler(handler)
             handler.close()
-
-
-def communication_lines(totals: Mapping[str, Total], iterations: int, alone_s: Mapping[str, float]) -> list[str]:
-    """Return the lines of --log_communication=1: one per kind of collective, as means over the iterations.
-
-    totals: of one rank. alone_s: seconds for one gather, or reduction, of all stages with nothing else running.
-    """
-    lines = []
-    for kind, name in TRAFFIC_KINDS.items():
-        if (total := totals.get(kind)) is None:
-            continue
-        line = (
-            f"communication | {name} per iteration: {total.collectives / iterations:g} | "
-            f"{total.elements / iterations:,.0f} elements, {total.bytes / iterations / MIB:,.2f} MiB | "
-            f"on the wire from each rank: {total.wire_bytes / iterations / MIB:,.2f} MiB | "
-            f"waited for: {total.waited_s / iterations * 1e3:.2f} ms"
-        )
-        if kind in alone_s:
-            line += f" ({alone_s[kind] * 1e3:.2f} ms for all stages once, with nothing else running)"
-        lines.append(line)
-    return lines

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from megatron_lite.errors import NumericsError
-from megatron_lite.monitor.logging import MIB, communication_lines
+from megatron_lite.monitor.communication import communication_lines
+from megatron_lite.monitor.logging import MIB
 from megatron_lite.monitor.metrics import format_record
 from megatron_lite.optimizer.optimizer import Update
 from megatron_lite.schedules.batch_size import batch_schedule, consumed_tokens

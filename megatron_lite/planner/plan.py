@@ -75,7 +75,7 @@ class Plan:
     @property
     def state_bytes(self) -> int:
         """Weights, gradients, moments, buffers, scratch."""
-        return sum(self.model.memory_bytes().values())
+        return sum(self.model.memory.bytes_by_kind().values())
 
     def peak_bytes(self, level: str | None = None) -> int:
         """State and activations at their peak; without the reserve for the runtime."""

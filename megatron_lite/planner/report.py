@@ -12,7 +12,7 @@ import torch
 
 from megatron_lite.config import Config
 from megatron_lite.errors import EXIT_DONE, UsageError
-from megatron_lite.monitor.logging import TRAFFIC_KINDS
+from megatron_lite.monitor.communication import TRAFFIC_KINDS
 from megatron_lite.parameter import DTYPES
 from megatron_lite.planner.activations import Saved
 from megatron_lite.planner.auto import GIB, MIB, RESERVE, device_memory_bytes, resolve_auto
@@ -99,7 +99,7 @@ def _model(plan: Plan) -> Iterator[str]:
     frozen = sum(slot.numel for _, part in model.parts() if part.frozen for slot in part.layout.slots)
     total = model.num_parameters
     yield f"parameters: {total:,} ({total - frozen:,} trainable, {frozen:,} frozen)"
-    weights, gradients = model.buffer_counts()
+    weights, gradients = model.memory.buffer_counts()
     yield (
         f"{_count(len(model.stages), 'stage')}, {_count(weights, 'weight buffer')}, "
         f"{_count(gradients, 'gradient buffer')} (zero_stage {options.zero_stage}, "
@@ -158,7 +158,7 @@ def _cache_bytes(plan: Plan) -> int:
 
 
 def _state(plan: Plan) -> Iterator[str]:
-    rows = [row for row in plan.model.memory_table() if row.bytes]
+    rows = [row for row in plan.model.memory.table() if row.bytes]
     yield _title("state", "count", "bytes", "MiB")
     for row in rows:
         yield _row(row.kind, f"{row.count:,}", f"{row.bytes:,}", _mib(row.bytes))

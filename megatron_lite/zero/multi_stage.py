@@ -1,11 +1,9 @@
-"""All stages of a model, and the buffers they share."""
+"""All stages of a model: one iteration through them, their full weights, and which gathers start ahead."""
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,19 +15,11 @@ from megatron_lite.parameter import DTYPES, Parameter
 from megatron_lite.zero import runner
 from megatron_lite.zero.flat_shard import ADAM_MOMENTS, FlatShard, Precision
 from megatron_lite.zero.layer import Layer
-from megatron_lite.zero.layout import BufferPlan, plan_buffers, split_into_stages
-from megatron_lite.zero.schedule import StagePlan, Step, evaluation_schedule, first_trained, training_schedule
-from megatron_lite.zero.stage import Buffer, Observer, Stage
+from megatron_lite.zero.layout import split_into_stages
+from megatron_lite.zero.memory import Memory
+from megatron_lite.zero.schedule import Step, evaluation_schedule, first_trained, training_schedule
+from megatron_lite.zero.stage import Observer, Stage
 from megatron_lite.zero.throttle import Throttle
-
-
-@dataclass(frozen=True)
-class MemoryRow:
-    """One kind of memory of this rank."""
-
-    kind: str
-    count: int
-    bytes: int
 
 
 class MultiStage:
@@ -60,7 +50,7 @@ class MultiStage:
             training=dtype,
             gradients=torch.float32 if config.full_precision_gradients else dtype,
             frozen_weights=torch.float32 if config.store_frozen_weights_in_optimization_precision else dtype,
-            split_master=config.split_master_weights,
+            split_master=config.split_master_weights and training,
         )
         assert config.layers_per_stage != "auto", "resolved before"
         self.split = split_into_stages(len(layers) - 2, config.layers_per_stage)
@@ -68,17 +58,12 @@ class MultiStage:
             Stage(i, [layers[j] for j in some], group, training, moments, whole_matrices)
             for i, some in enumerate(self.split)
         ]
-        self._borrows = [self._lenders(stage) for stage in self.stages]
-        self._allocate(config)
-        plans = self._plans = [self._plan(stage, self.weight_plan) for stage in self.stages]
-        self._average_buffers: list[Buffer] = []
-        self._average_plans: list[StagePlan] = []
+        self.memory = Memory(self.stages, config, self.precision, group, averaged)
         self._shows_average = False
-        if averaged:
-            self._allocate_averages()
+        first = first_trained(self.memory.plans)
         for stage in self.stages:
-            stage.runs_backward = training and stage.index >= first_trained(plans)
-            stage.wants_input_gradient = stage.index > first_trained(plans)
+            stage.runs_backward = training and stage.index >= first
+            stage.wants_input_gradient = stage.index > first
         assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches
         self._breadth_first = batch.breadth_first_micro_batches
         self._schedules: dict[tuple[str, int], list[Step]] = {}
@@ -125,7 +110,7 @@ class MultiStage:
         Averages are gathered into buffers of their own, because a weight buffer may be the master weights' memory.
         Weight buffers and their gathers under way stay as they are.
         """
-        assert self._average_buffers, "this model keeps no averages"
+        assert self.memory.averages, "this model keeps no averages"
         self._show_averages(True)
         try:
             yield
@@ -134,11 +119,11 @@ class MultiStage:
 
     def _show_averages(self, shown: bool) -> None:
         self._shows_average = shown
-        for buffer in self._average_buffers:
+        for buffer in self.memory.averages:
             buffer.holder = None  # the averages may change before they are shown again
-        plans, buffers = self._plans, self._weight_buffers
+        plans, buffers = self.memory.plans, self.memory.weights
         if shown:
-            plans, buffers = self._average_plans, self._average_buffers
+            plans, buffers = self.memory.average_plans, self.memory.averages
         for stage, plan in zip(self.stages, plans, strict=True):
             stage.compute_with(buffers[plan.weight_buffer], averages=shown)
 
@@ -183,29 +168,18 @@ class MultiStage:
         extremes = [torch.stack(torch.aminmax(part.read("weights"))).float() for _, part in self.parts()]
         return bool(torch.isfinite(torch.stack(extremes)).all())
 
-    def time_collectives(self, barrier: Callable[[], None], repeats: int = 3) -> dict[str, float]:
-        """Return the seconds that gathering and reducing all stages once take with nothing else running, by kind.
-
-        Takes the fastest of a few repetitions. Call before training: gradient buffers hold garbage afterwards.
-        """
-        best = {}
-        for kind in ("gather", "reduce"):
-            runs = []
-            for _ in range(repeats):
-                barrier()
-                start_s = time.perf_counter()
-                for stage in self.stages:
-                    if kind == "gather":
-                        stage.weights.holder = None
-                        stage.gather()
-                        stage.weights.wait()
-                    elif stage.trainable is not None and self.group.world_size > 1:
-                        self.group.reduce_scatter(stage.trainable.full_gradients).wait()
-                if self.group.device.type == "cuda":
-                    torch.cuda.synchronize(self.group.device)
-                runs.append(time.perf_counter() - start_s)
-            best[kind] = min(runs)
-        return best
+    def _schedule(self, kind: str, micro_batches: int) -> list[Step]:
+        """Return the steps of an iteration of N micro-batches, computed on the first request."""
+        if (kind, micro_batches) not in self._schedules:
+            depth_first, rest = divmod(micro_batches, self._breadth_first)
+            if kind == "training":
+                assert not rest, f"{micro_batches} micro-batches, not in {self._breadth_first}s"
+                steps = training_schedule(self.memory.plans, depth_first, self._breadth_first)
+            else:
+                plans = self.memory.average_plans if kind == "average" else self.memory.plans
+                steps = evaluation_schedule(plans, micro_batches)
+            self._schedules[kind, micro_batches] = steps
+        return self._schedules[kind, micro_batches]
 
     # -- contents -----------------------------------------------------------------------------------------------------
 
@@ -223,126 +197,3 @@ class MultiStage:
     @property
     def num_parameters(self) -> int:
         return sum(slot.numel for _, part in self.parts() for slot in part.layout.slots)
-
-    def memory_table(self) -> list[MemoryRow]:
-        """Return this rank's memory by kind; memory that is both shard and buffer counts as buffer."""
-        parts = [part for _, part in self.parts()]
-        trained, frozen = [p for p in parts if not p.frozen], [p for p in parts if p.frozen]
-        stateful = [part for part in parts if part.has_state]
-        largest = max((part.layout.shard_numel for part in stateful), default=0)
-        scratch = self.group.reduction_scratch_bytes(largest, self.precision.gradients)
-        split = self.precision.split_master and self.training
-        sizes = {
-            "weight remainders" if split else "weight shards": [_weight_bytes(part) for part in trained],
-            "frozen weight shards": [_weight_bytes(part) for part in frozen],
-            "gradient shards": [0 if part.shares_gradients else part.grad_shard.nbytes for part in stateful],
-            "optimizer moments": [moment.nbytes for part in stateful for moment in part.moments.values()],
-            "averages": [0 if part.average is None else part.average.nbytes for part in parts],
-            "weight buffers": [buffer.data.nbytes for buffer in self._weight_buffers],
-            "gradient buffers": [buffer.data.nbytes for buffer in self._grad_buffers],
-            "average buffers": [buffer.data.nbytes for buffer in self._average_buffers],
-            "update buffers": [buffer.data.nbytes for buffer in self._update_buffers],
-            "communication scratch": [scratch],
-        }
-        return [MemoryRow(kind, sum(size > 0 for size in every), sum(every)) for kind, every in sizes.items()]
-
-    def memory_bytes(self) -> dict[str, int]:
-        """Return the bytes of `memory_table` by kind."""
-        return {row.kind: row.bytes for row in self.memory_table()}
-
-    def buffer_counts(self) -> tuple[int, int]:
-        """Return the numbers of weight buffers and gradient buffers."""
-        return sum(buffer.data.numel() > 0 for buffer in self._weight_buffers), len(self._grad_buffers)
-
-    # -- building -----------------------------------------------------------------------------------------------------
-
-    def _allocate(self, config: MultiStageConfig) -> None:
-        weight_count, grad_count = self._buffer_counts(config)
-        self.weight_plan = plan_buffers([stage.numel for stage in self.stages], weight_count, self._tied(), every=True)
-        self.grad_plan = plan_buffers([stage.grad_numel for stage in self.stages], grad_count, self._tied())
-        self._weight_buffers = self._buffers(self.weight_plan, self.precision.training)
-        self._grad_buffers = self._buffers(self.grad_plan, self.precision.gradients)
-        # bf16, to which Muon rounds before orthogonalizing. Two with other ranks: one is sent while the other is used.
-        count = 1 if self.group.world_size == 1 else 2
-        update_plan = plan_buffers([stage.update_numel for stage in self.stages], count, frozenset())
-        self._update_buffers = self._buffers(update_plan, torch.bfloat16)
-        for stage in self.stages:
-            place = update_plan.placement[stage.index]
-            stage.update_buffer = None if place is None else self._update_buffers[place]
-            weights, gradients = (plan.placement[stage.index] for plan in (self.weight_plan, self.grad_plan))
-            assert weights is not None
-            stage.allocate(
-                weights=self._weight_buffers[weights],
-                owns_weights=self.weight_plan.own[stage.index],
-                gradients=None if gradients is None else self._grad_buffers[gradients],
-                owns_gradients=self.grad_plan.own[stage.index],
-                precision=self.precision,
-            )
-
-    def _allocate_averages(self) -> None:
-        """Allocate averages and, at any ZeRO stage, two buffers that all stages share: one to compute, one to gather.
-
-        One rank has nothing to gather ahead and needs one. Allocating now keeps validation from running out of memory.
-        """
-        count = 1 if self.group.world_size == 1 else 2
-        plan = plan_buffers([stage.numel for stage in self.stages], count, self._tied(), every=True)
-        self._average_buffers = self._buffers(plan, self.precision.training)
-        self._average_plans = [self._plan(stage, plan) for stage in self.stages]
-        for _, part in self.parts():
-            part.allocate_average()
-
-    def _tied(self) -> frozenset[int]:
-        """Return the stages whose parameters other stages use too."""
-        return frozenset(lender for lenders in self._borrows for lender in lenders)
-
-    def _buffer_counts(self, config: MultiStageConfig) -> tuple[int, int]:
-        """Return the numbers of weight and gradient buffers: explicit counts win over the ZeRO stage."""
-        every, alone = len(self.stages), self.group.world_size == 1
-        zero_stage = config.zero_stage or 1
-        assert zero_stage != "auto", "resolved before"
-        weights = config.num_weight_buffers or (2 if zero_stage == 3 else every)
-        gradients = config.num_grad_buffers or (2 if zero_stage >= 2 else every)
-        # With one rank the shard is the full tensor: if it has the buffers' dtype, a buffer per stage costs nothing.
-        if alone and self.precision.training == torch.float32:
-            weights = every
-        return weights, every if alone else gradients
-
-    def _buffers(self, plan: BufferPlan, dtype: torch.dtype) -> list[Buffer]:
-        return [Buffer(size, dtype, self.group.device) for size in plan.sizes]
-
-    def _schedule(self, kind: str, micro_batches: int) -> list[Step]:
-        """Return the steps of an iteration of N micro-batches, computed on the first request."""
-        if (kind, micro_batches) not in self._schedules:
-            depth_first, rest = divmod(micro_batches, self._breadth_first)
-            if kind == "training":
-                assert not rest, f"{micro_batches} micro-batches, not in {self._breadth_first}s"
-                steps = training_schedule(self._plans, depth_first, self._breadth_first)
-            else:
-                steps = evaluation_schedule(self._average_plans if kind == "average" else self._plans, micro_batches)
-            self._schedules[kind, micro_batches] = steps
-        return self._schedules[kind, micro_batches]
-
-    def _plan(self, stage: Stage, weight_plan: BufferPlan) -> StagePlan:
-        weight_buffer, grad_buffer = weight_plan.placement[stage.index], self.grad_plan.placement[stage.index]
-        assert weight_buffer is not None
-        return StagePlan(
-            weight_buffer=weight_buffer,
-            grad_buffer=grad_buffer,
-            borrows_from=self._borrows[stage.index],
-            gradients_in_forward=any(layer.gradients_in_forward for layer in stage.layers),
-            backward_needs_weights=stage.backward_needs_weights,
-        )
-
-    def _lenders(self, stage: Stage) -> tuple[int, ...]:
-        """Return the other stages whose parameters this one uses."""
-        borrowed = [lender for layer in stage.layers for lender in layer.borrows_from]
-        return tuple(
-            other.index
-            for other in self.stages
-            if other is not stage and any(layer is lender for layer in other.layers for lender in borrowed)
-        )
-
-
-def _weight_bytes(part: FlatShard) -> int:
-    """Return the bytes of a weight shard outside the weight buffer."""
-    return 0 if part.shares_weights else part.weights.nbytes

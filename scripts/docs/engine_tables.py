@@ -75,7 +75,7 @@ def traffic_table() -> Iterator[tuple[str, ...]]:
                 micro_batch_size=1,
                 breadth_first_micro_batches=breadth,
             )
-            stages, (buffers, _) = len(made.model.stages), made.model.buffer_counts()
+            stages, (buffers, _) = len(made.model.stages), made.model.memory.buffer_counts()
             # The backward of the embedding needs no weights, so they are not gathered for it.
             gathers = stages + (2 * depth - 1) * (stages - buffers) - (1 if buffers < stages else 0)
             reductions = stages * (1 if zero_stage == 1 else depth)

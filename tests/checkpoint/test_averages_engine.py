@@ -149,7 +149,7 @@ def evaluated_alone(distributed: Distributed, options: dict[str, Any]) -> int:
     train(run)
     run.trackers.close(0)
     assert not run.model.training
-    return run.model.memory_bytes()["averages"]
+    return run.model.memory.bytes_by_kind()["averages"]
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,7 @@ def weights_for_inference(distributed: Distributed, options: dict[str, Any]) -> 
 
     run = open_run(distributed, {**options, "train_iters": 0})
     assert not run.model.training
-    return full_weights(run.model), run.model.memory_bytes()
+    return full_weights(run.model), run.model.memory.bytes_by_kind()
 
 
 @pytest.mark.parametrize("case", ["split, mixed, low precision, zero 2", "frozen blocks, bf16, zero 3"])

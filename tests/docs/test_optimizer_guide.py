@@ -97,7 +97,7 @@ def memory(ranks: int, **options: Any) -> tuple[dict[str, int], dict[str, int]]:
             numbers["in blocks"] += slot.numel if in_block and not is_matrix else 0
             numbers["block"] += slot.numel if index == 1 else 0
             numbers["embedding"] += slot.numel if index == 0 else 0
-    return plan.model.memory_bytes(), numbers
+    return plan.model.memory.bytes_by_kind(), numbers
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

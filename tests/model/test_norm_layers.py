@@ -142,6 +142,6 @@ def test_the_weights_of_an_embedding_norm_are_there_for_its_backward_pass() -> N
         config = tiny_config(training_dtype="bf16", input_embedding_norm=True, **options)
         model = a_model(config)
         model.forward_backward(micro_batches(config))
-        assert model.buffer_counts()[0] == (buffers or 4)
+        assert model.memory.buffer_counts()[0] == (buffers or 4)
         gradients.append([part.grad_shard.clone() for _, part in model.parts()])
     assert all(map(torch.equal, *gradients))

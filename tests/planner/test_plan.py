@@ -81,7 +81,7 @@ def run_steps(distributed: Distributed, cases: list[dict[str, Any]]) -> list[Boo
             for kind, total in totals.items()
             if kind != "sum"
         }
-        books.append((run.model.memory_bytes(), traffic))
+        books.append((run.model.memory.bytes_by_kind(), traffic))
         run.data.close()
     return books
 
@@ -91,7 +91,7 @@ def planned(ranks: int, options: dict[str, Any]) -> Books:
     traffic = {
         kind: (total.collectives, total.elements, total.bytes, total.wire_bytes) for kind, total in plan.traffic.items()
     }
-    return plan.model.memory_bytes(), traffic
+    return plan.model.memory.bytes_by_kind(), traffic
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_state_of_many_ranks(world_size: int, zero_stage: int, optimizer: str) -
             whole_matrices=config.optimizer.whole_matrices,
         )
         assert allocated_bytes(model) == plan.state_bytes, rank
-        assert model.memory_table() == plan.model.memory_table(), rank
+        assert model.memory.table() == plan.model.memory.table(), rank
 
 
 # Parts of the embedding and the first block; the second block is trained.

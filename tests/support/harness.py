@@ -155,7 +155,7 @@ def train_tiny(distributed: Distributed, options: dict[str, Any], iterations: in
         grad_norms=[float(update.grad_norm) for update in updates],
         initial=initial,
         weights=full_weights(run.model),
-        memory_bytes=run.model.memory_bytes(),
+        memory_bytes=run.model.memory.bytes_by_kind(),
     )
 
 

@@ -108,7 +108,7 @@ def inference(distributed: Distributed, options: Options) -> list[tuple[float, f
         for training in (True, False):
             engine = Engine(distributed, options | layout, training=training)
             losses.append(float(engine.model.evaluate(engine.batches(1))))
-        results.append((*losses, engine.model.memory_bytes()))
+        results.append((*losses, engine.model.memory.bytes_by_kind()))
         assert not any(part.has_state or hasattr(part, "grad_shard") for _, part in engine.model.parts())
         assert not any(parameter.requires_grad for _, parameter in engine.model.parameters())
         try:

@@ -172,7 +172,7 @@ def measure(ranks: Any, cases: list[Options], training: bool) -> list[tuple[int,
     results = []
     for options in cases:
         model, found = allocated(ranks, options, training)
-        booked = sum(size for kind, size in model.memory_bytes().items() if kind != "communication scratch")
+        booked = sum(size for kind, size in model.memory.bytes_by_kind().items() if kind != "communication scratch")
         padded = sum(sizes(model)[0]) - model.num_parameters
         expected = expected_bytes(model, options, ranks.world_size, training)
         results.append((found, booked, expected, padded, padding(model, ranks.world_size)))

@@ -110,7 +110,7 @@ def memory(distributed: Distributed, options: dict[str, Any]) -> tuple[dict[str,
             tensors += [part.read(kind) for kind in part.kinds()] + ([part.grad_shard] if part.has_state else [])
         for tensor in tensors:
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return model.memory_bytes(), stages, sum(storages.values())
+    return model.memory.bytes_by_kind(), stages, sum(storages.values())
 
 
 # Bytes per parameter beside the B shared buffers: ranks -> (dtype, ZeRO stage) -> a + b / N (DESIGN, section 3).

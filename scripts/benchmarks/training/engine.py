@@ -72,7 +72,7 @@ class Engine:
 
     def memory_bytes(self) -> dict[str, int]:
         """Return state memory by kind, as printed at the start of a run."""
-        return self.model.memory_bytes()
+        return self.model.memory.bytes_by_kind()
 
     def wire_bytes(self) -> int:
         """Return the bytes that all ranks send in a step according to the schedule.

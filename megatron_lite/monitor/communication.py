@@ -1,0 +1,67 @@
+"""Lines of --log_communication: traffic and waits of each kind of collective, beside the time it takes by itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from megatron_lite.distributed.traffic import Total
+from megatron_lite.monitor.logging import MIB
+from megatron_lite.zero.multi_stage import MultiStage
+
+TRAFFIC_KINDS = {
+    "gather": "gathers",
+    "reduce": "reductions",
+    "muon gather": "muon gathers",
+    "muon reduce": "muon reductions",
+    "sum": "sums",
+    "debug": "gathers for debugging",
+}
+
+
+def time_collectives(model: MultiStage, barrier: Callable[[], None], repeats: int = 3) -> dict[str, float]:
+    """Return the seconds that gathering and reducing all stages once take with nothing else running, by kind.
+
+    Takes the fastest of a few repetitions. Call before training: gradient buffers hold garbage afterwards.
+    """
+    best = {}
+    for kind in ("gather", "reduce"):
+        runs = []
+        for _ in range(repeats):
+            barrier()
+            start_s = time.perf_counter()
+            for stage in model.stages:
+                if kind == "gather":
+                    stage.weights.holder = None
+                    stage.gather()
+                    stage.weights.wait()
+                elif stage.trainable is not None and model.group.world_size > 1:
+                    model.group.reduce_scatter(stage.trainable.full_gradients).wait()
+            if model.group.device.type == "cuda":
+                torch.cuda.synchronize(model.group.device)
+            runs.append(time.perf_counter() - start_s)
+        best[kind] = min(runs)
+    return best
+
+
+def communication_lines(totals: Mapping[str, Total], iterations: int, alone_s: Mapping[str, float]) -> list[str]:
+    """Return the lines of --log_communication=1: one per kind of collective, as means over the iterations.
+
+    totals: of one rank. alone_s: seconds for one gather, or reduction, of all stages with nothing else running.
+    """
+    lines = []
+    for kind, name in TRAFFIC_KINDS.items():
+        if (total := totals.get(kind)) is None:
+            continue
+        line = (
+            f"communication | {name} per iteration: {total.collectives / iterations:g} | "
+            f"{total.elements / iterations:,.0f} elements, {total.bytes / iterations / MIB:,.2f} MiB | "
+            f"on the wire from each rank: {total.wire_bytes / iterations / MIB:,.2f} MiB | "
+            f"waited for: {total.waited_s / iterations * 1e3:.2f} ms"
+        )
+        if kind in alone_s:
+            line += f" ({alone_s[kind] * 1e3:.2f} ms for all stages once, with nothing else running)"
+        lines.append(line)
+    return lines

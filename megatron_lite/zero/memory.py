@@ -1,0 +1,142 @@
+"""The full-stage buffers of a model: how many there are, which stage uses which, and a table of all memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_lite.config import MultiStageConfig
+from megatron_lite.distributed.process_group import Group
+from megatron_lite.zero.flat_shard import FlatShard, Precision
+from megatron_lite.zero.layout import BufferPlan, plan_buffers
+from megatron_lite.zero.schedule import StagePlan
+from megatron_lite.zero.stage import Buffer, Stage
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """One kind of memory of this rank."""
+
+    kind: str
+    count: int
+    bytes: int
+
+
+class Memory:
+    """The buffers of all stages, allocated together with the shards of every stage.
+
+    averaged: also allocate running averages of the trainable weights.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage], config: MultiStageConfig, precision: Precision, group: Group, averaged: bool
+    ) -> None:
+        self._stages, self._precision, self._group = stages, precision, group
+        self._borrows = [self._lenders(stage) for stage in stages]
+        tied = frozenset(lender for lenders in self._borrows for lender in lenders)  # whose parameters others use too
+        weight_count, grad_count = self._counts(config)
+        weight_plan = plan_buffers([stage.numel for stage in stages], weight_count, tied, every=True)
+        grad_plan = plan_buffers([stage.grad_numel for stage in stages], grad_count, tied)
+        # One rank has nothing to gather ahead; with more, one buffer is sent or filled while the other is used.
+        ahead = 1 if group.world_size == 1 else 2
+        update_plan = plan_buffers([stage.update_numel for stage in stages], ahead, frozenset())
+        self.weights = self._buffers(weight_plan, precision.training)
+        self.gradients = self._buffers(grad_plan, precision.gradients)
+        self.updates = self._buffers(update_plan, torch.bfloat16)  # Muon rounds to bf16 before orthogonalizing
+        for stage in stages:
+            place = update_plan.placement[stage.index]
+            stage.update_buffer = None if place is None else self.updates[place]
+            weights, gradients = (plan.placement[stage.index] for plan in (weight_plan, grad_plan))
+            assert weights is not None
+            stage.allocate(
+                weights=self.weights[weights],
+                owns_weights=weight_plan.own[stage.index],
+                gradients=None if gradients is None else self.gradients[gradients],
+                owns_gradients=grad_plan.own[stage.index],
+                precision=precision,
+            )
+        self.plans = [self._plan(stage, weight_plan, grad_plan) for stage in stages]
+        self.averages: list[Buffer] = []
+        self.average_plans: list[StagePlan] = []
+        if averaged:
+            # At any ZeRO stage all stages share these. Allocating now keeps validation from running out of memory.
+            average_plan = plan_buffers([stage.numel for stage in stages], ahead, tied, every=True)
+            self.averages = self._buffers(average_plan, precision.training)
+            self.average_plans = [self._plan(stage, average_plan, grad_plan) for stage in stages]
+            for part in self._parts():
+                part.allocate_average()
+
+    def table(self) -> list[MemoryRow]:
+        """Return this rank's memory by kind; memory that is both shard and buffer counts as buffer."""
+        parts = self._parts()
+        trained, frozen = [p for p in parts if not p.frozen], [p for p in parts if p.frozen]
+        stateful = [part for part in parts if part.has_state]
+        largest = max((part.layout.shard_numel for part in stateful), default=0)
+        scratch = self._group.reduction_scratch_bytes(largest, self._precision.gradients)
+        trained_kind = "weight remainders" if self._precision.split_master else "weight shards"
+        sizes = {
+            trained_kind: [_weight_bytes(part) for part in trained],
+            "frozen weight shards": [_weight_bytes(part) for part in frozen],
+            "gradient shards": [0 if part.shares_gradients else part.grad_shard.nbytes for part in stateful],
+            "optimizer moments": [moment.nbytes for part in stateful for moment in part.moments.values()],
+            "averages": [0 if part.average is None else part.average.nbytes for part in parts],
+            "weight buffers": [buffer.data.nbytes for buffer in self.weights],
+            "gradient buffers": [buffer.data.nbytes for buffer in self.gradients],
+            "average buffers": [buffer.data.nbytes for buffer in self.averages],
+            "update buffers": [buffer.data.nbytes for buffer in self.updates],
+            "communication scratch": [scratch],
+        }
+        return [MemoryRow(kind, sum(size > 0 for size in every), sum(every)) for kind, every in sizes.items()]
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Return the bytes of `table` by kind."""
+        return {row.kind: row.bytes for row in self.table()}
+
+    def buffer_counts(self) -> tuple[int, int]:
+        """Return the numbers of weight buffers and gradient buffers."""
+        return sum(buffer.data.numel() > 0 for buffer in self.weights), len(self.gradients)
+
+    def _counts(self, config: MultiStageConfig) -> tuple[int, int]:
+        """Return the numbers of weight and gradient buffers: explicit counts win over the ZeRO stage."""
+        every, alone = len(self._stages), self._group.world_size == 1
+        zero_stage = config.zero_stage or 1
+        assert zero_stage != "auto", "resolved before"
+        weights = config.num_weight_buffers or (2 if zero_stage == 3 else every)
+        gradients = config.num_grad_buffers or (2 if zero_stage >= 2 else every)
+        # With one rank the shard is the full tensor: if it has the buffers' dtype, a buffer per stage costs nothing.
+        if alone and self._precision.training == torch.float32:
+            weights = every
+        return weights, every if alone else gradients
+
+    def _buffers(self, plan: BufferPlan, dtype: torch.dtype) -> list[Buffer]:
+        return [Buffer(size, dtype, self._group.device) for size in plan.sizes]
+
+    def _parts(self) -> list[FlatShard]:
+        return [part for stage in self._stages for part in stage.parts]
+
+    def _plan(self, stage: Stage, weight_plan: BufferPlan, grad_plan: BufferPlan) -> StagePlan:
+        weight_buffer, grad_buffer = weight_plan.placement[stage.index], grad_plan.placement[stage.index]
+        assert weight_buffer is not None
+        return StagePlan(
+            weight_buffer=weight_buffer,
+            grad_buffer=grad_buffer,
+            borrows_from=self._borrows[stage.index],
+            gradients_in_forward=any(layer.gradients_in_forward for layer in stage.layers),
+            backward_needs_weights=stage.backward_needs_weights,
+        )
+
+    def _lenders(self, stage: Stage) -> tuple[int, ...]:
+        """Return the other stages whose parameters this one uses."""
+        borrowed = [lender for layer in stage.layers for lender in layer.borrows_from]
+        return tuple(
+            other.index
+            for other in self._stages
+            if other is not stage and any(layer is lender for layer in other.layers for lender in borrowed)
+        )
+
+
+def _weight_bytes(part: FlatShard) -> int:
+    """Return the bytes of a weight shard outside the weight buffer."""
+    return 0 if part.shares_weights else part.weights.nbytes
