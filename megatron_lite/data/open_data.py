@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from megatron_lite.config import Config
 from megatron_lite.data.blending import MAX_SAMPLES, Blend, Concatenation
 from megatron_lite.data.indexed_dataset import DocumentBorders, IndexedDataset
 from megatron_lite.data.loader import DataSource, Phase
 from megatron_lite.data.reading import RandomReader, Stream, StreamReader
-from megatron_lite.data.sampling import PHASES, StreamSampler, sampler_key, split_documents
+from megatron_lite.data.sampling import PHASES, StreamSampler, sampler_key
 from megatron_lite.data.tokenizing import read_tokenizer_file
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.schedules.batch_size import BatchSchedule, Segment, batch_schedule, once_through
@@ -100,6 +104,22 @@ def _whole_split(config: Config, streams: list[Stream]) -> tuple[Phase, str]:
     tokens = sum(stream.sampler.num_tokens for stream in streams)
     described = f"{order.num_samples:,} samples out of {tokens:,} tokens: each sample once"
     return Phase(reader, *once_through(order.num_samples, config.batch.batch_size)), described
+
+
+def split_documents(num_documents: int, split: Sequence[float]) -> list[tuple[int, int]]:
+    """Return (first, last + 1) document of training, validation and test: consecutive, in file order.
+
+    split: one to three proportions with a positive sum. The rounding is Megatron-LM's (each boundary is the running sum
+    of the normalised proportions times the number of documents, rounded half to even).
+    """
+    assert 1 <= len(split) <= len(PHASES) and sum(split) > 0 and min(split) >= 0, split
+    weights = np.array([*split, *[0.0] * (len(PHASES) - len(split))], dtype=np.float64)
+    weights /= weights.sum()
+    bounds, total = [0], 0.0
+    for weight in weights.tolist():
+        total += weight
+        bounds.append(min(int(round(total * num_documents)), num_documents))
+    return list(zip(bounds[:-1], bounds[1:], strict=True))
 
 
 def _stream(config: Config, phase: str, number: int, dataset: IndexedDataset) -> Stream:

@@ -9,7 +9,6 @@ time and memory: a resume costs nothing, and the order cannot depend on the numb
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,22 +101,6 @@ def sampler_key(seed: int, phase: str, position: int) -> int:
     """Return the key of the order in which `phase` reads data set number `position` of a blend."""
     assert phase in PHASES, phase
     return derive_seed("sample order", seed, phase, position)
-
-
-def split_documents(num_documents: int, split: Sequence[float]) -> list[tuple[int, int]]:
-    """Return (first, last + 1) document of training, validation and test: consecutive, in file order.
-
-    split: one to three proportions with a positive sum. The rounding is Megatron-LM's (each boundary is the running sum
-    of the normalised proportions times the number of documents, rounded half to even).
-    """
-    assert 1 <= len(split) <= len(PHASES) and sum(split) > 0 and min(split) >= 0, split
-    weights = np.array([*split, *[0.0] * (len(PHASES) - len(split))], dtype=np.float64)
-    weights /= weights.sum()
-    bounds, total = [0], 0.0
-    for weight in weights.tolist():
-        total += weight
-        bounds.append(min(int(round(total * num_documents)), num_documents))
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
 
 
 def random_tokens(indices: NDArray[np.int64], length: int, vocab_size: int, key: int) -> NDArray[np.int64]:

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_lite.errors import UsageError
 from megatron_lite.huggingface.open_source import open_source
 from megatron_lite.huggingface.weight_source import WeightSource
-from megatron_lite.kernels.attention.attention import works
 from megatron_lite.kernels.attention.choice import Work, choose_attention
+from megatron_lite.kernels.attention.probe import works
 from megatron_lite.kernels.choice import REFERENCES
 from megatron_lite.model.gpt import build_gpt, shapes_of
 from megatron_lite.model.layer import Layer, MicroBatch

@@ -8,8 +8,8 @@ import torch
 
 from megatron_lite.config import Config
 from megatron_lite.errors import UsageError
-from megatron_lite.kernels.attention.attention import works
 from megatron_lite.kernels.attention.choice import PLANNED_GPU, Work, choose_attention, describe_attention
+from megatron_lite.kernels.attention.probe import works
 from megatron_lite.kernels.triton_support import runs_on
 from megatron_lite.parameter import DTYPES
 

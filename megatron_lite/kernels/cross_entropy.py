@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lite.kernels.linear import add_product, product
-from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tanh, tl
+from megatron_lite.kernels.triton_support import jit, next_power_of_2, tanh, tl
 from megatron_lite.parameter import Parameter, padded
 
 LOG2_E = math.log2(math.e)
@@ -282,7 +282,7 @@ def sweep(
 def held_logits(tokens: int, vocab_size: int, chunk_tokens: int, block_size: int | None) -> tuple[int, int]:
     """Return rows and columns of the memory for logits, padding included; `vocab_size` includes its padding rows."""
     block = min(block_size or vocab_size, vocab_size)
-    return min(chunk_tokens, tokens), cdiv(block, ROW_ALIGNMENT) * ROW_ALIGNMENT
+    return min(chunk_tokens, tokens), -(-block // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 class _Block(NamedTuple):

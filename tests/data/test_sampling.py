@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron_lite.data.sampling import PHASES, StreamSampler, mix, permute, random_tokens, sampler_key, split_documents
+from megatron_lite.data.open_data import split_documents
+from megatron_lite.data.sampling import PHASES, StreamSampler, mix, permute, random_tokens, sampler_key
 
 SIZES = [*range(1, 40), 63, 64, 65, 99, 100, 101, 1023, 1024, 1025, 4099]
 

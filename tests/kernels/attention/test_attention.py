@@ -14,8 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron_lite.errors import UsageError
 from megatron_lite.kernels.attention import choice as attention_choice
 from megatron_lite.kernels.attention import gpu as attention_gpu
-from megatron_lite.kernels.attention.attention import Documents, attention, works
+from megatron_lite.kernels.attention.attention import Documents, attention
 from megatron_lite.kernels.attention.choice import Machine, Work, choose_attention, describe_attention
+from megatron_lite.kernels.attention.probe import works
 from megatron_lite.kernels.linear import linear
 from megatron_lite.kernels.rotary import rotary_table, split_heads
 from megatron_lite.parameter import Parameter
