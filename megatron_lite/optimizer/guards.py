@@ -7,7 +7,6 @@ device until a log line or a save reads it; it is part of a checkpoint, so a res
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,48 +14,17 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import OptimizerConfig
+from megatron_lite.optimizer.bad_steps import BadStep, Messages, Report
 from megatron_lite.optimizer.rolling import RollingStatistics
 
-# A run stops after this many dropped updates in a row; fp16 needs at most 16 to find its first loss scale.
-HOPELESS_STREAK = 50
 COUNTS = ("skipped", "nan", "new", "streak")
-
-
-@dataclass(frozen=True)
-class BadStep:
-    """A dropped step. Pairs are (loss, gradient norm)."""
-
-    iteration: int
-    numbers: tuple[float, float]
-    limits: tuple[float, float]  # set by --skip_bad_steps; infinite: none
-
-    @property
-    def overflows(self) -> bool:
-        """Whether the square of the gradient norm is not finite in fp32."""
-        return not math.isfinite(float(torch.tensor(self.numbers[1], dtype=torch.float32).square()))
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether only --skip_bad_steps dropped the step."""
-        return math.isfinite(self.numbers[0]) and not self.overflows
-
-
-@dataclass(frozen=True)
-class Report:
-    """Dropped steps as a log line reports them."""
-
-    skipped: int  # since the start of training
-    nan: int  # of these, with a NaN loss or gradient norm
-    new: int  # dropped since the last line
-    reason: str | None  # of the last new one
-    stop: str | None  # why the run cannot go on
 
 
 class DroppedSteps:
     """Counts of dropped steps on the device, with the last one and the first that must stop the run."""
 
     def __init__(self, config: OptimizerConfig, dynamic_loss_scale: bool, device: torch.device) -> None:
-        self._config, self._dynamic = config, dynamic_loss_scale
+        self._messages = Messages(config, dynamic_loss_scale)
         # skipped, nan: since the start of training; new: since the last line; streak: in a row
         self._counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
         self._last = torch.zeros(5, dtype=torch.float64, device=device)  # numbers, limits, iteration
@@ -82,53 +50,14 @@ class DroppedSteps:
         """Return the report since the last call and begin the next (reads the device)."""
         skipped, nan, new, streak = self._counts.tolist()
         self._counts[2].zero_()
-        last, stop = _bad_step(self._last), self.stop_reason()
-        if stop is None and streak >= self._hopeless_streak(last):
-            stop = self._hopeless(streak, last)
-        return Report(skipped, nan, new, self.describe(last) if new else None, stop)
+        last = BadStep.read(self._last)
+        stop = self.stop_reason() or self._messages.hopeless(streak, last)
+        return Report(skipped, nan, new, self._messages.describe(last) if new else None, stop)
 
     def stop_reason(self) -> str | None:
         """Return why the run must stop and save nothing, or None (reads the device)."""
         count = int(self._fatal)
-        if not count:
-            return None
-        step, flag = _bad_step(self._first_fatal), "--on_bad_step=abort"
-        if self._config.on_bad_step != "abort":
-            flag = "--crash_on_nan=1" if any(map(math.isnan, step.numbers)) else "--crash_on_inf=1"
-        more = f" (and {count - 1} more since)" if count > 1 else ""
-        return (
-            f"stopped as {flag} asks: {self.describe(step)}{more}. The update was dropped and nothing saved since. The "
-            "same command would reach the same step again: resume with a lower --lr, or without that flag, which drops "
-            "such updates and continues"
-        )
-
-    def describe(self, step: BadStep) -> str:
-        """Return text such as `iteration 123: gradient norm 41.2 above 3.1 (mean + 6 sd)`."""
-        problems = []
-        for name, number, limit in zip(("loss", "gradient norm"), step.numbers, step.limits, strict=True):
-            if not math.isfinite(number):
-                problems.append(f"{name} {number}")
-            elif number > limit:
-                sigma = self._config.skip_bad_steps_sigma
-                problems.append(f"{name} {number:.6g} above {limit:.6g} (mean + {sigma:g} sd)")
-            elif name == "gradient norm" and step.overflows:
-                problems.append(f"{name} {number:.6g}, too large to be squared")
-        searching = self._dynamic and step.overflows and math.isfinite(step.numbers[0])
-        return f"iteration {step.iteration}: {', '.join(problems)}{'; the loss scale follows' if searching else ''}"
-
-    def _hopeless_streak(self, last: BadStep) -> int:
-        # The window remembers spikes: once it holds nothing else, only a loss or norm that keeps growing is unusual.
-        return max(HOPELESS_STREAK, self._config.skip_bad_steps_window) if last.is_finite else HOPELESS_STREAK
-
-    def _hopeless(self, streak: int, last: BadStep) -> str:
-        if last.is_finite:
-            cause, fix = "by --skip_bad_steps", "a larger --skip_bad_steps_sigma"
-        else:
-            cause, fix = "because they were not finite", "--training_dtype=bf16"
-        return (
-            f"the last {streak} updates were dropped {cause}; the last, {self.describe(last)}. "
-            f"Resume from an older checkpoint with a lower --lr, or use {fix}"
-        )
+        return self._messages.stop(BadStep.read(self._first_fatal), count) if count else None
 
     def state(self) -> dict[str, Any]:
         """Return the counts for a checkpoint (reads the device); a step that must stop the run is never saved."""
@@ -140,11 +69,6 @@ class DroppedSteps:
         counts = [state[name] for name in COUNTS]
         self._counts.copy_(torch.tensor(counts))
         self._last.copy_(torch.tensor([float.fromhex(value) for value in state["last"]], dtype=torch.float64))
-
-
-def _bad_step(values: Tensor) -> BadStep:
-    loss, norm, loss_limit, norm_limit, iteration = values.tolist()
-    return BadStep(int(iteration), (loss, norm), (loss_limit, norm_limit))
 
 
 @dataclass(frozen=True)

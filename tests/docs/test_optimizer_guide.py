@@ -19,7 +19,8 @@ from megatron_lite.config.values import SPELLINGS
 from megatron_lite.kernels.newton_schulz import orthogonalize_flops
 from megatron_lite.model.gpt import parameters_of
 from megatron_lite.optimizer.averaging import weight_in_sum
-from megatron_lite.optimizer.guards import HOPELESS_STREAK, Guard
+from megatron_lite.optimizer.bad_steps import HOPELESS_STREAK
+from megatron_lite.optimizer.guards import Guard
 from megatron_lite.planner.plan import make_plan
 from tests.support.harness import layers_of, tiny_config
 

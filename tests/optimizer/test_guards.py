@@ -13,7 +13,8 @@ import torch
 
 from megatron_lite.config import OptimizerConfig
 from megatron_lite.errors import UsageError
-from megatron_lite.optimizer.guards import Guard, Report, Verdict
+from megatron_lite.optimizer.bad_steps import Report
+from megatron_lite.optimizer.guards import Guard, Verdict
 from megatron_lite.validation import warnings
 from tests.support.harness import tiny_config
 

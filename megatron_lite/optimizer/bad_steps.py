@@ -1,0 +1,98 @@
+"""Dropped updates as the log describes them, and when they end a run; read at log lines and saves only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config import OptimizerConfig
+
+# A run stops after this many dropped updates in a row; fp16 needs at most 16 to find its first loss scale.
+HOPELESS_STREAK = 50
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """A dropped step. Pairs are (loss, gradient norm)."""
+
+    iteration: int
+    numbers: tuple[float, float]
+    limits: tuple[float, float]  # set by --skip_bad_steps; infinite: none
+
+    @classmethod
+    def read(cls, values: Tensor) -> BadStep:
+        """Read loss, gradient norm, their limits and the iteration, (5,), from the device."""
+        loss, norm, loss_limit, norm_limit, iteration = values.tolist()
+        return cls(int(iteration), (loss, norm), (loss_limit, norm_limit))
+
+    @property
+    def overflows(self) -> bool:
+        """Whether the square of the gradient norm is not finite in fp32."""
+        return not math.isfinite(float(torch.tensor(self.numbers[1], dtype=torch.float32).square()))
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether only --skip_bad_steps dropped the step."""
+        return math.isfinite(self.numbers[0]) and not self.overflows
+
+
+@dataclass(frozen=True)
+class Report:
+    """Dropped steps as a log line reports them."""
+
+    skipped: int  # since the start of training
+    nan: int  # of these, with a NaN loss or gradient norm
+    new: int  # dropped since the last line
+    reason: str | None  # of the last new one
+    stop: str | None  # why the run cannot go on
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Texts about dropped updates, in terms of the flags that dropped them."""
+
+    config: OptimizerConfig
+    dynamic_loss_scale: bool
+
+    def describe(self, step: BadStep) -> str:
+        """Return text such as `iteration 123: gradient norm 41.2 above 3.1 (mean + 6 sd)`."""
+        problems = []
+        for name, number, limit in zip(("loss", "gradient norm"), step.numbers, step.limits, strict=True):
+            if not math.isfinite(number):
+                problems.append(f"{name} {number}")
+            elif number > limit:
+                sigma = self.config.skip_bad_steps_sigma
+                problems.append(f"{name} {number:.6g} above {limit:.6g} (mean + {sigma:g} sd)")
+            elif name == "gradient norm" and step.overflows:
+                problems.append(f"{name} {number:.6g}, too large to be squared")
+        searching = self.dynamic_loss_scale and step.overflows and math.isfinite(step.numbers[0])
+        return f"iteration {step.iteration}: {', '.join(problems)}{'; the loss scale follows' if searching else ''}"
+
+    def stop(self, step: BadStep, count: int) -> str:
+        """Return why the run stops: `step` is the first of `count` that a flag does not forgive."""
+        flag = "--on_bad_step=abort"
+        if self.config.on_bad_step != "abort":
+            flag = "--crash_on_nan=1" if any(map(math.isnan, step.numbers)) else "--crash_on_inf=1"
+        more = f" (and {count - 1} more since)" if count > 1 else ""
+        return (
+            f"stopped as {flag} asks: {self.describe(step)}{more}. The update was dropped and nothing saved since. The "
+            "same command would reach the same step again: resume with a lower --lr, or without that flag, which drops "
+            "such updates and continues"
+        )
+
+    def hopeless(self, streak: int, last: BadStep) -> str | None:
+        """Return why a run stops after `streak` dropped updates in a row, or None if it goes on."""
+        needed, cause, fix = HOPELESS_STREAK, "because they were not finite", "--training_dtype=bf16"
+        if last.is_finite:
+            # The window remembers spikes: once it holds nothing else, only a loss or norm that keeps growing is unusual.
+            needed = max(HOPELESS_STREAK, self.config.skip_bad_steps_window)
+            cause, fix = "by --skip_bad_steps", "a larger --skip_bad_steps_sigma"
+        if streak < needed:
+            return None
+        return (
+            f"the last {streak} updates were dropped {cause}; the last, {self.describe(last)}. "
+            f"Resume from an older checkpoint with a lower --lr, or use {fix}"
+        )
