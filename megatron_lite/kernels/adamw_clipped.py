@@ -26,19 +26,21 @@ from megatron_lite.kernels.adamw import (
     Ranges,
     Shard,
     chunks,
-    denominator,
     descend,
     direction,
+    pointers,
+    update_moments,
+)
+from megatron_lite.kernels.adamw_elements import (
+    denominator,
     elements,
     load_gradient,
     load_moments,
     load_weights,
     nesterov_momentum,
     next_moments,
-    pointers,
     store_moments,
     store_weights,
-    update_moments,
 )
 from megatron_lite.kernels.gradient_norm import squared_norm
 from megatron_lite.kernels.triton_support import jit, next_power_of_2, tl

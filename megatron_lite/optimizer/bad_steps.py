@@ -87,7 +87,7 @@ class Messages:
         """Return why a run stops after `streak` dropped updates in a row, or None if it goes on."""
         needed, cause, fix = HOPELESS_STREAK, "because they were not finite", "--training_dtype=bf16"
         if last.is_finite:
-            # The window remembers spikes: once it holds nothing else, only a loss or norm that keeps growing is unusual.
+            # The window remembers spikes: once it holds nothing else, only a number that keeps growing is unusual.
             needed = max(HOPELESS_STREAK, self.config.skip_bad_steps_window)
             cause, fix = "by --skip_bad_steps", "a larger --skip_bad_steps_sigma"
         if streak < needed:
