@@ -14,7 +14,7 @@ from megatron_lite.outputs.evaluation import evaluate_and_export, evaluate_first
 from megatron_lite.outputs.saving import is_due, is_save_due, save, save_and_stop
 from megatron_lite.outputs.training_log import log_training
 from megatron_lite.run.stop_signal import StopRequested
-from megatron_lite.schedules.batch_size import iteration_tokens
+from megatron_lite.schedules.batch_options import iteration_tokens
 from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.seeds import derive_seed
 from megatron_lite.setup_run import Run, close, opened

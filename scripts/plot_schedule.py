@@ -24,7 +24,7 @@ from megatron_lite.config import Config  # noqa: E402
 from megatron_lite.errors import EXIT_DONE, RunError, StorageError, UsageError  # noqa: E402
 from megatron_lite.run.exit_status import print_page  # noqa: E402
 from megatron_lite.run.launch import launch_world_size  # noqa: E402
-from megatron_lite.schedules.batch_size import batch_schedule  # noqa: E402
+from megatron_lite.schedules.batch_options import batch_schedule  # noqa: E402
 from megatron_lite.schedules.learning_rate import learning_rate  # noqa: E402
 from megatron_lite.validation import planned_world_size, resolve, warnings  # noqa: E402
 

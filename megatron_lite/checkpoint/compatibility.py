@@ -8,7 +8,8 @@ from megatron_lite.config import BatchConfig, Config, flatten
 from megatron_lite.config.model import rotary_base
 from megatron_lite.config.values import written
 from megatron_lite.errors import CheckpointError
-from megatron_lite.schedules.batch_size import batch_schedule, continued
+from megatron_lite.schedules.batch_options import batch_schedule
+from megatron_lite.schedules.batch_size import continued
 
 # Options that change the parameters, or the function that they compute.
 ARCHITECTURE = tuple(

@@ -14,7 +14,8 @@ from megatron_lite.data.reading import RandomReader, Stream, StreamReader
 from megatron_lite.data.sampling import PHASES, StreamSampler, sampler_key
 from megatron_lite.data.tokenizing import read_tokenizer_file
 from megatron_lite.errors import DataError, UsageError
-from megatron_lite.schedules.batch_size import BatchSchedule, Segment, batch_schedule, once_through
+from megatron_lite.schedules.batch_options import batch_schedule
+from megatron_lite.schedules.batch_size import BatchSchedule, Segment, once_through
 from megatron_lite.validation import weighted_paths
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import Config, ModelConfig, PerformanceConfig
-from megatron_lite.schedules.batch_size import batch_schedule
+from megatron_lite.schedules.batch_options import batch_schedule
 
 Clock = Callable[[], float]  # seconds, monotonic
 # Dense bf16 tensor-core peaks (fp16 for V100 and T4) in TFLOP/s, from the vendor's data sheets; the first match wins.

@@ -11,7 +11,7 @@ from megatron_lite.monitor.communication import communication_lines
 from megatron_lite.monitor.logging import MIB
 from megatron_lite.monitor.metrics import format_record
 from megatron_lite.optimizer.optimizer import Update
-from megatron_lite.schedules.batch_size import batch_schedule, consumed_tokens
+from megatron_lite.schedules.batch_options import batch_schedule, consumed_tokens
 from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.setup_run import Run
 

@@ -18,7 +18,7 @@ from megatron_lite.planner.activations import Saved
 from megatron_lite.planner.auto import GIB, MIB, RESERVE, device_memory_bytes, resolve_auto
 from megatron_lite.planner.plan import Plan, make_plan
 from megatron_lite.run import exit_status
-from megatron_lite.schedules.batch_size import consumed_tokens
+from megatron_lite.schedules.batch_options import consumed_tokens
 from megatron_lite.validation.messages import Note
 from megatron_lite.validation.warnings import warnings
 from megatron_lite.zero.stage import Stage

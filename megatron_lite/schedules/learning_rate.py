@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from megatron_lite.config import Config
-from megatron_lite.schedules.batch_size import batch_schedule, consumed_tokens
+from megatron_lite.schedules.batch_options import batch_schedule, consumed_tokens
 from megatron_lite.schedules.cycles import Cycle, cooldown_steps, cycle, cycle_at
 from megatron_lite.schedules.stages import parse_stages, stage_rate
 

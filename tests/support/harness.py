@@ -137,7 +137,7 @@ def train_tiny(distributed: Distributed, options: dict[str, Any], iterations: in
     """Train the tiny model with the program's own step; to be run by `run_distributed`."""
     from megatron_lite.run.experiment import Experiment
     from megatron_lite.run.stop_signal import StopSignal
-    from megatron_lite.schedules.batch_size import iteration_tokens
+    from megatron_lite.schedules.batch_options import iteration_tokens
     from megatron_lite.setup_run import build
     from megatron_lite.train import train_step
 

@@ -25,7 +25,7 @@ from megatron_lite.distributed.startup import join
 from megatron_lite.planner.plan import make_plan
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.stop_signal import StopSignal
-from megatron_lite.schedules.batch_size import iteration_tokens
+from megatron_lite.schedules.batch_options import iteration_tokens
 from megatron_lite.setup_run import build
 from megatron_lite.train import train_step
 from megatron_lite.validation import resolve
