@@ -270,13 +270,9 @@ def check_bounds(flag: Flag, value: Any) -> None:
 
 
 def _within(option: Option, value: float) -> bool:
-    return (
-        math.isfinite(value)
-        and (option.minimum is None or value >= option.minimum)
-        and (option.above is None or value > option.above)
-        and (option.maximum is None or value <= option.maximum)
-        and (option.below is None or value < option.below)
-    )
+    over = (option.minimum is None or value >= option.minimum) and (option.above is None or value > option.above)
+    under = (option.maximum is None or value <= option.maximum) and (option.below is None or value < option.below)
+    return math.isfinite(value) and over and under
 
 
 def number(value: float) -> str:

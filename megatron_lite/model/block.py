@@ -23,7 +23,6 @@ class Attention(torch.nn.Module):
 
     def __init__(self, name: str, config: ModelConfig, rotary: Rotary | None, kernels: Kernels, index: int) -> None:
         super().__init__()
-        assert config.head_groups and config.kv_channels
         self.num_heads, self.head_groups = config.num_attention_heads, config.head_groups
         self.window = config.window_size
         self.dropout, self.rotary, self.name = config.attention_dropout, rotary, name
@@ -39,7 +38,7 @@ class Attention(torch.nn.Module):
             (query_size, group_size, group_size),
             config.init_method_std_qkv,
             config,
-            bool(config.add_qkv_biases),
+            config.add_qkv_biases,
         )
         self.query_norm: Norm | None = None
         self.key_norm: Norm | None = None
@@ -59,7 +58,7 @@ class Attention(torch.nn.Module):
         seed = micro_batch.site_seed(self.name, self.dropout)
         documents, backend = micro_batch.documents, self.kernels.attention
         if micro_batch.cache is not None:
-            context = micro_batch.cache.attend(self.name, *heads, self.window, self.scale, self.softmax_in_fp32)
+            context = micro_batch.cache.attend(self.name, heads, self.window, self.scale, self.softmax_in_fp32)
             return self.output(context.transpose(1, 2).flatten(2))
         context = attention(
             *heads,
@@ -95,11 +94,10 @@ class MLP(torch.nn.Module):
 
     def __init__(self, name: str, config: ModelConfig, kernels: Kernels, recompute_level: str) -> None:
         super().__init__()
-        assert config.ffn_hidden_size and config.activation_type
         self.activation_type, self.gated = config.activation_type, config.gated
         self.kernels, self.recompute_level = kernels, recompute_level
         up_sizes = (config.ffn_hidden_size,) * (2 if config.gated else 1)  # gate rows first
-        biased = bool(config.add_mlp_biases)
+        biased = config.add_mlp_biases
         self.up = Linear(f"{name}.up", config.hidden_size, up_sizes, config.init_method_std_mlp_1, config, biased)
         self.down = Linear(
             f"{name}.down", config.ffn_hidden_size, (config.hidden_size,), config.init_method_std_mlp_2, config, biased

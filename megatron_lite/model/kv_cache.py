@@ -16,6 +16,8 @@ from torch import Tensor
 
 from megatron_lite.kernels.attention.attention import attention, cached_attention
 
+Heads = tuple[Tensor, Tensor, Tensor]  # query (1, n, t, d), key and value (1, g, t, d)
+
 
 class CachePass(Protocol):
     """The cache as one pass through the model uses it."""
@@ -23,16 +25,9 @@ class CachePass(Protocol):
     answered: slice  # tokens of the pass whose logits are computed
 
     def attend(
-        self,
-        block: str,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        window: int | None,
-        scale: float | None,
-        softmax_in_fp32: bool,
+        self, block: str, heads: Heads, window: int | None, scale: float | None, softmax_in_fp32: bool
     ) -> Tensor:
-        """Map query (1, n, t, d), key and value (1, g, t, d) of a block to (1, n, t, d); store keys and values."""
+        """Map the heads of a block to (1, n, t, d); store keys and values."""
 
 
 class KeyValueCache:
@@ -69,16 +64,10 @@ class Beginning:
         self._cache, self._row, self._backend = cache, row, backend
 
     def attend(
-        self,
-        block: str,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        window: int | None,
-        scale: float | None,
-        softmax_in_fp32: bool,
+        self, block: str, heads: Heads, window: int | None, scale: float | None, softmax_in_fp32: bool
     ) -> Tensor:
         """See CachePass."""
+        query, key, value = heads
         length = key.shape[2]
         assert length <= self._cache.capacity, (length, self._cache.capacity)
         for kept, new in zip(self._cache.of(block, key, window)[self._row], (key, value), strict=True):
@@ -105,16 +94,10 @@ class NextTokens:
         self._cache, self._positions = cache, tuple(positions)
 
     def attend(
-        self,
-        block: str,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        window: int | None,
-        scale: float | None,
-        softmax_in_fp32: bool,
+        self, block: str, heads: Heads, window: int | None, scale: float | None, softmax_in_fp32: bool
     ) -> Tensor:
         """See CachePass."""
+        query, key, value = heads
         context = torch.zeros_like(query)
         for row, (keys, values) in enumerate(self._cache.of(block, key, window)):
             position = self._positions[row]

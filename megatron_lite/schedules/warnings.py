@@ -83,10 +83,8 @@ def _flat_cooldown(options: Draft) -> Iterator[str]:
     falls = options.lr_decay_style in ("linear", "power", "cosine", "inv")
     count, _ = boundaries(options)
     if falls and cooldown_steps(options) and cycle(options, count - 1).decay:
-        yield (
-            f"{_typed(options, 'lr_cooldown')}: the decay before it already ends at the minimum, so the rate stays "
-            f"there; write --lr_wsd_decay_iters instead, or --lr_decay_style=constant"
-        )
+        fix = "write --lr_wsd_decay_iters instead, or --lr_decay_style=constant"
+        yield f"{_typed(options, 'lr_cooldown')}: the decay before it already ends at the minimum; {fix}"
 
 
 def _cut(options: Draft) -> Iterator[str]:

@@ -93,8 +93,7 @@ def _largest(draft: Draft, world_size: int) -> Iterator[Problem]:
         batch = (micro or 1) * unit
     elif micro is None and batch % unit and not padded:
         text = f"with {_counted(sequential, 'sequential micro-batch', 'es')}, batch_size must be a multiple of {unit}"
-        rule = f"{text}; nearest: {nearest_multiples(batch, unit)}"
-        yield _problem(draft, ["batch_size"], world_size, rule)
+        yield _problem(draft, ["batch_size"], world_size, f"{text}; nearest: {nearest_multiples(batch, unit)}")
         return
     micro = micro or -(-batch // unit)
     filled = Split(batch, micro, world_size, breadth).micro_steps

@@ -103,8 +103,7 @@ def _cycles(draft: Draft, end: int) -> Iterator[Problem]:
     minima = draft.lr_cycle_minima
     for before, after in zip(minima, minima[1:], strict=False):
         if after <= before:
-            rule = f"{after} follows {before}; write the iterations in rising order"
-            yield problem(draft, "lr_cycle_minima", rule)
+            yield problem(draft, "lr_cycle_minima", f"{after} follows {before}; write the iterations in rising order")
             return
     if cooldown and minima and minima[-1] > total:
         rule = f"{minima[-1]} lies in or beyond the cooldown, because {length}; write at most {total}"

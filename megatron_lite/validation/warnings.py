@@ -70,10 +70,8 @@ def _averaging(options: Draft) -> Iterator[str]:
     if options.ema_type == "none":
         return
     if options.ema_type == "ema_decay_sqrt" and 0 < options.train_iters <= options.ema_switch_iter:
-        yield (
-            f"{typed(options, 'ema_switch_iter')} is not reached in {options.train_iters} iterations: the average is "
-            "the plain mean of the weights after each iteration"
-        )
+        unreached = f"{typed(options, 'ema_switch_iter')} is not reached in {options.train_iters} iterations"
+        yield f"{unreached}: the average is the plain mean of the weights after each iteration"
     evaluated = options.validation_iters or options.test_iters
     exported = options.export_interval is not None and options.export_weights == "average"
     if options.train_iters > 0 and not evaluated and not exported:
