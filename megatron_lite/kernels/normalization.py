@@ -406,11 +406,8 @@ class _AddNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         kind, dtype, triton = options
         ctx.set_materialize_grads(False)
-        hidden, branch, weights = (
-            hidden.contiguous(),
-            None if branch is None else branch.contiguous(),
-            Weights(weight, bias),
-        )
+        hidden, weights = hidden.contiguous(), Weights(weight, bias)
+        branch = None if branch is None else branch.contiguous()
         total = hidden
         if branch is not None:
             # Detached: autograd would object to a write to the branch's memory.
