@@ -277,7 +277,7 @@ def _allocate(start: Start, layers: list[Layer]) -> MultiStage:
 
 
 def _time_collectives(start: Start, model: MultiStage) -> dict[str, float]:
-    """With --log_communication, time waits from now on, and each collective with nothing beside it."""
+    """With --log_communication, time waits from now on, and time each collective with nothing else running."""
     distributed = start.distributed
     if not start.config.run.log_communication:
         return {}
@@ -339,7 +339,7 @@ def _load_pretrained(start: Start, source: WeightSource, model: MultiStage, opti
     config, logger = start.config, start.logger
     with source:
         load_pretrained.load_weights(source, model, start.distributed)
-        logger.info("weights of %s (%s)", source.folder, source.describe())
+        logger.info("loaded the weights of %s (%s)", source.folder, source.describe())
         if config.source.load_pretrained_optimizer and model.training:
             name = config.optimizer.optimizer
             state, note = load_pretrained.load_moments(source, model, start.distributed, name)

@@ -93,7 +93,7 @@ def check_architecture(saved: dict[str, Any], config: Config, where: str) -> Non
     found = compare_architecture(saved, config)
     if found:
         raise CheckpointError(
-            f"checkpoint {where} was trained with another architecture; give its values or choose another "
+            f"checkpoint {where} was trained with another architecture; write its values or choose another "
             "--experiment_dir:\n  " + "\n  ".join(f"--{difference}" for difference in found)
         )
 

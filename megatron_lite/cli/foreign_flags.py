@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 def _switch(names: str, only: str, remark: str) -> Row:
-    """Return the row of flags that take 0 or 1, of which only one value is accepted."""
+    """Return the row of flags that take 0 or 1, only one of which is accepted."""
     return Row(names, remark=remark, only=only, switch=True)
 
 

@@ -74,13 +74,13 @@ def with_source(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, .
         return typed, notes
     values, found = _with_stated_model(typed, Path(path))
     if found is not None:
-        notes = (*notes, Note(f"the model is that of {found.where}"))
+        notes = (*notes, Note(f"the architecture is taken from {found.where}"))
         values = _with_export_type(values, found.model_type)
     return values, notes
 
 
 def with_preset(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, ...]]:
-    """Return the given options plus those that their --model stands for, with a note on the latter."""
+    """Return the given options plus those of their --model preset, and a note that lists the preset's."""
     name = given.get("model")
     if name is None:
         return dict(given), ()
@@ -191,11 +191,11 @@ def _refuse(differences: list[Difference], where: str, filled: bool) -> None:
     if not differences:
         return
     fix = (
-        "leave these flags out to use its values, or let flags win if the weights fit: --ignore_pretrained_config=1"
+        "leave these flags out, or write --ignore_pretrained_config=1 to let flags win if the weights fit"
         if filled
-        else "give its values, or compare only the shapes: --ignore_pretrained_config=1"
+        else "write its values, or --ignore_pretrained_config=1 to compare only the shapes"
     )
     raise CheckpointError(
-        f"the pretrained checkpoint {where} has another model than the flags; {fix}:\n  "
+        f"the flags contradict the model of the pretrained checkpoint {where}; {fix}:\n  "
         + "\n  ".join(f"--{difference}" for difference in differences)
     )

@@ -1,6 +1,6 @@
 """Known models: the flags of their architectures, from the publishers' configurations.
 
-`--model=mistral-7b` stands for the flags below, as if typed before all others; of a flag that is there twice, the last
+`--model=mistral-7b` stands for the flags below, as if typed before all others; if a flag is given twice, the last one
 counts. Importing the publisher's config.json gives the same values, including dropouts and the initial standard
 deviation. Derived and default values are left out.
 """

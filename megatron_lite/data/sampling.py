@@ -1,7 +1,7 @@
 """The order of samples: a pure function of (seed, phase, sample index), with nothing stored and nothing precomputed.
 
 The documents of a split, in file order, are one stream of tokens. An epoch cuts the stream into samples of s + 1 tokens
-of which neighbours share one (the last label of a sample is the first input of the next), and visits these slots in a
+that overlap by one (the last label of a sample is the first input of the next), and visits these slots in a
 pseudo-random order that a small keyed cipher computes one index at a time. So any sample of any epoch is found in O(1)
 time and memory: a resume costs nothing, and the order cannot depend on the number of iterations, ranks or workers.
 """

@@ -66,4 +66,4 @@ def open_source(
 
 def unusable(folder: Path, problems: list[str]) -> CheckpointError:
     """Return the error for a folder in which all checkpoints are damaged."""
-    return CheckpointError(f"{folder}: no usable checkpoint: {shorten(problems)}; restore it")
+    return CheckpointError(f"{folder}: no usable checkpoint: {shorten(problems)}; restore one")

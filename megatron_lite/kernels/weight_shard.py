@@ -22,7 +22,7 @@ class WeightShard:
     """The weights of one rank's shard of a flat range, (n,), in every form that is kept.
 
     A plain shard is `master`, with `rounded` beside it where a weight buffer in a narrower dtype belongs to one stage
-    only. A split shard is `rounded` (bf16) and `remainder`: 2 bytes per element less than fp32 beside bf16, and exact.
+    only. A split shard is `rounded` (bf16) and `remainder`: exact, and 2 bytes per element less than fp32 plus bf16.
     Optimizers update every form, so that a gather finds `rounded` up to date.
     """
 

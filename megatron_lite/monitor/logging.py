@@ -1,6 +1,6 @@
 """The logger "megatron_lite": flushed lines on the console, above a progress bar, and one log file per rank.
 
-Logging never stops a run: a console without a reader, or a log file on a full disk, costs lines and nothing else. Every
+Logging never stops a run: a console without a reader, or a log file on a full disk, only loses lines. Every
 line is one `write`, so no buffer holds it back.
 """
 

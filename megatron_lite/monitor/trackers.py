@@ -6,7 +6,7 @@ torn by a crash, then appends: where a resumed run repeats an iteration, the lat
 
 Weights & Biases runs in a separate thread behind a bounded queue: if it is slow, unreachable or dies, points are
 dropped and counted, and training does not wait. The key comes from the environment variable WANDB_API_KEY or from the
-text file at WANDB_API_KEY_PATH, and goes to the library only.
+text file at WANDB_API_KEY_PATH, and is passed to the library only.
 """
 
 from __future__ import annotations

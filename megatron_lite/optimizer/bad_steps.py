@@ -78,9 +78,9 @@ class Messages:
             flag = "--crash_on_nan=1" if any(map(math.isnan, step.numbers)) else "--crash_on_inf=1"
         more = f" (and {count - 1} more since)" if count > 1 else ""
         return (
-            f"stopped as {flag} asks: {self.describe(step)}{more}. The update was dropped and nothing saved since. The "
-            "same command would reach the same step again: resume with a lower --lr, or without that flag, which drops "
-            "such updates and continues"
+            f"stopped by {flag}: {self.describe(step)}{more}. The update was dropped, and nothing was saved since. The "
+            "same command would reach the same step again: resume with a lower --lr, or leave the flag out to drop such "
+            "updates and continue"
         )
 
     def hopeless(self, streak: int, last: BadStep) -> str | None:

@@ -165,7 +165,7 @@ def unmet(condition: str, options: Draft) -> str:
 
 
 def _idle_for_other_reasons(options: Draft) -> Iterator[tuple[str, str]]:
-    """Yield idle options whose condition is more than other options' values."""
+    """Yield idle options that need more than a condition on the values of other options."""
     window, length = options.window_size, options.sequence_length
     if window is not None and window >= length:
         yield "window_size", f"because it is not below sequence_length ({window} >= {length})"

@@ -2,7 +2,7 @@
 
 A recomputed layer keeps only its input; its backward pass runs the forward pass again with the same seeds.
 
-    forward: y = f(x), keeping x        backward: y = f(x) once more, keeping what f keeps, then dx from dy
+    forward: y = f(x), keeping x        backward: y = f(x) again, keeping what f keeps, then dx from dy
 """
 
 from __future__ import annotations

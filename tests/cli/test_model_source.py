@@ -99,7 +99,7 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize("flag", CONTRADICTIONS)
 def test_contradictions(flag: str, folder: Path) -> None:
     """A flag that contradicts the folder is an error with both values; --ignore_pretrained_config=1 lets it win."""
-    with pytest.raises(CheckpointError, match="has another model than the flags") as caught:
+    with pytest.raises(CheckpointError, match="the flags contradict the model") as caught:
         pretrained(folder, flag)
     lines = str(caught.value).splitlines()
     assert len(lines) == 2 and lines[1].strip().startswith(CONTRADICTIONS[flag])
@@ -167,7 +167,7 @@ def test_another_stretch_of_positions(tmp_path: Path) -> None:
 
 def test_flags_alone(folder: Path) -> None:
     """--use_pretrained_config=0: defaults count as well, and differ; with --ignore_pretrained_config=1 they may."""
-    with pytest.raises(CheckpointError, match="has another model than the flags") as caught:
+    with pytest.raises(CheckpointError, match="the flags contradict the model") as caught:
         pretrained(folder, "--use_pretrained_config=0", "--num_layers=2")
     assert "--hidden_size: 30 in the checkpoint, 1024 now" in str(caught.value)
     assert "--num_layers" not in str(caught.value)

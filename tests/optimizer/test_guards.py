@@ -171,13 +171,13 @@ def test_the_message_names_flag_iteration_value_and_limit() -> None:
     judge(a_guard, 10, NAN, 1.0)
     message = a_guard.dropped.stop_reason()
     assert message is not None
-    assert f"--on_bad_step=abort asks: iteration 9: gradient norm 99 above {limit:.6g} (mean + 4 sd)" in message
+    assert f"--on_bad_step=abort: iteration 9: gradient norm 99 above {limit:.6g} (mean + 4 sd)" in message
     assert "(and 1 more since)" in message
     for option, loss in (("crash_on_nan", NAN), ("crash_on_inf", -INF)):
         a_guard = guard(**{option: True})
         judge(a_guard, 123, loss, 1.0)
         message = a_guard.dropped.stop_reason()
-        assert message is not None and f"--{option}=1 asks: iteration 123: loss {loss}. " in message
+        assert message is not None and f"--{option}=1: iteration 123: loss {loss}. " in message
 
 
 # -- the log ---------------------------------------------------------------------------------------------------------

@@ -232,7 +232,7 @@ def test_nothing_is_published_after_a_step_that_stops_the_run(tmp_path: Path, wh
     options = {**ABORT, "train_iters": 30, "experiment_dir": str(tmp_path), **options}
     (story,) = run_distributed(1, start, options, {14: Fault(0, gradient=30.0, signal=number)})
     assert story.code == 5 and story.changed == {14: False}
-    assert re.match(r"stopped as --on_bad_step=abort asks: iteration 14: gradient norm .* sd\)\. ", story.message)
+    assert re.match(r"stopped by --on_bad_step=abort: iteration 14: gradient norm .* sd\)\. ", story.message)
     published = [int(path.name) for path in (*tmp_path.glob("checkpoints/*"), *tmp_path.glob("export/*"))]
     assert sorted(published) == ([5, 10] if what in ("checkpoint", "export", "resumable export") else [])
     if what == "validation":
@@ -258,6 +258,6 @@ def test_a_diverged_run_stops_with_crash_on_nan(tmp_path: Path) -> None:
     outcome = start_program([*command, "--train_iters=40", "--log_interval=30", "--checkpoint_interval=8"], RANKS)
     assert outcome.codes == [5, 5], outcome.output
     (error,) = outcome.error_lines()
-    assert re.match(r"ERROR: stopped as --crash_on_(nan|inf)=1 asks: iteration 2: .* more since\)\. ", error), error
+    assert re.match(r"ERROR: stopped by --crash_on_(nan|inf)=1: iteration 2: .* more since\)\. ", error), error
     assert read_exit(tmp_path)["exit_code"] == 5 and read_exit(tmp_path)["message"] in error
     assert not list(tmp_path.glob("checkpoints/*"))

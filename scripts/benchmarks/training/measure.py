@@ -1,4 +1,4 @@
-"""Measurement: all rows take turns of a few steps between two barriers; counters of the machine beside them."""
+"""Measurement: rows take turns of a few steps between two barriers; counters of the machine are read around them."""
 
 from __future__ import annotations
 
