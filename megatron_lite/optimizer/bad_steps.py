@@ -79,8 +79,8 @@ class Messages:
         more = f" (and {count - 1} more since)" if count > 1 else ""
         return (
             f"stopped by {flag}: {self.describe(step)}{more}. The update was dropped, and nothing was saved since. The "
-            "same command would reach the same step again: resume with a lower --lr, or leave the flag out to drop such "
-            "updates and continue"
+            "same command would reach the same step again: resume with a lower --lr, or leave the flag out to drop "
+            "such updates and continue"
         )
 
     def hopeless(self, streak: int, last: BadStep) -> str | None:
