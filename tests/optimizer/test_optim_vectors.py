@@ -59,7 +59,11 @@ def flags(args: dict[str, Any]) -> list[str]:
 
 
 class Holder(torch.nn.Module):
-    """A layer that does nothing with its parameters."""
+    """A layer, as `zero` knows layers, that does nothing with its parameters."""
+
+    borrows_from: tuple[torch.nn.Module, ...] = ()
+    gradients_in_forward = recomputed = False
+    backward_needs_weights = True
 
     def __init__(self, name: str, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()

@@ -279,7 +279,7 @@ def test_a_run_from_the_command_line_learns(optimizer: str, tmp_path: Path) -> N
     described = "muon: 12 matrices (24,576 of 28,032 trained weights) are orthogonalized, AdamW updates everything else"
     assert (described in outcome.output) == (optimizer == "muon")
     for kind in ("gathers", "reductions"):
-        assert (f"Muon's {kind} per iteration: 2 | 25,856 elements" in outcome.output) == (optimizer == "muon")
+        assert (f"muon {kind} per iteration: 2 | 25,856 elements" in outcome.output) == (optimizer == "muon")
 
 
 def test_options_of_other_optimizers_have_no_effect() -> None:
