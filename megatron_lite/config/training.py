@@ -31,7 +31,7 @@ class BatchConfig(Area):
         "depth-first micro-batches: forward and backward of one before the next", "all of sequential_micro_batches"
     )
     breadth_first_micro_batches: PositiveInt | None = optional(
-        "micro-batches accumulated breadth first: all of them pass one stage before the next", "1"
+        "breadth-first micro-batches: all of them pass one stage before the next", "1"
     )
     sequential_micro_batches: PositiveInt | None = optional("depth-first * breadth-first micro-batches", "derived")
     batch_size_schedule: tuple[str, ...] = option(

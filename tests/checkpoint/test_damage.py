@@ -360,7 +360,7 @@ def lend(values: dict[str, Any], *kinds: str, num_bytes: int = 260) -> None:
         b"\x80\x04\x95cposix\nsystem\n",
     ],
 )
-def test_what_is_no_manifest_is_refused(data: bytes, tmp_path: Path) -> None:
+def test_malformed_manifests_are_refused(data: bytes, tmp_path: Path) -> None:
     """Any bytes give the same error, quickly."""
     (tmp_path / "manifest.json").write_bytes(data)
     with pytest.raises(DamagedError, match=r"manifest\.json: "):

@@ -131,7 +131,7 @@ def test_moments_left_by_a_failed_attempt_are_cleared(tmp_path: Path, monkeypatc
 # -- the file -------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_stored_of_frozen_parameters(tmp_path: Path) -> None:
+def test_frozen_parameters_store_only_their_weights(tmp_path: Path) -> None:
     """Exactly their bytes, under separate names after the trainable ones; no moments; the manifest has the dtype."""
     safetensors = pytest.importorskip("safetensors")
     layout = Layout(2, 3, MIXED, torch.bfloat16)

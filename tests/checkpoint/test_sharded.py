@@ -382,7 +382,7 @@ def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["damaged", "empty", "file", "link", "dangling", "copy"])
-def test_what_is_not_a_complete_checkpoint_is_moved_aside(kind: str, tmp_path: Path) -> None:
+def test_incomplete_checkpoints_are_moved_aside(kind: str, tmp_path: Path) -> None:
     """A damaged folder, a file or a link under the iteration's name is kept under another name."""
     root = tmp_path / "root"
     save(root, 9, 1)

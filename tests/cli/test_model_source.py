@@ -62,7 +62,7 @@ def pretrained(folder: Path, *flags: str) -> dict[str, Any]:
 
 
 def test_the_folder_fills_in_the_model(folder: Path) -> None:
-    """Nothing of the model needs to be typed: it is what the same flags describe, noise and beginnings aside."""
+    """No model flag needs to be typed: the model equals that of the same flags, except for noise and initial values."""
     found, wanted = pretrained(folder), model_of(*SAME)
     different = {name for name in MODEL_OPTIONS if found[name] != wanted[name]}
     assert all(name.startswith("init_method_std") or name.endswith("_dropout") for name in different)
@@ -139,15 +139,15 @@ FREE = {
 
 
 @pytest.mark.parametrize("name", FREE)
-def test_what_says_nothing_about_the_weights_is_free(name: str, folder: Path) -> None:
+def test_options_that_do_not_change_the_weights_are_free(name: str, folder: Path) -> None:
     """Dropouts, initial values, precision, padding; the length, where no position is learned; how norms are kept."""
     flag = f"--{name}={FREE[name]}"
     assert pretrained(folder, flag)[name] == parse([flag]).given[name]
     assert pretrained(folder, *SAME, flag, "--use_pretrained_config=0")[name] == parse([flag]).given[name]
 
 
-def test_what_follows_from_a_typed_flag(tmp_path: Path) -> None:
-    """Where a flag is given, the folder's values of what follows from it do not count: dropout is off everywhere."""
+def test_options_that_follow_from_a_typed_flag(tmp_path: Path) -> None:
+    """A typed flag also replaces the folder's values of the options that follow from it: dropout is off everywhere."""
     folder = write_folder("gpt2", tmp_path / "model", resid_pdrop=0.1, embd_pdrop=0.2, attn_pdrop=0.3)
     found = pretrained(folder)
     assert (found["hidden_dropout"], found["embedding_dropout"], found["attention_dropout"]) == (0.1, 0.2, 0.3)
@@ -227,7 +227,7 @@ def test_a_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_the_architecture(folder: Path, tmp_path: Path) -> None:
-    """Without weights config.json is enough, and nobody minds what lies beside it."""
+    """Without weights config.json is enough, and other files in the folder are ignored."""
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
     with pytest.raises(CheckpointError, match="safe_serialization=True"):

@@ -361,7 +361,7 @@ def test_every_flag_survives_hostile_values(hostile: str) -> None:
 
 @pytest.mark.parametrize("name", [flag.name for flag in FLAGS.values() if flag.kind in ("int", "float")])
 def test_numeric_flags_refuse_garbage(name: str) -> None:
-    """Numbers that Python would read but nobody means are refused by every numeric flag, naming it."""
+    """Every numeric flag refuses, by name, numbers that Python would accept but no user means."""
     garbage = ("nan", "inf", "-inf", "Infinity", "1e999", "1_0", "\uff11", "\u0661", "0x1", "9" * 10**5, "1\x00", "1 ")
     for text in garbage:
         message = problem([f"--{name}={text}"])

@@ -48,7 +48,7 @@ def test_bound_holds_far_out(weights: list[float]) -> None:
         assert (np.diff(indices[datasets == dataset]) == 1).all()
 
 
-def test_it_is_a_pure_function_of_the_index() -> None:
+def test_a_blend_is_a_pure_function_of_the_index() -> None:
     """Indices give the same answer one by one and in any order; scaled weights give the same blend."""
     blend, scaled = Blend([3, 1, 2]), Blend([300, 100, 200])
     whole = np.stack(blend.locate(np.arange(500)))

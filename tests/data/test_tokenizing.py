@@ -176,7 +176,7 @@ def test_files_of_the_tokenizer_come_along_and_no_others(byte_file: str, tmp_pat
     assert {path.name for path in other.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
 
 
-def test_what_a_tokenizer_config_leaves_out_is_added(byte_file: str, tmp_path: Path) -> None:
+def test_missing_entries_of_a_tokenizer_config_are_added(byte_file: str, tmp_path: Path) -> None:
     """An export names a class that loads tokenizer.json, and the end of a document from special_tokens_map.json."""
     source = tmp_path / "source"
     source.mkdir()

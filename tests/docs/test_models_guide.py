@@ -1,4 +1,4 @@
-"""docs/models.md: its tables are what the program does."""
+"""docs/models.md: its tables match the program."""
 
 from __future__ import annotations
 

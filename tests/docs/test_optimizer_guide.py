@@ -181,7 +181,7 @@ def verdict(options: OptimizerConfig, dynamic: bool, loss: float, norm: float) -
     return "dropped" if skipped else "made"
 
 
-def test_what_becomes_of_bad_steps() -> None:
+def test_the_table_of_bad_steps() -> None:
     """The table of guards against the guard, for every combination of flags but those that have no effect."""
     rows = table("flags")
     asked = [frozenset(re.findall(r"--(\w+=\w+)", row[0])) for row in rows]

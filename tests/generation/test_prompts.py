@@ -70,7 +70,7 @@ def test_a_stop_string_ends_a_text_wherever_its_tokens_begin(cuts: tuple[int, ..
     assert stop not in tokenizer.decode(text.tokens[:-1])
 
 
-def test_of_several_stop_strings_the_first_to_be_complete_counts() -> None:
+def test_the_first_complete_stop_string_counts() -> None:
     letters = list(b"xabcab")
     tokenizer = ByteTokenizer()
     assert continuation(tokenizer, [65], letters, ("cab", "bc")) == "xa"

@@ -88,7 +88,7 @@ def test_both_layouts_mean_the_same(family: str) -> None:
 
 
 @families
-def test_what_is_read_is_what_the_model_has(family: str) -> None:
+def test_a_read_config_describes_the_model(family: str) -> None:
     """Sizes, head counts, windows, biases, rotary parameters and dropouts, against the keys of the fixture."""
     kind = FAMILIES[family]["model_type"]
     attention, hidden = ("attn_pdrop", "resid_pdrop") if "gpt" in kind else ("attention_dropout", "residual_dropout")
@@ -116,7 +116,7 @@ def test_what_is_read_is_what_the_model_has(family: str) -> None:
 
 
 @families
-def test_what_is_written_is_read_again(family: str) -> None:
+def test_a_written_config_reads_back(family: str) -> None:
     """Our config.json of an imported model means the same model, for us and for transformers."""
     from transformers import AutoConfig
 
@@ -212,7 +212,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "keys", "message"), REFUSED)
-def test_what_cannot_be_expressed_is_refused_by_name(name: str, keys: dict[str, Any], message: str) -> None:
+def test_inexpressible_keys_are_refused_by_name(name: str, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         model_values({"model_type": name, **keys})
     assert message in str(caught.value)
@@ -336,7 +336,7 @@ def test_the_architecture_of_options(changes: dict[str, Any], architecture: str)
         ),
     ],
 )
-def test_what_no_architecture_expresses(changes: dict[str, Any], flags: list[str]) -> None:
+def test_models_that_no_architecture_expresses(changes: dict[str, Any], flags: list[str]) -> None:
     """The error says which flags each architecture would need."""
     with pytest.raises(UsageError) as caught:
         check_exportable(llama_model(**changes))

@@ -65,8 +65,8 @@ def test_dtypes_of_files(dtype: torch.dtype, tmp_path: Path) -> None:
     assert torch.equal(target, tensors["model.embed_tokens.weight"].bfloat16())
 
 
-def test_what_real_files_hold_besides(tmp_path: Path) -> None:
-    """Names without the prefix, masks, rotary frequencies and the copy of a tied head are understood; links, too."""
+def test_real_files_may_hold_extra_tensors(tmp_path: Path) -> None:
+    """Names without the prefix, masks, rotary frequencies, the copy of a tied head, and symbolic links are accepted."""
     folder = write_folder("gpt2", tmp_path / "model")
     source, shapes = checked(folder)
     before = read_whole(source, shapes)
@@ -333,7 +333,9 @@ def test_hostile_folders_end_in_one_line(name: str, good: Path, tmp_path: Path) 
         (lambda f: (f / "3").mkdir(parents=True), None, "no usable checkpoint: manifest.json: No such file"),
     ],
 )
-def test_what_is_no_model_folder(make: Callable[[Path], Any], kind: str | None, words: str, tmp_path: Path) -> None:
+def test_folders_without_a_model_are_refused(
+    make: Callable[[Path], Any], kind: str | None, words: str, tmp_path: Path
+) -> None:
     """The error names the content of the folder and what to give instead."""
     folder = tmp_path / "org" / "name"
     folder.parent.mkdir()

@@ -135,7 +135,7 @@ def test_patterns_alone_and_beside_a_mask() -> None:
         ("regex:blocks", r"blocks"),  # from the beginning on, but not to the end
     ],
 )
-def test_what_a_pattern_selects(pattern: str, expression: str) -> None:
+def test_a_pattern_selects_these_weights(pattern: str, expression: str) -> None:
     """A name, a prefix, wildcards, else a part of names; `regex:` as in Levanter from the beginning."""
     every = names({"num_layers": 12})
     expected = [name for name in every if re.match(expression, name)]

@@ -145,7 +145,7 @@ def test_frequencies_and_factor_are_hugging_faces(options: dict[str, Any]) -> No
     ],
     ids=str,
 )
-def test_what_is_left_out_is_filled_in_as_there(options: dict[str, Any]) -> None:
+def test_missing_rope_options_are_filled_in_as_in_transformers(options: dict[str, Any]) -> None:
     """Original length, factor of yarn, ends of the ramp, rounding: from a dict that has only what was given."""
     model = resolved(**options, max_position_embeddings=3000)
     config = theirs(model, [name for name in THEIR_NAMES if name not in options and "freq" not in name])

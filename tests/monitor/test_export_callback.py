@@ -51,7 +51,7 @@ def run(path: str, folders: list[Path], limit_s: float = 20.0, **variables: str)
     assert children() <= before, "a process is left"
 
 
-def test_it_gets_the_folder_and_the_environment_one_export_after_the_other(
+def test_the_script_gets_the_folder_and_the_environment_one_export_at_a_time(
     tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     """Argument and variables arrive, in the order of the exports and never two at once; its output is in the log."""

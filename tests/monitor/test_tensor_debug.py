@@ -209,7 +209,7 @@ def test_a_gpu_comes_to_the_same_summary(dtype: torch.dtype) -> None:
     assert there.samples is not None and here.samples is not None and torch.equal(there.samples, here.samples)
 
 
-def test_what_is_not_finite_is_counted_and_shown() -> None:
+def test_values_that_are_not_finite_are_counted_and_shown() -> None:
     tensor = torch.tensor([1.0, torch.nan, torch.inf, -torch.inf])
     entry = summarize("x", tensor, 2)
     assert entry.statistics is not None and entry.statistics.not_finite == 3

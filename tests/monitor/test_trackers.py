@@ -40,7 +40,7 @@ def test_records_come_back_exactly(tmp_path):
     assert '"loss": 0.30000000000000004' in path.read_text().splitlines()[0]
 
 
-def test_what_json_cannot_spell_is_null(tmp_path):
+def test_values_that_json_lacks_are_null(tmp_path):
     path = log(tmp_path, training(1, float("nan"), grad_norm=float("inf"), skip_reason="overflow"))
     record = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"not JSON: {name}"))
     assert (record["loss"], record["grad_norm"], record["skip_reason"]) == (None, None, "overflow")

@@ -99,7 +99,7 @@ def training(iteration, loss=1.0):
     return {"phase": "training", "iteration": iteration, "train_iters": 100, "loss": loss, "skip_reason": "none"}
 
 
-def test_what_is_sent(tmp_path, wandb, key):
+def test_points_and_settings_that_are_sent(tmp_path, wandb, key):
     directory = tmp_path / "llama-small"
     run(directory, training(10, 2.5), {"phase": "validation", "iteration": 10, "loss": 2.75}, number=3)
     (init,) = wandb.inits

@@ -171,7 +171,7 @@ def engine_at(options: Options, ranks: Any, steps: range, origin: Engine | None 
 
 @pytest.mark.parametrize("options", [RMS, NORM | {"adam_nesterov": True}], ids=str)
 def test_a_resumed_run_clips_as_if_it_had_not_stopped(options: Options) -> None:
-    """Wherever it stops, to the bit, log included; a history that the checkpoint does not have begins anew.
+    """Wherever it stops, to the bit, log included; a history that is not in the checkpoint restarts.
 
     Behind the third step comes one that is dropped.
     """
@@ -193,7 +193,7 @@ def test_a_resumed_run_clips_as_if_it_had_not_stopped(options: Options) -> None:
         assert len(norms) == (min(3, 10 - stop - (stop < 4)) if "clip_update_norm_sigma" in options else 0)
 
 
-def test_what_excludes_each_other() -> None:
+def test_options_that_exclude_each_other() -> None:
     for options in (RMS | NORM, RMS | {"optimizer": "lion"}, NORM | {"optimizer": "muon"}):
         with pytest.raises(UsageError, match="--(update_rms_clip|clip_update_norm_sigma)=.*out$"):
             tiny_config(1, **options)

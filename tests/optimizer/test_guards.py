@@ -303,7 +303,7 @@ def test_clipping_factors(norm: float) -> None:
         ({**SKIPPING, "on_bad_step": "abort"}, None),
     ],
 )
-def test_what_an_option_makes_idle_is_said(options: dict[str, Any], caution: str | None) -> None:
+def test_idle_options_give_a_warning(options: dict[str, Any], caution: str | None) -> None:
     named = ("bad_step", "crash_on", "clip_grad")
     found = [line for line in warnings(tiny_config(**options)) if any(name in line for name in named)]
     assert len(found) == (caution is not None) and all(line.startswith(caution or "") for line in found), found

@@ -97,7 +97,7 @@ def test_no_row_disappears_without_a_word(tmp_path: Path) -> None:
 
 
 def test_one_rank_at_a_time_in_gpt2s_shape(tmp_path: Path) -> None:
-    """Configurations that are built anew for every turn, of a model with positions, biases, layer norm and a tied head.
+    """Configurations that are rebuilt for every turn, of a model with positions, biases, layer norm and a tied head.
 
     Every turn starts from the same weights and computes the same losses everywhere, recomputing or not.
     """

@@ -115,7 +115,7 @@ def test_dtypes_compare_within_tolerances_only(script: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("rtol", [0.0, 0.1])
-def test_what_is_not_finite(script: Any, tmp_path: Path, rtol: float) -> None:
+def test_values_that_are_not_finite(script: Any, tmp_path: Path, rtol: float) -> None:
     """NaN is the same as NaN at the same place, and as nothing else; likewise an infinity."""
     special = torch.tensor([1.0, math.nan, math.inf, -math.inf])
     a = write(tmp_path / "a", {"x": special}, 20)

@@ -183,7 +183,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], None] | None, list[str], int, str]] =
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_cannot_be_is_refused_and_nothing_is_changed(
+def test_impossible_conversions_are_refused_and_change_nothing(
     tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line, the right exit code; what was there is there as it was, and nothing beside it."""
@@ -215,8 +215,8 @@ def test_a_folder_inside_the_source_and_a_wrong_number_are_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
-def test_what_is_ours_is_replaced_where_that_is_allowed(tmp_path: Path) -> None:
-    """--exist_ok replaces an export, and an empty folder needs no leave."""
+def test_only_our_own_folders_are_replaced(tmp_path: Path) -> None:
+    """--exist_ok replaces an export; an empty folder is replaced without it."""
     theirs, target = write_folder(FAST, tmp_path / "theirs"), tmp_path / "to"
     target.mkdir()
     assert convert(theirs, target, "huggingface", "--dtype=bf16") == 0

@@ -199,7 +199,7 @@ class FakeClock:
         return 0.25
 
 
-def test_what_is_measured_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_measurements_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates from bytes and operations; a variant that fails is recorded, and the others are measured."""
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)

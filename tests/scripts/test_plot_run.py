@@ -84,7 +84,7 @@ def test_no_run_and_no_loss_yet_are_clear(tmp_path, script, capsys):
     assert "nowhere" in first and "No such file" in first and "no loss yet" in second
 
 
-def test_what_cannot_be_written_is_clear(tmp_path, script, capsys):
+def test_an_unwritable_output_is_one_clear_line(tmp_path, script, capsys):
     run = write_run(tmp_path / "run", 3)
     (tmp_path / "file").write_text("")
     assert script.main([str(run), "--output", str(tmp_path / "file/loss.png")]) == 8

@@ -159,7 +159,7 @@ def test_trained_and_given_tokenizers(folder: Path, tmp_path: Path, capsys: pyte
     assert "the texts are too small for a vocabulary of 5000" in capsys.readouterr().err
 
 
-def test_it_refuses_to_overwrite(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_data_refuses_to_overwrite(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An existing pair stays as it is unless --overwrite is given, and also when an overwriting run fails."""
     prefix = tmp_path / "x"
     assert main(folder, "--output_prefix", prefix) == 0

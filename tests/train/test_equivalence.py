@@ -135,7 +135,7 @@ def test_deterministic_runs_with_torchs_own_check_switched_on() -> None:
     assert enabled and strict.losses == plain.losses and same_weights(strict.weights, plain.weights)
 
 
-def test_what_is_slower_is_said() -> None:
+def test_the_cost_of_determinism_is_described() -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert "sorted tokens" in deterministic_ways(cuda, triton=False)
     assert "sorted tokens" not in deterministic_ways(cuda, triton=True)

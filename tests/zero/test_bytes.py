@@ -196,7 +196,7 @@ def savings(ranks: Any, base: Options, option: Options) -> int:
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_what_options_save(zero_stage: int) -> None:
+def test_bytes_that_options_save(zero_stage: int) -> None:
     """Two ranks: the bytes that the issue promises for each option, and nothing else."""
     ranks = SimulatedRanks()
     base = {"training_dtype": "bf16", "num_layers": 4, "zero_stage": zero_stage, "tie_word_embeddings": False}
@@ -215,7 +215,7 @@ def test_what_options_save(zero_stage: int) -> None:
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_what_averages_cost(zero_stage: int) -> None:
+def test_bytes_that_averages_cost(zero_stage: int) -> None:
     """Two ranks: 4 bytes for each trainable element of a shard, and two buffers of the training dtype that the stages
     take in turn; one more for an embedding that is tied to the head."""
     ranks = SimulatedRanks()

@@ -276,7 +276,7 @@ class Recorder(SimulatedRanks):
 
 @pytest.mark.parametrize(("options", "prefetched"), [(ZERO_1, 5), (ZERO_3, 2)])
 def test_gathers_of_the_next_step_overlap_the_rest_of_the_update(options: Options, prefetched: int) -> None:
-    """They start stage by stage within the update, and nobody waits for them before the next step does.
+    """They start stage by stage within the update, and only the next step waits for them.
 
     In ZeRO 3 stages 2 and 4 are updated while their buffer is filled with stage 0: no reason to wait.
     """
