@@ -21,7 +21,7 @@ from megatron_lite.distributed import startup
 from megatron_lite.distributed.agreement import together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.traffic import Traffic
-from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED
+from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, RunError
 from megatron_lite.generation.samples import Samples, open_samples
 from megatron_lite.huggingface import load_pretrained
 from megatron_lite.huggingface.architectures import check_exports
@@ -46,6 +46,9 @@ from megatron_lite.run.stop_signal import StopSignal
 from megatron_lite.validation import warnings
 from megatron_lite.validation.messages import Note
 from megatron_lite.zero.multi_stage import MultiStage
+
+# Ranks that fail with one error wait this long for each other before they end.
+LEAVE_TOGETHER_S = 5.0
 
 
 @dataclass
@@ -110,6 +113,8 @@ def opened(config: Config, notes: tuple[Note, ...], environment: Mapping[str, st
         if run is not None:
             run.callback.close(0.0)
             run.trackers.close(code)
+            if isinstance(error, RunError) and error.agreed:  # leaving first could cut a peer off in its last step
+                run.distributed.wait_for_peers(LEAVE_TOGETHER_S)
         exit_status.leave(code)  # a normal exit could hang: peers may wait for this rank in a collective
 
 

@@ -8,6 +8,8 @@ so that results depend on neither timing nor ZeRO stage.
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import json
 import math
 import time
@@ -175,6 +177,12 @@ class Distributed:
     def barrier(self) -> None:
         """Wait for every rank."""
         self.agree_max(0)
+
+    def wait_for_peers(self, limit_s: float) -> None:
+        """Wait for every rank before a failed run ends, but not for long: a peer may be gone."""
+        with contextlib.suppress(Exception):
+            work = dist.all_reduce(torch.zeros(1), group=self._cpu_group, async_op=True)
+            work.wait(datetime.timedelta(seconds=limit_s))
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the JSON-able values of all ranks, in rank order, on every rank."""
