@@ -8,6 +8,7 @@ from megatron_lite.errors import EXIT_DONE, CheckpointError, UsageError
 from megatron_lite.huggingface.architectures import check_exports
 from megatron_lite.run import exit_status
 from megatron_lite.run.launch import is_first_on_machine, launch_rank, launch_world_size
+from megatron_lite.run.missing_package import name_missing_package
 from megatron_lite.run.secrets import without_secrets
 from megatron_lite.validation import planned_world_size, resolve
 
@@ -39,4 +40,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    sys.excepthook = name_missing_package
     sys.exit(main(sys.argv[1:]))

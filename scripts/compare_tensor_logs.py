@@ -22,13 +22,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))  # works without installation
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
-from torch import Tensor  # noqa: E402
+import scripts  # noqa: F401  names a missing package
 
-from megatron_lite.errors import RunError, UsageError  # noqa: E402
-from megatron_lite.monitor.tensor_log import Statistics, TensorEntry, read_tensor_log  # noqa: E402
+# isort: split
+from torch import Tensor
+
+from megatron_lite.errors import RunError, UsageError
+from megatron_lite.monitor.tensor_log import Statistics, TensorEntry, read_tensor_log
 
 PATTERN = "tensor_logs_*.safetensors"
 

@@ -22,25 +22,28 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
-from megatron_lite.checkpoint import files, names  # noqa: E402
-from megatron_lite.config import Config  # noqa: E402
-from megatron_lite.config.structured_values import size_bytes  # noqa: E402
-from megatron_lite.errors import EXIT_DONE, CheckpointError, RunError, StorageError, UsageError  # noqa: E402
-from megatron_lite.generation.model import fill  # noqa: E402
-from megatron_lite.huggingface import convert as conversion  # noqa: E402
-from megatron_lite.huggingface.architectures import ARCHITECTURES  # noqa: E402
-from megatron_lite.huggingface.folder_kind import KINDS  # noqa: E402
-from megatron_lite.huggingface.open_source import open_source  # noqa: E402
-from megatron_lite.huggingface.weight_source import CheckpointSource, WeightSource  # noqa: E402
-from megatron_lite.kernels.choice import Kernels  # noqa: E402
-from megatron_lite.model.embedding_and_head import Head  # noqa: E402
-from megatron_lite.model.gpt import build_gpt, shapes_of  # noqa: E402
-from megatron_lite.model.layer import MicroBatch  # noqa: E402
-from megatron_lite.parameter import DTYPES  # noqa: E402
+import scripts  # noqa: F401  names a missing package
+
+# isort: split
+import torch
+
+from megatron_lite.checkpoint import files, names
+from megatron_lite.config import Config
+from megatron_lite.config.structured_values import size_bytes
+from megatron_lite.errors import EXIT_DONE, CheckpointError, RunError, StorageError, UsageError
+from megatron_lite.generation.model import fill
+from megatron_lite.huggingface import convert as conversion
+from megatron_lite.huggingface.architectures import ARCHITECTURES
+from megatron_lite.huggingface.folder_kind import KINDS
+from megatron_lite.huggingface.open_source import open_source
+from megatron_lite.huggingface.weight_source import CheckpointSource, WeightSource
+from megatron_lite.kernels.choice import Kernels
+from megatron_lite.model.embedding_and_head import Head
+from megatron_lite.model.gpt import build_gpt, shapes_of
+from megatron_lite.model.layer import MicroBatch
+from megatron_lite.parameter import DTYPES
 
 VERIFIED_ROWS, VERIFIED_TOKENS = 4, 64
 # Largest difference of logits over the largest logit; for rounded weights, 16 times the spacing of the dtype.

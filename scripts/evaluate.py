@@ -29,18 +29,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
-from megatron_lite.config import BatchConfig, Config, DataConfig, DistributedConfig, TrainingConfig  # noqa: E402
-from megatron_lite.config.system import DTYPE_ALIASES, DTYPES  # noqa: E402
-from megatron_lite.data.loader import micro_batch  # noqa: E402
-from megatron_lite.data.open_data import open_data  # noqa: E402
-from megatron_lite.data.tokenizing import Tokenizer  # noqa: E402
-from megatron_lite.errors import EXIT_DONE, DataError, NumericsError, UsageError  # noqa: E402
-from megatron_lite.generation.evaluation import Totals, evaluate, text_batches  # noqa: E402
-from megatron_lite.generation.model import LocalModel, choose_device, load_model  # noqa: E402
-from megatron_lite.generation.prompts import open_tokenizer  # noqa: E402
-from megatron_lite.model.layer import MicroBatch  # noqa: E402
-from megatron_lite.run.exit_status import print_failure, print_page  # noqa: E402
-from megatron_lite.validation import resolve  # noqa: E402
+import scripts  # noqa: F401  names a missing package
+from megatron_lite.config import BatchConfig, Config, DataConfig, DistributedConfig, TrainingConfig
+from megatron_lite.config.system import DTYPE_ALIASES, DTYPES
+from megatron_lite.data.loader import micro_batch
+from megatron_lite.data.open_data import open_data
+from megatron_lite.data.tokenizing import Tokenizer
+from megatron_lite.errors import EXIT_DONE, DataError, NumericsError, UsageError
+from megatron_lite.generation.evaluation import Totals, evaluate, text_batches
+from megatron_lite.generation.model import LocalModel, choose_device, load_model
+from megatron_lite.generation.prompts import open_tokenizer
+from megatron_lite.model.layer import MicroBatch
+from megatron_lite.run.exit_status import print_failure, print_page
+from megatron_lite.validation import resolve
 
 LONGEST_DEFAULT = 2048
 TERMINAL_INTERVAL_S, LINE_INTERVAL_S = 0.5, 30.0

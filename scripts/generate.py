@@ -25,10 +25,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
-from megatron_lite.config.system import DTYPE_ALIASES, DTYPES  # noqa: E402
-from megatron_lite.errors import EXIT_DONE, DataError  # noqa: E402
-from megatron_lite.generation.continuation import Limits, Text, continue_texts  # noqa: E402
-from megatron_lite.generation.model import choose_device, load_model  # noqa: E402
+import scripts  # noqa: F401  names a missing package
+from megatron_lite.config.system import DTYPE_ALIASES, DTYPES
+from megatron_lite.errors import EXIT_DONE, DataError
+from megatron_lite.generation.continuation import Limits, Text, continue_texts
+from megatron_lite.generation.model import choose_device, load_model
 from megatron_lite.generation.prompts import (
     Continuations,
     as_json,
@@ -38,9 +39,9 @@ from megatron_lite.generation.prompts import (
     open_tokenizer,
     read_prompts,
 )
-from megatron_lite.generation.sampling import SamplingOptions, TokenSampler  # noqa: E402
-from megatron_lite.run.exit_status import print_failure, print_page  # noqa: E402
-from megatron_lite.seeds import derive_seed  # noqa: E402
+from megatron_lite.generation.sampling import SamplingOptions, TokenSampler
+from megatron_lite.run.exit_status import print_failure, print_page
+from megatron_lite.seeds import derive_seed
 
 GPU_BATCH_SIZE = 8
 

@@ -8,12 +8,13 @@
 #
 # Without a GPU it says so and exits 0. Otherwise it exits 0 if every step succeeded. The file is written after each
 # step, so it exists however the run ends; `python -m scripts.benchmarks.gpu.render` puts it into docs/benchmarks.md.
-# The checkout may be read-only: all other files go below TMPDIR. PYTHON chooses the interpreter (default: python3 of
-# the active environment), which needs torch, numpy and pytest, and Triton for most steps.
+# The checkout may be read-only: all other files go below TMPDIR. PYTHON chooses the interpreter (default: that of
+# the active environment, of .venv, or python3), which needs torch, numpy and pytest, and Triton for most steps.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-PYTHON="${PYTHON:-$(command -v python3 || command -v python || true)}"
+ENVIRONMENT="${VIRTUAL_ENV:-$ROOT/.venv}"
+PYTHON="${PYTHON:-$(command -v "$ENVIRONMENT/bin/python" || command -v python3 || command -v python || true)}"
 if [ -z "$PYTHON" ] || ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
     printf 'gpu_report: Python >= 3.10 not found (PYTHON=%s)\n' "$PYTHON" >&2
     exit 1

@@ -19,6 +19,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
+
+import scripts  # noqa: F401  names a missing package
 from megatron_lite.errors import DataError, RunError, StorageError, UsageError
 from megatron_lite.monitor.trackers import METRICS_FILE, read_metrics
 

@@ -16,17 +16,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))  # works without installation
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
-from megatron_lite.cli.parse import HelpRequested, parse  # noqa: E402
-from megatron_lite.config import Config  # noqa: E402
-from megatron_lite.errors import EXIT_DONE, RunError, StorageError, UsageError  # noqa: E402
-from megatron_lite.run.exit_status import print_page  # noqa: E402
-from megatron_lite.run.launch import launch_world_size  # noqa: E402
-from megatron_lite.schedules.batch_options import batch_schedule  # noqa: E402
-from megatron_lite.schedules.learning_rate import learning_rate  # noqa: E402
-from megatron_lite.validation import planned_world_size, resolve, warnings  # noqa: E402
+import scripts  # noqa: F401  names a missing package
+from megatron_lite.cli.parse import HelpRequested, parse
+from megatron_lite.config import Config
+from megatron_lite.errors import EXIT_DONE, RunError, StorageError, UsageError
+from megatron_lite.run.exit_status import print_page
+from megatron_lite.run.launch import launch_world_size
+from megatron_lite.schedules.batch_options import batch_schedule
+from megatron_lite.schedules.learning_rate import learning_rate
+from megatron_lite.validation import planned_world_size, resolve, warnings
 
 RATE_COLOR = "#0d9488"
 BATCH_COLOR = "#2563eb"

@@ -24,14 +24,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
-from megatron_lite.data.dataset_writer import IndexedDatasetWriter, replace_file  # noqa: E402
-from megatron_lite.data.indexed_dataset import smallest_dtype  # noqa: E402
+import scripts  # noqa: F401  names a missing package
+
+# isort: split
+import numpy as np
+
+from megatron_lite.data.dataset_writer import IndexedDatasetWriter, replace_file
+from megatron_lite.data.indexed_dataset import smallest_dtype
 from megatron_lite.data.tokenizing import ByteTokenizer, Tokenizer, load_tokenizer, save_byte_tokenizer, train_tokenizer
-from megatron_lite.errors import EXIT_DONE, DataError, RunError, StorageError, UsageError  # noqa: E402
+from megatron_lite.errors import EXIT_DONE, DataError, RunError, StorageError, UsageError
 
 BATCH_CHARACTERS = 1 << 22  # batch size for the threads of the tokenizer
 SHOWN_FAULTS = 10

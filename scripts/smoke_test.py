@@ -22,6 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
+
+from megatron_lite.run.missing_package import missing_package
+
 ROOT = Path(__file__).resolve().parent.parent
 TIME_LIMIT_S = 170.0
 SEQUENCE_LENGTH = 128
@@ -316,7 +320,8 @@ def main() -> int:
             step()
         del result["failed"]
     except Exception as error:
-        reason = str(error) if isinstance(error, SmokeError) else f"{type(error).__name__}: {error}"
+        expected = isinstance(error, SmokeError)
+        reason = str(error) if expected else str(missing_package(error) or f"{type(error).__name__}: {error}")
         result.update(ok=False, reason=reason)
         if (folder / "log.txt").exists():
             tail = (folder / "log.txt").read_text("utf-8", errors="replace").splitlines()[-40:]

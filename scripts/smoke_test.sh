@@ -7,11 +7,12 @@
 #
 # The last line of standard output is a JSON object with "ok"; the exit code is 0 if ok. Nothing is installed, and all
 # files go to a temporary folder (TMPDIR), so the checkout may be read-only. PYTHON chooses the interpreter (default:
-# python3 of the active environment), which needs the packages listed in setup.py.
+# that of the active environment, of .venv, or python3), which needs the packages listed in setup.py.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-PYTHON="${PYTHON:-$(command -v python3 || command -v python || true)}"
+ENVIRONMENT="${VIRTUAL_ENV:-$ROOT/.venv}"
+PYTHON="${PYTHON:-$(command -v "$ENVIRONMENT/bin/python" || command -v python3 || command -v python || true)}"
 if [ -z "$PYTHON" ] || ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
     printf '{"ok": false, "failed": "start", "reason": "Python >= 3.10 not found (PYTHON=%s)"}\n' "$PYTHON"
     exit 1

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from megatron_lite.errors import PeerError, as_run_error
 from megatron_lite.run.durable_files import replace_file
+from megatron_lite.run.missing_package import missing_package
 
 EXIT_FILE = "exit.json"
 
@@ -22,7 +23,7 @@ def report(error: BaseException, experiment_dir: str | None, *, prints: bool, ra
     `prints`: whether this process prints an error that every rank raises. A rank that fails by itself always prints
     its error. A rank that only lost its peer keeps the exit.json that the peer wrote.
     """
-    expected = as_run_error(error)
+    expected = as_run_error(error) or missing_package(error)
     code = expected.exit_code if expected is not None else 1
     message = str(expected) if expected is not None else f"{type(error).__name__}: {error}"
     agreed = expected is not None and expected.agreed
@@ -40,7 +41,7 @@ def report(error: BaseException, experiment_dir: str | None, *, prints: bool, ra
 
 def print_failure(error: Exception, less_memory: str) -> int:
     """Print why a script failed and return its exit code; raise `error` again if it is a defect of the program."""
-    expected = as_run_error(error, less_memory)
+    expected = as_run_error(error, less_memory) or missing_package(error)
     if expected is None:
         raise error
     print(f"ERROR: {expected}", file=sys.stderr)

@@ -21,6 +21,7 @@ SHELL_SCRIPTS = sorted(
 )
 QUICKSTART = "bash scripts/quickstart.sh"
 RUN_TESTS = "bash scripts/run_tests.sh"
+ACTIVATE = "source .venv/bin/activate"
 # Writes its arguments as JSON to the file $CAPTURED, in the place of torchrun.
 CAPTURE = f"""#!{sys.executable}
 import json, os, sys
@@ -105,8 +106,8 @@ def configuration(flags: list[str], world_size: int) -> Config:
 
 
 def test_readme_begins_with_the_two_commands() -> None:
-    """The first two commands of the README are the two that a newcomer needs."""
-    assert blocks("README.md")[:2] == [QUICKSTART, RUN_TESTS]
+    """The first two commands of the README are the two that a newcomer needs; the others need the environment."""
+    assert blocks("README.md")[:3] == [QUICKSTART, RUN_TESTS, ACTIVATE]
 
 
 def test_ci_runs_the_test_command_and_both_end_to_end_scripts() -> None:
@@ -120,7 +121,7 @@ def test_ci_runs_the_test_command_and_both_end_to_end_scripts() -> None:
 
 def test_every_documented_command_is_known_here() -> None:
     """A command added to the README or to CONTRIBUTING fails here until a test of this file runs it."""
-    tested = {QUICKSTART, RUN_TESTS, "bash scripts/check.sh", f"{RUN_TESTS} tests/test_structure.py"}
+    tested = {QUICKSTART, RUN_TESTS, ACTIVATE, "bash scripts/check.sh", f"{RUN_TESTS} tests/test_structure.py"}
     tested |= {block("README.md", word) for word in ("--dataset_source=random", "prepare_data.py", "$PERFORMANCE_ARGS")}
     assert {*blocks("README.md"), *blocks("CONTRIBUTING.md")} == tested
 
