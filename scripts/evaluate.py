@@ -31,13 +31,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without
 
 import scripts  # noqa: F401  names a missing package
 from megatron_lite.config import BatchConfig, Config, DataConfig, DistributedConfig, TrainingConfig
-from megatron_lite.config.system import DTYPE_ALIASES, DTYPES
 from megatron_lite.data.loader import micro_batch
 from megatron_lite.data.open_data import open_data
 from megatron_lite.data.tokenizing import Tokenizer
 from megatron_lite.errors import EXIT_DONE, DataError, NumericsError, UsageError
 from megatron_lite.generation.evaluation import Totals, evaluate, text_batches
 from megatron_lite.generation.model import LocalModel, choose_device, load_model
+from megatron_lite.generation.model_options import model_options
 from megatron_lite.generation.prompts import open_tokenizer
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.run.exit_status import print_failure, print_page
@@ -50,10 +50,11 @@ TERMINAL_INTERVAL_S, LINE_INTERVAL_S = 0.5, 30.0
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; argparse exits with code 2 if it is wrong."""
     parser = argparse.ArgumentParser(
-        description="Measure loss, perplexity and bits per byte of a model.", allow_abbrev=False
+        description="Measure loss, perplexity and bits per byte of a model.",
+        parents=[model_options()],
+        allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="export, Hugging Face folder, checkpoint, or folder of checkpoints")
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument("--data_path", nargs="+", help="prefix of .bin/.idx files, or weight prefix weight prefix ...")
     data.add_argument("--text", nargs="+", type=Path, help="text files, and .jsonl files with one text per line")
@@ -64,22 +65,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--sequence_length", type=positive, help=f"tokens per sample (default: the model's, up to {LONGEST_DEFAULT})")
     add("--micro_batch_size", type=positive, default=1, help="samples per forward pass (default: 1)")
     add("--cross_document_attention", type=int, choices=(0, 1), default=1, help="as in training (default: 1)")
-    add("--tokenizer_file", help="tokenizer.json (default: from the model's folder, or the one used in training)")
-    add(
-        "--weights",
-        choices=("raw", "average"),
-        default="raw",
-        help="average: the averaged weights in a checkpoint of a run with --ema_type (default: raw)",
-    )
-    add(
-        "--dtype",
-        choices=(*DTYPES, *DTYPE_ALIASES),
-        help="dtype of the weights (default: fp32 on a CPU, bf16 on a GPU)",
-    )
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if there is one)")
     add("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
-    options.model = options.model.expanduser()  # the shell does not expand the ~ in --model=~/folder
     others = ("json_key",) if options.data_path else ("split", "samples", "seed")
     for name in others:
         if getattr(options, name) is not None:
@@ -209,8 +196,7 @@ def result(options: argparse.Namespace) -> dict[str, object]:
     device = choose_device(options.device)
     tokenizer = find_tokenizer(options)
     length = options.sequence_length
-    dtype = DTYPE_ALIASES.get(options.dtype, options.dtype)
-    model = load_model(options.model, length or LONGEST_DEFAULT, dtype, device, options.weights)
+    model = load_model(options.model, length or LONGEST_DEFAULT, options.dtype, device, options.weights)
     longest = model.config.max_position_embeddings or 0
     if length is not None and length > longest:
         raise UsageError(f"--sequence_length={length}: must be at most {longest:,}, the longest context of this model")

@@ -26,10 +26,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
 import scripts  # noqa: F401  names a missing package
-from megatron_lite.config.system import DTYPE_ALIASES, DTYPES
 from megatron_lite.errors import EXIT_DONE, DataError
 from megatron_lite.generation.continuation import Limits, Text, continue_texts
 from megatron_lite.generation.model import choose_device, load_model
+from megatron_lite.generation.model_options import model_options
 from megatron_lite.generation.prompts import (
     Continuations,
     as_json,
@@ -64,12 +64,12 @@ def number(kind: Callable[[str], Any], minimum: float, maximum: float = math.inf
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; argparse exits with code 2 if it is wrong."""
-    parser = argparse.ArgumentParser(description="Continue texts with a model.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description="Continue texts with a model.", parents=[model_options()], allow_abbrev=False
+    )
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="export, Hugging Face folder, checkpoint, or folder of checkpoints")
     add("--prompt", action="append", default=[], help="a text to continue; may be repeated")
     add("--prompts_file", help="a file with one prompt per line, without blank lines; -: standard input")
-    add("--tokenizer_file", help="tokenizer.json (default: from the model's folder, or the one used in training)")
     add(
         "--add_special_tokens",
         type=int,
@@ -94,25 +94,12 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"texts to generate at a time (default: 1 on a CPU, {GPU_BATCH_SIZE} on a GPU)",
     )
     add(
-        "--weights",
-        choices=("raw", "average"),
-        default="raw",
-        help="average: the averaged weights in a checkpoint of a run with --ema_type (default: raw)",
-    )
-    add(
-        "--dtype",
-        choices=(*DTYPES, *DTYPE_ALIASES),
-        help="dtype of the weights (default: fp32 on a CPU, bf16 on a GPU)",
-    )
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if there is one)")
-    add(
         "--json_lines",
         action="store_true",
         help="print a JSON object per text: index, prompt, text (continuation), finish (end, stop, length, context), "
         "prompt_tokens, tokens",
     )
     options = parser.parse_args(arguments)
-    options.model = options.model.expanduser()  # the shell does not expand the ~ in --model=~/folder
     if "" in options.stop:
         parser.error("argument --stop: an empty string ends every text at once; leave it out")
     if not options.prompt and options.prompts_file is None:
@@ -152,9 +139,8 @@ def continued(options: argparse.Namespace) -> Iterator[tuple[int, str, Text, str
     tokenizer = open_tokenizer(options.model, options.tokenizer_file, special_tokens=True)
     template = bool(options.add_special_tokens)
     lengths = [len(tokenizer.encode(prompt, template)) for prompt in prompts]
-    dtype = DTYPE_ALIASES.get(options.dtype, options.dtype)
     longest_text = max(lengths) + options.max_new_tokens + 1
-    model = load_model(options.model, longest_text, dtype, device, options.weights)
+    model = load_model(options.model, longest_text, options.dtype, device, options.weights)
     vocab_size, longest = model.config.vocab_size, model.config.max_position_embeddings
     assert longest is not None
     sampling = SamplingOptions(options.temperature, options.top_k, options.top_p)
