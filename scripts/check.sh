@@ -17,4 +17,4 @@ run "ruff format" "$PYTHON" -m ruff format --check .
 say "types"
 run "mypy" "$PYTHON" -m mypy
 say "tests"
-run "the test run" "$PYTHON" -m pytest "$@"
+run_pytest "$@"

@@ -12,11 +12,9 @@ die() {
     exit 1
 }
 
-# run WHAT COMMAND...: print a command as one would type it, then run it. On failure print one line that names WHAT, and
-# exit with the command's exit code.
-run() {
-    local what="$1" code=0 word
-    shift
+# show COMMAND...: print a command as one would type it.
+show() {
+    local word
     printf '+'
     for word in "$@"; do
         case "$word" in
@@ -25,11 +23,32 @@ run() {
         esac
     done
     printf '\n'
+}
+
+# run WHAT COMMAND...: print a command, then run it. On failure print one line that names WHAT, and exit with the command's
+# exit code.
+run() {
+    local what="$1" code=0
+    shift
+    show "$@"
     "$@" || code=$?
     if [ "$code" -ne 0 ]; then
         printf '%s: %s failed with exit code %s\n' "$SCRIPT" "$what" "$code" >&2
         exit "$code"
     fi
+}
+
+# run_pytest ARGUMENTS...: run the tests; exit with pytest's exit code unless they pass.
+run_pytest() {
+    local code=0
+    show "$PYTHON" -m pytest "$@"
+    "$PYTHON" -m pytest "$@" || code=$?
+    case "$code" in
+        0) return 0 ;;
+        5) printf '%s: no test matches these arguments; tests marked guides or slow also need -m guides or -m slow\n' "$SCRIPT" >&2 ;;
+        *) printf '%s: the test run failed with exit code %s\n' "$SCRIPT" "$code" >&2 ;;
+    esac
+    exit "$code"
 }
 
 # Print the first Python >= 3.10 that can create virtual environments. If PYTHON is set, try nothing else.

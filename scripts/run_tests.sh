@@ -14,11 +14,11 @@ install_project plot,test
 cd "$ROOT"
 if [ "$#" -gt 0 ]; then
     say "running the tests"
-    run "the test run" "$PYTHON" -m pytest "$@"
+    run_pytest "$@"
     exit
 fi
 IN_PARALLEL=(--numprocesses auto --dist worksteal) # one process per core; idle ones take tests from busy ones
 say "running the tests"
-run "the test run" "$PYTHON" -m pytest "${IN_PARALLEL[@]}"
+run_pytest "${IN_PARALLEL[@]}"
 say "running the tests of guides, plots, benchmarks and reports"
-run "the test run of guides" "$PYTHON" -m pytest "${IN_PARALLEL[@]}" -m "guides and not slow"
+run_pytest "${IN_PARALLEL[@]}" -m "guides and not slow"
