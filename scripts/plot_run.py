@@ -2,8 +2,8 @@
 
     python scripts/plot_run.py EXPERIMENT_DIR [--output loss.png] [--baseline NAME=VALUE ...]
 
-With matplotlib (`pip install matplotlib`) the ending of --output selects the format. Without it, the picture is a
-simple SVG.
+The picture is loss.png in the experiment directory, unless --output names another file; its ending is the format.
+Without matplotlib (`pip install matplotlib`) it is a simple SVG.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import importlib.util
 import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -33,6 +33,7 @@ RATE_COLOR = "#0d9488"
 MUTED_COLOR = "#64748b"
 GRID_COLOR = "#e2e8f0"
 FEW_POINTS = 3  # a line through so few points is hard to see, so they are drawn as dots
+RATE_TICKS = 5  # about, on the axis of the learning rate
 MAX_RAW_POINTS = 150  # longer curves are smoothed, with the raw values in pale behind
 
 
@@ -128,8 +129,18 @@ def describe(curves: Curves) -> str:
     return f"{' · '.join(parts)} at iteration {last:,}{tokens}"
 
 
-def draw_with_matplotlib(curves: Curves, output: Path) -> None:
-    """Draw the loss, with the learning rate in a small panel below."""
+def highest_rate(curves: Curves) -> float:
+    """Return the top of the axis of the learning rate, in two digits because the log may skip the peak."""
+    return float(f"{max(value for _, value in curves.learning_rate):.2g}") or 1.0
+
+
+def format_rate(value: float) -> str:
+    """Format a learning rate of an axis: 0.004, 5e-5."""
+    return f"{value:.4g}".replace("e-0", "e-")
+
+
+def draw_with_matplotlib(curves: Curves) -> Any:
+    """Return a figure of the loss, with the learning rate in a small panel below."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -143,9 +154,9 @@ def draw_with_matplotlib(curves: Curves, output: Path) -> None:
         rate_axes.fill_between(*zip(*curves.learning_rate, strict=True), color=RATE_COLOR, alpha=0.12, linewidth=0)
         rate_axes.set_ylim(bottom=0)
         rate_axes.set_ylabel("learning rate", color=MUTED_COLOR)
-        rate_axes.yaxis.set_major_locator(MaxNLocator(2))
+        rate_axes.set_yticks(round_ticks(0.0, highest_rate(curves), RATE_TICKS))
         figure.align_ylabels()
-        rate_axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}"))
+        rate_axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_rate(value)))
     else:
         loss_axes = rate_axes = figure.subplots()
     _draw_losses(loss_axes, curves)
@@ -161,7 +172,7 @@ def draw_with_matplotlib(curves: Curves, output: Path) -> None:
         axes.tick_params(colors=MUTED_COLOR, length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.spines["bottom"].set_color(GRID_COLOR)
-    figure.savefig(output)
+    return figure
 
 
 def _draw_losses(axes: Any, curves: Curves) -> None:
@@ -240,12 +251,12 @@ class _Panel:
         places = (self.place(*point) for point in points)
         return "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>' for x, y in places)
 
-    def grid(self, num_lines: int) -> str:
+    def grid(self, num_lines: int, form: Callable[[float], str] = "{:g}".format) -> str:
         parts = []
         for value in round_ticks(self.low, self.high, num_lines):
             y = self.place(self.x_low, value)[1]
             parts.append(f'<line x1="{self.left}" x2="{self.right}" y1="{y:.1f}" y2="{y:.1f}" stroke="{GRID_COLOR}"/>')
-            parts.append(svg_text(self.left - 8, y + 4, f"{value:g}", anchor="end"))
+            parts.append(svg_text(self.left - 8, y + 4, form(value), anchor="end"))
         return "".join(parts)
 
 
@@ -254,7 +265,8 @@ def round_ticks(low: float, high: float, count: int) -> list[float]:
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
-    return [index * step for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    rounding = 1e-9  # 6e-4 / 2e-4 is below 3
+    return [index * step for index in range(math.ceil(low / step - rounding), math.floor(high / step + rounding) + 1)]
 
 
 def svg_text(x: float, y: float, text: str, size: int = 12, color: str = MUTED_COLOR, anchor: str = "start") -> str:
@@ -292,8 +304,12 @@ def draw_svg(curves: Curves) -> str:
         parts.append(svg_text(870, 34 + 18 * row, f"— {name}", 13, color, "end"))
     bottom = panel.bottom
     if curves.learning_rate:
-        rate = _Panel(430, 80, x_range, [0.0, *(value for _, value in curves.learning_rate)])
-        parts += [rate.grid(2), rate.line(curves.learning_rate, RATE_COLOR, 1.5), svg_text(74, 426, "learning rate")]
+        rate = _Panel(430, 80, x_range, [0.0, highest_rate(curves)])
+        parts += [
+            rate.grid(RATE_TICKS, format_rate),
+            rate.line(curves.learning_rate, RATE_COLOR, 1.5),
+            svg_text(74, 426, "learning rate"),
+        ]
         bottom = rate.bottom
     for iteration in round_ticks(*x_range, 8) if x_range[1] > x_range[0] else [x_range[0]]:
         parts.append(svg_text(panel.place(iteration, 0)[0], bottom + 20, f"{iteration:,g}", anchor="middle"))
@@ -320,7 +336,7 @@ def write_picture(curves: Curves, output: Path) -> Path:
             output = output.with_suffix(".svg")
             output.write_text(draw_svg(curves), encoding="utf-8")
         else:
-            draw_with_matplotlib(curves, output)
+            draw_with_matplotlib(curves).savefig(output)
     except OSError as error:
         raise StorageError(f"cannot write {output}: {error.strerror}; choose another --output") from None
     except ValueError as error:  # from matplotlib; it names the known formats

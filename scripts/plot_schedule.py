@@ -1,9 +1,10 @@
 """Show the learning rate and the batch size of every iteration before training.
 
-    python scripts/plot_schedule.py <training flags> --csv=schedule.csv --png=schedule.png
+    python scripts/plot_schedule.py <training flags> [--csv=schedule.csv] [--png=schedule.png]
 
 The flags are those of pretrain_gpt.py. As in a dry run, data and directories may be left out, and --world_size sets the
-number of ranks. Only --png needs matplotlib (`pip install matplotlib`).
+number of ranks. Without --csv and --png it draws schedule.png, in the --experiment_dir if there is one. Pictures
+need matplotlib (`pip install matplotlib`); without matplotlib the default is schedule.csv.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
@@ -74,6 +75,15 @@ def take_files(argv: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
     return files, left
 
 
+def default_file(config: Config) -> dict[str, Path]:
+    """Return the file to write if none is named: a picture, or a table without matplotlib."""
+    folder = Path(config.run.experiment_dir or "")
+    if importlib.util.find_spec("matplotlib") is None:
+        print("matplotlib is not installed (pip install matplotlib); writing a table instead")
+        return {"--csv": folder / "schedule.csv"}
+    return {"--png": folder / "schedule.png"}
+
+
 def read_config(argv: Sequence[str]) -> Config:
     """Resolve the configuration of the training flags, and print their warnings.
 
@@ -99,10 +109,18 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
         writer.writerows(rows)
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw the learning rate and, if it changes, the batch size below."""
+def in_words(rows: Sequence[Row]) -> str:
+    """Describe the learning rate in one line."""
+    peak = max(rows, key=lambda row: row.learning_rate)
+    first, last = rows[0].learning_rate, rows[-1].learning_rate
+    highest = f"highest {peak.learning_rate:.4g} (iteration {peak.iteration})"
+    return f"{len(rows)} iterations; learning rate: first {first:.4g}, {highest}, last {last:.4g}"
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """Return a figure of the learning rate and, if it changes, of the batch size below."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     iterations, rates, sizes = zip(*rows, strict=True)
     figure = Figure(figsize=(9, 4.6), dpi=150, layout="constrained", facecolor="white")
@@ -111,12 +129,16 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axes = figure.subplots(panels, 1, sharex=True, squeeze=False, gridspec_kw=grid)[:, 0]
     axes[0].plot(iterations, rates, color=RATE_COLOR, linewidth=1.8, marker="o" if len(rows) < 4 else None)
     axes[0].set_ylabel("learning rate", color=MUTED_COLOR)
-    axes[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    axes[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}".replace("e-0", "e-")))
     if panels == 2:
         axes[1].step(iterations, sizes, where="mid", color=BATCH_COLOR, linewidth=1.8)
         axes[1].set_ylabel("batch size", color=MUTED_COLOR)
+        axes[1].yaxis.set_major_locator(MaxNLocator(4, integer=True))
+        axes[1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes[-1].set_xlabel("iteration", color=MUTED_COLOR)
     axes[-1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes[0].set_title(in_words(rows), loc="left", fontsize=10, color=MUTED_COLOR)
+    figure.align_ylabels()
     for panel in axes:
         panel.set_ylim(bottom=0)
         panel.grid(color=GRID_COLOR, linewidth=0.8)
@@ -124,7 +146,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         panel.tick_params(colors=MUTED_COLOR, length=0)
         panel.spines[["top", "right", "left"]].set_visible(False)
         panel.spines["bottom"].set_color(GRID_COLOR)
-    figure.savefig(path, format="png")
+    return figure
 
 
 def write(files: dict[str, Path], rows: Sequence[Row]) -> None:
@@ -136,7 +158,10 @@ def write(files: dict[str, Path], rows: Sequence[Row]) -> None:
     for flag, path in files.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            (write_table if flag == "--csv" else draw)(rows, path)
+            if flag == "--csv":
+                write_table(rows, path)
+            else:
+                draw(rows).savefig(path, format="png")
         except OSError as error:
             raise StorageError(f"{flag}={path}: cannot be written: {error.strerror}; choose another file") from None
 
@@ -146,9 +171,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         files, left = take_files(argv)
         config = read_config(left)
-        if not files:
-            raise UsageError("nothing to write: add --csv=schedule.csv, --png=schedule.png, or both")
         rows = schedule(config)
+        files = files or default_file(config)
         write(files, rows)
     except HelpRequested as request:
         print_page(f"{__doc__}\n{request}")
@@ -156,9 +180,7 @@ def main(argv: Sequence[str]) -> int:
     except RunError as error:
         print("\n".join(f"ERROR: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return error.exit_code
-    peak = max(rows, key=lambda row: row.learning_rate)
-    print(f"{len(rows)} iterations; learning rate: first {rows[0].learning_rate:.4g}, ", end="")
-    print(f"highest {peak.learning_rate:.4g} (iteration {peak.iteration}), last {rows[-1].learning_rate:.4g}")
+    print(in_words(rows))
     for path in files.values():
         print(f"written: {path}")
     return EXIT_DONE

@@ -65,7 +65,10 @@ class DataConfig(Area):
         "still count from the start of the sample; a random sample is one document)",
     )
     tokenizer_file: str | None = optional(
-        "tokenizer.json for samples; exports get a copy", "none", idle_unless="export_interval or sample_interval"
+        "tokenizer.json for samples; exports get a copy",
+        "none",
+        idle_unless="export_interval or sample_interval",
+        basic=True,
     )
     num_workers: int = file_option(2, "processes per rank that read data", minimum=0, maximum=1024, basic=True)
     prefetch_factor: PositiveInt | None = optional("batches each worker prepares ahead", "2", idle_unless="num_workers")

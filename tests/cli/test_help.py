@@ -1,5 +1,10 @@
 """The help fits on two screens; the banner shows every option and marks changed ones."""
 
+import re
+from pathlib import Path
+
+import pytest
+
 from megatron_lite.cli.foreign_flags import INSTEAD, REFUSED
 from megatron_lite.cli.help import banner, help_text
 from megatron_lite.config import flatten, unflatten
@@ -16,6 +21,24 @@ def test_help_fits_on_two_screens() -> None:
     assert any("--num_layers=N" in line and line.endswith("[12]") for line in lines)
     assert any("--zero_stage=N|auto" in line for line in lines)
     assert "--help_all" in "\n".join(lines)
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_every_heading_has_options(everything: bool) -> None:
+    """An area without options to show has no heading."""
+    lines = help_text(everything).splitlines()
+    headings = [place for place, line in enumerate(lines) if line.endswith(":") and line == line.strip()]
+    assert len(headings) >= 10
+    assert all(lines[place + 1].startswith("  --") for place in headings)
+
+
+def test_daily_options_are_in_the_short_help() -> None:
+    """The flags of the README's commands on one's own text stand in --help."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    (command,) = re.findall(r"^torchrun --standalone .*--tokenizer_file.*$", readme, re.M)
+    flags = re.findall(r" --(\w+)=", command.split("pretrain_gpt.py")[1])
+    shown = help_text(everything=False)
+    assert len(flags) > 10 and not [flag for flag in flags if f"  --{flag}=" not in shown]
 
 
 def test_help_all_has_everything() -> None:

@@ -48,6 +48,30 @@ def test_picture_with_matplotlib(num_lines, tmp_path, script, capsys):
     assert f"loss curve: {run / 'loss.png'}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("peak", [0.0, 3e-5, 1e-4, 6e-4, 9.9e-4, 4e-3, 0.0101, 1.0])
+def test_learning_rate_axis_can_be_read(peak, tmp_path, script, no_matplotlib, monkeypatch):
+    """At least three round numbers that all differ, from zero to near the peak, in both kinds of picture."""
+    run = write_run(tmp_path / "run", 0)
+    lines = [{"phase": "training", "iteration": 1 + i, "loss": 2.0, "learning_rate": peak * i / 40} for i in range(41)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curves = script.read_curves(run, [])
+    root = ElementTree.fromstring(script.draw_svg(curves))
+    below = [text for text in root.iter("{http://www.w3.org/2000/svg}text") if 420 < float(text.get("y")) < 520]
+    svg = [text.text for text in below if text.get("text-anchor") == "end"]
+    monkeypatch.undo()
+    ticks = [svg]
+    if importlib.util.find_spec("matplotlib"):
+        figure = script.draw_with_matplotlib(curves)
+        figure.canvas.draw()
+        rate_axes = figure.axes[1]
+        low, high = rate_axes.get_ylim()
+        ticks.append([t.get_text() for t in rate_axes.get_yticklabels() if low <= t.get_position()[1] <= high])
+    for shown in ticks:
+        values = [float(text) for text in shown]
+        assert 3 <= len(values) <= 7 and len(set(values)) == len(values) and values[0] == 0, shown
+        assert values[-1] >= 0.75 * peak and all(len(text) <= 6 for text in shown)
+
+
 @pytest.mark.parametrize("num_lines", [1, 2, 40, 400])
 @pytest.mark.parametrize("validation", [False, True])
 def test_svg_without_matplotlib(num_lines, validation, tmp_path, script, capsys, no_matplotlib):

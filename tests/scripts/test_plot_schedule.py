@@ -79,10 +79,38 @@ def test_picture(script: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     assert script.main([*FLAGS, f"--png={tmp_path}/a", f"--csv={tmp_path}/a.csv"]) == 0
     rows = [script.Row(1, 1e-3, 8), script.Row(2, 2e-3, 16)]
-    script.draw(rows, tmp_path / "b")
+    script.draw(rows).savefig(tmp_path / "b", format="png")
     for name in ("a", "b"):
         picture = (tmp_path / name).read_bytes()
         assert picture.startswith(b"\x89PNG") and len(picture) > 5_000
+
+
+def test_batch_size_axis_can_be_read(script: ModuleType) -> None:
+    """At least three whole numbers that differ."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    for sizes in ((8, 16), (1, 2), (256, 2048)):
+        figure = script.draw([script.Row(1 + index, 1e-3, sizes[index // 50]) for index in range(100)])
+        figure.canvas.draw()
+        low, high = figure.axes[1].get_ylim()
+        labels = [t.get_text() for t in figure.axes[1].get_yticklabels() if low <= t.get_position()[1] <= high]
+        assert len(labels) >= 3 and len(set(labels)) == len(labels)
+
+
+@pytest.mark.parametrize("where", ["folder", "experiment"])
+def test_default_file(
+    where: str, script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without --csv and --png: a picture in the experiment directory or the current folder; else a table."""
+    monkeypatch.chdir(tmp_path)
+    flags = [*FLAGS, "--experiment_dir=run"] if where == "experiment" else FLAGS
+    folder = tmp_path / "run" if where == "experiment" else tmp_path
+    if importlib.util.find_spec("matplotlib"):
+        assert script.main(flags) == 0
+        assert (folder / "schedule.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *arguments: None)
+    assert script.main(flags) == 0
+    assert len(read(folder / "schedule.csv")) == 41
+    assert "pip install matplotlib" in capsys.readouterr().out
 
 
 def test_picture_without_matplotlib(
@@ -98,7 +126,6 @@ def test_picture_without_matplotlib(
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (FLAGS, 2, "ERROR: nothing to write: add --csv=schedule.csv"),
         ([*FLAGS, "--csv"], 2, "ERROR: --csv: needs a file; write --csv=schedule.csv"),
         (["--csv", *FLAGS], 2, "ERROR: --csv: needs a file"),
         (["--csv=x"], 2, "ERROR: --train_iters=0: no iterations to show"),

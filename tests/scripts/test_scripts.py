@@ -126,6 +126,15 @@ def test_every_documented_command_is_known_here() -> None:
     assert {*blocks("README.md"), *blocks("CONTRIBUTING.md")} == tested
 
 
+def test_every_script_stands_in_a_document() -> None:
+    """A newcomer finds each command in the README, in CONTRIBUTING or in a guide."""
+    inner = {"common.sh", "check_installed.py", "smoke_test.py", "build_corpus.py"}  # of other scripts
+    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
+    text = "".join(path.read_text("utf-8") for path in documents)
+    names = {path.name for path in (*ROOT.glob("scripts/*.sh"), *ROOT.glob("scripts/[!_]*.py"))}
+    assert not [name for name in names - inner if f"scripts/{name}" not in text]
+
+
 def test_documents_point_at_files_that_exist() -> None:
     """Links and paths between the documents and into the tree lead somewhere."""
     for document in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
@@ -279,6 +288,15 @@ def test_extra_arguments_of_run_tests_go_to_pytest() -> None:
     """CONTRIBUTING's command runs one test file; here it is only collected."""
     output = succeeds(shell(f"{block('CONTRIBUTING.md', 'test_structure')} --collect-only -q -k one_way"))
     assert "test_imports_go_one_way" in output
+
+
+@pytest.mark.parametrize("arguments", ["tests/test_structure.py -k no_such_test", "tests/docs/test_guides.py"])
+def test_run_tests_says_that_no_test_matches(arguments: str) -> None:
+    """In words, with what selects the tests that are left out by default, instead of pytest's exit code."""
+    result = shell(f"{RUN_TESTS} {arguments}")
+    assert result.returncode == 5
+    assert result.stderr.splitlines()[-1].startswith("run_tests.sh: no test matches these arguments; ")
+    assert "-m guides" in result.stderr and "exit code" not in result.stderr
 
 
 def test_quickstart_explains_itself() -> None:
