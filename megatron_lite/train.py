@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 
 from megatron_lite.config import Config
@@ -65,8 +66,9 @@ def train(run: Run) -> tuple[int, str]:
                         save(run)
                 if not last and is_due(iteration, training.stop_interval, training.stop_offset):
                     return EXIT_DONE, f"stopped at iteration {iteration} as planned by --stop_interval"
-        message = f"training complete: {run.iteration} iterations"
-        run.logger.info(message)
+        dropped = run.optimizer.guard.dropped.ending()
+        message = f"training complete: {run.iteration} iterations{dropped}"
+        run.logger.log(logging.WARNING if dropped else logging.INFO, message)
         return EXIT_DONE, message
     except StopRequested:
         return save_and_stop(run)

@@ -105,6 +105,12 @@ class OptimizerConfig(Area):
         "loss scale never end the run",
         choices=("skip", "abort"),
     )
+    max_consecutive_bad_steps: PositiveInt = option(
+        100,
+        "end the run after dropping this many updates in a row, or more than half of the run's: at the next log line, "
+        "validation, export or save. Overflows that lower a dynamic loss scale do not count",
+        idle_unless="on_bad_step!=abort or training_dtype=fp16",
+    )
     crash_on_nan: bool = option(
         False, "with on_bad_step=skip: abort if loss or gradient was NaN", idle_unless="on_bad_step!=abort"
     )

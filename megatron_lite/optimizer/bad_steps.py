@@ -10,9 +10,6 @@ from torch import Tensor
 
 from megatron_lite.config import OptimizerConfig
 
-# A run stops after this many dropped updates in a row; fp16 needs at most 16 to find its first loss scale.
-HOPELESS_STREAK = 50
-
 
 @dataclass(frozen=True)
 class BadStep:
@@ -56,6 +53,7 @@ class Messages:
 
     config: OptimizerConfig
     dynamic_loss_scale: bool
+    train_iters: int
 
     def describe(self, step: BadStep) -> str:
         """Return text such as `iteration 123: gradient norm 41.2 above 3.1 (mean + 6 sd)`."""
@@ -83,16 +81,33 @@ class Messages:
             "such updates and continue"
         )
 
-    def hopeless(self, streak: int, last: BadStep) -> str | None:
-        """Return why a run stops after `streak` dropped updates in a row, or None if it goes on."""
-        needed, cause, fix = HOPELESS_STREAK, "because they were not finite", "--training_dtype=bf16"
-        if last.is_finite:
-            # The window remembers spikes: once it holds nothing else, only a number that keeps growing is unusual.
-            needed = max(HOPELESS_STREAK, self.config.skip_bad_steps_window)
-            cause, fix = "by --skip_bad_steps", "a larger --skip_bad_steps_sigma"
-        if streak < needed:
+    def hopeless(self, bad: int, streak: int, last: BadStep) -> str | None:
+        """Return why a run cannot go on after `bad` bad updates among the last `streak`, or None if it can.
+
+        A run of few iterations ends before --max_consecutive_bad_steps; if it dropped more than half of its updates in
+        a row, it failed too.
+        """
+        most, half = self.config.max_consecutive_bad_steps, self.train_iters // 2
+        if bad < min(most, half + 1):
             return None
+        limit = f"--max_consecutive_bad_steps={most}"
+        if half < most:
+            limit = f"more than half of --train_iters={self.train_iters}"
+        cause, fix = "because they were not finite", ""
+        if last.is_finite:
+            cause, fix = "by --skip_bad_steps", " or a larger --skip_bad_steps_sigma"
+        elif self.dynamic_loss_scale:
+            fix = " or --training_dtype=bf16"
+        made, again = last.iteration - streak, "start again"
+        if made > 0:
+            again = f"nothing was learned after iteration {made}: go back to an older checkpoint, or start again"
         return (
-            f"the last {streak} updates were dropped {cause}; the last, {self.describe(last)}. "
-            f"Resume from an older checkpoint with a lower --lr, or use {fix}"
+            f"the last {streak} updates were dropped {cause} ({limit}); the last, {self.describe(last)}; {again}, with "
+            f"a lower --lr{fix}"
         )
+
+    def ending(self, streak: int, last: BadStep) -> str:
+        """Return the end of the last line of a run that drops its last updates."""
+        updates = f"{streak} updates were" if streak > 1 else "update was"
+        weights = f"of iteration {last.iteration - streak}" if last.iteration > streak else "that it started with"
+        return f", but the last {updates} dropped ({self.describe(last)}): the weights are those {weights}"

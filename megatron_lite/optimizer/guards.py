@@ -17,29 +17,34 @@ from megatron_lite.config import OptimizerConfig
 from megatron_lite.optimizer.bad_steps import BadStep, Messages, Report
 from megatron_lite.optimizer.rolling import RollingStatistics
 
-COUNTS = ("skipped", "nan", "new", "streak")
+COUNTS = ("skipped", "nan", "new", "streak", "bad")
 
 
 class DroppedSteps:
     """Counts of dropped steps on the device, with the last one and the first that must stop the run."""
 
-    def __init__(self, config: OptimizerConfig, dynamic_loss_scale: bool, device: torch.device) -> None:
-        self._messages = Messages(config, dynamic_loss_scale)
-        # skipped, nan: since the start of training; new: since the last line; streak: in a row
+    def __init__(
+        self, config: OptimizerConfig, dynamic_loss_scale: bool, device: torch.device, train_iters: int
+    ) -> None:
+        self._messages = Messages(config, dynamic_loss_scale, train_iters)
+        # skipped, nan: since the start of training; new: since the last line; streak: in a row; bad: those of the
+        # streak that did not lower a dynamic loss scale
         self._counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
         self._last = torch.zeros(5, dtype=torch.float64, device=device)  # numbers, limits, iteration
         self._fatal = torch.zeros((), dtype=torch.int64, device=device)  # steps of this start that must stop the run
         self._first_fatal = torch.zeros_like(self._last)
 
-    def add(self, iteration: int, numbers: Tensor, limits: Tensor, skipped: Tensor, fatal: Tensor | None) -> None:
+    def add(
+        self, iteration: int, numbers: Tensor, limits: Tensor, skipped: Tensor, bad: Tensor, fatal: Tensor | None
+    ) -> None:
         """Count one step; no value is read on the host.
 
         Args:
             numbers, limits: (loss, gradient norm), (2,) fp64.
-            skipped, fatal: () bool. None: nothing is fatal.
+            skipped, bad, fatal: () bool. None: nothing is fatal.
         """
-        self._counts.add_(torch.stack([skipped, numbers.isnan().any(), skipped, skipped]))
-        self._counts[3].mul_(skipped)
+        self._counts.add_(torch.stack([skipped, numbers.isnan().any(), skipped, skipped, bad]))
+        self._counts[3:].mul_(skipped)
         step = torch.cat([numbers, limits, limits.new_full((1,), iteration)])
         self._last = torch.where(skipped, step, self._last)
         if fatal is not None:
@@ -48,16 +53,26 @@ class DroppedSteps:
 
     def close(self) -> Report:
         """Return the report since the last call and begin the next (reads the device)."""
-        skipped, nan, new, streak = self._counts.tolist()
+        skipped, nan, new, *_ = self._counts.tolist()
         self._counts[2].zero_()
-        last = BadStep.read(self._last)
-        stop = self.stop_reason() or self._messages.hopeless(streak, last)
-        return Report(skipped, nan, new, self._messages.describe(last) if new else None, stop)
+        reason = self._messages.describe(BadStep.read(self._last)) if new else None
+        return Report(skipped, nan, new, reason, self.stop_reason())
 
     def stop_reason(self) -> str | None:
         """Return why the run must stop and save nothing, or None (reads the device)."""
-        count = int(self._fatal)
-        return self._messages.stop(BadStep.read(self._first_fatal), count) if count else None
+        if count := int(self._fatal):
+            return self._messages.stop(BadStep.read(self._first_fatal), count)
+        *_, streak, bad = self._counts.tolist()
+        return self._messages.hopeless(bad, streak, BadStep.read(self._last)) if bad else None
+
+    def streak(self) -> int:
+        """Return how many of the newest updates were dropped in a row (reads the device)."""
+        return int(self._counts[3])
+
+    def ending(self) -> str:
+        """Return what the last line of a run adds if its last update was dropped (reads the device)."""
+        streak = self.streak()
+        return self._messages.ending(streak, BadStep.read(self._last)) if streak else ""
 
     def state(self) -> dict[str, Any]:
         """Return the counts for a checkpoint (reads the device); a step that must stop the run is never saved."""
@@ -66,7 +81,8 @@ class DroppedSteps:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore `state`."""
-        counts = [state[name] for name in COUNTS]
+        counts = [state[name] for name in COUNTS if name in state]
+        counts += [state["streak"]] * (len(COUNTS) - len(counts))  # "bad" was added later
         self._counts.copy_(torch.tensor(counts))
         self._last.copy_(torch.tensor([float.fromhex(value) for value in state["last"]], dtype=torch.float64))
 
@@ -87,21 +103,24 @@ class Guard:
     too, but stay out of the window; in Levanter one NaN makes every step bad until it leaves the window.
     """
 
-    def __init__(self, config: OptimizerConfig, dynamic_loss_scale: bool, device: torch.device) -> None:
+    def __init__(
+        self, config: OptimizerConfig, dynamic_loss_scale: bool, device: torch.device, train_iters: int
+    ) -> None:
         self._config, self._dynamic = config, dynamic_loss_scale
         self._usual: RollingStatistics | None = None
         if config.skip_bad_steps:
             self._usual = RollingStatistics(config.skip_bad_steps_window, config.skip_bad_steps_sigma, device, width=2)
         self._no_limits = torch.full((2,), torch.inf, dtype=torch.float64, device=device)
-        self.dropped = DroppedSteps(config, dynamic_loss_scale, device)
+        self.dropped = DroppedSteps(config, dynamic_loss_scale, device, train_iters)
 
-    def judge(self, iteration: int, loss: Tensor, grad_norm: Tensor) -> Verdict:
+    def judge(self, iteration: int, loss: Tensor, grad_norm: Tensor, scale_can_shrink: Tensor | None = None) -> Verdict:
         """Judge a step and add it to the history.
 
         Args:
             iteration: counted from 1.
             loss: mean over the tokens of the global batch, () fp64.
             grad_norm: of the unscaled global gradient before clipping, () fp32.
+            scale_can_shrink: whether a dynamic loss scale still answers an overflow, () bool; None: it cannot.
         """
         numbers = torch.stack([loss, grad_norm.double()])
         # If the norm's square overflowed in fp32, the second moment would overflow too, and stay infinite.
@@ -112,7 +131,10 @@ class Guard:
             good = finite & (numbers <= limits)
             self._usual.add(numbers, finite.all())
         verdict = Verdict(~good.all(), ~finite[1])
-        self.dropped.add(iteration, numbers, limits, verdict.skipped, self._fatal(numbers, finite, good))
+        bad = verdict.skipped
+        if scale_can_shrink is not None:  # the search of a loss scale is no sign of divergence, however long it takes
+            bad = bad & ~(scale_can_shrink & verdict.overflow & finite[0])
+        self.dropped.add(iteration, numbers, limits, verdict.skipped, bad, self._fatal(numbers, finite, good))
         return verdict
 
     def _fatal(self, numbers: Tensor, finite: Tensor, good: Tensor) -> Tensor | None:

@@ -49,7 +49,7 @@ class Optimizer:
         self._averages = config.averaging.ema_type != "none"
         self.averaging = Averaging(config.averaging, [part for stage in stages for part in stage.parts])
         self.loss_scale = LossScale(config.optimizer, config.distributed.training_dtype, distributed.device)
-        self.guard = Guard(config.optimizer, self.loss_scale.dynamic, distributed.device)
+        self.guard = Guard(config.optimizer, self.loss_scale.dynamic, distributed.device, config.training.train_iters)
         self._updates = torch.zeros((), dtype=torch.float32, device=distributed.device)  # Adam's t: good updates
 
     def step(
@@ -67,7 +67,7 @@ class Optimizer:
         norm_squared, loss = self._distributed.sum_in_rank_order(torch.stack([total, loss.double()]))
         scale = self.loss_scale.scale
         grad_norm = (norm_squared.sqrt() / scale).float()
-        verdict = self.guard.judge(iteration, loss / tokens, grad_norm)
+        verdict = self.guard.judge(iteration, loss / tokens, grad_norm, self.loss_scale.can_shrink())
         self._updates.add_(~verdict.skipped)
         divisor = scale / self.guard.clipping_factor(grad_norm)
         numbers = StepNumbers(

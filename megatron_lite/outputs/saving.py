@@ -52,7 +52,10 @@ def _state(run: Run, evaluation_due: bool = False) -> dict[str, Any]:
 
 
 def save(run: Run, evaluation_due: bool = False) -> None:
-    """Write a checkpoint, then delete those beyond --max_checkpoints."""
+    """Write a checkpoint, then delete those beyond --max_checkpoints.
+
+    After a dropped update delete none: the weights are older than they look, and perhaps what broke the run.
+    """
     refuse_bad_steps(run)
     root = run.experiment.checkpoints
     if root is None:
@@ -60,7 +63,7 @@ def save(run: Run, evaluation_due: bool = False) -> None:
     refuse_broken_weights(run)
     start_s = time.perf_counter()
     sharded.save(root, run.iteration, run.model, _state(run, evaluation_due), run.config, run.distributed)
-    if run.distributed.rank == 0:
+    if run.distributed.rank == 0 and not run.optimizer.guard.dropped.streak():
         sharded.prune(root, run.config.training.max_checkpoints, run.iteration)
     run.logger.info("saved %s (%.1f s)", root / str(run.iteration), time.perf_counter() - start_s)
 

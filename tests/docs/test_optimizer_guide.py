@@ -19,7 +19,6 @@ from megatron_lite.config.values import SPELLINGS
 from megatron_lite.kernels.newton_schulz import orthogonalize_flops
 from megatron_lite.model.gpt import parameters_of
 from megatron_lite.optimizer.averaging import weight_in_sum
-from megatron_lite.optimizer.bad_steps import HOPELESS_STREAK
 from megatron_lite.optimizer.guards import Guard
 from megatron_lite.planner.plan import make_plan
 from tests.support.harness import layers_of, tiny_config
@@ -172,7 +171,7 @@ KINDS: dict[str, dict[bool, list[tuple[float, float]]]] = {
 
 def verdict(options: OptimizerConfig, dynamic: bool, loss: float, norm: float) -> str:
     """The verdict of a guard that has seen ordinary steps."""
-    guard = Guard(options, dynamic, torch.device("cpu"))
+    guard = Guard(options, dynamic, torch.device("cpu"), train_iters=1000)
     guard.load_state({"usual": [[5.0 + step % 2 / 10, 1.0 + step % 3 / 10] for step in range(64)]})
     skipped = guard.judge(1, torch.tensor(loss, dtype=torch.float64), torch.tensor(norm)).skipped
     if guard.dropped.stop_reason() is not None:
@@ -199,9 +198,15 @@ def test_the_table_of_bad_steps() -> None:
                     assert verdict(options, dynamic, loss, norm) == cell, (flags, kind, dynamic, loss, norm)
 
 
-def test_hopeless_streak() -> None:
-    """The number of dropped updates that ends any run."""
-    assert f"finds the last {HOPELESS_STREAK} updates dropped" in GUIDE
+def test_the_limit_of_a_streak() -> None:
+    """The number of dropped updates that ends any run, and how long --skip_bad_steps drops a lasting change."""
+    options = OptimizerConfig(skip_bad_steps=True, skip_bad_steps_window=40, skip_bad_steps_sigma=2.0)
+    limit = options.max_consecutive_bad_steps
+    assert f"`--max_consecutive_bad_steps` dropped updates in a row (default {limit})" in GUIDE
+    guard = Guard(options, False, torch.device("cpu"), train_iters=1000)
+    guard.load_state({"usual": [[5.0 + step % 2 / 10, 1.0] for step in range(40)]})
+    verdicts = [guard.judge(step, torch.tensor(9.0).double(), torch.tensor(1.0)).skipped for step in range(1, 41)]
+    assert sum(map(bool, verdicts)) == 40 // (1 + 2**2), "window / (1 + sigma^2)"
 
 
 def test_weights_in_an_average() -> None:

@@ -25,8 +25,8 @@ LARGE = 2e19  # its square is not finite in fp32
 SKIPPING: dict[str, Any] = {"skip_bad_steps": True, "skip_bad_steps_window": 8, "skip_bad_steps_sigma": 4.0}
 
 
-def guard(dynamic_loss_scale: bool = False, **options: Any) -> Guard:
-    return Guard(OptimizerConfig(**options), dynamic_loss_scale, CPU)
+def guard(dynamic_loss_scale: bool = False, train_iters: int = 10**6, **options: Any) -> Guard:
+    return Guard(OptimizerConfig(**options), dynamic_loss_scale, CPU, train_iters)
 
 
 def judge(a_guard: Guard, iteration: int, loss: float, grad_norm: float) -> Verdict:
@@ -207,30 +207,64 @@ def test_reports_between_log_lines() -> None:
 
 
 @pytest.mark.parametrize(
-    "step, options, needed",
+    "step, options, train_iters, needed",
     [
-        ((5.0, NAN), {}, 50),
-        ((5.0, NAN), SKIPPING, 50),
-        ("growing", SKIPPING, 50),
-        ("growing", {**SKIPPING, "skip_bad_steps_window": 60}, 60),
+        ((5.0, NAN), {}, 10**6, 100),
+        ((5.0, NAN), {}, 200, 100),
+        ((5.0, NAN), {}, 100, 51),
+        ((5.0, NAN), {}, 2, 2),
+        ((5.0, NAN), {}, 1, 1),
+        ((5.0, NAN), {"max_consecutive_bad_steps": 7}, 10**6, 7),
+        ((5.0, NAN), {**SKIPPING, "max_consecutive_bad_steps": 30}, 10**6, 30),
+        ("growing", {**SKIPPING, "max_consecutive_bad_steps": 30}, 10**6, 30),
     ],
 )
-def test_a_hopeless_streak_stops_the_run(step: Any, options: dict[str, Any], needed: int) -> None:
-    """50 dropped updates in a row, a resume in between; spikes only once all of a whole window was dropped."""
-    a_guard = guard(**options)
+def test_a_streak_of_bad_steps_stops_the_run(step: Any, options: dict[str, Any], train_iters: int, needed: int) -> None:
+    """After --max_consecutive_bad_steps, or over half of a shorter run, and through a resume; one good update begins
+    the count anew."""
+    a_guard = guard(train_iters=train_iters, **options)
     feed(a_guard, usual_steps(60))
     for index in range(needed):
-        assert a_guard.dropped.close().stop is None
-        assert judge(a_guard, index, *((10.0 ** (2 + index), 1.0) if step == "growing" else step)).skipped
-        if index == 20:
-            state, a_guard = a_guard.state(), guard(**options)
+        assert a_guard.dropped.close().stop is a_guard.dropped.stop_reason() is None
+        bad = (10.0 ** (2 + index), 1.0) if step == "growing" else step
+        assert judge(a_guard, 61 + index, *bad).skipped
+        if index == needed // 2:
+            state, a_guard = a_guard.state(), guard(train_iters=train_iters, **options)
             a_guard.load_state(json.loads(json.dumps(state)))
-    stop = a_guard.dropped.close().stop
-    assert stop is not None and f"the last {needed} updates were dropped" in stop
+    stop = a_guard.dropped.stop_reason()
+    assert stop is not None and stop.startswith(f"the last {needed} updates were dropped")
+    assert "nothing was learned after iteration 60: " in stop
     assert ("--skip_bad_steps_sigma" in stop) == (step == "growing")
-    assert a_guard.dropped.stop_reason() is None, "they are dropped, what is saved is good"
-    judge(a_guard, 0, 5.0, 1.0)
+    assert ("more than half of --train_iters" in stop) == (needed == train_iters // 2 + 1)
+    assert a_guard.dropped.close().stop == stop
+    judge(a_guard, 61 + needed, 5.0, 1.0)
     assert a_guard.dropped.close().stop is None
+
+
+def test_the_search_of_a_loss_scale_is_no_streak_of_bad_steps() -> None:
+    """Overflows that lower a dynamic scale never end a run, however short; once the scale is at its minimum, or if the
+    loss itself is not finite, they count as every other dropped update."""
+    cases = {((5.0, INF), True): None, ((5.0, INF), False): 3, ((NAN, INF), True): 3}
+    for (step, can_shrink), needed in cases.items():
+        a_guard = guard(True, train_iters=4)
+        for iteration in range(1, 30):
+            numbers = torch.tensor(step[0], dtype=torch.float64), torch.tensor(step[1])
+            assert a_guard.judge(iteration, *numbers, torch.tensor(can_shrink)).skipped
+            ended = a_guard.dropped.stop_reason() is not None
+            assert ended == (needed is not None and iteration >= needed), (step, can_shrink, iteration)
+
+
+def test_a_checkpoint_of_before_counts_its_whole_streak() -> None:
+    """Checkpoints without the count of bad steps: all of the streak was bad."""
+    a_guard = guard(max_consecutive_bad_steps=4)
+    feed(a_guard, [(NAN, 1.0)] * 3)
+    state = a_guard.state()
+    del state["dropped"]["bad"]
+    resumed = guard(max_consecutive_bad_steps=4)
+    resumed.load_state(state)
+    assert resumed.dropped.stop_reason() is None
+    judge(resumed, 4, NAN, 1.0)
+    assert resumed.dropped.stop_reason() is not None
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
@@ -298,6 +332,12 @@ def test_clipping_factors(norm: float) -> None:
         ({"clip_grad": 0.0, "clip_grad_style": "levanter"}, "--clip_grad_style has no effect with --clip_grad=0"),
         ({"on_bad_step": "abort", "crash_on_nan": True}, "--crash_on_nan has no effect with --on_bad_step=abort"),
         ({"on_bad_step": "abort", "crash_on_inf": True}, "--crash_on_inf has no effect with --on_bad_step=abort"),
+        (
+            {"on_bad_step": "abort", "max_consecutive_bad_steps": 9},
+            "--max_consecutive_bad_steps has no effect with --on_bad_step=abort and --training_dtype=fp32",
+        ),
+        ({"on_bad_step": "abort", "max_consecutive_bad_steps": 9, "training_dtype": "fp16"}, None),
+        ({"max_consecutive_bad_steps": 9}, None),
         ({"skip_bad_steps": True}, "--skip_bad_steps_window=128: the run ends before half of the window is filled"),
         ({**SKIPPING, "clip_grad_style": "levanter", "crash_on_nan": True}, None),
         ({**SKIPPING, "on_bad_step": "abort"}, None),
@@ -316,6 +356,7 @@ def test_idle_options_give_a_warning(options: dict[str, Any], caution: str | Non
         ("skip_bad_steps_sigma", 0.0),
         ("skip_bad_steps_sigma", NAN),
         ("on_bad_step", "stop"),
+        ("max_consecutive_bad_steps", 0),
         ("clip_grad_style", "optax"),
         ("clip_grad", -1.0),
     ],

@@ -239,6 +239,50 @@ def test_nothing_is_published_after_a_step_that_stops_the_run(tmp_path: Path, wh
         assert [line["iteration"] for line in lines(tmp_path, 0) if line["phase"] == "validation"] == [5, 10]
 
 
+@pytest.mark.parametrize("stopped_at", [None, 8])
+def test_a_streak_of_bad_steps_ends_the_run(tmp_path: Path, stopped_at: int | None) -> None:
+    """Six dropped updates in a row: the next save is refused on both ranks, at the same iteration and with the same
+    words if the run was stopped and resumed amid them."""
+    options = {"max_consecutive_bad_steps": 6, "checkpoint_interval": 4, "log_interval": 50, "train_iters": 30}
+    options |= {"experiment_dir": str(tmp_path)}
+    faults = {iteration: Fault(iteration % 2, gradient=NAN) for iteration in range(6, 30)}
+    if stopped_at is not None:
+        for story in run_distributed(RANKS, start, {**options, "stop_interval": stopped_at}, faults):
+            assert story.code == 0 and story.optimizer["guard"]["dropped"]["bad"] == 3
+    for story in run_distributed(RANKS, start, options, faults):
+        assert (story.code, story.dropped[-1]) == (5, 12)
+        assert story.message.startswith("the last 7 updates were dropped"), story.message
+        assert "(--max_consecutive_bad_steps=6)" in story.message
+        assert "nothing was learned after iteration 5: " in story.message
+    assert sorted(int(path.name) for path in tmp_path.glob("checkpoints/*")) == [4, 8]
+
+
+def test_a_save_after_dropped_updates_deletes_no_older_checkpoint(tmp_path: Path) -> None:
+    """A streak of bad steps pushes out none of the checkpoints from before it; the next good update tidies up."""
+    options = {"max_checkpoints": 2, "checkpoint_interval": 2, "experiment_dir": str(tmp_path), "train_iters": 24}
+    kept = {}
+    for stop in (6, 14, 16):
+        faults = {iteration: Fault(0, loss=NAN) for iteration in range(7, 15)}
+        (story,) = run_distributed(1, start, {**options, "stop_interval": stop}, faults)
+        assert story.code == 0, story.message
+        kept[stop] = sorted(int(path.name) for path in tmp_path.glob("checkpoints/*"))
+    assert kept == {6: [4, 6], 14: [4, 6, 8, 10, 12, 14], 16: [14, 16]}
+
+
+@pytest.mark.parametrize("dropped, words", [(1, "the last update was"), (3, "the last 3 updates were")])
+def test_a_run_that_drops_its_last_updates_says_so_in_its_last_line(tmp_path: Path, dropped: int, words: str) -> None:
+    """On the console, in the log file and in exit.json, with the reason and the iteration of the weights it saved."""
+    options = {"train_iters": 12, "experiment_dir": str(tmp_path)}
+    (story,) = run_distributed(1, start, options, {12 - back: Fault(0, loss=NAN) for back in range(dropped)})
+    assert (story.code, story.message) == (
+        0,
+        f"training complete: 12 iterations, but {words} dropped (iteration 12: loss nan): the weights are those of "
+        f"iteration {12 - dropped}",
+    )
+    log = (tmp_path / "runs" / "0" / "logs" / "logs_rank_000.txt").read_text("utf-8")
+    assert log.splitlines()[-1] == f"WARNING: {story.message}"
+
+
 def test_the_search_of_a_loss_scale_stops_no_run() -> None:
     """Overflows in fp16, on one rank alone too, are dropped on both; with every flag that stops a run it goes on. A
     loss that is not finite is no overflow."""
@@ -248,8 +292,25 @@ def test_the_search_of_a_loss_scale_stops_no_run() -> None:
         assert story.code == 0 and 1 in story.dropped and story.dropped[-1] == 20
         assert story.changed == {20: False}
         assert story.optimizer["loss_scale"]["good"] == 4
+    short = {"train_iters": 3, "training_dtype": "fp16", "initial_loss_scale": 2.0**40}
+    (story,) = run_distributed(1, start, short, {})
+    assert story.code == 0 and story.dropped == [1, 2, 3]
+    assert "the last 3 updates were dropped" in story.message and "the weights are those that it" in story.message
     for story in run_distributed(RANKS, start, options, {20: Fault(1, loss=INF)}):
         assert story.code == 5 and "iteration 20: loss inf. " in story.message
+
+
+def test_a_run_that_drops_every_update_fails(tmp_path: Path) -> None:
+    """A learning rate that breaks a run shorter than --max_consecutive_bad_steps: exit code 5 with cause and fix, once
+    for two ranks and in exit.json; never "complete", nothing saved at its end."""
+    command = [*TINY, f"--experiment_dir={tmp_path}", "--lr=1e30", "--train_iters=20", "--log_interval=50"]
+    outcome = start_program(command, RANKS)
+    assert outcome.codes == [5, 5], outcome.output
+    (error,) = outcome.error_lines()
+    assert error.startswith("ERROR: the last 19 updates were dropped because they were not finite (more than half of")
+    assert error.endswith("start again, with a lower --lr") and "\n" not in error
+    assert read_exit(tmp_path)["exit_code"] == 5 and read_exit(tmp_path)["message"] in error
+    assert "training complete" not in outcome.output and not list(tmp_path.glob("checkpoints/*"))
 
 
 def test_a_diverged_run_stops_with_crash_on_nan(tmp_path: Path) -> None:
