@@ -23,8 +23,8 @@ import argparse
 import json
 import math
 import sys
-import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
@@ -41,10 +41,10 @@ from megatron_lite.generation.model_options import model_options
 from megatron_lite.generation.prompts import open_tokenizer
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.run.exit_status import print_failure, print_page
+from megatron_lite.run.progress_line import ProgressLine
 from megatron_lite.validation import resolve
 
 LONGEST_DEFAULT = 2048
-TERMINAL_INTERVAL_S, LINE_INTERVAL_S = 0.5, 30.0
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -152,27 +152,6 @@ def _text_of(line: bytes, key: str, place: str) -> str:
     return text
 
 
-class Progress:
-    """Progress on standard error: one updated line on a terminal, otherwise a line every 30 seconds."""
-
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._start_s = self._shown_s = time.monotonic()
-
-    def __call__(self, totals: Totals) -> None:
-        now_s = time.monotonic()
-        if now_s - self._shown_s >= (TERMINAL_INTERVAL_S if self._terminal else LINE_INTERVAL_S):
-            self._shown_s = now_s
-            rate = totals.tokens / (now_s - self._start_s)
-            line = f"{totals.tokens:,} tokens, loss {totals.loss:.4f}, {rate:,.0f} tokens/s"
-            print(f"\r\033[K{line}" if self._terminal else line, end="" if self._terminal else "\n", file=sys.stderr)
-
-    def close(self) -> None:
-        """Erase the line on a terminal."""
-        if self._terminal:
-            print("\r\033[K", end="", file=sys.stderr)
-
-
 def find_tokenizer(options: argparse.Namespace) -> Tokenizer | None:
     """Return the tokenizer, which token files can do without.
 
@@ -215,14 +194,19 @@ def result(options: argparse.Namespace) -> dict[str, object]:
     else:
         micro_batches = indexed_batches(options, model, length)
     table = None if tokenizer is None else tokenizer.token_bytes()
-    progress = Progress()
+    progress = ProgressLine()
     try:
-        totals = evaluate(model, micro_batches, table, progress)
+        totals = evaluate(model, micro_batches, table, lambda totals: progress.update(partial(so_far, totals)))
     finally:
         progress.close()
     if not math.isfinite(totals.nats):
         raise NumericsError("the loss is not finite: the weights are broken, or too large for the dtype")
     return totals.record() | {"sequence_length": length, "model": str(options.model)}
+
+
+def so_far(totals: Totals, seconds: float) -> str:
+    """Describe the evaluation while it runs."""
+    return f"{totals.tokens:,} tokens, loss {totals.loss:.4f}, {totals.tokens / seconds:,.0f} tokens/s"
 
 
 def in_words(record: dict[str, object]) -> str:

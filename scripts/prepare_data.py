@@ -35,6 +35,7 @@ from megatron_lite.data.dataset_writer import IndexedDatasetWriter, replace_file
 from megatron_lite.data.indexed_dataset import smallest_dtype
 from megatron_lite.data.tokenizing import ByteTokenizer, Tokenizer, load_tokenizer, save_byte_tokenizer, train_tokenizer
 from megatron_lite.errors import EXIT_DONE, DataError, RunError, StorageError, UsageError
+from megatron_lite.run.progress_line import ProgressLine, duration
 
 BATCH_CHARACTERS = 1 << 22  # batch size for the threads of the tokenizer
 SHOWN_FAULTS = 10
@@ -94,24 +95,53 @@ def _refuse(error: OSError) -> None:
     raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
-def documents(files: Sequence[Path], json_key: str, faults: Faults) -> Iterator[str]:
-    """Yield the texts of all files in order, skipping blank and damaged texts."""
+class Reading:
+    """One pass over the input files, and its progress on standard error."""
+
+    def __init__(self, purpose: str, files: Sequence[Path]) -> None:
+        self.purpose = purpose
+        self.total_bytes = sum(path.stat().st_size for path in files)  # 0 for a pipe
+        self.read_bytes = 0
+        self.line = ProgressLine()
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes of a file."""
+        self.read_bytes += num_bytes
+        self.line.update(self.in_words)
+
+    def in_words(self, seconds: float) -> str:
+        """Describe the pass: `tokenizing: 4.5 of 10.0 MB (45 %), 12 s left`."""
+        text = f"{self.purpose}: {self.read_bytes / 1e6:,.1f} MB"
+        if self.read_bytes > self.total_bytes:
+            return text
+        left_s = seconds * (self.total_bytes / self.read_bytes - 1)
+        share = self.read_bytes / self.total_bytes
+        return f"{text[:-3]} of {self.total_bytes / 1e6:,.1f} MB ({share:.0%}), {duration(left_s)} left"
+
+
+def documents(files: Sequence[Path], json_key: str, faults: Faults, purpose: str) -> Iterator[str]:
+    """Yield the texts of all files in order, skipping blank and damaged texts; `purpose` names the pass."""
+    reading = Reading(purpose, files)
     for path in files:
         try:
             if path.name.endswith(".jsonl"):
-                yield from _json_lines(path, json_key, faults)
+                yield from _json_lines(path, json_key, faults, reading)
             else:
-                text = _decoded(path.read_bytes(), str(path), faults)
+                data = path.read_bytes()
+                reading.add(len(data))
+                text = _decoded(data, str(path), faults)
                 if text is not None:
                     yield text
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    reading.line.close()
 
 
-def _json_lines(path: Path, json_key: str, faults: Faults) -> Iterator[str]:
+def _json_lines(path: Path, json_key: str, faults: Faults, reading: Reading) -> Iterator[str]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             place = f"{path}: line {number}"
+            reading.add(len(line))
             decoded = _decoded(line, place, faults)
             if decoded is None:
                 continue
@@ -204,7 +234,7 @@ def prepare(options: argparse.Namespace) -> None:
         kept = Path(folder, "tokenizer.json")
         tokenizer = _tokenizer(options, files, kept)
         with IndexedDatasetWriter(prefix, smallest_dtype(tokenizer.vocab_size)) as writer:
-            summary = write_tokens(documents(files, options.json_key, faults), tokenizer, writer)
+            summary = write_tokens(documents(files, options.json_key, faults, "tokenizing"), tokenizer, writer)
             if writer.num_documents == 0:
                 raise DataError(f"{', '.join(options.inputs)}: no documents left to write ({faults.total} skipped)")
             summary["skipped"] = dict(sorted(faults.counts.items()))
@@ -219,7 +249,8 @@ def _tokenizer(options: argparse.Namespace, files: Sequence[Path], kept: Path) -
     """Return the tokenizer, and write it to `kept` as a tokenizer.json."""
     if options.train_tokenizer is not None:
         # This first pass is quiet; the second pass reports the faults.
-        texts = documents(files, options.json_key, Faults(strict=options.strict, quiet=True))
+        faults = Faults(strict=options.strict, quiet=True)
+        texts = documents(files, options.json_key, faults, "reading for the tokenizer")
         trained = train_tokenizer(texts, options.train_tokenizer, str(kept))
         if trained.vocab_size < options.train_tokenizer:
             print(f"the texts are too small for a vocabulary of {options.train_tokenizer}", file=sys.stderr)

@@ -44,6 +44,22 @@ def summary(prefix: Path) -> dict[str, object]:
     return dict(json.loads(Path(f"{prefix}.summary.json").read_text()))
 
 
+def test_progress_of_both_passes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer's pass and the tokens' pass say how much they have read and how long they will take."""
+    (tmp_path / "a.jsonl").write_text('{"text": "aaaa bbbb"}\n' * 1000)
+    (tmp_path / "b.txt").write_text("cccc " * 2000)
+    with loaded("prepare_data") as module:
+        monkeypatch.setattr(module.ProgressLine, "update", lambda line, words: print(words(2.0), file=sys.stderr))
+        files = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")]
+        assert module.main([*files, "--output_prefix", str(tmp_path / "out"), "--train_tokenizer", "260"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 * 1001
+    assert lines[499] == "reading for the tokenizer: 0.0 of 0.0 MB (34%), 4 s left"
+    assert lines[-1] == "tokenizing: 0.0 of 0.0 MB (100%), 0 s left"
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with text files at several depths, and others that are not asked for."""

@@ -1,0 +1,40 @@
+"""One line on standard error that says how far a script is."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+TERMINAL_INTERVAL_S = 0.5
+LINE_INTERVAL_S, LINES_PER_TIME = 10.0, 20  # ever rarer, so that a day of tokenizing does not fill a log
+
+
+def duration(seconds: float) -> str:
+    """Format a time in one unit: `40 s`, `12 min`, `3.5 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+
+
+class ProgressLine:
+    """Progress on standard error: one updated line on a terminal; otherwise new lines, every 10 seconds at first."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._start_s = self._shown_s = time.monotonic()
+
+    def update(self, words: Callable[[float], str]) -> None:
+        """Show `words(seconds since the start)`, unless the last line is recent."""
+        now_s = time.monotonic()
+        elapsed_s = now_s - self._start_s
+        interval_s = TERMINAL_INTERVAL_S if self._terminal else max(LINE_INTERVAL_S, elapsed_s / LINES_PER_TIME)
+        if now_s - self._shown_s >= interval_s:
+            self._shown_s = now_s
+            line = f"\r\033[K{words(elapsed_s)}" if self._terminal else f"{words(elapsed_s)}\n"
+            print(line, end="", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Erase the line on a terminal."""
+        if self._terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
