@@ -2,11 +2,13 @@
 # From a fresh clone to a trained model in one command: install, build a corpus from Python's own standard library,
 # tokenize it, train a small GPT with torchrun, validate, checkpoint, export, and sample from the export.
 #
-#     bash scripts/quickstart.sh                      about three minutes of training on two cores, less on a GPU
-#     bash scripts/quickstart.sh                      again: reports that the run is complete
-#     bash scripts/quickstart.sh --train_iters=1200   resume; extra arguments go to pretrain_gpt.py and win
+#     bash scripts/quickstart.sh                      start; again: resume, or report that the run is complete
+#     bash scripts/quickstart.sh --train_iters=1200   train longer; extra arguments go to pretrain_gpt.py and win
 #     QUICKSTART_CORPUS_BYTES=1e6 bash scripts/quickstart.sh --train_iters=20 --lr_warmup_iters=2 \
 #         --validation_interval=10 --validation_iters=2 --export_interval=20      everything in half a minute
+#
+# Two idle CPU cores train for two and a half minutes, a GPU for less. Other programs on the machine make that longer; each
+# line of training shows the time left. Installing the packages takes a minute or more, depending on the network.
 #
 # QUICKSTART_DIR is the folder for all files (default: quickstart/ in the checkout; delete it to start over).
 # QUICKSTART_CORPUS_BYTES limits the corpus (default: the whole standard library). PYTHON chooses the interpreter of a
@@ -25,6 +27,7 @@ FOLDER="${FOLDER%/}"
 RUN="$FOLDER/python_gpt"
 PREFIX="$FOLDER/data/stdlib"
 VOCABULARY=2048
+ITERATIONS=800
 
 case "$FOLDER" in *[[:space:],]*)
     die "the folder $FOLDER contains spaces or commas, which separate files in --data_path; set QUICKSTART_DIR to another folder"
@@ -43,6 +46,20 @@ done
 
 mkdir -p "$FOLDER" 2>/dev/null && [ -w "$FOLDER" ] || die "cannot write to $FOLDER; set QUICKSTART_DIR to another folder"
 require_space "$FOLDER" 500 "the run"
+STEP=0
+NAME=""
+TIMES=""
+
+# step NAME WORDS: announce the next step, and note how long the one before took.
+step() {
+    [ -z "$NAME" ] || TIMES="$TIMES${TIMES:+, }$NAME $SECONDS s"
+    NAME="$1"
+    STEP=$((STEP + 1))
+    SECONDS=0
+    say "step $STEP of 5: $2"
+}
+
+step packages "the Python environment and its packages"
 enter_environment
 install_project plot
 
@@ -60,16 +77,15 @@ else
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads < 1 ? 1 : threads > 4 ? 4 : threads))}"
 fi
 
+step data "a corpus of the standard library's source files, and a tokenizer of $VOCABULARY entries"
 if [ -f "$PREFIX.summary.json" ]; then
     say "using the corpus $PREFIX.bin"
 else
-    say "building a corpus from the standard library's source files"
     partial="$FOLDER/data.partial"
     rm -rf "$partial"
     mkdir -p "$partial"
     run "building the corpus" "$PYTHON" "$ROOT/scripts/build_corpus.py" --output "$partial/stdlib.jsonl" \
         --max_bytes "${QUICKSTART_CORPUS_BYTES:-inf}"
-    say "training a tokenizer of $VOCABULARY entries and tokenizing the corpus"
     run "tokenizing" "$PYTHON" "$ROOT/scripts/prepare_data.py" "$partial/stdlib.jsonl" \
         --output_prefix "$partial/stdlib" --train_tokenizer "$VOCABULARY"
     rm -rf "$FOLDER/data"
@@ -78,31 +94,34 @@ fi
 
 MODEL_ARGS="--num_layers=4 --hidden_size=128 --num_attention_heads=4 --ffn_hidden_size=384 --vocab_size=$VOCABULARY
     --use_rotary_embeddings=1 --gated=1 --normalization_type=rms_norm --add_linear_biases=0 --tie_word_embeddings=1"
-TRAINING_ARGS="--batch_size=8 --sequence_length=256 --train_iters=800
-    --lr=4e-3 --min_lr=2e-4 --lr_warmup_iters=40 --lr_decay_style=cosine --weight_decay=0.1 --adam_beta2=0.95"
+# The decay ends at a fixed iteration: a longer run continues at min_lr. If it ended at --train_iters, more iterations would
+# stretch the decay, and the learning rate would jump up where the run resumes.
+TRAINING_ARGS="--batch_size=8 --sequence_length=256 --train_iters=$ITERATIONS
+    --lr=4e-3 --min_lr=2e-4 --lr_warmup_iters=40 --lr_decay_style=cosine --lr_decay_iters=$ITERATIONS --weight_decay=0.1 --adam_beta2=0.95"
 MONITORING_ARGS="--log_interval=20 --validation_interval=200 --validation_iters=16
     --checkpoint_interval=100 --max_checkpoints=2 --export_interval=200"
 
-say "training on $DEVICE with $PROCESSES process(es)"
+step training "training on $DEVICE with $PROCESSES process(es)"
 # The strings are split into flags on purpose. Paths may contain spaces, so they are separate words.
 # shellcheck disable=SC2086
 run "training (see $RUN/exit.json)" "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node="$PROCESSES" "$ROOT/pretrain_gpt.py" \
     $MODEL_ARGS $TRAINING_ARGS $MONITORING_ARGS $DEVICE_ARGS --num_workers=1 \
     --data_path="$PREFIX" --split=95,5,0 --tokenizer_file="$PREFIX.tokenizer.json" --experiment_dir="$RUN" "$@"
 
-say "drawing the loss curve"
+step plot "the loss curve"
 read_entropy='import json, sys; print("%.3f" % json.load(open(sys.argv[1]))["unigram_entropy_nats"])'
 ENTROPY="$("$PYTHON" -c "$read_entropy" "$PREFIX.summary.json")"
 run "drawing the loss curve" "$PYTHON" "$ROOT/scripts/plot_run.py" "$RUN" --output "$FOLDER/loss.png" \
     --baseline "unigram entropy=$ENTROPY"
 
 EXPORT="$(find "$RUN/export" -mindepth 1 -maxdepth 1 -type d -name '[0-9]*' 2>/dev/null | sort -V | tail -n 1 || true)"
+step sample "a sample from ${EXPORT:-an export: there is none yet}"
 if [ -n "$EXPORT" ]; then
-    say "a sample from $EXPORT"
     run "sampling" "$PYTHON" "$ROOT/scripts/generate.py" --model "$EXPORT" --prompt 'def read(self' \
         --max_new_tokens 120 --temperature 0.7 --seed 1
 fi
 
+TIMES="$TIMES, $NAME $SECONDS s"
 say "result"
 "$PYTHON" - "$RUN/metrics.jsonl" <<'PYTHON'
 import json
@@ -121,4 +140,5 @@ if validations:
     print(f"validation loss   {newest['loss']:.3f} nats per token, at iteration {newest['iteration']}")
 PYTHON
 printf '%s\n' "unigram entropy   $ENTROPY nats per token: the loss of a model that only knows token frequencies" \
-    "loss curve        $FOLDER/loss.png" "export            ${EXPORT:-none yet; set --export_interval}"
+    "loss curve        $FOLDER/loss.png" "export            ${EXPORT:-none yet; set --export_interval}" \
+    "time              $TIMES"

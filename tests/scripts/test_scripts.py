@@ -13,6 +13,7 @@ import pytest
 from megatron_lite import validation
 from megatron_lite.cli import parse
 from megatron_lite.config import Config
+from megatron_lite.schedules.learning_rate import learning_rate
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "scripts" / "examples"
@@ -305,6 +306,22 @@ def test_quickstart_explains_itself() -> None:
     assert "QUICKSTART_DIR" in output and "set -euo" not in output
 
 
+def test_quickstart_extends_without_a_jump() -> None:
+    """The longer run that the quick start suggests repeats every rate so far and continues at the last one."""
+    text = (ROOT / "scripts" / "quickstart.sh").read_text("utf-8")
+    (suggested,) = re.findall(r"add `--train_iters=(\d+)`", (ROOT / "README.md").read_text("utf-8"))
+    assert f"quickstart.sh --train_iters={suggested} " in text
+    (iterations,) = re.findall(r"^ITERATIONS=(\d+)$", text, re.M)
+    (found,) = re.findall(r'^TRAINING_ARGS="(.*?)"$', text, re.M | re.S)
+    flags = [*found.replace("$ITERATIONS", iterations).split(), "--dataset_source=random"]
+    first, longer = configuration(flags, 2), configuration([*flags, f"--train_iters={suggested}"], 2)
+    last = int(iterations)
+    assert first.training.train_iters == last < longer.training.train_iters
+    rates = [learning_rate(longer, iteration) for iteration in range(1, int(suggested) + 1)]
+    assert rates[:last] == [learning_rate(first, iteration) for iteration in range(1, last + 1)]
+    assert set(rates[last:]) == {rates[last - 1]} == {first.learning_rate.min_lr}
+
+
 @pytest.mark.slow
 def test_quickstart_resumes_and_completes(tmp_path: Path) -> None:
     """A short quickstart ends with its results; a second one finds the run complete; a longer one resumes it."""
@@ -314,6 +331,8 @@ def test_quickstart_resumes_and_completes(tmp_path: Path) -> None:
     output = succeeds(shell(short, **folder))
     for words in ("validation loss", "unigram entropy", "loss curve", "a sample from"):
         assert words in output
+    assert re.findall(r"^==> step (\d) of 5: ", output, re.M) == list("12345")
+    assert re.search(r"^time +packages \d+ s, data \d+ s, training \d+ s, plot \d+ s, sample \d+ s$", output, re.M)
     assert (tmp_path / "first" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "complete" in succeeds(shell(short, **folder))
     succeeds(shell(f"{short} --train_iters=6", **folder))
