@@ -23,6 +23,7 @@ INIT_TIMEOUT_S = 10
 FINISH_TIMEOUT_S = 20
 MAX_QUEUED_RECORDS = 1000
 ID_FILE = "wandb.json"
+ALSO = {"loss": "language_model_loss"}  # the name of a key in Fast-LLM, whose charts show it
 _STEP = "iteration"  # our own step: the library's must not decrease, and a resumed run goes back a little
 
 
@@ -84,8 +85,12 @@ class WandbTracker:
         self.alert(f"{self._name} started", f"run {run}")
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Send a record: numbers as `<phase>/<key>` over `iteration`, and an alert at each status interval."""
+        """Send a record: numbers as `<phase>/<key>` over `iteration`, and an alert at each status interval.
+
+        `training/loss` is also `training/language_model_loss`, and so are those of other phases.
+        """
         phase, iteration = record["phase"], record[_STEP]
+        record = {**record, **{other: record[key] for key, other in ALSO.items() if key in record}}
         numbers = {
             f"{phase}/{key}": value
             for key, value in record.items()

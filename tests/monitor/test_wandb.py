@@ -110,6 +110,12 @@ def test_points_and_settings_that_are_sent(tmp_path, wandb, key):
     assert wandb.metrics == [("iteration", None), ("*", "iteration")]  # our step, which may go back on a resume
     first, second = wandb.logged
     assert first["iteration"] == 10 and first["training/loss"] == 2.5 and first["training/run"] == 3
+    assert first["training/language_model_loss"] == 2.5 and second["validation/language_model_loss"] == 2.75
+    assert all(key == "iteration" or key.split("/")[0] in ("training", "validation") for key in {**first, **second})
+    assert all(
+        set(record) <= {"phase", "iteration", "train_iters", "loss", "skip_reason", "run", "time"}
+        for record in read_metrics(directory / "metrics.jsonl")
+    )
     assert "training/skip_reason" not in first and "training/train_iters" not in first
     assert second["iteration"] == 10 and second["validation/loss"] == 2.75
     assert wandb.finished == [0] and wandb.alerts == []
