@@ -334,9 +334,9 @@ def _restore(
         logger.info("  averaging (--ema_type=%s) begins now, from these weights", config.averaging.ema_type)
     for difference in compatibility.differences(loaded.config, config):
         logger.info("  changed since that checkpoint (the command line wins): %s", difference)
-    moved = compatibility.moved_samples(loaded.config, config, loaded.iteration)
-    if moved is not None:
-        logger.warning(moved)
+    for moved in (compatibility.moved_samples, compatibility.moved_rate):
+        if (warning := moved(loaded.config, config, loaded.iteration)) is not None:
+            logger.warning(warning)
 
 
 def _load_pretrained(start: Start, source: WeightSource, model: MultiStage, optimizer: Optimizer) -> None:

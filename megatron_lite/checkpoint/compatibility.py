@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import shlex
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from megatron_lite.config import BatchConfig, Config, flatten
+from megatron_lite.config.learning_rate import LearningRateConfig
 from megatron_lite.config.model import rotary_base
+from megatron_lite.config.option import Area
 from megatron_lite.config.values import written
 from megatron_lite.errors import CheckpointError
 from megatron_lite.schedules.batch_options import batch_schedule
 from megatron_lite.schedules.batch_size import continued
+from megatron_lite.schedules.learning_rate import learning_rate
 
 # Options that change the parameters, or the function that they compute.
 ARCHITECTURE = tuple(
@@ -120,6 +126,39 @@ def moved_samples(saved: dict[str, Any], config: Config, iterations: int) -> str
         f"{abs(read - counted):,} samples are {effect}; to continue after the last sample read, write "
         f'--batch_size_schedule="{continued(before, now, iterations)}" instead of --batch_size'
     )
+
+
+def moved_rate(saved: dict[str, Any], config: Config, iterations: int) -> str | None:
+    """Warn that a changed schedule changes the learning rate of the iteration after N, and say how to keep the old one.
+
+    None: the same rate, or no iteration is left.
+    """
+    following = iterations + 1
+    if following > config.training.train_iters:
+        return None
+    before = replace(
+        config,
+        learning_rate=LearningRateConfig(**_saved_values(LearningRateConfig, saved)),
+        batch=BatchConfig(**_saved_values(BatchConfig, saved)),
+    )
+    rates = learning_rate(before, following), learning_rate(config, following)
+    if math.isclose(*rates):
+        return None
+    old, now, default = vars(before.learning_rate), vars(config.learning_rate), vars(LearningRateConfig())
+    changed = [name for name in now if now[name] != old[name]]
+    keep = [f"--{name}={shlex.quote(written(old[name]))}" for name in changed if old[name] != default[name]]
+    drop = [f"--{name}" for name in changed if old[name] == default[name]]
+    ways = [f"write {' '.join(keep)}"] * bool(keep) + [f"leave out {' '.join(drop)}"] * bool(drop)
+    return (
+        f"the learning rate of iteration {following} is {rates[1]:.3e}, but {rates[0]:.3e} by the schedule of the "
+        f"checkpoint" + (f"; to keep that schedule, {' and '.join(ways)}" if ways else "")
+    )
+
+
+def _saved_values(kind: type[Area], saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the saved values of an area; an option that was not saved keeps its default."""
+    values = {field.name: saved[field.name] for field in fields(kind) if field.name in saved}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _all_differences(saved: dict[str, Any], config: Config) -> list[Difference]:

@@ -14,11 +14,14 @@ from megatron_lite.checkpoint.compatibility import (
     check_architecture,
     compare_architecture,
     differences,
+    moved_rate,
     moved_samples,
 )
 from megatron_lite.config import Config, flatten, unflatten
 from megatron_lite.errors import CheckpointError
 from megatron_lite.schedules.batch_options import batch_schedule
+from megatron_lite.schedules.learning_rate import learning_rate
+from megatron_lite.validation import resolve
 
 
 def saved_config(**changes: Any) -> dict[str, Any]:
@@ -129,3 +132,38 @@ def test_a_batch_size_that_moves_the_samples_is_said(
         assert moved_samples(saved, fix, iteration) is None
         coming = [batch_schedule(some.batch).batch_size(iteration + 1) for some in (fix, config)]
         assert coming[0] == coming[1]
+
+
+COSINE = {"lr": 2e-3, "min_lr": 2e-4, "lr_decay_style": "cosine", "lr_warmup_iters": 80, "train_iters": 800}
+
+
+@pytest.mark.parametrize(
+    ("now", "fix"),
+    [
+        ({"train_iters": 1200}, "write --lr_decay_iters=800"),
+        ({"lr": 1e-3, "min_lr_ratio": 0.5, "min_lr": None, "train_iters": 801}, "write"),
+        ({"train_iters": 900, "lr_step_offset": 0, "lr_decay_iters": 800, "lr": 4e-3, "min_lr": 4e-4}, "leave out"),
+        ({"train_iters": 900, "lr_schedule": "constant,900,0.5"}, "leave out --lr_schedule"),
+        ({"train_iters": 900, "lr_decay_iters": 800}, None),
+        ({"train_iters": 900, "lr_decay_iters": 800, "lr_warmup_iters": 10}, None),  # moves the past only
+        ({}, None),  # nothing is left to train
+    ],
+    ids=str,
+)
+def test_a_schedule_that_moves_the_learning_rate_is_said(now: dict[str, Any], fix: str | None) -> None:
+    """The warning has the next iteration's rate by both schedules, and flags that keep the old one."""
+    saved = json.loads(json.dumps(flatten(resolve(unflatten({"dataset_source": "random", **COSINE}), 1))))
+    given = {} if "lr_schedule" in now else COSINE
+    given = {"dataset_source": "random", **given, **now}
+    config = resolve(unflatten(given), 1)
+    message = moved_rate(saved, config, 800)
+    assert (message is None) == (fix is None), message
+    if message is None:
+        return
+    assert fix is not None and fix in message
+    assert f"iteration 801 is {learning_rate(config, 801):.3e}, but 2.000e-04 by" in message
+    words = re.findall(r"--(\w+)(?:=(\S+))?", message)
+    keep = {name: json.loads(value) if value and value[0].isdigit() else value for name, value in words if value}
+    left = {name: value for name, value in given.items() if name not in [name for name, value in words if not value]}
+    mended = resolve(unflatten({**left, **keep}), 1)
+    assert moved_rate(saved, mended, 800) is None
