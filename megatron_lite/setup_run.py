@@ -119,7 +119,10 @@ def opened(config: Config, notes: tuple[Note, ...], environment: Mapping[str, st
 
 
 def close(run: Run, code: int, message: str) -> None:
-    """End a run that was not cut short by an error: wait for its callback, write exit.json, leave the other ranks."""
+    """End a run that was not cut short by an error: wait for its callback, write exit.json, leave the other ranks.
+
+    message: how it ended.
+    """
     distributed = run.distributed
     run.data.close()
     run.model.finish()
@@ -131,10 +134,16 @@ def close(run: Run, code: int, message: str) -> None:
         exit_status.write_exit(run.config.run.experiment_dir, code, status, message, run.experiment.run)
     distributed.barrier()
     distributed.close()
+    log_ending(run, message)
 
 
 def build(
     config: Config,
+def log_ending(run: Run, message: str) -> None:
+    """Log how a run ended, as its last line: a warning if its last updates were dropped, which the message says."""
+    run.logger.log(logging.WARNING if run.optimizer.guard.dropped.streak() else logging.INFO, message)
+
+
     distributed: Distributed,
     experiment: Experiment,
     stop: StopSignal,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Mapping, Sequence
 
 from megatron_lite.config import Config
@@ -12,7 +11,7 @@ from megatron_lite.errors import EXIT_DONE
 from megatron_lite.monitor.logging import ProgressBar
 from megatron_lite.optimizer.optimizer import Update
 from megatron_lite.outputs.evaluation import evaluate_and_export, evaluate_first
-from megatron_lite.outputs.saving import is_due, is_save_due, save, save_and_stop
+from megatron_lite.outputs.saving import completion, is_due, is_save_due, planned_stop, save, save_and_stop
 from megatron_lite.outputs.training_log import log_training
 from megatron_lite.run.stop_signal import StopRequested
 from megatron_lite.schedules.batch_options import iteration_tokens
@@ -43,9 +42,7 @@ def train(run: Run) -> tuple[int, str]:
             return EXIT_DONE, "nothing to train: --train_iters=0"
         evaluate_first(run)
         if first > training.train_iters:
-            message = f"the run is complete: iteration {run.iteration} of {training.train_iters}; nothing to do"
-            run.logger.info(message)
-            return EXIT_DONE, message
+            return EXIT_DONE, f"the run is complete: iteration {run.iteration} of {training.train_iters}; nothing to do"
         batches = run.data.batches("training", run.iteration, training.train_iters - run.iteration)
         with contextlib.closing(ProgressBar(training.train_iters, run.iteration, run.distributed.rank == 0)) as bar:
             for iteration in range(first, training.train_iters + 1):
@@ -65,11 +62,8 @@ def train(run: Run) -> tuple[int, str]:
                     if is_save_due(run, last):
                         save(run)
                 if not last and is_due(iteration, training.stop_interval, training.stop_offset):
-                    return EXIT_DONE, f"stopped at iteration {iteration} as planned by --stop_interval"
-        dropped = run.optimizer.guard.dropped.ending()
-        message = f"training complete: {run.iteration} iterations{dropped}"
-        run.logger.log(logging.WARNING if dropped else logging.INFO, message)
-        return EXIT_DONE, message
+                    return EXIT_DONE, planned_stop(run)
+        return EXIT_DONE, completion(run)
     except StopRequested:
         return save_and_stop(run)
 

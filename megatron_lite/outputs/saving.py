@@ -95,10 +95,23 @@ def save_and_stop(run: Run) -> tuple[int, str]:
         return 1, "stopped by a signal during an evaluation; there is nothing to save: --train_iters=0"
     refuse_bad_steps(run)
     if run.experiment.checkpoints is None:
-        message = f"stopped by a signal at iteration {run.iteration}; nothing was saved (no --experiment_dir)"
-        run.logger.info(message)
-        return 1, message
+        return 1, f"stopped by a signal at iteration {run.iteration}; nothing was saved (no --experiment_dir)"
     save(run, run.evaluation_due)
-    message = f"stopped by a signal: saved at iteration {run.iteration}; the same command resumes"
-    run.logger.info(message)
-    return EXIT_PREEMPTED, message
+    return EXIT_PREEMPTED, f"stopped by a signal: saved at iteration {run.iteration}; the same command resumes"
+
+
+def completion(run: Run) -> str:
+    """Return how a run ended that made all its iterations."""
+    plural = "s" * (run.iteration != 1)
+    return f"training complete: {run.iteration} iteration{plural}{run.optimizer.guard.dropped.ending()}"
+
+
+def planned_stop(run: Run) -> str:
+    """Return how a run ended that saved and stopped at a multiple of --stop_interval."""
+    training, root = run.config.training, run.experiment.checkpoints
+    assert root is not None, "validated"
+    return (
+        f"stopped at iteration {run.iteration} of {training.train_iters} as planned by "
+        f"--stop_interval={training.stop_interval}{run.optimizer.guard.dropped.ending()}; "
+        f"saved {root / str(run.iteration)}; the same command continues"
+    )

@@ -23,7 +23,7 @@ from megatron_lite.errors import NumericsError
 from megatron_lite.monitor.trackers import read_metrics
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.stop_signal import StopSignal
-from megatron_lite.setup_run import Run, build
+from megatron_lite.setup_run import Run, build, log_ending
 from megatron_lite.train import train
 from tests.support.engine_runs import digest
 from tests.support.harness import run_distributed, tiny_config
@@ -68,6 +68,7 @@ def start(distributed: Distributed, options: dict[str, Any], faults: dict[int, F
         story.code, story.message = error.exit_code, str(error)
     run.model.finish()
     run.trackers.close(story.code)
+    log_ending(run, story.message)
     stop.restore()
     story.state, story.optimizer = state(run), run.optimizer.state()
     return story
