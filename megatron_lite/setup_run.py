@@ -13,7 +13,7 @@ import torch
 
 from megatron_lite.checkpoint import compatibility, sharded
 from megatron_lite.checkpoint.manifest import Manifest
-from megatron_lite.cli.help import banner
+from megatron_lite.cli.help import banner, short_banner
 from megatron_lite.config import Config
 from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data
@@ -31,8 +31,9 @@ from megatron_lite.model.gpt import model_layers, shapes_of
 from megatron_lite.model.layer import Layer
 from megatron_lite.monitor.banner import choice_lines, derived_numbers, memory_warnings, stage_lines
 from megatron_lite.monitor.communication import time_collectives
+from megatron_lite.monitor.console import ConsoleLines
 from megatron_lite.monitor.export_callback import STOPPED_WAIT_S, ExportCallback, open_callback
-from megatron_lite.monitor.logging import start_logging
+from megatron_lite.monitor.logging import log_both, start_logging
 from megatron_lite.monitor.metrics import LogWindow, StepTimer, known_peak_tflops
 from megatron_lite.monitor.tensor_debug import TensorDebugger, open_debugger
 from megatron_lite.monitor.trackers import Trackers, open_trackers
@@ -80,6 +81,7 @@ class Run(Start):
     optimizer: Optimizer
     window: LogWindow
     timer: StepTimer
+    console: ConsoleLines
     trackers: Trackers
     stop: StopSignal
     iteration: int  # iterations done
@@ -132,18 +134,18 @@ def close(run: Run, code: int, message: str) -> None:
     if distributed.rank == 0:
         status = "done" if code == EXIT_DONE else "stopped"
         exit_status.write_exit(run.config.run.experiment_dir, code, status, message, run.experiment.run)
+    log_ending(run, message)
     distributed.barrier()
     distributed.close()
-    log_ending(run, message)
 
 
-def build(
-    config: Config,
 def log_ending(run: Run, message: str) -> None:
     """Log how a run ended, as its last line: a warning if its last updates were dropped, which the message says."""
     run.logger.log(logging.WARNING if run.optimizer.guard.dropped.streak() else logging.INFO, message)
 
 
+def build(
+    config: Config,
     distributed: Distributed,
     experiment: Experiment,
     stop: StopSignal,
@@ -168,8 +170,8 @@ def log_ending(run: Run, message: str) -> None:
     source = _open_source(start, inputs.layers)
 
     model = together(distributed, lambda: _allocate(start, inputs.layers))
-    for line in stage_lines(model):
-        logger.info(line)
+    for line, short in stage_lines(model):
+        _tell(start, line, short)
     if config.optimizer.whole_matrices and model.training:
         logger.info(muon.describe(model.stages))
     collectives_alone_s = _time_collectives(start, model)
@@ -190,6 +192,7 @@ def log_ending(run: Run, message: str) -> None:
         optimizer=optimizer,
         window=window,
         timer=StepTimer(config, distributed.world_size, iteration, peak_tflops),
+        console=ConsoleLines(distributed.device.type),
         trackers=trackers,
         stop=stop,
         iteration=iteration,
@@ -240,14 +243,18 @@ def _open_inputs(start: Start, variables: Mapping[str, str]) -> Inputs:
 def _log_banner(start: Start, inputs: Inputs, notes: Sequence[Note]) -> None:
     config, distributed, logger = start.config, start.distributed, start.logger
     derived = derived_numbers(config, inputs.layers, distributed, inputs.data.describe())
-    for line in banner(config, derived).splitlines():
-        logger.info(line)
-    for line in choice_lines(config, inputs.kernels, inputs.layers, distributed.device):
-        logger.info(line)
+    _tell(start, banner(config, derived), short_banner(config, derived))
+    for line, short in choice_lines(config, inputs.kernels, inputs.layers, distributed.device):
+        _tell(start, line, short)
     for note in notes:
         logger.log(logging.WARNING if note.is_warning else logging.INFO, note.text)
     for warning in (*warnings(config), *memory_warnings(config, distributed.device)):
         logger.warning(warning)
+
+
+def _tell(start: Start, full: str, short: str) -> None:
+    """Log a text in full in the log file, and short on the console unless --show_all_options=1."""
+    log_both(start.logger, console=full if start.config.run.show_all_options else short, file=full)
 
 
 def _open_source(start: Start, layers: list[Layer]) -> WeightSource | None:

@@ -12,7 +12,7 @@ from megatron_lite.monitor.logging import ProgressBar
 from megatron_lite.optimizer.optimizer import Update
 from megatron_lite.outputs.evaluation import evaluate_and_export, evaluate_first
 from megatron_lite.outputs.saving import completion, is_due, is_save_due, planned_stop, save, save_and_stop
-from megatron_lite.outputs.training_log import log_training
+from megatron_lite.outputs.training_log import is_early, log_training, show_early
 from megatron_lite.run.stop_signal import StopRequested
 from megatron_lite.schedules.batch_options import iteration_tokens
 from megatron_lite.schedules.learning_rate import learning_rate
@@ -56,6 +56,8 @@ def train(run: Run) -> tuple[int, str]:
                 last = iteration == training.train_iters
                 if last or is_due(iteration, config.run.log_interval, config.run.log_offset):
                     loss = log_training(run, update)
+                elif is_early(iteration - first + 1, config.run.log_interval):
+                    loss = show_early(run, update)
                 bar.update(iteration, loss)
                 with run.timer.excluded(), run.distributed.traffic.paused():
                     evaluate_and_export(run, last)

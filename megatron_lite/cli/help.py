@@ -1,9 +1,10 @@
-"""The text of `--help` and `--help_all`, and the start-up banner."""
+"""The text of `--help` and `--help_all`, and the start-up banners: the full one and a short one."""
 
 from __future__ import annotations
 
+import shlex
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_lite.cli.foreign_flags import INSTEAD, REFUSED
@@ -15,6 +16,7 @@ from megatron_lite.validation import BATCH, examine
 WIDTH = 118
 NAME_WIDTH = 46  # of a flag with its values in --help
 DOTS_WIDTH = 48  # of a name and its dots in the banner, as in Megatron-LM
+LONGEST_VALUE = 200  # characters of one value in the short banner; a --data_path may have thousands of files
 
 INTRODUCTION = """\
 usage: torchrun --nproc-per-node=N pretrain_gpt.py [--flag=value ...] [@file ...]      (or python, for one process)
@@ -110,6 +112,40 @@ def banner(config: Config, derived: Mapping[str, str]) -> str:
         lines.append(" derived ".center(72, "-"))
         lines += [_dotted(name, text, " ") for name, text in derived.items()]
     return "\n".join([*lines, " end of arguments ".center(72, "-")])
+
+
+def short_banner(config: Config, derived: Mapping[str, str]) -> str:
+    """Return the options that differ from their default, as they would be typed, followed by `derived` in its order.
+
+    `config` is resolved.
+    """
+    defaults, values = _defaults(config), flatten(config)
+    flags = [_typed(name, value) for name, value in sorted(values.items()) if value != defaults[name]]
+    every = "--show_all_options=1 prints all"
+    if config.run.experiment_dir is not None:
+        every = f"all are in {config.run.experiment_dir}/config.json; {every}"
+    lines = [f"arguments that differ from the default ({every}):"]
+    lines += _wrapped(flags, "  ")
+    return "\n".join([*lines, *(_dotted(name, text, " ") for name, text in derived.items())])
+
+
+def _typed(name: str, value: Any) -> str:
+    text = written(value) if value is not None else "none"
+    if len(text) > LONGEST_VALUE:
+        count = f" ({len(value):,} words)" if isinstance(value, tuple) else ""
+        return f"--{name}={text[:LONGEST_VALUE]}...{count}"
+    return f"--{name}={shlex.quote(text)}"
+
+
+def _wrapped(words: Iterable[str], indent: str) -> list[str]:
+    """Return lines of at most WIDTH columns; a word is never cut, even where it is longer."""
+    lines: list[str] = []
+    for word in words:
+        if lines and len(lines[-1]) + 1 + len(word) <= WIDTH:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(indent + word)
+    return lines
 
 
 def _defaults(config: Config) -> dict[str, Any]:

@@ -107,6 +107,9 @@ class RunConfig(Area):
     log_interval: PositiveInt = option(100, "iterations between log lines", basic=True)
     log_offset: NonNegativeInt = option(1, "first logged iteration (0: only multiples of log_interval)")
     log_timestamps: bool = option(False, "prefix log lines with the time")
+    show_all_options: bool = option(
+        False, "print all options at the start, not only those that differ from their default"
+    )
     enable_all_loggers: bool = option(False, "print the log of every rank to the console")
     log_communication: bool = option(False, "log the bytes that each step sends, by kind, and their time on the wire")
     debug_layer_outputs: int = debug_level("the output of each layer")

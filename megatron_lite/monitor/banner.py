@@ -1,4 +1,7 @@
-"""Lines that a run logs before training: numbers that follow from its options, the model, memory and the device."""
+"""Lines that a run logs before training: numbers that follow from its options, the model, memory and the device.
+
+Some lines are pairs: the full line, and a shorter one for the console ("": none).
+"""
 
 from __future__ import annotations
 
@@ -51,32 +54,38 @@ def _smallest_to_largest(numbers: Sequence[int]) -> str:
     return " to ".join(f"{number:,}" for number in dict.fromkeys((min(numbers), max(numbers))))
 
 
-def choice_lines(config: Config, kernels: Kernels, layers: Sequence[Layer], device: torch.device) -> Iterator[str]:
-    """Yield what was chosen: kernels, the parameters that decay, deterministic algorithms."""
-    yield kernels.describe()
+def choice_lines(
+    config: Config, kernels: Kernels, layers: Sequence[Layer], device: torch.device
+) -> Iterator[tuple[str, str]]:
+    """Yield pairs that say what was chosen: kernels, the parameters that decay, deterministic algorithms."""
+    yield kernels.describe(), kernels.describe()
     if config.training.train_iters > 0 and config.optimizer.weight_decay > 0:
-        yield parameter_patterns.describe(parameters_of(layers))
+        decay = parameter_patterns.describe(parameters_of(layers))
+        yield decay, decay.partition(": ")[0]
     if config.distributed.deterministic:
-        yield deterministic_ways(device, kernels.triton)
+        yield (ways := deterministic_ways(device, kernels.triton)), ways
 
 
-def stage_lines(model: MultiStage) -> Iterator[str]:
-    """Yield the stages, the frozen parameters, this rank's state memory by kind, and how products are computed."""
+def stage_lines(model: MultiStage) -> Iterator[tuple[str, str]]:
+    """Yield pairs: stages, frozen parameters, this rank's state memory by kind, and how products are computed."""
     blocks = [len(stage) for stage in model.split[1:-1]]
     shown = ", ".join(map(str, blocks)) if len(set(blocks)) > 1 else f"{blocks[0]} each"
     weights, gradients = model.memory.buffer_counts()
+    names = f"embedding, {sum(blocks)} blocks in {len(blocks)} stages ({shown}), head"
+    buffers = f"{weights} weight and {gradients} gradient buffers"
+    rows = [row for row in model.memory.table() if row.bytes]
+    total = MemoryRow("state memory per rank", sum(row.count for row in rows), sum(row.bytes for row in rows))
     yield (
-        f"{len(model.stages)} stages: embedding, {sum(blocks)} blocks in {len(blocks)} stages ({shown}), head; "
-        f"{weights} weight and {gradients} gradient buffers"
+        f"{len(model.stages)} stages: {names}; {buffers}",
+        f"{len(model.stages)} stages, {buffers}; {total.bytes / MIB:,.2f} MiB of {total.kind}",
     )
     frozen = sum(slot.numel for _, part in model.parts() if part.frozen for slot in part.layout.slots)
     if frozen:
-        yield f"{frozen:,} of {model.num_parameters:,} parameters are frozen"
-    rows = [row for row in model.memory.table() if row.bytes]
-    total = MemoryRow("state memory per rank", sum(row.count for row in rows), sum(row.bytes for row in rows))
+        line = f"{frozen:,} of {model.num_parameters:,} parameters are frozen"
+        yield line, line
     for row in (*rows, total):
-        yield f"  {row.kind:.<24} {row.count:4d} {row.bytes / MIB:14,.2f} MiB"
-    yield describe_products(model.group.device, model.precision.training, model.precision.gradients)
+        yield f"  {row.kind:.<24} {row.count:4d} {row.bytes / MIB:14,.2f} MiB", ""
+    yield describe_products(model.group.device, model.precision.training, model.precision.gradients), ""
 
 
 def memory_warnings(config: Config, device: torch.device) -> Iterator[str]:

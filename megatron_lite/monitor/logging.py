@@ -1,7 +1,7 @@
 """The logger "megatron_lite": flushed lines on the console, above a progress bar, and one log file per rank.
 
-Logging never stops a run: a console without a reader, or a log file on a full disk, only loses lines. Every
-line is one `write`, so no buffer holds it back.
+The console and the log file say the same, except for the texts of `log_both`. Logging never stops a run: a console
+without a reader, or a log file on a full disk, only loses lines. Every line is one `write`, so no buffer holds it back.
 """
 
 from __future__ import annotations
@@ -17,11 +17,17 @@ from typing import Any
 from megatron_lite.errors import StorageError
 
 MIB = 2**20
+_FILE_TEXT = "file_text"  # the attribute of a record whose text in the log file is another one
 
 
 def get_logger() -> logging.Logger:
     """Return the logger of this program."""
     return logging.getLogger("megatron_lite")
+
+
+def log_both(logger: logging.Logger, *, console: str, file: str) -> None:
+    """Log one text on the console and another one in the log file; an empty text is left out."""
+    logger.info("%s", console, extra={_FILE_TEXT: file})
 
 
 class AppendFile:
@@ -77,7 +83,7 @@ class _LineFormatter(logging.Formatter):
         self._timestamps = timestamps
 
     def format(self, record: logging.LogRecord) -> str:
-        text = record.getMessage()
+        text = self._text(record)
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname}: {text}"
         if record.exc_info:
@@ -85,6 +91,17 @@ class _LineFormatter(logging.Formatter):
         start = f"{self.formatTime(record)} " if self._timestamps else ""
         start += self._prefix
         return "\n".join(start + line for line in text.split("\n")) if start else text
+
+    def _text(self, record: logging.LogRecord) -> str:
+        return record.getMessage()
+
+
+class _FileFormatter(_LineFormatter):
+    """Prefers the text for the log file."""
+
+    def _text(self, record: logging.LogRecord) -> str:
+        text: str = getattr(record, _FILE_TEXT, None) or record.getMessage()
+        return text
 
 
 def _has_terminal() -> bool:
@@ -125,7 +142,7 @@ class ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print the record."""
         stream = sys.stdout
-        if stream is None or stream.closed:
+        if stream is None or stream.closed or (hasattr(record, _FILE_TEXT) and not record.getMessage()):
             return
         try:
             text = self.format(record)
@@ -154,6 +171,8 @@ class FileHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Append the record."""
+        if getattr(record, _FILE_TEXT, None) == "":
+            return
         try:
             self._file.write_line(self.format(record))
         except Exception:
@@ -193,7 +212,7 @@ def start_logging(
             sys.stdout.reconfigure(errors="backslashreplace")
     if log_file is not None:
         file = FileHandler(log_file)
-        file.setFormatter(_LineFormatter("", timestamps))
+        file.setFormatter(_FileFormatter("", timestamps))
         logger.addHandler(file)
     return logger
 

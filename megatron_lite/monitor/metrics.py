@@ -113,10 +113,14 @@ class LogWindow:
         self._data_wait_s += data_wait_s
         self.iterations += 1
 
+    def mean_loss(self) -> float | None:
+        """Return the mean loss per token so far (reads the device), or None if every update was dropped."""
+        tokens = int(self._tokens)
+        return float(self._loss) / tokens if tokens else None
+
     def close(self) -> dict[str, Any]:
         """Return the record of this window (reads the device) and start the next one."""
-        tokens = int(self._tokens)
-        record: dict[str, Any] = {"loss": float(self._loss) / tokens if tokens else None}
+        record: dict[str, Any] = {"loss": self.mean_loss()}
         if self.iterations:
             record["data_wait_ms"] = 1e3 * self._data_wait_s / self.iterations
         self._loss.zero_()
@@ -156,7 +160,9 @@ class StepTimer:
         hardware = hardware_flops(config.model, config.performance, length, length)
         self._hardware_tflop = hardware / world_size / 1e12
         self._peak_tflops = peak_tflops
+        self._world_size = world_size
         self._clock, self._lap_start = clock, clock()
+        self._glance = (self._lap_start, iteration)  # the last line of any kind
         self._lap_iteration = self._first_iteration = iteration  # at the start of the lap, and of the measured run
         self._laps, self._run_seconds = 0, 0.0
 
@@ -167,7 +173,9 @@ class StepTimer:
         try:
             yield
         finally:
-            self._lap_start += self._clock() - start
+            excluded = self._clock() - start
+            self._lap_start += excluded
+            self._glance = (self._glance[0] + excluded, self._glance[1])
 
     def lap(self, iteration: int, now: datetime | None = None) -> tuple[dict[str, float], dict[str, Any]]:
         """End the lap that began at the last call.
@@ -176,36 +184,62 @@ class StepTimer:
 
         Returns:
             the part of the metrics record (`step_time_ms`, `tokens_per_sec_per_gpu`, `model_tflops`, `hardware_tflops`,
-            `mfu`), and values for the console only (`average_step_time_ms`, `remaining_seconds`, `completion_date`).
-            Both are empty without an iteration since the last lap.
+            `mfu`), and values for logs only (`tokens_per_sec`, `average_step_time_ms`, `remaining_seconds`,
+            `completion_date`). Both are empty without an iteration since the last lap.
         """
         iterations = iteration - self._lap_iteration
         if iterations <= 0:
             return {}, {}
         end = self._clock()
         seconds = max(end - self._lap_start, 1e-9)
-        consumed = self._consumed_samples
-        samples_per_second = (consumed(iteration) - consumed(self._lap_iteration)) / seconds
         self._laps += 1
         if self._laps == 2:  # the first lap includes compilation and allocation and would spoil the forecast
             self._first_iteration, self._run_seconds = self._lap_iteration, 0.0
         self._run_seconds += seconds
-        self._lap_iteration, self._lap_start = iteration, end
+        record = self._rates(seconds, self._lap_iteration, iteration)
+        self._lap_start, self._lap_iteration, self._glance = end, iteration, (end, iteration)
+        average = self._run_seconds / (iteration - self._first_iteration)
+        remaining = self._remaining(self._run_seconds, self._first_iteration, iteration)
+        console: dict[str, Any] = {
+            "tokens_per_sec": record["tokens_per_sec_per_gpu"] * self._world_size,
+            "average_step_time_ms": average * 1e3,
+            "remaining_seconds": remaining,
+        }
+        with contextlib.suppress(OverflowError):  # a completion date beyond the year 9999 is left out
+            console["completion_date"] = (now or datetime.now()) + timedelta(seconds=remaining)
+        return record, console
+
+    def glance(self, iteration: int) -> dict[str, float]:
+        """Return the rates and the forecast since the last lap or glance; the lap goes on."""
+        start, before = self._glance
+        end = self._clock()
+        self._glance = (end, iteration)
+        seconds = max(end - start, 1e-9)
+        record = self._rates(seconds, before, iteration)
+        return {
+            **record,
+            "tokens_per_sec": record["tokens_per_sec_per_gpu"] * self._world_size,
+            "remaining_seconds": self._remaining(seconds, before, iteration),
+        }
+
+    def _rates(self, seconds: float, before: int, iteration: int) -> dict[str, float]:
+        """Return the rates of the iterations after `before`, up to `iteration`, which took `seconds`."""
+        samples_per_second = (self._consumed_samples(iteration) - self._consumed_samples(before)) / seconds
         record = {
-            "step_time_ms": seconds / iterations * 1e3,
+            "step_time_ms": seconds / (iteration - before) * 1e3,
             "tokens_per_sec_per_gpu": self._tokens * samples_per_second,
             "model_tflops": self._model_tflop * samples_per_second,
             "hardware_tflops": self._hardware_tflop * samples_per_second,
         }
         if self._peak_tflops:
             record["mfu"] = record["model_tflops"] / self._peak_tflops
-        average = self._run_seconds / (iteration - self._first_iteration)
+        return record
+
+    def _remaining(self, seconds: float, before: int, iteration: int) -> float:
+        """Return the seconds left if the remaining samples take as long as those since `before`."""
+        consumed = self._consumed_samples
         left = max(consumed(self._train_iters) - consumed(iteration), 0)
-        remaining = self._run_seconds / (consumed(iteration) - consumed(self._first_iteration)) * left
-        console: dict[str, Any] = {"average_step_time_ms": average * 1e3, "remaining_seconds": remaining}
-        with contextlib.suppress(OverflowError):  # a completion date beyond the year 9999 is left out
-            console["completion_date"] = (now or datetime.now()) + timedelta(seconds=remaining)
-        return record, console
+        return seconds / (consumed(iteration) - consumed(before)) * left
 
 
 def format_duration(seconds: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_lite.data.loader import micro_batch, next_batch
+from megatron_lite.monitor.logging import log_both
 from megatron_lite.monitor.metrics import format_record
 from megatron_lite.outputs.saving import export, is_due, refuse_bad_steps, save
 from megatron_lite.setup_run import Run
@@ -64,4 +65,4 @@ def evaluate(run: Run, phase: str) -> None:
         **{kind: total / tokens for kind, total in zip(kinds, totals, strict=True)},
     }
     run.trackers.log(record)
-    run.logger.info(format_record(record))
+    log_both(run.logger, console=run.console.evaluation(record), file=format_record(record))

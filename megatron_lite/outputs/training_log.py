@@ -1,4 +1,4 @@
-"""The log line of training, and its record in metrics.jsonl."""
+"""The log lines of training, and its records in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from megatron_lite.errors import NumericsError
 from megatron_lite.monitor.communication import communication_lines
-from megatron_lite.monitor.logging import MIB
+from megatron_lite.monitor.logging import MIB, log_both
 from megatron_lite.monitor.metrics import format_record
 from megatron_lite.optimizer.optimizer import Update
 from megatron_lite.schedules.batch_options import batch_schedule, consumed_tokens
@@ -45,7 +45,8 @@ def log_training(run: Run, update: Update) -> float | None:
         console["allocated_mib"] = torch.cuda.memory_allocated() / MIB
         console["reserved_mib"] = torch.cuda.memory_reserved() / MIB
     run.trackers.log(record)
-    run.logger.info(format_record(record, console))
+    short = run.console.training({**record, **console})
+    log_both(run.logger, console=short, file=format_record(record, console))
     if config.run.log_communication:
         for line in communication_lines(run.distributed.traffic.take(), iterations, run.collectives_alone_s):
             run.logger.info(line)
@@ -54,4 +55,30 @@ def log_training(run: Run, update: Update) -> float | None:
     if dropped.stop is not None:
         raise NumericsError(dropped.stop)
     loss: float | None = record["loss"]
+    return loss
+
+
+def is_early(iterations: int, log_interval: int) -> bool:
+    """Whether to show progress after N iterations of this start: 1, 2, 4, 8 ... while its first log interval lasts."""
+    return iterations < log_interval and iterations & (iterations - 1) == 0
+
+
+def show_early(run: Run, update: Update) -> float | None:
+    """Print a line on rank 0's console only, and return its loss; None on other ranks.
+
+    The log file, metrics.jsonl and the sums of the log window depend on --log_interval alone. Rank 0 reads its device
+    here, without any exchange with other ranks.
+    """
+    if run.distributed.rank != 0:
+        return None
+    values: dict[str, Any] = {
+        "iteration": run.iteration,
+        "train_iters": run.config.training.train_iters,
+        "loss": run.window.mean_loss(),  # since the last line of the log file
+        "learning_rate": learning_rate(run.config, run.iteration),
+        "grad_norm": float(update.grad_norm),
+        **run.timer.glance(run.iteration),
+    }
+    log_both(run.logger, console=run.console.training(values), file="")
+    loss: float | None = values["loss"]
     return loss

@@ -1,12 +1,13 @@
 """The help fits on two screens; the banner shows every option and marks changed ones."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from megatron_lite.cli.foreign_flags import INSTEAD, REFUSED
-from megatron_lite.cli.help import banner, help_text
+from megatron_lite.cli.help import banner, help_text, short_banner
 from megatron_lite.config import flatten, unflatten
 from megatron_lite.config.values import FLAGS, written
 from megatron_lite.validation import resolve
@@ -88,6 +89,26 @@ def test_banner_marks_what_differs_from_the_default() -> None:
     assert marked(2, micro_batch_size=1) == set()
     assert marked(experiment_dir="/x/y", gated=True) == {"experiment_dir", "gated"}
     assert marked(experiment_dir="/x/y", experiment_name="z") == {"experiment_dir", "experiment_name"}
+
+
+def test_short_banner_has_what_differs_as_typed() -> None:
+    """Options that differ from the default, in lines of 118 columns that a shell reads back, then derived numbers."""
+    values = {"num_layers": 3, "data_path": ("0.5", "a b", "0.5", "c"), "experiment_dir": "/x", "rope_factor": None}
+    config = resolve(unflatten({**values, "lr": 3e-4, "train_iters": 7}), 1)
+    title, *lines = short_banner(config, {"parameters": "1,234"}).splitlines()
+    assert "/x/config.json" in title and "--show_all_options=1" in title
+    assert lines[-1].split() == ["parameters", "." * 38, "1,234"]
+    typed = shlex.split(" ".join(lines[:-1]))
+    assert typed == [
+        "--data_path=0.5 a b 0.5 c",
+        "--experiment_dir=/x",
+        "--lr=0.0003",
+        "--num_layers=3",
+        "--train_iters=7",
+    ]
+    many = resolve(unflatten({"data_path": tuple(f"/data/{number:04d}" for number in range(1250))}), 1)
+    assert max(map(len, short_banner(many, {}).splitlines())) < 250
+    assert "... (1,250 words)" in short_banner(many, {})
 
 
 def test_values_are_written_as_typed() -> None:

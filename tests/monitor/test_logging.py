@@ -12,7 +12,7 @@ import pytest
 
 from megatron_lite.errors import StorageError
 from megatron_lite.monitor import logging as our_logging
-from megatron_lite.monitor.logging import AppendFile, start_logging, stop_logging
+from megatron_lite.monitor.logging import AppendFile, log_both, start_logging, stop_logging
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -38,6 +38,18 @@ def test_lines_reach_console_and_file_once_even_when_set_up_twice(tmp_path, caps
     logger.warning("careful")
     assert capsys.readouterr().out == "loss 2.0\nWARNING: careful\n"
     assert file.read_text() == "loss 2.0\nWARNING: careful\n"  # without closing: each line is written at once
+
+
+def test_console_and_file_may_say_different_things(tmp_path, capsys):
+    """`log_both`: a text for each, and an empty one is left out, also where lines have prefixes."""
+    file = tmp_path / "log.txt"
+    logger = start_logging(file, 0, 2, to_console=True, timestamps=False, all_ranks=True)
+    log_both(logger, console="short 100%", file="long\nand longer")
+    log_both(logger, console="", file="only in the file")
+    log_both(logger, console="only on the console", file="")
+    logger.info("")
+    assert capsys.readouterr().out == "[rank 0] short 100%\n[rank 0] only on the console\n[rank 0] \n"
+    assert file.read_text() == "long\nand longer\nonly in the file\n\n"
 
 
 def test_a_later_start_appends_to_the_file(tmp_path):

@@ -4,10 +4,12 @@ import dataclasses
 from datetime import datetime
 
 import pytest
+import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lite.config import BatchConfig, Config, ModelConfig, PerformanceConfig, TrainingConfig
 from megatron_lite.monitor.metrics import (
+    LogWindow,
     StepTimer,
     format_duration,
     format_record,
@@ -220,6 +222,37 @@ def test_timer_leaves_out_validation_and_saves():
     record, _ = timer.lap(4)
     assert record["step_time_ms"] == pytest.approx(500)
     assert "mfu" not in record  # no peak, no mfu
+
+
+def test_a_glance_leaves_the_lap_alone():
+    """Rates since the last line of either kind, without validations; laps are the same with and without glances."""
+    (timer, clock, _), (plain, plain_clock, _) = make_timer(), make_timer()
+    shown = []
+    for iteration in range(1, 11):
+        for some in (clock, plain_clock):
+            some.now += 30.0 if iteration == 1 else 0.5
+        if iteration in (1, 2, 4):
+            shown.append(timer.glance(iteration))
+        if iteration == 3:
+            with timer.excluded():
+                clock.now += 1000.0
+        if iteration in (5, 10):
+            for with_glances, without in zip(timer.lap(iteration), plain.lap(iteration), strict=True):
+                dates = {"completion_date": None}
+                assert {**with_glances, **dates} == pytest.approx({**without, **dates})
+    assert [glance["step_time_ms"] for glance in shown] == pytest.approx([30_000, 500, 500])
+    assert shown[1]["tokens_per_sec"] == pytest.approx(8 * 128 / 0.5)
+    assert shown[2]["remaining_seconds"] == pytest.approx(96 * 0.5)
+
+
+def test_a_look_at_the_mean_loss_leaves_the_window_alone():
+    """The next line is the mean of all updates since the last line."""
+    window = LogWindow(torch.device("cpu"))
+    for loss in (20.0, 40.0):
+        window.add(torch.tensor(loss), 10, torch.tensor(False), 0.0)
+    assert window.mean_loss() == 3.0
+    window.add(torch.tensor(60.0), 10, torch.tensor(False), 0.0)
+    assert window.close()["loss"] == 4.0 and window.mean_loss() is None
 
 
 def test_timer_without_an_iteration_says_nothing_and_survives_endless_runs():

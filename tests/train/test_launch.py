@@ -70,7 +70,8 @@ def test_no_file_command_alone_and_under_torchrun(tmp_path: Path) -> None:
         outcome = run([*NO_FILE, "--device=cpu", f"--experiment_dir={experiment}"], ranks, how)
         assert_quiet(outcome)
         assert outcome.output.count("training complete: 7 iterations") == 1
-        assert outcome.output.count("training @ iteration") == 3
+        log = (experiment / "runs" / "0" / "logs" / "logs_rank_000.txt").read_text("utf-8")
+        assert log.count("training @ iteration") == 3
         assert f"  ranks ........................................... {ranks}\n" in outcome.output
         assert read_exit(experiment)["exit_code"] == 0
         records.append(read_metrics(experiment / "metrics.jsonl"))
