@@ -22,6 +22,7 @@ SHELL_SCRIPTS = sorted(
 )
 QUICKSTART = "bash scripts/quickstart.sh"
 RUN_TESTS = "bash scripts/run_tests.sh"
+PREPARE = "scripts/prepare_data.py"
 ACTIVATE = "source .venv/bin/activate"
 # Writes its arguments as JSON to the file $CAPTURED, in the place of torchrun.
 CAPTURE = f"""#!{sys.executable}
@@ -98,6 +99,11 @@ def split_command(captured: dict[str, str]) -> tuple[list[str], list[str]]:
     return command[:position], command[position + 1 :]
 
 
+def large_run() -> str:
+    """The strings of the README's large run, and the command that starts it."""
+    return f"{block('README.md', 'export MODEL_ARGS')}\n{block('README.md', '$MONITORING_ARGS')}"
+
+
 def configuration(flags: list[str], world_size: int) -> Config:
     """The resolved configuration of a command line."""
     return validation.resolve(parse.parse(flags).config, world_size)
@@ -123,7 +129,8 @@ def test_ci_runs_the_test_command_and_both_end_to_end_scripts() -> None:
 def test_every_documented_command_is_known_here() -> None:
     """A command added to the README or to CONTRIBUTING fails here until a test of this file runs it."""
     tested = {QUICKSTART, RUN_TESTS, ACTIVATE, "bash scripts/check.sh", f"{RUN_TESTS} tests/test_structure.py"}
-    tested |= {block("README.md", word) for word in ("--dataset_source=random", "prepare_data.py", "$PERFORMANCE_ARGS")}
+    words = ("--dataset_source=random", "prepare_data.py", "export MODEL_ARGS", "--dry_run=1", "$MONITORING_ARGS")
+    tested |= {block("README.md", word) for word in words}
     assert {*blocks("README.md"), *blocks("CONTRIBUTING.md")} == tested
 
 
@@ -157,15 +164,32 @@ def test_readme_command_without_files() -> None:
 
 @pytest.mark.guides
 def test_readme_commands_on_own_text(tmp_path: Path) -> None:
-    """Tokenizing, training on two processes, exporting and sampling, as the README shows them."""
-    for name in ("pretrain_gpt.py", "scripts"):
+    """Tokenizing, training on two processes, exporting and sampling as the README shows them, with fewer iterations."""
+    for name in ("pretrain_gpt.py", "scripts", "README.md", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "my_texts").mkdir()
-    for name in ("argparse", "ast", "bdb", "cmd", "copy", "dis", "enum", "glob", "gzip", "heapq", "shlex", "uuid"):
-        source = Path(sys.modules["os"].__file__ or "").with_name(f"{name}.py")
-        shutil.copy(source, tmp_path / "my_texts" / f"{name}.txt")
-    succeeds(shell("set -e\n" + block("README.md", "prepare_data.py"), cwd=tmp_path))
+    commands = block("README.md", "prepare_data.py")
+    assert "--train_iters=400 " in commands
+    output = succeeds(shell("set -e\n" + commands.replace("400", "40"), cwd=tmp_path))
     assert (tmp_path / "experiments" / "mine" / "export" / "40" / "config.json").is_file()
+    assert "\nThe learning rate" in output
+    ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
+    assert {path.name for path in tmp_path.iterdir() if not path.is_symlink()} == {"data", "experiments"} <= ignored
+
+
+def test_five_commands_lead_to_a_text_of_ones_own_model() -> None:
+    """From a clone: install, activate, tokenize, train, generate."""
+    commands = [line for text in blocks("README.md") for line in text.splitlines()]
+    commands.remove(RUN_TESTS)
+    assert [command.split()[1] for command in commands[:3]] == [QUICKSTART.split()[1], ".venv/bin/activate", PREPARE]
+    assert commands[3].startswith("torchrun --standalone ") and commands[4].startswith("python scripts/generate.py ")
+
+
+def test_readme_dry_run(tmp_path: Path) -> None:
+    """The strings of the large run can be tried without data, names or GPUs."""
+    commands = f"{block('README.md', 'export MODEL_ARGS')}\n{block('README.md', '--dry_run=1')}"
+    unset = "unset DATA_PATH EXP_BASE_DIR WANDB_ENTITY_NAME PROJECT_NAME PROJECT_VERSION"
+    output = succeeds(shell(f"{unset}\n{commands.replace('python pre', f'python {ROOT}/pre')}", cwd=tmp_path))
+    assert "7,241,732,096" in output and "peak with state" in output
 
 
 # --- Environment strings, launch scripts
@@ -174,9 +198,9 @@ def test_readme_commands_on_own_text(tmp_path: Path) -> None:
 def test_tutorial_strings_describe_mistral(captured: dict[str, str]) -> None:
     """The README's environment strings, split by bash as typed, make a Mistral-7B on 128 GPUs."""
     names = {"WANDB_ENTITY_NAME": "someone", "PROJECT_NAME": "mistral", "PROJECT_VERSION": "v1"}
-    succeeds(shell(block("README.md", "$PERFORMANCE_ARGS"), **captured, **names))
+    succeeds(shell(large_run(), **captured, **names))
     launcher, flags = split_command(captured)
-    assert launcher == ["--nproc-per-node=2"]
+    assert launcher == ["--nproc-per-node=gpu"]
     config = configuration(flags, 128)
     assert (config.model.num_layers, config.model.head_groups, config.model.window_size) == (32, 8, 4096)
     assert (config.batch.micro_batch_size, config.batch.sequential_micro_batches) == (1, 1)
@@ -187,7 +211,7 @@ def test_tutorial_strings_describe_mistral(captured: dict[str, str]) -> None:
 def test_mistral_script_is_the_readme_in_a_file(captured: dict[str, str]) -> None:
     """train_mistral.sh launches the configuration of the README on every GPU, with Weights & Biases off."""
     names = {"WANDB_ENTITY_NAME": "", "PROJECT_NAME": "mistral", "PROJECT_VERSION": "default"}
-    succeeds(shell(block("README.md", "$PERFORMANCE_ARGS"), **captured, **names))
+    succeeds(shell(large_run(), **captured, **names))
     expected = configuration(split_command(captured)[1], 128)
     succeeds(shell("bash scripts/examples/train_mistral.sh", **captured))
     launcher, flags = split_command(captured)
