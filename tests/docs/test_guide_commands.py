@@ -1,0 +1,90 @@
+"""The commands of the guides on weights, exports and generation run as written, on a made-up model."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.guides
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDES = ("pretrained", "exports", "generation")
+MODEL = "--num_layers=1 --hidden_size=16 --num_attention_heads=2 --vocab_size=257 --use_rotary_embeddings=1 --gated=1"
+MODEL += " --activation_type=silu --normalization_type=rms_norm --add_linear_biases=0 --tie_word_embeddings=0"
+TRAIN = f"pretrain_gpt.py {MODEL} --data_path=data/mine --sequence_length=64 --batch_size=2 --train_iters=2"
+# Smaller sizes, and words for the dots of a command that is only sketched. Nothing else of a command is changed.
+SMALLER = {
+    "--nproc-per-node=8": "--standalone --nproc-per-node=2",
+    "--sequence_length=4096": "--sequence_length=64",
+    "--train_iters=1000": "--train_iters=2",
+    "--batch_size=64": "--batch_size=2",
+    "torchrun ... pretrain_gpt.py ...": f"python {TRAIN} --experiment_dir=runs/samples",
+    "--sample_interval=500": "--sample_interval=1 --sample_tokens=2",
+    "--prompt ": "--max_new_tokens 4 --prompt ",
+    "--prompts_file ": "--max_new_tokens 4 --prompts_file ",
+}
+NOT_RUN = ("hf download ",)  # needs the network
+
+
+def commands(guide: str) -> list[str]:
+    """The commands of a guide: blocks, indented lines and code within sentences."""
+    text = (ROOT / "docs" / f"{guide}.md").read_text("utf-8")
+    blocks = re.findall(r"^```bash\n(.*?)\n```$", text, re.M | re.S)
+    found = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
+    found += re.findall(r"^    (python .*)$", text, re.M)
+    without_blocks = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    found += [" ".join(code.split()) for code in re.findall(r"`((?:python|torchrun) [^`]*)`", without_blocks)]
+    return [command for command in found if not command.startswith(NOT_RUN)]
+
+
+def run(command: str, folder: Path) -> None:
+    """Run a command as typed into bash in a checkout; it must end well."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    own = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=os.environ | own, capture_output=True, text=True, timeout=180
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}{result.stderr[-4000:]}"
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout with data and a trained model under the names that the guides use."""
+    tmp_path = tmp_path_factory.mktemp("guides")
+    for name in ("pretrain_gpt.py", "scripts", "megatron_lite"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    documents = [{"text": f"Once upon a time there were {number} models. " * 40} for number in range(100)]
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    (tmp_path / "held_out.txt").write_text("Then they were trained.\n")
+    (tmp_path / "prompts.txt").write_text("Once\nThen\n")
+    run("python scripts/prepare_data.py more.jsonl --output_prefix data/mine", tmp_path)
+    experiment = "--tokenizer_file=data/mine.tokenizer.json --experiment_dir=runs/mine --export_interval=2"
+    run(f"python {TRAIN} --max_position_embeddings=4096 {experiment}", tmp_path)
+    export = tmp_path / "runs" / "mine" / "export"
+    (export / "2").rename(export / "1000")
+    for name in ("mistral-7b", "Mistral-7B"):
+        shutil.copytree(export / "1000", tmp_path / name)
+    shutil.copy(tmp_path / "data" / "mine.tokenizer.json", tmp_path / "tokenizer.json")
+    for ending in ("bin", "idx"):
+        shutil.copy(tmp_path / "data" / f"mine.{ending}", tmp_path / f"corpus.{ending}")
+    return tmp_path
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_commands_of_the_guide_run(guide: str, prepared: Path, tmp_path: Path) -> None:
+    """Every command of the guide ends well, in its order, on small sizes and without the network."""
+    folder = shutil.copytree(prepared, tmp_path / "checkout", symlinks=True)
+    if guide == "exports":
+        shutil.copytree(folder / "runs" / "mine" / "checkpoints", folder / "run" / "checkpoints")
+    found = commands(guide)
+    assert len(found) == {"pretrained": 1, "exports": 2, "generation": 7}[guide]
+    for command in found:
+        for written, smaller in SMALLER.items():
+            command = command.replace(written, smaller)
+        assert "..." not in command
+        run(command, folder)
