@@ -37,6 +37,12 @@ class UsageError(RunError):
     agreed = True
 
 
+class LauncherError(UsageError):
+    """Contradicting variables of the launcher: since a rank may be wrong too, every process prints the error."""
+
+    agreed = False
+
+
 class DataError(RunError):
     """Input data that is missing, damaged or does not fit the model."""
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from megatron_lite.config.values import shown
-from megatron_lite.errors import UsageError
+from megatron_lite.errors import LauncherError
 
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
 
@@ -30,23 +30,23 @@ def launch_world_size() -> int:
     """Return the number of processes that torchrun started; 1 without torchrun.
 
     Raises:
-        UsageError: if the launcher's variables contradict each other, or do not say where the peers are.
+        LauncherError: if the launcher's variables contradict each other, or do not say where the peers are.
     """
     for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
         text = os.environ.get(name) or "0"
         if not _WHOLE_NUMBER.fullmatch(text):
-            raise UsageError(
+            raise LauncherError(
                 f"the environment variable {name}={shown(text)} is not a whole number; unset it, or use torchrun"
             )
     world_size = int(os.environ.get("WORLD_SIZE") or "1")
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if world_size > 1 and missing:
-        raise UsageError(
+        raise LauncherError(
             f"WORLD_SIZE={world_size}, but {' and '.join(missing)} not set in the environment: the ranks cannot find "
             "each other; start with torchrun, or unset WORLD_SIZE and RANK"
         )
     if launch_rank() >= world_size:
-        raise UsageError(
+        raise LauncherError(
             f"the environment variables RANK={launch_rank()} and WORLD_SIZE={world_size} contradict each other; "
             "unset both, or use torchrun"
         )

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import pretrain_gpt
 from megatron_lite.cli.foreign_flags import INSTEAD, REFUSED, Row
 from megatron_lite.cli.parse import HelpRequested, ParseError, parse
 from megatron_lite.cli.suggestions import nearest_flags
@@ -682,3 +683,17 @@ def test_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "x")
     with pytest.raises(UsageError, match="environment variable LOCAL_RANK"):
         launch_world_size()
+
+
+@pytest.mark.parametrize(
+    "variables", [{"RANK": "5"}, {"RANK": "1", "MASTER_PORT": ""}, {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "x"}]
+)
+def test_a_wrong_launch_is_said_by_every_process(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also by one that is not the first of its machine, because its rank may be what is wrong."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name, text in {"MASTER_ADDR": "here", "MASTER_PORT": "1", "WORLD_SIZE": "2", **variables}.items():
+        monkeypatch.setenv(name, text)
+    assert pretrain_gpt.main(["--dataset_source=random"]) == 2
+    assert capsys.readouterr().err.startswith("ERROR: ")
