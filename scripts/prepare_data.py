@@ -35,7 +35,7 @@ from megatron_lite.data.dataset_writer import IndexedDatasetWriter, replace_file
 from megatron_lite.data.indexed_dataset import smallest_dtype
 from megatron_lite.data.tokenizing import ByteTokenizer, Tokenizer, load_tokenizer, save_byte_tokenizer, train_tokenizer
 from megatron_lite.errors import EXIT_DONE, DataError, RunError, StorageError, UsageError
-from megatron_lite.run.progress_line import ProgressLine, duration
+from megatron_lite.run.progress_line import ProgressLine, format_duration
 
 BATCH_CHARACTERS = 1 << 22  # batch size for the threads of the tokenizer
 SHOWN_FAULTS = 10
@@ -110,13 +110,13 @@ class Reading:
         self.line.update(self.in_words)
 
     def in_words(self, seconds: float) -> str:
-        """Describe the pass: `tokenizing: 4.5 of 10.0 MB (45 %), 12 s left`."""
+        """Describe the pass: `tokenizing: 4.5 of 10.0 MB (45%), 0:00:12 left`."""
         text = f"{self.purpose}: {self.read_bytes / 1e6:,.1f} MB"
         if self.read_bytes > self.total_bytes:
             return text
         left_s = seconds * (self.total_bytes / self.read_bytes - 1)
         share = self.read_bytes / self.total_bytes
-        return f"{text[:-3]} of {self.total_bytes / 1e6:,.1f} MB ({share:.0%}), {duration(left_s)} left"
+        return f"{text[:-3]} of {self.total_bytes / 1e6:,.1f} MB ({share:.0%}), {format_duration(left_s)} left"
 
 
 def documents(files: Sequence[Path], json_key: str, faults: Faults, purpose: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from megatron_lite.monitor.metrics import format_duration
+from megatron_lite.run.progress_line import format_duration
 
 
 def _three_digits(value: float) -> str:

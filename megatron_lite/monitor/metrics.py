@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import Config, ModelConfig, PerformanceConfig
+from megatron_lite.run.progress_line import format_duration
 from megatron_lite.schedules.batch_options import batch_schedule
 
 Clock = Callable[[], float]  # seconds, monotonic
@@ -240,12 +241,6 @@ class StepTimer:
         consumed = self._consumed_samples
         left = max(consumed(self._train_iters) - consumed(iteration), 0)
         return seconds / (consumed(iteration) - consumed(before)) * left
-
-
-def format_duration(seconds: float) -> str:
-    """Format seconds as h:mm:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 def _tflops(text: str) -> Callable[[Any], str]:

@@ -10,11 +10,10 @@ TERMINAL_INTERVAL_S = 0.5
 LINE_INTERVAL_S, LINES_PER_TIME = 10.0, 20  # ever rarer, so that a day of tokenizing does not fill a log
 
 
-def duration(seconds: float) -> str:
-    """Format a time in one unit: `40 s`, `12 min`, `3.5 h`."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+def format_duration(seconds: float) -> str:
+    """Format seconds as h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 class ProgressLine:

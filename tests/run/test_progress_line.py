@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from megatron_lite.run.progress_line import ProgressLine, duration
+from megatron_lite.run.progress_line import ProgressLine
 
 
 def lines_after(seconds: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -30,11 +30,3 @@ def test_one_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     printed = lines_after(3, monkeypatch, capsys)
     assert printed == "\r\x1b[Kafter 1 s\r\x1b[Kafter 2 s\r\x1b[Kafter 3 s\r\x1b[K"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (3600, "60 min"), (9000, "2.5 h")]
-)
-def test_durations(seconds: float, text: str) -> None:
-    """One unit that a reader takes in at a glance."""
-    assert duration(seconds) == text

@@ -56,8 +56,8 @@ def test_progress_of_both_passes(
         assert module.main([*files, "--output_prefix", str(tmp_path / "out"), "--train_tokenizer", "260"]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 * 1001
-    assert lines[499] == "reading for the tokenizer: 0.0 of 0.0 MB (34%), 4 s left"
-    assert lines[-1] == "tokenizing: 0.0 of 0.0 MB (100%), 0 s left"
+    assert lines[499] == "reading for the tokenizer: 0.0 of 0.0 MB (34%), 0:00:04 left"
+    assert lines[-1] == "tokenizing: 0.0 of 0.0 MB (100%), 0:00:00 left"
 
 
 @pytest.fixture
