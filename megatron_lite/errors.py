@@ -67,6 +67,7 @@ class PeerError(RunError):
     """Another rank died or stopped answering."""
 
     exit_code = 6
+    detail = ""  # the backend's words
 
 
 class OutOfMemoryError(RunError):
@@ -90,8 +91,9 @@ def shorten(problems: Sequence[str], limit: int = 5) -> str:
 
 def lost_peer(error: BaseException) -> PeerError:
     """Return the error that the user sees for a backend's error about a peer."""
-    reason = " ".join(str(error).split())[:300]
-    return PeerError(f"another rank died or stopped answering ({reason}); see its own message")
+    lost = PeerError("another rank died or stopped answering; see its own message")
+    lost.detail = " ".join(str(error).split())[:500]
+    return lost
 
 
 def is_lost_peer(error: BaseException) -> bool:

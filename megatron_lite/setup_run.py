@@ -13,12 +13,14 @@ import torch
 
 from megatron_lite.checkpoint import compatibility, sharded
 from megatron_lite.checkpoint.manifest import Manifest
+from megatron_lite.checkpoint.names import newest_checkpoint
 from megatron_lite.cli.help import banner, short_banner
 from megatron_lite.config import Config
 from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed import startup
 from megatron_lite.distributed.agreement import together
+from megatron_lite.distributed.peers import Place, all_places
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.traffic import Traffic
 from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, RunError
@@ -42,7 +44,8 @@ from megatron_lite.optimizer.rules import muon
 from megatron_lite.planner.auto import device_memory_bytes, resolve_auto
 from megatron_lite.run import exit_status
 from megatron_lite.run.experiment import Experiment
-from megatron_lite.run.launch import environment_with, launch_rank
+from megatron_lite.run.launch import environment_with, launch_rank, tell_torchrun
+from megatron_lite.run.lost_peer import explained
 from megatron_lite.run.stop_signal import StopSignal
 from megatron_lite.validation import warnings
 from megatron_lite.validation.messages import Note
@@ -98,10 +101,12 @@ def opened(config: Config, notes: tuple[Note, ...], environment: Mapping[str, st
 
     An error here or in the block is reported and ends the process.
     """
-    rank, run_number, run = launch_rank(), 0, None
+    rank, run_number, run, experiment = launch_rank(), 0, None, None
+    places: list[Place] = []
     stop = StopSignal()
     try:
         distributed = startup.initialize(config.distributed)
+        places = all_places(distributed)
         experiment = Experiment(config, distributed)
         run_number = experiment.run
         run = build(config, distributed, experiment, stop, notes, environment)
@@ -110,8 +115,10 @@ def opened(config: Config, notes: tuple[Note, ...], environment: Mapping[str, st
         if rank == 0:
             exit_status.write_exit(config.run.experiment_dir, None, "running", "", run_number)
         yield run
-    except BaseException as error:
-        code = exit_status.report(error, config.run.experiment_dir, prints=rank == 0, rank=rank, run=run_number)
+    except BaseException as raised:
+        directory, newest = config.run.experiment_dir, newest_checkpoint(experiment.checkpoints if experiment else None)
+        error = explained(raised, places, rank, directory, run_number, newest)
+        code = exit_status.report(error, directory, prints=rank == 0, rank=rank, run=run_number)
         if run is not None:
             run.callback.close(0.0)
             run.trackers.close(code)
@@ -135,8 +142,11 @@ def close(run: Run, code: int, message: str) -> None:
         status = "done" if code == EXIT_DONE else "stopped"
         exit_status.write_exit(run.config.run.experiment_dir, code, status, message, run.experiment.run)
     log_ending(run, message)
+    if code != EXIT_DONE and tell_torchrun(message):
+        run.logger.info("the traceback that follows is torchrun's way to report the signal")
     distributed.barrier()
     distributed.close()
+    run.stop.ignore()
 
 
 def log_ending(run: Run, message: str) -> None:

@@ -6,6 +6,7 @@ deleted as `.trash-<name>-<nonce>`.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -60,6 +61,13 @@ def find_checkpoints(root: Path) -> list[tuple[int, Path]]:
     found = [(int(path.name), 1, path) for path in root.iterdir() if _ITERATION.fullmatch(path.name) and path.is_dir()]
     found += [(int(name), 0, path) for path, name in work_folders(root, "ready") if _ITERATION.fullmatch(name)]
     return [(iteration, path) for iteration, _, path in sorted(found, reverse=True)]
+
+
+def newest_checkpoint(root: Path | None) -> tuple[int, Path] | None:
+    """Return (iteration, folder) of the newest checkpoint by name, for a message; None without any. Never raises."""
+    with contextlib.suppress(OSError):
+        return next(iter(find_checkpoints(root)), None) if root is not None else None
+    return None
 
 
 def is_folder(path: Path) -> bool:

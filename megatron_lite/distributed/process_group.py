@@ -145,8 +145,8 @@ class Distributed:
         while previous is not None and not previous.query():
             if time.monotonic() > deadline_s:
                 raise PeerError(
-                    f"a step did not end within --distributed_timeout={self._step_timeout_s:g} s: "
-                    "another rank hangs or died; see its own message"
+                    f"another rank hangs or died: a step did not end within "
+                    f"--distributed_timeout={self._step_timeout_s:g} s"
                 )
             time.sleep(0.0002)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import re
 from collections.abc import Iterator
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_lite.config import DistributedConfig
 from megatron_lite.distributed.process_group import Distributed, peer_errors
-from megatron_lite.errors import UsageError
+from megatron_lite.errors import PeerError, UsageError
 
 
 def initialize(config: DistributedConfig) -> Distributed:
@@ -54,7 +55,7 @@ def join(
     if store is None and init_method is None:
         init_method = "env://"
     on_gpu = device.type == "cuda"
-    with peer_errors(), _port_in_use(), _quiet_loopback(world_size):
+    with _all_join(world_size, config.startup_timeout), _port_in_use(), _quiet_loopback(world_size):
         dist.init_process_group(
             "gloo", init_method=init_method, store=store, rank=rank, world_size=world_size, timeout=startup_timeout
         )
@@ -110,6 +111,23 @@ def choose_device(name: str, local_rank: int, local_world_size: int) -> torch.de
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+@contextlib.contextmanager
+def _all_join(world_size: int, timeout_s: float) -> Iterator[None]:
+    """Turn the backend's error about ranks that do not come into a PeerError that says how many came."""
+    try:
+        with peer_errors():
+            yield
+    except PeerError as error:
+        came = re.search(r"\b(\d+)/\d+ clients joined", error.detail)
+        joined = f"{came[1]} of {world_size} ranks" if came else f"not all of {world_size} ranks"
+        explanation = PeerError(
+            f"{joined} met at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within "
+            f"--startup_timeout={timeout_s:g} s: see the messages of the others, or start them"
+        )
+        explanation.detail = error.detail
+        raise explanation from error
 
 
 @contextlib.contextmanager

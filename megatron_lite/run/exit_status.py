@@ -8,13 +8,21 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from megatron_lite.errors import PeerError, as_run_error
 from megatron_lite.run.durable_files import replace_file
+from megatron_lite.run.launch import tell_torchrun
 from megatron_lite.run.missing_package import missing_package
 
 EXIT_FILE = "exit.json"
+
+
+class PeerFailure(NamedTuple):
+    """The failure of another rank."""
+
+    exit_code: int
+    message: str
 
 
 def report(error: BaseException, experiment_dir: str | None, *, prints: bool, rank: int = 0, run: int = 0) -> int:
@@ -29,13 +37,16 @@ def report(error: BaseException, experiment_dir: str | None, *, prints: bool, ra
     agreed = expected is not None and expected.agreed
     lost_peer = isinstance(expected, PeerError)
     if not prints and (agreed or (lost_peer and not _must_report_lost_peer(experiment_dir, rank, run))):
+        tell_torchrun("another rank reports the reason")
         return code
+    tell_torchrun(message)
     if expected is None:
         traceback.print_exception(error)
     print(f"ERROR{'' if rank == 0 else f' on rank {rank}'}: {message}", file=sys.stderr, flush=True)
-    peer_wrote = lost_peer and _peer_wrote(experiment_dir, run)
+    peer_wrote = lost_peer and failure_of_peer(experiment_dir, run) is not None
     if not peer_wrote and (expected is None or expected.recorded):
-        write_exit(experiment_dir, code, "failed", message, run)
+        detail = expected.detail if isinstance(expected, PeerError) else ""
+        write_exit(experiment_dir, code, "failed", message, run, detail)
     return code
 
 
@@ -75,15 +86,22 @@ def _must_report_lost_peer(experiment_dir: str | None, rank: int, run: int) -> b
     if experiment_dir is None:
         return rank == 1
     time.sleep(1.0 + 0.1 * min(rank, 50))
-    return not _peer_wrote(experiment_dir, run)
+    return failure_of_peer(experiment_dir, run) is None
 
 
-def write_exit(experiment_dir: str | None, code: int | None, status: str, message: str, run: int = 0) -> None:
-    """Replace exit.json; never fails, because a second error would hide the one being reported."""
+def write_exit(
+    experiment_dir: str | None, code: int | None, status: str, message: str, run: int = 0, detail: str = ""
+) -> None:
+    """Replace exit.json; never fails, because a second error would hide the one being reported.
+
+    detail: a library's words, if the message is not made of them.
+    """
     if experiment_dir is None:
         return
     path = Path(experiment_dir) / EXIT_FILE
-    content = {"exit_code": code, "status": status, "message": message, "run": run, "time": round(time.time(), 3)}
+    content: dict[str, Any] = {"exit_code": code, "status": status, "message": message}
+    content |= {"detail": detail} if detail else {}
+    content |= {"run": run, "time": round(time.time(), 3)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, (json.dumps(content, indent=2) + "\n").encode())
@@ -91,12 +109,14 @@ def write_exit(experiment_dir: str | None, code: int | None, status: str, messag
         pass
 
 
-def _peer_wrote(experiment_dir: str | None, run: int) -> bool:
-    """Whether another rank of this start has already written its failure to exit.json."""
+def failure_of_peer(experiment_dir: str | None, run: int) -> PeerFailure | None:
+    """Return the failure that another rank of this start has written to exit.json, if any has."""
     if experiment_dir is None:
-        return False
+        return None
     try:
         content = json.loads((Path(experiment_dir) / EXIT_FILE).read_text(encoding="utf-8"))
-        return bool(content["run"] == run and content["status"] == "failed")
+        if content["run"] == run and content["status"] == "failed":
+            return PeerFailure(int(content["exit_code"]), str(content["message"]))
     except (OSError, ValueError, KeyError, TypeError):
-        return False
+        pass
+    return None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
+import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from megatron_lite.config.values import shown
 from megatron_lite.errors import LauncherError
@@ -51,6 +55,19 @@ def launch_world_size() -> int:
             "unset both, or use torchrun"
         )
     return world_size
+
+
+def tell_torchrun(message: str) -> bool:
+    """Let torchrun's closing report show why this rank failed, instead of a hint about tracebacks; False without it.
+
+    Source: torch.distributed.elastic.multiprocessing.errors, whose file this is.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        reply = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps(reply), encoding="utf-8")
+    return bool(path)
 
 
 def environment_with(variables: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Stop requests: SIGTERM, SIGINT and SIGUSR1 set a flag, on which all ranks agree before the next iteration."""
+"""Stop requests: SIGTERM, SIGINT, SIGHUP and SIGUSR1 set a flag, on which all ranks agree before the next iteration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import threading
 import time
 from types import FrameType
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# torchrun passes on SIGTERM, SIGINT and SIGHUP (a closed terminal); SIGUSR1 ends torchrun, but not a rank.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # A scheduler signals every process of a job and torchrun forwards its own signal: count both as one request.
 SAME_REQUEST_S = 1.0
 
@@ -29,7 +30,8 @@ class StopSignal:
     def __init__(self) -> None:
         self.received = 0
         self.saves = False  # whether a request saves a checkpoint
-        self._previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        handled = [number for number in SIGNALS if number != signal.SIGHUP or not _is_ignored(number)]
+        self._previous = {number: signal.signal(number, self._receive) for number in handled}
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -41,6 +43,14 @@ class StopSignal:
         os.close(self._writer)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+    def ignore(self) -> None:
+        """Ignore the signals from now on: everything is saved, and only the exit code is left to give.
+
+        torchrun signals the other ranks as soon as one has ended; Python's own handlers are gone by then.
+        """
+        for number in self._previous:
+            signal.signal(number, signal.SIG_IGN)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = number
@@ -58,3 +68,8 @@ class StopSignal:
             elif time.monotonic() - first_s > SAME_REQUEST_S:
                 os._exit(128 + numbers[0])
         os.close(reader)
+
+
+def _is_ignored(number: int) -> bool:
+    """Whether the signal was ignored from the start, as SIGHUP is under nohup."""
+    return signal.getsignal(number) == signal.SIG_IGN

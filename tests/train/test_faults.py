@@ -452,10 +452,13 @@ def endless(experiment: Path, *more: str) -> list[str]:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_rank(tmp_path: Path, victim: int) -> None:
-    """The other rank says so in one line and ends with exit 6 within seconds; so does exit.json."""
+    """The other rank names the lost one, its process and host, the likely cause, and the checkpoint that the same
+    command resumes from, and ends with exit 6 within seconds; so does exit.json, with gloo's words apart."""
     experiment = tmp_path / "run"
-    with Start(endless(experiment), RANKS) as start:
+    with Start([*endless(experiment), "--checkpoint_interval=3", "--max_checkpoints=1"], RANKS) as start:
         wait_for_metrics(start, experiment)
+        checkpoints = experiment / "checkpoints"
+        assert start.wait_until((checkpoints / "3").exists, "a checkpoint")
         start.signal(signal.SIGKILL, victim)
         begun = time.monotonic()
         outcome = start.wait(30)
@@ -464,13 +467,20 @@ def test_killed_rank(tmp_path: Path, victim: int) -> None:
     assert outcome.codes[victim] == -signal.SIGKILL
     assert outcome.codes[1 - victim] == 6, outcome.output
     assert seconds < 10, seconds
-    lines = outcome.error_lines()
-    assert len(lines) == 1 and "another rank died" in lines[0], lines
-    assert read_exit(experiment)["exit_code"] == 6
+    cause, resumes = outcome.error_lines()
+    place = f"rank {victim} (process {start.processes[victim].pid} on {socket.gethostname()})"
+    assert cause.startswith(f"ERROR{' on rank 1' if victim == 0 else ''}: lost {place}. "), cause
+    assert "SIGKILL" in cause and "out-of-memory" in cause and "dmesg" in cause
+    (newest,) = checkpoints.iterdir()
+    expected = f"  the same command resumes from the newest checkpoint, iteration {newest.name} ({newest})"
+    assert resumes == expected
+    assert "gloo" not in outcome.output and "GLHF" not in outcome.output
+    ended = read_exit(experiment)
+    assert ended["exit_code"] == 6 and cause.endswith(ended["message"].splitlines()[0]) and "gloo" in ended["detail"]
 
 
 def test_rank_that_hangs(tmp_path: Path) -> None:
-    """A rank that stops answering ends the run after the collective's time-out."""
+    """A rank that stops answering ends the run after the collective's time-out; one that was stopped is named."""
     experiment = tmp_path / "run"
     with Start(endless(experiment, "--distributed_timeout=2", "--startup_timeout=4"), RANKS) as start:
         wait_for_metrics(start, experiment)
@@ -479,14 +489,16 @@ def test_rank_that_hangs(tmp_path: Path) -> None:
         assert start.processes[0].wait(0) == 6
         assert read_exit(experiment)["exit_code"] == 6
         start.kill()
-        assert len(start.wait().error_lines()) == 1
+        cause, resumes = start.wait().error_lines()
+        assert cause.startswith(f"ERROR: no answer from rank 1 (process {start.processes[1].pid} on "), cause
+        assert "no checkpoint was saved" in resumes
 
 
 def test_rank_that_never_comes(tmp_path: Path) -> None:
     """A start without one of its ranks says so after --startup_timeout."""
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     outcome = run([*TINY, "--startup_timeout=2"], variables=place, timeout_s=30)
-    assert_one_error(outcome, codes=[6])
+    assert_one_error(outcome, "1 of 2 ranks met at localhost:", "within --startup_timeout=2 s", codes=[6])
 
 
 def test_port_in_use() -> None:

@@ -205,6 +205,26 @@ def test_sigterm_under_torchrun(tmp_path: Path, everything: bool) -> None:
     assert (ended["exit_code"], ended["status"]) == (75, "stopped"), (ended, outcome.output[-3000:])
     newest = max(int(path.name) for path in (experiment / "checkpoints").iterdir() if path.name.isdecimal())
     assert f"saved at iteration {newest};" in ended["message"]
+    assert outcome.stdouts[0].splitlines()[-2:] == [
+        ended["message"],
+        "the traceback that follows is torchrun's way to report the signal",
+    ]
+
+
+def test_the_last_lines_of_torchrun_say_why_a_run_ended(tmp_path: Path) -> None:
+    """SIGTERM for one rank: every rank ends with 75, and torchrun's report ends with our reason instead of a hint about
+    tracebacks."""
+    experiment = tmp_path / "run"
+    with Start(endless(experiment), 2, "torchrun") as start:
+        wait_for_lines(start, experiment, 2)
+        rank = next(pid for pid in start.left_over() if pid != start.processes[0].pid)
+        os.kill(rank, signal.SIGTERM)
+        outcome = start.wait(60)
+    message = read_exit(experiment)["message"]
+    report = outcome.stderrs[0].splitlines()
+    assert report[-2] == f"  traceback : {message}", report
+    assert [line.split()[2] for line in report if "exitcode  :" in line] == ["75", "75"]
+    assert not any("To enable traceback" in line for line in report)
 
 
 @pytest.mark.slow
