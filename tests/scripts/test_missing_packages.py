@@ -20,9 +20,8 @@ MODULES = sorted(
     for path in ROOT.glob("scripts/*/**/*.py")
     if '__name__ == "__main__"' in path.read_text("utf-8") or path.name == "__main__.py"
 )
-NEED_NO_PACKAGE = {"scripts/build_corpus.py", "scripts/check_installed.py", "scripts/plot_run.py"}
-NEED_NO_PACKAGE |= {"scripts/plot_schedule.py", "scripts.docs.flags"}
-NEED_NO_PACKAGE |= {"scripts.benchmarks.gpu.render", "scripts.benchmarks.gpu.report"}
+NEED_NO_PACKAGE = {"scripts/build_corpus.py", "scripts/check_installed.py", "scripts/plot_schedule.py"}
+NEED_NO_PACKAGE |= {"scripts.docs.flags", "scripts.benchmarks.gpu.render", "scripts.benchmarks.gpu.report"}
 LACKS = re.compile(r"lacks the package (torch|numpy); \w+ .* and repeat the command: (.*)")
 
 
