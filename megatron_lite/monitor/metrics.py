@@ -163,7 +163,7 @@ class StepTimer:
         self._peak_tflops = peak_tflops
         self._world_size = world_size
         self._clock, self._lap_start = clock, clock()
-        self._glance = (self._lap_start, iteration)  # the last line of any kind
+        self._glance = (self._lap_start, iteration)
         self._lap_iteration = self._first_iteration = iteration  # at the start of the lap, and of the measured run
         self._laps, self._run_seconds = 0, 0.0
 
@@ -185,8 +185,8 @@ class StepTimer:
 
         Returns:
             the part of the metrics record (`step_time_ms`, `tokens_per_sec_per_gpu`, `model_tflops`, `hardware_tflops`,
-            `mfu`), and values for logs only (`tokens_per_sec`, `average_step_time_ms`, `remaining_seconds`,
-            `completion_date`). Both are empty without an iteration since the last lap.
+            `mfu`), and values for the log file only (`average_step_time_ms`, `remaining_seconds`, `completion_date`).
+            Both are empty without an iteration since the last lap.
         """
         iterations = iteration - self._lap_iteration
         if iterations <= 0:
@@ -198,30 +198,27 @@ class StepTimer:
             self._first_iteration, self._run_seconds = self._lap_iteration, 0.0
         self._run_seconds += seconds
         record = self._rates(seconds, self._lap_iteration, iteration)
-        self._lap_start, self._lap_iteration, self._glance = end, iteration, (end, iteration)
+        self._lap_start, self._lap_iteration = end, iteration
         average = self._run_seconds / (iteration - self._first_iteration)
         remaining = self._remaining(self._run_seconds, self._first_iteration, iteration)
-        console: dict[str, Any] = {
-            "tokens_per_sec": record["tokens_per_sec_per_gpu"] * self._world_size,
-            "average_step_time_ms": average * 1e3,
-            "remaining_seconds": remaining,
-        }
+        more: dict[str, Any] = {"average_step_time_ms": average * 1e3, "remaining_seconds": remaining}
         with contextlib.suppress(OverflowError):  # a completion date beyond the year 9999 is left out
-            console["completion_date"] = (now or datetime.now()) + timedelta(seconds=remaining)
-        return record, console
+            more["completion_date"] = (now or datetime.now()) + timedelta(seconds=remaining)
+        return record, more
 
     def glance(self, iteration: int) -> dict[str, float]:
-        """Return the rates and the forecast since the last lap or glance; the lap goes on."""
+        """Return the console's numbers: rates since the last glance, and the time left. The lap goes on."""
         start, before = self._glance
         end = self._clock()
         self._glance = (end, iteration)
         seconds = max(end - start, 1e-9)
-        record = self._rates(seconds, before, iteration)
-        return {
-            **record,
-            "tokens_per_sec": record["tokens_per_sec_per_gpu"] * self._world_size,
-            "remaining_seconds": self._remaining(seconds, before, iteration),
-        }
+        rates = self._rates(seconds, before, iteration)
+        if self._laps:  # forecast from a longer time, but without the first lap
+            seconds, before = end - self._lap_start, self._lap_iteration
+        if self._laps > 1:
+            seconds, before = seconds + self._run_seconds, self._first_iteration
+        rates["tokens_per_sec"] = rates["tokens_per_sec_per_gpu"] * self._world_size
+        return {**rates, "remaining_seconds": self._remaining(seconds, before, iteration)}
 
     def _rates(self, seconds: float, before: int, iteration: int) -> dict[str, float]:
         """Return the rates of the iterations after `before`, up to `iteration`, which took `seconds`."""
@@ -280,15 +277,15 @@ FIELDS: tuple[tuple[str, Callable[[Any], str]], ...] = (
 )
 
 
-def format_record(record: Mapping[str, Any], console: Mapping[str, Any] | None = None) -> str:
+def format_record(record: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> str:
     """Return the log line of a record: `training @ iteration 20/1000 | step time: ... | language model loss: ...`.
 
     Args:
         record: keys of metrics.jsonl; absent fields are not shown.
-        console: values for the console only: `allocated_mib`, `reserved_mib`, `global_max_reserved_mib`,
+        more: values for the log file only: `allocated_mib`, `reserved_mib`, `global_max_reserved_mib`,
             `average_step_time_ms`, `remaining_seconds`, `completion_date`.
     """
-    values = {**record, **(console or {})}
+    values = {**record, **(more or {})}
     head = f"{values['phase']} @ iteration"
     iteration, total = values.get("iteration"), values.get("train_iters")
     if iteration is not None:

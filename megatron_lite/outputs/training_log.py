@@ -35,18 +35,18 @@ def log_training(run: Run, update: Update) -> float | None:
         "consumed_samples": batch_schedule(config.batch).consumed_samples(run.iteration),
         "consumed_tokens": consumed_tokens(config.batch, run.iteration),
     }
-    timing, console = run.timer.lap(run.iteration)
+    glance = run.timer.glance(run.iteration)
+    timing, more = run.timer.lap(run.iteration)
     record |= timing
     if dropped.reason is not None:
         record["skip_reason"] = dropped.reason
     if run.distributed.device.type == "cuda":
         record["max_allocated_mib"] = torch.cuda.max_memory_allocated() / MIB
         record["max_reserved_mib"] = torch.cuda.max_memory_reserved() / MIB
-        console["allocated_mib"] = torch.cuda.memory_allocated() / MIB
-        console["reserved_mib"] = torch.cuda.memory_reserved() / MIB
+        more["allocated_mib"] = torch.cuda.memory_allocated() / MIB
+        more["reserved_mib"] = torch.cuda.memory_reserved() / MIB
     run.trackers.log(record)
-    short = run.console.training({**record, **console})
-    log_both(run.logger, console=short, file=format_record(record, console))
+    log_both(run.logger, console=run.console.training({**record, **glance}), file=format_record(record, more))
     if config.run.log_communication:
         for line in communication_lines(run.distributed.traffic.take(), iterations, run.collectives_alone_s):
             run.logger.info(line)

@@ -224,25 +224,28 @@ def test_timer_leaves_out_validation_and_saves():
     assert "mfu" not in record  # no peak, no mfu
 
 
-def test_a_glance_leaves_the_lap_alone():
-    """Rates since the last line of either kind, without validations; laps are the same with and without glances."""
+def test_glances_leave_the_laps_alone():
+    """Rates are those since the last glance, the forecast leaves out the first lap; laps are the same without them."""
     (timer, clock, _), (plain, plain_clock, _) = make_timer(), make_timer()
-    shown = []
-    for iteration in range(1, 11):
+    shown = {}
+    for iteration in range(1, 21):
         for some in (clock, plain_clock):
-            some.now += 30.0 if iteration == 1 else 0.5
-        if iteration in (1, 2, 4):
-            shown.append(timer.glance(iteration))
+            some.now += 30.0 if iteration == 1 else 0.5 if iteration <= 15 else 1.0
+        if iteration in (1, 2, 4, 10, 16, 20):
+            shown[iteration] = timer.glance(iteration)
         if iteration == 3:
             with timer.excluded():
                 clock.now += 1000.0
-        if iteration in (5, 10):
+        if iteration in (10, 20):
             for with_glances, without in zip(timer.lap(iteration), plain.lap(iteration), strict=True):
                 dates = {"completion_date": None}
                 assert {**with_glances, **dates} == pytest.approx({**without, **dates})
-    assert [glance["step_time_ms"] for glance in shown] == pytest.approx([30_000, 500, 500])
-    assert shown[1]["tokens_per_sec"] == pytest.approx(8 * 128 / 0.5)
-    assert shown[2]["remaining_seconds"] == pytest.approx(96 * 0.5)
+    times = [glance["step_time_ms"] for glance in shown.values()]
+    assert times == pytest.approx([30_000, 500, 500, 500, 3500 / 6, 1000])
+    assert shown[2]["tokens_per_sec"] == pytest.approx(8 * 128 / 0.5)
+    left = {iteration: glance["remaining_seconds"] for iteration, glance in shown.items()}
+    assert left[4] == pytest.approx(96 * 0.5) and left[10] == pytest.approx(90 * 0.5)
+    assert left[16] == pytest.approx(84 * 3.5 / 6) and left[20] == pytest.approx(80 * 7.5 / 10)
 
 
 def test_a_look_at_the_mean_loss_leaves_the_window_alone():
