@@ -401,6 +401,21 @@ def test_smoke_test_without_python() -> None:
     assert json.loads(result.stdout)["ok"] is False
 
 
+@pytest.mark.parametrize("script", ["smoke_test.sh", "gpu_report.sh"])
+def test_scripts_find_the_environment_of_the_checkout(script: str, tmp_path: Path) -> None:
+    """After the quick start they use .venv, also where it is not active; an active environment and PYTHON win."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    for name in (".venv", "active", "chosen"):
+        executable(tmp_path / name / "bin" / "python", f"#!/usr/bin/env bash\nprintf '%s\\n' {name}\n")
+    for variables, name in (
+        ({"VIRTUAL_ENV": ""}, ".venv"),
+        ({"VIRTUAL_ENV": str(tmp_path / "active")}, "active"),
+        ({"PYTHON": str(tmp_path / "chosen" / "bin" / "python")}, "chosen"),
+    ):
+        output = succeeds(shell(f"bash scripts/{script}", cwd=tmp_path, **variables))
+        assert set(output.split()) == {name}
+
+
 def test_corpus_is_deterministic_and_clean(tmp_path: Path) -> None:
     """The same files give the same corpus, in an order that mixes folders; tests and unreadable files are left out."""
     for name in ("a/one.py", "a/two.py", "b/three.py", "test/skipped.py", "b/empty.py"):
