@@ -13,13 +13,9 @@ from megatron_lite.kernels.choice import REFERENCES
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.parameter import DTYPES, Parameter
 from megatron_lite.planner.plan import make_plan
+from megatron_lite.planner.runtime import GIB, MIB
 from megatron_lite.validation.messages import Note
 
-MIB, GIB = 2**20, 2**30
-# Share of a device's memory that a plan leaves free. On a GPU the CUDA context and NCCL's channels take 1 to 2 GiB, and
-# the caching allocator reserves some percent more than it allocates; on a CPU the interpreter, its libraries and loader
-# processes take as much.
-RESERVE = 0.08
 # Cost of a gather: seconds to start, seconds per further rank, bytes per second. See `worthwhile_bytes`.
 NCCL_COST = (20e-6, 2e-6, 50e9)
 GLOO_COST = (100e-6, 50e-6, 1e9)
@@ -32,8 +28,8 @@ def resolve_auto(
 ) -> tuple[MultiStageConfig, tuple[Note, ...]]:
     """Replace `auto` in the stage options by numbers; return the options and one note per choice with its reason.
 
-    --zero_stage becomes the lowest stage whose predicted peak (`plan.py`) fits `device_bytes` less RESERVE; if none
-    does, the highest, with a warning. --layers_per_stage: see `blocks_per_stage`. All ranks must pass the same numbers.
+    --zero_stage becomes the lowest stage whose predicted memory (`plan.py`) fits `device_bytes`; if none does, the
+    highest, with a warning. --layers_per_stage: see `blocks_per_stage`. All ranks must pass the same numbers.
     """
     notes: list[Note] = []
     multi_stage = config.multi_stage
@@ -51,23 +47,21 @@ def resolve_auto(
 def _lowest_zero_stage(
     config: Config, multi_stage: MultiStageConfig, world_size: int, device_type: str, device_bytes: int
 ) -> tuple[int, Note]:
-    usable = int(device_bytes * (1 - RESERVE))
-    limit = f"{usable / GIB:.1f} GiB, {device_bytes / GIB:.1f} GiB of memory less {RESERVE:.0%} for the runtime"
     predicted: list[str] = []
-    zero_stage = peak = 0
+    zero_stage = needed = 0
     # Half of a split master weight lives in the weight buffer of its own stage, which ZeRO-3 does not have.
     for zero_stage in (1, 2) if multi_stage.split_master_weights else (1, 2, 3):
         candidate = dataclasses.replace(multi_stage, zero_stage=zero_stage)
-        peak = make_plan(dataclasses.replace(config, multi_stage=candidate), world_size, device_type).peak_bytes()
-        predicted.append(f"ZeRO-{zero_stage} {peak / GIB:.1f} GiB")
-        if peak <= usable:
+        needed = make_plan(dataclasses.replace(config, multi_stage=candidate), world_size, device_type).needed_bytes()
+        predicted.append(f"ZeRO-{zero_stage} {needed / GIB:.1f} GiB")
+        if needed <= device_bytes:
             break
-    choice, facts = f"--zero_stage=auto is {zero_stage}", f"{', '.join(predicted)}, limit {limit}"
-    if peak <= usable:
-        return zero_stage, Note(f"{choice}, the lowest stage whose predicted peak fits: {facts}")
+    choice, facts = f"--zero_stage=auto is {zero_stage}", f"{', '.join(predicted)} of {device_bytes / GIB:.1f} GiB"
+    if needed <= device_bytes:
+        return zero_stage, Note(f"{choice}, the lowest stage whose predicted memory fits: {facts}")
     return zero_stage, Note(
-        f"{choice}, but its predicted peak is {(peak - usable) / GIB:.1f} GiB too high: {facts}; use a smaller "
-        "--micro_batch_size, --mlp_recompute_level=full, or more ranks",
+        f"{choice}, but its predicted memory is {(needed - device_bytes) / GIB:.1f} GiB too much: {facts}; use a "
+        "smaller --micro_batch_size, --mlp_recompute_level=full, or more ranks (--dry_run=1 finds flags that fit)",
         is_warning=True,
     )
 

@@ -59,6 +59,11 @@ def evaluation_peaks(sizes: Sizes) -> list[int]:
     return [_embedding_forward(sizes).peak, *[_block_evaluation(sizes)] * sizes.model.num_layers, head.peak]
 
 
+def largest_temporaries(sizes: Sizes) -> int:
+    """Bytes of the largest tensors of a micro-batch that come and go: u and z of an MLP, or the logits of a chunk."""
+    return max(sizes.u + sizes.z, _logits(sizes)[0])
+
+
 def _recomputed(sizes: Sizes, saved: Saved, plain: Peaks) -> Peaks:
     """A recomputed block: its backward pass saves all but the input again, and holds a second output.
 

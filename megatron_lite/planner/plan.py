@@ -18,7 +18,8 @@ from megatron_lite.distributed.traffic import Total, Traffic
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.planner.activations import Saved, Sizes, kept_by_layer, saved_by_layer
-from megatron_lite.planner.peaks import evaluation_peaks, peaks_by_layer
+from megatron_lite.planner.peaks import evaluation_peaks, largest_temporaries, peaks_by_layer
+from megatron_lite.planner.runtime import runtime_needs
 from megatron_lite.zero.multi_stage import MultiStage
 
 
@@ -77,15 +78,31 @@ class Plan:
         """Weights, gradients, moments, buffers, scratch."""
         return sum(self.model.memory.bytes_by_kind().values())
 
+    @property
+    def runtime(self) -> dict[str, int]:
+        """Bytes beside all tensors, by name."""
+        return runtime_bytes(self.config, self.model, self.device_type)
+
     def peak_bytes(self, level: str | None = None) -> int:
-        """State and activations at their peak; without the reserve for the runtime."""
+        """State and activations at their peak."""
         return self.state_bytes + self.activations[level or self.config.performance.mlp_recompute_level].peak
+
+    def needed_bytes(self, level: str | None = None) -> int:
+        """Memory that the device must have: the peak and the runtime."""
+        return self.peak_bytes(level) + sum(self.runtime.values())
 
 
 def make_plan(config: Config, world_size: int, device_type: str, rank: int = 0) -> Plan:
     """Plan one of `world_size` ranks on `device_type`. `config`: resolved, without `auto`."""
     group = SimulatedGroup(rank, world_size, device_type)
-    model = MultiStage(
+    model = planned_model(config, group, device_type)
+    activations = {level: activation_memory(config, model, device_type, level) for level in RECOMPUTE_LEVELS}
+    return Plan(config, world_size, device_type, model, count_traffic(model, group), activations)
+
+
+def planned_model(config: Config, group: SimulatedGroup, device_type: str) -> MultiStage:
+    """The engine's own model for one rank of `group`, on the meta device."""
+    return MultiStage(
         model_layers(config, choose_kernels(config, torch.device(device_type), planned=True)),
         config.multi_stage,
         config.batch,
@@ -95,8 +112,24 @@ def make_plan(config: Config, world_size: int, device_type: str, rank: int = 0) 
         whole_matrices=config.optimizer.whole_matrices,
         averaged=config.averaging.enabled,
     )
-    activations = {level: activation_memory(config, model, device_type, level) for level in RECOMPUTE_LEVELS}
-    return Plan(config, world_size, device_type, model, count_traffic(model, group), activations)
+
+
+def needed_bytes(config: Config, model: MultiStage, device_type: str) -> int:
+    """Memory that the device must have, as `Plan.needed_bytes`, without the rest of a plan.
+
+    model: the `planned_model` of `config`, or of one that differs in recomputation only.
+    """
+    state = sum(model.memory.bytes_by_kind().values())
+    peak = activation_memory(config, model, device_type, config.performance.mlp_recompute_level).peak
+    return state + peak + sum(runtime_bytes(config, model, device_type).values())
+
+
+def runtime_bytes(config: Config, model: MultiStage, device_type: str) -> dict[str, int]:
+    """Bytes beside all tensors, by name."""
+    sizes = micro_batch_sizes(config, model, device_type, config.performance.mlp_recompute_level)
+    tensors = sum(row.count for row in model.memory.table())
+    ranks = model.group.world_size
+    return runtime_needs(device_type, ranks, config.data.num_workers, tensors, largest_temporaries(sizes))
 
 
 def count_traffic(model: MultiStage, group: SimulatedGroup) -> dict[str, Total]:

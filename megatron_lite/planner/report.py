@@ -15,16 +15,15 @@ from megatron_lite.errors import EXIT_DONE, UsageError
 from megatron_lite.monitor.communication import TRAFFIC_KINDS
 from megatron_lite.parameter import DTYPES
 from megatron_lite.planner.activations import Saved
-from megatron_lite.planner.auto import GIB, MIB, RESERVE, device_memory_bytes, resolve_auto
+from megatron_lite.planner.auto import device_memory_bytes, resolve_auto
 from megatron_lite.planner.plan import Plan, make_plan
+from megatron_lite.planner.runtime import GIB, MIB, PLANNED_GPU_BYTES
 from megatron_lite.run import exit_status
 from megatron_lite.schedules.batch_options import consumed_tokens
 from megatron_lite.validation.messages import Note
 from megatron_lite.validation.warnings import warnings
 from megatron_lite.zero.stage import Stage
 
-# Memory that A100 and H100 cards of 80 GB report, rounded down. A dry run does not look at devices.
-PLANNED_GPU_BYTES = 79 * GIB
 WIDTH = 118
 
 
@@ -171,8 +170,7 @@ def _activations(plan: Plan, device_bytes: int) -> Iterator[str]:
     levels = list(plan.activations.values())
     blocks = [max(level.kept[1:-1], key=Saved.total) for level in levels]
     held = _count(plan.config.batch.breadth_first_micro_batches or 1, "micro-batch")
-    usable = int(device_bytes * (1 - RESERVE))
-    peaks = [plan.peak_bytes(level.level) for level in levels]
+    needed = [plan.needed_bytes(level.level) for level in levels]
     yield _title("activations, MiB, at level", *(level.level + " *" * (level.level == chosen) for level in levels))
     for kind in blocks[0]:
         yield _row(kind, *(_mib(block.get(kind, 0)) for block in blocks))
@@ -183,10 +181,14 @@ def _activations(plan: Plan, device_bytes: int) -> Iterator[str]:
     yield _row(f"all layers, {held}", *(_mib(level.held) for level in levels))
     yield _row("peak", *(_mib(level.peak) for level in levels))
     yield _row("  reached in", *(level.peak_at for level in levels))
-    yield _row("peak with state", *(_mib(peak) for peak in peaks))
-    fits = ("fits" if peak <= usable else f"{(peak - usable) / GIB:,.1f} GiB too much" for peak in peaks)
-    yield _row(f"limit {_mib(usable)}", *fits)
-    yield f"  * --mlp_recompute_level={chosen}; limit: {device_bytes / GIB:.1f} GiB less {RESERVE:.0%} for the runtime"
+    yield _row("peak with state", *(_mib(plan.peak_bytes(level.level)) for level in levels))
+    for name, size in plan.runtime.items():
+        yield _row(name, *[_mib(size)] * len(levels))
+    yield _row("needed", *map(_mib, needed))
+    fits = ("fits" if size <= device_bytes else f"{(size - device_bytes) / GIB:,.1f} GiB too much" for size in needed)
+    yield _row(f"of {_mib(device_bytes)}", *fits)
+    offered = "torch reports of a GPU of 80 GB" if plan.device_type == "cuda" else "a rank has of this machine"
+    yield f"  * --mlp_recompute_level={chosen}; {device_bytes / GIB:.1f} GiB are what {offered}"
 
 
 def _traffic(plan: Plan) -> Iterator[str]:

@@ -17,9 +17,8 @@ from typing import Any
 
 from megatron_lite.cli.parse import parse as parse_flags
 from megatron_lite.cli.parse import read_words
-from megatron_lite.planner.auto import RESERVE
 from megatron_lite.planner.plan import Plan, make_plan
-from megatron_lite.planner.report import PLANNED_GPU_BYTES
+from megatron_lite.planner.runtime import PLANNED_GPU_BYTES
 from megatron_lite.validation import resolve
 from scripts.benchmarks.common import markdown_table
 from scripts.benchmarks.training.report import STATE_BYTES, formula_bytes
@@ -117,12 +116,11 @@ def choices_table() -> Iterator[tuple[str, ...]]:
         "ZeRO",
         "micro-batches",
         "state, GiB",
-        "with activations: none",
+        "needed at level none",
         "activation",
         "full",
         "sent per rank, GiB per iteration",
     )
-    limit = PLANNED_GPU_BYTES * (1 - RESERVE)
     for ranks in (4, 8, 64, 128):
         for zero_stage in (1, 2, 3):
             for order in ("depth", "breadth") if ranks == 64 else ("depth",):
@@ -130,14 +128,14 @@ def choices_table() -> Iterator[tuple[str, ...]]:
                 made = plan(
                     ranks, zero_stage=zero_stage, micro_batch_size=1, **{f"{order}_first_micro_batches": sequential}
                 )
-                peaks = (made.peak_bytes(level) for level in ("none", "activation", "full"))
+                needed = [made.needed_bytes(level) for level in ("none", "activation", "full")]
                 sent = sum(made.traffic[kind].wire_bytes for kind in ("gather", "reduce")) / GIB
                 yield (
                     str(ranks),
                     str(zero_stage),
                     f"{sequential} {order}-first" if sequential > 1 else "1",
                     f"{made.state_bytes / GIB:,.1f}",
-                    *(f"{peak / GIB:,.1f}{'' if peak <= limit else ' (too much)'}" for peak in peaks),
+                    *(f"{size / GIB:,.1f}{' (too much)' if size > PLANNED_GPU_BYTES else ''}" for size in needed),
                     f"{sent:,.1f}",
                 )
 

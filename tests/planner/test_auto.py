@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_lite.config import Config
-from megatron_lite.planner.auto import RESERVE, blocks_per_stage, device_memory_bytes, resolve_auto, worthwhile_bytes
+from megatron_lite.planner.auto import blocks_per_stage, device_memory_bytes, resolve_auto, worthwhile_bytes
 from megatron_lite.planner.plan import make_plan
 from tests.support.harness import run_distributed, same_weights, tiny_config, train_tiny
 
@@ -21,8 +21,8 @@ def a_config(ranks: int, **options: Any) -> Config:
     return tiny_config(ranks, **{**sizes, **options})
 
 
-def peaks(config: Config, ranks: int) -> list[int]:
-    """The predicted peak of each ZeRO stage."""
+def needed(config: Config, ranks: int) -> list[int]:
+    """The predicted memory of each ZeRO stage."""
     plans = [
         make_plan(
             dataclasses.replace(config, multi_stage=dataclasses.replace(config.multi_stage, zero_stage=stage)),
@@ -31,25 +31,25 @@ def peaks(config: Config, ranks: int) -> list[int]:
         )
         for stage in (1, 2, 3)
     ]
-    return [plan.peak_bytes() for plan in plans]
+    return [plan.needed_bytes() for plan in plans]
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 128])
 def test_the_lowest_stage_that_fits(ranks: int) -> None:
-    """A device that just holds the peak of a stage gets that stage; a smaller device gets the next one."""
+    """A device that just holds the memory of a stage gets that stage; a smaller device gets the next one."""
     config = a_config(ranks)
-    first, second, third = peaks(config, ranks)
+    first, second, third = needed(config, ranks)
     assert first > second > third
 
-    def chosen(peak: int) -> tuple[Any, bool, str]:
-        multi_stage, (note,) = resolve_auto(config, ranks, "cuda", int(peak / (1 - RESERVE)) + 1)
+    def chosen(device_bytes: int) -> tuple[Any, bool, str]:
+        multi_stage, (note,) = resolve_auto(config, ranks, "cuda", device_bytes)
         return multi_stage.zero_stage, note.is_warning, note.text
 
     assert chosen(first)[:2] == (1, False)
     assert chosen(first - 2)[:2] == chosen(second)[:2] == (2, False)
     assert chosen(second - 2)[:2] == chosen(third)[:2] == (3, False)
     stage, warns, text = chosen(third - 100 * MIB)
-    assert (stage, warns) == (3, True) and "0.1 GiB too high" in text and "--mlp_recompute_level=full" in text
+    assert (stage, warns) == (3, True) and "0.1 GiB too much" in text and "--mlp_recompute_level=full" in text
 
 
 def test_split_master_weights_leave_two_stages() -> None:
@@ -63,7 +63,7 @@ def test_recomputation_and_micro_batches_count() -> None:
     much = a_config(8, sequence_length=4096, batch_size=32, vocab_size=4096)
     less = a_config(8, sequence_length=4096, batch_size=32, vocab_size=4096, mlp_recompute_level="full")
     least = a_config(8, sequence_length=4096, batch_size=32, vocab_size=4096, micro_batch_size=1)
-    memory = int(peaks(less, 8)[0] / (1 - RESERVE)) + 1
+    memory = needed(less, 8)[0]
     stages = [resolve_auto(config, 8, "cuda", memory)[0].zero_stage for config in (much, less, least)]
     assert stages == [3, 1, 1]
 

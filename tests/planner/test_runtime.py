@@ -1,0 +1,99 @@
+"""The memory beside all tensors: its sum decides what fits, and it covers what the allocator of a GPU wastes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_lite.planner.peaks import largest_temporaries
+from megatron_lite.planner.plan import make_plan, micro_batch_sizes
+from megatron_lite.planner.runtime import GIB, HOLES, MIB, PLANNED_GPU_BYTES, runtime_needs
+from tests.support.caching_allocator import AllocationRecorder, CachingAllocator, replay
+from tests.support.harness import tiny_config
+from tests.support.memory_meters import a_model, micro_batches
+
+# A Mistral-7B with widths and tokens divided by 32, and a quarter of its blocks; tensors have 1/1024 of its sizes.
+SCALE = 1024
+SMALL_MISTRAL: dict[str, Any] = dict(
+    num_layers=8,
+    hidden_size=128,
+    vocab_size=1000,
+    num_attention_heads=2,
+    head_groups=1,
+    add_linear_biases=False,
+    ffn_hidden_size=448,
+    use_rotary_embeddings=True,
+    gated=True,
+    normalization_type="rms_norm",
+    tie_word_embeddings=False,
+    batch_size=1,
+    sequence_length=256,
+    training_dtype="bf16",
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(mlp_recompute_level="full"),
+        dict(mlp_recompute_level="full", vocab_size=8000),
+        dict(mlp_recompute_level="activation", batch_size=3, breadth_first_micro_batches=3),
+        dict(mlp_recompute_level="full", recompute_layers=4),
+        dict(mlp_recompute_level="full", gated=False, normalization_type="layer_norm", use_rotary_embeddings=False),
+        dict(full_precision_residual=True, qk_layernorm=True, training_dtype="fp32", batch_size=2),
+    ],
+    ids=str,
+)
+def test_the_plan_covers_what_the_allocator_cannot_fill(options: dict[str, Any]) -> None:
+    """Two steps, replayed through the allocator's rules, reserve at most HOLES times the largest temporaries more."""
+    config = tiny_config(1, **{**SMALL_MISTRAL, **options})
+    model, batches = a_model(config), micro_batches(config)
+    model.forward_backward(batches)
+    with AllocationRecorder() as recorder:
+        for _ in range(2):
+            model.forward_backward(batches)
+    peak, reserved = replay(recorder.events, SCALE)
+    level = config.performance.mlp_recompute_level
+    sizes = micro_batch_sizes(config, make_plan(config, 1, "cpu").model, "cpu", level)
+    assert 0 <= reserved - peak <= HOLES * largest_temporaries(sizes) * SCALE
+    assert reserved - peak > 0.1 * largest_temporaries(sizes) * SCALE, "the replay measures something"
+
+
+def test_the_allocator_splits_merges_and_reuses() -> None:
+    """Freed neighbours make one block, the best fit is taken, and small tensors have segments of their own."""
+    allocator = CachingAllocator()
+    for number, size in enumerate((30, 20, 40)):
+        allocator.allocate(number, size * MIB)
+    assert allocator.reserved == 90 * MIB
+    allocator.free(0)
+    allocator.free(2)
+    allocator.allocate(3, 25 * MIB)
+    allocator.allocate(4, 4 * MIB)  # what is left of the first
+    allocator.allocate(5, 1000)
+    assert allocator.reserved == 92 * MIB
+    for number in (1, 3, 4):
+        allocator.free(number)
+    allocator.allocate(6, 30 * MIB)
+    assert allocator.reserved == 92 * MIB
+
+
+def test_what_a_rank_needs_beside_its_tensors() -> None:
+    """A GPU needs a context and workspaces, several also NCCL; a CPU needs its processes."""
+    one, many = (runtime_needs("cuda", ranks, 8, 100, GIB) for ranks in (1, 128))
+    assert set(many) - set(one) == {"NCCL channels"} and many["NCCL channels"] == 896 * MIB
+    assert one["allocator fragmentation"] == 2.5 * GIB + 100 * MIB
+    without, workers = (runtime_needs("cpu", 2, count, 100, GIB) for count in (0, 3))
+    assert sum(workers.values()) - sum(without.values()) == workers["loader processes"] > 0
+    assert not set(workers) & {"NCCL channels", "CUDA context, kernels"}
+
+
+def test_a_plan_needs_its_peak_and_its_runtime() -> None:
+    """The sum is the same from a whole plan and from its rows, and grows with the micro-batch."""
+    small, large = (make_plan(tiny_config(2, micro_batch_size=size, batch_size=8), 2, "cuda") for size in (1, 4))
+    for plan in (small, large):
+        assert plan.needed_bytes() == plan.peak_bytes() + sum(plan.runtime.values())
+        assert plan.needed_bytes("full") == plan.peak_bytes("full") + sum(plan.runtime.values())
+    assert large.needed_bytes() > small.needed_bytes()
+    assert 79 * GIB < PLANNED_GPU_BYTES < 79.2 * GIB
