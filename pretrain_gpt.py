@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
         if config.distributed.dry_run:
             from megatron_lite.planner.report import dry_run
 
-            return dry_run(config, world_size, arguments.notes, prints=launch_rank() == 0)
+            return dry_run(config, arguments.config, world_size, arguments.notes, prints=launch_rank() == 0)
     except HelpRequested as request:
         if launch_rank() == 0:
             exit_status.print_page(str(request))

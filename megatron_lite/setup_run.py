@@ -23,7 +23,7 @@ from megatron_lite.distributed.agreement import together
 from megatron_lite.distributed.peers import Place, all_places
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.traffic import Traffic
-from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, RunError
+from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, OutOfMemoryError, RunError, as_run_error
 from megatron_lite.generation.samples import Samples, open_samples
 from megatron_lite.huggingface import load_pretrained
 from megatron_lite.huggingface.architectures import check_exports
@@ -41,6 +41,7 @@ from megatron_lite.monitor.tensor_debug import TensorDebugger, open_debugger
 from megatron_lite.monitor.trackers import Trackers, open_trackers
 from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.optimizer.rules import muon
+from megatron_lite.planner.advice import less_memory
 from megatron_lite.planner.auto import device_memory_bytes, resolve_auto
 from megatron_lite.run import exit_status
 from megatron_lite.run.experiment import Experiment
@@ -101,7 +102,7 @@ def opened(config: Config, notes: tuple[Note, ...], environment: Mapping[str, st
 
     An error here or in the block is reported and ends the process.
     """
-    rank, run_number, run, experiment = launch_rank(), 0, None, None
+    rank, run_number, run, experiment, distributed = launch_rank(), 0, None, None, None
     places: list[Place] = []
     stop = StopSignal()
     try:
@@ -117,7 +118,7 @@ def opened(config: Config, notes: tuple[Note, ...], environment: Mapping[str, st
         yield run
     except BaseException as raised:
         directory, newest = config.run.experiment_dir, newest_checkpoint(experiment.checkpoints if experiment else None)
-        error = explained(raised, places, rank, directory, run_number, newest)
+        error = explained(_with_advice(raised, config, distributed), places, rank, directory, run_number, newest)
         code = exit_status.report(error, directory, prints=rank == 0, rank=rank, run=run_number)
         if run is not None:
             run.callback.close(0.0)
@@ -125,6 +126,21 @@ def opened(config: Config, notes: tuple[Note, ...], environment: Mapping[str, st
             if isinstance(error, RunError) and error.agreed:  # leaving first could cut a peer off in its last step
                 run.distributed.wait_for_peers(LEAVE_TOGETHER_S)
         exit_status.leave(code)  # a normal exit could hang: peers may wait for this rank in a collective
+
+
+def _with_advice(error: BaseException, config: Config, distributed: Distributed | None) -> BaseException:
+    """Return the error itself, or an error about memory with the flags that need less."""
+    expected = as_run_error(error)
+    if not isinstance(expected, OutOfMemoryError) or distributed is None:
+        return error
+    advice = ""
+    with contextlib.suppress(Exception):  # memory is scarce: the error matters more than the advice
+        device = distributed.device
+        memory_bytes = device_memory_bytes(device, distributed.local_world_size)
+        advice = less_memory(config, distributed.world_size, device.type, memory_bytes)
+    advised = OutOfMemoryError(f"{expected}; {advice}" if advice else str(expected))
+    advised.agreed, advised.recorded = expected.agreed, expected.recorded
+    return advised
 
 
 def close(run: Run, code: int, message: str) -> None:

@@ -15,6 +15,7 @@ from megatron_lite.errors import EXIT_DONE, UsageError
 from megatron_lite.monitor.communication import TRAFFIC_KINDS
 from megatron_lite.parameter import DTYPES
 from megatron_lite.planner.activations import Saved
+from megatron_lite.planner.advice import Question, advice
 from megatron_lite.planner.auto import device_memory_bytes, resolve_auto
 from megatron_lite.planner.plan import Plan, make_plan
 from megatron_lite.planner.runtime import GIB, MIB, PLANNED_GPU_BYTES
@@ -27,10 +28,11 @@ from megatron_lite.zero.stage import Stage
 WIDTH = 118
 
 
-def dry_run(config: Config, world_size: int, notes: Sequence[Note], prints: bool) -> int:
+def dry_run(config: Config, asked: Config, world_size: int, notes: Sequence[Note], prints: bool) -> int:
     """Plan a resolved configuration for `world_size` ranks, print the plan if `prints`, and return the exit code.
 
-    notes: of the command line. `--device=auto` plans for GPUs.
+    A plan that does not fit ends with flags that do. `--device=auto` plans for GPUs. asked: `config` as typed. notes:
+    of the command line.
 
     Raises:
         UsageError: if a pattern of --freeze or --lr_scales matches nothing, or a tensor is too large to address.
@@ -45,8 +47,21 @@ def dry_run(config: Config, world_size: int, notes: Sequence[Note], prints: bool
         raise UsageError(f"--dry_run=1: {error}; write smaller sizes (--hidden_size, --vocab_size ...)") from error
     if prints:
         all_notes = [*notes, *(Note(text, is_warning=True) for text in warnings(config))]
-        exit_status.print_page("\n".join([*describe(plan, memory, choices), *_notes(all_notes)]))
+        exit_status.print_page(
+            "\n".join([*describe(plan, memory, choices), *_notes(all_notes), *_advice(plan, asked, memory)])
+        )
     return EXIT_DONE
+
+
+def _advice(plan: Plan, asked: Config, device_bytes: int) -> Iterator[str]:
+    """Lines that end with flags to append, if the plan does not fit."""
+    needed, batch_size = plan.needed_bytes(), plan.config.batch.batch_size
+    if needed > device_bytes:
+        assert batch_size, "resolved"
+        question = Question(asked, batch_size, plan.world_size, plan.device_type, device_bytes)
+        reason, *flags = advice(question, needed)
+        yield from _notes([Note(reason, is_warning=True)])
+        yield from flags
 
 
 def describe(plan: Plan, device_bytes: int, choices: Sequence[Note]) -> list[str]:

@@ -63,7 +63,7 @@ def test_formulas_in_the_tables_are_equal_to_the_counts() -> None:
 def test_every_command_of_the_guide_is_run_here() -> None:
     """Each bash block but the first half of a pair has its output below it."""
     text = GUIDE + PERFORMANCE
-    assert len(SHOWN) == text.count("```bash\n") == text.count("```text\n") == 5
+    assert len(SHOWN) == text.count("```bash\n") == text.count("```text\n") == 6
 
 
 @pytest.mark.parametrize(("command", "shown"), SHOWN, ids=[f"command {index}" for index in range(len(SHOWN))])
@@ -76,7 +76,7 @@ def test_commands_print_what_is_shown(command: str, shown: str, tmp_path: Path) 
         assert any(line == candidate for candidate in printed), f"not printed, or not in this order: {line}"
 
 
-@pytest.mark.parametrize(("command", "shown"), DRY_RUNS, ids=["multi_stage.md", "performance.md"])
+@pytest.mark.parametrize(("command", "shown"), DRY_RUNS, ids=["a plan", "advice", "performance.md"])
 def test_dry_runs_are_shown_with_their_numbers(command: str, shown: str, tmp_path: Path) -> None:
     """Nothing in a dry run depends on the machine: the page is the one shown, digit by digit."""
     assert run(command, tmp_path).rstrip("\n") == shown

@@ -1,0 +1,262 @@
+"""The flags that a plan which does not fit ends with: appended to the command, they make it fit."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.cli.parse import parse
+from megatron_lite.planner.advice import Question, cheapest_fit, fewest_ranks, least_bytes
+from megatron_lite.planner.plan import make_plan
+from megatron_lite.planner.runtime import GIB
+from megatron_lite.validation import resolve
+from pretrain_gpt import main
+
+ROOT = Path(__file__).resolve().parents[2]
+# Fast-LLM's guide for a Mistral-7B, word for word: its run took 16 machines of 8 H100 cards.
+GUIDE = r"""
+export MODEL_ARGS="\
+--num_layers=32 \
+--hidden_size=4096 \
+--vocab_size=32000 \
+--num_attention_heads=32 \
+--head_groups=8 \
+--add_linear_biases=0 \
+--ffn_hidden_size=14336 \
+--kv_channels=128 \
+--use_rotary_embeddings=1 \
+--rotary_embedding_scale=-9.210340371976184 \
+--gated=1 \
+--activation_type=silu \
+--normalization_type=rms_norm \
+--tie_word_embeddings=0 \
+--window_size=4096 \
+"
+export TRAINING_ARGS="\
+--batch_size=128 \
+--sequence_length=8192 \
+--train_iters=500000 \
+--weight_decay=0.1 \
+--adam_beta1=0.9 \
+--adam_beta2=0.95 \
+--clip_grad=1.0 \
+--lr=0.0001 \
+--lr_warmup_iters=1000 \
+--lr_decay_style=cosine \
+--lr_decay_iters=500000 \
+--min_lr=0.000003 \
+"
+export PERFORMANCE_ARGS="\
+--training_dtype=bf16 \
+--num_workers=8 \
+"
+export MONITORING_ARGS="\
+--experiment_dir=$EXP_BASE_DIR \
+--validation_iters=25 \
+--validation_interval=1000 \
+--max_checkpoints=5 \
+--export_interval=25000 \
+--log_interval=10 \
+--log_offset=0 \
+--checkpoint_interval=500 \
+"
+"""
+SMALL_CLUSTER = "--micro_batch_size=1 --zero_stage=2"
+
+
+def guide_flags() -> list[str]:
+    """The words that a shell makes of the guide's strings."""
+    command = GUIDE + "printf '%s\\n' $MODEL_ARGS $TRAINING_ARGS $PERFORMANCE_ARGS $MONITORING_ARGS"
+    environment = {**os.environ, "EXP_BASE_DIR": "/experiments/mistral"}
+    return subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True).stdout.split()
+
+
+def page(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    assert main(["--dry_run=1", *flags]) == 0
+    return capsys.readouterr().out
+
+
+def fits(text: str) -> bool:
+    """Whether a page says that the chosen level of recomputation fits."""
+    (title,) = (line for line in text.splitlines() if line.startswith("activations, MiB"))
+    (needed,) = (line for line in text.splitlines() if line.startswith("  needed"))
+    (device,) = re.findall(r"^  of ([\d.,]+) ", text, re.M)
+    chosen = [column.endswith(" *") for column in re.split(r"\s{2,}", title)[1:]].index(True)
+    said = float(needed.split()[1 + chosen].replace(",", "")) <= float(device.replace(",", ""))
+    assert said == ("does not fit" not in text)
+    return said
+
+
+def advised(text: str) -> list[str]:
+    """The flags at the end of a page that does not fit; empty if there are none."""
+    last = text.splitlines()[-1].split()
+    return last if last[0].startswith("--") else []
+
+
+def test_the_guides_run_fits_its_own_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    """128 cards of 80 GB hold the guide's strings as they are, and 4 to 64 its strings for small clusters."""
+    flags = guide_flags()
+    assert "--min_lr=0.000003" in flags and len(flags) == 37
+    text = page(capsys, *flags, "--world_size=128")
+    assert fits(text) and "zero_stage 1" in text and "none *" in text and not advised(text)
+    for ranks in (8, 16, 32, 64):
+        assert fits(page(capsys, *flags, *SMALL_CLUSTER.split(), f"--world_size={ranks}"))
+
+
+def test_the_example_job_fits_its_16_machines(tmp_path: Path) -> None:
+    """The multi-node example, planned for the 128 ranks that it asks Slurm for, fits."""
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text(f'#!/bin/sh\nwhile [ "${{1%%.py}}" = "$1" ]; do shift; done\nexec {sys.executable} "$@"\n')
+    torchrun.chmod(0o755)
+    job = (ROOT / "scripts/examples/slurm_multi_node.sbatch").read_text()
+    (nodes,), (gpus,) = re.findall(r"--nodes=(\d+)\n", job), re.findall(r"#SBATCH --gpus-per-node=(\d+)", job)
+    (flags,) = re.findall(r"    train (--.*) \"\$@\" \|\|", job)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "DATA_PATH": "d", "EXP_BASE_DIR": "e"}
+    planned = [*flags.split(), "--dry_run=1", f"--world_size={int(nodes) * int(gpus)}"]
+    command = ["bash", "scripts/examples/train_mistral.sh", *planned]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert "dry run for 128 GPUs" in result.stdout and fits(result.stdout), result.stdout + result.stderr
+
+
+def test_a_quarter_of_the_cluster_ends_with_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    """The guide's strings on 32 cards end with the cheapest flags that fit, within two seconds."""
+    flags = [*guide_flags(), "--world_size=32"]
+    began_s = time.process_time()
+    text = page(capsys, *flags)
+    assert time.process_time() - began_s < 2, "the search is arithmetic"
+    assert not fits(text)
+    assert advised(text) == ["--micro_batch_size=1", "--mlp_recompute_level=activation"]
+    better = page(capsys, *flags, *advised(text))
+    assert fits(better)
+    (needs,) = re.findall(r"append these flags to need ([\d.]+) GiB", " ".join(text.split()))
+    (row,) = (line for line in better.splitlines() if line.startswith("  needed"))
+    assert f"{float(row.split()[2].replace(',', '')) / 1024:.1f}" == needs
+
+
+MODELS = (
+    "--num_layers=24 --hidden_size=2048",
+    "--num_layers=40 --hidden_size=5120",
+    "--num_layers=8 --hidden_size=8192",
+)
+MORE = (
+    "--zero_stage=2",
+    "--zero_stage=auto --layers_per_stage=auto",
+    "--breadth_first_micro_batches=4",
+    "--depth_first_micro_batches=2",
+    "--num_grad_buffers=4 --gated=1",
+    "--mlp_recompute_level=activation",
+    "--validation_iters=1 --eval_micro_batch_size=8 --micro_batch_size=1",
+    "--allow_nondivisible_batch_size=1 --batch_size=250 --micro_batch_size=7",
+    "--batch_size=none --batch_size_schedule=0:128 100:256 --micro_batch_size=2",
+    "--recompute_layers=2 --ema_type=ema",
+    "--split_master_weights=1",
+    "--optimizer=muon",
+    "--freeze=embedding --tie_word_embeddings=0",
+)
+
+
+def drawn(seed: int) -> list[str]:
+    """A configuration that often does not fit, with one of MORE."""
+    draw = random.Random(seed)
+    words = ["--batch_size=256", "--vocab_size=50000", "--num_attention_heads=16", "--training_dtype=bf16"]
+    words += [*draw.choice(MODELS).split(), f"--sequence_length={draw.choice((2048, 8192, 16384))}"]
+    words += re.split(r" (?=--)", MORE[seed])
+    return [*words, "--dataset_source=random", f"--world_size={draw.choice((1, 2, 8, 32))}", "--tie_word_embeddings=0"]
+
+
+@pytest.mark.parametrize("seed", range(len(MORE)), ids=MORE)
+def test_advice_makes_the_plan_fit(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The advice appended to the command makes the dry run say that it fits; without advice there is none to give."""
+    flags = drawn(seed)
+    text = page(capsys, *flags)
+    if fits(text):
+        assert not advised(text)
+    elif more := advised(text):
+        assert fits(page(capsys, *flags, *more)), more
+    else:
+        assert "no flags fit" in text
+        frugal = "--micro_batch_size=1 --depth_first_micro_batches=none --breadth_first_micro_batches=none"
+        frugal += " --zero_stage=3 --split_master_weights=0 --mlp_recompute_level=full --num_grad_buffers=none"
+        assert not fits(page(capsys, *flags, *frugal.split(), "--world_size=128", "--batch_size=128"))
+
+
+def question(words: str, device_bytes: int, ranks: int) -> Question:
+    asked = parse([*words.split(), "--dry_run=1", "--dataset_source=random", "--training_dtype=bf16"]).config
+    batch_size = resolve(asked, ranks).batch.batch_size
+    assert batch_size
+    return Question(asked, batch_size, ranks, "cuda", device_bytes)
+
+
+SMALL = "--num_layers=12 --hidden_size=2048 --num_attention_heads=16 --vocab_size=32000 --sequence_length=4096"
+
+
+def test_cheaper_changes_come_first() -> None:
+    """The less memory a device has, the more the advice costs: smaller micro-batches before recomputation of blocks."""
+    steps = []
+    whole = make_plan(resolve(question(SMALL + " --batch_size=32", 1, 4).asked, 4), 4, "cuda").needed_bytes()
+    for share in (0.9, 0.7, 0.5, 0.4):
+        fit = cheapest_fit(question(SMALL + " --batch_size=32", int(whole * share), 4))
+        assert fit is not None and fit.needed_bytes <= whole * share
+        steps.append(fit.changes)
+    assert set(steps[0]) <= {"mlp_recompute_level", "zero_stage", "micro_batch_size"} and len(steps[0]) == 1
+    assert all("recompute_layers" not in step and "split_master_weights" not in step for step in steps[:3])
+
+
+def test_more_ranks_are_the_last_resort() -> None:
+    """If no flags fit, the smallest number of GPUs that shares the batch is found; if none fits, there is no advice."""
+    asked = question(SMALL + " --batch_size=64", 0, 1)
+    least = {ranks: least_bytes(asked.on(ranks)) for ranks in (1, 2, 4, 8, 64)}
+    assert sorted(least.values(), reverse=True) == list(least.values())
+    alone = question(SMALL + " --batch_size=64", int(least[4]) + 1, 1)
+    assert cheapest_fit(alone) is None
+    fit = fewest_ranks(alone)
+    assert fit is not None and fit.world_size == 4 and fit.needed_bytes <= alone.device_bytes
+    nowhere = question(SMALL + " --batch_size=64", int(least[64]) - GIB // 4, 1)
+    assert cheapest_fit(nowhere) is None and fewest_ranks(nowhere) is None
+
+
+def test_a_batch_that_was_not_typed_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the batch follows from micro-batches and ranks, the advice writes it down."""
+    flags = [
+        "--num_layers=24",
+        "--hidden_size=2048",
+        "--micro_batch_size=64",
+        "--sequence_length=4096",
+        "--world_size=2",
+    ]
+    text = page(capsys, *flags)
+    assert "--batch_size=128" in advised(text)
+    assert fits(page(capsys, *flags, *advised(text)))
+
+
+def test_nothing_fits_a_model_that_is_too_large(capsys: pytest.CaptureFixture[str]) -> None:
+    """The page then says how little memory would do, with all flags and with the most GPUs."""
+    flags = ["--num_layers=96", "--hidden_size=16384", "--num_attention_heads=128", "--sequence_length=65536"]
+    text = page(capsys, *flags, "--batch_size=4", "--world_size=2", "--training_dtype=bf16")
+    assert not fits(text) and not advised(text)
+    joined = " ".join(text.split())
+    assert re.search(r"[\d.,]+ GiB on 4 GPUs, the most that share its batch; no flags fit", joined)
+
+
+def test_a_run_that_runs_out_of_memory_gets_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error of a run that cannot allocate ends with flags whose plan needs much less than its own."""
+    flags = "--num_layers=2 --hidden_size=256 --num_attention_heads=4 --vocab_size=256 --sequence_length=4096"
+    words = [*flags.split(), "--batch_size=4096", "--dataset_source=random", "--device=cpu", "--train_iters=1"]
+    limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (12 * 2**30,) * 2); import pretrain_gpt; "
+    limited += "sys.exit(pretrain_gpt.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", limited, *words, f"--experiment_dir={tmp_path / 'run'}"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 7, result.stderr
+    found = re.search(r"to plan ([\d.,]+) GiB instead of ([\d.,]+) GiB, append (--.*)", result.stderr)
+    assert found is not None and found[0] in (tmp_path / "run" / "exit.json").read_text()
+    less, before = (float(number.replace(",", "")) for number in found.groups()[:2])
+    assert less < 0.9 * before
+    (row,) = re.findall(r"^  needed .*", page(capsys, *words, *found[3].split(), "--world_size=1"), re.M)
+    assert min(map(float, row.replace(",", "").split()[1:])) / 1024 <= less + 0.1
