@@ -7,14 +7,14 @@ import random
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from megatron_lite.cli.parse import parse
+from megatron_lite.planner import advice
 from megatron_lite.planner.advice import Question, cheapest_fit, fewest_ranks, least_bytes
-from megatron_lite.planner.plan import make_plan
+from megatron_lite.planner.plan import make_plan, needed_bytes
 from megatron_lite.planner.runtime import GIB
 from megatron_lite.validation import resolve
 from pretrain_gpt import main
@@ -125,13 +125,15 @@ def test_the_example_job_fits_its_16_machines(tmp_path: Path) -> None:
     assert "dry run for 128 GPUs" in result.stdout and fits(result.stdout), result.stdout + result.stderr
 
 
-def test_a_quarter_of_the_cluster_ends_with_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    """The guide's strings on 32 cards end with the cheapest flags that fit, within two seconds."""
+def test_a_quarter_of_the_cluster_ends_with_flags(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guide's strings on 32 cards end with the cheapest flags that fit, found with few plans (25 ms each)."""
     flags = [*guide_flags(), "--world_size=32"]
-    began_s = time.process_time()
+    plans: list[object] = []
+    monkeypatch.setattr(advice, "needed_bytes", lambda *args: plans.append(args) or needed_bytes(*args))
     text = page(capsys, *flags)
-    assert time.process_time() - began_s < 2, "the search is arithmetic"
-    assert not fits(text)
+    assert not fits(text) and 0 < len(plans) < 40
     assert advised(text) == ["--micro_batch_size=1", "--mlp_recompute_level=activation"]
     better = page(capsys, *flags, *advised(text))
     assert fits(better)
