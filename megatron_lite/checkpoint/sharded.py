@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 
 def save(
     root: Path, iteration: int, model: MultiStage, state: dict[str, Any], config: Config, distributed: Distributed
-) -> None:
+) -> int:
     """Write root/<iteration>/, replacing an older checkpoint of that iteration; all ranks call this together.
+
+    Returns the bytes of all ranks' shards.
 
     `state` is JSON, the same on every rank. Also delete the remains of interrupted saves in `root`.
 
@@ -85,6 +87,7 @@ def save(
         if distributed.rank == 0:
             files.remove_folder(temporary)
         raise
+    return sum(files.WrittenFile(*file).size for file in written)
 
 
 def _tensors(model: MultiStage) -> list[files.TensorToWrite]:

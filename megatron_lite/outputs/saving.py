@@ -62,10 +62,11 @@ def save(run: Run, evaluation_due: bool = False) -> None:
         return
     refuse_broken_weights(run)
     start_s = time.perf_counter()
-    sharded.save(root, run.iteration, run.model, _state(run, evaluation_due), run.config, run.distributed)
+    size = sharded.save(root, run.iteration, run.model, _state(run, evaluation_due), run.config, run.distributed)
     if run.distributed.rank == 0 and not run.optimizer.guard.dropped.streak():
         sharded.prune(root, run.config.training.max_checkpoints, run.iteration)
-    run.logger.info("saved %s (%.1f s)", root / str(run.iteration), time.perf_counter() - start_s)
+    seconds = time.perf_counter() - start_s
+    run.logger.info("saved %s (%s MB, %.1f s)", root / str(run.iteration), f"{size / 1e6:,.1f}", seconds)
 
 
 def export(run: Run) -> None:

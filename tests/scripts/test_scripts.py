@@ -261,6 +261,37 @@ def test_slurm_jobs(nodes: int, captured: dict[str, str], tmp_path: Path) -> Non
         assert launcher == ["--nnodes=4", "--nproc-per-node=gpu", *address, "--max-restarts=0", "--node-rank=3"]
 
 
+@pytest.mark.parametrize("job", ["slurm_single_node", "slurm_multi_node"])
+def test_slurm_jobs_have_time_to_save(job: str, tmp_path: Path) -> None:
+    """Slurm signals the processes of the steps (no "B:"), torchrun waits longer for its ranks than its 30 s and less
+    than Slurm waits for torchrun; and a script that is signalled too still waits for srun and shows exit.json."""
+    text = (EXAMPLES / f"{job}.sbatch").read_text()
+    (seconds,) = re.findall(r"^#SBATCH --signal=TERM@(\d+)$", text, re.MULTILINE)
+    experiment, bin_folder = tmp_path / "mistral", tmp_path / "bin"
+    experiment.mkdir()
+    executable(tmp_path / "venv" / "bin" / "activate", "")
+    executable(bin_folder / "scontrol", "#!/usr/bin/env bash\nprintf 'node7\\n'\n")
+    saves = [
+        "#!/usr/bin/env bash",
+        "kill -TERM $PPID",  # as Slurm does at the end of a job
+        "sleep 1",
+        f'printf "grace %s\\n" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >{experiment}/exit.json',
+        "exit 1",
+    ]
+    executable(bin_folder / "srun", "\n".join([*saves, ""]))
+    slurm = {
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_NODELIST": "node7",
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NUM_NODES": "1",
+    }
+    slurm |= {"VENV": str(tmp_path / "venv"), "EXP_BASE_DIR": str(experiment), "DATA_PATH": "corpus"}
+    result = shell(f"bash scripts/examples/{job}.sbatch", **slurm, PATH=f"{bin_folder}:{os.environ['PATH']}")
+    assert result.returncode == 1, result
+    (grace,) = re.findall(r"^grace (\d+)$", result.stdout, re.MULTILINE)
+    assert 30 < int(grace) <= int(seconds) - 60, "time for torchrun and the script to end"
+
+
 def test_slurm_job_in_the_wrong_folder(tmp_path: Path) -> None:
     """A job submitted from elsewhere says so instead of failing somewhere later."""
     result = shell(f"bash {ROOT}/scripts/examples/slurm_multi_node.sbatch", SLURM_SUBMIT_DIR=str(tmp_path))
