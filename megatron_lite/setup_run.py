@@ -31,7 +31,7 @@ from megatron_lite.huggingface.weight_source import WeightSource
 from megatron_lite.kernels.choice import Kernels, choose_kernels
 from megatron_lite.model.gpt import model_layers, shapes_of
 from megatron_lite.model.layer import Layer
-from megatron_lite.monitor.banner import choice_lines, derived_numbers, memory_warnings, stage_lines
+from megatron_lite.monitor.banner import choice_lines, derived_numbers, device_warnings, stage_lines
 from megatron_lite.monitor.communication import time_collectives
 from megatron_lite.monitor.console import ConsoleLines
 from megatron_lite.monitor.export_callback import STOPPED_WAIT_S, ExportCallback, open_callback
@@ -274,7 +274,7 @@ def _log_banner(start: Start, inputs: Inputs, notes: Sequence[Note]) -> None:
         _tell(start, line, short)
     for note in notes:
         logger.log(logging.WARNING if note.is_warning else logging.INFO, note.text)
-    for warning in (*warnings(config), *memory_warnings(config, distributed.device)):
+    for warning in (*warnings(config), *device_warnings(config, distributed.device)):
         logger.warning(warning)
 
 

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lite.kernels.linear import add_product, product
+from megatron_lite.kernels.products import add_product, product
 from megatron_lite.kernels.triton_support import jit, next_power_of_2, tanh, tl
 from megatron_lite.parameter import Parameter, padded
 

@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from megatron_lite.kernels.linear import accumulate_bias, accumulate_product, affine, product
+from megatron_lite.kernels.linear import accumulate_bias, accumulate_product
+from megatron_lite.kernels.products import affine, product
 from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tanh, tl
 from megatron_lite.parameter import Parameter
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_lite.kernels.products import product, scaled_product
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SMALLEST_NORM = 1e-7
 
@@ -28,8 +30,8 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     x = x / x.norm().clamp(min=SMALLEST_NORM)
     a, b, c = COEFFICIENTS
     for _ in range(steps):
-        gram = x @ x.t()
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = product(x, x)
+        x = scaled_product(x, scaled_product(gram, gram, gram, beta=b, alpha=c), x, beta=a, alpha=1.0)
     return x.t() if is_tall else x
 
 

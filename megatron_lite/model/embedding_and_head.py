@@ -9,6 +9,7 @@ from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.cross_entropy import capped, linear_cross_entropy
 from megatron_lite.kernels.embedding import add_positions, embedding
+from megatron_lite.kernels.products import affine
 from megatron_lite.kernels.triton_support import cdiv
 from megatron_lite.model.layer import Layer, MicroBatch, Norm, dropout
 from megatron_lite.parameter import Initializer, Parameter, ParameterSpec, declare
@@ -103,7 +104,7 @@ class Head(Layer):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(b, s, h) -> (b, s, v) for generation, without the padding of the vocabulary."""
-        return capped(self.norm(hidden, self.weight.dtype) @ self.weight.t(), self.soft_cap)
+        return capped(affine(self.norm(hidden, self.weight.dtype), self.weight), self.soft_cap)
 
 
 def _vocabulary(name: str, config: ModelConfig, embedding: bool) -> ParameterSpec:

@@ -16,7 +16,7 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.startup import deterministic_ways
 from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.cross_entropy import held_logits
-from megatron_lite.kernels.linear import describe_products
+from megatron_lite.kernels.products import computes_in_fp32, describe_products
 from megatron_lite.model import parameter_patterns
 from megatron_lite.model.embedding_and_head import chunk_tokens
 from megatron_lite.model.gpt import parameters_of
@@ -88,7 +88,19 @@ def stage_lines(model: MultiStage) -> Iterator[tuple[str, str]]:
     yield describe_products(model.group.device, model.precision.training, model.precision.gradients), ""
 
 
-def memory_warnings(config: Config, device: torch.device) -> Iterator[str]:
+def device_warnings(config: Config, device: torch.device) -> Iterator[str]:
+    """Yield a warning if the device has no instructions for the training dtype, or little memory for the logits."""
+    name = config.distributed.training_dtype
+    if computes_in_fp32(device, DTYPES[name]):
+        yield (
+            f"--training_dtype={name} saves memory but no time here: this CPU (as far as oneDNN may use it) has no "
+            f"instructions for products in {name}, so they are computed in fp32 from converted blocks; a step takes as "
+            "long as with --training_dtype=fp32, or up to a third longer"
+        )
+    yield from _memory_warnings(config, device)
+
+
+def _memory_warnings(config: Config, device: torch.device) -> Iterator[str]:
     """Yield a warning if the logits of one micro-batch exceed the free memory of the device."""
     batch, performance, vocab_size = config.batch, config.performance, config.model.vocab_size
     assert batch.micro_batch_size is not None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatron_lite.kernels.attention.attention import blocks_of_a_sample, rows_of_a_block
 from megatron_lite.kernels.cross_entropy import held_logits, reference_rows
-from megatron_lite.kernels.linear import temporary_rows
+from megatron_lite.kernels.products import temporary_rows
 from megatron_lite.planner.activations import FP32_BYTES, Saved, Sizes
 
 
@@ -336,7 +336,7 @@ def _rotation_temporaries(sizes: Sizes, heads: int) -> int:
 
 
 def _weight_gradient(sizes: Sizes, rows: int, columns: int) -> int:
-    """Bytes of the temporary for a weight gradient whose buffer has another dtype: see `kernels/linear.py`."""
+    """Bytes of the temporary for a weight gradient whose buffer has another dtype: see `kernels/products.py`."""
     if sizes.on_gpu or sizes.itemsize == sizes.grad_itemsize:
         return 0
     return min(rows, temporary_rows(columns)) * columns * sizes.itemsize

@@ -27,6 +27,7 @@ from megatron_lite.model.embedding_and_head import chunk_tokens
 from megatron_lite.model.gpt import build_gpt
 from megatron_lite.parameter import Parameter, padded
 from tests.support.harness import tiny_config
+from tests.support.kernel_checks import products_in_fp32
 from tests.support.memory_meters import PeakMeter, a_model, micro_batches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -355,7 +356,7 @@ def test_no_more_logits_live_than_a_chunk_and_a_block(trains: bool, block: int |
     copied = min(REFERENCE_ELEMENTS["cpu"], rows * columns) * 4 if dtype != torch.float32 else 0
     gradients = t * h * dtype.itemsize + chunk * h * 4 + (v * h * dtype.itemsize if dtype != torch.float32 else 0)
     vectors = t * (2 * 4 + 4 * 8) + chunk * 64  # sums, their loss in fp64, and a few vectors of the chunk
-    with PeakMeter() as meter:
+    with products_in_fp32(False), PeakMeter() as meter:
         loss = linear_cross_entropy(hidden, parameter, labels, scale() if trains else None, chunk, block)
     held = rows * columns * dtype.itemsize
     assert held <= meter.peak <= held + copied + gradients + vectors
@@ -391,7 +392,11 @@ def test_chunk_of_tokens() -> None:
 
 @pytest.mark.skipif(not runs_on(torch.device("cpu")), reason="this test runs models on the CPU")
 def test_head_uses_the_chosen_kernels() -> None:
-    """The Triton kernel in three chunks and blocks of the vocabulary give the default's step."""
+    """The Triton kernel in three chunks and blocks of the vocabulary give the default's step.
+
+    A chunk or block that is left out or counted twice changes a gradient by a large part of its norm, and an order of
+    additions by a millionth.
+    """
     config = tiny_config(1)
     results = []
     for kernels in (
@@ -405,6 +410,6 @@ def test_head_uses_the_chosen_kernels() -> None:
         results.append((torch.as_tensor(loss), grads))
     (loss, grads), *others = results
     for other, other_grads in others:
-        torch.testing.assert_close(other, loss)
+        assert float(other) == pytest.approx(float(loss), rel=1e-4)
         for one, two in zip(other_grads, grads, strict=True):
-            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+            assert float((one - two).norm()) <= 1e-3 * float(two.norm())

@@ -7,6 +7,7 @@ import torch
 from torch.optim import _muon
 
 from megatron_lite.kernels.newton_schulz import COEFFICIENTS, SMALLEST_NORM, orthogonalize, orthogonalize_flops
+from tests.support.kernel_checks import products_in_fp32
 from tests.support.memory_meters import PeakMeter
 
 SHAPES = [(48, 48), (32, 128), (128, 32), (96, 36), (1, 7), (7, 1), (1, 1), (5, 3)]
@@ -22,18 +23,21 @@ def test_the_bits_are_those_of_torch(shape: tuple[int, int], steps: int) -> None
     for scale in (1e-6, 1.0, 1e6):
         matrix = draw(shape) * scale
         before = matrix.bfloat16()
-        ours = orthogonalize(before, steps)
+        with products_in_fp32(False):
+            ours = orthogonalize(before, steps)
         theirs = _muon._zeropower_via_newtonschulz(matrix, COEFFICIENTS, steps, SMALLEST_NORM)
         assert torch.equal(ours, theirs) and ours.shape == shape
         assert torch.equal(before, matrix.bfloat16()), "the input changed"
 
 
+@pytest.mark.parametrize("in_fp32", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_singular_values_end_near_one_and_directions_stay(shape: tuple[int, int]) -> None:
+def test_singular_values_end_near_one_and_directions_stay(shape: tuple[int, int], in_fp32: bool) -> None:
     """Start from singular values between 0.1 and 1 of the largest; rounding to bf16 costs a few percent."""
     u, _, v = torch.linalg.svd(draw(shape).double(), full_matrices=False)
     values = torch.linspace(1.0, 0.1, min(shape), dtype=torch.float64)
-    result = orthogonalize((100 * u @ torch.diag(values) @ v).bfloat16(), 5).double()
+    with products_in_fp32(in_fp32):
+        result = orthogonalize((100 * u @ torch.diag(values) @ v).bfloat16(), 5).double()
     coordinates = u.t() @ result @ v.t()
     found = coordinates.diagonal()
     assert ((found > 0.6) & (found < 1.3)).all(), found
@@ -50,7 +54,7 @@ def test_temporaries_are_as_large_as_documented(shape: tuple[int, int]) -> None:
     """At most 4 (m n + m^2) bytes with m <= n, as docs/multi_stage.md says."""
     small, large = sorted(shape)
     matrix = draw(shape).bfloat16()
-    with PeakMeter() as meter:
+    with products_in_fp32(False), PeakMeter() as meter:
         orthogonalize(matrix, 5)
     assert meter.peak == 4 * (small * large + small * small)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import cast
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_lite.kernels import products
+from megatron_lite.kernels.attention import attention
 from megatron_lite.kernels.triton_support import runs_on
 from megatron_lite.parameter import Parameter
 
@@ -27,6 +31,29 @@ def parameter(values: Tensor, dtype: torch.dtype) -> Parameter:
     made = cast(Parameter, Parameter(values.to(dtype)))
     made.main_grad = torch.ones_like(values, dtype=torch.float32)
     return made
+
+
+def empty_gradient(values: Tensor, grad_dtype: torch.dtype = torch.float32) -> Parameter:
+    """Return a trainable parameter with garbage in its gradient buffer."""
+    made = cast(Parameter, Parameter(values))
+    made.main_grad = torch.full(values.shape, torch.nan, dtype=grad_dtype, device=values.device)
+    made.gradient_is_empty = True
+    return made
+
+
+@contextlib.contextmanager
+def products_in_fp32(in_fp32: bool) -> Iterator[None]:
+    """Compute products of halves on a CPU from fp32 copies, or as torch does, whatever this processor can do."""
+
+    def decide(device: torch.device, dtype: torch.dtype) -> bool:
+        return in_fp32 and device.type == "cpu" and dtype in products.HALVES
+
+    products.product_accumulation.cache_clear()
+    try:
+        with patch.object(products, "computes_in_fp32", decide), patch.object(attention, "computes_in_fp32", decide):
+            yield
+    finally:
+        products.product_accumulation.cache_clear()
 
 
 def compare(

@@ -124,6 +124,17 @@ def test_every_part_at_once_is_quiet(tmp_path: Path) -> None:
     assert names <= {"config.json", "exit.json", "metrics.jsonl", "checkpoints", "export", "runs", "dataset_cache"}
 
 
+def test_a_cpu_without_instructions_for_the_training_dtype_is_reported() -> None:
+    """The process of an older CPU says once, before training, that bf16 saves no time there; in fp32 nothing."""
+    older = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    for dtype, times in (("bf16", 1), ("fp32", 0)):
+        outcome = run([*TINY, "--device=cpu", f"--training_dtype={dtype}"], 1, "processes", variables=older)
+        assert set(outcome.codes) == {0}
+        assert outcome.output.count("this CPU (as far as oneDNN may use it) has no instructions for products") == times
+        before, _, _ = outcome.output.partition("training @ iteration")
+        assert before.count("--training_dtype=bf16 saves memory but no time here") == times
+
+
 def test_run_that_saves_nothing_is_quiet() -> None:
     """Two ranks without --experiment_dir: one warning on rank 0's stdout, nothing from rank 1."""
     outcome = run(TINY, 2)

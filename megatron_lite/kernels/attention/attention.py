@@ -9,9 +9,10 @@ the keys that any of them may look at in columns:
     dV += P^T dO,   dP = dO V^T,   dS = P (dP - rowsum(P dP)),   dQ = scale dS K,   dK += scale dS^T Q
 
 Query heads that share a key head are rows of one product with it. Keys to the right of a block, left of its window or
-in another document are never read. Scores and softmax are in fp32. The later products are in the inputs' dtype (fp16
-on a CPU, which multiplies it slowly, in fp32) and summed in fp32. `softmax_in_fp32` also keeps the way back to the
-scores in fp32, P in dS, dS itself and its products dQ and dK, which are in the inputs' dtype otherwise.
+in another document are never read. Scores and softmax are in fp32. The later products are in the inputs' dtype and
+summed in fp32; a CPU computes them in fp32 from fp16, which it multiplies slowly, and from bf16 where it has no
+instructions for bf16. `softmax_in_fp32` also keeps the way back to the scores in fp32, P in dS, dS itself and its
+products dQ and dK, which are in the inputs' dtype otherwise.
 
 Only query, key and value are kept: the backward pass recomputes P with the same operations.
 """
@@ -29,6 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lite.kernels.attention.choice import Work, choose_attention
 from megatron_lite.kernels.attention.gpu import flex_attention, fused_attention, varlen_attention
+from megatron_lite.kernels.products import computes_in_fp32
 from megatron_lite.seeds import derive_seed
 
 
@@ -103,13 +105,19 @@ class _Options:
     softmax_in_fp32: bool
 
 
+def dtype_of_products(inputs: Tensor) -> torch.dtype:
+    """Return the dtype of the products behind the softmax: fp32 on a CPU where small products of halves are slow."""
+    slow = inputs.dtype == torch.float16 and not inputs.is_cuda
+    return torch.float32 if slow or computes_in_fp32(inputs.device, inputs.dtype) else inputs.dtype
+
+
 class _Pass:
     """Dtypes, masks and products shared by the forward and the backward pass: q (n, s, d), k and v (g, s, d)."""
 
     def __init__(self, query: Tensor, key: Tensor, options: _Options) -> None:
         self.options, self.groups = options, key.shape[1]
         self.wide = torch.promote_types(query.dtype, torch.float32)
-        self.narrow = self.wide if query.dtype == torch.float16 and not query.is_cuda else query.dtype
+        self.narrow = dtype_of_products(query)
         self.ds_dtype = self.wide if options.softmax_in_fp32 else self.narrow  # of dS and its products
         rows = min(rows_of_a_block(query.is_cuda), query.shape[2])
         self._later = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu_(1)
@@ -222,7 +230,7 @@ def cached_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
     (b, n, _, d), g = query.shape, key.shape[1]
     scale = 1 / math.sqrt(d) if scale is None else scale
     wide = torch.promote_types(query.dtype, torch.float32)
-    narrow = wide if query.dtype == torch.float16 and not query.is_cuda else query.dtype
+    narrow = dtype_of_products(query)
     scores = (query.to(wide) * scale).reshape(b, g, n // g, d) @ key.to(wide).transpose(2, 3)
     context = scores.softmax(dim=-1).to(narrow) @ value.to(narrow)
     return context.reshape(b, n, 1, d).to(query.dtype)

@@ -1,0 +1,291 @@
+"""Products of matrices: the one place that knows which library and which instructions compute them.
+
+A product of bf16 or fp16 matrices is summed in fp32 inside the matrix multiplication. Whether the sum reaches an fp32
+`main_grad` without rounding depends on the device and on PyTorch; `product_accumulation` finds out once:
+
+    "by the product itself"       mm and addmm with `out_dtype` and `out` write or add in fp32
+    "through an fp32 temporary"   mm with `out_dtype`, then an addition
+    "through a bf16 temporary"    (or fp16) rounded once: on a CPU a product has the dtype of its factors
+    "from fp32 copies of the factors"    a block at a time; fp32 totals are never rounded
+
+The last is for CPUs without instructions for the dtype: PyTorch computes such products there 10 to 50 times slower than
+in fp32. Converting the factors takes 10 to 20 percent of the time of an fp32 product, and a result in the narrow dtype
+is rounded once, as elsewhere. `computes_in_fp32` decides once per process, by what the processor does and not by
+timing it, so that a resumed run computes the same bits under any load.
+
+PyTorch sends fp32 products on a CPU to its BLAS (MKL). oneDNN is faster where MKL does not use the processor's widest
+instructions: 5 to 20 percent on AMD Zen 4, more on Zen 5. Setting `torch.backends.mkldnn.matmul.fp32_precision` to
+"bf16" sends every plain product through oneDNN, in-place additions and transposed operands included. The setting
+permits rounding the factors to bf16, but without matrix units (AMX) oneDNN computes in fp32 throughout and only the
+order of the sums differs; `onednn_is_exact` checks that with a product whose exact value is known. The setting belongs
+to the process and slows small products down (attention's blocks take 1.5 times as long), so it is set for one large
+product at a time and then restored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+# Multiplications from which oneDNN repays the 15 microseconds that its call costs.
+SMALLEST_ONEDNN_PRODUCT = 2**24
+# Elements of a temporary on a CPU: few enough to be still in the cache when they are used.
+TEMPORARY_ELEMENTS = 2**21
+# Rows and columns below which a converted block would make the product slow.
+SMALLEST_BLOCK = 64
+# Rows (tokens) from which converting a weight pays: reading it takes as long as multiplying with fewer. One token of
+# generation takes 5 times as long with a converted weight, 8 tokens take 0.8 of the time (AVX2, one thread).
+FEWEST_ROWS = 8
+HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+NAMES = {torch.float32: "an fp32", torch.bfloat16: "a bf16", torch.float16: "an fp16"}
+
+
+# -- bf16 and fp16 products on a CPU without instructions for them ----------------------------------------------------
+
+
+@functools.cache
+def computes_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products in `dtype` are computed from fp32 copies: on a CPU that has no fast instructions for `dtype`."""
+    if device.type != "cpu" or dtype not in HALVES:
+        return False
+    return not (_onednn_supports(HALVES[dtype]) and (dtype != torch.bfloat16 or _has_bf16_dot_product()))
+
+
+def _onednn_supports(name: str) -> bool:
+    """Whether PyTorch sends products in a dtype to oneDNN on this processor; False for a PyTorch without oneDNN."""
+    supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+    return supported is not None and bool(supported())
+
+
+def _has_bf16_dot_product() -> bool:
+    """Whether products in bf16 use the processor's dot product of bf16 pairs, and not fp32 arithmetic that imitates it.
+
+    oneDNN also supports bf16 by imitation (AVX-512 without its bf16 extension), four times slower than fp32. The real
+    instructions, on x86 and Arm, take factors below the smallest normal number for zero; fp32 arithmetic does not.
+    """
+    tiny, large = 2.0**-130, 2.0**40
+    shape = (256, 256)  # PyTorch computes smaller products itself
+    return not (torch.full(shape, tiny, dtype=torch.bfloat16) @ torch.full(shape, large, dtype=torch.bfloat16)).any()
+
+
+def _converts(a: Tensor) -> bool:
+    """Whether a product whose first factor is a (m, k) is computed from fp32 copies."""
+    return a.shape[0] >= FEWEST_ROWS and computes_in_fp32(a.device, a.dtype)
+
+
+def _multiply_in_fp32(
+    out: Tensor, a: Tensor, b: Tensor, addend: Tensor | None = None, beta: float = 1.0, alpha: float = 1.0
+) -> Tensor:
+    """out (m, n) = alpha a (m, k) b (k, n) + beta addend, (m, n) or (n,), in fp32, rounded once to the dtype of `out`.
+
+    The addend may be `out` itself. Blocks of the factors and of the result exist in fp32 at a time.
+    """
+    k = max(1, a.shape[1])
+    for columns in _parts(b.shape[1], k):
+        wide_b = b[:, columns].float()
+        for rows in _parts(a.shape[0], max(k, wide_b.shape[1])):
+            wide_a, target = a[rows].float(), out[rows, columns]
+            wide = target if out.dtype == torch.float32 else torch.empty_like(target, dtype=torch.float32)
+            with through_onednn(wide_a, wide_b.shape[1]):
+                if addend is None:
+                    torch.mm(wide_a, wide_b, out=wide)
+                elif addend is out:  # in fp32 the same tensor object, or torch copies the total first
+                    torch.addmm(target.float(), wide_a, wide_b, beta=beta, alpha=alpha, out=wide)
+                else:
+                    part = addend[columns] if addend.dim() == 1 else addend[rows, columns]
+                    torch.addmm(part.float(), wide_a, wide_b, beta=beta, alpha=alpha, out=wide)
+            if wide is not target:
+                target.copy_(wide)
+            del wide_a, wide  # or they would live beside the next ones
+    return out
+
+
+def _parts(length: int, other: int) -> Iterator[slice]:
+    """Cut a dimension so that blocks whose other dimension is `other` are small temporaries."""
+    step = max(SMALLEST_BLOCK, temporary_rows(other))
+    return (slice(start, start + step) for start in range(0, length, step))
+
+
+# -- fp32 products on a CPU ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def through_onednn(factor: Tensor, columns: int) -> Iterator[None]:
+    """Send a large fp32 product on a CPU through oneDNN if oneDNN is exact.
+
+    Args:
+        factor: one operand of the product.
+        columns: the dimension of the product that this operand does not have.
+    """
+    if factor.numel() * columns < SMALLEST_ONEDNN_PRODUCT or not goes_through_onednn(factor.device, factor.dtype):
+        yield
+        return
+    switch = _onednn_switch()
+    before, switch.fp32_precision = switch.fp32_precision, "bf16"
+    try:
+        yield
+    finally:
+        switch.fp32_precision = before
+
+
+def goes_through_onednn(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether large products of tensors in `dtype` on `device` go through oneDNN."""
+    return device.type == "cpu" and dtype == torch.float32 and onednn_is_exact()
+
+
+@functools.cache
+def onednn_is_exact() -> bool:
+    """Whether PyTorch has the oneDNN setting and products stay in fp32 on this processor."""
+    switch = _onednn_switch()
+    if switch is None or not torch.backends.mkldnn.is_available():
+        return False
+    fine = 1 + 2.0**-23  # not representable in bf16
+    before, switch.fp32_precision = switch.fp32_precision, "bf16"
+    try:
+        result = torch.full((64, 64), fine) @ torch.eye(64)
+    finally:
+        switch.fp32_precision = before
+    return bool((result == fine).all())
+
+
+def _onednn_switch() -> Any:
+    """Return the object with the `fp32_precision` setting; None if this PyTorch has none."""
+    return getattr(torch.backends.mkldnn, "matmul", None)
+
+
+# -- products --------------------------------------------------------------------------------------------------------
+
+
+def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (..., i), weight (o, i), bias (o,) -> (..., o), without autograd."""
+    rows = x.reshape(-1, x.shape[-1])
+    if _converts(rows):
+        out = x.new_empty(rows.shape[0], weight.shape[0])
+        return _multiply_in_fp32(out, rows, weight.t(), bias).view(*x.shape[:-1], -1)
+    with through_onednn(x, weight.shape[0]):
+        return functional.linear(x, weight, bias)
+
+
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return a (m, k) b (n, k)^T, (m, n), in the memory of `out` if given."""
+    if _converts(a):
+        return _multiply_in_fp32(a.new_empty(a.shape[0], b.shape[0]) if out is None else out, a, b.t())
+    with through_onednn(a, b.shape[0]):
+        return torch.mm(a, b.t(), out=out)
+
+
+def scaled_product(addend: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
+    """Return beta addend (m, n) + alpha a (m, k) b (k, n)."""
+    if _converts(a):
+        return _multiply_in_fp32(torch.empty_like(addend), a, b, addend, beta, alpha)
+    return torch.addmm(addend, a, b, beta=beta, alpha=alpha)
+
+
+# -- adding products to totals ---------------------------------------------------------------------------------------
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """Add a (m, k) b (k, n) to total (m, n), in the total's dtype; overwrite the total if this product is the first."""
+    method = product_accumulation(a.device, a.dtype, total.dtype)
+    with through_onednn(a, b.shape[1]):
+        method.run(total, a, b, first)
+
+
+@dataclass(frozen=True)
+class ProductAccumulation:
+    """A method of accumulating products. `run(total, a, b, first)` does total = a b if `first`, else total += a b."""
+
+    name: str
+    run: Callable[[Tensor, Tensor, Tensor, bool], None]
+
+
+def _same_dtype(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    if first:
+        torch.mm(a, b, out=total)
+    else:
+        total.addmm_(a, b)
+
+
+def _in_the_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    if first:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    else:  # input and output must be the same tensor object, or torch copies the total first
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+def _wide_temporary(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    if first:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(torch.mm(a, b, out_dtype=total.dtype))
+
+
+def _fp32_copies(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    _multiply_in_fp32(total, a, b, None if first else total)
+
+
+def _narrow_temporary(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    step = temporary_rows(total.shape[1]) if total.device.type == "cpu" else total.shape[0]
+    for start in range(0, total.shape[0], step):
+        rows = slice(start, start + step)
+        temporary = torch.mm(a[rows], b)
+        if first:
+            total[rows].copy_(temporary)
+        else:
+            total[rows].add_(temporary)
+        del temporary  # or it would live beside the next one
+
+
+def temporary_rows(columns: int) -> int:
+    """Return the number of rows that a narrow temporary on a CPU has at a time."""
+    return max(1, TEMPORARY_ELEMENTS // columns)
+
+
+@functools.cache
+def product_accumulation(device: torch.device, dtype: torch.dtype, total_dtype: torch.dtype) -> ProductAccumulation:
+    """Choose the best method on a device to add products of matrices in `dtype` to a total in `total_dtype`.
+
+    Runs small products on the device and waits for their result.
+    """
+    if computes_in_fp32(device, dtype):
+        return ProductAccumulation("from fp32 copies of the factors", _fp32_copies)
+    if dtype == total_dtype:
+        return ProductAccumulation("by the product itself", _same_dtype)
+    for method in (
+        ProductAccumulation("by the product itself", _in_the_product),
+        ProductAccumulation(f"through {NAMES[total_dtype]} temporary", _wide_temporary),
+    ):
+        if device.type == "cuda" and _is_exact(method, device, dtype, total_dtype):
+            return method
+    return ProductAccumulation(f"through {NAMES[dtype]} temporary", _narrow_temporary)
+
+
+def _is_exact(method: ProductAccumulation, device: torch.device, dtype: torch.dtype, total_dtype: torch.dtype) -> bool:
+    """Whether a method writes and adds whole numbers that `dtype` cannot hold.
+
+    The operands look like those of a weight gradient: the first one is transposed, and all dimensions differ.
+    """
+    a = torch.arange(64 * 16, device=device, dtype=torch.float64).remainder(13).view(64, 16).to(dtype)
+    b = torch.arange(64 * 24, device=device, dtype=torch.float64).remainder(17).view(64, 24).to(dtype)
+    total = torch.full((16, 24), torch.nan, dtype=total_dtype, device=device)
+    exact = (a.double().t() @ b.double()).to(total_dtype)
+    try:
+        method.run(total, a.t(), b, True)
+        written = torch.equal(total, exact)
+        method.run(total, a.t(), b, False)
+        return written and torch.equal(total, 2 * exact)
+    except (RuntimeError, TypeError):  # this PyTorch or this device does not have the method
+        return False
+
+
+def describe_products(device: torch.device, dtype: torch.dtype, grad_dtype: torch.dtype) -> str:
+    """Describe for the log how products of matrices in `dtype` are added to gradients in `grad_dtype`."""
+    library = "; large products use oneDNN" if goes_through_onednn(device, dtype) else ""
+    return f"weight gradients are accumulated {product_accumulation(device, dtype, grad_dtype).name}{library}"
