@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -39,6 +39,10 @@ FREE = frozenset(
     "attention_dropout hidden_dropout embedding_dropout init_method_std init_method_std_embed init_method_std_qkv "
     "init_method_std_attn_proj init_method_std_mlp_1 init_method_std_mlp_2 layer_norm_init_range random_bias_init "
     "full_precision_residual attention_softmax_in_fp32 make_vocab_size_divisible_by".split()
+)
+# Options of initial weights.
+INITIAL = frozenset(
+    name for name in FREE if name.startswith(("init_method_std", "layer_norm_init", "random_bias_init"))
 )
 # Option -> the options that depend on its value: when a flag changes it, their values from the model are dropped.
 FOLLOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -72,11 +76,23 @@ def with_source(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, .
     path = typed.get("pretrained_checkpoint_path")
     if path is None:
         return typed, notes
+    notes = (*notes, *_without_effect(given))
     values, found = _with_stated_model(typed, Path(path))
     if found is not None:
         notes = (*notes, Note(f"the architecture is taken from {found.where}"))
         values = _with_export_type(values, found.model_type)
     return values, notes
+
+
+def _without_effect(given: Mapping[str, Any]) -> Iterator[Note]:
+    """Yield a warning for each typed option that pretrained weights make idle.
+
+    The folder's own values of these options are no reason to warn, so only typed ones count.
+    """
+    if given.get("load_pretrained_weights", True):
+        for name in sorted(INITIAL & given.keys()):
+            reason = "with --pretrained_checkpoint_path, because no weight is initialized"
+            yield Note(f"--{name} has no effect {reason}", is_warning=True)
 
 
 def with_preset(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Note, ...]]:

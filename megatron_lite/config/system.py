@@ -103,7 +103,9 @@ class RunConfig(Area):
     """Run and monitoring"""
 
     experiment_dir: str | None = optional("folder for all files of the run", "nothing is written", basic=True)
-    experiment_name: str | None = optional("name of the run", "name of experiment_dir", aliases="wandb_exp_name")
+    experiment_name: str | None = wandb_option(
+        None, "name of the run in Weights & Biases", unset="name of experiment_dir", aliases="wandb_exp_name"
+    )
     log_interval: PositiveInt = option(100, "iterations between log lines", basic=True)
     log_offset: NonNegativeInt = option(1, "first logged iteration (0: only multiples of log_interval)")
     log_timestamps: bool = option(False, "prefix log lines with the time")
@@ -112,7 +114,7 @@ class RunConfig(Area):
     )
     enable_all_loggers: bool = option(False, "print the log of every rank to the console")
     log_communication: bool = option(False, "log the bytes that each step sends, by kind, and their time on the wire")
-    debug_layer_outputs: int = debug_level("the output of each layer")
+    debug_layer_outputs: int = debug_level("the output of each layer", training=True)
     debug_layer_gradients: int = debug_level("the gradient of each layer's input", training=True)
     debug_param_init: int = debug_level("each parameter after initialization")
     debug_param_gradients: int = debug_level("each gradient shard after reduction", training=True)

@@ -13,6 +13,7 @@ MODEL_TYPES = ("llama", "mistral", "gpt2", "gpt_bigcode", "starcoder2", "qwen2",
 
 # Options that have no effect unless another one has this value.
 file_option = idle_unless("dataset_source!=random")
+worker_option = idle_unless("dataset_source!=random and num_workers")
 export_option = idle_unless("export_interval")
 validation_option = idle_unless("validation_iters")
 
@@ -59,7 +60,7 @@ class DataConfig(Area):
     split: tuple[NonNegativeFloat, ...] = file_option(
         (969.0, 30.0, 1.0), "proportions of documents for training, validation and test", basic=True
     )
-    cross_document_attention: bool = option(
+    cross_document_attention: bool = file_option(
         True,
         "let attention cross document boundaries within a sample; 0: each document attends only to itself (positions "
         "still count from the start of the sample; a random sample is one document)",
@@ -71,12 +72,9 @@ class DataConfig(Area):
         basic=True,
     )
     num_workers: int = file_option(2, "processes per rank that read data", minimum=0, maximum=1024, basic=True)
-    prefetch_factor: PositiveInt | None = optional("batches each worker prepares ahead", "2", idle_unless="num_workers")
-    multiprocessing_context: str = option(
-        "spawn",
-        "start method of the workers",
-        choices=("spawn", "fork", "forkserver"),
-        idle_unless="dataset_source!=random and num_workers",
+    prefetch_factor: PositiveInt | None = worker_option(None, "batches each worker prepares ahead", unset="2")
+    multiprocessing_context: str = worker_option(
+        "spawn", "start method of the workers", choices=("spawn", "fork", "forkserver")
     )
     data_sample_warn_time_ms: PositiveFloat = file_option(1000.0, "warn if reading a sample takes longer (ms)")
     data_batch_warn_time_ms: PositiveFloat = option(1000.0, "warn if waiting for a batch takes longer than this (ms)")
@@ -104,7 +102,12 @@ class TrainingConfig(Area):
         basic=True,
         aliases="eval_iters",
     )
-    validation_at_start: bool = validation_option(False, "also validate before iteration 1", aliases="eval_at_start")
+    validation_at_start: bool = option(
+        False,
+        "also validate before iteration 1",
+        aliases="eval_at_start",
+        idle_unless="validation_iters and train_iters",
+    )
     validation_interval: PositiveInt = validation_option(
         1000, "iterations between validations", basic=True, aliases="eval_interval steps_per_eval"
     )

@@ -41,9 +41,19 @@ def idle_schedule_options(options: Draft) -> Iterator[tuple[str, str]]:
     if one_cycle or options.lr_decay_style == "constant":
         for name in options.changed("lr_rewarmup_iters", "lr_rewarmup_fraction"):
             yield name, "with one cycle" if one_cycle else with_style
+    if _is_flat(options):
+        decays = ("adamc_weight_decay",) if options.weight_decay else ()
+        for name in options.changed("lr_schedule_offset", "lr_step_offset", *decays):
+            yield name, f"{with_style} and neither warmup nor cooldown: the learning rate is always the same"
     derived = max(1, options.train_iters) + options.lr_schedule_offset
     if options.lr_decay_iters != derived and not _end_matters(options, one_cycle):
         yield "lr_decay_iters", with_style
+
+
+def _is_flat(options: Draft) -> bool:
+    """Whether all iterations have one learning rate."""
+    varying = (*COOLDOWN, "lr_warmup_iters", "lr_warmup_fraction")
+    return options.lr_decay_style == "constant" and not any(getattr(options, name) for name in varying)
 
 
 def _end_matters(options: Draft, one_cycle: bool) -> bool:

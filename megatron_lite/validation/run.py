@@ -58,7 +58,7 @@ def multi_stage(draft: Draft) -> Iterator[Problem]:
 def ranks(draft: Draft) -> Iterator[Problem]:
     """Check where the number of ranks comes from."""
     if draft.world_size is not None and not draft.dry_run:
-        rule = "only with --dry_run=1; a run takes it from torchrun --nproc-per-node=N --nnodes=M"
+        rule = "only with --dry_run=1; a run takes it from torchrun (its nproc-per-node and nnodes)"
         yield problem(draft, "world_size", rule, also="dry_run")
 
 
@@ -107,7 +107,7 @@ def files(draft: Draft) -> Iterator[Problem]:
         yield problem(draft, "export_dtype export_format", rule)
     yield from _samples(draft)
     if draft.experiment_dir is not None:
-        draft.experiment_name = default(draft.experiment_name, _folder_name(draft.experiment_dir))
+        draft.experiment_name = default(draft.experiment_name, folder_name(draft.experiment_dir))
     draft.wandb_post_alerts = default(draft.wandb_post_alerts, draft.wandb_status_interval is not None)
 
 
@@ -132,7 +132,7 @@ def _samples(draft: Draft) -> Iterator[Problem]:
                 yield problem(draft, name, rule, also="sample_temperature")
 
 
-def _folder_name(path: str) -> str | None:
+def folder_name(path: str) -> str | None:
     """Return the last part of a path, made absolute unless the current directory no longer exists."""
     with contextlib.suppress(OSError):
         path = os.path.abspath(path)

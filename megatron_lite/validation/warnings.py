@@ -9,6 +9,7 @@ from megatron_lite.config.structured_values import lr_scale_patterns
 from megatron_lite.config.system import number_of_stages
 from megatron_lite.config.values import FLAGS, typed, written
 from megatron_lite.schedules.warnings import idle_schedule_options, schedule_warnings
+from megatron_lite.validation.run import PREFETCH_FACTOR, folder_name
 
 DEBUG_LEVELS = tuple(name for name, flag in FLAGS.items() if name.startswith("debug_") and flag.kind == "int")
 
@@ -132,6 +133,8 @@ def _without_effect(options: Draft) -> Iterator[tuple[str, str]]:
         "export_dtype": options.training_dtype,
         "wandb_post_alerts": False,
         "num_workers": 0,
+        "prefetch_factor": PREFETCH_FACTOR if options.num_workers else None,
+        "experiment_name": options.experiment_dir and folder_name(options.experiment_dir),
     }
     for name in options.changed(*FLAGS):
         value, idle_unless = getattr(options, name), FLAGS[name].option.idle_unless

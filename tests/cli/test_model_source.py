@@ -146,6 +146,16 @@ def test_options_that_do_not_change_the_weights_are_free(name: str, folder: Path
     assert pretrained(folder, *SAME, flag, "--use_pretrained_config=0")[name] == parse([flag]).given[name]
 
 
+def test_initial_weights_that_are_never_drawn(folder: Path) -> None:
+    """Typed options of initial weights cause a warning beside pretrained weights, not beside an architecture alone."""
+    flags = [*RUN, f"--pretrained_checkpoint_path={folder}"]
+    assert parse(flags).warnings == ()
+    for name, value in (("init_method_std", "0.5"), ("init_method_std_mlp_2", "0.5"), ("layer_norm_init_range", "0.1")):
+        (caution,) = parse([*flags, f"--{name}={value}"]).warnings
+        assert caution.startswith(f"--{name} has no effect with --pretrained_checkpoint_path")
+        assert parse([*flags, f"--{name}={value}", "--load_pretrained_weights=0"]).warnings == ()
+
+
 def test_options_that_follow_from_a_typed_flag(tmp_path: Path) -> None:
     """A typed flag also replaces the folder's values of the options that follow from it: dropout is off everywhere."""
     folder = write_folder("gpt2", tmp_path / "model", resid_pdrop=0.1, embd_pdrop=0.2, attn_pdrop=0.3)

@@ -17,6 +17,9 @@ def resolved(**options: Any) -> Config:
     return resolve(unflatten(given), 1)
 
 
+FLAT = "with --lr_decay_style=constant and neither warmup nor cooldown: the learning rate is always the same"
+
+
 def cautions(**options: Any) -> list[str]:
     return warnings(resolved(**options))
 
@@ -182,6 +185,9 @@ def test_surprises(options: dict[str, Any], text: str, rates: dict[int, float]) 
         ({"lr_rewarmup_fraction": 0.5, "lr_decay_style": "linear"}, "lr_rewarmup_fraction", "with one cycle"),
         ({"lr_decay_iters": 5}, "lr_decay_iters", "with --lr_decay_style=constant"),
         ({"lr_decay_iters": 5, "lr_decay_style": "inv_sqrt"}, "lr_decay_iters", "with --lr_decay_style=inv_sqrt"),
+        ({"lr_schedule_offset": 5}, "lr_schedule_offset", FLAT),
+        ({"lr_step_offset": 0}, "lr_step_offset", FLAT),
+        ({"adamc_weight_decay": True}, "adamc_weight_decay", FLAT),
     ],
 )
 def test_options_without_effect(options: dict[str, Any], name: str, reason: str) -> None:
