@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from megatron_lite.cli.foreign_flags import INSTEAD, REFUSED
+from megatron_lite.cli.foreign_flags import PROGRAMS, REFUSED, answers_for
 from megatron_lite.config import AREAS, Config, flatten, unflatten
 from megatron_lite.config.foreign_values import REFUSED_VALUES
 from megatron_lite.config.values import FLAGS, Flag, limits, written
@@ -49,9 +49,10 @@ def help_text(everything: bool) -> str:
         lines += ["", "Values that are refused:"]
         for typed, reason in REFUSED_VALUES.items():
             lines += _two_columns(f"--{typed}", reason)
-        lines += ["", "Flags of other programs that do not exist here:"]
-        for name, text in INSTEAD.items():
-            lines += _two_columns(f"--{name}", text)
+        for program in PROGRAMS:
+            lines += ["", f"Flags that do not exist here, of {program}:"]
+            for names, text in answers_for(program):
+                lines += _two_columns(", ".join(f"--{name}" for name in names), text)
     else:
         lines += ["", EXAMPLE]
     return "\n".join(lines)
@@ -89,9 +90,9 @@ def _help_lines(flag: Flag, everything: bool) -> Iterator[str]:
 
 
 def _two_columns(left: str, right: str) -> list[str]:
-    """Return the lines of one entry; text too long for the left column gets a line of its own."""
+    """Return the lines of one entry; text too long for the left column gets lines of its own."""
     start, indent = f"  {left} ".ljust(NAME_WIDTH), " " * NAME_WIDTH
-    own_line = [start.rstrip()] if len(start) > NAME_WIDTH else []
+    own_line = textwrap.wrap(start, WIDTH, subsequent_indent="  ") if len(start) > NAME_WIDTH else []
     first = indent if own_line else start
     return own_line + textwrap.wrap(
         right, WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False

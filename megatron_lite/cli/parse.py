@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megatron_lite.cli.foreign_flags import REFUSED, answer_of
+from megatron_lite.cli.foreign_flags import REFUSED
 from megatron_lite.cli.help import help_text
 from megatron_lite.cli.model_source import with_preset, with_source
-from megatron_lite.cli.suggestions import unknown_flag
+from megatron_lite.cli.suggestions import answer_of_any, answer_to_unknown
 from megatron_lite.config import Config, unflatten
-from megatron_lite.config.foreign_values import REFUSED_VALUES
+from megatron_lite.config.foreign_values import refused_value
 from megatron_lite.config.structured_values import environment_values
 from megatron_lite.config.values import (
     DASHES,
@@ -28,6 +28,7 @@ from megatron_lite.config.values import (
     SPELLINGS,
     BadValueError,
     Flag,
+    is_legal,
     parse_list,
     parse_value,
     shown,
@@ -231,12 +232,12 @@ class _Parser:
             self._take_option(item, SPELLINGS[item.name])
         elif item.name in REFUSED:
             self._take_refused(item)
-        elif answer := answer_of(item.name):
-            self.guesswork = True
-            self._problem(f"{item.spelling} is not a flag here: {answer}", item.flag)
         else:
             self.guesswork = True
-            self._problem(unknown_flag(item.spelling), item.flag)
+            value = " ".join(item.values) or None
+            several = re.search(r"\s", item.spelling.strip())
+            answer = _several_words(item.flag.text) if several else answer_to_unknown(item.spelling, value)
+            self._problem(answer, item.flag)
 
     def _take_option(self, item: Item, flag: Flag) -> None:
         values = item.values if flag.is_list else item.values[:1]
@@ -247,7 +248,7 @@ class _Parser:
         except BadValueError as error:
             self.wrong.add(flag.name)
             typed = f"{item.spelling}={shown(' '.join(values))}" if values and not flag.option.secret else item.spelling
-            self._problem(f"{typed}: {error}", item.flag)
+            self._problem(f"{typed}: {error}{_remedy(flag, error)}", item.flag)
             if any(text and text[0] in QUOTES for text in values):
                 return  # the words that follow belong to the quoted value
         else:
@@ -269,13 +270,13 @@ class _Parser:
             BadValueError: if the value is missing or illegal.
         """
         if not values:
-            raise BadValueError(f"a value must follow, as in {item.spelling}={_example(flag)}")
+            raise BadValueError("a value must follow")
         if flag.option.secret:
             return self._names(values[0])
         for text in values:
             _check_shell(text, item)
-        if reason := REFUSED_VALUES.get(f"{flag.name}={values[0]}"):
-            raise BadValueError(f"refused: {reason}")
+        if reason := refused_value(flag.name, values[0]):
+            raise BadValueError(reason)
         if not flag.is_list:
             value = parse_value(flag, values[0])
             return os.path.expanduser(value) if value and flag.name in PATHS else value
@@ -298,11 +299,9 @@ class _Parser:
         row = REFUSED[item.name]
         value = "1" if row.switch and not item.values else " ".join(item.values)
         if not item.values and not row.switch:
-            self._problem(f"{item.spelling} is refused: {row.remark}", item.flag)
+            self._problem(f"{item.spelling} is refused: {row.refusal(item.name)}", item.flag)
         elif not row.accepts(value):
-            accepted = " or ".join(f"--{item.name}={value}" for value in row.only.split())
-            text = f"is refused: {row.remark}; accepted: {accepted}, which changes nothing"
-            self._problem(f"{item.spelling}={shown(value)} {text}", item.flag)
+            self._problem(f"{item.spelling}={shown(value)} is refused: {row.refusal(item.name)}", item.flag)
 
 
 def is_flag(text: str) -> bool:
@@ -333,11 +332,19 @@ def read_words(path: str) -> list[str]:
         raise ValueError(f"{str(error).lower()}; close the quote, or escape it with a backslash") from None
 
 
+def _remedy(flag: Flag, error: BadValueError) -> str:
+    """Return the end of the message for a bad value: this flag with a value that it takes."""
+    if "--" in str(error):
+        return ""
+    if not error.instead:
+        return f", as in --{flag.name}={_example(flag)}"
+    flags = " or ".join(f"--{flag.name}={value}" for value in error.instead)
+    return f"; did you mean {flags}?" if error.guessed else f"; write {flags}"
+
+
 def _example(flag: Flag) -> str:
-    if flag.option.choices:
-        return flag.option.choices[0]
-    default = written(flag.default) if flag.default not in (None, ()) else ""
-    return default or {"int": "1", "float": "0.1"}.get(flag.kind, "text")
+    examples = [*flag.option.choices[:1], written(flag.default) if flag.default is not None else "", flag.example]
+    return next((text for text in examples if text and is_legal(flag, text)), "text")
 
 
 def _check_shell(text: str, item: Item) -> None:
@@ -357,11 +364,23 @@ def _check_shell(text: str, item: Item) -> None:
         raise BadValueError("an @file has no variables; write the value, or pass the flag on the command line")
 
 
+def _several_words(text: str) -> str:
+    """Return the message for one word that holds several, the first of which looks like a flag."""
+    return f'the shell passed {shown(text)} as one word; remove the quotes around it, or write $ARGS instead of "$ARGS"'
+
+
 def _stray_hint(text: str) -> str:
+    name, equals, value = text.partition("=")
     if not text.strip():
         return 'an empty word; write $ARGS instead of "$ARGS"'
     if re.search(r"(^|\s)--[A-Za-z]", text):
         return 'several flags in one word; write $ARGS instead of "$ARGS"'
-    if text.partition("=")[0].replace("-", "_") in SPELLINGS:
-        return f"flags begin with two dashes; write --{shown(text)}"
-    return "every word must be a flag or its value; put a value with spaces into an @file, in quotes"
+    if equals and (answer := answer_of_any(name, value)):
+        return f"flags begin with two dashes; {answer}"
+    if name.replace("-", "_") in SPELLINGS:
+        return f"flags begin with two dashes; write --{name.replace('-', '_')}"
+    if re.search(r"\.(py|ya?ml|json|toml|cfg|ini|sh)$", text):
+        return (
+            "configuration files are not read; write their settings as flags (--help), or pass flags in a file as @file"
+        )
+    return "every word must be a flag or its value (--help); put a value with spaces into an @file, in quotes"

@@ -17,7 +17,6 @@ ACTIVATION_ALIASES = {
     "gelu_erf": "gelu_exact",
     "gelu_python": "gelu_exact",
     "swish": "silu",
-    "swiglu": "silu",
     "relu2": "squared_relu",
     "relu_squared": "squared_relu",
     "linear": "identity",

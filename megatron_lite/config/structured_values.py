@@ -92,18 +92,22 @@ def lr_scale_patterns(freeze: Sequence[str], lr_scales: Sequence[str]) -> list[t
 
 
 REGEX = "regex:"  # begins an item of --weight_decay_modules that is a regular expression
+_ONLY_IN_EXPRESSIONS = re.compile(r"^[.^]|[\\|()$+{}]")  # no name, prefix or wildcard pattern has these
 
 
 def decay_expression(pattern: str) -> re.Pattern[str] | None:
     """Return the regular expression of an item of `weight_decay_modules`, or None for a plain pattern.
 
     Raises:
-        UsageError: for an empty pattern or an invalid regular expression.
+        UsageError: for an empty pattern, and for a regular expression that is invalid or lacks its mark.
     """
     text = pattern.removeprefix(REGEX)
     if not text:
         raise UsageError(f"--weight_decay_modules={pattern}: the pattern is empty; write a name, or regex:<expression>")
     if not pattern.startswith(REGEX):
+        if _ONLY_IN_EXPRESSIONS.search(pattern):
+            typed = f"--weight_decay_modules={_shortened([pattern])}"
+            raise UsageError(f"{typed}: a regular expression; write --weight_decay_modules='{REGEX}{pattern}'")
         return None
     try:
         with warnings.catch_warnings():

@@ -26,7 +26,15 @@ LONGEST_TEXT = 4096  # characters; also the longest path of Linux
 
 
 class BadValueError(ValueError):
-    """A value that its flag cannot take; the message is the rule and the fix, without the name of the flag."""
+    """A value that its flag cannot take; the message is the rule and the fix, without the name of the flag.
+
+    `instead`: values to write, if the message names none. `guessed`: whether something else may have been meant.
+    """
+
+    def __init__(self, message: str, *instead: str, guessed: bool = False) -> None:
+        super().__init__(message)
+        self.instead = instead
+        self.guessed = guessed
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,12 @@ class Flag:
     def is_text(self) -> bool:
         """Whether the value is free text rather than one of `Option.choices`."""
         return self.kind == "str" and not self.option.choices
+
+    @property
+    def example(self) -> str:
+        """Some value that the flag takes."""
+        numbers = ("1", "0.1", "2", "100", "-1", "10000")
+        return next((text for text in numbers if self.kind != "str" and is_legal(self, text)), "text")
 
     @property
     def aliases(self) -> list[str]:
@@ -115,7 +129,8 @@ def parse_float(text: str) -> float:
     if re.fullmatch(r"[+-]?(nan|inf(inity)?)", text, re.IGNORECASE):
         raise BadValueError("not a finite number")
     if not _NUMBER.fullmatch(text):
-        raise BadValueError("not a number; write it in plain ASCII digits, as in 0.001 or 1e-3")
+        meant = (value for value in _meant_numbers(text) if math.isfinite(value))
+        raise BadValueError("not a number; write it in plain ASCII digits", *(number(value) for value in meant))
     value = float(text)
     if math.isinf(value):
         raise BadValueError("too large for a 64-bit float")
@@ -133,14 +148,29 @@ def parse_int(text: str) -> int:
     if len(text) > LONGEST_NUMBER:
         raise BadValueError(f"an integer has at most {LONGEST_NUMBER} characters")
     if not _INTEGER.fullmatch(text):
-        meant = float(text) if _NUMBER.fullmatch(text) else 0.5
-        if meant.is_integer() and abs(meant) <= LARGEST_INTEGER:
-            raise BadValueError(f"not an integer; write {int(meant)}")
-        raise BadValueError("not an integer; write it in plain ASCII digits, as in 1000")
+        meant = [value for value in _meant_numbers(text) if value.is_integer() and abs(value) <= LARGEST_INTEGER]
+        if not meant:
+            raise BadValueError("not an integer; write it in plain ASCII digits")
+        raise BadValueError("not an integer", *(str(int(value)) for value in meant))
     value = int(text)
     if abs(value) > LARGEST_INTEGER:
         raise BadValueError("too large for a 64-bit integer")
     return value
+
+
+def _meant_numbers(text: str) -> list[float]:
+    """Return what somebody may mean by a number in another notation: 1_000, 1,000, 5e5, 10%, 8k (8000 or 8192)."""
+    plain = text.replace("_", "")
+    if re.fullmatch(r"[+-]?[0-9]{1,3}(,[0-9]{3})+", plain):
+        plain = plain.replace(",", "")
+    match = re.fullmatch(rf"({_NUMBER.pattern})([kKmMgGbBtT%]?)", plain)
+    if match is None:
+        return []
+    value, suffix = float(match[1]), match[2].lower()
+    if suffix in ("", "%"):
+        return [value / 100 if suffix else value]
+    power = {"k": 1, "m": 2, "g": 3, "b": 3, "t": 4}[suffix]
+    return [value * 1000.0**power, value * 1024.0**power] if suffix == "k" else [value * 1000.0**power]
 
 
 def parse_bool(text: str) -> bool:
@@ -151,7 +181,9 @@ def parse_bool(text: str) -> bool:
     """
     values = {"0": False, "1": True, "false": False, "true": True}
     if text.lower() not in values:
-        raise BadValueError("takes 0 or 1 (or false, true)")
+        words = {"1": ("yes", "on", "y", "t", "enable", "enabled"), "0": ("no", "off", "n", "f", "disable", "disabled")}
+        meant = [value for value, spellings in words.items() if text.lower() in spellings]
+        raise BadValueError("takes 0 or 1 (or false, true)", *meant)
     return values[text.lower()]
 
 
@@ -179,9 +211,10 @@ def parse_choice(text: str, option: Option) -> str:
     value = option.value_aliases.get(text, text)
     if value in option.choices:
         return value
-    raise BadValueError(
-        f"takes {', '.join(option.choices)}{_did_you_mean(text, [*option.choices, *option.value_aliases])}"
-    )
+    known = {word: option.value_aliases.get(word, word) for word in (*option.choices, *option.value_aliases)}
+    same = [value for word, value in known.items() if _letters(word) == _letters(text)]
+    near = same or [known[word] for word in _nearest(text, [*known])]
+    raise BadValueError(f"takes {', '.join(option.choices)}", *near[:1], guessed=not same)
 
 
 def parse_list(flag: Flag, words: Sequence[str]) -> tuple[Any, ...]:
@@ -224,18 +257,33 @@ def _parse_number(flag: Flag, text: str) -> int | float | str:
     try:
         value = parse_int(text) if flag.kind in ("int", "list of int") else parse_float(text)
     except BadValueError as error:
-        if suggestion := _did_you_mean(text, flag.words):
-            raise BadValueError(f"must be {limits(flag)}{suggestion}") from None
-        raise BadValueError(f"{error} (must be {limits(flag)})" if limits(flag) else str(error)) from None
+        if near := _nearest(text, flag.words):
+            raise BadValueError(f"must be {limits(flag)}", *near, guessed=True) from None
+        message = f"{error} (must be {limits(flag)})" if limits(flag) else str(error)
+        raise BadValueError(message, *(other for other in error.instead if is_legal(flag, other))) from None
     check_bounds(flag, value)
     return value
 
 
-def _did_you_mean(text: str, words: Sequence[str]) -> str:
+def is_legal(flag: Flag, text: str) -> bool:
+    """Whether `flag` takes this value, as far as one value by itself can be judged."""
+    try:
+        parse_list(flag, [text]) if flag.is_list else parse_value(flag, text)
+    except BadValueError:
+        return False
+    return True
+
+
+def _letters(text: str) -> str:
+    """The letters and digits of a word, in lower case: RMSNorm and rms_norm are the same word."""
+    return re.sub("[^a-z0-9]", "", text[:LONGEST_NUMBER].lower())
+
+
+def _nearest(text: str, words: Sequence[str]) -> list[str]:
+    """Return the word that `text` may be a misspelling of, if any."""
     import difflib  # only a mistake needs it
 
-    near = difflib.get_close_matches(text[:LONGEST_NUMBER].lower(), words, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    return difflib.get_close_matches(text[:LONGEST_NUMBER].lower(), words, n=1, cutoff=0.7)
 
 
 def bounds(option: Option) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_lite.config import Config, Draft, flatten, unflatten
-from megatron_lite.config.foreign_values import REFUSED_VALUES
+from megatron_lite.config.foreign_values import refused_value
 from megatron_lite.config.structured_values import lr_scale_patterns as lr_scale_patterns
 from megatron_lite.config.structured_values import weighted_paths as weighted_paths
 from megatron_lite.config.values import FLAGS, BadValueError, check_bounds, written
@@ -62,7 +62,7 @@ def _check_each(draft: Draft) -> Iterator[Problem]:
         try:
             check_bounds(FLAGS[name], value)
         except BadValueError as error:
-            yield problem(draft, name, REFUSED_VALUES.get(f"{name}={written(value)}", str(error)))
+            yield problem(draft, name, refused_value(name, written(value)) or str(error))
 
 
 def _cross_check(draft: Draft, world_size: int) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
 """Write docs/flags.md, and the tables of docs/from_levanter.md and docs/from_fast_llm.md.
 
-They are made from megatron_lite/config/ and megatron_lite/cli/foreign_flags.py.
+They are made from megatron_lite/config/ and megatron_lite/cli/other_programs/.
 
     python -m scripts.docs.flags            write the three files
     python -m scripts.docs.flags --check    compare only; exit code 1 if one is stale
@@ -9,9 +9,9 @@ They are made from megatron_lite/config/ and megatron_lite/cli/foreign_flags.py.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_lite.cli.foreign_flags import INSTEAD, REFUSED
+from megatron_lite.cli.foreign_flags import PROGRAMS, REFUSED, answers_for
 from megatron_lite.cli.help import default_words
 from megatron_lite.config import AREAS
 from megatron_lite.config.foreign_values import REFUSED_VALUES
@@ -23,7 +23,7 @@ TARGET = REPOSITORY / "docs" / "flags.md"
 INTRODUCTION = """\
 # Flags
 
-<!-- Written by `python -m scripts.docs.flags` from megatron_lite/config/ and cli/foreign_flags.py: do not edit. -->
+<!-- Written by `python -m scripts.docs.flags` from megatron_lite/config/ and cli/other_programs/: do not edit. -->
 
 `--a_b=v`, `--a_b v` and `--a-b=v` are the same flag; names are never abbreviated. Guides for
 users of other programs: [from_levanter.md](from_levanter.md), [from_fast_llm.md](from_fast_llm.md). Guides by topic:
@@ -51,7 +51,8 @@ INSTEAD_HEADING = """\
 ## Flags of other programs that do not exist here
 
 The program answers each of them with a message. Names that mean the same with the same values are in the column
-"also spelled" above. The longest known end of a dotted name counts, as in Levanter's `--trainer.tracker.name`.
+"also spelled" above. The longest known end of a dotted name counts, as in Levanter's `--trainer.tracker.name`;
+`--moe_*` is every other name that begins so.
 """
 
 
@@ -91,9 +92,12 @@ def refused_table() -> str:
     return table(("flag", "accepted", "why no other value"), rows)
 
 
-def instead_table() -> str:
-    """Return the table of other programs' flags with what to write instead."""
-    return table(("flag", "answer"), [(f"`--{name}`", cell_text(text)) for name, text in INSTEAD.items()])
+def instead_tables() -> Iterator[str]:
+    """Yield a heading and a table for each program: its flags, with what to write instead."""
+    for program in PROGRAMS:
+        rows = [(", ".join(f"`--{name}`" for name in names), cell_text(text)) for names, text in answers_for(program)]
+        yield f"### {program}\n"
+        yield table(("flags", "answer"), rows)
 
 
 def flags_page() -> str:
@@ -101,7 +105,7 @@ def flags_page() -> str:
     parts, elsewhere = [INTRODUCTION], other_defaults()
     for area, owner in AREAS.items():
         parts += [f"## {owner.__doc__}\n", option_table(area, elsewhere)]
-    return "\n".join([*parts, REFUSED_HEADING, refused_table(), INSTEAD_HEADING, instead_table()])
+    return "\n".join([*parts, REFUSED_HEADING, refused_table(), INSTEAD_HEADING, *instead_tables()])
 
 
 def main(argv: Sequence[str]) -> int:

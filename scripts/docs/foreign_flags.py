@@ -1,4 +1,4 @@
-"""The tables of docs/from_levanter.md and docs/from_fast_llm.md, made from `cli/foreign_flags.py` and `config/`.
+"""The tables of docs/from_levanter.md and docs/from_fast_llm.md, made from `cli/other_programs/` and `config/`.
 
 The other programs' options and their defaults are the lists in tests/vectors. The prose of the guides is written by
 hand: only their tables are replaced. `python -m scripts.docs.flags` writes them.
@@ -15,8 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lite.cli.foreign_flags import FAST_LLM, LEVANTER, MEGATRON, Row, by_name, suffixes
+from megatron_lite.cli.foreign_flags import by_name, suffixes
 from megatron_lite.cli.help import default_words
+from megatron_lite.cli.other_programs.fast_llm import FAST_LLM
+from megatron_lite.cli.other_programs.levanter import LEVANTER
+from megatron_lite.cli.other_programs.megatron import MEGATRON
+from megatron_lite.cli.other_programs.row import Row
 from megatron_lite.config.values import FLAGS, SPELLINGS, Flag, written
 
 REPOSITORY = Path(__file__).resolve().parents[2]

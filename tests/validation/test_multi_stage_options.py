@@ -107,7 +107,7 @@ TABLE = [
             "-1": "must be >= 1, or auto",
             "nan": "not a finite number",
             "inf": "not a finite number",
-            "atuo": "did you mean auto?",
+            "atuo": "did you mean --layers_per_stage=auto?",
             "none": "must be >= 1, or auto",
             "": "is empty",
         },
@@ -119,8 +119,8 @@ TABLE = [
             "0": "every rank would hold and update",
             "4": "must be >= 1 and <= 3, or auto",
             "-1": "must be >= 1 and <= 3, or auto",
-            "2.0": "write 2",
-            "aut": "did you mean auto?",
+            "2.0": "write --zero_stage=2",
+            "aut": "did you mean --zero_stage=auto?",
             "optim": "not an integer",
             "": "is empty",
         },
@@ -135,7 +135,11 @@ TABLE = [
     Row(
         "stages_per_pipeline_stage",
         {"1": 1},
-        {"2": "must be 1: there is no pipeline parallelism", "0": "no pipeline parallelism", "1.0": "write 1"},
+        {
+            "2": "must be 1: there is no pipeline parallelism",
+            "0": "no pipeline parallelism",
+            "1.0": "write --stages_per_pipeline_stage=1",
+        },
     ),
     Row(
         "freeze",
@@ -163,7 +167,11 @@ TABLE = [
     Row(
         "mlp_recompute_level",
         {"none": "none", "activation": "activation", "full": "full"},
-        {"1": "takes none, activation, full", "activations": "did you mean activation?", "": "is empty"},
+        {
+            "1": "takes none, activation, full",
+            "activations": "did you mean --mlp_recompute_level=activation?",
+            "": "is empty",
+        },
     ),
     Row("throttle_cpu", BOOL, NO_BOOL),
     Row("throttle_cpu_rate", {"1": 1, "5": 5}, {"0": "must be >= 1", "x": "not an integer"}),

@@ -203,7 +203,8 @@ def test_cross_entropy_splits() -> None:
         (dict(num_layers=0), "--num_layers=0: must be >= 1 and <= 10000"),
         (dict(split=(-1.0, 2.0)), "--split=-1,2: must be >= 0"),
         (dict(lr=float("nan")), "--lr=nan: must be >= 0"),
-        (dict(device="tpu"), "--device=tpu: takes auto, cuda, cpu"),
+        (dict(device="quantum"), "--device=quantum: takes auto, cuda, cpu"),
+        (dict(device="tpu"), "--device=tpu: TPUs are not supported; write --device=cuda"),
     ],
 )
 def test_contradictions(options: dict[str, Any], text: str) -> None:
@@ -487,6 +488,14 @@ def test_bad_weighted_paths(words: str) -> None:
         (dict(stop_offset=5), "--stop_offset has no effect"),
         (dict(max_checkpoints=5, experiment_dir=None), "--max_checkpoints has no effect"),
         (dict(tokenizer_file="x"), "--tokenizer_file has no effect"),
+        (dict(num_workers=2, prefetch_factor=3), "--prefetch_factor has no effect with --dataset_source=random"),
+        (dict(cross_document_attention=False), "--cross_document_attention has no effect with --dataset_source=random"),
+        (
+            dict(train_iters=0, validation_iters=1, validation_at_start=True),
+            "--validation_at_start has no effect with --train_iters=0",
+        ),
+        (dict(train_iters=0, debug_layer_outputs=2), "--debug_layer_outputs has no effect with --train_iters=0"),
+        (dict(experiment_name="x"), "--experiment_name has no effect without --wandb_entity_name"),
         (dict(wandb_project_name="x"), "--wandb_project_name has no effect without --wandb_entity_name"),
         (dict(wandb_status_interval=3, wandb_post_alerts=False), "--wandb_status_interval has no effect"),
     ],
@@ -498,7 +507,7 @@ def test_warnings(options: dict[str, Any], text: str) -> None:
 
 def test_no_warnings_without_reason() -> None:
     """Defaults and the tutorial's settings cause no warning; a run without a directory causes one."""
-    assert cautions() == []
+    assert cautions() == cautions(experiment_name="run", num_workers=2, prefetch_factor=2) == []
     assert (
         cautions(
             training_dtype="bf16",

@@ -1,0 +1,193 @@
+"""Mistakes of users of other programs: each is answered in a few lines with flags that can be typed.
+
+tests/vectors/user_mistakes.json has, for each program, command lines and the flags that the answer must contain.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import string
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.cli.foreign_flags import ANY_END, INSTEAD, PROGRAMS, REFUSED
+from megatron_lite.cli.parse import ParseError, parse
+from megatron_lite.cli.suggestions import FOREIGN, HELP, foreign_answer, is_one_edit, nearest_flags
+from megatron_lite.config.foreign_values import REFUSED_VALUES, refused_value
+from megatron_lite.config.values import FLAGS, SPELLINGS, is_legal
+from megatron_lite.errors import UsageError
+from megatron_lite.validation import resolve
+from tests.support.launch import run
+
+VECTORS = Path(__file__).resolve().parents[1] / "vectors" / "user_mistakes.json"
+MISTAKES: dict[str, dict[str, str]] = json.loads(VECTORS.read_text("utf-8"))
+CASES = [(program, typed, flags.split()) for program, rows in MISTAKES.items() for typed, flags in rows.items()]
+WIDTH = 118  # of a line of the help
+BESIDE = ("--dataset_source=random", "--dry_run=1")  # so that nothing else is missing
+FLAG = re.compile(r"(?<![\w-])--([A-Za-z][\w-]*)(?:=((?:<[^>]*>|[^\s<])+))?")
+
+
+def answer(words: list[str]) -> str:
+    """Return the error of a command line, from the parser or from the checks behind it."""
+    with pytest.raises(UsageError) as caught:
+        resolve(parse([*words, *BESIDE]).config, 1)
+    return str(caught.value)
+
+
+def named(text: str, typed: list[str]) -> list[tuple[str, str | None]]:
+    """Return the flags in an answer with their values, except the one that repeats the mistake."""
+    spellings = ["=".join(typed), *typed[:1], *(word.partition("=")[0] for word in typed[:1])]
+    mistake = min((word for word in spellings if word in text), key=text.index, default="")
+    found = []
+    for match in FLAG.finditer(text.replace(mistake, "", 1)):
+        value = match[2].rstrip(".,;:?)'\"") if match[2] else None
+        found.append((match[1], value))
+    return found
+
+
+def assert_typable(name: str, value: str | None, where: str) -> None:
+    """A flag of ours takes the value, or has one in place of a `<placeholder>`; another program's is accepted so."""
+    if name in REFUSED:
+        assert value is not None and REFUSED[name].accepts(value), where
+        return
+    assert name in SPELLINGS or name in HELP, f"--{name} in: {where}"
+    if value is not None and "<" not in value:
+        assert is_legal(SPELLINGS[name], value.strip("'")), f"--{name}={value} in: {where}"
+        assert refused_value(SPELLINGS[name].name, value) is None, where
+
+
+def test_the_table_is_large_enough() -> None:
+    assert len(CASES) >= 90
+    for program in ("nanoGPT", "Megatron-LM", "Fast-LLM", "Levanter", "Hugging Face"):
+        assert len(MISTAKES[program]) >= 15
+
+
+@pytest.mark.parametrize(("program", "typed", "flags"), CASES, ids=[typed for _, typed, _ in CASES])
+def test_mistakes_are_answered(program: str, typed: str, flags: list[str]) -> None:
+    """The answer is one line, three on a screen, and has the flags to write; each of its flags can be typed."""
+    said = answer(typed.split())
+    assert "\n" not in said and len(said) <= 3 * WIDTH, said
+    found = named(said, typed.split())
+    for flag in flags:
+        name, _, value = flag.removeprefix("--").partition("=")
+        assert (name, value) in found or (not value and name in [other for other, _ in found]), said
+    for name, value in found:
+        assert_typable(name, value, said)
+
+
+@pytest.mark.parametrize("words", [["--lr 3 --seed 4"], ["--lr 3 --seed=4"], ["--experiment_name my run"]])
+def test_several_flags_in_one_word(words: list[str]) -> None:
+    """A quoted variable is one word; the answer says so."""
+    assert "as one word; remove the quotes" in answer(words)
+
+
+def test_a_regular_expression_without_its_mark() -> None:
+    """Levanter's regular expressions get the mark, which makes them work; names, parts and wildcards are patterns."""
+    for expression in (".*mlp.*", "^blocks", r"blocks\.[0-9]+\.mlp", "(mlp|attention)"):
+        said = answer([f"--weight_decay_modules={expression}"])
+        assert said.endswith(f"write --weight_decay_modules='regex:{expression}'")
+        resolve(parse([f"--weight_decay_modules=regex:{expression}", *BESIDE]).config, 1)
+    for pattern in ("mlp", "blocks.0", "blocks.*.mlp.*", "*.weight", "blocks.[01]"):
+        resolve(parse([f"--weight_decay_modules={pattern}", *BESIDE]).config, 1)
+
+
+@pytest.mark.parametrize("typed", ["--n_layer=12", "--save ckpts", "--device=gpu"])
+def test_the_program_says_it_too(typed: str) -> None:
+    """A real start ends with code 2 and the answer, once."""
+    outcome = run([*typed.split(), *BESIDE])
+    assert outcome.codes == [2]
+    assert outcome.error_lines() == [f"ERROR: {answer(typed.split())}"]
+
+
+# --- Everything that can be said
+
+
+def every_answer() -> Iterator[tuple[str, str]]:
+    """Yield what may be typed with its answer: other programs' flags and values, and bad values of every flag."""
+    for name in [*FOREIGN, *(name for name in INSTEAD if "." in name)]:
+        yield name, foreign_answer(name)
+    for name in (name.removesuffix(ANY_END) for name in INSTEAD if name.endswith(ANY_END)):
+        yield f"{name}zzz", answer([f"--{name}zzzzzzzz=1"]).partition(": ")[2]
+    yield from REFUSED_VALUES.items()
+    for flag in (flag for flag in FLAGS.values() if flag.name != "pretrained_checkpoint_path"):  # any text is a path
+        for value in ("", "!", "-7.5", "yes", "4K", "99999999999999999999999"):
+            try:
+                parse([f"--{flag.name}={value}", "--dataset_source=random"])
+            except ParseError as error:
+                yield f"{flag.name}={value}", str(error).partition(": ")[2]
+
+
+def test_every_flag_in_every_answer_can_be_typed() -> None:
+    """With the value that the answer gives it; answers fit on three lines of a screen."""
+    for typed, text in every_answer():
+        assert len(text) + len(typed) + 30 <= 3 * WIDTH, text
+        for name, value in named(text, []):
+            if name != typed.partition("=")[0] or value is not None:
+                assert_typable(name, value, text)
+
+
+def test_one_program_owns_a_name() -> None:
+    """Otherwise two answers would contradict each other."""
+    rows = [row for tables in PROGRAMS.values() for table in tables for row in table]
+    names = [name for row in rows for name in {name.partition(":")[0] for name in row.names.split()}]
+    cases = {name.partition(":")[0] for row in rows for name in row.names.split() if ":" in name}
+    assert sorted(set(names) - cases) == sorted(name for name in names if name not in cases)
+    with_cases = [row for row in rows if {name.partition(":")[0] for name in row.names.split()} & cases]
+    assert all(":" in row.names for row in with_cases)
+
+
+def one_edit_typos(name: str, generator: random.Random, count: int) -> list[str]:
+    """Return some of the deletions, transpositions, insertions and substitutions of one letter at every place."""
+    typos = set()
+    for place in range(len(name)):
+        before, letter, after = name[:place], generator.choice(string.ascii_lowercase + "_"), name[place + 1 :]
+        typos |= {before + after, before + letter + after, before + letter + name[place:]}
+        typos.add(before + name[place : place + 2][::-1] + name[place + 2 :])
+    known = {*SPELLINGS, *REFUSED, *INSTEAD, *HELP}
+    typos = {typo.strip("_") for typo in typos} - known - {""}
+    return generator.sample(sorted(typos), min(count, len(typos)))
+
+
+def test_suggestions_for_typos() -> None:
+    """For one-edit typos of our flags the right name comes first in 99 %; for other programs' in 95 %."""
+    generator = random.Random(0)
+    for names, share, sample in (([*FLAGS], 0.99, 8), ([*FOREIGN], 0.95, 2)):
+        cases = [(name, typo) for name in names for typo in one_edit_typos(name, generator, sample)]
+        wrong = [(name, typo) for name, typo in cases if nearest_flags(typo)[:1] != [name]]
+        assert len(wrong) <= (1 - share) * len(cases), wrong[:20]
+        lost = [(name, typo) for name, typo in cases if name not in nearest_flags(typo)]
+        assert len(lost) <= 0.01 * len(cases), lost[:20]
+
+
+def test_answers_to_typos_name_flags_that_can_be_typed() -> None:
+    """Whatever is misspelled, and whatever the guess."""
+    generator = random.Random(0)
+    for name in (*FLAGS, *FOREIGN[::4]):
+        for typo in one_edit_typos(name, generator, 2):
+            said = answer([f"--{typo}=17"])
+            for other, value in named(said, [f"--{typo}=17", f"--{typo}"]):
+                assert_typable(other, value, said)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ("lr", "lr", False),
+        ("lr", "l", True),
+        ("lr", "rl", True),
+        ("abcd", "acbd", True),
+        ("abcd", "axcd", True),
+        ("abcd", "abxcd", True),
+        ("abcd", "bcda", False),
+        ("abcd", "dbca", False),
+        ("", "a", True),
+        ("aab", "ab", True),
+    ],
+)
+def test_one_edit(one: str, other: str, expected: bool) -> None:
+    """One letter more, less or another, or two neighbours swapped."""
+    assert is_one_edit(one, other) == is_one_edit(other, one) == expected
