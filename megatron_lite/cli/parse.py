@@ -248,7 +248,7 @@ class _Parser:
         except BadValueError as error:
             self.wrong.add(flag.name)
             typed = f"{item.spelling}={shown(' '.join(values))}" if values and not flag.option.secret else item.spelling
-            self._problem(f"{typed}: {error}{_remedy(flag, error)}", item.flag)
+            self._problem(f"{typed}: {error.rule}{_remedy(flag, error)}", item.flag)
             if any(text and text[0] in QUOTES for text in values):
                 return  # the words that follow belong to the quoted value
         else:
@@ -334,12 +334,9 @@ def read_words(path: str) -> list[str]:
 
 def _remedy(flag: Flag, error: BadValueError) -> str:
     """Return the end of the message for a bad value: this flag with a value that it takes."""
-    if "--" in str(error):
+    if "--" in error.rule:
         return ""
-    if not error.instead:
-        return f", as in --{flag.name}={_example(flag)}"
-    flags = " or ".join(f"--{flag.name}={value}" for value in error.instead)
-    return f"; did you mean {flags}?" if error.guessed else f"; write {flags}"
+    return error.fix(f"--{flag.name}=") or f", as in --{flag.name}={_example(flag)}"
 
 
 def _example(flag: Flag) -> str:

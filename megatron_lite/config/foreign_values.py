@@ -40,7 +40,6 @@ REFUSED_VALUES: Mapping[str, str] = MappingProxyType(
         "lr_decay_style=inverse-square-root": _INVERSE_ROOT,
         "lr_decay_style=inverse_sqrt": _INVERSE_ROOT,
         "lr_decay_style=polynomial": "write --lr_decay_style=power --lr_decay_power=<exponent>",
-        "lr_decay_style=exponential": "no style decays exponentially; write --lr_decay_style=cosine",
         "lr_decay_style=constant_with_warmup": "write --lr_decay_style=constant --lr_warmup_iters=<iterations>",
         "lr_decay_style=cosine_with_restarts": "write --lr_decay_style=cosine --lr_num_cycles=<cycles>",
         "lr_decay_style=cosine_with_min_lr": "write --lr_decay_style=cosine --min_lr=<rate>",

@@ -28,13 +28,19 @@ LONGEST_TEXT = 4096  # characters; also the longest path of Linux
 class BadValueError(ValueError):
     """A value that its flag cannot take; the message is the rule and the fix, without the name of the flag.
 
-    `instead`: values to write, if the message names none. `guessed`: whether something else may have been meant.
+    `instead`: values to write, if the rule names none. `guessed`: whether something else may have been meant.
     """
 
-    def __init__(self, message: str, *instead: str, guessed: bool = False) -> None:
-        super().__init__(message)
-        self.instead = instead
-        self.guessed = guessed
+    def __init__(self, rule: str, *instead: str, guessed: bool = False) -> None:
+        self.rule, self.instead, self.guessed = rule, instead, guessed
+        super().__init__(rule + self.fix())
+
+    def fix(self, prefix: str = "") -> str:
+        """Return the end of the message, with `prefix` before each value: `--flag=`."""
+        values = " or ".join(f"{prefix}{value}" for value in self.instead)
+        if not values:
+            return ""
+        return f"; did you mean {values}?" if self.guessed else f"; write {values}"
 
 
 @dataclass(frozen=True)
@@ -259,8 +265,8 @@ def _parse_number(flag: Flag, text: str) -> int | float | str:
     except BadValueError as error:
         if near := _nearest(text, flag.words):
             raise BadValueError(f"must be {limits(flag)}", *near, guessed=True) from None
-        message = f"{error} (must be {limits(flag)})" if limits(flag) else str(error)
-        raise BadValueError(message, *(other for other in error.instead if is_legal(flag, other))) from None
+        rule = f"{error.rule} (must be {limits(flag)})" if limits(flag) else error.rule
+        raise BadValueError(rule, *(other for other in error.instead if is_legal(flag, other))) from None
     check_bounds(flag, value)
     return value
 

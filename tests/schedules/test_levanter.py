@@ -46,7 +46,7 @@ REFUSED = {
     "cycles_zero": "--lr_num_cycles=0: must be >= 1",  # one cycle
     "cycles_negative": "--lr_num_cycles=-1: must be >= 1",  # one cycle
     "cycles_bool_true": "--lr_num_cycles=true: not an integer",  # one cycle
-    "cycles_float": "--lr_num_cycles=2.0: not an integer; write 2",  # one cycle, not two
+    "cycles_float": "--lr_num_cycles=2.0: not an integer (must be >= 1); write --lr_num_cycles=2",  # one cycle, not two
     "cycles_list_unsorted": "300 follows 700",  # the phases of a cycle of -400 steps
     "cycles_list_starting_zero_linear": "--lr_cycle_minima='0 500': must be >= 1",  # a cycle of no steps
     "cooldown_more_than_total": "nothing is left before the cooldown",  # cycles of -1000 steps
