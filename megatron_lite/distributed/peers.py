@@ -15,6 +15,7 @@ from megatron_lite.distributed.process_group import Distributed
 # The kernel closes the connections of a process before the process is gone; freeing a GPU's memory takes seconds.
 LEAVING_S = 2.0
 POLL_S = 0.05
+VMSTAT = Path("/proc/vmstat")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Place:
     host: str
     machine: str  # tells apart machines, and containers with process numbers of their own
     pid: int
+    oom_kills: int = 0  # on the machine when the ranks met
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
@@ -32,7 +34,7 @@ class Place:
 
 def all_places(distributed: Distributed) -> list[Place]:
     """Return the place of every rank, in rank order. All ranks call this together."""
-    own = (socket.gethostname(), _machine(), os.getpid())
+    own = (socket.gethostname(), _machine(), os.getpid(), oom_kills())
     return [Place(rank, *place) for rank, place in enumerate(distributed.gather_objects(own))]
 
 
@@ -67,6 +69,13 @@ def process_state(pid: int) -> str:
     with contextlib.suppress(OSError):  # without /proc
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return "R"
+
+
+def oom_kills() -> int:
+    """Return how many processes the kernel's out-of-memory killer has ended on this machine; 0 if it does not tell."""
+    with contextlib.suppress(OSError, ValueError):
+        return next((int(line[9:]) for line in VMSTAT.read_text().splitlines() if line.startswith("oom_kill ")), 0)
+    return 0
 
 
 def _machine() -> str:

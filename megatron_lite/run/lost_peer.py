@@ -40,7 +40,8 @@ def explained(
     if said is not None and said.exit_code == PeerError.exit_code:
         message = said.message
     elif said is not None:
-        message = f"lost {_names(found) or 'a rank'}, which failed by itself: {said.message.splitlines()[0]}"
+        first_line, _, _ = said.message.partition("\n")
+        message = f"lost {_names(found) or 'a rank'}, which failed by itself: {first_line}"
     else:
         message = _cause(found, places, rank, others)
         if experiment_dir is not None:
@@ -52,6 +53,12 @@ def explained(
 
 def _cause(found: list[Place], places: Sequence[Place], rank: int, others: list[str]) -> str:
     host = places[rank].host
+    if found and (killed := peers.oom_kills() - places[rank].oom_kills) > 0:
+        processes = f"{killed} processes" if killed > 1 else "a process"
+        return (
+            f"lost {_names(found)}. The kernel's out-of-memory killer has ended {processes} on {host} since the start "
+            "(see `dmesg` there)"
+        )
     if found:
         return (
             f"lost {_names(found)}. Without a message of its own, it was killed by a signal: SIGKILL is often the work "

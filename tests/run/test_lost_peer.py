@@ -41,6 +41,19 @@ def test_ranks_that_are_alive_are_not_accused(tmp_path: Path) -> None:
     assert message.startswith("no rank of node0 is gone: one on another host (node1)")
 
 
+def test_the_out_of_memory_killer_is_blamed_by_its_own_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc/vmstat counts its victims: a process more than at the start is evidence, the same number is none."""
+    vmstat = tmp_path / "vmstat"
+    monkeypatch.setattr(peers, "VMSTAT", vmstat)
+    monkeypatch.setattr(peers, "process_state", lambda pid: "Z")
+    places = [Place(0, "node0", "a", 1, oom_kills=3), Place(1, "node0", "a", 2, oom_kills=3)]
+    for count, words in ((3, "is often the work of the kernel's"), (4, "killer has ended a process on node0 since")):
+        vmstat.write_text(f"oom_kill_other 9\noom_kill {count}\n")
+        assert words in lose(places, None)
+    vmstat.unlink()
+    assert "is often the work of the kernel's" in lose(places, None)
+
+
 def test_without_a_directory_nothing_resumes() -> None:
     message = lose([HERE, BESIDE], None)
     assert "resume" not in message and "\n" not in message
