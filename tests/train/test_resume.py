@@ -350,7 +350,8 @@ def test_signal_during_a_long_validation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("reference", [2], indirect=True, ids=["zero2"])
 def test_signal_at_any_moment(reference: Path, corpus: str, tmp_path: Path, seed: int) -> None:
-    """Every stop signal to one rank or all at random moments, in saves, exports and validations too: exit 75 each time, and the run in the end is the one that was never stopped."""
+    """Every stop signal to one rank or all at random moments, in saves, exports and validations too: exit 75 each time,
+    and the run in the end is the one that was never stopped."""
     experiment, chance, story = tmp_path / "stopped", random.Random(seed), [f"seed {seed}"]
     command = flags(corpus, experiment, zero_stage_of(reference))
     for _ in range(4):
