@@ -107,12 +107,15 @@ def _value_and_slope(u, NAME: tl.constexpr):
     elif NAME == "identity":
         value = u
         slope = tl.full(u.shape, 1.0, tl.float32)
-    else:
+    elif NAME == "relu":
         value = tl.where(u < 0.0, 0.0, u)  # NaN stays NaN
         slope = tl.where(u > 0.0, 1.0, 0.0)
-        if NAME == "squared_relu":
-            slope = 2.0 * value
-            value = value * value
+    elif NAME == "squared_relu":
+        value = tl.where(u < 0.0, 0.0, u)
+        slope = 2.0 * value
+        value = value * value
+    else:
+        tl.static_assert(False, "this activation has no branch in _value_and_slope")
     return value, slope
 
 

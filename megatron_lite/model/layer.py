@@ -78,7 +78,7 @@ class Norm(torch.nn.Module):
     def __init__(self, name: str, config: ModelConfig, kernels: Kernels, size: int | None = None) -> None:
         """`size` of the last dimension; None: hidden_size."""
         super().__init__()
-        centered = config.normalization_type == "layer_norm"
+        centered = {"layer_norm": True, "rms_norm": False}[config.normalization_type]
         self.kind, self.kernels = Kind(config.layer_norm_eps, centered, config.zero_centered_normalization), kernels
         shape = (size or config.hidden_size,)
         self.weight: Parameter | None = None

@@ -58,9 +58,8 @@ def set_weight_decay(parameters: Iterable[Parameter], mask: str | None, modules:
 
 
 def _decays_by_default(spec: ParameterSpec, mask: str | None) -> bool:
-    if mask == "levanter":
-        return spec.weight_decay and not spec.embedding
-    return mask == "off" or (mask == "fast_llm" and spec.weight_decay)
+    decays = spec.weight_decay
+    return {None: False, "fast_llm": decays, "levanter": decays and not spec.embedding, "off": True}[mask]
 
 
 def selected(pattern: str, names: Sequence[str]) -> list[str]:

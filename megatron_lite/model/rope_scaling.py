@@ -24,9 +24,11 @@ from megatron_lite.config import ModelConfig
 def stretched_frequencies(model: ModelConfig, waves: Tensor) -> Tensor:
     """Return radians per position, (r / 2,), for plain wavelengths (r / 2,) and a type other than "default"."""
     assert model.rope_factor is not None
-    if model.rope_type == "linear":
-        return 1.0 / waves / model.rope_factor
-    return (_llama3 if model.rope_type == "llama3" else _yarn)(model, waves, model.rope_factor)
+    return {"linear": _linear, "llama3": _llama3, "yarn": _yarn}[model.rope_type](model, waves, model.rope_factor)
+
+
+def _linear(model: ModelConfig, waves: Tensor, factor: float) -> Tensor:
+    return 1.0 / waves / factor
 
 
 def _llama3(model: ModelConfig, waves: Tensor, factor: float) -> Tensor:

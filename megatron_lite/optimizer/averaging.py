@@ -52,6 +52,8 @@ class Averaging:
             newest = weight_in_sum(self._config, self.updates)
             self._total += newest
             self._share = newest / self._total if self._total else 0.0
+        else:
+            assert self._config.ema_type == "none", self._config.ema_type
         self.updates += 1
 
     def follow(self, part: FlatShard) -> None:

@@ -161,7 +161,7 @@ class Guard:
         clip = self._config.clip_grad
         if clip == 0:
             return torch.ones_like(grad_norm)
-        margin = 1e-6 if self._config.clip_grad_style == "torch" else 0.0
+        margin = {"torch": 1e-6, "levanter": 0.0}[self._config.clip_grad_style]
         return (clip / (grad_norm + margin)).clamp(max=1.0)
 
     def state(self) -> dict[str, Any]:

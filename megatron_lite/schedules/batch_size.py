@@ -96,5 +96,6 @@ class Split:
         real = [self.real_samples(micro_step) for micro_step in range(self.micro_steps)]
         if reduction == "token":
             return [1.0] * len(real)
+        assert reduction == "micro_mean", reduction
         counted = sum(samples > 0 for samples in real)
         return [self.samples / (counted * samples) if samples else 0.0 for samples in real]

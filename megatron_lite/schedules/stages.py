@@ -59,6 +59,8 @@ def stage_rate(stages: Sequence[Stage], step: int) -> float:
     over = ((step - stage.begin) / (stage.end - stage.begin)) ** stage.power
     if stage.kind == "cosine":
         over = 0.5 * (1.0 - math.cos(math.pi * over))
+    else:
+        assert stage.kind in ("linear", "power"), stage.kind
     return stage.rate + over * (stage.end_rate - stage.rate)
 
 

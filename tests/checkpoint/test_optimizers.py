@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_lite.checkpoint import manifest
+from megatron_lite.config.optimizer import OPTIMIZERS
 from tests.checkpoint.test_engine import (
     SPLIT,
     assert_same,
@@ -21,7 +22,6 @@ from tests.checkpoint.test_engine import (
 )
 from tests.support.harness import run_distributed
 
-OPTIMIZERS = ("adamw", "muon", "lion", "sgd")
 MIXED = {"freeze": ("embedding.position", "blocks.0.mlp.up"), "lr_scales": ("blocks.1.attention:0.5",)}
 CASES: dict[str, dict[str, Any]] = {
     "muon, two stages of blocks, zero 3": {"optimizer": "muon", "zero_stage": 3, "num_layers": 3, **MIXED},

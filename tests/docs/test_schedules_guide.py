@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.cli.parse import parse
+from megatron_lite.config.learning_rate import DECAY_STYLES
 from megatron_lite.config.values import SPELLINGS
 from megatron_lite.schedules.cycles import boundaries
 from megatron_lite.validation import resolve
@@ -53,6 +54,12 @@ def test_flags_of_the_guide_exist() -> None:
     """No flag is misspelled or has been renamed."""
     flags = set(re.findall(r"--(\w+)", GUIDE)) - {"csv", "png"}
     assert len(flags) > 20 and flags <= set(SPELLINGS)
+
+
+@pytest.mark.parametrize("style", DECAY_STYLES)
+def test_every_style_has_its_formula(style: str) -> None:
+    """Each choice of --lr_decay_style has a row in the table of decays."""
+    assert re.search(rf"^\| [^|]*`{style}`[^|]*\| [^|]+ \|", GUIDE, re.M)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,17 @@ def test_the_functions_are_the_choices_of_the_flag() -> None:
     assert set(FUNCTIONS) == set(ACTIVATIONS) == set(FORMULAS)
 
 
+@implementations
+@pytest.mark.parametrize("gated", [False, True])
+def test_an_activation_without_a_formula_is_refused(gated: bool, triton: bool) -> None:
+    """A name that the kernel or its reference lacks computes nothing, rather than another activation."""
+    x, grad = randn(2, 8).to(DEVICE), randn(2, 4 if gated else 8).to(DEVICE)
+    with pytest.raises(Exception, match="no branch" if triton else "new"):
+        activate(x, "new", gated, triton)
+    with pytest.raises(Exception, match="no branch" if triton else "new"):
+        activate_backward(grad, x, "new", gated, True, triton)
+
+
 @dtypes
 @implementations
 @names

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_lite.config.optimizer import OPTIMIZERS
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import UsageError
 from megatron_lite.model.gpt import parameters_of
@@ -68,9 +69,6 @@ CASES: list[Options] = [
     {"weight_decay_modules": ("head.norm",), "weight_decay_default_mask": "levanter"},
 ]
 UNTIED: Options = {"tie_word_embeddings": False, "random_bias_init": True, "layer_norm_init_range": 0.1}
-
-
-OPTIMIZERS = ("adamw", "muon", "lion", "sgd")
 
 
 def one_update(distributed: Distributed, runs: list[Options]) -> list[dict[str, np.ndarray]]:

@@ -12,19 +12,21 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_lite.config import Config, flatten, unflatten
+from megatron_lite.config.learning_rate import DECAY_STYLES
 from megatron_lite.errors import UsageError
 from megatron_lite.schedules.learning_rate import learning_rate, peak_learning_rate
 from megatron_lite.validation import resolve, warnings
 
-STYLES = ("constant", "linear", "cosine", "power", "inv_sqrt", "inv", "power_tokens")
+# Every style of --lr_decay_style belongs to one of these: at the end of a decay the rate is at its minimum, or not.
 REACH_MINIMUM = ("linear", "cosine", "power", "inv")
+END_ELSEWHERE = ("constant", "inv_sqrt", "power_tokens")
 FAR = (10**5, 10**9, 2**53 + 1, 2**62)
 
 cheap = settings(max_examples=60, derandomize=True, deadline=None)
 
 
 @st.composite
-def schedules(draw: st.DrawFn, styles: tuple[str, ...] = STYLES, plain: bool = False) -> Config:
+def schedules(draw: st.DrawFn, styles: tuple[str, ...] = DECAY_STYLES, plain: bool = False) -> Config:
     """Draw a resolved configuration. plain: without exponents, which make curves arbitrarily steep."""
     total = draw(st.integers(1, 300))
     options: dict[str, Any] = {
@@ -153,10 +155,23 @@ def decayed(values: dict[str, Any], warmup: int, decay: int, step: int) -> float
         return max(floor, peak * min(1, math.sqrt(values["lr_inv_sqrt_timescale"] / max(1, step + warmup))))
     if style == "inv":
         return max(floor, peak / (1 + (peak / floor - 1) * max(1, step) / decay))
+    assert style == "power_tokens", f"write the formula of {style} here, from its definition and not from the program"
     if step == 0:
         return peak
     tokens = step * values["batch_size"] * values["sequence_length"]
     return min(peak, values["batch_size"] * values["lr_power_a"] * tokens ** values["lr_power_b"])
+
+
+@pytest.mark.parametrize("style", DECAY_STYLES)
+def test_every_style_of_the_option_is_computed_and_checked(style: str) -> None:
+    """Each choice of --lr_decay_style has a formula in the program and one here, and a place in the lists above."""
+    options = dict(train_iters=20, lr=1.0, min_lr=0.1, lr_decay_style=style, batch_size=8, dataset_source="random")
+    config = resolve(unflatten({**options, "dry_run": True}), 1)
+    rates, _ = phases(config)
+    steps = range(config.learning_rate.lr_step_offset, len(rates))
+    assert [at_step(config, step) for step in steps] == pytest.approx([rates[step] for step in steps], rel=1e-12)
+    assert (style in REACH_MINIMUM) != (style in END_ELSEWHERE)
+    assert (rates[-1] == pytest.approx(0.1)) == (style in REACH_MINIMUM)
 
 
 @cheap

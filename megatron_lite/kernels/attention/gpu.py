@@ -25,7 +25,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, backend: str, sca
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     grouped = query.shape[1] != key.shape[1]
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if backend == "cudnn" else SDPBackend.FLASH_ATTENTION):
+    with sdpa_kernel({"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}[backend]):
         return functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
         )

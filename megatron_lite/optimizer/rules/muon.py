@@ -103,6 +103,7 @@ def shape_factor(rows: int, columns: int, style: str) -> float:
     """Return the factor on a matrix's learning rate: `adjust_lr_fn` of torch.optim.Muon."""
     if style == "match_rms_adamw":  # Liu et al. (2025), "Muon is scalable for LLM training"
         return 0.2 * math.sqrt(max(rows, columns))
+    assert style == "original", style
     return math.sqrt(max(1.0, rows / columns))
 
 
