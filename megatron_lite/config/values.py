@@ -167,6 +167,8 @@ def parse_int(text: str) -> int:
 def _meant_numbers(text: str) -> list[float]:
     """Return what somebody may mean by a number in another notation: 1_000, 1,000, 5e5, 10%, 8k (8000 or 8192)."""
     plain = text.replace("_", "")
+    if re.fullmatch(r"[+-]?0,[0-9]+", plain):  # a decimal comma
+        plain = plain.replace(",", ".")
     if re.fullmatch(r"[+-]?[0-9]{1,3}(,[0-9]{3})+", plain):
         plain = plain.replace(",", "")
     match = re.fullmatch(rf"({_NUMBER.pattern})([kKmMgGbBtT%]?)", plain)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_lite.cli.other_programs.row import (
     COMPILE,
     PARALLEL,
+    PRETRAINED,
     PROFILE,
     RECOMPUTE,
     RUN_FOLDER,
@@ -15,6 +16,8 @@ from megatron_lite.cli.other_programs.row import (
     WANDB,
     Row,
 )
+
+_ACCUMULATION = "--sequential_micro_batches=<steps>, or --batch_size and --micro_batch_size"
 
 OTHERS = (
     # torchtitan
@@ -102,6 +105,55 @@ OTHERS = (
     Row("random_seed manual_seed", "--seed"),
     Row("use_muon muon", "--optimizer=muon"),
     Row("synthetic synthetic_data random_data dummy_data", "--dataset_source=random"),
+    # Model
+    Row("ffn_size ffn_hidden mlp_hidden intermediate", "--ffn_hidden_size"),
+    Row("mlp_ratio expansion_factor ffn_mult", "--ffn_hidden_size=<ratio * hidden_size>"),
+    Row("act act_type activation_fn mlp_act nonlinearity", "--activation_type"),
+    Row("norm norm_type layer_norm_type", "--normalization_type"),
+    Row("pos_emb position_embedding positional_encoding position_encoding", "--use_rotary_embeddings=1 for rope"),
+    Row("attn_dropout", "--attention_dropout"),
+    Row("resid_dropout residual_dropout", "--hidden_dropout"),
+    Row("init_std initializer_std", "--init_method_std"),
+    Row("weight_tying tied tie_weights", "--tie_word_embeddings"),
+    Row("attention_window local_window_size", "--window_size"),
+    Row("z_loss z_loss_coeff", "--logit_z_loss"),
+    Row("softcap", "--logit_soft_cap"),
+    # Batch and length
+    Row("mbs micro_bs train_bs", "--micro_batch_size"),
+    Row("gbs", "--batch_size"),
+    Row("grad_accumulation_steps gradient_accumulation accumulate_grad_batches accumulation_steps", _ACCUMULATION),
+    Row("n_steps max_train_steps max_updates training_steps num_updates num_iters n_iters", "--train_iters"),
+    Row("num_tokens n_tokens total_tokens", "--train_iters=<tokens / (batch_size * sequence_length)>"),
+    # Rate and update
+    Row("lr_end end_lr final_lr minimum_lr", "--min_lr"),
+    Row("lr_warmup warmup_its warmup_epochs", "--lr_warmup_iters=<iterations>"),
+    Row("betas adam_betas", "--adam_beta1=<first> --adam_beta2=<second>"),
+    Row("b1", "--adam_beta1"),
+    Row("b2", "--adam_beta2"),
+    Row("gradient_clip_val clip_gradients gradient_clip clip_norm gradient_max_norm", "--clip_grad"),
+    Row("ema ema_decay", "--ema_type=ema --ema_beta=<decay>"),
+    Row("adamw use_adamw", "--optimizer=adamw"),
+    # Memory, precision, ranks
+    Row("amp_dtype autocast_dtype param_dtype", "--training_dtype"),
+    Row("half", "--training_dtype=fp16"),
+    Row("remat grad_checkpointing grad_checkpoint use_gradient_checkpointing use_activation_checkpointing", RECOMPUTE),
+    Row("zero1", "--zero_stage=1"),
+    Row("zero2", "--zero_stage=2"),
+    Row("zero3 fsdp2 use_fsdp", "--zero_stage=3"),
+    Row("tp pp cp ep sp", remark=PARALLEL),
+    Row("ddp dp use_ddp ngpu ngpus num_procs num_workers_per_node world", remark=TORCHRUN),
+    # Files
+    Row("from_pretrained pretrained pretrained_model pretrained_path pretrained_model_name_or_path", PRETRAINED),
+    Row("model_path model_dir model_id load_from load_path checkpoint ckpt ckpt_path init_checkpoint", PRETRAINED),
+    Row("resume_from restore_from resume_path resume_training auto_resume", RUN_FOLDER, "the same command resumes"),
+    Row("run_dir run_id job_dir", RUN_FOLDER),
+    Row("wandb_name wandb_run wandb_run_id", "--experiment_name", "with --wandb_entity_name"),
+    Row("wandb_team", "--wandb_entity_name"),
+    Row(
+        "wandb_mode wandb_offline wandb_tags",
+        remark="set Weights & Biases' environment variables; see --wandb_entity_name",
+    ),
+    Row("dryrun plan", "--dry_run"),
     Row("verbose quiet", remark="--log_interval=<iterations> sets how often a line is logged"),
     Row("version", remark="an option of the package, not of a run; --help lists the flags"),
 )

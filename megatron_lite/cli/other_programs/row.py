@@ -34,6 +34,8 @@ class Row(NamedTuple):
 
     def answer_to(self, value: str | None) -> str:
         """The answer when the flag is typed with this value, which a flag of the same meaning takes over."""
+        if value and value.lower() == "false" and self.here.removeprefix("--") not in SPELLINGS:
+            return f"for {value} leave it out; else {self.answer}"
         name, same = self.here.removeprefix("--"), TOKENIZED not in self.remark  # else the value names raw text
         if not value or name not in SPELLINGS or not same or not re.fullmatch(r"[\w./:~+-]{1,60}", value, re.ASCII):
             return self.answer
