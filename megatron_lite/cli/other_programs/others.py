@@ -126,7 +126,7 @@ OTHERS = (
     Row("num_tokens n_tokens total_tokens", "--train_iters=<tokens / (batch_size * sequence_length)>"),
     # Rate and update
     Row("lr_end end_lr final_lr minimum_lr", "--min_lr"),
-    Row("lr_warmup warmup_its warmup_epochs", "--lr_warmup_iters=<iterations>"),
+    Row("warmup_its warmup_epochs", "--lr_warmup_iters=<iterations>"),
     Row("betas adam_betas", "--adam_beta1=<first> --adam_beta2=<second>"),
     Row("b1", "--adam_beta1"),
     Row("b2", "--adam_beta2"),
