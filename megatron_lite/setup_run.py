@@ -48,6 +48,7 @@ from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.launch import environment_with, launch_rank, tell_torchrun
 from megatron_lite.run.lost_peer import explained
 from megatron_lite.run.stop_signal import StopSignal
+from megatron_lite.run.threads import choose_threads
 from megatron_lite.validation import warnings
 from megatron_lite.validation.messages import Note
 from megatron_lite.zero.multi_stage import MultiStage
@@ -107,6 +108,8 @@ def opened(config: Config, notes: tuple[Note, ...], environment: Mapping[str, st
     stop = StopSignal()
     try:
         distributed = startup.initialize(config.distributed)
+        if distributed.device.type == "cpu":
+            torch.set_num_threads(choose_threads(config, distributed.local_world_size).number)
         places = all_places(distributed)
         experiment = Experiment(config, distributed)
         run_number = experiment.run

@@ -72,9 +72,7 @@ if [ "$DEVICE" = cuda ]; then
 else
     PROCESSES=2
     DEVICE_ARGS="--zero_stage=2"
-    cores="$("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2)')"
-    threads=$((cores / PROCESSES))
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads < 1 ? 1 : threads > 4 ? 4 : threads))}"
+    export LOGLEVEL="${LOGLEVEL:-ERROR}" # torchrun warns of threads per process, which the program chooses itself
 fi
 
 step data "a corpus of the standard library's source files, and a tokenizer of $VOCABULARY entries"

@@ -23,6 +23,7 @@ from megatron_lite.model.gpt import parameters_of
 from megatron_lite.model.layer import Layer
 from megatron_lite.monitor.logging import MIB
 from megatron_lite.parameter import DTYPES
+from megatron_lite.run.threads import choose_threads
 from megatron_lite.schedules.batch_options import batch_schedule, consumed_tokens
 from megatron_lite.schedules.batch_size import Split
 from megatron_lite.zero.memory import MemoryRow
@@ -44,7 +45,7 @@ def derived_numbers(
         "total tokens": f"{consumed_tokens(batch, config.training.train_iters):,}",
         "micro-batches per rank": f"{micro_batches} of {batch.micro_batch_size} samples",
         "ranks": str(distributed.world_size),
-        "device": describe_device(distributed.device),
+        "device": describe_device(distributed.device) + _why_threads(config, distributed),
         "versions": f"torch {torch.__version__}, python {platform.python_version()}",
         **data,
     }
@@ -131,6 +132,14 @@ def free_bytes(device: torch.device) -> int | None:
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None
+
+
+def _why_threads(config: Config, distributed: Distributed) -> str:
+    """Say why a process on a CPU has its number of threads, if the run chose it."""
+    if distributed.device.type != "cpu":
+        return ""
+    threads = choose_threads(config, distributed.local_world_size)
+    return f" ({threads.reason})" if threads.number == torch.get_num_threads() else ""
 
 
 def describe_device(device: torch.device) -> str:

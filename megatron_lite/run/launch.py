@@ -70,6 +70,30 @@ def tell_torchrun(message: str) -> bool:
     return bool(path)
 
 
+def requested_threads() -> int | None:
+    """Return the user's OMP_NUM_THREADS; None if unset or not a number.
+
+    torchrun sets 1 for several processes if the user sets nothing; only torchrun's own environment tells which it was.
+    """
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    if not _WHOLE_NUMBER.fullmatch(text) or int(text) == 0:
+        return None
+    if text == "1" and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
+        try:
+            with open(f"/proc/{os.getppid()}/environ", "rb") as file:
+                given = any(line.startswith(b"OMP_NUM_THREADS=") for line in file.read().split(b"\0"))
+        except OSError:  # not Linux: believe the variable
+            given = True
+        return 1 if given else None
+    return int(text)
+
+
+def wait_without_spinning() -> None:
+    """Let OpenMP's threads sleep while they wait, unless the user says otherwise; call this before importing torch."""
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
 def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment plus `variables`, for a child process."""
     return {**os.environ, **variables}
