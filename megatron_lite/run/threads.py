@@ -17,7 +17,8 @@ from megatron_lite.config import Config
 from megatron_lite.run.launch import requested_threads
 
 # Multiplications of a square product (tokens x hidden x hidden) that a thread needs, about half a millisecond of a
-# core: starting and joining threads takes tens of microseconds, several times per product.
+# core. With 4096 tokens, two sleeping threads took 114 ms a step instead of 92 at 64 channels (2**24), 232 instead of
+# 190 at 128 (2**26) on a busy machine; one layer of 384 gains a factor of two (2**26 from 512 tokens, 2.8 to 1.4 ms).
 WORK_OF_A_THREAD = 2**25
 
 

@@ -61,6 +61,7 @@ class Sizes(NamedTuple):
 # name -> (sizes, other options)
 MODELS: dict[str, tuple[Sizes, dict[str, Any]]] = {
     "llama-39m": (Sizes(8, 512, 8, 2, 1408, 16384, 256, 2), LLAMA),
+    "gpt2-11m": (Sizes(6, 384, 6, 6, 1536, 256, 256, 8), GPT2),
     # GPT-2's 50,257 tokens padded to a multiple of 128, as in nanoGPT and llm.c.
     "gpt2-124m": (Sizes(12, 768, 12, 12, 3072, 50304, 1024, 32), GPT2),
     "mistral-7b": (Sizes(32, 4096, 32, 8, 14336, 32000, 8192, 1), LLAMA),
@@ -159,6 +160,7 @@ class Row:
     zero_stage: int = 1
     breadth_first: bool = False
     recompute: str = "none"
+    dtype: str | None = None  # overrides --dtype
     # FSDP2: reshard_after_forward; separate groups for embedding and head; gradients exchanged every micro-batch
     reshard: bool = True
     separate_ends: bool = False
@@ -202,6 +204,8 @@ def _engine_rows(options: argparse.Namespace, ranks: int) -> Iterator[tuple[str,
         for stage in stages:
             name, row = f"{prefix}ZeRO-{stage}", Row("engine", model, zero_stage=stage, default=runs)
             yield name, row
+            if options.dtype != "fp32" and model == "engine":
+                yield f"{name} fp32", replace(row, dtype="fp32", default=False)
             if options.micro_batches > 1 and stage > 1:
                 yield f"{name} breadth-first", replace(row, breadth_first=True)
             if model == "engine":
@@ -271,6 +275,8 @@ def make(row: Row, options: argparse.Namespace, distributed: Distributed) -> Con
     device, ranks = distributed.device, distributed.world_size
     if row.trainer == "engine":
         changes: dict[str, Any] = {"zero_stage": row.zero_stage, "mlp_recompute_level": row.recompute}
+        if row.dtype is not None:
+            changes["training_dtype"] = row.dtype
         if row.breadth_first:
             changes |= {"breadth_first_micro_batches": options.micro_batches, "depth_first_micro_batches": 1}
         changes |= command_line.parse([f"--{word}" for word in options.ours.split()]).given
