@@ -182,7 +182,7 @@ LEVANTER = (
     Row("flash_attention_block_size", remark="the kernel chooses; --attention_backend names another kernel"),
     Row("reference_checkpoint", "--tokenizer_file=<tokenizer.json>", "exports need no other model"),
     # Data
-    Row("train_urls cache_dir data.configs", "--data_path", f"{TOKENIZED}; write the prefixes of its files"),
+    Row("train_urls cache_dir data.configs", "--data_path", f"{TOKENIZED}; write their prefixes"),
     Row("validation_urls", "--split", "the share of documents for validation"),
     Row("cache_options", remark=TOKENIZED),
     Row("tokenizer", "--tokenizer_file", f"{TOKENIZED}; exports get a copy"),

@@ -30,7 +30,9 @@ class Row(NamedTuple):
     @property
     def answer(self) -> str:
         """The answer when the flag is typed without a value."""
-        return "; ".join(text for text in (f"write {self.here}" if self.here else "", self.remark) if text)
+        if not self.here:
+            return self.remark
+        return f"write {self.here} ({self.remark})" if self.remark else f"write {self.here}"
 
     def answer_to(self, value: str | None) -> str:
         """The answer when the flag is typed with this value, which a flag of the same meaning takes over."""
@@ -71,7 +73,7 @@ COMPILE = (
 PROFILE = "profiling is not supported yet; --log_interval=1 times every iteration, --log_communication=1 its traffic"
 EXPERTS = "mixture of experts is not supported yet; --ffn_hidden_size and --gated set the dense MLP"
 RECOMPUTE = "--recompute_layers=<N> for the first N blocks, or --mlp_recompute_level=activation or =full for all MLPs"
-TOKENIZED = "scripts/prepare_data.py tokenizes the data beforehand, for --data_path"
+TOKENIZED = "scripts/prepare_data.py makes the files of --data_path from text"
 TENSORBOARD = "TensorBoard is not supported yet; metrics.jsonl in --experiment_dir has every number"
 PRETRAINED = "--pretrained_checkpoint_path=<folder of a checkpoint>"
 RUN_FOLDER = "--experiment_dir=<folder>"
