@@ -221,8 +221,8 @@ def parse_choice(text: str, option: Option) -> str:
         return value
     known = {word: option.value_aliases.get(word, word) for word in (*option.choices, *option.value_aliases)}
     same = [value for word, value in known.items() if _letters(word) == _letters(text)]
-    near = same or [known[word] for word in _nearest(text, [*known])]
-    raise BadValueError(f"takes {', '.join(option.choices)}", *near[:1], guessed=not same)
+    near = same[:1] or list(dict.fromkeys(known[word] for word in _meant_words(text, [*known])))
+    raise BadValueError(f"takes {', '.join(option.choices)}", *near[:3], guessed=not same)
 
 
 def parse_list(flag: Flag, words: Sequence[str]) -> tuple[Any, ...]:
@@ -285,6 +285,19 @@ def is_legal(flag: Flag, text: str) -> bool:
 def _letters(text: str) -> str:
     """The letters and digits of a word, in lower case: RMSNorm and rms_norm are the same word."""
     return re.sub("[^a-z0-9]", "", text[:LONGEST_NUMBER].lower())
+
+
+def _meant_words(text: str, words: Sequence[str]) -> list[str]:
+    """Return the words that `text` begins (bfloat), is a part of (layer) or misspells, or else begins with itself."""
+    plain, part = _letters(text), text[:LONGEST_NUMBER].lower()
+    begun = [word for word in words if len(plain) > 1 and _letters(word).startswith(plain)]
+    longer = [word for word in words if len(word) > 2 and plain.startswith(_letters(word))]
+    return (
+        begun
+        or [word for word in words if part in re.split("[-_]", word)]
+        or _nearest(text, words)
+        or sorted(longer, key=len)[-1:]
+    )
 
 
 def _nearest(text: str, words: Sequence[str]) -> list[str]:

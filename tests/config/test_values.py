@@ -1,0 +1,55 @@
+"""A value that is nearly a choice of its option suggests that choice."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_lite.config.foreign_values import refused_value
+from megatron_lite.config.values import FLAGS, BadValueError, is_legal, parse_value
+
+
+def suggested(name: str, text: str) -> tuple[str, ...]:
+    """Return the choices that the answer to a value names."""
+    with pytest.raises(BadValueError) as caught:
+        parse_value(FLAGS[name], text)
+    return caught.value.instead
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("training_dtype=bfloat", "bf16"),
+        ("training_dtype=fp", "fp32 fp16"),
+        ("optimizer=mu", "muon"),
+        ("lr_decay_style=cos", "cosine"),
+        ("lr_decay_style=cosine_annealing", "cosine"),
+        ("lr_decay_style=sqrt", "inv_sqrt"),
+        ("normalization_type=layer", "layer_norm"),
+        ("normalization_type=norm", "layer_norm rms_norm"),
+        ("activation_type=square", "squared_relu"),
+        ("attention_backend=flash_attn", "flash"),
+        ("model=mistral", "mistral-7b mistral-7b-v0.3"),
+        ("lr_decay_style=cosin", "cosine"),
+        ("lr_decay_style=x", ""),
+    ],
+)
+def test_part_of_a_choice_suggests_that_choice(typed: str, meant: str) -> None:
+    """The beginning or a word of a choice or its alias, or a choice with more behind it; then what looks similar."""
+    name, _, text = typed.partition("=")
+    assert suggested(name, text) == tuple(meant.split())
+
+
+def test_every_beginning_of_a_choice_suggests_that_choice() -> None:
+    """From two letters on, for every option; three choices are named at most."""
+    for flag in (flag for flag in FLAGS.values() if flag.option.choices):
+        words = {word: flag.option.value_aliases.get(word, word) for word in flag.option.choices}
+        words |= flag.option.value_aliases
+        for begun in {word[:end] for word in words for end in range(2, len(word)) if word[end - 1].isalnum()}:
+            if is_legal(flag, begun) or refused_value(flag.name, begun):
+                continue
+            named = suggested(flag.name, begun)
+            assert named and len(named) <= 3, (flag.name, begun)
+            possible = {
+                choice for word, choice in words.items() if word.replace("_", "").startswith(begun.replace("_", ""))
+            }
+            assert {*named} <= possible, (flag.name, begun)
