@@ -30,7 +30,7 @@ PROGRAMS: Mapping[str, tuple[tuple[Row, ...], ...]] = MappingProxyType(
         "Fast-LLM": (FAST_LLM, FAST_LLM_YAML),
         "Hugging Face's Trainer and run_clm.py, and names of its config.json": (TRAINER, RUN_CLM, CONFIG_JSON),
         "nanoGPT and nanochat": (NANOGPT,),
-        "torchtitan, litgpt, DeepSpeed and torchrun, and short names": (OTHERS,),
+        "torchtitan, litgpt, PyTorch Lightning, DeepSpeed and torchrun, and short names": (OTHERS,),
     }
 )
 ANY_END = "*"  # ends a name that stands for all names with this beginning

@@ -1,4 +1,4 @@
-"""The options of torchtitan, litgpt, DeepSpeed and torchrun, and short names that no one program owns."""
+"""The options of torchtitan, litgpt, PyTorch Lightning, DeepSpeed and torchrun, and short names."""
 
 from __future__ import annotations
 
@@ -61,6 +61,24 @@ OTHERS = (
     Row("logger_name", "--wandb_entity_name=<team> for wandb", "metrics.jsonl is always written"),
     Row("data data_dir train_data data_file train_bin input_bin", "--data_path=<prefix>", TOKENIZED),
     Row("val_data val_file input_val_bin", "--split=<training>,<validation>,<test>", "the shares of documents"),
+    # PyTorch Lightning's Trainer
+    Row("accumulate_grad_batches", _ACCUMULATION),
+    Row("gradient_clip_algorithm", remark="the norm of the whole gradient is clipped, by --clip_grad"),
+    Row("accelerator", "--device=cuda, cpu or auto"),
+    Row("strategy", "--zero_stage=1, 2 or 3", "1 keeps all weights on every rank, as DDP does"),
+    Row("default_root_dir", RUN_FOLDER),
+    Row("min_steps min_epochs limit_train_batches", "--train_iters=<iterations>"),
+    Row("max_time", remark="SIGTERM saves and stops at any time; --stop_interval=<iterations> stops a run as planned"),
+    Row("limit_test_batches", "--test_iters"),
+    Row("check_val_every_n_epoch", "--validation_interval=<iterations>"),
+    Row("num_sanity_val_steps", remark="a run fails before its first step, not in --validation_iters=<batches>"),
+    Row("enable_checkpointing", "--checkpoint_interval=<iterations>", "the last iteration is always saved"),
+    Row("enable_progress_bar enable_model_summary", remark="the console is short; --log_interval sets its pace"),
+    Row("fast_dev_run overfit_batches", "--train_iters=<few>", "--dry_run=1 plans a run without running it"),
+    Row("detect_anomaly", "--crash_on_nan=1", "stops at the first NaN"),
+    Row("logger", "--wandb_entity_name=<team> for wandb", "metrics.jsonl is always written"),
+    Row("callbacks plugins", remark="the loop has no hooks; --export_callback_script runs after each export"),
+    Row("seed_everything", "--seed"),
     # DeepSpeed
     Row("zero_optimization.stage zero_optimization zero stage", "--zero_stage"),
     Row("train_micro_batch_size_per_gpu micro_batch micro_bsz", "--micro_batch_size"),
@@ -121,7 +139,7 @@ OTHERS = (
     # Batch and length
     Row("mbs micro_bs train_bs", "--micro_batch_size"),
     Row("gbs", "--batch_size"),
-    Row("grad_accumulation_steps gradient_accumulation accumulate_grad_batches accumulation_steps", _ACCUMULATION),
+    Row("grad_accumulation_steps gradient_accumulation accumulation_steps", _ACCUMULATION),
     Row("n_steps max_train_steps max_updates training_steps num_updates num_iters n_iters", "--train_iters"),
     Row("num_tokens n_tokens total_tokens", "--train_iters=<tokens / (batch_size * sequence_length)>"),
     # Rate and update
