@@ -55,6 +55,8 @@ class Sizes:
         self.hidden_fp32 = self.tokens * model.hidden_size * FP32_BYTES
         self.stream = self.tokens * model.hidden_size * self.residual_itemsize  # in the residual stream
         self.is_half = self.itemsize != FP32_BYTES  # computing in fp32 makes copies
+        ends = [(name, end) for name in self.trained for end, letter in enumerate(name, 1) if letter == "."]
+        self._trained_parts = {*self.trained, *(name[:end] for name, end in ends)}
 
     def of(self, *channels: int) -> int:
         """Return the bytes of (b, s, channels) tensors in the training dtype."""
@@ -65,9 +67,9 @@ class Sizes:
         """The backend of attention; separate documents take the same memory."""
         return "math" if self.length == 1 else self.kernels.attention
 
-    def trains(self, prefix: str) -> bool:
-        """Whether any parameter whose name begins with `prefix` is trained."""
-        return any(name.startswith(prefix) for name in self.trained)
+    def trains(self, part: str) -> bool:
+        """Whether any parameter of a part of the model (`blocks.0.`), or the one of this name, is trained."""
+        return part in self._trained_parts
 
 
 class Saved(Counter[str]):

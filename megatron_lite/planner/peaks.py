@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_lite.kernels.attention.attention import blocks_of_a_sample, rows_of_a_block
+from megatron_lite.kernels.attention.attention import last_blocks, rows_of_a_block
 from megatron_lite.kernels.cross_entropy import held_logits, reference_rows
 from megatron_lite.kernels.products import temporary_rows
 from megatron_lite.planner.activations import FP32_BYTES, Saved, Sizes
@@ -272,7 +272,7 @@ def _attention_temporaries(sizes: Sizes, backward: bool) -> int:
     """Temporaries of `kernels/attention/attention.py` at the block with the most scores, in its letters."""
     model = sizes.model
     rows = min(rows_of_a_block(sizes.on_gpu), sizes.length)
-    blocks = blocks_of_a_sample([sizes.length], model.window_size, rows)
+    blocks = last_blocks(sizes.length, model.window_size, rows)  # earlier ones have no more queries, and fewer keys
     scores = sizes.heads * max(block.scores for block in blocks)
     columns = max(block.end - block.low for block in blocks)
     s_bytes, p_bytes = scores * FP32_BYTES, scores * sizes.itemsize

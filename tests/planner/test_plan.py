@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,10 +12,12 @@ import torch
 
 from megatron_lite.config import Config
 from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.kernels.attention.attention import blocks_of_a_sample, last_blocks
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import MicroBatch
-from megatron_lite.planner.plan import SimulatedGroup, make_plan
+from megatron_lite.planner.activations import Sizes, saved_by_layer
+from megatron_lite.planner.plan import SimulatedGroup, make_plan, planned_model
 from megatron_lite.zero.multi_stage import MultiStage
 from tests.support.harness import layers_of, run_distributed, tiny_config
 from tests.support.kernel_checks import products_in_fp32
@@ -425,3 +429,48 @@ def test_peak_on_a_gpu(options: dict[str, Any]) -> None:
         model.forward_backward(batches)
     measured = torch.cuda.max_memory_allocated() - before
     assert make_plan(config, 1, "cuda").peak_bytes() == pytest.approx(measured, rel=0.03)
+
+
+def test_last_blocks_are_the_largest() -> None:
+    """The plan looks at the last two blocks of queries of a sample instead of listing them all."""
+    for length in (1, 2, 63, 64, 65, 127, 128, 129, 1000):
+        for window in (None, 1, 5, 64, 65, 500, 2000):
+            every, last = blocks_of_a_sample([length], window, 64), last_blocks(length, window, 64)
+            assert last == every[-2:]
+            assert max(block.scores for block in last) == max(block.scores for block in every)
+            assert max(block.end - block.low for block in last) == max(block.end - block.low for block in every)
+
+
+def test_a_plan_of_long_samples_takes_seconds() -> None:
+    """It took minutes, because all blocks of queries were listed for each layer; it takes a hundredth of a second."""
+    config = tiny_config(1, sequence_length=10**8)
+    start_s = time.process_time()
+    make_plan(config, 1, "cuda")
+    assert time.process_time() - start_s < 20
+
+
+class Counted(list[str]):
+    """Names that count how often all of them are read."""
+
+    reads = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.reads += 1
+        return super().__iter__()
+
+
+def test_the_names_of_parameters_are_read_once() -> None:
+    """A search through all names for every part of the model took 40 s for 1000 blocks."""
+    config = configured(1, FROZEN)
+    group = SimulatedGroup(0, 1, "cuda")
+    model = planned_model(config, group, "cuda")
+    names = Counted(name for name, parameter in model.parameters() if parameter.requires_grad)
+    sizes = Sizes(config, model.precision, names, torch.device("cuda"), "none", 2)
+    reads = names.reads
+    saved_by_layer(sizes)
+    assert names.reads == reads
+    parts = [
+        f"blocks.{index}.{part}" for index in range(3) for part in ("", "mlp.", "mlp.up.weight", "attention.output.")
+    ]
+    for part in (*parts, "embedding.word.", "head.norm.", "head.", "nothing."):
+        assert sizes.trains(part) == any(name.startswith(part) for name in names), part

@@ -69,11 +69,21 @@ def blocks_of_a_sample(lengths: Sequence[int], window: int | None, rows: int) ->
     """List the blocks of documents of these lengths, in order. No block crosses the border of a document."""
     blocks, begin = [], 0
     for length in lengths:
-        reach = min(window or length, length)
-        for start in range(begin, begin + length, rows):
-            blocks.append(Block(start, min(start + rows, begin + length), max(begin, start - reach + 1), reach))
+        blocks += [_block(start, begin, length, window, rows) for start in range(begin, begin + length, rows)]
         begin += length
     return blocks
+
+
+def last_blocks(length: int, window: int | None, rows: int) -> list[Block]:
+    """List the last two blocks of one document, or the only one."""
+    last = (length - 1) // rows * rows
+    return [_block(start, 0, length, window, rows) for start in (last - rows, last) if start >= 0]
+
+
+def _block(start: int, begin: int, length: int, window: int | None, rows: int) -> Block:
+    """The block from `start` on, of a document that begins at `begin`."""
+    reach = min(window or length, length)
+    return Block(start, min(start + rows, begin + length), max(begin, start - reach + 1), reach)
 
 
 def split_samples(lengths: Sequence[int], samples: int, length: int) -> list[list[int]]:
