@@ -7,7 +7,7 @@ compare every byte with the memory that autograd holds. For temporary tensors se
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,8 +55,7 @@ class Sizes:
         self.hidden_fp32 = self.tokens * model.hidden_size * FP32_BYTES
         self.stream = self.tokens * model.hidden_size * self.residual_itemsize  # in the residual stream
         self.is_half = self.itemsize != FP32_BYTES  # computing in fp32 makes copies
-        ends = [(name, end) for name in self.trained for end, letter in enumerate(name, 1) if letter == "."]
-        self._trained_parts = {*self.trained, *(name[:end] for name, end in ends)}
+        self._trained_parts = parts_of(self.trained)
 
     def of(self, *channels: int) -> int:
         """Return the bytes of (b, s, channels) tensors in the training dtype."""
@@ -70,6 +69,17 @@ class Sizes:
     def trains(self, part: str) -> bool:
         """Whether any parameter of a part of the model (`blocks.0.`), or the one of this name, is trained."""
         return part in self._trained_parts
+
+
+def parts_of(names: Iterable[str]) -> set[str]:
+    """Return the names, and the parts of the model they belong to: `blocks.0.mlp.`, `blocks.0.` and `blocks.`."""
+    parts = set(names)
+    for name in [*parts]:
+        end = name.rfind(".") + 1
+        while end and name[:end] not in parts:  # with a part, those around it are there, too
+            parts.add(name[:end])
+            end = name.rfind(".", 0, end - 1) + 1
+    return parts
 
 
 class Saved(Counter[str]):
