@@ -164,8 +164,8 @@ def close(run: Run, code: int, message: str) -> None:
     if code != EXIT_DONE and tell_torchrun(message):
         run.logger.info("the traceback that follows is torchrun's way to report the signal")
     distributed.barrier()
+    run.stop.ignore()  # a peer may end from here on, and torchrun then signals this rank
     distributed.close()
-    run.stop.ignore()
 
 
 def log_ending(run: Run, message: str) -> None:
