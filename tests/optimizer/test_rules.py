@@ -271,7 +271,7 @@ def test_a_run_from_the_command_line_learns(optimizer: str, tmp_path: Path) -> N
         f"--experiment_dir={tmp_path / 'run'}",
     ]
     ranks = 2 if optimizer == "muon" else 1
-    outcome = run([*TINY, *flags, "--log_communication=1"], ranks)
+    outcome = run([*TINY, *flags, "--log_communication=1", "--show_all_options=1"], ranks)
     assert outcome.codes == [0] * ranks, outcome.output
     losses = [record["loss"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert losses[0] > 4.0 and losses[-1] < 0.5 * losses[0], losses
