@@ -65,7 +65,8 @@ class ConsoleLines:
             if (value := values.get(key)) is not None and value != self._last.setdefault(key, value):
                 self._last[key] = value
                 fields.append((key, show))
-        return " | ".join([_head(values), *_shown(fields, values)])
+        no_loss = ["loss -"] * (values.get("loss") is None)  # every update since the last line was dropped
+        return " | ".join([_head(values), *no_loss, *_shown(fields, values)])
 
     def evaluation(self, values: Mapping[str, Any]) -> str:
         """Return the line of a validation or test: `validation @ iteration 20/1000 | loss 3.1235`."""

@@ -75,6 +75,13 @@ def test_waiting_for_data_is_shown_where_it_counts() -> None:
     assert console.training(values(data_wait_ms=600.0)).endswith(" left | data wait 600 ms")
 
 
+def test_a_line_without_a_loss_says_so() -> None:
+    """Its updates were all dropped; the other numbers keep their places."""
+    assert " | loss - | lr 1.00e-04 | grad norm nan | " in ConsoleLines("cpu").training(
+        values(loss=None, grad_norm=float("nan"))
+    )
+
+
 def test_evaluations_are_short() -> None:
     """A loss, and that of averaged weights; a number that is not finite is shown as it is."""
     record = {"phase": "validation", "iteration": 5, "train_iters": 10, "loss": 2.5, "averaged_loss": 2.25, "run": 0}
