@@ -355,9 +355,9 @@ def test_peaks_of_an_evaluation(options: dict[str, Any]) -> None:
     config = tiny_config(1, **{**sizes, "validation_iters": 1, "eval_micro_batch_size": 16, **options})
     model, tokens = a_model(config), torch.zeros(16, 128, dtype=torch.int64)
     with products_in_fp32(False):
-        model.evaluate([MicroBatch(tokens, tokens)])
-        with PeakMeter() as meter:
-            model.evaluate([MicroBatch(tokens, tokens)])
+        for _ in range(2):
+            with PeakMeter() as meter:
+                model.evaluate([MicroBatch(tokens, tokens)])
     planned = make_plan(config, 1, "cpu").activations["none"]
     assert planned.peak_at.endswith("evaluation")
     assert planned.peak == pytest.approx(meter.peak, rel=0.005)
@@ -392,9 +392,9 @@ def measured_peak(config: Config) -> int:
     """
     model, batches = a_model(config), micro_batches(config)
     with products_in_fp32(False):
-        model.forward_backward(batches)
-        with PeakMeter() as meter:
-            model.forward_backward(batches)
+        for _ in range(2):
+            with PeakMeter() as meter:
+                model.forward_backward(batches)
     return meter.peak
 
 
