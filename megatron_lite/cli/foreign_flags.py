@@ -34,7 +34,6 @@ PROGRAMS: Mapping[str, tuple[tuple[Row, ...], ...]] = MappingProxyType(
     }
 )
 ANY_END = "*"  # ends a name that stands for all names with this beginning
-LONGEST_FAMILY = 60  # characters; a word of a megabyte would otherwise be cut a million times
 
 
 def by_name(*tables: tuple[Row, ...]) -> dict[str, list[tuple[str, Row]]]:
@@ -90,8 +89,8 @@ def answer_of(name: str, value: str | None = None) -> str | None:
 
 def answer_of_family(name: str) -> str | None:
     """Return the answer for all names that begin as this one does (`moe_*`), the longest beginning first."""
-    ends = (name[:end] + ANY_END for end in range(min(len(name), LONGEST_FAMILY), 2, -1))
-    return next((INSTEAD[family] for family in ends if family in INSTEAD), None)
+    families = [other for other in INSTEAD if other.endswith(ANY_END) and name.startswith(other.removesuffix(ANY_END))]
+    return INSTEAD[max(families, key=len)] if families else None
 
 
 def answers_for(program: str) -> Iterator[tuple[tuple[str, ...], str]]:
