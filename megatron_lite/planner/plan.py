@@ -76,7 +76,7 @@ class Plan:
     @property
     def state_bytes(self) -> int:
         """Weights, gradients, moments, buffers, scratch."""
-        return sum(self.model.memory.bytes_by_kind().values())
+        return self.model.memory.total_bytes()
 
     @property
     def runtime(self) -> dict[str, int]:
@@ -119,9 +119,8 @@ def needed_bytes(config: Config, model: MultiStage, device_type: str) -> int:
 
     model: the `planned_model` of `config`, or of one that differs in recomputation only.
     """
-    state = sum(model.memory.bytes_by_kind().values())
     peak = activation_memory(config, model, device_type, config.performance.mlp_recompute_level).peak
-    return state + peak + sum(runtime_bytes(config, model, device_type).values())
+    return model.memory.total_bytes() + peak + sum(runtime_bytes(config, model, device_type).values())
 
 
 def runtime_bytes(config: Config, model: MultiStage, device_type: str) -> dict[str, int]:
