@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
-from typing import Any
 
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from tests.support.memory_meters import StorageWatcher
 
 MIB = 2**20
 FREED = -1
 
 
-class AllocationRecorder(TorchDispatchMode):
-    """What torch's operations allocate and free: (number of the tensor, bytes or FREED), in order."""
+class AllocationRecorder(StorageWatcher):
+    """What torch's operations allocate and free: (number of the storage, bytes or FREED), in order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.events: list[tuple[int, int]] = []
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        known = {leaf.untyped_storage() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        for leaf in tree_leaves(result):
-            storage = leaf.untyped_storage() if isinstance(leaf, Tensor) else None
-            if storage is not None and storage not in self._seen and storage not in known:
-                self._seen.add(storage)
-                number = len(self.events)
-                self.events.append((number, storage.nbytes()))
-                weakref.finalize(storage, self.events.append, (number, FREED))
-        return result
+    def made(self, number: int, size: int) -> None:
+        """Record an allocation."""
+        self.events.append((number, size))
+
+    def freed(self, number: int, size: int) -> None:
+        """Record that a storage was freed."""
+        self.events.append((number, FREED))
 
 
 @dataclass(eq=False)

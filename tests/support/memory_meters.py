@@ -86,17 +86,23 @@ def measure_kept(model: MultiStage, micro_batch: MicroBatch) -> dict[str, int]:
     return by_layer
 
 
-class PeakMeter(TorchDispatchMode):
-    """The most bytes of all storages that torch's operations have made since it was entered, and that live.
+class StorageWatcher(TorchDispatchMode):
+    """Watches the storages that torch's operations make from the moment it is entered; override `made` and `freed`.
 
     Products of halves are computed in fp32, which takes a CPU without their instructions a twentieth of the time. The
-    copies are not counted: what an operation allocates inside never is.
+    copies are not seen: what an operation allocates inside never is.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = 0
+        self._count = 0
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def made(self, number: int, size: int) -> None:
+        """Take note of a new storage of `size` bytes."""
+
+    def freed(self, number: int, size: int) -> None:
+        """Take note of the end of a storage."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = _product_in_fp32(function, args, kwargs or {})
@@ -104,17 +110,31 @@ class PeakMeter(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._add(leaf.untyped_storage(), known)
-        self.peak = max(self.peak, self.live)
         return result
 
     def _add(self, storage: Any, known: set[Any]) -> None:
         if storage in self._seen or storage in known:
             return
         self._seen.add(storage)
-        self.live += storage.nbytes()
-        weakref.finalize(storage, self._remove, storage.nbytes())
+        number, self._count = self._count, self._count + 1
+        self.made(number, storage.nbytes())
+        weakref.finalize(storage, self.freed, number, storage.nbytes())
 
-    def _remove(self, size: int) -> None:
+
+class PeakMeter(StorageWatcher):
+    """The most bytes of all storages that torch's operations have made since it was entered, and that live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+
+    def made(self, number: int, size: int) -> None:
+        """Add the storage to the bytes that live."""
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def freed(self, number: int, size: int) -> None:
+        """Take the storage off the bytes that live."""
         self.live -= size
 
 
