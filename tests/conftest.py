@@ -1,4 +1,4 @@
-"""Shared by all tests: helpers beside this file, and one thread per process (distributed cases start several).
+"""Shared by all tests: helpers in `support`, and the threads of a process (see `support/threads.py`).
 
 Where there is no GPU, Triton kernels run under Triton's interpreter, which has to be on before they are imported. Where
 there is one, some tests ask for deterministic algorithms; whether cuBLAS permits them torch finds out once, at the
@@ -9,8 +9,10 @@ import os
 
 import torch
 
+from tests.support.threads import THREADS
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 else:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-torch.set_num_threads(1)
+torch.set_num_threads(THREADS)

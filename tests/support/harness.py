@@ -21,6 +21,7 @@ from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import Layer
 from megatron_lite.validation import resolve
 from megatron_lite.zero.multi_stage import MultiStage
+from tests.support.threads import THREADS
 
 if TYPE_CHECKING:
     from megatron_lite.setup_run import Run
@@ -76,7 +77,7 @@ def _run_rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     try:
         distributed = join(config, rank, world_size, rank, init_method=init_method)
         result = function(distributed, *args)

@@ -31,6 +31,7 @@ from typing import Any
 
 from tests.support import harness
 from tests.support.harness import FORKSERVER
+from tests.support.threads import THREADS
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "pretrain_gpt.py"
@@ -94,7 +95,7 @@ class Start:
         self._begun = time.monotonic()
         environment = {name: value for name, value in os.environ.items() if not DROPPED.fullmatch(name)}
         environment |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", MARKER: self.marker}
-        self._environment = {**environment, "OMP_NUM_THREADS": "1", **(variables or {})}
+        self._environment = {**environment, "OMP_NUM_THREADS": str(THREADS), **(variables or {})}
         self.processes: list[_Process] = []
         assert how in ("forked", "processes", "torchrun"), how
         assert how == "forked" or (mounts_of is None and faults is None), how
