@@ -265,6 +265,7 @@ def _open_inputs(start: Start, variables: Mapping[str, str]) -> Inputs:
     script = config.training.export_callback_script if distributed.rank == 0 else ""
     callback = open_callback(script, environment_with(variables), variables)
     data = open_data(config, distributed.rank, distributed.world_size)
+    data.while_waiting = distributed.check_step
     kernels = choose_kernels(config, distributed.device)
     return Inputs(data, kernels, model_layers(config, kernels), callback)
 

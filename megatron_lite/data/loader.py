@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -107,7 +107,10 @@ class Phase:
 
 
 class DataSource:
-    """The training, validation and test samples of one run."""
+    """The training, validation and test samples of one run.
+
+    while_waiting: called now and then while the host waits for a worker; it may raise.
+    """
 
     def __init__(
         self, config: Config, rank: int, world_size: int, phases: dict[str, Phase], description: dict[str, str]
@@ -121,6 +124,7 @@ class DataSource:
         self._phases = phases
         self._description = description
         self._open: set[Workers] = set()
+        self.while_waiting: Callable[[], None] = lambda: None
 
     def split(self, phase: str, iteration: int) -> Split:
         """Return how ranks and micro-batches share the samples of an iteration, counted from 1."""
@@ -186,7 +190,8 @@ class DataSource:
             yield (reader.read(*request) for request in requests)
             return
         prefetch = self._data.prefetch_factor or 1  # None only without workers
-        workers = Workers(reader, requests, num_workers, prefetch, self._data.multiprocessing_context)
+        context = self._data.multiprocessing_context
+        workers = Workers(reader, requests, num_workers, prefetch, context, lambda: self.while_waiting())
         self._open.add(workers)
         try:
             yield iter(workers)

@@ -15,7 +15,7 @@ import multiprocessing
 import signal
 import struct
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -27,6 +27,8 @@ from megatron_lite.data.reading import Reader, Samples
 from megatron_lite.errors import DataError, RunError
 
 Request = tuple[int, int]  # first index and number of samples (0 or more) of a micro-batch
+
+POLL_S = 0.1  # a worker that answers or dies ends the wait at once
 
 _REQUEST = struct.Struct("<qq")  # first index, number of samples
 
@@ -41,9 +43,19 @@ class Workers:
     """A pool of loader workers that reads micro-batches in order; `close` may be called at any time."""
 
     def __init__(
-        self, reader: Reader, requests: Iterator[Request], num_workers: int, prefetch_factor: int, context: str
+        self,
+        reader: Reader,
+        requests: Iterator[Request],
+        num_workers: int,
+        prefetch_factor: int,
+        context: str,
+        while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the workers, which together read up to `num_workers * prefetch_factor` micro-batches ahead."""
+        """Start the workers, which together read up to `num_workers * prefetch_factor` micro-batches ahead.
+
+        while_waiting: called every POLL_S while the parent waits for a worker; it may raise.
+        """
+        self._while_waiting = while_waiting
         first = list(itertools.islice(requests, num_workers))
         num_workers = len(first)  # no more than there are requests
         self._requests = itertools.chain(first, requests)
@@ -94,7 +106,9 @@ class Workers:
     def _receive(self, number: int) -> Samples:
         worker = number % len(self._connections)
         connection, process = self._connections[worker], self._processes[worker]
-        if connection not in wait([connection, process.sentinel]):
+        while not (ready := wait([connection, process.sentinel], POLL_S)):
+            self._while_waiting()
+        if connection not in ready:
             raise self._death(worker)
         try:
             header = json.loads(connection.recv_bytes())

@@ -2,8 +2,12 @@
 
 On CUDA these are NCCL's collectives. On CPU, gloo's reduce-scatter moves as many bytes as an all-reduce, and its
 all-gather takes three times as long as a send/receive pair. Both are therefore exchanged pairwise here: every rank
-sends each peer the slice that the peer needs, directly between the flat buffers. Sums are always taken in rank order,
-so that results depend on neither timing nor ZeRO stage.
+sends each peer the slice that the peer needs, directly between the flat buffers.
+
+Order of sums: on CPU, and in `sum_in_rank_order` anywhere, the order of the ranks, so that results depend on neither
+timing nor ZeRO stage. NCCL's reduce-scatter sums in the order of its own algorithm: around a ring from the neighbour of
+the rank that keeps the slice, or in the switches between GPUs. NCCL chooses the algorithm by size, topology and
+version; --deterministic=1 pins it (`startup.NCCL_RING`), so that equal sizes on the same GPUs repeat bit by bit.
 """
 
 from __future__ import annotations
@@ -21,8 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.distributed.cpu_collectives import PairwiseSum, Works
+from megatron_lite.distributed.step_watch import POLL_S, Event, StepWatch
 from megatron_lite.distributed.traffic import Handle, Traffic
-from megatron_lite.errors import PeerError, is_lost_peer, lost_peer
+from megatron_lite.errors import is_lost_peer, lost_peer
 
 # A pairwise reduction receives into a ring of chunks per peer: small enough to be added while they are in the cache,
 # and enough of them to keep the exchange going during the computation.
@@ -43,6 +48,8 @@ class Group(Protocol):
 
     def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int: ...
 
+    def wait_for(self, event: Event) -> None: ...
+
 
 class Distributed:
     """This process among its peers: rank, device, and the collectives over all data-parallel ranks.
@@ -51,7 +58,7 @@ class Distributed:
         local_world_size: number of ranks on this machine.
         cpu_group: gloo, with the long time-out, for agreements between hosts.
         group: NCCL or gloo, for the collectives of a step.
-        step_timeout_s: time after which a step that does not end has lost a peer.
+        watch: of the steps on a GPU; None on CPU, where the collectives of a step have the time-out themselves.
     """
 
     def __init__(
@@ -62,12 +69,11 @@ class Distributed:
         device: torch.device,
         cpu_group: Any,
         group: Any,
-        step_timeout_s: float,
+        watch: StepWatch | None = None,
     ) -> None:
         self.rank, self.world_size, self.local_world_size, self.device = rank, world_size, local_world_size, device
-        self._cpu_group, self.group, self._step_timeout_s = cpu_group, group, step_timeout_s
+        self._cpu_group, self.group, self._watch = cpu_group, group, watch
         self.traffic = Traffic(world_size)
-        self._step_end: torch.cuda.Event | None = None
         self._tag = 0
         self._scratch: Tensor | None = None
         self._reduction: Handle | None = None
@@ -129,26 +135,32 @@ class Distributed:
         self.all_gather(gathered.view(-1), "debug").wait()
         return [row.view(tensor.shape) for row in gathered]
 
+    # -- waiting for a GPU -------------------------------------------------------------------------------------------
+
     def end_step(self) -> None:
         """Mark the end of a step on the GPU, and wait for the end of the previous step.
 
-        This keeps the host at most one step ahead and detects a peer that hangs: NCCL's `wait` only orders streams.
-
         Raises:
-            PeerError: if the previous step does not end within --distributed_timeout.
+            PeerError: if the previous step does not end within --distributed_timeout. So do the methods below.
         """
-        if self.device.type != "cuda":
-            return
-        previous, self._step_end = self._step_end, torch.cuda.Event()
-        self._step_end.record()
-        deadline_s = time.monotonic() + self._step_timeout_s
-        while previous is not None and not previous.query():
-            if time.monotonic() > deadline_s:
-                raise PeerError(
-                    f"another rank hangs or died: a step did not end within "
-                    f"--distributed_timeout={self._step_timeout_s:g} s"
-                )
-            time.sleep(0.0002)
+        if self._watch is not None:
+            self._watch.end_step()
+
+    def wait_for_device(self) -> None:
+        """Wait for everything queued so far; call this before the host reads the device, which has no time-out."""
+        if self._watch is not None:
+            self._watch.end_step()
+            self._watch.finish()
+
+    def check_step(self) -> None:
+        """Raise if the newest step is late; call this while the host waits for anything else."""
+        if self._watch is not None:
+            self._watch.has_ended()
+
+    def wait_for(self, event: Event) -> None:
+        """Wait for a point inside the step that the host is queueing."""
+        assert self._watch is not None, f"no events on {self.device.type}"
+        self._watch.wait_for(event)
 
     def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
         """Return the scratch bytes that `reduce_scatter` allocates for shards of this size."""
@@ -170,8 +182,7 @@ class Distributed:
     def agree_max(self, value: int) -> int:
         """Return the largest value of any rank. Also keeps ranks within one step of each other while data is slow."""
         tensor = torch.tensor([value], dtype=torch.int64)
-        with peer_errors():
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._cpu_group)
+        self._finish(lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._cpu_group, async_op=True))
         return int(tensor)
 
     def barrier(self) -> None:
@@ -190,13 +201,21 @@ class Distributed:
         size = self.agree_max(len(data))
         rows = [torch.zeros(size, dtype=torch.uint8) for _ in range(self.world_size)]
         padded = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8)
-        with peer_errors():
-            dist.all_gather(rows, padded, group=self._cpu_group)
+        self._finish(lambda: dist.all_gather(rows, padded, group=self._cpu_group, async_op=True))
         return [json.loads(bytes(row.numpy()).decode()) for row in rows]
 
     def broadcast_object(self, value: Any) -> Any:
         """Return the JSON-able value of rank 0 on every rank."""
         return self.gather_objects(value if self.rank == 0 else None)[0]
+
+    def _finish(self, start: Callable[[], Any]) -> None:
+        """Start a collective over the CPU group and wait for it, or for the time-out of a step on the GPU."""
+        with peer_errors():
+            work = start()
+            while self._watch is not None and not work.is_completed():
+                self.check_step()
+                time.sleep(POLL_S)
+            work.wait()
 
 
 def reduction_scratch_bytes(device_type: str, world_size: int, shard_numel: int, dtype: torch.dtype) -> int:

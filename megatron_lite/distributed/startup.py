@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_lite.config import DistributedConfig
 from megatron_lite.distributed.process_group import Distributed, peer_errors
+from megatron_lite.distributed.step_watch import StepWatch
 from megatron_lite.errors import PeerError, UsageError
 
 
@@ -49,19 +50,18 @@ def join(
         make_deterministic()
     local_world_size = local_world_size or world_size
     device = choose_device(config.device, local_rank, local_world_size)
-    step_timeout = datetime.timedelta(seconds=config.distributed_timeout)
+    on_gpu = device.type == "cuda"
+    watch = StepWatch(config.distributed_timeout) if on_gpu else None
+    step_timeout = datetime.timedelta(seconds=watch.watchdog_timeout_s if watch else config.distributed_timeout)
     startup_timeout = datetime.timedelta(seconds=config.startup_timeout)
     store = dist.HashStore() if init_method is None and world_size == 1 else None
     if store is None and init_method is None:
         init_method = "env://"
-    on_gpu = device.type == "cuda"
     with _all_join(world_size, config.startup_timeout), _port_in_use(), _quiet_loopback(world_size):
         dist.init_process_group(
             "gloo", init_method=init_method, store=store, rank=rank, world_size=world_size, timeout=startup_timeout
         )
-        # NCCL's watchdog aborts the process without a message; `end_step` notices a lost peer earlier.
-        grace = datetime.timedelta(seconds=30 if on_gpu else 0)
-        group = dist.new_group(backend="nccl" if on_gpu else "gloo", timeout=step_timeout + grace)
+        group = dist.new_group(backend="nccl" if on_gpu else "gloo", timeout=step_timeout)
     return Distributed(
         rank=rank,
         world_size=world_size,
@@ -69,7 +69,7 @@ def join(
         device=device,
         cpu_group=dist.group.WORLD,
         group=group,
-        step_timeout_s=config.distributed_timeout,
+        watch=watch,
     )
 
 

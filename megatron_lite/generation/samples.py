@@ -49,7 +49,7 @@ class StageModel:
     def logits(self, micro_batch: MicroBatch) -> Tensor:
         """Return the logits (t, v) that `micro_batch.cache` asks for."""
         result = self._model.output(micro_batch)
-        self._distributed.end_step()
+        self._distributed.wait_for_device()
         return result
 
 

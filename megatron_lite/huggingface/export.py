@@ -77,6 +77,7 @@ def _gather(part: FlatShard, distributed: Distributed, average: bool) -> Tensor:
         else:
             gathered[0, : end - start] = own
         if distributed.rank == 0:
+            distributed.wait_for_device()
             whole.view(world_size, shard_numel)[:, start:end].copy_(gathered[:, : end - start])
     return whole
 
@@ -146,6 +147,7 @@ def _write_all(
 
     for name, tensor in weights:
         if folder is not None and failure is None:
+            distributed.wait_for_device()
             try:
                 folder.write(name, tensor)
             except Exception as error:

@@ -56,7 +56,9 @@ def evaluate(run: Run, phase: str) -> None:
             with run.model.averaged():
                 losses[1] += run.model.evaluate(inputs)
         run.distributed.end_step()
-    totals = run.distributed.sum_in_rank_order(losses).tolist()
+    summed = run.distributed.sum_in_rank_order(losses)
+    run.distributed.wait_for_device()
+    totals = summed.tolist()
     tokens = run.data.evaluation_samples(phase) * run.config.batch.sequence_length
     record = {
         "phase": phase,

@@ -29,6 +29,7 @@ def refuse_bad_steps(run: Run) -> None:
     Raises:
         NumericsError: on every rank, if there was such a step.
     """
+    run.distributed.wait_for_device()
     if (reason := run.optimizer.guard.dropped.stop_reason()) is not None:
         raise NumericsError(reason)
 

@@ -18,6 +18,7 @@ from megatron_lite.setup_run import Run
 
 def log_training(run: Run, update: Update) -> float | None:
     """Log one line and one record of metrics.jsonl, and return its loss. Reads the device, so it waits for the step."""
+    run.distributed.wait_for_device()
     iterations, config = run.window.iterations, run.config
     dropped = run.optimizer.guard.dropped.close()
     record: dict[str, Any] = {
@@ -71,6 +72,7 @@ def show_early(run: Run, update: Update) -> float | None:
     """
     if run.distributed.rank != 0:
         return None
+    run.distributed.wait_for_device()
     values: dict[str, Any] = {
         "iteration": run.iteration,
         "train_iters": run.config.training.train_iters,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_lite.config import RECOMPUTE_LEVELS, Config
 from megatron_lite.distributed.process_group import reduction_scratch_bytes
+from megatron_lite.distributed.step_watch import Event
 from megatron_lite.distributed.traffic import Total, Traffic
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
@@ -49,6 +50,9 @@ class SimulatedGroup:
     def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
         """Bytes on the planned type of device."""
         return reduction_scratch_bytes(self._device_type, self.world_size, shard_numel, dtype)
+
+    def wait_for(self, event: Event) -> None:
+        """Return at once: a plan queues nothing."""
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,9 @@ class MultiStage:
         self._schedules: dict[tuple[str, int], list[Step]] = {}
         # The schedule of the largest batch; every schedule begins with the same gathers.
         self.training_schedule = self._schedule("training", batch.depth_first_micro_batches * self._breadth_first)
-        throttled = config.throttle_cpu and group.device.type == "cuda"
-        self._throttle = Throttle(config.throttle_cpu_rate, config.throttle_cpu_delay) if throttled else None
+        self._throttle: Throttle | None = None
+        if config.throttle_cpu and group.device.type == "cuda":
+            self._throttle = Throttle(config.throttle_cpu_rate, config.throttle_cpu_delay, group.wait_for)
 
     def initialize(self, seed: int) -> None:
         """Draw the initial weights."""

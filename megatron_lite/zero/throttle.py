@@ -8,24 +8,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
-
-class Event(Protocol):
-    """A point in the GPU's stream."""
-
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
+from megatron_lite.distributed.step_watch import Event
 
 
 class Throttle:
-    """Records an event every `rate` steps, then waits for the event recorded `delay` events ago. Reads no value."""
+    """Records an event every `rate` steps, then waits for the event recorded `delay` events ago. Reads no value.
 
-    def __init__(self, rate: int, delay: int, new_event: Callable[[], Event] = torch.cuda.Event) -> None:
-        self._rate, self._delay, self._new_event = rate, delay, new_event
+    wait_for: waits for an event, with a time-out: a rank that hangs stops the others here first.
+    """
+
+    def __init__(
+        self,
+        rate: int,
+        delay: int,
+        wait_for: Callable[[Event], None],
+        new_event: Callable[[], Event] = torch.cuda.Event,
+    ) -> None:
+        self._rate, self._delay, self._wait_for, self._new_event = rate, delay, wait_for, new_event
         self._events: deque[Event] = deque()
         self._steps = 0
 
@@ -38,4 +40,4 @@ class Throttle:
         event.record()
         self._events.append(event)
         if len(self._events) > self._delay:
-            self._events.popleft().synchronize()
+            self._wait_for(self._events.popleft())

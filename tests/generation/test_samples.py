@@ -121,7 +121,7 @@ class FakeRank:
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
 
-    def end_step(self) -> None:
+    def wait_for_device(self) -> None:
         pass
 
 

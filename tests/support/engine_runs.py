@@ -133,6 +133,9 @@ class Wrapped:
     def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
         return int(self.inner.reduction_scratch_bytes(shard_numel, dtype))
 
+    def wait_for(self, event: Any) -> None:
+        self.inner.wait_for(event)
+
 
 class LateGroup(Wrapped):
     """Nothing is sent before somebody waits, and then its input must be what it was when it was started."""
@@ -249,6 +252,9 @@ class SimulatedRanks:
 
     def sum_in_rank_order(self, values: Tensor) -> Tensor:
         return 2 * values
+
+    def wait_for(self, event: Any) -> None:
+        event.synchronize()
 
     def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
         return 0

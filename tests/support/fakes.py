@@ -73,6 +73,9 @@ class FakeDistributed:
     def broadcast_object(self, value: Any) -> Any:
         return self.gather_objects(value)[0]
 
+    def wait_for_device(self) -> None:
+        """Return at once, as on CPU."""
+
 
 @dataclasses.dataclass
 class FakePart:

@@ -31,6 +31,9 @@ class Alone:
     def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
         return 0
 
+    def wait_for(self, event: Any) -> None:
+        raise AssertionError("nothing to wait for")
+
 
 def a_model(config: Config, layers: list[Layer] | None = None) -> MultiStage:
     """A model of one rank with memory on CPU."""

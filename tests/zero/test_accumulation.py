@@ -169,7 +169,7 @@ class _FakeEvent:
 def test_the_throttle_waits_for_earlier_events(rate: int, delay: int, log: str) -> None:
     """Five steps: every `rate`-th records an event, and waits for that of `delay` recordings before."""
     events = FakeEvents()
-    throttle = Throttle(rate, delay, events)
+    throttle = Throttle(rate, delay, lambda event: event.synchronize(), events)
     for _ in range(5):
         throttle.step()
     assert ", ".join(events.log) == log
@@ -180,7 +180,7 @@ def test_the_throttle_is_stepped_after_every_step_of_the_schedule() -> None:
     events = FakeEvents()
     engine = Engine(SimulatedRanks(), {"num_layers": 2, "depth_first_micro_batches": 2, "zero_stage": 3})
     assert engine.model._throttle is None, "there is nothing to throttle on CPU"
-    engine.model._throttle = Throttle(3, 1, events)
+    engine.model._throttle = Throttle(3, 1, lambda event: event.synchronize(), events)
     engine.run(2)
     recorded = [line for line in events.log if line.startswith("record")]
     assert len(recorded) == 2 * len(engine.model.training_schedule) // 3 == 2 * 2 * 2 * 4 // 3

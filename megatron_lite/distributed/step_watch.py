@@ -1,0 +1,98 @@
+"""The ends of the steps on a GPU, and the time-out of a step whose collectives wait for a rank that hangs.
+
+NCCL's `wait` orders streams and returns at once. A rank that hangs therefore stops the host of another rank at the
+next thing for which that host waits: the step before, an event of the throttle, the other ranks' word over gloo, data,
+a value from the device. All of these waits poll here, and end with our own message.
+
+NCCL's watchdog aborts the process without such a message. Its clock starts when the host queues a collective. A step is
+queued only after the last but one has ended, so our message comes at most two time-outs, and the time that the host
+takes to queue a step, after that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from megatron_lite.errors import PeerError
+
+POLL_S = 0.0002
+# Beside two time-outs: queueing a step, which the first time compiles kernels, and finding out which rank it is.
+QUEUEING_S = 60.0
+
+
+class Event(Protocol):
+    """A point in the GPU's stream."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+
+class StepWatch:
+    """The newest step that the host has queued, and the wait for its end.
+
+    timeout_s: limit on each wait, and on the time from the moment when the host has queued a step, and the step before
+    has ended, until the step ends.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        new_event: Callable[[], Event] = torch.cuda.Event,
+        clock_s: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._timeout_s, self._new_event, self._clock_s, self._sleep = timeout_s, new_event, clock_s, sleep
+        self._newest: Event | None = None
+        self._deadline_s = 0.0
+
+    @property
+    def watchdog_timeout_s(self) -> float:
+        """Time-out for NCCL's watchdog that leaves the message to us."""
+        return 2 * self._timeout_s + QUEUEING_S
+
+    def end_step(self) -> None:
+        """Mark the end of a step, and wait for the end of the step before: the host stays at most one step ahead."""
+        event = self._new_event()
+        event.record()
+        self.finish()
+        self._newest, self._deadline_s = event, self._clock_s() + self._timeout_s
+
+    def finish(self) -> None:
+        """Wait for the end of the newest step."""
+        while not self.has_ended():
+            self._sleep(POLL_S)
+
+    def has_ended(self) -> bool:
+        """Return whether the newest step has ended; call this again and again wherever the host waits.
+
+        Raises:
+            PeerError: if the step is late.
+        """
+        if self._newest is not None and not self._newest.query():
+            if self._clock_s() > self._deadline_s:
+                raise self._late()
+            return False
+        self._newest = None
+        return True
+
+    def wait_for(self, event: Event) -> None:
+        """Wait for a point inside the step that the host is queueing.
+
+        Raises:
+            PeerError: if the wait takes longer than the time-out.
+        """
+        deadline_s = self._clock_s() + self._timeout_s
+        while not event.query():
+            if self._clock_s() > deadline_s:
+                raise self._late()
+            self._sleep(POLL_S)
+
+    def _late(self) -> PeerError:
+        return PeerError(
+            f"another rank hangs or died: a step did not end within --distributed_timeout={self._timeout_s:g} s"
+        )
