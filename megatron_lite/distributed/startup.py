@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,12 @@ from megatron_lite.config import DistributedConfig
 from megatron_lite.distributed.process_group import Distributed, peer_errors
 from megatron_lite.distributed.step_watch import StepWatch
 from megatron_lite.errors import PeerError, UsageError
+
+# NCCL sums in an order that depends on its algorithm, which it chooses by size, topology and version. Around a ring the
+# order is fixed for buffers of one size on one set of GPUs; Simple is the only protocol that works everywhere.
+NCCL_RING = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+_ONE_PROCESS_PER_GPU = "start at most one process per GPU (torchrun --nproc-per-node)"
+WARM_UP_NUMEL = 2**22  # so large that NCCL takes the same way as for the buffers of a step
 
 
 def initialize(config: DistributedConfig) -> Distributed:
@@ -62,7 +68,7 @@ def join(
             "gloo", init_method=init_method, store=store, rank=rank, world_size=world_size, timeout=startup_timeout
         )
         group = dist.new_group(backend="nccl" if on_gpu else "gloo", timeout=step_timeout)
-    return Distributed(
+    distributed = Distributed(
         rank=rank,
         world_size=world_size,
         local_world_size=local_world_size,
@@ -71,11 +77,30 @@ def join(
         group=group,
         watch=watch,
     )
+    if on_gpu:
+        refuse_shared_gpus(config.device, distributed.gather_objects(gpu_uuid(device)))
+        warm_up(distributed)
+    return distributed
+
+
+def warm_up(distributed: Distributed) -> None:
+    """Let NCCL connect the ranks before the time-out of the first step runs: many machines take a minute or more.
+
+    The host waits inside the first collective until all ranks are connected, for at most --startup_timeout.
+    """
+    numel = -(-WARM_UP_NUMEL // distributed.world_size) * distributed.world_size
+    buffer = torch.zeros(numel, device=distributed.device)
+    with distributed.traffic.paused(), peer_errors():
+        distributed.reduce_scatter(buffer).wait()
+        distributed.all_gather(buffer).wait()
+    distributed.wait_for_device()
 
 
 def make_deterministic() -> None:
     """Allow only deterministic GPU algorithms from now on; call this before anything runs on a GPU."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it and reads it at first use
+    for name, value in NCCL_RING.items():  # NCCL reads them when it connects the ranks
+        os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.enable_cudnn_sdp(False)
     # That switch also fills every new tensor with NaN to catch reads of uninitialized memory: costly and not needed.
@@ -87,9 +112,13 @@ def deterministic_ways(device: torch.device, triton: bool) -> str:
     if device.type != "cuda":
         return f"deterministic: on {device.type} every algorithm is repeatable; --deterministic=1 costs nothing"
     embedding = "" if triton else ", embedding gradients from sorted tokens"
+    settings = ", ".join(
+        f"{name}={os.environ.get(name, value)}{'' if os.environ.get(name, value) == value else ' as you set it'}"
+        for name, value in NCCL_RING.items()
+    )
     return (
         "deterministic: attention's backward pass sums in a fixed order and never uses cuDNN, cuBLAS uses one "
-        f"workspace{embedding}; scripts/gpu_report.sh measures the cost"
+        f"workspace{embedding}, NCCL uses one algorithm ({settings}); scripts/gpu_report.sh measures the cost"
     )
 
 
@@ -104,13 +133,34 @@ def choose_device(name: str, local_rank: int, local_world_size: int) -> torch.de
         return torch.device("cpu")
     if not available:
         raise UsageError("--device=cuda: no CUDA device is available; use --device=cpu or --device=auto")
-    if local_world_size > torch.cuda.device_count():
+    count = torch.cuda.device_count()
+    if 1 < count < local_world_size:
         raise UsageError(
-            f"--device={name}: {local_world_size} processes on this machine, but {torch.cuda.device_count()} GPUs; "
-            "start at most one process per GPU (torchrun --nproc-per-node)"
+            f"--device={name}: {local_world_size} processes on this machine, but {count} GPUs; {_ONE_PROCESS_PER_GPU}"
         )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    # Slurm may show each task no GPU but its own; `refuse_shared_gpus` finds tasks that see the same one.
+    index = 0 if count == 1 else local_rank
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """Return what identifies a GPU, whatever number it has in this process."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def refuse_shared_gpus(name: str, uuids: Sequence[str]) -> None:
+    """Check that no two ranks have the same GPU. `uuids`: of all ranks, in rank order.
+
+    Raises:
+        UsageError: on every rank, because NCCL would refuse or hang.
+    """
+    for rank, uuid in enumerate(uuids):
+        if (first := uuids.index(uuid)) != rank:
+            raise UsageError(
+                f"--device={name}: ranks {first} and {rank} have the same GPU ({uuid}); {_ONE_PROCESS_PER_GPU}, or let "
+                "Slurm give each task its own (srun --gpus-per-task=1)"
+            )
 
 
 @contextlib.contextmanager

@@ -1,0 +1,130 @@
+"""The start of a process on a GPU, with fakes: its device, NCCL's settings, and what happens before the first step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_lite.config import DistributedConfig
+from megatron_lite.distributed import startup
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.distributed.startup import choose_device, deterministic_ways, join, refuse_shared_gpus
+from megatron_lite.errors import UsageError
+from tests.support.harness import run_distributed
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "local_rank", "local_world_size", "index"),
+    [(8, 3, 8, 3), (8, 0, 1, 0), (1, 0, 1, 0), (1, 5, 8, 0)],
+    ids=["torchrun", "one process", "one GPU", "srun: each task sees its own GPU"],
+)
+def test_the_device_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, local_rank: int, local_world_size: int, index: int
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert choose_device("auto", local_rank, local_world_size) == torch.device("cuda", index)
+    assert chosen == [index]
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(UsageError, match="8 processes on this machine, but 4 GPUs; start at most one process per GPU"):
+        choose_device("cuda", 0, 8)
+
+
+def test_ranks_that_share_a_gpu_are_refused() -> None:
+    """torchrun with two processes on a machine with one GPU: each sees a GPU, and it is the same one."""
+    refuse_shared_gpus("auto", ["a", "b", "c"])
+    with pytest.raises(UsageError, match=r"--device=auto: ranks 1 and 3 have the same GPU \(b\); start at most one"):
+        refuse_shared_gpus("auto", ["a", "b", "c", "b"])
+
+
+def joined(monkeypatch: pytest.MonkeyPatch, uuids: list[str], **options: Any) -> list[Any]:
+    """Join with fakes in place of the GPU and of every collective; return the calls in order."""
+    calls: list[Any] = []
+
+    def collective(name: str) -> Any:
+        def start(self: Distributed, buffer: Any, *_: Any) -> Any:
+            calls.append((name, buffer))
+            return SimpleNamespace(wait=lambda: calls.append("wait"))
+
+        return start
+
+    monkeypatch.setattr(startup, "choose_device", lambda *_: CUDA)
+    monkeypatch.setattr(startup, "gpu_uuid", lambda device: "unused")
+    monkeypatch.setattr(startup.torch, "zeros", lambda numel, device: numel)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda name, **more: calls.append((name, more["timeout"].total_seconds()))
+    )
+    monkeypatch.setattr(dist, "new_group", lambda backend, timeout: calls.append((backend, timeout.total_seconds())))
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=None))
+    monkeypatch.setattr(Distributed, "gather_objects", lambda self, value: uuids)
+    for name in ("reduce_scatter", "all_gather"):
+        monkeypatch.setattr(Distributed, name, collective(name))
+    monkeypatch.setattr(Distributed, "wait_for_device", lambda self: calls.append("wait for the device"))
+    with contextlib.suppress(UsageError):
+        join(DistributedConfig(device="cuda", **options), 0, len(uuids), 0)
+        calls.append("joined")
+    return calls
+
+
+def test_nccl_connects_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its watchdog has more time than our own message needs; the first collectives are over when `join` returns."""
+    calls = joined(monkeypatch, ["a", "b", "c"], distributed_timeout=60.0, startup_timeout=3600.0)
+    numel = 4194306  # a multiple of the number of ranks
+    assert calls == [
+        ("gloo", 3600.0),
+        ("nccl", 180.0),
+        ("reduce_scatter", numel),
+        "wait",
+        ("all_gather", numel),
+        "wait",
+        "wait for the device",
+        "joined",
+    ]
+
+
+def test_nccl_is_not_asked_to_connect_ranks_that_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = joined(monkeypatch, ["a", "a"])
+    assert [name for name, _ in calls] == ["gloo", "nccl"]
+
+
+def nccl_settings(distributed: Distributed) -> tuple[str | None, str | None]:
+    return os.environ.get("NCCL_ALGO"), os.environ.get("NCCL_PROTO")
+
+
+def test_deterministic_runs_pin_the_algorithm_of_nccl() -> None:
+    """Before the process group exists, and only with --deterministic=1."""
+    assert run_distributed(1, nccl_settings, deterministic=True) == [("Ring", "Simple")]
+    assert run_distributed(1, nccl_settings) == [(None, None)]
+
+
+def test_the_users_own_settings_of_nccl_win_and_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    monkeypatch.delenv("NCCL_PROTO", raising=False)
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        startup.make_deterministic()
+        assert (os.environ["NCCL_ALGO"], os.environ["NCCL_PROTO"]) == ("Tree", "Simple")
+        assert "NCCL uses one algorithm (NCCL_ALGO=Tree as you set it, NCCL_PROTO=Simple)" in deterministic_ways(
+            CUDA, triton=True
+        )
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cuda.enable_cudnn_sdp(before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+        for name in ("NCCL_PROTO", "CUBLAS_WORKSPACE_CONFIG"):
+            os.environ.pop(name, None)
