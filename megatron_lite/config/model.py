@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron_lite.config.by_block import by_block
 from megatron_lite.config.numbers import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ProperFraction
 from megatron_lite.config.option import Area, derived, low_precision_option, option, optional
 
@@ -185,7 +186,12 @@ class PerformanceConfig(Area):
     """Performance"""
 
     mlp_recompute_level: str = option(
-        "none", "what to recompute in the MLPs' backward pass to save memory", choices=RECOMPUTE_LEVELS, basic=True
+        "none",
+        "what to recompute in the MLPs' backward pass to save memory; activation,full:8 is full in the first 8 blocks "
+        "and activation in the others",
+        choices=RECOMPUTE_LEVELS,
+        by_block=True,
+        basic=True,
     )
     recompute_layers: NonNegativeInt = option(
         0, "recompute the first N blocks in the backward pass, keeping only their inputs"
@@ -209,3 +215,7 @@ class PerformanceConfig(Area):
         "compute logits for this many vocabulary entries at a time; costs a second product with the head's weights",
         "the whole vocabulary",
     )
+
+    def mlp_levels(self, num_layers: int) -> tuple[str, ...]:
+        """Return the level of MLP recomputation of each block."""
+        return by_block(self.mlp_recompute_level, num_layers)

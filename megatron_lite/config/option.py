@@ -37,6 +37,7 @@ class Option:
     below: float | None = None  # exclusive upper bound
     why: str = ""  # the reason for the bounds and what to write instead, unless they are obvious
     choices: tuple[str, ...] = ()
+    by_block: bool = False  # choices for parts of the blocks, too: see `config/by_block.py`
     value_aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     aliases: str = ""  # other spellings of the flag, here and in other programs, separated by spaces
     unset: str = ""  # what None resolves to, in words

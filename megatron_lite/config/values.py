@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, get_args
 
-from megatron_lite.config import AREAS, numbers
+from megatron_lite.config import AREAS, by_block, numbers
 from megatron_lite.config.option import All, Auto, Option
 
 LARGEST_INTEGER = 2**63 - 1
@@ -225,6 +225,43 @@ def parse_choice(text: str, option: Option) -> str:
     raise BadValueError(f"takes {', '.join(option.choices)}", *near[:3], guessed=not same)
 
 
+def parse_by_block(text: str, option: Option) -> str:
+    """Parse choices of `option` with the number of their blocks: `activation,full:8`. See `by_block.py`.
+
+    Raises:
+        BadValueError: for anything else.
+    """
+    parts: list[tuple[str, str | None]] = []
+    for value, number in by_block.parts_of(text):
+        choice, count = _part(text, value, number, option)
+        if choice in dict(parts):
+            raise BadValueError(f"{choice} is given twice; leave one out")
+        parts.append((choice, count))
+    others = [choice for choice, count in parts if count is None]
+    if len(others) > 1:
+        example = by_block.written([(others[0], None), *((choice, "8") for choice in others[1:])])
+        raise BadValueError(f"{' and '.join(others)} have no number of blocks; only one part may have none", example)
+    if not others:
+        unused = next((choice for choice in option.choices if choice not in dict(parts)), None)
+        rest = [by_block.written([(unused, None), *parts])] if unused else []
+        raise BadValueError("one part must have no number, for all other blocks", *rest)
+    return by_block.written(parts)
+
+
+def _part(text: str, value: str, number: str | None, option: Option) -> tuple[str, str | None]:
+    """Parse one part of `parse_by_block`; the message of an error writes the whole text anew."""
+    try:
+        choice = parse_choice(value, option)
+        count = None if number is None else parse_int(number)
+    except BadValueError as error:
+        wrong = value if value not in option.choices else number or ""
+        right = [text.replace(wrong, other, 1) for other in error.instead if wrong]
+        raise BadValueError(f"{shown(wrong)}: {error.rule}", *right, guessed=error.guessed) from None
+    if count is not None and count < 1:
+        raise BadValueError(f"{choice}:{count} takes no block", text.replace(f":{number}", ":1", 1))
+    return choice, None if count is None else str(count)
+
+
 def parse_list(flag: Flag, words: Sequence[str]) -> tuple[Any, ...]:
     """Parse a list; commas and spaces inside `words` separate items, too.
 
@@ -255,6 +292,8 @@ def parse_value(flag: Flag, text: str) -> Any:
     if flag.kind == "bool":
         return parse_bool(text)
     if flag.kind == "str":
+        if flag.option.by_block and re.search("[,:]", text):
+            return parse_by_block(text, flag.option)
         return parse_choice(text, flag.option) if flag.option.choices else parse_text(text)
     return _parse_number(flag, text)
 
@@ -328,6 +367,9 @@ def check_bounds(flag: Flag, value: Any) -> None:
     """
     option = flag.option
     for item in value if isinstance(value, tuple) else (value,):
+        if isinstance(item, str) and option.by_block and re.search("[,:]", item):
+            parse_by_block(item, option)
+            continue
         if isinstance(item, str) and option.choices and item not in option.choices:
             raise BadValueError(f"takes {', '.join(option.choices)}")
         if isinstance(item, (str, bool)) and (flag.kind not in ("int", "float") or item in flag.words):

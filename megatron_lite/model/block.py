@@ -133,7 +133,7 @@ class Block(Layer):
         if config.hybrid_norm:
             self.attention_output_norm = Norm(f"{self.name}.attention_output_norm", config, kernels)
         self.mlp_norm = Norm(f"{self.name}.mlp_norm", config, kernels)
-        self.mlp = MLP(f"{self.name}.mlp", config, kernels, performance.mlp_recompute_level)
+        self.mlp = MLP(f"{self.name}.mlp", config, kernels, performance.mlp_levels(config.num_layers)[index])
         if config.hybrid_norm:
             self.mlp_output_norm = Norm(f"{self.name}.mlp_output_norm", config, kernels)
 

@@ -80,15 +80,15 @@ def model_flops(model: ModelConfig, sequence_length: int, tokens: int, full_atte
 def hardware_flops(model: ModelConfig, performance: PerformanceConfig, sequence_length: int, tokens: int) -> float:
     """Return `model_flops` plus recomputation:
 
-    + 2 * T * h * (1 + gated) * f        for each block with mlp_recompute_level=full: its first MLP product
+    + 2 * T * h * (1 + gated) * f        for each block with mlp_recompute_level full: its first MLP product
     + the block's forward pass           for each of the first recompute_layers
     + 2 * T * h * v                      with a cross_entropy_block_size below v: the logits
     + T * heads * d * s                  for each block: the scores in attention's backward pass (1/6), all backends
     """
     attention = _attention_flops(model, sequence_length, tokens)
     flops = model_flops(model, sequence_length, tokens)
-    if performance.mlp_recompute_level == "full":
-        flops += 2.0 * tokens * model.num_layers * model.hidden_size * (1 + model.gated) * model.ffn_hidden_size
+    repeated = performance.mlp_levels(model.num_layers).count("full")
+    flops += 2.0 * tokens * repeated * model.hidden_size * (1 + model.gated) * model.ffn_hidden_size
     flops += (_block_flops(model, tokens) + attention) * performance.recompute_layers / model.num_layers
     if (performance.cross_entropy_block_size or model.vocab_size) < model.vocab_size:
         flops += _head_flops(model, tokens)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_lite.config import Config
+from megatron_lite.config.by_block import by_block
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.embedding_and_head import chunk_tokens
 from megatron_lite.zero.flat_shard import Precision
@@ -28,7 +29,7 @@ class Sizes:
     precision: Precision
     trained: Collection[str]  # names of the parameters that are not frozen
     device: torch.device  # of the planned type
-    level: str  # mlp_recompute_level
+    level: str  # mlp_recompute_level, of all blocks or by block
     batch: int  # samples
 
     def __post_init__(self) -> None:
@@ -36,6 +37,7 @@ class Sizes:
         config, model = self.config, self.config.model
         self.model, self.length = model, config.batch.sequence_length  # tokens per sample
         self.kernels = choose_kernels(config, self.device, planned=True)
+        self.levels = by_block(self.level, model.num_layers)
         self.recompute_layers = config.performance.recompute_layers
         self.on_gpu = self.device.type == "cuda"
         # Per element, in the training dtype, in the gradient buffers, and in the residual stream.
@@ -110,7 +112,7 @@ def saved_by_layer(sizes: Sizes) -> list[Saved]:
     embedding.add("dropout masks", sizes.stream, reached and bool(model.embedding_dropout))
     layers = [embedding]
     for index in range(model.num_layers):
-        block, reached = _block(sizes, f"blocks.{index}.", reached)
+        block, reached = _block(sizes, f"blocks.{index}.", sizes.levels[index], reached)
         layers.append(block)
     head = Saved()
     reached = _norm(head, sizes, "head.norm.", reached, sizes.stream)
@@ -122,14 +124,14 @@ def saved_by_layer(sizes: Sizes) -> list[Saved]:
 # it is trained. Each function returns the same about its output.
 
 
-def _block(sizes: Sizes, name: str, reached: bool) -> tuple[Saved, bool]:
+def _block(sizes: Sizes, name: str, level: str, reached: bool) -> tuple[Saved, bool]:
     saved = Saved()
     branch = _norm(saved, sizes, f"{name}attention_norm.", reached, sizes.stream)
     branch = _attention(saved, sizes, f"{name}attention.", branch)
     branch = _end_of_branch(saved, sizes, f"{name}attention_output_norm.", branch)
     reached = reached or branch
     branch = _norm(saved, sizes, f"{name}mlp_norm.", reached, sizes.stream)
-    branch = _mlp(saved, sizes, f"{name}mlp.", branch)
+    branch = _mlp(saved, sizes, f"{name}mlp.", level, branch)
     branch = _end_of_branch(saved, sizes, f"{name}mlp_output_norm.", branch)
     return saved, reached or branch
 
@@ -173,12 +175,12 @@ def _attention(saved: Saved, sizes: Sizes, name: str, reached: bool) -> bool:
     return reached or sizes.trains(f"{name}output.")
 
 
-def _mlp(saved: Saved, sizes: Sizes, name: str, reached: bool) -> bool:
+def _mlp(saved: Saved, sizes: Sizes, name: str, level: str, reached: bool) -> bool:
     """The MLP saves x, u and z, as far as its level of recomputation does: see `kernels/mlp.py`."""
     up, down = (sizes.trains(f"{name}{weight}.weight") for weight in ("up", "down"))
     reached = reached or sizes.trains(f"{name}up.")
-    reads_u = reached or (down and sizes.level != "none")
-    saved.add("linear inputs", sizes.hidden, up or (reads_u and sizes.level == "full"))
-    saved.add("MLP up outputs", sizes.u, reads_u and sizes.level != "full")
-    saved.add("MLP activations", sizes.z, down and sizes.level == "none")
+    reads_u = reached or (down and level != "none")
+    saved.add("linear inputs", sizes.hidden, up or (reads_u and level == "full"))
+    saved.add("MLP up outputs", sizes.u, reads_u and level != "full")
+    saved.add("MLP activations", sizes.z, down and level == "none")
     return reached or sizes.trains(f"{name}down.")

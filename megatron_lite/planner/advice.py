@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_lite.config import RECOMPUTE_LEVELS, Config, flatten, unflatten
+from megatron_lite.config import Config, flatten, unflatten
+from megatron_lite.config.by_block import by_block
 from megatron_lite.config.values import written
 from megatron_lite.errors import UsageError
 from megatron_lite.planner.auto import resolve_auto
@@ -206,17 +207,19 @@ def _dimensions(question: Question) -> list[list[Choice]]:
 def _recomputation(config: Config) -> list[Choice]:
     """Return choices of what the backward pass recomputes: the present one, then ones that save more."""
     performance, blocks = config.performance, config.model.num_layers
-    first, last = performance.mlp_recompute_level, RECOMPUTE_LEVELS[-1]
-    choices = []
-    for level in RECOMPUTE_LEVELS[RECOMPUTE_LEVELS.index(first) :]:
-        changes: Changes = {} if level == first else {"mlp_recompute_level": level}
-        choices.append(Choice(LEVEL_COST[level] - LEVEL_COST[first], changes))
+    present, choices = performance.mlp_levels(blocks), [UNCHANGED]
+    quarter = [-(-blocks * quarters // 4) for quarters in range(1, 4)]
+    for levels in ("activation", *(f"activation,full:{first}" for first in quarter if first < blocks), "full"):
+        pairs = [*zip(present, by_block(levels, blocks), strict=True)]
+        more = [LEVEL_COST[new] - LEVEL_COST[old] for old, new in pairs]
+        if any(more) and min(more) >= 0:
+            choices.append(Choice(sum(more) / blocks, {"mlp_recompute_level": levels}))
+    cost, changes = choices[-1]
     for quarters in range(1, 5):
         layers = -(-blocks * quarters // 4)
         if layers > performance.recompute_layers:
-            more = ALL_BLOCKS_COST * (layers - performance.recompute_layers) / blocks
-            cost = LEVEL_COST[last] - LEVEL_COST[first] + more
-            choices.append(Choice(cost, {**changes, "recompute_layers": layers}))
+            more_forward = ALL_BLOCKS_COST * (layers - performance.recompute_layers) / blocks
+            choices.append(Choice(cost + more_forward, {**changes, "recompute_layers": layers}))
     return choices
 
 

@@ -45,7 +45,10 @@ def peaks_by_layer(sizes: Sizes, saved: Sequence[Saved]) -> list[Peaks]:
 
     saved: the bytes of each layer without block recomputation (`saved_by_layer`).
     """
-    blocks = [Peaks(_block_forward(sizes, block), _block_backward(sizes, block)) for block in saved[1:-1]]
+    blocks = [
+        Peaks(_block_forward(sizes, level, block), _block_backward(sizes, level, block))
+        for level, block in zip(sizes.levels, saved[1:-1], strict=True)
+    ]
     for index, plain in enumerate(blocks[: sizes.recompute_layers]):
         blocks[index] = _recomputed(sizes, saved[index + 1], plain)
     return [_embedding(sizes), *blocks, _head(sizes)]
@@ -139,12 +142,12 @@ def _entries_of_a_block(sizes: Sizes) -> int:
     return min(sizes.kernels.cross_entropy_block_size or padded, padded)
 
 
-def _block_forward(sizes: Sizes, saved: Saved) -> int:
+def _block_forward(sizes: Sizes, level: str, saved: Saved) -> int:
     """Tensors that the level of recomputation does not save, the output of a branch, and the output of the block."""
     hidden, stream, hybrid, walk = sizes.hidden, sizes.stream, sizes.model.hybrid_norm, Walk()
-    if sizes.level == "full":
+    if level == "full":
         walk.allocate(sizes.u)
-    if sizes.level != "none":
+    if level != "none":
         walk.allocate(sizes.z)
     if not hybrid:  # otherwise the branch norm saves it
         walk.allocate(hidden)
@@ -194,12 +197,12 @@ def _branch_norm(walk: Walk, sizes: Sizes) -> None:
         walk.free(sizes.hidden)
 
 
-def _block_backward(sizes: Sizes, saved: Saved) -> int:
+def _block_backward(sizes: Sizes, level: str, saved: Saved) -> int:
     hidden, stream, walk = sizes.hidden, sizes.stream, Walk()
     cast = hidden if stream != hidden else 0  # the gradient of a branch, a copy where the stream has another dtype
     walk.allocate(cast)
     gradient = _end_of_branch_backward(walk, sizes, cast)
-    _mlp_backward(walk, sizes)
+    _mlp_backward(walk, sizes, level)
     half_of_inputs = saved["linear inputs"] // 2  # those of the MLP; the other half is the attention's
     walk.free(gradient, saved["MLP up outputs"], saved["MLP activations"], half_of_inputs)
     _norm_backward(walk, sizes, stream, hidden, adds=True, branch=cast)
@@ -225,11 +228,11 @@ def _end_of_branch_backward(walk: Walk, sizes: Sizes, gradient: int) -> int:
     return gradient
 
 
-def _mlp_backward(walk: Walk, sizes: Sizes) -> None:
+def _mlp_backward(walk: Walk, sizes: Sizes, level: str) -> None:
     """See `kernels/mlp.py` for u and z; the gradient of the MLP's input remains."""
     hidden_size, in_place = sizes.model.hidden_size, sizes.kernels.triton
-    recomputes_z = sizes.level != "none"
-    if sizes.level == "full":
+    recomputes_z = level != "none"
+    if level == "full":
         walk.allocate(sizes.u)
     walk.allocate(sizes.z)  # dz
     du_temporary = sizes.z if sizes.model.gated and not in_place else 0
@@ -241,7 +244,7 @@ def _mlp_backward(walk: Walk, sizes: Sizes) -> None:
         walk.free(sizes.z)
     walk.allocate(0, temporary=_weight_gradient(sizes, sizes.u_channels, hidden_size))
     walk.allocate(sizes.hidden)
-    if sizes.level == "full":
+    if level == "full":
         walk.free(sizes.u)
 
 

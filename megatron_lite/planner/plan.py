@@ -57,7 +57,7 @@ class SimulatedGroup:
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """Bytes of activations at one level of recomputation."""
+    """Bytes of activations at one level of recomputation, the same in all blocks or by block."""
 
     level: str
     kept: list[Saved]  # per layer, for one micro-batch
@@ -100,7 +100,8 @@ def make_plan(config: Config, world_size: int, device_type: str, rank: int = 0) 
     """Plan one of `world_size` ranks on `device_type`. `config`: resolved, without `auto`."""
     group = SimulatedGroup(rank, world_size, device_type)
     model = planned_model(config, group, device_type)
-    activations = {level: activation_memory(config, model, device_type, level) for level in RECOMPUTE_LEVELS}
+    levels = dict.fromkeys((*RECOMPUTE_LEVELS, config.performance.mlp_recompute_level))
+    activations = {level: activation_memory(config, model, device_type, level) for level in levels}
     return Plan(config, world_size, device_type, model, count_traffic(model, group), activations)
 
 

@@ -186,7 +186,7 @@ def _activations(plan: Plan, device_bytes: int) -> Iterator[str]:
     blocks = [max(level.kept[1:-1], key=Saved.total) for level in levels]
     held = _count(plan.config.batch.breadth_first_micro_batches or 1, "micro-batch")
     needed = [plan.needed_bytes(level.level) for level in levels]
-    yield _title("activations, MiB, at level", *(level.level + " *" * (level.level == chosen) for level in levels))
+    yield _title("activations, MiB, at level", *(_level_title(level.level, chosen) for level in levels))
     for kind in blocks[0]:
         yield _row(kind, *(_mib(block.get(kind, 0)) for block in blocks))
     yield _row("one block, one micro-batch", *(_mib(block.total()) for block in blocks))
@@ -204,6 +204,11 @@ def _activations(plan: Plan, device_bytes: int) -> Iterator[str]:
     yield _row(f"of {_mib(device_bytes)}", *fits)
     offered = "torch reports of a GPU of 80 GB" if plan.device_type == "cuda" else "a rank has of this machine"
     yield f"  * --mlp_recompute_level={chosen}; {device_bytes / GIB:.1f} GiB are what {offered}"
+
+
+def _level_title(level: str, chosen: str) -> str:
+    """A level that differs between blocks stands below the table; its column shows the largest block."""
+    return ("by block" if "," in level else level) + " *" * (level == chosen)
 
 
 def _traffic(plan: Plan) -> Iterator[str]:

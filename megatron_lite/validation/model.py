@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from megatron_lite.config import Draft
+from megatron_lite.config.by_block import numbered_blocks
 from megatron_lite.config.model import rotary_base
 from megatron_lite.config.values import written
 from megatron_lite.validation.messages import Problem, default, nearest_multiples, problem
@@ -70,6 +71,9 @@ def performance(draft: Draft) -> Iterator[Problem]:
         yield problem(draft, "attention_softmax_in_fp32 attention_backend", rule)
     if draft.recompute_layers > draft.num_layers:
         yield problem(draft, "recompute_layers num_layers", f"write at most {draft.num_layers}")
+    if numbered_blocks(draft.mlp_recompute_level) > draft.num_layers:
+        rule = f"write numbers that add up to at most {draft.num_layers}"
+        yield problem(draft, "mlp_recompute_level num_layers", rule)
     if draft.cross_entropy_block_size is not None and draft.cross_entropy_block_size > draft.vocab_size:
         yield problem(draft, "cross_entropy_block_size vocab_size", f"write at most {draft.vocab_size}")
 

@@ -101,6 +101,8 @@ def test_hardware_flops_of_recomputation():
     assert more(recompute_layers=8) == pytest.approx((plain / 3 - head) / 4)
     assert more(mlp_recompute_level="full") == pytest.approx(32 * 2 * 4096 * 2 * 14336)
     assert more(mlp_recompute_level="activation") == 0
+    assert more(mlp_recompute_level="activation,full:8") == pytest.approx(8 * 2 * 4096 * 2 * 14336)
+    assert more(mlp_recompute_level="full,none:2,activation:1") == pytest.approx(29 * 2 * 4096 * 2 * 14336)
     assert more(cross_entropy_block_size=4096) == pytest.approx(head)
     assert more(cross_entropy_block_size=128256) == 0
 
@@ -113,6 +115,7 @@ def test_hardware_flops_of_recomputation():
         {"mlp_recompute_level": "full"},
         {"recompute_layers": 2},
         {"gated": True, "recompute_layers": 1, "mlp_recompute_level": "full"},
+        {"gated": True, "mlp_recompute_level": "none,full:1,activation:1"},
     ],
     ids=str,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import re
@@ -13,7 +14,7 @@ import pytest
 
 from megatron_lite.cli.parse import parse
 from megatron_lite.planner import advice
-from megatron_lite.planner.advice import Question, cheapest_fit, fewest_ranks, least_bytes
+from megatron_lite.planner.advice import Choice, Question, cheapest_fit, fewest_ranks, least_bytes
 from megatron_lite.planner.plan import make_plan, needed_bytes
 from megatron_lite.planner.runtime import GIB
 from megatron_lite.validation import resolve
@@ -209,6 +210,38 @@ def test_cheaper_changes_come_first() -> None:
         steps.append(fit.changes)
     assert set(steps[0]) <= {"mlp_recompute_level", "zero_stage", "micro_batch_size"} and len(steps[0]) == 1
     assert all("recompute_layers" not in step and "split_master_weights" not in step for step in steps[:3])
+
+
+@pytest.mark.parametrize(
+    ("present", "choices"),
+    [
+        ("none", ["activation", "activation,full:3", "activation,full:6", "activation,full:9", "full"]),
+        ("activation,full:4", ["activation,full:6", "activation,full:9", "full"]),
+        ("none,full:6", ["activation,full:6", "activation,full:9", "full"]),
+        ("full", []),
+    ],
+)
+def test_levels_that_save_more_are_offered_in_quarters(present: str, choices: list[str]) -> None:
+    """Each costs more than the one before and never less than none; no block gives up what it saves already."""
+    config = resolve(question(f"{SMALL} --batch_size=4 --mlp_recompute_level={present}", 1, 1).asked, 1)
+    offered = [choice for choice in advice._recomputation(config) if "recompute_layers" not in choice.changes]
+    assert [choice.changes.get("mlp_recompute_level") for choice in offered] == [None, *choices]
+    costs = [choice.cost for choice in offered]
+    assert costs == sorted(set(costs)) and costs[0] == 0.0
+
+
+def test_a_part_of_the_blocks_is_enough_if_little_memory_is_missing() -> None:
+    """With less than `activation` needs, and more than `activation,full:6`, only some blocks repeat the up product."""
+    asked = question(f"{SMALL} --batch_size=1 --zero_stage=3", 1, 1)
+    needs = asked.needs(resolve(asked.asked, 1))
+
+    def needed(level: str) -> int:
+        return needs(Choice(0.0, {"mlp_recompute_level": level}))
+
+    fit = cheapest_fit(
+        dataclasses.replace(asked, device_bytes=(needed("activation") + needed("activation,full:3")) // 2)
+    )
+    assert fit is not None and fit.flags == "--mlp_recompute_level=activation,full:3"
 
 
 def test_more_ranks_are_the_last_resort() -> None:

@@ -126,6 +126,16 @@ def test_one_rank_and_no_iterations(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--train_iters=0 trains nothing" in text
 
 
+def test_levels_by_block_get_a_column_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """The column holds what all blocks keep together, between those of the two levels."""
+    text = page(capsys, *TINY, "--num_layers=4", "--mlp_recompute_level=activation,full:1")
+    assert "by block *" in text and "full *" not in text
+    assert "* --mlp_recompute_level=activation,full:1;" in text
+    held = [float(cell.replace(",", "")) for cell in numbers(text, "all layers, 1 micro-batch")]
+    _, activation, full, mixed = held
+    assert mixed == pytest.approx(activation - (activation - full) / 4, abs=0.02)
+
+
 def test_batches_that_change_or_do_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
     """The page plans the largest batch, shows padding, and counts validations in larger micro-batches."""
     flags = ["--batch_size=none", "--batch_size_schedule=0:4 10:13", "--micro_batch_size=2", "--train_iters=20"]

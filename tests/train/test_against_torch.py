@@ -167,7 +167,7 @@ def test_recomputation_changes_no_bit_of_a_run(architecture: str) -> None:
         "lr_warmup_iters": 2,
     }
     plain = run_distributed(2, train_tiny, options, 4)[0]
-    for level in ("activation", "full"):
+    for level in ("activation", "full", "activation,full:1", "full,none:1", "none,full:1,activation:1"):
         recomputed = run_distributed(2, train_tiny, {**options, "mlp_recompute_level": level}, 4)[0]
         assert recomputed.losses == plain.losses and recomputed.grad_norms == plain.grad_norms
         for name, weight in plain.weights.items():

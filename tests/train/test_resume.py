@@ -409,6 +409,18 @@ def test_more_iterations_resume(corpus: str, tmp_path: Path) -> None:
     assert norms[0] == norms[1]
 
 
+def test_other_levels_of_recomputation_resume(corpus: str, tmp_path: Path) -> None:
+    """A run whose --mlp_recompute_level changes at every start is bit for bit the run that kept one level."""
+    one, changing = tmp_path / "one", tmp_path / "changing"
+    assert run(flags(corpus, one, "--train_iters=12", "--num_layers=3")).codes == [0]
+    for end, level in ((3, "none"), (6, "activation,full:2"), (9, "full"), (12, "none,full:1,activation:1")):
+        stop = ["--stop_interval=3"] if end < 12 else []
+        command = flags(corpus, changing, "--train_iters=12", "--num_layers=3", f"--mlp_recompute_level={level}", *stop)
+        outcome = run(command)
+        assert outcome.codes == [0] and checkpoints(changing)[-1] == end, outcome.output
+    assert_same_run(changing, one)
+
+
 def test_other_world_size_and_zero_stage(tmp_path: Path) -> None:
     """A run resumes with other numbers of ranks and ZeRO stages; losses agree to 1e-6 with one rank's."""
     common = [*TINY, "--train_iters=15", "--batch_size=12", "--micro_batch_size=2", "--validation_iters=2"]

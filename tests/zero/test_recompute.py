@@ -23,7 +23,7 @@ CASES: list[dict[str, Any]] = [
         "gated": True,
         "normalization_type": "rms_norm",
         "use_rotary_embeddings": True,
-        "mlp_recompute_level": "full",
+        "mlp_recompute_level": "activation,full:1",
     },
     {"zero_stage": 3, "training_dtype": "bf16", "freeze": ("embedding", "blocks.1.mlp"), "tie_word_embeddings": False},
     {"freeze": ("embedding", "*.weight", "head"), "tie_word_embeddings": False},  # biases alone

@@ -28,7 +28,7 @@ FAST_LLM = (
     Row("layers_per_stage", remark="or auto; 1.5 alternates stages of one and two blocks (2 there); at least 1"),
     Row("world_size", remark="only for a dry run; otherwise torchrun sets it"),
     Row("cross_entropy_impl", remark="auto, torch (alias fused) or triton"),
-    Row("mlp_recompute_level", remark="--recompute_layers=<N> recomputes whole blocks"),
+    Row("mlp_recompute_level", remark="also by block (activation,full:8); --recompute_layers=<N> is for whole blocks"),
     Row("head_groups", remark="write 1, multi-query attention, if you relied on the default"),
     Row("rotary_embedding_scale", remark="the same number; or --rotary_base"),
     Row("export_interval", remark="Fast-LLM requires a multiple of --checkpoint_interval"),

@@ -138,7 +138,7 @@ MEGATRON = (
     Row("torch_compile", remark=COMPILE),
     Row("recompute_granularity recompute_method recompute_activations checkpoint_activations", RECOMPUTE),
     Row("recompute_modules", RECOMPUTE),
-    Row("recompute_num_layers", "--recompute_layers=<N>"),
+    Row("recompute_num_layers", "--recompute_layers=<N>", "for MLPs alone write --mlp_recompute_level=none,full:<N>"),
     Row("distribute_saved_activations", remark="write --recompute_layers=<N>, which keeps only inputs of blocks"),
     Row("transformer_impl use_mcore_models use_legacy_models", remark=f"{_ONE}; leave it out"),
     Row("cross_entropy_loss_fusion", remark="head and loss are always fused; see --cross_entropy_splits"),

@@ -72,7 +72,10 @@ COMPILE = (
 )
 PROFILE = "profiling is not supported yet; --log_interval=1 times every iteration, --log_communication=1 its traffic"
 EXPERTS = "mixture of experts is not supported yet; --ffn_hidden_size and --gated set the dense MLP"
-RECOMPUTE = "--recompute_layers=<N> for the first N blocks, or --mlp_recompute_level=activation or =full for all MLPs"
+RECOMPUTE = (
+    "--recompute_layers=<N> for the first N blocks, or --mlp_recompute_level=activation or =full for all MLPs, or "
+    "--mlp_recompute_level=none,full:<N> for the first N MLPs"
+)
 TOKENIZED = "scripts/prepare_data.py makes the files of --data_path from text"
 TENSORBOARD = "TensorBoard is not supported yet; metrics.jsonl in --experiment_dir has every number"
 PRETRAINED = "--pretrained_checkpoint_path=<folder of a checkpoint>"
