@@ -1,10 +1,15 @@
 #!/usr/bin/env bash
-# Run everything that needs a GPU in less than nine minutes: tests on the device, the smoke test, each operation against
-# the ceilings of the device, training beside the peers. Installs nothing and needs no network.
+# Run everything that needs a GPU, in three calls of less than nine minutes each: the tests on the device and the smoke
+# test, then each operation against the ceilings of the device, then training beside the peers. Installs nothing and
+# needs no network.
 #
-#     bash scripts/gpu_report.sh                        write gpu_report.json to TMPDIR (/tmp)
-#     bash scripts/gpu_report.sh --output=report.json   write another file
-#     bash scripts/gpu_report.sh --only=ceilings,ops    run some steps; --limit_s=300 limits the time
+#     bash scripts/gpu_report.sh --output=report.json                      whether everything is right
+#     bash scripts/gpu_report.sh --output=report.json --only=operations    how fast single operations are
+#     bash scripts/gpu_report.sh --output=report.json --only=training      how fast training is
+#
+# Each call adds its steps to the file (default: gpu_report.json in TMPDIR or /tmp). Calls on machines of one kind that
+# do not share files write one file each; `--merge=first.json,second.json` joins them without a GPU. --only also takes
+# single steps; --limit_s=300 lowers the limit, and the budgets of the steps must fit into it.
 #
 # Without a GPU it says so and exits 0. Otherwise it exits 0 if every step succeeded. The file is written after each
 # step, so it exists however the run ends; `python -m scripts.benchmarks.gpu.render` puts it into docs/benchmarks.md.

@@ -159,7 +159,7 @@ def test_training_tables_name_rows_that_exist() -> None:
         "gpt2-124m": {"ZeRO-1", "torch compiled", "torch compiled full logits", "FSDP2 compiled"},
         "llama-3-8b-8l": {"ZeRO-1", "torch compiled", "FSDP2 compiled"},
         "mistral-7b": {"ZeRO-3 recompute full"},
-        "mistral-7b, 16 layers": {"ZeRO-1", "ZeRO-3"},
+        "mistral-7b 16 layers": {"ZeRO-1", "ZeRO-3"},
     }
 
 
@@ -325,7 +325,7 @@ def a_report() -> dict[str, Any]:
             "gpt2-124m": done(table({"torch compiled": 0.9, "torch compiled full logits": 0.98}, **{"ZeRO-1": 500.0})),
             "llama-3-8b-8l": done(table({"FSDP2 compiled": 0.8, "torch compiled": 0.9}, **{"ZeRO-1": 360.0})),
             "mistral-7b": done(table({}, **{"ZeRO-3 recompute full": 10000.0})),
-            "mistral-7b, 16 layers": done(table({}, **{"ZeRO-1": 11000.0, "ZeRO-3": 10900.0})),
+            "mistral-7b 16 layers": done(table({}, **{"ZeRO-1": 11000.0, "ZeRO-3": 10900.0})),
             "variants": done({"variants": variants(none=100.0, activation=100.1, full=109.0)}),
             "kernel tests": done({"counts": {"passed": 9, "failed": 1}, "failures": ["x.py::test - no"]}, "failed"),
             "smoke test": {"status": "not run", "seconds": 0.0, "reason": "3 s were left"},

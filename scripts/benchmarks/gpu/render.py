@@ -22,7 +22,7 @@ DOCUMENT = ROOT / "docs" / "benchmarks.md"
 REPORT = ROOT / "docs" / "gpu_report.json"
 SECTION = re.compile(r"(<!-- table: gpu_report -->\n).*?(<!-- end -->)", re.S)
 NOT_MEASURED = "not yet measured"
-MISTRAL = ("mistral-7b", "mistral-7b, 16 layers")
+MISTRAL = ("mistral-7b", "mistral-7b 16 layers")
 Report = dict[str, Any]
 
 

@@ -1,9 +1,11 @@
 """Run the steps of the GPU report in separate processes, under one deadline, and collect them in one JSON file.
 
-    python -m scripts.benchmarks.gpu.report --output=report.json [--only=ceilings,ops] [--limit_s=520]
+    python -m scripts.benchmarks.gpu.report --output=report.json [--only=correctness] [--limit_s=520]
+    python -m scripts.benchmarks.gpu.report --merge=first.json,second.json --output=report.json
 
-A step that fails or runs out of time is recorded and does not stop the others; its partial results count. Each step
-gets its own budget or the time left, whichever is less. The file is written after every step.
+The steps are in parts, one for each call: the budgets of a part add up to less than the deadline. A later call adds its
+steps to the file. A step that fails or runs out of time is recorded and does not stop the others; its partial results
+count. The file is written after every step.
 """
 
 from __future__ import annotations
@@ -26,9 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from scripts.benchmarks.common import argument_parser, names_in, write_json
+from scripts.benchmarks.gpu.merge import difference, merged
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 520.0  # of nine minutes, which leaves time for stopping the last step and for starting Python
+START_S = 20.0  # of the limit, beside the budgets: the search for the device and its description
+PARTS = ("correctness", "operations", "training")  # in this order: numbers of a wrong program are worth nothing
 MIN_STEP_S = 10.0  # with less time left, no step starts
 TAIL_LINES = 30  # of the log of a failed step
 ATTEMPTS = 4  # for a step that resumes after a crash
@@ -106,11 +111,12 @@ class Step:
     command: tuple[str, ...]
     budget_s: float
     read: Callable[[Path, Path], Any]
+    part: str = PARTS[0]
     resumes: bool = False  # restart after any exit code but 0 and 1: the step continues behind the crash
 
 
 def steps(parallel_tests: int) -> list[Step]:
-    """Return all steps in order, the checks that validate the measurements first. {output}: the file a step writes."""
+    """Return all steps in the order of their parts. {output}: the file that a step writes."""
     pytest: tuple[str, ...] = ("-m", "pytest", "-p", "no:cacheprovider", "-v", "--color=no", "-rfE")
     if parallel_tests > 1:
         pytest += ("-n", str(parallel_tests), "--dist=worksteal")
@@ -124,23 +130,26 @@ def steps(parallel_tests: int) -> list[Step]:
     def table(name: str, model: str, only: str, turns: int, budget_s: float, *options: str) -> Step:
         flags = ("--device=cuda", f"--model={model}", "--dtype=bf16", f"--only={only}", f"--turns={turns}", *options)
         command = ("-m", "scripts.benchmarks.training", *flags, "--output={output}")
-        return Step(name, command, budget_s, read_benchmark)
+        return Step(name, command, budget_s, read_benchmark, "training")
+
+    def ours(name: str, variants: str, budget_s: float) -> Step:
+        return Step(name, (*TRAINING, f"--variants={variants}", "--output={output}"), budget_s, read_json, "operations")
 
     gpt2, llama = "ZeRO-1,torch compiled*,FSDP2 compiled", "ZeRO-1,FSDP2 compiled,torch compiled"
     alone, layers = "--one_at_a_time", "--num_layers=16"  # 16 layers fit with all activations; 32 need memory options
     return [
-        Step("ceilings", (*OPS, "--ceilings", "--output={output}"), 40, read_json),
         Step("kernel tests", (*pytest, "-m", "not slow and not gpu", "tests/kernels"), 110, read_tests),
-        Step("ops", (*OPS, "--output={output}"), 120, read_json, resumes=True),
+        Step("GPU tests", pytest_gpu, 100, read_tests),
+        Step("smoke test", ("scripts/smoke_test.py", "--device=cuda"), 80, read_smoke_test),
+        Step("flex_attention tests", pytest_flex, 120, read_tests),
+        Step("ceilings", (*OPS, "--ceilings", "--output={output}"), 40, read_json, "operations"),
+        Step("ops", (*OPS, "--output={output}"), 120, read_json, "operations", resumes=True),
+        ours("variants", "speed", 60),
+        ours("deterministic", "deterministic", 40),
         table("gpt2-124m", "gpt2-124m", gpt2, 5, 90, "--steps_per_turn=8"),
         table("llama-3-8b-8l", "llama-3-8b-8l", llama, 3, 90, alone),
         table("mistral-7b", "mistral-7b", "ZeRO-3 recompute full", 2, 50, alone),
-        table("mistral-7b, 16 layers", "mistral-7b", "ZeRO-1,ZeRO-3", 3, 50, alone, layers),
-        Step("variants", (*TRAINING, "--variants=speed", "--output={output}"), 60, read_json),
-        Step("GPU tests", pytest_gpu, 100, read_tests),
-        Step("smoke test", ("scripts/smoke_test.py", "--device=cuda"), 80, read_smoke_test),
-        Step("deterministic", (*TRAINING, "--variants=deterministic", "--output={output}"), 40, read_json),
-        Step("flex_attention tests", pytest_flex, 120, read_tests),
+        table("mistral-7b 16 layers", "mistral-7b", "ZeRO-1,ZeRO-3", 3, 50, alone, layers),
     ]
 
 
@@ -154,10 +163,14 @@ def without_infinities(value: Any) -> Any:
 
 
 class Report:
-    """The results so far, and the file that holds them."""
+    """The results of this call so far, and the file that holds them beside those of earlier calls."""
 
-    def __init__(self, output: Path, folder: Path, limit_s: float, head: dict[str, Any]) -> None:
-        self.output, self.folder = output, folder
+    def __init__(
+        self, output: Path, folder: Path, limit_s: float, head: dict[str, Any], earlier: dict[str, Any] | None = None
+    ) -> None:
+        """`earlier`: contents of the file, whose other steps stay; of the same machine and versions."""
+        self.output, self.folder, self.earlier = output, folder, earlier
+        self.order = [step.name for step in steps(1)]
         self.started = time.monotonic()
         self.deadline = self.started + limit_s
         self.result: dict[str, Any] = {"ok": False, **head, "limit_s": limit_s, "steps": {}}
@@ -168,7 +181,12 @@ class Report:
         self.result["seconds"] = round(time.monotonic() - self.started, 1)
         states = [step["status"] for step in self.result["steps"].values()]
         self.result["ok"] = bool(states) and all(state == "ok" for state in states)
-        write_json(self.output, without_infinities(self.result))
+        whole = (
+            self.result
+            if self.earlier is None
+            else merged([self.earlier, self.result], [step.name for step in steps(1)])
+        )
+        write_json(self.output, without_infinities(whole))
 
     def run(self, step: Step) -> None:
         """Run one step and record its results or its failure."""
@@ -274,37 +292,89 @@ def parallel_tests() -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser, known = argument_parser(__doc__), [step.name for step in steps(1)]
+    parser, known = argument_parser(__doc__), steps(1)
     default = Path(os.environ.get("TMPDIR") or "/tmp") / "gpu_report.json"
     parser.add_argument("--output", type=Path, default=default, help=f"JSON file to write; default {default}")
-    parser.add_argument("--only", default="", help="comma-separated steps")
+    parser.add_argument("--only", default=PARTS[0], help=f"parts or steps, separated by commas; default {PARTS[0]}")
     parser.add_argument("--limit_s", type=float, default=LIMIT_S, help=f"limit for all steps; default {LIMIT_S:g}")
+    parser.add_argument("--merge", default="", help="run nothing: join these files, separated by commas, into --output")
     options = parser.parse_args(argv)
-    options.only = names_in(options.only)
-    unknown = sorted(set(options.only) - set(known))
+    options.only, options.merge = names_in(options.only), [Path(name) for name in names_in(options.merge)]
+    unknown = sorted({*options.only} - {*PARTS, *(step.name for step in known)})
     if unknown:
-        parser.error(f"--only: no step is called {unknown}; choose from {known}")
+        parser.error(f"--only: no step is called {unknown}; choose from {[*PARTS, *(step.name for step in known)]}")
+    needed_s = START_S + sum(step.budget_s for step in chosen(known, options.only))
+    if needed_s > options.limit_s:
+        parser.error(
+            f"the budgets of these steps add up to {needed_s:g} s, and --limit_s={options.limit_s:g}: choose fewer by "
+            f"--only ({', '.join(PARTS)} are one call each), or raise the limit"
+        )
     return options
+
+
+def chosen(known: Sequence[Step], wanted: Sequence[str]) -> list[Step]:
+    """Return the steps whose name, or whose part, is wanted."""
+    return [step for step in known if step.name in wanted or step.part in wanted]
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """Return a report from its file.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    try:
+        report = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as a report: {error}") from error
+    if not isinstance(report, dict) or "steps" not in report:
+        raise ValueError(f"{path} is no report")
+    return report
+
+
+def merge_files(paths: Sequence[Path], output: Path) -> int:
+    """Join reports into one file; return 0 if all steps of all succeeded."""
+    whole = merged([read_report(path) for path in paths], [step.name for step in steps(1)])
+    write_json(output, whole)
+    return 0 if whole["ok"] else 1
+
+
+def earlier_report(output: Path, head: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the report to which this call adds its steps; None: the file does not exist yet.
+
+    Raises:
+        ValueError: if the file is another machine's or version's, or no report.
+    """
+    if not output.exists():
+        return None
+    earlier = read_report(output)
+    if (found := difference(earlier, head)) is not None:
+        raise ValueError(f"{output} holds the report of another machine or version ({found}): name another --output")
+    return earlier
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the steps; return 0 if all succeeded or there is no GPU."""
     options, started = parse(argv), time.monotonic()
     options.output = options.output.resolve()
+    if options.merge:
+        return merge_files(options.merge, options.output)
     reason = without_gpu()
     if reason is not None:
         print(f"gpu_report: nothing to report: {reason}")
         return 0
     folder = Path(tempfile.mkdtemp(prefix="megatron_lite_gpu_report_"))
     os.environ.update(private_environment(folder))
-    head = {"date": datetime.date.today().isoformat(), **describe()}
-    report = Report(options.output, folder, options.limit_s - (time.monotonic() - started), head)
     try:
-        for step in steps(parallel_tests()):
-            if not options.only or step.name in options.only:
+        head = {"date": datetime.date.today().isoformat(), **describe()}
+        earlier = earlier_report(options.output, head)
+        report = Report(options.output, folder, options.limit_s - (time.monotonic() - started), head, earlier)
+        try:
+            for step in chosen(steps(parallel_tests()), options.only):
                 report.run(step)
+        finally:
+            report.write()
     finally:
-        report.write()
         shutil.rmtree(folder, ignore_errors=True)
     ok = report.result["ok"]
     print(f"gpu_report: {report.result['seconds']:.0f} s; {'ok' if ok else 'not ok'}; {options.output}")
@@ -312,4 +382,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ValueError as error:
+        sys.exit(f"gpu_report: {error}")

@@ -1,0 +1,117 @@
+"""The GPU report in several calls: what each of them runs, and how their results become one report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.benchmarks.gpu import report as gpu_report
+from scripts.benchmarks.gpu.report import Report, Step
+
+pytestmark = pytest.mark.guides
+
+
+def test_each_part_fits_into_one_call() -> None:
+    """Its budgets and its start add up to the limit at most, which is well below ten minutes. The tests come first, and
+    every step can be chosen by its name."""
+    known = gpu_report.steps(1)
+    for part in gpu_report.PARTS:
+        assert gpu_report.START_S + sum(step.budget_s for step in known if step.part == part) <= gpu_report.LIMIT_S, (
+            part
+        )
+    assert gpu_report.LIMIT_S <= 540
+    assert [step.part for step in known] == sorted((step.part for step in known), key=gpu_report.PARTS.index)
+    tests = [step.name for step in known if step.read in (gpu_report.read_tests, gpu_report.read_smoke_test)]
+    assert tests == [step.name for step in known if step.part == "correctness"]
+    for step in known:
+        assert gpu_report.parse([f"--only={step.name}"]).only == [step.name]
+
+
+def test_a_call_runs_the_chosen_parts_and_steps() -> None:
+    def names(*arguments: str) -> list[str]:
+        return [step.name for step in gpu_report.chosen(gpu_report.steps(1), gpu_report.parse(arguments).only)]
+
+    assert names() == ["kernel tests", "GPU tests", "smoke test", "flex_attention tests"]
+    assert names("--only=training")[0] == "gpt2-124m" and "ops" in names("--only=operations")
+    assert names("--only=smoke test,ops") == ["smoke test", "ops"]
+    every = names("--only=correctness,operations,training", "--limit_s=3000")
+    assert every == [step.name for step in gpu_report.steps(1)]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--only=correctness,operations,training"], ["--limit_s=300"], ["--only=ceilings,ops", "--limit_s=179"]],
+    ids=str,
+)
+def test_budgets_beyond_the_limit_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything runs: the last steps would get no time."""
+    with pytest.raises(SystemExit):
+        gpu_report.parse(arguments)
+    error = capsys.readouterr().err
+    assert "the budgets of these steps add up to" in error and "correctness, operations, training are one call" in error
+
+
+HEAD = {"machine": {"device": "A GPU", "driver": "1"}, "versions": {"torch": "2.13.0", "commit": None}}
+
+
+def part_of_report(date: str, **steps: Any) -> dict[str, Any]:
+    entries = {
+        name.replace("_", " "): {"status": "ok", "seconds": 1.0, "result": found} for name, found in steps.items()
+    }
+    return {"ok": True, "date": date, **HEAD, "limit_s": 520.0, "seconds": 10.5, "steps": entries}
+
+
+def test_reports_of_several_calls_become_one(tmp_path: Path) -> None:
+    """In the order of the steps, whatever the order of the calls; a step that ran twice counts as it ended last."""
+    first, second, whole = (tmp_path / name for name in ("first.json", "second.json", "whole.json"))
+    first.write_text(json.dumps(part_of_report("2026-01-01", ops=1, smoke_test=0)), "utf-8")
+    again = part_of_report("2026-01-02", smoke_test=2, kernel_tests=3)
+    again["steps"]["smoke test"]["status"] = "failed"
+    second.write_text(json.dumps(again), "utf-8")
+    assert gpu_report.main([f"--merge={first},{second}", f"--output={whole}"]) == 1
+    found = json.loads(whole.read_text("utf-8"))
+    assert [(name, step["result"]) for name, step in found["steps"].items()] == [
+        ("kernel tests", 3),
+        ("smoke test", 2),
+        ("ops", 1),
+    ]
+    assert found["ok"] is False and found["seconds"] == 21.0 and found["date"] == "2026-01-02"
+    assert found["machine"] == HEAD["machine"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"machine": {"device": "B GPU", "driver": "1"}}, "device A GPU and B GPU"),
+        ({"versions": {"torch": "2.13.0", "commit": "abc"}}, "commit None and abc"),
+    ],
+    ids=["machine", "commit"],
+)
+def test_reports_of_other_machines_or_commits_are_not_joined(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    first.write_text(json.dumps(part_of_report("2026-01-01", ops=1)), "utf-8")
+    second.write_text(json.dumps(part_of_report("2026-01-01", variants=1) | change), "utf-8")
+    with pytest.raises(ValueError, match=said):
+        gpu_report.main([f"--merge={first},{second}", f"--output={tmp_path / 'whole.json'}"])
+    assert not (tmp_path / "whole.json").exists()
+    with pytest.raises(ValueError, match=f"first.json holds the report of another machine or version .{said}"):
+        gpu_report.earlier_report(first, HEAD | change)
+
+
+def test_a_later_call_adds_its_steps_to_the_file(tmp_path: Path) -> None:
+    """Also if it is stopped: the file is whole after each step, and the earlier results stay."""
+    output = tmp_path / "report.json"
+    assert gpu_report.earlier_report(output, HEAD) is None
+    output.write_text(json.dumps(part_of_report("2026-01-01", kernel_tests=1, ops=1)), "utf-8")
+    report = Report(output, tmp_path, 60.0, HEAD, gpu_report.earlier_report(output, HEAD))
+    assert set(json.loads(output.read_text("utf-8"))["steps"]) == {"kernel tests", "ops"}
+    report.run(Step("ops", ("-c", "raise SystemExit(3)"), 30, gpu_report.read_json))
+    found = json.loads(output.read_text("utf-8"))
+    assert [(name, step["status"]) for name, step in found["steps"].items()] == [
+        ("kernel tests", "ok"),
+        ("ops", "failed"),
+    ]
+    assert found["ok"] is False and found["seconds"] >= 10.5
