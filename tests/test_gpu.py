@@ -20,6 +20,7 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.startup import join, make_deterministic
 from megatron_lite.validation import resolve
 from tests.support.harness import TINY
+from tests.support.launch import python_warnings
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -155,7 +156,7 @@ def test_the_program_chooses_triton_and_resumes_to_the_bit(tmp_path: Path) -> No
     flags = ("--training_dtype=bf16", "--deterministic=1")
     output = pretrain(tmp_path / "whole", *flags)
     assert "kernels: Triton" in output
-    assert "Warning" not in output, output
+    assert not python_warnings(output), output
     pretrain(tmp_path / "stopped", *flags, "--stop_interval=6")
     assert len(curve(tmp_path / "stopped")) == 6
     pretrain(tmp_path / "stopped", *flags)

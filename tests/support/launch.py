@@ -344,3 +344,11 @@ def read_exit(experiment: Path) -> dict[str, Any]:
     """exit.json."""
     content: dict[str, Any] = json.loads((experiment / "exit.json").read_text("utf-8"))
     return content
+
+
+def python_warnings(output: str) -> list[str]:
+    """Return the lines of Python's warnings: `file.py:12: UserWarning: ...`.
+
+    Lines of C++ libraries (`[W1122 10:11:12.345 Context.cpp:67] Warning: ...`) and of our log are none of them.
+    """
+    return re.findall(r"^.+:\d+: [\w.]*Warning: .*$", output, re.M)

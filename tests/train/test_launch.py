@@ -16,7 +16,18 @@ import pytest
 
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.monitor.trackers import read_metrics
-from tests.support.launch import MARKER, PROGRAM, ROOT, TINY, Outcome, Start, find_marked, read_exit, run
+from tests.support.launch import (
+    MARKER,
+    PROGRAM,
+    ROOT,
+    TINY,
+    Outcome,
+    Start,
+    find_marked,
+    python_warnings,
+    read_exit,
+    run,
+)
 
 # The README's command that needs no file, with fewer iterations and lines to compare.
 NO_FILE = [
@@ -268,3 +279,21 @@ def test_kill_under_torchrun(tmp_path: Path, victim: str) -> None:
         else:
             os.kill(ranks[1], signal.SIGTERM)
         start.assert_nothing_left(20)
+
+
+def test_warnings_are_told_from_lines_that_look_like_them() -> None:
+    """Python's warnings count, also those that torch raises from C++; lines of C++ libraries and of the log do not."""
+    program = "import warnings\nwarnings.warn('old', FutureWarning)\nwarnings.warn('odd')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert [line.split(": ", 1)[1] for line in python_warnings(done.stderr)] == [
+        "FutureWarning: old",
+        "UserWarning: odd",
+    ]
+    from_cpp = "/x/y.py:12: UserWarning: slow (Triggered internally at /torch/a.cpp:3.)"
+    others = (
+        "[W1122 10:11:12.345678901 ProcessGroupNCCL.cpp:5138] Warning: using GPU 0 as device (function operator())",
+        "[rank0]:[W1122 10:11:12.345678901 Context.cpp:67] Warning: deterministic is slow",
+        "WARNING: --wandb_entity_name has no effect",
+        "iteration 3: Warning signs: none",
+    )
+    assert python_warnings("\n".join([others[0], from_cpp, *others[1:]])) == [from_cpp]
