@@ -1,0 +1,127 @@
+"""Race whole training programs: ours beside nanoGPT, picotron, Hugging Face's Trainer, litgpt and DeepSpeed, on CPUs.
+
+    python -m scripts.benchmarks.programs --nanogpt=DIR --threads=1
+    python -m scripts.benchmarks.programs --model=llama-39m --picotron=DIR --ranks=2 --isa=avx2 --output=results.json
+
+Every program runs as its users start it, from its own command line, with its own loop, data loader and log. A program
+is started once and trains on; the programs take turns of some steps, and those not at turn stand still (SIGSTOP). A
+step lasts from one line of the log to the next. Every ratio compares two turns of the same round. nanoGPT and picotron
+run from checkouts, unchanged; the others from the packages of --python. A program that is missing or fails is listed
+with the reason. docs/benchmarks.md explains the table. Linux only. Run from the checkout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import fnmatch
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.benchmarks import instructions
+from scripts.benchmarks.common import argument_parser, names_in, write_json
+from scripts.benchmarks.programs import report
+from scripts.benchmarks.programs.contestants import OURS, PROGRAMS, Setting
+from scripts.benchmarks.programs.inputs import write_inputs
+from scripts.benchmarks.programs.process import Command
+from scripts.benchmarks.programs.race import Race
+from scripts.benchmarks.training.settings import MODELS, Sizes
+
+# Two samples of 256 tokens: small steps show what a program adds to the products.
+MICRO_BATCH_SIZE = 2
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line and fill in the sizes of the model."""
+    parser = argument_parser(__doc__)
+    add = parser.add_argument
+    add("--model", choices=("gpt2-11m", "llama-39m"), default="gpt2-11m", help="default gpt2-11m; to change its sizes:")
+    for name in Sizes._fields:
+        add(f"--{name}", type=int, help="default 2" if name == "micro_batch_size" else "default: the model's")
+    add("--ranks", type=int, default=1, help="processes of each program, under torchrun if more than 1 (default 1)")
+    add("--threads", type=int, help="OMP_NUM_THREADS of each process; default: unset, as each program chooses")
+    isas = tuple(instructions.ISAS)
+    add("--isa", choices=isas, default="all", help="instruction sets of the libraries: all, or none after AVX2")
+    add("--turns", type=int, default=6, help="rounds (default 6)")
+    add("--steps_per_turn", type=int, default=20, help="default 20, and one before them that does not count")
+    add("--starts", type=int, default=1, help="starts of each program, for the time to the first step (default 1)")
+    add("--timeout", type=float, default=300.0, help="seconds without a step after which a program has failed")
+    add("--nanogpt", type=Path, help="a checkout of nanoGPT")
+    add("--picotron", type=Path, help="a checkout of picotron")
+    add("--python", default=sys.executable, help="the peers' interpreter; default: this one")
+    add("--ours", default="", help='more flags of our program: "--attention_backend=math ..."')
+    add("--only", default="", help="comma-separated programs, by their names in the table; * and ? are wildcards")
+    add("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args(argv)
+    if min(options.turns, options.steps_per_turn, options.starts, options.ranks) < 1:
+        parser.error("--turns, --steps_per_turn, --starts and --ranks must be at least 1")
+    for pattern in names_in(options.only):
+        if not fnmatch.filter(PROGRAMS, pattern):
+            parser.error(f"--only: no program is called {pattern!r}; choose from {list(PROGRAMS)}")
+    for name in ("nanogpt", "picotron"):
+        folder = getattr(options, name)
+        if folder is not None and not (folder / "train.py").is_file():
+            parser.error(f"--{name}: {folder} holds no train.py")
+        setattr(options, name, folder and folder.resolve())
+    options.micro_batch_size = options.micro_batch_size or MICRO_BATCH_SIZE
+    for name, default in MODELS[options.model][0]._asdict().items():
+        setattr(options, name, getattr(options, name) or default)
+    return options
+
+
+def commands_of(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Command], dict[str, str]]:
+    """Return the programs to run, and those that cannot run here with the reasons."""
+    patterns, setting = names_in(options.only) or ["*"], Setting(options, folder)
+    commands, unavailable = {}, {}
+    for name, make in PROGRAMS.items():
+        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+            made = make(setting)
+            if isinstance(made, str):
+                unavailable[name] = made
+            elif made is not None:
+                commands[name] = made
+    return commands, unavailable
+
+
+def environment_of(options: argparse.Namespace) -> dict[str, str]:
+    """Return the environment variables of all programs."""
+    threads = {} if options.threads is None else {"OMP_NUM_THREADS": str(options.threads)}
+    return {**instructions.ISAS[options.isa], **threads}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, print and write; return the exit code."""
+    options = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the programs, too
+    environment = environment_of(options)
+    os.environ.update(environment)
+    with tempfile.TemporaryDirectory(prefix="benchmark_") as name:
+        folder = Path(name)
+        write_inputs(folder, options.vocab_size)
+        commands, unavailable = commands_of(options, folder)
+        head: dict[str, Any] = {
+            "command": f"python -m scripts.benchmarks.programs {' '.join(argv)}".strip(),
+            "date": datetime.date.today().isoformat(),
+            "commit": report.commit(),
+            "versions": report.versions(options.python),
+            "machine": report.machine(environment, options.python),
+            "settings": {name: value for name, value in vars(options).items() if name != "output"},
+            "environment": environment,
+            "unavailable": unavailable,
+        }
+        race = Race(commands, folder, options.timeout)
+        result: dict[str, Any] = {}
+        for _ in race.run(options.turns, options.steps_per_turn, options.starts):
+            result = head | {"programs": report.summarize(race.records, OURS)}
+            write_json(options.output, result)  # complete after every round, in case the run is cut short
+    print(report.to_markdown(result), flush=True)
+    return 1 if any(record.failure for record in race.records.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

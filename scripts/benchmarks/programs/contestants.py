@@ -1,0 +1,277 @@
+"""The command line of each program: ours as a user types it, and the peers' from checkouts and packages.
+
+All train the same shape on the same text in fp32, with AdamW (betas 0.9 and 0.95, weight decay 0.1), a constant
+learning rate, gradients clipped to norm 1, and a line of log at every step. Each draws its own initial weights and its
+own order of samples. docs/benchmarks.md lists what differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.benchmarks.programs.inputs import ROOT, write_json_file, write_llama_weights, write_tokenizer
+from scripts.benchmarks.programs.process import Command
+from scripts.benchmarks.training.settings import MODELS
+
+HERE = Path(__file__).resolve().parent
+LEARNING_RATE = 3e-4
+OURS = "megatron_lite"
+NEVER = 10**6  # an interval, or a number of steps, that no run reaches
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The options of a run and the folder of its inputs, which every program needs."""
+
+    options: argparse.Namespace
+    folder: Path  # of the inputs; programs may write into folders below it
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes that train."""
+        return int(self.options.ranks)
+
+    @property
+    def is_llama(self) -> bool:
+        """Whether the model has rotary positions, RMS norm and SwiGLU."""
+        return bool(MODELS[self.options.model][1]["use_rotary_embeddings"])
+
+    def launch(self, python: str, *words: str) -> list[str]:
+        """Return the words that run a Python program, under torchrun with several ranks."""
+        torchrun = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+        ranks = (*torchrun, f"--nproc-per-node={self.ranks}") if self.ranks > 1 else ()
+        return [python, *ranks, *words]
+
+    def require(self, *packages: str) -> str | None:
+        """Return which package the peers' interpreter lacks, or None."""
+        for package in packages:
+            code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+            if subprocess.run([self.options.python, "-c", code]).returncode:
+                return f"{package} is not installed for --python={self.options.python}"
+        return None
+
+
+# Each returns a command, the reason why the program cannot run here, or None if it has no such model or layout.
+Maker = Callable[[Setting], Command | str | None]
+
+
+def ours(setting: Setting, zero_stage: int = 1) -> Command | None:
+    """Return our program with the flags of the model, data, training and log."""
+    if zero_stage > 1 and setting.ranks == 1:
+        return None
+    options = setting.options
+    data = {"dataset_source", "num_workers"}  # those of a run without data
+    flags = {name: value for name, value in MODELS[options.model][1].items() if name not in data}
+    flags |= {
+        name: getattr(options, name)
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "head_groups", "ffn_hidden_size", "vocab_size")
+    }
+    flags |= {
+        "sequence_length": options.sequence_length,
+        "max_position_embeddings": options.sequence_length,
+        "micro_batch_size": options.micro_batch_size,
+        "batch_size": options.micro_batch_size * setting.ranks,
+        "zero_stage": zero_stage,
+        "data_path": setting.folder / "ours",
+        "split": "1,0,0",
+        "train_iters": NEVER,
+        "lr": LEARNING_RATE,
+        "adam_beta2": 0.95,
+        "clip_grad": 1.0,
+        "log_interval": 1,
+        "device": "cpu",
+        "experiment_dir": setting.folder / f"ours_{zero_stage}",
+    }
+    words = [f"--{name}={int(value) if isinstance(value, bool) else value}" for name, value in flags.items()]
+    program = [str(ROOT / "pretrain_gpt.py"), *words, *options.ours.split()]
+    return Command(setting.launch(sys.executable, *program), ROOT, r"^iteration +\d+/\d+ \| loss +([\d.]+)")
+
+
+def nanogpt(setting: Setting, compiled: bool = False) -> Command | str | None:
+    """Return nanoGPT's train.py; with several ranks it asks for GPUs, so `on_cpu` runs it."""
+    options = setting.options
+    if setting.is_llama:
+        return None
+    if options.nanogpt is None:
+        return "no checkout: --nanogpt=FOLDER"
+    values = {
+        "device": "cpu",
+        "dtype": "float32",
+        "backend": "gloo",
+        "compile": compiled,
+        "dataset": setting.folder,
+        "out_dir": setting.folder / "nanogpt",
+        "eval_interval": NEVER,
+        "eval_iters": 1,
+        "n_layer": options.num_layers,
+        "n_head": options.num_attention_heads,
+        "n_embd": options.hidden_size,
+        "bias": True,
+        "block_size": options.sequence_length,
+        "batch_size": options.micro_batch_size,
+        "gradient_accumulation_steps": setting.ranks,  # divided by the ranks
+        "learning_rate": LEARNING_RATE,
+        "decay_lr": False,
+        "max_iters": NEVER,
+    }
+    program = [str(options.nanogpt / "train.py"), *(f"--{name}={value}" for name, value in values.items())]
+    if setting.ranks > 1:
+        program.insert(0, str(HERE / "on_cpu.py"))
+    return Command(setting.launch(options.python, *program), options.nanogpt, r"^iter \d+: loss ([\d.]+)")
+
+
+def picotron(setting: Setting) -> Command | str | None:
+    """Return picotron's train.py under torchrun, by `on_cpu`. It does not clip gradients."""
+    options, folder = setting.options, setting.folder / "picotron"
+    if not setting.is_llama:
+        return None
+    if options.picotron is None:
+        return "no checkout: --picotron=FOLDER"
+    missing = setting.require("transformers", "wandb")
+    if missing:
+        return missing
+    write_json_file(folder / "model" / "config.json", hugging_face_config(setting))
+    write_tokenizer(folder / "model", folder / "data", options.vocab_size, options.sequence_length)
+    write_llama_weights(folder / "hf_model_safetensors", hugging_face_config(setting))
+    parallel = {"tp_size": 1, "cp_size": 1, "pp_size": 1, "dp_size": setting.ranks, "pp_engine": "1f1b"}
+    config = {
+        "distributed": {**parallel, "backend": "gloo", "use_cpu": True},
+        "model": {"name": str(folder / "model"), "use_fused_adam": True},
+        "training": {
+            "seed": 42,
+            "learning_rate": LEARNING_RATE,
+            "total_train_steps": NEVER,
+            "seq_length": options.sequence_length,
+            "micro_batch_size": options.micro_batch_size,
+            "gradient_accumulation_steps": 1,
+            "max_tokens": None,
+        },
+        "dataset": {"name": str(folder / "data"), "num_workers": 0, "num_proc": 1},
+        "checkpoint": {"save_dir": str(folder / "checkpoints"), "save_frequency": NEVER, "load_path": ""},
+        "logging": {"use_wandb": False},
+        "environment": {
+            "OMP_NUM_THREADS": "1",  # set after torch has started, so without effect
+            "TOKENIZERS_PARALLELISM": "false",
+            "FLASH_ATTEN": "0",
+            "HF_TOKEN": "none",
+        },
+    }
+    path = write_json_file(folder / "config.json", config)
+    torchrun = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+    program = (str(HERE / "on_cpu.py"), str(options.picotron / "train.py"), f"--config={path}")
+    words = [options.python, *torchrun, f"--nproc-per-node={setting.ranks}", *program]
+    environment = {"DTYPE": "float32", "PYTHONPATH": str(options.picotron)}
+    return Command(words, folder, r"Step: \d+\s*\| Loss:\s*([\d.]+)", environment)
+
+
+def trainer(setting: Setting, *flags: str, deepspeed_stage: int | None = None) -> Command | str:
+    """Return Hugging Face's Trainer, alone or with DeepSpeed."""
+    options, folder = setting.options, setting.folder
+    missing = setting.require("transformers", "accelerate", *(["deepspeed"] if deepspeed_stage is not None else []))
+    if missing:
+        return missing
+    config = write_json_file(folder / "hf_trainer" / "config.json", hugging_face_config(setting))
+    words = [str(HERE / "hf_trainer.py"), f"--config={config}", *_common_words(setting), *flags]
+    if deepspeed_stage is not None:
+        stages = {"zero_optimization": {"stage": deepspeed_stage}, "zero_force_ds_cpu_optimizer": False}
+        automatic = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+        path = folder / "hf_trainer" / f"deepspeed_{deepspeed_stage}.json"
+        words.append(f"--deepspeed={write_json_file(path, stages | automatic | {'gradient_clipping': 1.0})}")
+    return Command(setting.launch(options.python, *words), folder, r"'loss': '?([\d.]+)")
+
+
+def litgpt(setting: Setting) -> Command | str | None:
+    """Return litgpt's pretraining, which compiles the model, and has rotary positions in place of learned ones.
+
+    With several devices it shards by FSDP, on GPUs only.
+    """
+    options = setting.options
+    if setting.ranks > 1:
+        return None
+    missing = setting.require("litgpt")
+    if missing:
+        return missing
+    config: dict[str, Any] = {
+        "name": options.model,
+        "block_size": options.sequence_length,
+        "n_layer": options.num_layers,
+        "n_embd": options.hidden_size,
+        "n_head": options.num_attention_heads,
+        "n_query_groups": options.head_groups,
+        "vocab_size": options.vocab_size,
+        "padded_vocab_size": options.vocab_size,
+        "intermediate_size": options.ffn_hidden_size,
+        "parallel_residual": False,
+        "rotary_percentage": 1.0,
+    }
+    if setting.is_llama:
+        config |= {"norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "bias": False}
+    else:
+        config |= {"attn_bias": True, "gelu_approximate": "tanh"}
+    path = write_json_file(setting.folder / "litgpt" / "config.json", config)
+    words = [str(HERE / "litgpt_pretrain.py"), f"--config={path}", *_common_words(setting)]
+    words += [] if setting.is_llama else ["--tied"]
+    return Command([options.python, *words], setting.folder, r"\| iter \d+ step \d+ \| loss train: ([\d.]+)")
+
+
+def _common_words(setting: Setting) -> Sequence[str]:
+    options = setting.options
+    return (
+        f"--data={setting.folder / 'train.bin'}",
+        f"--batch_size={options.micro_batch_size}",
+        f"--sequence_length={options.sequence_length}",
+        f"--lr={LEARNING_RATE}",
+    )
+
+
+def hugging_face_config(setting: Setting) -> dict[str, Any]:
+    """Return the Hugging Face configuration of the model."""
+    options = setting.options
+    if setting.is_llama:
+        return {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": options.vocab_size,
+            "hidden_size": options.hidden_size,
+            "intermediate_size": options.ffn_hidden_size,
+            "num_hidden_layers": options.num_layers,
+            "num_attention_heads": options.num_attention_heads,
+            "num_key_value_heads": options.head_groups,
+            "max_position_embeddings": options.sequence_length,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+        }
+    return {
+        "model_type": "gpt2",
+        "vocab_size": options.vocab_size,
+        "n_embd": options.hidden_size,
+        "n_inner": options.ffn_hidden_size,
+        "n_layer": options.num_layers,
+        "n_head": options.num_attention_heads,
+        "n_positions": options.sequence_length,
+        "activation_function": "gelu_new",
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), 0),
+    }
+
+
+# In the order of the table; ours first, because every ratio is ours over theirs.
+PROGRAMS: dict[str, Maker] = {
+    OURS: ours,
+    f"{OURS} ZeRO-3": functools.partial(ours, zero_stage=3),
+    "nanoGPT": nanogpt,
+    "nanoGPT compiled": functools.partial(nanogpt, compiled=True),
+    "HF Trainer": trainer,
+    "HF Trainer compiled": lambda setting: trainer(setting, "--compile"),
+    "litgpt": litgpt,
+    "picotron": picotron,
+    "DeepSpeed ZeRO-1": functools.partial(trainer, deepspeed_stage=1),
+    "DeepSpeed ZeRO-3": functools.partial(trainer, deepspeed_stage=3),
+}

@@ -1,0 +1,227 @@
+"""The race of whole programs: turns, ratios and failures with small programs, and one run with our own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_lite.data.indexed_dataset import IndexedDataset
+from scripts.benchmarks import instructions
+from scripts.benchmarks.programs import __main__ as program
+from scripts.benchmarks.programs import inputs, report
+from scripts.benchmarks.programs.process import Command, Program, ProgramError
+from scripts.benchmarks.programs.race import Race, ratios
+
+pytestmark = [pytest.mark.guides, pytest.mark.skipif(sys.platform != "linux", reason="programs are observed by /proc")]
+
+ROOT = Path(__file__).resolve().parents[2]
+# A "trainer" whose step takes a given time and whose loss is 1/step. Its child only waits, as a data worker does.
+TRAINER = """
+import subprocess, sys, time
+step_s, last = float(sys.argv[1]), int(sys.argv[2])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print("starting")
+for step in range(1, last + 1):
+    time.sleep(step_s)
+    print(f"step {step} loss {1 / step}")
+child.kill()
+raise ValueError("it is over")
+"""
+
+
+def command(folder: Path, step_s: float, last: int = 10**6) -> Command:
+    words = [sys.executable, "-c", TRAINER, str(step_s), str(last)]
+    return Command(words, folder, r"^step \d+ loss ([\d.e-]+)")
+
+
+def test_programs_take_turns_and_only_one_runs(tmp_path: Path) -> None:
+    """Steps are counted and timed per turn, the slower program takes longer, and nobody steps out of turn."""
+    race = Race({"ours": command(tmp_path, 0.01), "slow": command(tmp_path, 0.03)}, tmp_path, timeout_s=20)
+    for turns, _ in enumerate(race.run(turns=4, steps_per_turn=5, starts=2), start=1):
+        # Two steps at the start, then per turn one that does not count and five that do (and one more at the stop).
+        for record in race.records.values():
+            assert 2 + 6 * turns <= len(record.losses) <= 2 + 7 * turns
+    rows = report.summarize(race.records, "ours")
+    assert 0.01 <= rows["ours"]["step_s"]["median"] < 0.03 <= rows["slow"]["step_s"]["median"]
+    assert 0.2 < rows["slow"]["ours_over_it"]["median"] < 0.9 and rows["ours"]["ours_over_it"] is None
+    assert len(rows["slow"]["ours_over_it"]["values"]) == 4 and len(rows["slow"]["start_s"]["values"]) == 2
+    for row in rows.values():
+        assert row["losses"] == pytest.approx([1 / step for step in range(1, len(row["losses"]) + 1)])
+        assert row["peak_rss_bytes"] > 2**20 and row["failure"] is None and row["cpu_s"]["median"] < 0.01
+
+
+def test_a_stopped_program_stands_still_with_its_children(tmp_path: Path) -> None:
+    """Not a step passes while it is stopped; killed, no process of it is left."""
+    one = Program(command(tmp_path, 0.01), tmp_path / "err", timeout_s=20)
+    one.steps(1)
+    family = one._family()
+    assert len(family) == 2
+    one.stop()
+    before = len(one.losses)
+    time.sleep(0.3)
+    states = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in family]
+    assert states == ["T", "T"]
+    one.go_on()
+    one.steps(1)
+    assert len(one.losses) < before + 10  # 0.3 s would have been 30 steps
+    one.kill()
+    deadline = time.monotonic() + 10
+    while any(_runs(pid) for pid in family) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(_runs(pid) for pid in family)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_a_program_that_dies_does_not_stop_the_others(tmp_path: Path) -> None:
+    """Its reason is kept, its later turns do not count, and ratios are those of the rounds before."""
+    race = Race({"ours": command(tmp_path, 0.005), "dies": command(tmp_path, 0.005, 12)}, tmp_path, timeout_s=20)
+    for _ in race.run(turns=3, steps_per_turn=5, starts=1):
+        pass
+    rows = report.summarize(race.records, "ours")
+    assert "ValueError: it is over" in rows["dies"]["failure"]
+    assert len(rows["dies"]["ours_over_it"]["values"]) == 1 and len(rows["ours"]["step_s"]["values"]) == 3
+
+
+def test_a_program_that_never_steps_fails_in_time(tmp_path: Path) -> None:
+    one = Program(command(tmp_path, 60.0), tmp_path / "err", timeout_s=0.5)
+    with pytest.raises(ProgramError, match=r"no step within 0\.5 s; starting"):
+        one.steps(1)
+    one.kill()
+
+
+def test_ratios_are_those_of_the_same_round() -> None:
+    assert ratios([1.0, 2.0, None, 4.0], [2.0, 1.0, 1.0, None]) == [0.5, 2.0]
+
+
+def test_instruction_sets_are_read_from_what_the_libraries_print() -> None:
+    """Lines of torch 2.13 with oneDNN 3.12 and MKL 2024 with everything, and with AVX2 only; nothing known without."""
+    text = (
+        "torch AVX512\n"
+        "MKL_VERBOSE oneMKL 2024.0 Update 2 Product build 20240605 for Intel(R) 64 architecture Intel(R) Advanced "
+        "Vector Extensions 512 (Intel(R) AVX-512) with support for INT8, BF16, Lnx 2.30GHz lp64 gnu_thread\n"
+        "onednn_verbose,v1,info,cpu,isa:Intel AVX-512 with Intel DL Boost\n"
+    )
+    found = instructions.read(text)
+    assert found["torch"] == "AVX512" and found["oneDNN"] == "AVX-512 with Intel DL Boost"
+    assert found["MKL"].startswith("AVX-512")
+    mkl = "MKL_VERBOSE oneMKL for Intel(R) 64 architecture Intel(R) Advanced Vector Extensions 2 (Intel(R) AVX2) "
+    assert instructions.read(f"torch AVX2\n{mkl}enabled processors, Lnx 2.30GHz\n")["MKL"] == "AVX2"
+    assert set(instructions.read("").values()) == {instructions.UNKNOWN}
+
+
+def test_the_environment_of_avx2_reaches_torch() -> None:
+    assert instructions.instruction_sets(instructions.AVX2)["torch"] in ("AVX2", "DEFAULT")
+
+
+def test_inputs_hold_the_same_tokens(tmp_path: Path) -> None:
+    """Every format holds one stream of tokens below the vocabulary size; pairs of bytes use much of a large one."""
+    for vocab_size in (256, 16384):
+        inputs.write_inputs(tmp_path, vocab_size)
+        tokens = np.fromfile(tmp_path / "train.bin", dtype="<u2")
+        assert tokens.size > 100_000 and tokens.max() < vocab_size and len(set(tokens.tolist())) > 90
+        dataset = IndexedDataset(str(tmp_path / "ours"))
+        ours = np.concatenate([dataset.document(number) for number in range(dataset.num_documents)])
+        assert np.array_equal(ours, tokens)
+    assert (tmp_path / "meta.pkl").read_text() == "(dS'vocab_size'\nI16384\ns."
+
+
+TINY = (
+    "--num_layers=1 --hidden_size=32 --num_attention_heads=2 --head_groups=2 --ffn_hidden_size=64 --sequence_length=32"
+)
+
+
+def test_our_program_races_and_missing_peers_are_named(tmp_path: Path) -> None:
+    """Without checkouts and packages only our row trains; the others say what they lack, and the exit code is 0."""
+    output = tmp_path / "results.json"
+    words = [*TINY.split(), "--turns=2", "--steps_per_turn=3", "--threads=1", "--isa=avx2", f"--output={output}"]
+    python = tmp_path / "python"  # an interpreter without the peers' packages
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.benchmarks.programs", *words, f"--python={python}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result: dict[str, Any] = json.loads(output.read_text("utf-8"))
+    assert list(result["programs"]) == ["megatron_lite"]
+    row = result["programs"]["megatron_lite"]
+    assert row["failure"] is None and len(row["losses"]) >= 10 and row["loss"] < 6 and row["start_s"]["median"] > 0
+    assert "no checkout" in result["unavailable"]["nanoGPT"]
+    assert "litgpt is not installed" in result["unavailable"]["litgpt"]
+    assert "1 thread, 2 x 32 tokens" in done.stdout and "| megatron_lite |" in done.stdout
+    assert result["environment"] == instructions.AVX2 | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_trainer_trains(tmp_path: Path) -> None:
+    """Our script around Hugging Face's Trainer prints a line per step."""
+    options = program.parse([*TINY.split(), "--only=HF Trainer"])
+    inputs.write_inputs(tmp_path, options.vocab_size)
+    commands, unavailable = program.commands_of(options, tmp_path)
+    assert not unavailable
+    one = Program(commands["HF Trainer"], tmp_path / "err", timeout_s=100)
+    one.steps(3)
+    one.kill()
+    assert 4 < one.losses[0] < 7
+
+
+def test_usage_errors_name_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["--only=nanogpt"], "--only: no program is called 'nanogpt'"),
+        ([f"--nanogpt={tmp_path}"], "holds no train.py"),
+        (["--turns=0"], "--turns, --steps_per_turn, --starts and --ranks must be at least 1"),
+    ):
+        with pytest.raises(SystemExit):
+            program.parse(words)
+        assert message in capsys.readouterr().err
+
+
+def test_a_terminated_race_leaves_no_programs(tmp_path: Path) -> None:
+    """SIGTERM, which `timeout` sends, ends the stopped programs, too."""
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    race = subprocess.Popen(
+        [sys.executable, "-m", "scripts.benchmarks.programs", *TINY.split(), "--only=megatron_lite", "--turns=1000"],
+        cwd=ROOT,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert race.stderr is not None
+    for line in race.stderr:
+        if re.match(r"benchmark: turn 1:", line):
+            break
+    race.send_signal(signal.SIGTERM)
+    race.wait(30)
+    race.stderr.close()
+    deadline = time.monotonic() + 10
+    while left := [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _bytes(path)]:
+        assert time.monotonic() < deadline, left
+    assert not list(tmp_path.iterdir())
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
