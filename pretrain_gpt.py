@@ -7,7 +7,7 @@ from megatron_lite.cli.parse import HelpRequested, folder_of, parse
 from megatron_lite.errors import EXIT_DONE, CheckpointError, UsageError
 from megatron_lite.huggingface.architectures import check_exports
 from megatron_lite.run import exit_status
-from megatron_lite.run.launch import is_first_on_machine, launch_rank, launch_world_size, wait_without_spinning
+from megatron_lite.run.launch import is_first_on_machine, launch_rank, launch_world_size, limit_spinning
 from megatron_lite.run.missing_package import name_missing_package
 from megatron_lite.run.secrets import without_secrets
 from megatron_lite.validation import planned_world_size, resolve
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     except (CheckpointError, UsageError) as error:
         return exit_status.report(error, error.experiment_dir or experiment_dir, prints=is_first_on_machine())
 
-    wait_without_spinning()
+    limit_spinning()
     from megatron_lite.train import pretrain
 
     sys.argv[1:] = without_secrets(argv)  # some libraries record the command line

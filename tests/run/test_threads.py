@@ -1,4 +1,4 @@
-"""The threads of a process: from the work, the cores and the ranks, never from the load; and they wait asleep."""
+"""The threads of a process: from the work, the cores and the ranks, never from the load; and they spin only shortly."""
 
 from __future__ import annotations
 
@@ -67,14 +67,34 @@ def test_one_thread_by_torchrun_is_not_the_users(given: bool) -> None:
 
 
 @pytest.mark.parametrize("name", [None, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
-def test_threads_wait_asleep_unless_the_user_says_otherwise(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_sleep_after_a_short_wait_unless_the_user_says_otherwise(
+    name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for other in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         monkeypatch.setenv(other, "")  # restored at the end of the test
         monkeypatch.delenv(other)
     if name is not None:
         monkeypatch.setenv(name, "7")
-    launch.wait_without_spinning()
+    launch.limit_spinning()
     assert os.environ.get("OMP_WAIT_POLICY") == ({None: "PASSIVE", "OMP_WAIT_POLICY": "7"}.get(name))
+    assert os.environ.get("GOMP_SPINCOUNT") == ({None: str(launch.SPINS), "GOMP_SPINCOUNT": "7"}.get(name))
+
+
+@pytest.mark.parametrize("command", ["pretrain_gpt.py", "scripts/generate.py", "scripts/evaluate.py"])
+def test_every_command_that_computes_limits_spinning_before_torch_is_imported(command: str) -> None:
+    """OpenMP reads its variables when its library is loaded; `main` and what it imports come later."""
+    stub = "import sys; assert 'torch' not in sys.modules; print('limited'); sys.exit(0)"
+    start = (
+        "import runpy, sys, megatron_lite.run.launch as launch; sys.argv = [{0!r}, *{1!r}.split()]; "
+        "launch.limit_spinning = lambda: exec({2!r}); runpy.run_path({0!r}, run_name='__main__')"
+    )
+    flags = "--num_layers=1 --hidden_size=16 --num_attention_heads=2 --vocab_size=16 --dataset_source=random"
+    code = start.format(str(ROOT / command), flags, stub)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "limited\n", done.stderr
 
 
 def test_the_log_says_how_many_threads_and_why() -> None:
