@@ -28,7 +28,7 @@ from megatron_lite.generation.samples import Samples, open_samples
 from megatron_lite.huggingface import load_pretrained
 from megatron_lite.huggingface.architectures import check_exports
 from megatron_lite.huggingface.weight_source import WeightSource
-from megatron_lite.kernels.choice import Kernels, choose_kernels
+from megatron_lite.kernels.choice import Kernels, agree_on_kernels
 from megatron_lite.model.gpt import model_layers, shapes_of
 from megatron_lite.model.layer import Layer
 from megatron_lite.monitor.banner import choice_lines, derived_numbers, device_warnings, stage_lines
@@ -193,7 +193,8 @@ def build(
     config, choices = _resolve_auto(config, distributed)
     start = Start(config, distributed, experiment, logger)
 
-    inputs = together(distributed, lambda: _open_inputs(start, environment or {}))
+    kernels = agree_on_kernels(config, distributed)
+    inputs = together(distributed, lambda: _open_inputs(start, environment or {}, kernels))
     samples = open_samples(config, distributed, experiment, stop)
     _log_banner(start, inputs, (*choices, *notes))
     source = _open_source(start, inputs.layers)
@@ -259,14 +260,13 @@ def _resolve_auto(config: Config, distributed: Distributed) -> tuple[Config, tup
     return dataclasses.replace(config, multi_stage=multi_stage), choices
 
 
-def _open_inputs(start: Start, variables: Mapping[str, str]) -> Inputs:
+def _open_inputs(start: Start, variables: Mapping[str, str], kernels: Kernels) -> Inputs:
     """Open everything that one rank can open without the others."""
     config, distributed = start.config, start.distributed
     script = config.training.export_callback_script if distributed.rank == 0 else ""
     callback = open_callback(script, environment_with(variables), variables)
     data = open_data(config, distributed.rank, distributed.world_size)
     data.while_waiting = distributed.check_step
-    kernels = choose_kernels(config, distributed.device)
     return Inputs(data, kernels, model_layers(config, kernels), callback)
 
 
@@ -278,7 +278,7 @@ def _log_banner(start: Start, inputs: Inputs, notes: Sequence[Note]) -> None:
         _tell(start, line, short)
     for note in notes:
         logger.log(logging.WARNING if note.is_warning else logging.INFO, note.text)
-    for warning in (*warnings(config), *device_warnings(config, distributed.device)):
+    for warning in (*warnings(config), *device_warnings(config, distributed.device), *inputs.kernels.warnings):
         logger.warning(warning)
 
 

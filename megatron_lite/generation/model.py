@@ -14,7 +14,7 @@ from megatron_lite.errors import UsageError
 from megatron_lite.huggingface.open_source import open_source
 from megatron_lite.huggingface.weight_source import WeightSource
 from megatron_lite.kernels.attention.choice import Work, choose_attention
-from megatron_lite.kernels.attention.probe import works
+from megatron_lite.kernels.attention.probe import failure
 from megatron_lite.kernels.choice import REFERENCES
 from megatron_lite.model.gpt import build_gpt, shapes_of
 from megatron_lite.model.layer import Layer, MicroBatch
@@ -42,12 +42,16 @@ class LocalModel:
 
     def prompt_attention(self) -> str:
         """Return the fastest attention backend that works on this device for one text without dropout."""
-        config, device, dtype = self.config, self.device, self.dtype
+        config, device = self.config, self.device
         if config.attention_softmax_in_fp32:
             return "math"
-        head_size = config.kv_channels
-        work = Work(dtype, head_size, windowed=config.window_size is not None)
-        return choose_attention("auto", device, work, works=lambda backend: works(backend, device, dtype, head_size))
+        work = Work(
+            self.dtype,
+            config.kv_channels,
+            windowed=config.window_size is not None,
+            heads_per_group=config.num_attention_heads // config.head_groups,
+        )
+        return choose_attention("auto", device, work, works=lambda backend: failure(backend, device, work) is None)
 
     @torch.no_grad()
     def run(self, micro_batch: MicroBatch) -> Tensor:

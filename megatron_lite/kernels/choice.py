@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from megatron_lite.config import Config
+from megatron_lite.distributed.agreement import together
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import UsageError
-from megatron_lite.kernels.attention.choice import PLANNED_GPU, Work, choose_attention, describe_attention
-from megatron_lite.kernels.attention.probe import works
+from megatron_lite.kernels.attention.choice import AUTOMATIC, PLANNED_GPU, Work, choose_attention, describe_attention
+from megatron_lite.kernels.attention.probe import failure
 from megatron_lite.kernels.triton_support import runs_on
 from megatron_lite.parameter import DTYPES
 
@@ -23,6 +28,7 @@ class Kernels:
     cross_entropy: str = "torch"  # or "triton"
     cross_entropy_splits: int | None = None
     cross_entropy_block_size: int | None = None
+    warnings: tuple[str, ...] = ()  # for the log: attention that should work and does not
 
     def describe(self) -> str:
         """Return one line for the log."""
@@ -36,10 +42,52 @@ class Kernels:
 REFERENCES = Kernels()
 
 
-def choose_kernels(config: Config, device: torch.device, planned: bool = False) -> Kernels:
+def agree_on_kernels(config: Config, distributed: Distributed) -> Kernels:
+    """Choose the same kernels on every rank: a backend of attention that any rank passes over is used by none.
+
+    Raises:
+        UsageError: on all ranks, if the configuration names an implementation that is not available on one.
+    """
+    failures: dict[int, dict[str, str]] = {}
+    excluded: tuple[str, ...] = ()
+    while True:
+        own: dict[str, str] = {}
+        choose = functools.partial(choose_kernels, config, distributed.device, excluded=excluded, failures=own)
+        kernels = together(distributed, choose)
+        every = distributed.gather_objects([kernels.attention, own])
+        for rank, (_, failed) in enumerate(every):
+            failures.setdefault(rank, {}).update(failed)
+        names = {name for name, _ in every}
+        if len(names) == 1:
+            return dataclasses.replace(kernels, warnings=tuple(_warnings(failures, kernels.attention)))
+        excluded = AUTOMATIC[: max(map(AUTOMATIC.index, names))]  # all that are before the last one
+
+
+def _warnings(failures: dict[int, dict[str, str]], chosen: str) -> Iterator[str]:
+    """Say of each backend that failed where and why."""
+    for backend in AUTOMATIC:
+        reasons = {rank: failed[backend] for rank, failed in failures.items() if backend in failed}
+        if reasons:
+            first, *others = reasons
+            more = f" and on {len(others)} more of {len(failures)} ranks" if others else ""
+            yield (
+                f"attention: {backend} should work and does not, on rank {first}{more}: {reasons[first]}; "
+                f"every rank uses {chosen}"
+            )
+
+
+def choose_kernels(
+    config: Config,
+    device: torch.device,
+    planned: bool = False,
+    excluded: Collection[str] = (),
+    failures: dict[str, str] | None = None,
+) -> Kernels:
     """Resolve the choices of a configuration for a device.
 
     Args:
+        excluded: backends of attention that "auto" passes over.
+        failures: gets the reason of each backend that was tried and does not work.
         planned: the device need not exist; look neither at it nor at the installed libraries.
 
     Raises:
@@ -58,29 +106,39 @@ def choose_kernels(config: Config, device: torch.device, planned: bool = False) 
     automatic = "triton" if triton else "torch"
     return Kernels(
         triton=triton,
-        attention=_attention(config, device, planned),
+        attention=_attention(config, device, planned, excluded, {} if failures is None else failures),
         cross_entropy=automatic if wanted.cross_entropy_impl == "auto" else wanted.cross_entropy_impl,
         cross_entropy_splits=wanted.cross_entropy_splits,
         cross_entropy_block_size=wanted.cross_entropy_block_size,
     )
 
 
-def _attention(config: Config, device: torch.device, planned: bool) -> str:
-    model, dtype, head_size = config.model, DTYPES[config.distributed.training_dtype], config.model.kv_channels
+def _attention(
+    config: Config, device: torch.device, planned: bool, excluded: Collection[str], failures: dict[str, str]
+) -> str:
+    model = config.model
     work = Work(
-        dtype,
-        head_size,
+        DTYPES[config.distributed.training_dtype],
+        model.kv_channels,
         windowed=model.window_size is not None and model.window_size < config.batch.sequence_length,
         documents=not config.data.cross_document_attention,
         deterministic=config.distributed.deterministic,
         dropout=model.attention_dropout > 0,
+        heads_per_group=model.num_attention_heads // model.head_groups,
     )
+
+    def works(backend: str) -> bool:
+        reason = None if backend in excluded else failure(backend, device, work)
+        if reason is not None:
+            failures[backend] = reason
+        return reason is None and backend not in excluded
+
     wanted = "math" if model.attention_softmax_in_fp32 else config.performance.attention_backend
     if device.type != "cuda":
         return choose_attention(wanted, device, work)
     if planned:
         return choose_attention(wanted, device, work, PLANNED_GPU)
-    return choose_attention(wanted, device, work, works=lambda backend: works(backend, device, dtype, head_size))
+    return choose_attention(wanted, device, work, works=works)
 
 
 def _no_triton(flag: str, device: torch.device) -> str:

@@ -69,6 +69,7 @@ class Work:
     documents: bool = False
     deterministic: bool = False
     dropout: bool = False
+    heads_per_group: int = 1  # query heads that share a key head
 
 
 @functools.cache

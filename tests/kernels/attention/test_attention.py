@@ -16,7 +16,7 @@ from megatron_lite.kernels.attention import choice as attention_choice
 from megatron_lite.kernels.attention import gpu as attention_gpu
 from megatron_lite.kernels.attention.attention import Documents, attention
 from megatron_lite.kernels.attention.choice import Machine, Work, choose_attention, describe_attention
-from megatron_lite.kernels.attention.probe import works
+from megatron_lite.kernels.attention.probe import failure
 from megatron_lite.kernels.linear import linear
 from megatron_lite.kernels.rotary import rotary_table, split_heads
 from megatron_lite.parameter import Parameter
@@ -506,5 +506,6 @@ def test_a_candidate_that_does_not_work_is_passed_over() -> None:
 def test_the_trial_tells_what_works() -> None:
     """ "math" works everywhere; cuDNN does not work on a CPU."""
     cpu = torch.device("cpu")
-    assert works("math", cpu, BF16, 16)
-    assert not works("cudnn", cpu, BF16, 16)
+    assert failure("math", cpu, Work(BF16, 16)) is None
+    reason = failure("cudnn", cpu, Work(BF16, 16))
+    assert reason is not None and reason.startswith("RuntimeError: ")
