@@ -46,9 +46,31 @@ class _Recomputed(torch.autograd.Function):
         (hidden,) = ctx.saved_tensors
         hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[1])
         with torch.enable_grad():
-            output = ctx.layer(hidden, ctx.micro_batch)
-        torch.autograd.backward(output, grad_output)
+            backward(ctx.layer(hidden, ctx.micro_batch), grad_output)
         return None, hidden.grad, *(None for _ in ctx.needs_input_grad[2:])
+
+
+class _Seeded(torch.autograd.Function):
+    """A scalar whose backward pass hands `grad` to `output`."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, grad: Tensor) -> Tensor:
+        ctx.grad = grad
+        return output.new_empty(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        grad, ctx.grad = ctx.grad, None
+        return grad, None
+
+
+def backward(output: Tensor, grad: Tensor | None) -> None:
+    """Run the backward pass of `output` from its gradient; None: `output` is the loss. Gradients must be enabled.
+
+    `torch.autograd.backward` with a gradient imports a library for symbolic shapes: 0.4 s before the first step.
+    """
+    (output if grad is None else _Seeded.apply(output, grad)).backward()
 
 
 def recompute(layer: Layer, hidden: Tensor, micro_batch: Any) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_lite.distributed.process_group import Group, Handle, Works
 from megatron_lite.parameter import Parameter
 from megatron_lite.zero.flat_shard import ADAM_MOMENTS, FlatShard, Precision
-from megatron_lite.zero.layer import Layer, recompute
+from megatron_lite.zero.layer import Layer, backward, recompute
 from megatron_lite.zero.layout import ParameterSlot
 
 
@@ -174,7 +174,7 @@ class Stage:
         if self.gradients is not None:
             self.require_gradients()
         hidden, output = self._tape.pop(slot)
-        torch.autograd.backward(output, grad)
+        backward(output, grad)
         if self.observer is not None and (hidden is None or not hidden.requires_grad):
             self.observer.layer_gradient(self.layers[0].name, None, slot)
         return None if hidden is None else hidden.grad
