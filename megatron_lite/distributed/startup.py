@@ -163,6 +163,11 @@ def refuse_shared_gpus(name: str, uuids: Sequence[str]) -> None:
             )
 
 
+def kernels_can_run() -> bool:
+    """Whether this process can run Triton kernels: on a GPU, or on a CPU if Triton is told to interpret them."""
+    return torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
 @contextlib.contextmanager
 def _all_join(world_size: int, timeout_s: float) -> Iterator[None]:
     """Turn the backend's error about ranks that do not come into a PeerError that says how many came."""

@@ -1,16 +1,25 @@
-"""Triton, if installed, and functions that kernels share. Kernels run on a GPU, or in tests in Triton's interpreter."""
+"""Triton, if installed and of use, and functions that kernels share.
+
+Kernels run on a GPU, or in tests in Triton's interpreter. Elsewhere importing Triton would only delay the start.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # Triton does not exist for every platform; the torch references do not need it
+from megatron_lite.distributed.startup import kernels_can_run
+
+if kernels_can_run() or "triton" in sys.modules:
+    try:
+        import triton
+        import triton.language as tl
+    except ImportError:  # Triton does not exist for every platform; the torch references do not need it
+        triton = tl = None
+else:
     triton = tl = None
 
 
