@@ -46,8 +46,8 @@ def train(run: Run) -> tuple[int, str]:
         batches = run.data.batches("training", run.iteration, training.train_iters - run.iteration)
         with contextlib.closing(ProgressBar(training.train_iters, run.iteration, run.distributed.rank == 0)) as bar:
             for iteration in range(first, training.train_iters + 1):
-                # The first wait includes the start of the workers and is no reason to warn.
-                warn_ms = config.data.data_batch_warn_time_ms if iteration > first else None
+                # The second iteration's data may wait for the start of the workers, which is no reason to warn.
+                warn_ms = config.data.data_batch_warn_time_ms if iteration > first + 1 else None
                 micro_batches, data_wait_s = next_batch(batches, run.distributed, run.stop, warn_ms)
                 update = train_step(run, micro_batches, iteration)
                 tokens = iteration_tokens(config.batch, iteration)

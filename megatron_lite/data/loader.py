@@ -9,6 +9,7 @@ masked labels.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -137,13 +138,14 @@ class DataSource:
     def batches(self, phase: str, first_iteration: int, num_iterations: int) -> Iterator[list[HostBatch]]:
         """Yield the micro-batches of this rank, one list per iteration, for the iterations after `first_iteration`.
 
-        All micro-batches of an iteration have the same number of rows. Worker processes start at the first `next` and
-        end when the generator ends or is closed.
+        All micro-batches of an iteration have the same number of rows. Workers start at the first `next`, whose data is
+        read in place meanwhile, and end when the generator ends or is closed.
 
         Raises: DataError for unreadable files and token ids outside the vocabulary; RunError if a worker dies.
         """
         iterations = range(first_iteration + 1, first_iteration + num_iterations + 1)
-        with self._samples(phase, self._phases[phase].reader, self._requests(phase, iterations)) as samples:
+        first = self._requests(phase, iterations[:1])
+        with self._samples(phase, first, self._requests(phase, iterations[1:])) as samples:
             for iteration in iterations:
                 split = self.split(phase, iteration)
                 yield [self._host_batch(next(samples), split.micro_batch_size) for _ in range(split.micro_steps)]
@@ -179,22 +181,23 @@ class DataSource:
                 yield before + first, count
 
     @contextlib.contextmanager
-    def _samples(self, phase: str, reader: Reader, requests: Iterator[Request]) -> Iterator[Iterator[Samples]]:
-        """Read the requested samples in order, ahead of time by workers or in place.
+    def _samples(self, phase: str, first: Iterator[Request], others: Iterator[Request]) -> Iterator[Iterator[Samples]]:
+        """Read the requested samples in order: the others ahead of time by workers, which start meanwhile, or in place.
 
         Only training from files uses workers: a validation is short and would mostly wait for them to start, and
         random tokens take less time to make than to send.
         """
-        num_workers = self._data.num_workers
+        reader, num_workers = self._phases[phase].reader, self._data.num_workers
+        in_place = (reader.read(*request) for request in first)
         if phase != "training" or num_workers == 0 or isinstance(reader, RandomReader):
-            yield (reader.read(*request) for request in requests)
+            yield itertools.chain(in_place, (reader.read(*request) for request in others))
             return
         prefetch = self._data.prefetch_factor or 1  # None only without workers
         context = self._data.multiprocessing_context
-        workers = Workers(reader, requests, num_workers, prefetch, context, lambda: self.while_waiting())
+        workers = Workers(reader, others, num_workers, prefetch, context, lambda: self.while_waiting())
         self._open.add(workers)
         try:
-            yield iter(workers)
+            yield itertools.chain(in_place, workers)
         finally:
             workers.close()
             self._open.discard(workers)

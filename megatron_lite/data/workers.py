@@ -54,6 +54,8 @@ class Workers:
         """Start the workers, which together read up to `num_workers * prefetch_factor` micro-batches ahead.
 
         while_waiting: called every POLL_S while the parent waits for a worker; it may raise.
+
+        Raises: RunError if a worker dies at once.
         """
         self._while_waiting = while_waiting
         first = list(itertools.islice(requests, num_workers))
@@ -61,12 +63,13 @@ class Workers:
         self._requests = itertools.chain(first, requests)
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
-        self._ahead = num_workers * prefetch_factor
+        self._ahead, self._sent = num_workers * prefetch_factor, 0
         # Runs at interpreter exit before multiprocessing joins its children, which ignore its SIGTERM.
         self._finalizer = util.Finalize(self, _end, args=(self._processes, self._connections), exitpriority=10)
         with _signals_held():
             for number in range(num_workers):
                 self._start(reader, number, context)
+        self._send_up_to(self._ahead)
 
     def _start(self, reader: Reader, number: int, context: str) -> None:
         here, there = multiprocessing.Pipe()
@@ -85,16 +88,19 @@ class Workers:
 
         Raises: the reader's DataError; RunError if a worker was killed or failed.
         """
-        sent = 0
         for received in itertools.count():
             if not self._finalizer.still_active():
                 raise RunError("the data workers were closed before all batches were read")
-            for request in itertools.islice(self._requests, received + 1 + self._ahead - sent):
-                self._send(sent, request)
-                sent += 1
-            if received == sent:
+            self._send_up_to(received + 1 + self._ahead)
+            if received == self._sent:
                 return
             yield self._receive(received)
+
+    def _send_up_to(self, count: int) -> None:
+        """Send requests until workers have been sent `count`."""
+        for request in itertools.islice(self._requests, count - self._sent):
+            self._send(self._sent, request)
+            self._sent += 1
 
     def _send(self, number: int, request: Request) -> None:
         worker = number % len(self._connections)

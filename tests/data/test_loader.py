@@ -22,6 +22,7 @@ from megatron_lite.config import Config, unflatten
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data
+from megatron_lite.data.workers import Workers
 from megatron_lite.errors import DataError, RunError, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -214,6 +215,27 @@ def test_workers_give_the_same_batches(prefixes: tuple[str, str], context: str) 
         values = config(data_path, num_workers=2, prefetch_factor=prefetch_factor, multiprocessing_context=context)
         assert equal(micro_batches(open_data(values, 1, 2), "training", 2, 6), expected)
         assert not multiprocessing.active_children()
+
+
+def test_the_first_iteration_does_not_wait_for_workers(
+    prefixes: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its data is read in place while the workers start; they are asked for the data of the next ones meanwhile."""
+    asked: list[int] = []
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("waited for a worker")
+
+    monkeypatch.setattr(Workers, "_receive", refuse)
+    monkeypatch.setattr(Workers, "_send", lambda self, number, request: asked.append(request[0]))
+    expected = micro_batches(open_data(config(prefixes), 0, 1), "training", 2, 1)
+    with contextlib.closing(
+        open_data(config(prefixes, num_workers=1, prefetch_factor=3), 0, 1).batches("training", 2, 6)  # type: ignore[type-var]
+    ) as batches:
+        assert equal([[batch.tokens for batch in next(batches)]], expected)
+        assert asked == [36, 39, 42]  # samples: three of the four micro-batches of the next iteration
+        with pytest.raises(AssertionError, match="waited"):
+            next(batches)
 
 
 def test_closing_midway_leaves_no_processes(prefixes: tuple[str, str]) -> None:
