@@ -1,20 +1,23 @@
 #!/usr/bin/env python3
-"""Pretrain a GPT: `python pretrain_gpt.py --help`, or `torchrun --nproc-per-node=N pretrain_gpt.py ...`."""
+"""Pretrain a GPT: `python pretrain_gpt.py --help`, or `torchrun --nproc-per-node=N pretrain_gpt.py ...`.
 
+Data workers import this file again, so everything that a run needs is imported inside of `main`.
+"""
+
+import gc
 import sys
-
-from megatron_lite.cli.parse import HelpRequested, folder_of, parse
-from megatron_lite.errors import EXIT_DONE, CheckpointError, UsageError
-from megatron_lite.huggingface.architectures import check_exports
-from megatron_lite.run import exit_status
-from megatron_lite.run.launch import is_first_on_machine, launch_rank, launch_world_size, limit_spinning
-from megatron_lite.run.missing_package import name_missing_package
-from megatron_lite.run.secrets import without_secrets
-from megatron_lite.validation import planned_world_size, resolve
 
 
 def main(argv: list[str]) -> int:
     """Parse, validate, train; return the exit code. Nothing heavy is imported before the flags are known to be good."""
+    from megatron_lite.cli.parse import HelpRequested, folder_of, parse
+    from megatron_lite.errors import EXIT_DONE, CheckpointError, UsageError
+    from megatron_lite.huggingface.architectures import check_exports
+    from megatron_lite.run import exit_status
+    from megatron_lite.run.launch import is_first_on_machine, launch_rank, launch_world_size, limit_spinning
+    from megatron_lite.run.secrets import without_secrets
+    from megatron_lite.validation import planned_world_size, resolve
+
     experiment_dir = None
     try:
         arguments = parse(argv)
@@ -34,12 +37,16 @@ def main(argv: list[str]) -> int:
         return exit_status.report(error, error.experiment_dir or experiment_dir, prints=is_first_on_machine())
 
     limit_spinning()
+    gc.disable()  # imports leave no garbage, and looking for some takes a tenth of their time
     from megatron_lite.train import pretrain
 
+    gc.enable()
     sys.argv[1:] = without_secrets(argv)  # some libraries record the command line
     return pretrain(config, arguments.notes, arguments.environment)
 
 
 if __name__ == "__main__":
+    from megatron_lite.run.missing_package import name_missing_package
+
     sys.excepthook = name_missing_package
     sys.exit(main(sys.argv[1:]))
