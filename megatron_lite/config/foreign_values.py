@@ -68,7 +68,7 @@ REFUSED_VALUES: Mapping[str, str] = MappingProxyType(
         "attention_backend=sdpa": "write --attention_backend=auto",
         "attention_backend=xformers": "write --attention_backend=auto",
         "attention_backend=flash_attention_2": "write --attention_backend=flash",
-        "attention_backend=flash_attention_3": "write --attention_backend=auto",
+        "attention_backend=flash_attention_3": "write --attention_backend=flash3",
         "rope_type=rope": "write --rope_type=default",
         "rope_type=dynamic": "lengths are fixed while training; write --rope_type=linear or --rope_type=yarn",
         "rope_type=longrope": "not supported; write --rope_type=yarn",

@@ -24,7 +24,7 @@ ACTIVATION_ALIASES = {
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 RECOMPUTE_LEVELS = ("none", "activation", "full")
-ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "varlen", "flex", "math")
+ATTENTION_BACKENDS = ("auto", "flash", "flash3", "cudnn", "varlen", "flex", "math")
 
 
 @dataclass

@@ -289,9 +289,10 @@ def attention(
         return _BlockAttention.apply(query, key, value, options)
     assert not softmax_in_fp32, f"{backend} attention has no option for its softmax"
     starts = documents.starts if documents is not None else None
-    if backend == "varlen":
+    if backend in ("varlen", "flash3"):
         longest = max(documents.lengths) if documents is not None else s
-        return varlen_attention(query, key, value, window, starts, longest, scale)
+        version = 3 if backend == "flash3" else 2
+        return varlen_attention(query, key, value, window, starts, longest, scale, version)
     if backend == "flex":
         return flex_attention(query, key, value, window, starts, scale)
     assert window is None and documents is None, f"{backend} attention takes neither windows nor documents"

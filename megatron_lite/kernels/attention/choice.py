@@ -3,18 +3,22 @@
 | backend | dtypes | head sizes | window | documents | deterministic | where |
 | --- | --- | --- | --- | --- | --- | --- |
 | cudnn | bf16, fp16 | multiples of 8 up to 128 | no | no | no | Hopper, Blackwell B200; cuDNN from 9.15.1 |
+| flash3 | bf16, fp16 | multiples of 8 up to 256 | yes | yes | no (3) | Hopper; the package flash_attn_interface |
 | flash | bf16, fp16 | multiples of 8 up to 256 (1) | no | no | yes (2) | GPUs from Ampere |
 | varlen | bf16, fp16 | multiples of 8 up to 256 (1) | yes | yes | yes (2) | GPUs from Ampere, torch from 2.11 |
 | flex | all | from 16 | yes | yes | yes | GPUs from Ampere, Triton; compiled at its first use |
 | math | all | all | yes | yes | yes | everywhere; also --attention_dropout |
 
-cudnn and flash are `scaled_dot_product_attention` restricted to one backend, varlen is `torch.nn.attention.varlen` (the
-flash kernels with document borders), flex is `flex_attention` with a block mask, math is the formula in `attention.py`.
+flash3 is FlashAttention 3 of the package `flash_attn_interface`, which torch from 2.11 on can put in the place of its
+own flash kernels, version 2: 1.5 to 2 times as fast on H100 (Shah et al. 2024, section 4). cudnn and flash are
+`scaled_dot_product_attention` restricted to one backend, varlen is `torch.nn.attention.varlen` (the flash kernels with
+document borders), flex is `flex_attention` with a block mask, math is the formula in `attention.py`.
 All of them read grouped keys without copies. math keeps query, key and value for the backward pass; the others also
 keep the output and one fp32 number per row and head, flex a block mask, none of them probabilities.
 
 (1) With gradients at most 192 on compute capability 8.6 to 8.9 and 12. (2) With torch's deterministic algorithms on.
-`auto` takes the first of cudnn, flash, varlen, math that can do the work: cuDNN is the fastest for full causal
+(3) Its backward pass has an option for it, which has not been tried here.
+`auto` takes the first of cudnn, flash3, flash, varlen, math that can do the work: cuDNN is the fastest for full causal
 attention on Hopper.
 """
 
@@ -31,10 +35,11 @@ import torch
 from megatron_lite.errors import UsageError
 from megatron_lite.kernels.triton_support import triton
 
-BACKENDS = ("cudnn", "flash", "varlen", "flex", "math")
-AUTOMATIC = ("cudnn", "flash", "varlen", "math")
+BACKENDS = ("cudnn", "flash3", "flash", "varlen", "flex", "math")
+AUTOMATIC = ("cudnn", "flash3", "flash", "varlen", "math")
 DESCRIPTIONS = {
     "cudnn": "cuDNN's fused kernels",
+    "flash3": "FlashAttention 3",
     "flash": "torch's flash kernels",
     "varlen": "torch's flash kernels for windows and packed documents",
     "flex": "flex_attention, compiled",
@@ -52,6 +57,7 @@ class Machine:
     capability: tuple[int, int] | None
     cudnn: int = 0  # 91501 is version 9.15.1
     varlen: bool = True  # torch.nn.attention.varlen, with windows
+    flash3: bool = False  # FlashAttention 3 is installed, and torch can use it
     flex: bool = True  # flex_attention, and Triton to compile it
 
 
@@ -84,7 +90,18 @@ def machine_of(device: torch.device) -> Machine:
         has_varlen = "window_size" in inspect.signature(varlen_attn).parameters
     has_flex = importlib.util.find_spec("torch.nn.attention.flex_attention") is not None and triton is not None
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else 0
-    return Machine(torch.cuda.get_device_capability(device), cudnn or 0, has_varlen, has_flex)
+    return Machine(
+        torch.cuda.get_device_capability(device), cudnn or 0, has_varlen, has_varlen and _has_flash3(), has_flex
+    )
+
+
+def _has_flash3() -> bool:
+    """Whether torch has a registry of flash kernels (from 2.11), and the package that provides version 3 is there."""
+    from torch.nn import attention
+
+    if not hasattr(attention, "list_flash_attention_impls") or "FA3" not in attention.list_flash_attention_impls():
+        return False
+    return importlib.util.find_spec("flash_attn_interface") is not None
 
 
 def obstacle(backend: str, machine: Machine, work: Work) -> str | None:
@@ -101,6 +118,8 @@ def obstacle(backend: str, machine: Machine, work: Work) -> str | None:
         return _flex_obstacle(machine, work)
     if work.dtype not in HALVES:
         return f"computes only in bf16 and fp16, not in {str(work.dtype).removeprefix('torch.')}"
+    if backend == "flash3":
+        return _flash3_obstacle(machine, work)
     if backend == "varlen":
         missing = "needs torch.nn.attention.varlen with windows, which came with torch 2.11"
         return _head_size_obstacle(work, _flash_limit(machine)) if machine.varlen else missing
@@ -120,6 +139,17 @@ def _cudnn_obstacle(machine: Machine, work: Work) -> str | None:
     if work.deterministic:
         return "is not repeatable (--deterministic=1)"
     return _head_size_obstacle(work, 128)
+
+
+def _flash3_obstacle(machine: Machine, work: Work) -> str | None:
+    assert machine.capability is not None
+    if machine.capability[0] != 9:
+        return "needs compute capability 9 (Hopper)"
+    if not machine.flash3:
+        return "needs torch 2.11 or later and the package flash_attn_interface (FlashAttention 3)"
+    if work.deterministic:
+        return "is not known to be repeatable (--deterministic=1)"
+    return _head_size_obstacle(work, 256)
 
 
 def _flex_obstacle(machine: Machine, work: Work) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, backend: str, sca
     """Compute full causal attention with "cudnn" or "flash"; torch raises rather than take another kernel."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    use_flash(2)
     grouped = query.shape[1] != key.shape[1]
     with sdpa_kernel({"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}[backend]):
         return functional.scaled_dot_product_attention(
@@ -39,8 +41,13 @@ def varlen_attention(
     starts: Tensor | None,
     longest: int,
     scale: float | None = None,
+    version: int = 2,
 ) -> Tensor:
-    """Compute attention inside documents: `starts` (documents + 1,) int32 in the flattened (b s,); None: samples."""
+    """Compute attention inside documents: `starts` (documents + 1,) int32 in the flattened (b s,); None: samples.
+
+    version: of the flash kernels. The backward pass must run before another call uses another version.
+    """
+    use_flash(version)
     b, n, s, _ = query.shape
     if starts is None:
         starts = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=query.device)
@@ -52,6 +59,25 @@ def varlen_attention(
     reach = (-1, 0) if window is None or window >= longest else (window - 1, 0)
     output: Tensor = varlen_attn(*rows, starts, starts, longest, longest, scale=scale, window_size=reach, **grouped)
     return output.unflatten(0, (b, s)).transpose(1, 2)
+
+
+def use_flash(version: int) -> None:
+    """Let torch's operators of flash attention call version 2, which torch contains, or 3, which is a package.
+
+    The choice belongs to the process and costs a dictionary lookup if it is made already. A torch without a choice
+    (before 2.11) has version 2.
+    """
+    from torch.nn import attention
+
+    current = getattr(attention, "current_flash_attention_impl", lambda: None)()
+    if (current == "FA3") == (version == 3):
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch reports that another kernel takes the place of its own
+        if version == 3:
+            attention.activate_flash_attention_impl("FA3")
+        else:
+            attention.restore_flash_attention_impl()
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import warnings
 from typing import Any, cast
 
 import pytest
@@ -27,6 +28,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # 
 dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 HOPPER, AMPERE = Machine((9, 0), 91501), Machine((8, 0), 91501)
+HOPPER_3 = Machine((9, 0), 91501, flash3=True)
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -274,6 +276,14 @@ def test_dropout_drops_probabilities() -> None:
         ("varlen", HOPPER, dict(windowed=True)),
         ("varlen", HOPPER, dict(documents=True)),
         ("varlen", AMPERE, dict(windowed=True, documents=True, deterministic=True)),
+        ("cudnn", HOPPER_3, {}),
+        ("flash3", HOPPER_3, dict(windowed=True)),
+        ("flash3", HOPPER_3, dict(documents=True)),
+        ("flash3", HOPPER_3, dict(head_size=256)),
+        ("flash3", Machine((9, 0), 91002, flash3=True), {}),
+        ("varlen", HOPPER_3, dict(windowed=True, deterministic=True)),
+        ("varlen", Machine((8, 0), 91501, flash3=True), dict(windowed=True)),
+        ("varlen", Machine((10, 0), 91501, flash3=True), dict(documents=True)),
         ("math", Machine((9, 0), 91501, varlen=False), dict(windowed=True)),
         ("math", HOPPER, dict(dtype=FP32)),
         ("math", HOPPER, dict(head_size=68)),
@@ -306,6 +316,10 @@ def chosen(wanted: str, machine: Machine, **work: Any) -> str:
         ("cudnn", Machine((9, 0), 91002), {}, "91002"),
         ("cudnn", HOPPER, dict(head_size=136), "not of 136"),
         ("varlen", HOPPER, dict(dtype=FP32), "not in float32"),
+        ("flash3", HOPPER, {}, "needs torch 2.11 or later and the package flash_attn_interface"),
+        ("flash3", Machine((10, 0), 91501, flash3=True), {}, "needs compute capability 9"),
+        ("flash3", HOPPER_3, dict(deterministic=True), "--deterministic=1"),
+        ("flash3", HOPPER_3, dict(head_size=264), "up to 256"),
         ("varlen", Machine((9, 0), 91501, varlen=False), {}, "torch 2.11"),
         ("varlen", HOPPER, dict(head_size=12), "not of 12"),
         ("varlen", HOPPER, dict(dropout=True), "--attention_dropout"),
@@ -364,6 +378,61 @@ def test_varlen_gets_the_right_arguments(case: Case, says_grouped: bool, monkeyp
     inputs = case.inputs(torch.float64)[:3]
     output = attention(*inputs, case.window, 0.0, None, backend="varlen", documents=case.documents(), scale=case.scale)
     torch.testing.assert_close(output, case.formula(*inputs))
+
+
+def test_flash3_takes_the_place_of_the_flash_kernels_only_while_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The switch of the process is set once for a run of calls, and set back for the next backend."""
+    calls: list[str] = []
+    active: list[str | None] = [None]
+
+    def switch(name: str | None) -> None:
+        calls.append(name or "restore")
+        active[0] = name
+        warnings.warn("another kernel takes the place of torch's", UserWarning, stacklevel=1)
+
+    fakes = dict(
+        current_flash_attention_impl=lambda: active[0],
+        activate_flash_attention_impl=switch,
+        restore_flash_attention_impl=lambda: switch(None),
+    )
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.nn.attention, name, fake, raising=False)
+    case, seen = Case(1, 4, 2, 40, 8, 7), []
+    inputs = case.inputs(torch.float64)[:3]
+
+    def written_out(q: Tensor, *rest: Any, **more: Any) -> Tensor:
+        seen.append((active[0], more["window_size"]))
+        return case.formula(*inputs)[0].transpose(0, 1)
+
+    monkeypatch.setattr(attention_gpu, "_varlen", lambda: (written_out, True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for backend in ("varlen", "flash3", "flash3", "varlen", "flash3"):
+            output = attention(*inputs, case.window, 0.0, None, backend=backend)
+            torch.testing.assert_close(output, case.formula(*inputs))
+    assert [name for name, _ in seen] == [None, "FA3", "FA3", None, "FA3"]
+    assert {reach for _, reach in seen} == {(6, 0)}
+    assert calls == ["FA3", "restore", "FA3"]
+
+
+def test_a_torch_without_a_choice_of_flash_kernels_has_version_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is switched, and flash3 is not offered, although its package is there."""
+    for name in ("current", "list", "activate", "restore"):
+        whole = f"{name}_flash_attention_impl{'s' if name == 'list' else ''}"
+        monkeypatch.delattr(torch.nn.attention, whole, raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    attention_gpu.use_flash(2)
+    assert not attention_choice._has_flash3()
+
+
+@pytest.mark.parametrize(("listed", "installed"), [(["FA3"], True), (["FA3"], False), (["FA4"], True)])
+def test_flash3_is_offered_where_torch_and_the_package_have_it(
+    listed: list[str], installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are needed; neither is imported to find out."""
+    monkeypatch.setattr(torch.nn.attention, "list_flash_attention_impls", lambda: listed, raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    assert attention_choice._has_flash3() == ("FA3" in listed and installed)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch.nn.attention.varlen") is None, reason="older torch")
