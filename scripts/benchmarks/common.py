@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_lite.run.durable_files import replace_file
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def argument_parser(description: str | None) -> argparse.ArgumentParser:
@@ -28,6 +32,32 @@ def write_json(path: Path | None, result: dict[str, Any]) -> None:
     """Write a result file in one step, so that readers never see half of it; without a path do nothing."""
     if path is not None:
         replace_file(path, (json.dumps(result, indent=1, default=str) + "\n").encode())
+
+
+def commit() -> str:
+    """Return the commit of this checkout, with "+" if files are changed, or "unknown"."""
+    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=7", "--exclude=*"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def cores() -> Collection[int]:
+    """Return the cores that this process may use."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+
+
+def busy_seconds() -> float:
+    """Return the time that all processes have used on these cores since boot, or 0 if unknown."""
+    own = {f"cpu{core}" for core in cores()}
+    try:
+        lines = [line.split() for line in Path("/proc/stat").read_text("ascii").splitlines()]
+    except OSError:
+        return 0.0
+    used = (fields for fields in lines if fields and fields[0] in own)
+    # user, nice, system, idle, iowait, irq, softirq, steal
+    return sum(sum(map(int, (*fields[1:4], *fields[6:9]))) for fields in used) / os.sysconf("SC_CLK_TCK")
 
 
 def reason_of(error: Exception) -> str:

@@ -99,6 +99,14 @@ def test_a_program_that_dies_does_not_stop_the_others(tmp_path: Path) -> None:
     assert len(rows["dies"]["ours_over_it"]["values"]) == 1 and len(rows["ours"]["step_s"]["values"]) == 3
 
 
+def test_turns_beside_other_programs_do_not_count(tmp_path: Path) -> None:
+    """Below a limit that no machine keeps, rounds are repeated a few times and give no numbers."""
+    race = Race({"ours": command(tmp_path, 0.001)}, tmp_path, timeout_s=20, max_others=-1.0)
+    assert len(list(race.run(turns=2, steps_per_turn=1, starts=1))) == 8
+    row = report.summarize(race.records, "ours")["ours"]
+    assert row["step_s"] is None and len(row["others"]["values"]) == 8 and row["failure"] is None
+
+
 def test_a_program_that_never_steps_fails_in_time(tmp_path: Path) -> None:
     one = Program(command(tmp_path, 60.0), tmp_path / "err", timeout_s=0.5)
     with pytest.raises(ProgramError, match=r"no step within 0\.5 s; starting"):

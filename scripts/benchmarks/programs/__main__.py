@@ -1,6 +1,6 @@
 """Race whole training programs: ours beside nanoGPT, picotron, Hugging Face's Trainer, litgpt and DeepSpeed, on CPUs.
 
-    python -m scripts.benchmarks.programs --nanogpt=DIR --threads=1
+    python -m scripts.benchmarks.programs --nanogpt=DIR --threads=1 --max_others=0.05
     python -m scripts.benchmarks.programs --model=llama-39m --picotron=DIR --ranks=2 --isa=avx2 --output=results.json
 
 Every program runs as its users start it, from its own command line, with its own loop, data loader and log. A program
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.benchmarks import instructions
-from scripts.benchmarks.common import argument_parser, names_in, write_json
+from scripts.benchmarks.common import argument_parser, commit, names_in, write_json
 from scripts.benchmarks.programs import report
 from scripts.benchmarks.programs.contestants import OURS, PROGRAMS, Setting
 from scripts.benchmarks.programs.inputs import write_inputs
@@ -50,6 +50,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--turns", type=int, default=6, help="rounds (default 6)")
     add("--steps_per_turn", type=int, default=20, help="default 20, and one before them that does not count")
     add("--starts", type=int, default=1, help="starts of each program, for the time to the first step (default 1)")
+    add("--max_others", type=float, help="count only turns during which other programs took less of the cores")
     add("--timeout", type=float, default=300.0, help="seconds without a step after which a program has failed")
     add("--nanogpt", type=Path, help="a checkout of nanoGPT")
     add("--picotron", type=Path, help="a checkout of picotron")
@@ -107,14 +108,14 @@ def main(argv: Sequence[str]) -> int:
         head: dict[str, Any] = {
             "command": f"python -m scripts.benchmarks.programs {' '.join(argv)}".strip(),
             "date": datetime.date.today().isoformat(),
-            "commit": report.commit(),
+            "commit": commit(),
             "versions": report.versions(options.python),
             "machine": report.machine(environment, options.python),
             "settings": {name: value for name, value in vars(options).items() if name != "output"},
             "environment": environment,
             "unavailable": unavailable,
         }
-        race = Race(commands, folder, options.timeout)
+        race = Race(commands, folder, options.timeout, options.max_others)
         result: dict[str, Any] = {}
         for _ in race.run(options.turns, options.steps_per_turn, options.starts):
             result = head | {"programs": report.summarize(race.records, OURS)}

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.programs.inputs import ROOT, write_json_file, write_llama_weights, write_tokenizer
+from scripts.benchmarks.common import ROOT
+from scripts.benchmarks.programs.inputs import write_json_file, write_llama_weights, write_tokenizer
 from scripts.benchmarks.programs.process import Command
 from scripts.benchmarks.training.settings import MODELS
 

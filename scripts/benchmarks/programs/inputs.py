@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from scripts.benchmarks.common import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 # pickle.dumps({"vocab_size": ...}, 0), which nanoGPT reads; nothing here writes pickles.
 _META = "(dS'vocab_size'\nI{}\ns."
 DOCUMENT_TOKENS = 4096

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 from collections.abc import Mapping
 from typing import Any
 
 from scripts.benchmarks import instructions
-from scripts.benchmarks.common import markdown_table, spread_cell, spread_of
-from scripts.benchmarks.programs.inputs import ROOT
+from scripts.benchmarks.common import cores, markdown_table, spread_cell, spread_of
 from scripts.benchmarks.programs.race import Record, ratios
 
 MIB = 2**20
@@ -42,6 +40,7 @@ def summarize(records: Mapping[str, Record], ours: str) -> dict[str, dict[str, A
             "cpu_s": _spread(cpu_s),
             "ours_over_it": _spread(compared) if name != ours else None,
             "start_s": _spread(record.start_s),
+            "others": _spread(record.others),
             "peak_rss_bytes": record.peak_rss_bytes,
             "loss": statistics.mean(losses) if losses else None,
             "steps": steps,
@@ -62,22 +61,13 @@ def versions(python: str) -> dict[str, str]:
     return known
 
 
-def commit() -> str:
-    """Return our commit, with "+" if the checkout has changes, or "unknown"."""
-    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=7", "--exclude=*"]
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
 def machine(environment: Mapping[str, str], python: str) -> dict[str, Any]:
     """Return the processor, the cores that this process may use, and the instruction sets of the libraries."""
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
     return {
         "device": names[0] if names else "unknown",
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(cores()),
         "instruction_sets": instructions.instruction_sets(environment, python),
     }
 

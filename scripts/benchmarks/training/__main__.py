@@ -31,10 +31,12 @@ from megatron_lite.distributed import startup as launch
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.metrics import known_peak_tflops, model_flops
 from megatron_lite.run import exit_status
-from scripts.benchmarks.common import write_json
+from scripts.benchmarks import instructions
+from scripts.benchmarks.common import commit, write_json
 from scripts.benchmarks.training import measure, report
 from scripts.benchmarks.training.engine import Engine
 from scripts.benchmarks.training.model import PlainGPT, parameter_specs, tokens_per_rank
+from scripts.benchmarks.training.products import NAME as PRODUCTS
 from scripts.benchmarks.training.settings import (
     chosen,
     engine_config,
@@ -79,6 +81,8 @@ def main(argv: Sequence[str]) -> int:
     if options.one_at_a_time is None:
         options.one_at_a_time = int(measure.is_crowded(parameters, len(rows), distributed.device))
     load_before = os.getloadavg()
+    on_cpu = distributed.device.type == "cpu" and distributed.rank == 0
+    libraries = instructions.instruction_sets({}) if on_cpu else {}
 
     def build(name: str) -> measure.Contestant:
         if name == BARE:
@@ -95,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
     for _ in rounds.run():  # a complete file after every round, in case the run is cut short
         measured = {name: vars(record) for name, record in rounds.records.items()}
         result = describe(argv, options, config, distributed, measured)
-        result["machine"] = measure.describe(distributed.device, load_before)
+        result["machine"] = measure.describe(distributed.device, load_before) | {"instruction_sets": libraries}
         result["unavailable"] = {**missing, **torchtitan()}
         write_json(output, result)
     if options.dtype == "fp32":
@@ -133,13 +137,16 @@ def describe(
     return {
         "command": command,
         "date": datetime.date.today().isoformat(),
+        "commit": commit(),
         "versions": measure.versions(),
         "settings": settings,
         "ranks": ranks,
         "parameters": sum(spec.numel for spec in parameter_specs(config).values()),
         "model_flops_per_token": facts.flops_per_token,
         "peak_tflops": peak,
-        "largest_loss_difference": measure.largest_difference([row["losses"] for row in configurations.values()]),
+        "largest_loss_difference": measure.largest_difference(
+            [row["losses"] for name, row in configurations.items() if name != PRODUCTS]
+        ),
         "loss_tolerance": LOSS_TOLERANCE[options.dtype],
         "peak_rss_bytes": distributed.gather_objects(measure.peak_rss_bytes()),
         "failures": {name: one["failure"] for name, one in measured.items() if one["failure"] is not None},

@@ -20,6 +20,7 @@ from torch import Tensor
 import megatron_lite
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.seeds import derive_seed
+from scripts.benchmarks.common import busy_seconds, cores
 
 # --max_others gives up after this many times --turns.
 MAX_REPEATS = 6
@@ -225,19 +226,9 @@ def peak_rss_bytes() -> int | None:
         return None
 
 
-def busy_seconds() -> float:
-    """Return the CPU seconds that all processes have used since boot, or 0 if unknown."""
-    try:
-        with open("/proc/stat", encoding="ascii") as file:
-            user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, file.readline().split()[1:9])
-    except (OSError, ValueError):
-        return 0.0
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
 def share_of_cpus(cpu_s: float, elapsed_s: float) -> float:
-    """Return CPU seconds as a share of all CPUs during some elapsed time."""
-    return max(0.0, cpu_s) / (elapsed_s * (os.cpu_count() or 1))
+    """Return CPU seconds as a share of the cores that this process may use during some elapsed time."""
+    return max(0.0, cpu_s) / (elapsed_s * len(cores()))
 
 
 def wait_until_quiet(max_busy: float, at_most_s: float = 60.0, sample_s: float = 0.5) -> None:
@@ -271,7 +262,7 @@ def describe(device: torch.device, load_before: Sequence[float]) -> dict[str, An
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
         name = names[0] if names else name
-    return {"device": name, "cores": os.cpu_count(), "load_before": load_before, "load_after": os.getloadavg()}
+    return {"device": name, "cores": len(cores()), "load_before": load_before, "load_after": os.getloadavg()}
 
 
 def set_switches(threads: int, fp32_matmul: str) -> None:

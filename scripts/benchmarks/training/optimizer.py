@@ -34,7 +34,7 @@ from megatron_lite.model.gpt import model_layers
 from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.validation import resolve
 from megatron_lite.zero.multi_stage import MultiStage
-from scripts.benchmarks.common import argument_parser, markdown_table, spread_cell, spread_of, write_json
+from scripts.benchmarks.common import argument_parser, busy_seconds, markdown_table, spread_cell, spread_of, write_json
 from scripts.benchmarks.training import measure as machine
 from scripts.benchmarks.training.settings import MODELS
 
@@ -201,10 +201,10 @@ def _turn(contestants: Sequence[Contestant], options: argparse.Namespace) -> flo
     """Run one turn of each; return the share of the CPUs that other processes used meanwhile."""
     if options.max_others is not None:
         machine.wait_until_quiet(options.max_others)
-    busy_s, own_s, start_s = machine.busy_seconds(), time.process_time(), time.perf_counter()
+    busy_s, own_s, start_s = busy_seconds(), time.process_time(), time.perf_counter()
     for contestant in contestants:
         contestant.turn(options.steps_per_turn)
-    others_s = machine.busy_seconds() - busy_s - (time.process_time() - own_s)
+    others_s = busy_seconds() - busy_s - (time.process_time() - own_s)
     return machine.share_of_cpus(others_s, time.perf_counter() - start_s)
 
 

@@ -16,11 +16,13 @@ from megatron_lite.cli import parse as command_line
 from megatron_lite.config import Config, unflatten
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.validation import resolve
-from scripts.benchmarks.common import argument_parser, names_in
+from scripts.benchmarks.common import argument_parser, cores, names_in
 from scripts.benchmarks.training import peers
 from scripts.benchmarks.training.engine import Engine, PlainEngine
 from scripts.benchmarks.training.measure import Contestant
 from scripts.benchmarks.training.model import LOSSES, PlainGPT
+from scripts.benchmarks.training.products import NAME as PRODUCTS
+from scripts.benchmarks.training.products import Products
 
 # Adam turns rounding into a full step where a gradient is nearly zero, so a high rate makes losses drift apart: at 1e-4
 # by 1.6e-5 in 28 steps of eleven configurations.
@@ -67,7 +69,7 @@ MODELS: dict[str, tuple[Sizes, dict[str, Any]]] = {
     "mistral-7b": (Sizes(32, 4096, 32, 8, 14336, 32000, 8192, 1), LLAMA),
     "llama-3-8b-8l": (Sizes(8, 4096, 32, 8, 14336, 128256, 8192, 1), LLAMA | {"rotary_base": 500000.0}),
 }
-MEASURING = dict(micro_batches=1, turns=8, warmup_turns=1, steps_per_turn=3, threads=1, seed=1234)
+MEASURING = dict(micro_batches=1, turns=8, warmup_turns=1, steps_per_turn=3, seed=1234)
 
 
 def parse(argv: Sequence[str], description: str | None = None) -> argparse.Namespace:
@@ -80,6 +82,7 @@ def parse(argv: Sequence[str], description: str | None = None) -> argparse.Names
         add(f"--{name}", type=int, help="default: the model's")
     for name, default in MEASURING.items():
         add(f"--{name}", type=int, default=default, help=f"default {default}")
+    add("--threads", type=int, default=1, help="threads per rank (default 1); 0: as many as this process has cores")
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 keeps weights, gradients and moments in fp32")
     add(
         "--layers",
@@ -118,6 +121,7 @@ def parse(argv: Sequence[str], description: str | None = None) -> argparse.Names
         )
     for name, default in MODELS[options.model][0]._asdict().items():
         setattr(options, name, getattr(options, name) or default)
+    options.threads = options.threads or len(cores())
     return options
 
 
@@ -153,7 +157,7 @@ def engine_config(options: argparse.Namespace, world_size: int, **changes: Any) 
 class Row:
     """One row of the table: a model, its trainer, and whether it is compiled."""
 
-    trainer: str  # "engine", "torch" (one process), "DDP" or "FSDP2"
+    trainer: str  # "engine", "torch" (one process), "DDP", "FSDP2" or "products"
     model: str = "plain"  # "engine" (its own layers), "plain", "HF" or "HF Liger"
     compiled: bool = False
     # Engine:
@@ -188,6 +192,7 @@ def catalogue(options: argparse.Namespace, ranks: int) -> dict[str, Row]:
         if options.micro_batches > 1:
             rows["FSDP2 no sync"] = replace(fsdp, reshard=False, sync=False)
     rows["FSDP2 compiled"] = replace(fsdp, compiled=True)
+    rows[PRODUCTS] = Row(PRODUCTS, default=False)
     for trainer in ("torch", "FSDP2") if ranks == 1 else ("DDP", "FSDP2"):
         name = "" if trainer == "torch" else f" {trainer}"
         runs = trainer != "FSDP2"
@@ -285,6 +290,8 @@ def make(row: Row, options: argparse.Namespace, distributed: Distributed) -> Con
             return Engine(config, distributed)
         return PlainEngine(config, distributed, PlainGPT(config, options.loss, device))
     config = engine_config(options, ranks)
+    if row.trainer == PRODUCTS:
+        return Products(config, torch.float32 if options.dtype == "fp32" else torch.bfloat16, device)
     model: PlainGPT | peers.HuggingFace
     if row.model == "plain":
         model = PlainGPT(config, row.loss or options.loss, device)

@@ -1,0 +1,66 @@
+"""The matrix products of a step and nothing else: the least time that a step can take by this machine's products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config import Config
+from scripts.benchmarks.training.model import parameter_specs
+
+NAME = "products"
+
+
+class Products:
+    """Output, input gradient and weight gradient of every linear layer and of the head, by torch.mm.
+
+    Each layer has its own weights and gradients, which come from memory as in a step. Attention's products do not
+    count: they are part of attention. Nothing is trained, so there is no loss.
+    """
+
+    def __init__(self, config: Config, dtype: torch.dtype, device: torch.device) -> None:
+        tied = config.model.tie_word_embeddings
+        generator = torch.Generator(device).manual_seed(0)
+
+        def matrix(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+        shapes = [
+            spec.shape
+            for name, spec in parameter_specs(config).items()
+            if len(spec.shape) == 2
+            and (not name.startswith("embedding.") or (tied and name == "embedding.word.weight"))
+        ]
+        self._weights = [matrix(*shape) for shape in shapes]
+        self._gradients = [torch.empty_like(weight) for weight in self._weights]
+        self._inputs: dict[tuple[int, int], Tensor] = {}
+        self._matrix = matrix
+
+    def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
+        """Compute all products once per micro-batch; return 0."""
+        for micro_batch in micro_batches:
+            tokens = micro_batch.shape[0] * (micro_batch.shape[1] - 1)
+            for weight, gradient in zip(self._weights, self._gradients, strict=True):
+                self._wide(tokens, weight.shape[1]) @ weight.t()
+                self._wide(tokens, weight.shape[0]) @ weight
+                torch.mm(self._wide(tokens, weight.shape[0]).t(), self._wide(tokens, weight.shape[1]), out=gradient)
+        return torch.zeros(())
+
+    def _wide(self, tokens: int, width: int) -> Tensor:
+        """Return random numbers (tokens, width), drawn at the first call."""
+        if (tokens, width) not in self._inputs:
+            self._inputs[tokens, width] = self._matrix(tokens, width)
+        return self._inputs[tokens, width]
+
+    def finish(self) -> None:
+        """Do nothing: no product is left in flight on a CPU, and timed turns wait for a GPU."""
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield nothing: nothing is trained."""
+        return iter(())
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Return no state."""
+        return {}
