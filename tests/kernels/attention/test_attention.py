@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import warnings
@@ -485,6 +486,37 @@ def test_flex_attention_takes_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.no_grad():
             output = attention(*inputs, case.window, 0.0, None, backend="flex", documents=documents, scale=case.scale)
         close(output, case.formula(*(tensor.double() for tensor in inputs)), torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "flash"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_fused_attention_allows_one_kernel_and_restores_the_switches(
+    monkeypatch: pytest.MonkeyPatch, backend: str, fails: bool
+) -> None:
+    """Only the wanted kernel may run, and other code of the process finds the switches as they were."""
+    cuda = torch.backends.cuda
+    seen: list[tuple[bool, ...]] = []
+
+    def enabled() -> tuple[bool, ...]:
+        fused = cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()
+        return *fused, cuda.math_sdp_enabled()
+
+    def record(*_: Any, **__: Any) -> str:
+        seen.append(enabled())
+        if fails:
+            raise RuntimeError("No available kernel")
+        return "output"
+
+    monkeypatch.setattr(attention_gpu.functional, "scaled_dot_product_attention", record)
+    before, was = enabled(), cuda.math_sdp_enabled()
+    cuda.enable_math_sdp(not was)
+    try:
+        with contextlib.suppress(RuntimeError):
+            attention_gpu.fused_attention(*torch.ones(3, 1, 1, 2, 8), backend)
+        assert enabled() == (*before[:3], not was)
+    finally:
+        cuda.enable_math_sdp(was)
+    assert seen == [(backend == "cudnn", backend == "flash", False, False)]
 
 
 @pytest.mark.parametrize("case", [case for case in FUSED_CASES if not (case.window or case.lengths)], ids=str)
