@@ -74,7 +74,7 @@ class MultiStageConfig(Area):
         1, "record an event, and wait for one, every N schedule steps", idle_unless="throttle_cpu and device!=cpu"
     )
     throttle_cpu_delay: NonNegativeInt = option(
-        1, "wait for the event recorded N recordings ago", idle_unless="throttle_cpu and device!=cpu"
+        3, "wait for the event recorded N recordings ago", idle_unless="throttle_cpu and device!=cpu"
     )
 
 

@@ -46,7 +46,7 @@ OURS = {
     "mlp_recompute_level": (str, "none"),
     "throttle_cpu": (bool, True),
     "throttle_cpu_rate": (int, 1),
-    "throttle_cpu_delay": (int, 1),
+    "throttle_cpu_delay": (int, 3),
     "log_communication": (bool, False),
     "dry_run": (bool, False),
     "world_size": (int, None),
