@@ -330,11 +330,15 @@ def triton_backward(
     dbranch: Tensor | None = None,
     heads: int = 0,
     stride: int = 0,
+    warps_per_multiprocessor: int = 16,
 ) -> None:
-    """Write dx, and dbranch if the branch has another dtype; add dw and db to the gradients of trained parameters."""
+    """Write dx, and dbranch if the branch has another dtype; add dw and db to the gradients of trained parameters.
+
+    More warps hide more of the memory's latency if their registers fit, and sum dw and db in more parts.
+    """
     columns, rows = x.shape[-1], statistics.r.numel()
     tile_rows, block, warps = _tile(columns)
-    programs = min(_resident_programs(x.device, warps), cdiv(rows, tile_rows))
+    programs = min(_resident_programs(x.device, warps, warps_per_multiprocessor), cdiv(rows, tile_rows))
     sums = [
         x.new_empty((programs, columns), dtype=torch.float32)
         if parameter is not None and parameter.requires_grad
@@ -376,11 +380,11 @@ def triton_backward(
             )
 
 
-def _resident_programs(device: torch.device, warps: int) -> int:
+def _resident_programs(device: torch.device, warps: int, warps_per_multiprocessor: int) -> int:
     """Return how many programs fill the device once; a few for the interpreter, which runs them one by one."""
     if device.type != "cuda":
         return 3
-    return torch.cuda.get_device_properties(device).multi_processor_count * max(1, 16 // warps)
+    return torch.cuda.get_device_properties(device).multi_processor_count * max(1, warps_per_multiprocessor // warps)
 
 
 # -- the norm of a sum -----------------------------------------------------------------------------------------------

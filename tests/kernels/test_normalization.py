@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
-from megatron_lite.kernels.normalization import LARGEST_ROW, Kind, add_norm, layer_norm, rms_norm
+from megatron_lite.kernels.normalization import LARGEST_ROW, Kind, _resident_programs, add_norm, layer_norm, rms_norm
 from megatron_lite.parameter import Parameter
 from tests.support.kernel_checks import DEVICE, close, compare, dtypes, implementations, needs_triton, randn
 
@@ -208,3 +209,12 @@ def test_wide_rows(kind: str, h: int, dtype: torch.dtype, triton: bool) -> None:
     reference = exact(values)
     for name, result in run(values, triton, torch.float32).items():
         close(result, reference[name], dtype)
+
+
+def test_programs_of_the_backward_kernel_fill_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 warps a multiprocessor unless a caller asks for others; at least one program each."""
+    device = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    cuda = torch.device("cuda")
+    counts = [_resident_programs(cuda, warps, most) // 132 for warps, most in ((8, 16), (8, 32), (16, 16), (32, 16))]
+    assert counts == [2, 4, 1, 1]

@@ -26,7 +26,15 @@ from megatron_lite.kernels.embedding import embedding
 from megatron_lite.kernels.gradient_norm import squared_norm
 from megatron_lite.kernels.linear import accumulate_product
 from megatron_lite.kernels.mlp import activate, activate_backward
-from megatron_lite.kernels.normalization import Kind, add_norm, layer_norm, rms_norm
+from megatron_lite.kernels.normalization import (
+    Kind,
+    Weights,
+    add_norm,
+    layer_norm,
+    rms_norm,
+    triton_backward,
+    triton_forward,
+)
 from megatron_lite.kernels.rotary import rotary_table, split_heads
 from megatron_lite.parameter import Parameter
 
@@ -149,10 +157,17 @@ def make_add_norm_backward(shape: Shape) -> dict[str, Call]:
     """The gradient of both summands from the gradients of the sum and of the norm."""
     size, weight = (shape.tokens, shape.hidden), shape.parameter(shape.hidden)
     hidden, grads = shape.input(*size), (shape.random(*size), shape.random(*size))
+    weights, dsum, dx = Weights(weight, None), grads[0], torch.empty_like(hidden)
+    with torch.no_grad():
+        statistics = triton_forward(hidden, None, hidden, weights, RMS, torch.empty_like(hidden))
+
+    def with_warps(count: int) -> None:
+        triton_backward(grads[1], dsum, hidden, statistics, weights, RMS, dx.detach(), warps_per_multiprocessor=count)
+
     # The sum overwrites the branch, so each variant gets its own.
     return both_backward(
         lambda triton: add_norm(hidden, shape.random(*size), weight, None, RMS, triton=triton), (hidden,), *grads
-    )
+    ) | {f"triton, {count} warps a multiprocessor": lambda count=count: with_warps(count) for count in (16, 32)}
 
 
 def make_layer_norm(shape: Shape) -> dict[str, Call]:
