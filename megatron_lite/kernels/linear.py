@@ -28,9 +28,12 @@ def accumulate(parameter: Parameter, gradient: Tensor) -> None:
 
 
 def accumulate_bias(bias: Parameter | None, dy: Tensor) -> None:
-    """Add the sum over tokens of dy (t, o) to the gradient of a trained bias."""
+    """Add the sum over tokens of dy (t, o) to the gradient of a trained bias, the first sum without a copy."""
     if bias is not None and bias.requires_grad:
-        accumulate(bias, dy.sum(dim=0, dtype=bias.main_grad.dtype))
+        first, grad = bias.begin_gradient(), bias.main_grad
+        total = torch.sum(dy, 0, dtype=grad.dtype, out=grad if first else None)
+        if not first:
+            grad.add_(total)
 
 
 def accumulate_product(weight: Parameter, dy: Tensor, x: Tensor) -> None:

@@ -247,6 +247,8 @@ def join_gradients(grads: tuple[Tensor, ...], target: Tensor, table: Table | Non
     """Write the gradients of query, key, value (b, n or g, s, d), rotated back, to one target (b, s, n + 2 g, d)."""
     if triton and table is not None:
         _triton_join(grads, target, table)
+    elif triton:
+        torch.cat([grad.transpose(1, 2) for grad in grads], dim=2, out=target)  # one launch
     else:
         _reference_join(grads, target, table)
 

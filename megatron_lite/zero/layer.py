@@ -68,9 +68,13 @@ class _Seeded(torch.autograd.Function):
 def backward(output: Tensor, grad: Tensor | None) -> None:
     """Run the backward pass of `output` from its gradient; None: `output` is the loss. Gradients must be enabled.
 
-    `torch.autograd.backward` with a gradient imports a library for symbolic shapes: 0.4 s before the first step.
+    `torch.autograd.backward` with a gradient imports a library for symbolic shapes: 0.4 s before the first step. On a
+    GPU the way around it would be one launch more for every pass of a stage.
     """
-    (output if grad is None else _Seeded.apply(output, grad)).backward()
+    if grad is None or output.is_cuda:
+        torch.autograd.backward(output, grad)
+    else:
+        torch.autograd.backward(_Seeded.apply(output, grad))
 
 
 def recompute(layer: Layer, hidden: Tensor, micro_batch: Any) -> Tensor:

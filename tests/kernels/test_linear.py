@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lite.kernels.linear import linear
+from megatron_lite.kernels.linear import accumulate_bias, linear
 from megatron_lite.parameter import Parameter
 from tests.support.kernel_checks import compare, dtypes, empty_gradient, randn
 
@@ -33,3 +34,28 @@ def test_linear_keeps_its_input_for_a_trained_weight_only(frozen: tuple[str, ...
     with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         linear(randn(3, 5).requires_grad_(), cast(Parameter, weight), cast(Parameter, bias))
     assert [tuple(tensor.shape) for tensor in kept] == ([] if "weight" in frozen else [(3, 5)])
+
+
+class Operations(TorchDispatchMode):
+    """The names of all operations, which are kernels on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@dtypes
+def test_the_first_gradient_of_a_bias_is_one_operation(dtype: torch.dtype) -> None:
+    """Later ones add. The numbers are those of a sum that is copied."""
+    bias, dy = cast(Parameter, empty_gradient(randn(33))), randn(17, 33).to(dtype)
+    expected = dy.sum(0, dtype=bias.main_grad.dtype)
+    with Operations() as first:
+        accumulate_bias(bias, dy)
+    assert first.names == ["sum"] and torch.equal(bias.main_grad, expected)
+    with Operations() as second:
+        accumulate_bias(bias, dy)
+    assert second.names == ["sum", "add_"] and torch.equal(bias.main_grad, expected + expected)
