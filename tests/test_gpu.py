@@ -18,6 +18,8 @@ import torch
 from megatron_lite.config import DistributedConfig, unflatten
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.startup import join, make_deterministic
+from megatron_lite.distributed.step_watch import StepWatch
+from megatron_lite.errors import PeerError
 from megatron_lite.validation import resolve
 from tests.support.harness import TINY
 from tests.support.launch import python_warnings
@@ -127,6 +129,18 @@ def test_recomputation_changes_nothing(one_gpu: Distributed, triton: bool, optio
     common = dict(enable_triton_kernels=triton, deterministic=True, **LLAMA)
     with deterministic():
         np.testing.assert_allclose(losses(one_gpu, **common, **options), losses(one_gpu, **common), rtol=1e-6)
+
+
+def test_a_late_step_is_noticed_while_the_device_works() -> None:
+    """With real events: our message comes while the device is busy, and nothing is late once it is done."""
+    watch = StepWatch(0.2)
+    watch.end_step()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    watch.end_step()
+    with pytest.raises(PeerError, match="did not end within"):
+        watch.finish()
+    torch.cuda.synchronize()
+    assert watch.has_ended()
 
 
 # -- the program -----------------------------------------------------------------------------------------------------

@@ -115,3 +115,24 @@ def test_a_later_call_adds_its_steps_to_the_file(tmp_path: Path) -> None:
         ("ops", "failed"),
     ]
     assert found["ok"] is False and found["seconds"] >= 10.5
+
+
+def test_three_calls_make_one_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole program with a fake GPU: each call adds its part; one on another machine runs nothing."""
+    head = dict(HEAD)
+    command = ("-c", "import json, sys; json.dump({'n': 1}, open(sys.argv[1], 'w'))", "{output}")
+    fakes = [Step(part, command, 30, gpu_report.read_json, part) for part in gpu_report.PARTS]
+    monkeypatch.setattr(gpu_report, "without_gpu", lambda: None)
+    monkeypatch.setattr(gpu_report, "describe", lambda: head)
+    monkeypatch.setattr(gpu_report, "steps", lambda parallel: fakes)
+    monkeypatch.setattr(gpu_report, "private_environment", lambda folder: {})
+    output = tmp_path / "report.json"
+    for count, part in enumerate(gpu_report.PARTS, start=1):
+        more = [] if count == 1 else [f"--only={part}"]
+        assert gpu_report.main([f"--output={output}", *more]) == 0
+        found = json.loads(output.read_text("utf-8"))
+        assert list(found["steps"]) == [*gpu_report.PARTS[:count]] and found["ok"]
+    head["machine"] = {"device": "B GPU"}
+    with pytest.raises(ValueError, match="device A GPU and B GPU"):
+        gpu_report.main([f"--output={output}"])
+    assert json.loads(output.read_text("utf-8")) == found
