@@ -28,6 +28,7 @@ from megatron_lite.generation.samples import Samples, open_samples
 from megatron_lite.huggingface import load_pretrained
 from megatron_lite.huggingface.architectures import check_exports
 from megatron_lite.huggingface.weight_source import WeightSource
+from megatron_lite.kernels import products
 from megatron_lite.kernels.choice import Kernels, agree_on_kernels
 from megatron_lite.model.gpt import model_layers, shapes_of
 from megatron_lite.model.layer import Layer
@@ -42,7 +43,7 @@ from megatron_lite.monitor.trackers import Trackers, open_trackers
 from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.optimizer.rules import muon
 from megatron_lite.planner.advice import less_memory
-from megatron_lite.planner.auto import device_memory_bytes, resolve_auto
+from megatron_lite.planner.auto import device_memory_bytes, library_of_products, resolve_auto
 from megatron_lite.run import exit_status
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.launch import environment_with, launch_rank, tell_torchrun
@@ -192,11 +193,13 @@ def build(
     check_exports(config)
     config, choices = _resolve_auto(config, distributed)
     start = Start(config, distributed, experiment, logger)
+    config, library = _choose_products(start)
+    start.config = config
 
     kernels = agree_on_kernels(config, distributed)
     inputs = together(distributed, lambda: _open_inputs(start, environment or {}, kernels))
     samples = open_samples(config, distributed, experiment, stop)
-    _log_banner(start, inputs, (*choices, *notes))
+    _log_banner(start, inputs, (*choices, *library, *notes))
     source = _open_source(start, inputs.layers)
 
     model = together(distributed, lambda: _allocate(start, inputs.layers))
@@ -258,6 +261,25 @@ def _resolve_auto(config: Config, distributed: Distributed) -> tuple[Config, tup
         distributed, lambda: resolve_auto(config, distributed.world_size, device_type, memory_bytes)
     )
     return dataclasses.replace(config, multi_stage=multi_stage), choices
+
+
+def _choose_products(start: Start) -> tuple[Config, tuple[Note, ...]]:
+    """Resolve --cpu_matmul and follow it: a resumed run keeps its library, other ranks take that of rank 0."""
+    config, distributed, root = start.config, start.distributed, start.experiment.checkpoints
+
+    def choose() -> tuple[str, str] | None:
+        products.check_library(config.performance.cpu_matmul)
+        if distributed.rank != 0:
+            return None
+        newest = None if root is None else sharded.newest_config(root)
+        return library_of_products(config, {} if newest is None else newest[1])
+
+    if distributed.device.type != "cpu":
+        return config, ()
+    name, reason = distributed.broadcast_object(together(distributed, choose))
+    products.use_library(name)
+    notes = (Note(f"--cpu_matmul=auto is {name}: {reason}"),) if reason else ()
+    return dataclasses.replace(config, performance=dataclasses.replace(config.performance, cpu_matmul=name)), notes
 
 
 def _open_inputs(start: Start, variables: Mapping[str, str], kernels: Kernels) -> Inputs:

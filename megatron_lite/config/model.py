@@ -202,6 +202,12 @@ class PerformanceConfig(Area):
     attention_backend: str = option(
         "auto", "implementation of attention (auto: the fastest that the device supports)", choices=ATTENTION_BACKENDS
     )
+    cpu_matmul: str = option(
+        "auto",
+        "library of large fp32 products on a CPU; auto: time both at the start, and keep a checkpoint's on resume",
+        choices=("auto", "blas", "onednn"),
+        idle_unless="device!=cuda",
+    )
     cross_entropy_impl: str = option(
         "auto",
         "implementation of the loss of a chunk of logits; auto: follow enable_triton_kernels",

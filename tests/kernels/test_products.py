@@ -27,11 +27,13 @@ from megatron_lite.kernels.products import (
     add_product,
     affine,
     computes_in_fp32,
+    faster_library,
     onednn_is_exact,
     product,
     product_accumulation,
     scaled_product,
     through_onednn,
+    use_library,
 )
 from tests.support.kernel_checks import empty_gradient, products_in_fp32, randn
 from tests.support.memory_meters import PeakMeter
@@ -85,6 +87,38 @@ def test_the_switch_is_set_for_large_fp32_products_only_and_restored() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         product(randn(T, I), randn(O, I + 1))
     assert precision() == before
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.9, "onednn"), (0.97, "blas"), (1.2, "blas")])
+def test_the_library_that_is_clearly_faster_is_chosen(
+    share: float, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products take 1 s by the BLAS and `share` of that by oneDNN; single slow turns do not count."""
+    clock, calls, before = [0.0], [0], precision()
+
+    def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+        calls[0] += 1
+        clock[0] += (share if precision() == "bf16" else 1.0) * (1.0 if calls[0] > 8 else 5.0)
+
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch, "mm", multiply)
+    monkeypatch.setattr(module, "onednn_is_exact", lambda: True)
+    name, reason = faster_library(T, I, O)
+    assert name == expected and f"{share:.2f} of the time" in reason and precision() == before
+    monkeypatch.setattr(module, "onednn_is_exact", lambda: False)
+    assert faster_library(T, I, O)[0] == "blas"
+
+
+@needs_the_switch
+def test_large_products_follow_the_chosen_library() -> None:
+    before = precision()
+    try:
+        for name, during in (("blas", "ieee"), ("onednn", "bf16"), ("auto", "bf16")):
+            use_library(name)
+            with through_onednn(randn(T, I), O):
+                assert precision() == during
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before  # type: ignore[attr-defined]
 
 
 def test_a_processor_that_rounds_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

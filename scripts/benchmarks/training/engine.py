@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from megatron_lite.config import Config
@@ -17,10 +18,12 @@ from megatron_lite.data.loader import HostBatch
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.kernels.linear import accumulate
+from megatron_lite.kernels.products import use_library
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import Layer, MicroBatch
 from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.parameter import Parameter, declare
+from megatron_lite.planner.auto import library_of_products
 from megatron_lite.schedules.batch_size import Split
 from megatron_lite.setup_run import Run
 from megatron_lite.train import train_step
@@ -33,6 +36,9 @@ class Engine:
 
     def __init__(self, config: Config, distributed: Distributed, layers: Sequence[Layer] | None = None) -> None:
         kernels = choose_kernels(config, distributed.device)
+        matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)
+        if distributed.device.type == "cpu" and matmul and matmul.fp32_precision != "bf16":  # not --fp32_matmul=onednn
+            use_library(distributed.broadcast_object(library_of_products(config, {}))[0])  # as the launcher does
         layers = layers or model_layers(config, kernels)
         dtype = config.distributed.training_dtype
         moments = config.optimizer.moments
