@@ -21,6 +21,7 @@ from torch.nn import functional
 from megatron_lite.kernels import adamw as optimizer
 from megatron_lite.kernels import weight_shard
 from megatron_lite.kernels.attention.attention import attention
+from megatron_lite.kernels.attention.choice import machine_of
 from megatron_lite.kernels.cross_entropy import Sums, linear_cross_entropy, sweep
 from megatron_lite.kernels.embedding import embedding
 from megatron_lite.kernels.gradient_norm import squared_norm
@@ -35,12 +36,15 @@ from megatron_lite.kernels.normalization import (
     triton_backward,
     triton_forward,
 )
+from megatron_lite.kernels.products import affine, product
 from megatron_lite.kernels.rotary import rotary_table, split_heads
 from megatron_lite.parameter import Parameter
 
 EPS = 1e-5
 RMS = Kind(EPS, centered=False)
-FULL, WINDOWED = ("cudnn", "flash", "varlen"), ("varlen", "flex")  # flex takes long to compile
+# flash3 only where it is installed; flex takes long to compile.
+FULL, WINDOWED = ("cudnn", "flash3", "flash", "varlen"), ("flash3", "varlen", "flex")
+LIBRARIES = {"cuBLAS": "cublas", "cuBLASLt": "cublaslt"}  # as torch.backends.cuda.preferred_blas_library calls them
 Call = Callable[[], Any]
 
 
@@ -226,7 +230,8 @@ def make_attention(
         output = attention(query, key, value, window, 0.0, None, backend=backend)
         return torch.autograd.grad(output, (query, key, value), grad) if with_backward else output
 
-    return {name: partial(call, name) for name in backends}
+    has_flash3 = machine_of(projection.device).flash3
+    return {name: partial(call, name) for name in backends if name != "flash3" or has_flash3}
 
 
 def attention_flops(shape: Shape, window: int | None, factor: float = 1.0) -> int:
@@ -291,14 +296,43 @@ def make_activation_backward(shape: Shape, again: bool) -> dict[str, Call]:
 
 
 def make_weight_gradient(shape: Shape) -> dict[str, Call]:
-    """The gradient of half of the MLP's first linear layer: (f, t) (t, h), with and without accumulation in fp32."""
+    """The gradient of half of the MLP's first linear layer: (f, t) (t, h), as fp32 and as the training dtype."""
     weight, x = shape.parameter(shape.ffn, shape.hidden), shape.random(shape.tokens, shape.hidden)
     grad = shape.random(shape.tokens, shape.ffn)
+
+    def first() -> None:
+        weight.gradient_is_empty = True
+        accumulate_product(weight, grad, x)
+
     return {
-        "into fp32": lambda: accumulate_product(weight, grad, x),
+        **by_library("into fp32", first),
+        **by_library("added to fp32", lambda: accumulate_product(weight, grad, x)),
+        **by_library("training dtype alone", lambda: grad.t() @ x),
         "training dtype, then added": lambda: weight.main_grad.add_(grad.t() @ x),
-        "training dtype alone": lambda: grad.t() @ x,
     }
+
+
+def make_product(shape: Shape, backward: bool) -> dict[str, Call]:
+    """The MLP's first linear layer, (t, h) (h, 2 f), or the gradient of its input, (t, 2 f) (2 f, h)."""
+    weight = shape.random(2 * shape.ffn, shape.hidden)
+    x, grad = shape.random(shape.tokens, shape.hidden), shape.random(shape.tokens, 2 * shape.ffn)
+    return by_library("", lambda: product(grad, weight.t()) if backward else affine(x, weight))
+
+
+def by_library(name: str, call: Call) -> dict[str, Call]:
+    """Return the call through each library of products that torch can prefer."""
+    return {f"{name}, {library}".removeprefix(", "): partial(through, library, call) for library in LIBRARIES}
+
+
+def through(library: str, call: Call) -> Any:
+    """Make the call while torch prefers a library; torch takes another one where that library lacks the operation."""
+    switch = torch.backends.cuda.preferred_blas_library
+    before = switch()
+    switch(LIBRARIES[library])
+    try:
+        return call()
+    finally:
+        switch(before)
 
 
 def channels(count: int) -> Callable[[Shape], int]:
@@ -403,6 +437,20 @@ OPS: tuple[Op, ...] = (
         lambda shape: make_linear_cross_entropy(shape, shape.large_vocab),
         "{tokens} x {hidden} x {large_vocab}",
         flops=lambda shape: 6 * shape.tokens * shape.hidden * shape.large_vocab,
+        memory_bound=False,
+    ),
+    Op(
+        "MLP up product",
+        partial(make_product, backward=False),
+        "{tokens} x {hidden} x 2 {ffn}",
+        flops=lambda shape: 4 * shape.tokens * shape.hidden * shape.ffn,
+        memory_bound=False,
+    ),
+    Op(
+        "MLP up product, gradient of its input",
+        partial(make_product, backward=True),
+        "{tokens} x 2 {ffn} x {hidden}",
+        flops=lambda shape: 4 * shape.tokens * shape.hidden * shape.ffn,
         memory_bound=False,
     ),
     Op(

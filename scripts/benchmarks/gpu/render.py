@@ -1,4 +1,5 @@
-"""Put a GPU report into docs/benchmarks.md, between `<!-- table: gpu_report -->` and `<!-- end -->`.
+"""Put a GPU report into docs/benchmarks.md, between `<!-- table: gpu_report -->` and `<!-- end -->`, and the budget
+that its goals leave between `<!-- table: gpu_budget -->` and `<!-- end -->`.
 
 python -m scripts.benchmarks.gpu.render                       docs/gpu_report.json, or "not yet measured" without it
 python -m scripts.benchmarks.gpu.render --report=other.json   another report of scripts/gpu_report.sh
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from scripts.benchmarks.common import argument_parser, markdown_table, spread_cell
+from scripts.benchmarks.gpu import budget
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 REPORT = ROOT / "docs" / "gpu_report.json"
 SECTION = re.compile(r"(<!-- table: gpu_report -->\n).*?(<!-- end -->)", re.S)
+BUDGET = re.compile(r"(<!-- table: gpu_budget -->\n).*?(<!-- end -->)", re.S)
 NOT_MEASURED = "not yet measured"
 MISTRAL = ("mistral-7b", "mistral-7b 16 layers")
 Report = dict[str, Any]
@@ -61,6 +64,12 @@ def recompute(report: Report, level: str) -> float | None:
     variants = step(report, "variants").get("variants", {})
     times = [variants.get(name, {}).get("step_ms", {}).get("median") for name in ("none", level)]
     return times[0] / times[1] if all(times) else None
+
+
+def uses_cudnn(report: Report) -> float | None:
+    """Return 1 if attention without a window was cuDNN's, 0 if not; None if it was not measured."""
+    backend = step(report, "variants").get("variants", {}).get("none", {}).get("attention")
+    return None if backend is None else float(backend == "cudnn")
 
 
 def memory_bound(report: Report) -> dict[str, float]:
@@ -109,6 +118,13 @@ TARGETS = (
         lambda report: speedup(report, "gpt2-124m", "torch compiled", "torch compiled full logits"),
         1.10,
         _times,
+    ),
+    Target(
+        "attention of a Mistral-7B shape without a window",
+        "by cuDNN",
+        uses_cudnn,
+        1.0,
+        lambda value: "by cuDNN" if value else "by another backend",
     ),
     Target(
         "MLP recompute `activation` beside `none`",
@@ -229,9 +245,10 @@ def _variants(report: Report) -> Iterator[str]:
         result = step(report, name)
         rows = []
         for variant, found in result.get("variants", {}).items():
-            cells = [str(found.get("failed", NOT_MEASURED))[:80], *[""] * 4]
+            cells = [str(found.get("failed", NOT_MEASURED))[:80], *[""] * 5]
             if "step_ms" in found:
                 cells = [
+                    str(found.get("attention", "")),
                     spread_cell(found["step_ms"], 1),
                     _cell(found, "tokens_per_s", ",.0f"),
                     _cell(found, "peak_bytes", ".2f", 2**30),
@@ -242,7 +259,15 @@ def _variants(report: Report) -> Iterator[str]:
         if rows:
             yield f"Our engine, {result.get('shape', '')}:"
             yield ""
-            header = (name, "step, ms (quartiles)", "tokens/s", "peak, GiB", "planned, GiB", "error of the plan")
+            header = (
+                name,
+                "attention",
+                "step, ms (quartiles)",
+                "tokens/s",
+                "peak, GiB",
+                "planned, GiB",
+                "error of the plan",
+            )
             yield from markdown_table(header, rows)
             yield ""
 
@@ -273,6 +298,7 @@ def main(argv: Sequence[str]) -> int:
     if not SECTION.search(text):
         parser.error(f"--document: {options.document} needs <!-- table: gpu_report --> and <!-- end --> after it")
     new = SECTION.sub(lambda found: found[1] + render(report) + found[2], text)
+    new = BUDGET.sub(lambda found: found[1] + budget.table() + found[2], new)
     if options.check:
         if new != text:
             print(f"{options.document} is out of date: run python -m scripts.benchmarks.gpu.render", file=sys.stderr)

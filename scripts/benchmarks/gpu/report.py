@@ -136,6 +136,7 @@ def steps(parallel_tests: int) -> list[Step]:
         return Step(name, (*TRAINING, f"--variants={variants}", "--output={output}"), budget_s, read_json, "operations")
 
     gpt2, llama = "ZeRO-1,torch compiled*,FSDP2 compiled", "ZeRO-1,FSDP2 compiled,torch compiled"
+    split = "ZeRO-1 split recompute"
     alone, layers = "--one_at_a_time", "--num_layers=16"  # 16 layers fit with all activations; 32 need memory options
     return [
         Step("kernel tests", (*pytest, "-m", "not slow and not gpu", "tests/kernels"), 110, read_tests),
@@ -144,11 +145,11 @@ def steps(parallel_tests: int) -> list[Step]:
         Step("flex_attention tests", pytest_flex, 120, read_tests),
         Step("ceilings", (*OPS, "--ceilings", "--output={output}"), 40, read_json, "operations"),
         Step("ops", (*OPS, "--output={output}"), 120, read_json, "operations", resumes=True),
-        ours("variants", "speed", 60),
+        ours("variants", "speed", 75),
         ours("deterministic", "deterministic", 40),
         table("gpt2-124m", "gpt2-124m", gpt2, 5, 90, "--steps_per_turn=8"),
         table("llama-3-8b-8l", "llama-3-8b-8l", llama, 3, 90, alone),
-        table("mistral-7b", "mistral-7b", "ZeRO-3 recompute full", 2, 50, alone),
+        table("mistral-7b", "mistral-7b", f"{split} activation,{split} quarter,ZeRO-3 recompute full", 2, 130, alone),
         table("mistral-7b 16 layers", "mistral-7b", "ZeRO-1,ZeRO-3", 3, 50, alone, layers),
     ]
 

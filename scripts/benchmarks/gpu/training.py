@@ -22,6 +22,7 @@ import torch
 
 from megatron_lite.config import Config, unflatten
 from megatron_lite.distributed.startup import join
+from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.planner.plan import make_plan
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.stop_signal import StopSignal
@@ -39,6 +40,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "activation": {"mlp_recompute_level": "activation"},
         "full": {"mlp_recompute_level": "full"},
         "without Triton": {"enable_triton_kernels": False},
+        "window 4096": {"window_size": 4096},
     },
     "deterministic": {"deterministic=0": {}, "deterministic=1": {"deterministic": True}},
 }
@@ -69,6 +71,7 @@ def turn(config: Config) -> dict[str, Any]:
     stop = StopSignal()
     try:
         run = build(config, distributed, Experiment(config, distributed), stop, ())
+        attention = choose_kernels(config, distributed.device).attention  # as `build` chose: trials are remembered
         events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
         events[0].record()
         for iteration, batch in enumerate(run.data.batches("training", 0, steps), start=1):
@@ -82,7 +85,7 @@ def turn(config: Config) -> dict[str, Any]:
         distributed.close()
     peak = torch.cuda.max_memory_allocated(device) - before
     times = [a.elapsed_time(b) for a, b in zip(events[WARM_UP:], events[WARM_UP + 1 :], strict=False)]
-    return {"ms": times, "loss": loss, "peak_bytes": peak}
+    return {"ms": times, "loss": loss, "peak_bytes": peak, "attention": attention}
 
 
 def reset() -> None:
@@ -101,6 +104,7 @@ def summarize(turns: Sequence[dict[str, Any]], config: Config) -> dict[str, Any]
         "tokens_per_s": config.batch.sequence_length / step_ms["median"] * 1e3,
         "turns_ms": [statistics.median(one["ms"]) for one in turns],
         "loss": turns[0]["loss"],
+        "attention": turns[0]["attention"],
         "peak_bytes": max(one["peak_bytes"] for one in turns),
         "planned_peak_bytes": make_plan(config, 1, "cuda").peak_bytes(),
     }

@@ -164,6 +164,7 @@ class Row:
     zero_stage: int = 1
     breadth_first: bool = False
     recompute: str = "none"
+    split: bool = False  # --split_master_weights=1
     dtype: str | None = None  # overrides --dtype
     # FSDP2: reshard_after_forward; separate groups for embedding and head; gradients exchanged every micro-batch
     reshard: bool = True
@@ -217,6 +218,11 @@ def _engine_rows(options: argparse.Namespace, ranks: int) -> Iterator[tuple[str,
                 for level in ("activation", "full"):
                     asked = runs and options.recompute and stage == 1
                     yield f"{name} recompute {level}", replace(row, recompute=level, default=asked)
+                if stage < 3 and options.dtype == "bf16":  # only a weight buffer of its own holds half of a weight
+                    split = replace(row, split=True, default=False)
+                    quarter = f"activation,full:{-(-options.num_layers // 4)}"
+                    for word, level in (("activation", "activation"), ("quarter", quarter), ("full", "full")):
+                        yield f"{name} split recompute {word}", replace(split, recompute=level)
 
 
 def chosen(options: argparse.Namespace, ranks: int) -> dict[str, Row]:
@@ -271,6 +277,12 @@ def why_not_compiled(device: torch.device) -> str | None:
     return None
 
 
+def engine_options(row: Row) -> dict[str, Any]:
+    """Return the options of the engine that make a row of ours what it is."""
+    levels = {"zero_stage": row.zero_stage, "mlp_recompute_level": row.recompute}
+    return levels | ({"split_master_weights": True} if row.split else {})
+
+
 def make(row: Row, options: argparse.Namespace, distributed: Distributed) -> Contestant:
     """Build one row, ready to train.
 
@@ -279,7 +291,7 @@ def make(row: Row, options: argparse.Namespace, distributed: Distributed) -> Con
     """
     device, ranks = distributed.device, distributed.world_size
     if row.trainer == "engine":
-        changes: dict[str, Any] = {"zero_stage": row.zero_stage, "mlp_recompute_level": row.recompute}
+        changes = engine_options(row)
         if row.dtype is not None:
             changes["training_dtype"] = row.dtype
         if row.breadth_first:
