@@ -55,7 +55,7 @@ class Setting:
         for package in packages:
             code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
             if subprocess.run([self.options.python, "-c", code]).returncode:
-                return f"{package} is not installed for --python={self.options.python}"
+                return f"{package} is not installed"
         return None
 
 

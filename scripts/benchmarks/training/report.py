@@ -1,4 +1,52 @@
-"""Results of the training benchmark: spreads, ratios, rates, the memory formula, targets, and Markdown tables."""
+"""Results of the training benchmark: spreads, ratios, rates, the memory formula, targets, and Markdown tables.
+
+The JSON file is rewritten after every round. Keys of the file:
+
+- `command` as typed
+- `date`
+- `commit` of this checkout, with "+" if files are changed
+- `versions` of python, torch, megatron_lite and, where installed, CUDA, cuDNN, triton, transformers, liger_kernel,
+  torchtitan
+- `machine`: device, cores, load averages before and after, and the instruction sets of torch, oneDNN and MKL
+- `settings`: every option of the program
+- `ranks`
+- `parameters` of the model
+- `model_flops_per_token`, `causal` and `full`
+- `peak_tflops` of a GPU, or null
+- `peak_rss_bytes`: peak resident memory of each rank (meaningful with one configuration only)
+- `largest_loss_difference` of any two configurations at any step
+- `loss_tolerance`
+- `unavailable`: rows that cannot run here, each with the reason
+- `failures`: rows that failed, each with the error
+- `configurations`: one entry per row of the tables
+- `targets`: goals with their measured values: `row`, `measure` (a peer: ratio of step times), `value`, `goal`,
+  `moonshot`, `at_least`, `met`; empty if sizes were changed
+
+Keys of one configuration (a spread has `median`, `quartiles` and `values`, and is null if fewer than two turns count):
+
+- `step_s`, spread of the step time in seconds
+- `cpu_s`, spread of the processor time of all ranks
+- `others`, spread of the share of the CPUs that other processes used meanwhile
+- `ratios`: spread of the ratio of step times, by the name of the other row
+- `tokens_per_s`, over all ranks
+- `tokens_per_s_per_rank`
+- `model_tflops` of one rank, causal attention counted as half
+- `model_tflops_full`
+- `mfu`, causal, a fraction of 1
+- `mfu_full`
+- `peak_bytes` of GPU memory, largest rank and turn; null on CPUs
+- `wire_bytes`, measured median; null on GPUs and with one rank
+- `wire_theory_bytes`, from the schedule (our rows only)
+- `wire_counted_bytes`, counted by the engine in the last step (our rows only)
+- `losses` at every step, with the warm-up (except one at a time)
+- `weights_difference`: largest difference of any final weight from DDP's (one rank: plain torch's); fp32, side by side
+- `weights_equal`: whether all final weights are bit-identical
+- `state_bytes` of one rank
+- `scratch_bytes`
+- `state_bytes_by_kind`
+- `formula_bytes` (our rows only, without ties and `--ours`)
+- `padding_bytes` (likewise)
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,71 @@
+"""The runs of the report: each answers one question with one command. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+CORES, THREAD, RANKS, BF16 = "all cores", "one thread", "two ranks", "bf16"
+GPT2, LLAMA = "gpt2-11m", "llama-39m"
+PLACES = (CORES, THREAD, RANKS)
+_ONE_PROCESS = "torch,torch compiled,ZeRO-1,products,HF,HF compiled"
+_TWO_RANKS = "DDP,DDP compiled,ZeRO-?,FSDP2,FSDP2 all resharded,FSDP2 compiled,HF DDP,HF DDP compiled"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measurement; `isa` limits it to one choice of instruction sets."""
+
+    kind: str  # "programs" (whole programs) or "steps" (bare training steps)
+    place: str  # one process with all cores or one thread, two ranks of one thread; or a question of its own
+    model: str
+    isa: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The key of the run in the report, and what --only matches."""
+        return f"{self.kind} {self.model} {self.place}"
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train."""
+        return 2 if self.place == RANKS else 1
+
+    def arguments(self) -> list[str]:
+        """Return the arguments of the benchmark, but for paths."""
+        words = [f"--model={self.model}"]
+        if self.kind == "programs":
+            return [*words, *{CORES: [], THREAD: ["--threads=1"], RANKS: ["--threads=1", "--ranks=2"]}[self.place]]
+        words += ["--device=cpu", "--micro_batch_size=2", f"--threads={0 if self.place == CORES else 1}"]
+        if self.place == BF16:
+            return [*words, "--dtype=bf16", "--steps_per_turn=2", "--only=ZeRO-1,ZeRO-1 fp32"]
+        return [*words, "--steps_per_turn=4", f"--only={_ONE_PROCESS if self.ranks == 1 else _TWO_RANKS}"]
+
+    def command(self, options: argparse.Namespace, isa: str, output: Path) -> list[str]:
+        """Return the command with the paths of this machine."""
+        words = [*self.arguments(), f"--turns={options.turns}", f"--output={output}"]
+        if options.max_others is not None:
+            words.append(f"--max_others={options.max_others:g}")
+        if self.kind == "programs":
+            folders = {"nanogpt": options.nanogpt, "picotron": options.picotron, "python": options.python}
+            words += [f"--{name}={value}" for name, value in folders.items() if value is not None]
+            return [sys.executable, "-m", "scripts.benchmarks.programs", *words, f"--isa={isa}"]
+        torchrun = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+        return [
+            sys.executable,
+            *torchrun,
+            f"--nproc-per-node={self.ranks}",
+            "-m",
+            "scripts.benchmarks.training",
+            *words,
+        ]
+
+
+RUNS = (
+    *(Run("programs", place, model) for place in PLACES for model in (GPT2, LLAMA)),
+    *(Run("steps", place, model) for place in (CORES, THREAD) for model in (GPT2, LLAMA)),
+    Run("steps", RANKS, LLAMA),
+    Run("steps", BF16, GPT2, isa="avx2"),
+)

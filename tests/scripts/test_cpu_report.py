@@ -1,0 +1,121 @@
+"""The report of a CPU: every command in it is legal, results add up, and docs/benchmarks.md shows the newest ones."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.benchmarks.cpu import __main__ as cpu_report
+from scripts.benchmarks.cpu import render
+from scripts.benchmarks.cpu.goals import GOALS, ratio
+from scripts.benchmarks.cpu.runs import RUNS, Run
+from scripts.benchmarks.programs import __main__ as programs
+from scripts.benchmarks.training import settings
+
+pytestmark = pytest.mark.guides
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def spread(median: float) -> dict[str, Any]:
+    return {"median": median, "quartiles": [median / 2, median * 2]}
+
+
+MACHINE = {"device": "A CPU", "cores": 2, "instruction_sets": {"torch": "AVX2", "oneDNN": "AVX2", "MKL": "AVX2"}}
+HEAD = {"machine": MACHINE, "versions": {"torch": "2.13"}, "commit": "abc", "date": "2026-01-01"}
+
+
+def program_row(ratio_to_it: float, peak: int) -> dict[str, Any]:
+    times = {"step_s": spread(0.2), "start_s": spread(3.5), "ours_over_it": spread(ratio_to_it)}
+    return times | {"peak_rss_bytes": peak, "failure": None}
+
+
+REPORT: dict[str, Any] = {
+    "programs gpt2-11m all cores": {
+        "avx2": {
+            **HEAD,
+            "unavailable": {"litgpt": "litgpt is not installed"},
+            "programs": {"megatron_lite": program_row(1, 100 << 20), "nanoGPT": program_row(0.7, 200 << 20)},
+        }
+    },
+    "steps llama-39m two ranks": {
+        "all": {
+            **HEAD,
+            "unavailable": {"torchtitan": "no row"},
+            "configurations": {
+                "DDP": {"step_s": spread(1.0), "ratios": {"DDP": spread(1), "ZeRO-1": spread(1.25)}},
+                "ZeRO-1": {"step_s": spread(0.8), "ratios": {}},
+            },
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_commands_are_legal(run: Run, tmp_path: Path) -> None:
+    """Each benchmark accepts its arguments, and the rows that goals need are among those that run."""
+    words = run.arguments()
+    if run.kind == "programs":
+        options = programs.parse(words)
+        assert options.ranks == run.ranks and options.model == run.model
+        return
+    options = settings.parse(words)
+    rows = settings.chosen(options, run.ranks)
+    for goal in GOALS:
+        if (goal.kind, goal.place) == (run.kind, run.place):
+            assert {goal.row, goal.over} <= set(rows), goal.name
+    command = run.command(cpu_report.parse([]), "all", tmp_path)
+    assert f"--nproc-per-node={run.ranks}" in command
+
+
+def test_a_goal_reads_its_number_in_either_direction() -> None:
+    """The training benchmark keeps DDP / ZeRO-1; the goal is the inverse, with its quartiles turned round."""
+    rows = REPORT["steps llama-39m two ranks"]["all"]["configurations"]
+    assert ratio(rows, "ZeRO-1", "DDP") == {"median": 0.8, "quartiles": [0.4, 1.6]}
+
+
+def test_tables_show_what_was_measured() -> None:
+    """Goals met are plain, goals missed are bold, missing programs are named, unmeasured tables say so."""
+    text = render.rendered((ROOT / "docs" / "benchmarks.md").read_text("utf-8"), REPORT)
+    assert "| one process, all cores: program / nanoGPT | 0.92 | 0.80 |  | 0.70 |  |  |" in text
+    assert "| one process, all cores: peak memory / smallest peer's | 1.00 |  |  | 0.50 |  |  |" in text
+    assert "| two ranks: step / DDP | 0.90 | 0.82 |  |  | 0.80 |  |" in text
+    assert "| GPT-2 11M | nanoGPT |  |  |  |  | 0.70 (0.35-1.40) | 200 (100-400) | 200 | 3.5 |" in text
+    assert "Not run: litgpt (litgpt is not installed)." in text and "Not run: torchtitan" not in text
+    assert "A CPU, 2 cores; torch: AVX2; oneDNN: AVX2; MKL: AVX2; torch 2.13; commit abc, 2026-01-01." in text
+    missed = json.loads(json.dumps(REPORT).replace("0.7", "0.97"))
+    assert "| 0.92 | 0.80 |  | **0.97** |" in render.rendered(text, missed)
+    assert "not yet measured" in render.rendered(text, {})
+
+
+def test_results_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second call replaces what it measures again and keeps the rest; a run without a result fails the call."""
+    output = tmp_path / "report.json"
+    results = iter([{"n": 1, "losses": [1.0]}, {"n": 2, "settings": {"python": "/secret"}}, {"n": 3}, None])
+    monkeypatch.setattr(cpu_report, "measure", lambda *_: next(results))
+    only = "--only=steps llama-39m all cores"
+    assert cpu_report.main([only, f"--output={output}"]) == 0
+    assert cpu_report.main([only, "--isa=avx2", f"--output={output}"]) == 0
+    report = json.loads(output.read_text())
+    assert report == {"steps llama-39m all cores": {"all": {"n": 1}, "avx2": {"n": 3}}}
+    assert cpu_report.main([only, "--isa=all", f"--output={output}"]) == 1
+    assert json.loads(output.read_text()) == report
+
+
+def test_usage_errors_name_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in ((["--only=stepps"], "--only: no run"), (["--isa=sse"], "--isa: choose from all, avx2")):
+        with pytest.raises(SystemExit):
+            cpu_report.parse(words)
+        assert message in capsys.readouterr().err
+
+
+def test_the_document_is_current() -> None:
+    """docs/benchmarks.md holds what docs/cpu_report.json says."""
+    command = [sys.executable, "-m", "scripts.benchmarks.cpu.render", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
