@@ -55,7 +55,8 @@ def _switch(enabled: tuple[bool, bool, bool, bool]) -> None:
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, backend: str, scale: float | None = None) -> Tensor:
     """Compute full causal attention with "cudnn" or "flash"; torch raises rather than take another kernel."""
-    use_flash(2)
+    if backend == "flash":
+        use_flash(2)
     grouped = query.shape[1] != key.shape[1]
     with _only(backend):
         return functional.scaled_dot_product_attention(
@@ -94,8 +95,7 @@ def varlen_attention(
 def use_flash(version: int) -> None:
     """Let torch's operators of flash attention call version 2, which torch contains, or 3, which is a package.
 
-    The choice belongs to the process and costs a dictionary lookup if it is made already. A torch without a choice
-    (before 2.11) has version 2.
+    The choice belongs to the process and costs 1 us if it is made already. A torch without a choice has version 2.
     """
     from torch.nn import attention
 
