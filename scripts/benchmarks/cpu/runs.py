@@ -37,6 +37,7 @@ class Run:
         """Return the arguments of the benchmark, but for paths."""
         words = [f"--model={self.model}"]
         if self.kind == "programs":
+            words += ["--steps_per_turn=10"] if self.model == LLAMA else []  # of about a second each
             return [*words, *{CORES: [], THREAD: ["--threads=1"], RANKS: ["--threads=1", "--ranks=2"]}[self.place]]
         words += ["--device=cpu", "--micro_batch_size=2", f"--threads={0 if self.place == CORES else 1}"]
         if self.place == BF16:
