@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_lite.kernels.attention.attention import last_blocks, rows_of_a_block
+from megatron_lite.kernels.attention.blocks import chunks_of, last_blocks, rows_of_a_block, scores_at_a_time
 from megatron_lite.kernels.cross_entropy import held_logits, reference_rows
 from megatron_lite.kernels.products import temporary_rows
 from megatron_lite.planner.activations import FP32_BYTES, Saved, Sizes
@@ -158,6 +158,7 @@ def _block_forward(sizes: Sizes, level: str, saved: Saved) -> int:
         return walk.peak
     # During attention, what the layer saves later does not exist yet.
     later = sum(saved[kind] for kind in ("MLP up outputs", "MLP activations", "dropout masks")) + stream
+    later += (saved["linear inputs"] + saved["norm statistics"]) // 2  # those of the MLP
     return max(walk.peak, _attention_temporaries(sizes, backward=False) - later)
 
 
@@ -208,8 +209,7 @@ def _block_backward(sizes: Sizes, level: str, saved: Saved) -> int:
     _norm_backward(walk, sizes, stream, hidden, adds=True, branch=cast)
     walk.free(saved["norm inputs"] // 2)
     gradient = _end_of_branch_backward(walk, sizes, cast)
-    _attention_backward(walk, sizes, saved)
-    walk.free(gradient)
+    _attention_backward(walk, sizes, saved, gradient)
     _norm_backward(walk, sizes, stream, hidden, adds=True)
     return walk.peak
 
@@ -248,18 +248,20 @@ def _mlp_backward(walk: Walk, sizes: Sizes, level: str) -> None:
         walk.free(sizes.u)
 
 
-def _attention_backward(walk: Walk, sizes: Sizes, saved: Saved) -> None:
+def _attention_backward(walk: Walk, sizes: Sizes, saved: Saved, gradient: int) -> None:
     """See `kernels/attention/` and `kernels/rotary.py`; the gradient of the attention's input remains."""
     model, query, key = sizes.model, sizes.query_channels, sizes.key_channels
     context, gradients = sizes.of(query), sizes.query_key_value
     walk.allocate(context, temporary=_weight_gradient(sizes, model.hidden_size, query))  # the context's gradient
+    walk.free(gradient)  # of the branch
     if sizes.attention == "math":
         walk.free(saved["attention outputs"])
         walk.allocate(gradients, temporary=_attention_temporaries(sizes, backward=True))
     else:
         # GPU kernels sum the queries' gradients in fp32, and compute the keys' and values' per query head.
         per_head = sizes.of(query, query) if key != query else 0
-        walk.allocate(gradients, temporary=per_head + sizes.tokens * query * FP32_BYTES)
+        on_gpu = per_head + sizes.tokens * query * FP32_BYTES
+        walk.allocate(gradients, temporary=on_gpu if sizes.on_gpu else 0)
         walk.free(saved["attention outputs"])
     walk.free(context, saved["query, key, value"], saved["attention statistics"])
     walk.allocate(gradients, temporary=_rotation_temporaries(sizes, sizes.heads))
@@ -272,28 +274,36 @@ def _attention_backward(walk: Walk, sizes: Sizes, saved: Saved) -> None:
 
 
 def _attention_temporaries(sizes: Sizes, backward: bool) -> int:
-    """Temporaries of `kernels/attention/attention.py` at the block with the most scores, in its letters."""
-    model = sizes.model
-    rows = min(rows_of_a_block(sizes.on_gpu), sizes.length)
-    blocks = last_blocks(sizes.length, model.window_size, rows)  # earlier ones have no more queries, and fewer keys
-    scores = sizes.heads * max(block.scores for block in blocks)
-    columns = max(block.end - block.low for block in blocks)
-    s_bytes, p_bytes = scores * FP32_BYTES, scores * sizes.itemsize
-    query_elements, keys_fp32 = rows * sizes.query_channels, sizes.length * sizes.key_channels * FP32_BYTES
-    q_bytes = query_elements * sizes.itemsize
+    """Temporaries of `kernels/attention/blocks.py` at the block with the most scores, in its letters."""
+    model, rows = sizes.model, rows_of_a_block(sizes.on_gpu)
+    last = last_blocks(sizes.length, model.window_size, rows)
+    lengths, at_a_time = [sizes.length] * sizes.batch, scores_at_a_time(sizes.on_gpu)
+    chunks = chunks_of(lengths, model.window_size, sizes.heads, sizes.key_heads, rows, at_a_time)
+    chunk = max(chunks, key=lambda chunk: chunk.pairs)
+    heads, rows = chunk.pairs * (sizes.heads // sizes.key_heads), min(rows, sizes.length)
+    narrow = sizes.itemsize if sizes.on_gpu else FP32_BYTES  # bytes per element of the later products
+    scores, queries = heads * max(block.scores for block in last), heads * rows * model.kv_channels
+    keys = chunk.pairs * sizes.length * model.kv_channels
+    part = chunk.pairs * max(block.end - block.low for block in last) * model.kv_channels  # of dK or dV
+    s_bytes, p_bytes = scores * FP32_BYTES, scores * narrow
+    gathers = chunk.pairs > chunk.documents > 1
+    always = rows**2 * FP32_BYTES  # the triangle, then keys and values
+    always += keys * FP32_BYTES * (gathers or sizes.is_half) + keys * narrow * (gathers or narrow != sizes.itemsize)
+    regroups = chunk.documents > 1 or heads != chunk.pairs
+    q_bytes = queries * FP32_BYTES * (regroups or sizes.is_half)
+    do_bytes = queries * narrow * (regroups or narrow != sizes.itemsize)
     mask = p_bytes if model.attention_dropout > 0 else 0
-    always = rows**2 + (keys_fp32 if sizes.is_half else 0)  # the triangle; keys in fp32
-    # S beside fp32 queries, then P beside S or the mask.
-    softmax = max(s_bytes + query_elements * FP32_BYTES, p_bytes + max(s_bytes if sizes.is_half else 0, mask))
+    cast = p_bytes if narrow != FP32_BYTES else 0  # P beside S
     if not backward:
-        return always + max(softmax, p_bytes + q_bytes)
-    # Then P beside dO, and dropped P or dS.
-    key_part = columns * sizes.key_channels * sizes.itemsize if sizes.is_half else 0
-    gradients = p_bytes + mask + q_bytes + max(p_bytes, mask + key_part)
-    if model.attention_softmax_in_fp32 and sizes.is_half:  # P and dS in fp32, and a cast of either
-        softmax = s_bytes + query_elements * FP32_BYTES
-        gradients = s_bytes + p_bytes + mask + q_bytes + max(mask + key_part, s_bytes)
-    return always + 2 * keys_fp32 + max(softmax, gradients)
+        return always + max(s_bytes + max(q_bytes, cast), p_bytes + max(mask, queries * narrow))
+    always += 2 * keys * FP32_BYTES + q_bytes  # dK and dV
+    if cast:
+        always += keys * narrow * (gathers and not model.attention_softmax_in_fp32)
+    kept = s_bytes if model.attention_softmax_in_fp32 else p_bytes  # P in the way back to the scores, and dS
+    dropped = mask + (p_bytes if mask else 0)
+    casts = kept + p_bytes if kept != p_bytes else 0
+    products = kept + do_bytes + max(dropped + part * narrow, mask + max(p_bytes + casts, kept))
+    return always + max(s_bytes + cast, products, kept + max(part, queries) * narrow)
 
 
 def _norm_temporaries(sizes: Sizes, read: int, written: int) -> int:

@@ -187,10 +187,10 @@ def test_options_that_transformers_lacks_have_the_texts_of_whole_passes(
 
 
 def test_prompts_are_attended_to_by_what_works() -> None:
-    """Prompts use math attention on a CPU, and whenever the softmax must be in fp32."""
-    for upcast in (False, True):
+    """Prompts use flash attention on a CPU in fp32, and math whenever the softmax must be in fp32."""
+    for upcast, expected in ((False, "flash"), (True, "math")):
         source: Any = RandomSource(use_rotary_embeddings=True, attention_softmax_in_fp32=upcast)
-        assert LocalModel(source, 40, torch.float32, CPU).prompt_attention() == "math"
+        assert LocalModel(source, 40, torch.float32, CPU).prompt_attention() == expected
 
 
 @pytest.mark.gpu

@@ -224,7 +224,8 @@ def test_each_dropout_drops_in_training_alone(architecture: str, more: dict[str,
     dropped = {"hidden_dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0} | {option: 0.3}
     layers, _ = build(architecture, lambda name: False, **dropped, **more)
     losses = [float(run(layers, dropout_seed=seed).detach()) for seed in (1, 1, 2, None)]
-    assert losses[0] == losses[1] != losses[2] and losses[3] == float(run(plain).detach()) not in losses[:3]
+    assert losses[0] == losses[1] != losses[2] and losses[3] not in losses[:3]
+    assert losses[3] == pytest.approx(float(run(plain).detach()), rel=1e-6)  # by another backend of attention
 
 
 @architectures

@@ -12,7 +12,7 @@ import torch
 
 from megatron_lite.config import Config
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.kernels.attention.attention import blocks_of_a_sample, last_blocks
+from megatron_lite.kernels.attention.blocks import blocks_of_a_document, last_blocks
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import MicroBatch
@@ -452,7 +452,7 @@ def test_last_blocks_are_the_largest() -> None:
     """The plan looks at the last two blocks of queries of a sample instead of listing them all."""
     for length in (1, 2, 63, 64, 65, 127, 128, 129, 1000):
         for window in (None, 1, 5, 64, 65, 500, 2000):
-            every, last = blocks_of_a_sample([length], window, 64), last_blocks(length, window, 64)
+            every, last = blocks_of_a_document(length, window, 64), last_blocks(length, window, 64)
             assert last == every[-2:]
             assert max(block.scores for block in last) == max(block.scores for block in every)
             assert max(block.end - block.low for block in last) == max(block.end - block.low for block in every)

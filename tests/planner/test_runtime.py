@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron_lite.kernels.attention import blocks as attention_blocks
 from megatron_lite.planner.peaks import largest_temporaries
 from megatron_lite.planner.plan import make_plan, micro_batch_sizes
 from megatron_lite.planner.runtime import GIB, HOLES, MIB, PLANNED_GPU_BYTES, runtime_needs
@@ -46,8 +47,13 @@ SMALL_MISTRAL: dict[str, Any] = dict(
     ],
     ids=str,
 )
-def test_the_plan_covers_what_the_allocator_cannot_fill(options: dict[str, Any]) -> None:
+def test_the_plan_covers_what_the_allocator_cannot_fill(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two steps, replayed through the allocator's rules, reserve at most HOLES times the largest temporaries more."""
+    # A GPU's attention has small temporaries, in the inputs' dtype.
+    monkeypatch.setattr(attention_blocks, "scores_at_a_time", lambda on_gpu: 2**15)
+    monkeypatch.setattr(attention_blocks, "dtype_of_products", lambda inputs: inputs.dtype)
     config = tiny_config(1, **{**SMALL_MISTRAL, **options})
     model, batches = a_model(config), micro_batches(config)
     model.forward_backward(batches)

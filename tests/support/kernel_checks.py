@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megatron_lite.kernels import products
-from megatron_lite.kernels.attention import attention
 from megatron_lite.kernels.triton_support import runs_on
 from megatron_lite.parameter import Parameter
 
@@ -50,7 +49,7 @@ def products_in_fp32(in_fp32: bool) -> Iterator[None]:
 
     products.product_accumulation.cache_clear()
     try:
-        with patch.object(products, "computes_in_fp32", decide), patch.object(attention, "computes_in_fp32", decide):
+        with patch.object(products, "computes_in_fp32", decide):
             yield
     finally:
         products.product_accumulation.cache_clear()

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_lite.errors import UsageError
+from megatron_lite.kernels.attention import blocks as attention_blocks
 from megatron_lite.kernels.attention import choice as attention_choice
 from megatron_lite.kernels.attention import gpu as attention_gpu
 from megatron_lite.kernels.attention.attention import Documents, attention
@@ -22,11 +23,11 @@ from megatron_lite.kernels.attention.probe import failure
 from megatron_lite.kernels.linear import linear
 from megatron_lite.kernels.rotary import rotary_table, split_heads
 from megatron_lite.parameter import Parameter
-from tests.support.kernel_checks import products_in_fp32
 from tests.support.memory_meters import PeakMeter
 
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # of the largest value, or of 0.1
-dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+# Of the largest value, or of 0.1.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 HOPPER, AMPERE = Machine((9, 0), 91501), Machine((8, 0), 91501)
 HOPPER_3 = Machine((9, 0), 91501, flash3=True)
@@ -130,15 +131,92 @@ def test_blocks_equal_the_formula(case: Case, dtype: torch.dtype) -> None:
         compare(case, dtype, "math", softmax_in_fp32=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if not (case.window or case.lengths)], ids=str)
+def test_flash_attention_on_a_cpu_equals_the_formula(case: Case, dtype: torch.dtype) -> None:
+    """Forward and backward, with grouped queries, odd sizes and another scale."""
+    compare(case, dtype, "flash")
+
+
+THREADED_CASES = [
+    Case(2, 6, 6, 256, 64),
+    Case(3, 8, 2, 257, 32),
+    Case(2, 4, 2, 131, 16, 40),
+    Case(1, 4, 2, 400, 32, 90, (100, 7, 100, 7, 186)),
+    Case(1, 2, 1, 900, 16),
+]
+
+
+def results(case: Case, backend: str, dropout_p: float = 0.0) -> list[Tensor]:
+    """Return output and gradients in fp32."""
+    *inputs, grad = case.inputs(FP32)
+    ours = [tensor.requires_grad_() for tensor in inputs]
+    output = attention(*ours, case.window, dropout_p, 5, backend=backend, documents=case.documents(), scale=case.scale)
+    return [output.detach(), *torch.autograd.grad(output, ours, grad)]
+
+
+@pytest.mark.parametrize("case", THREADED_CASES, ids=str)
+@pytest.mark.parametrize("backend", ["math", "flash"])
+def test_attention_with_threads(backend: str, case: Case) -> None:
+    """Both implementations equal the formula with 1, 2 and 4 threads, and repeat their bits with as many threads."""
+    if backend == "flash" and (case.window or case.lengths):
+        pytest.skip("flash takes neither windows nor documents")
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            compare(case, FP32, backend)
+            first, second = (results(case, backend) for _ in range(2))
+            assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("case", THREADED_CASES, ids=str)
+def test_the_bits_do_not_depend_on_the_size_of_a_chunk(
+    case: Case, dropout_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One head of one document at a time gives the bits, dropout masks included, of everything at once."""
+    expected = results(case, "math", dropout_p)
+    for scores in (1, 30_000, 2**30):
+        monkeypatch.setattr(attention_blocks, "scores_at_a_time", lambda on_gpu, scores=scores: scores)
+        for one, other in zip(expected, results(case, "math", dropout_p), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("groups", [1, 3, 8])
+def test_chunks_cover_every_document_and_head_once(groups: int) -> None:
+    """Samples form one chunk, as do documents of equal length at equal distances, if their scores are few enough."""
+    chunks_of = attention_blocks.chunks_of
+    assert len(chunks_of([256] * 4, None, 24, groups, 64, 2**30)) == 1
+    for lengths in ([256] * 5, [3, 3, 7, 3, 0, 90, 7, 3, 90, 50]):
+        for scores in (1, 5000, 60_000, 2**30):
+            chunks = chunks_of(lengths, 50, 24, groups, 64, scores)
+            found = [
+                (chunk.start + i * chunk.step, chunk.length, head)
+                for chunk in chunks
+                for i in range(chunk.documents)
+                for head in range(chunk.heads.start, chunk.heads.stop)
+            ]
+            starts = [sum(lengths[:i]) for i in range(len(lengths))]
+            pieces = zip(starts, lengths, strict=True)
+            assert sorted(found) == sorted((s, n, head) for s, n in pieces if n for head in range(groups))
+            for chunk in chunks:
+                largest = max(block.scores for block in attention_blocks.blocks_of_a_document(chunk.length, 50, 64))
+                assert chunk.pairs == 1 or chunk.pairs * (24 // groups) * largest <= scores
+
+
 def upcast(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
     """Attention as in models that cast queries and keys to fp32 for scores and softmax, differentiated by torch."""
     scores = (q.float() @ k.float().transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~allowed, float("-inf"))
     return scores.softmax(-1).to(v.dtype) @ v
 
 
-def test_softmax_in_fp32_is_fp32_backward_too() -> None:
-    """In bf16 the output does not change, because its scores are always in fp32. The gradients of queries and keys
-    equal the formula with casts and are twice as close to float64 as with score gradients rounded to bf16.
+def test_softmax_in_fp32_is_fp32_backward_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With products in bf16, as on a GPU, the output does not change, because its scores are always in fp32. The
+    gradients of queries and keys equal the formula with casts and are twice as close to float64 as with score gradients
+    rounded to bf16.
     """
     case = Case(1, 2, 2, 60, 16)
     *inputs, grad = case.inputs(BF16)
@@ -146,15 +224,15 @@ def test_softmax_in_fp32_is_fp32_backward_too() -> None:
     exact = [tensor.double().requires_grad_() for tensor in inputs]
     case.formula(*exact).backward(grad.double())
     outputs, gradients = [], []
+    monkeypatch.setattr(attention_blocks, "dtype_of_products", lambda inputs: inputs.dtype)
     for function in (
         lambda q, k, v: attention(q, k, v, None, 0.0, None, backend="math"),
         lambda q, k, v: attention(q, k, v, None, 0.0, None, backend="math", softmax_in_fp32=True),
         lambda q, k, v: upcast(q, k, v, case.allowed()[:, None]),
     ):
         ours = [tensor.detach().clone().requires_grad_() for tensor in inputs]
-        with products_in_fp32(False):  # which would keep the score gradients in fp32, too
-            outputs.append(function(*ours))
-            outputs[-1].backward(grad)
+        outputs.append(function(*ours))
+        outputs[-1].backward(grad)
         gradients.append([cast(Tensor, tensor.grad).double() for tensor in ours])
     assert torch.equal(outputs[0], outputs[1])
     for rounded, precise, reference, formula in zip(*gradients, exact, strict=True):
@@ -292,6 +370,10 @@ def test_dropout_drops_probabilities() -> None:
         ("math", Machine((8, 6), 91501), dict(head_size=256)),
         ("math", Machine((7, 0), 91501), dict(dtype=torch.float16)),
         ("math", Machine(None), dict(windowed=True, documents=True)),
+        ("math", Machine(None), dict(dtype=BF16)),
+        ("math", Machine(None), dict(dtype=FP32, dropout=True)),
+        ("flash", Machine(None), dict(dtype=FP32)),
+        ("flash", Machine(None), dict(dtype=FP32, head_size=7, deterministic=True)),
     ],
 )
 def test_automatic_choice(choice: str, machine: Machine, work: dict[str, Any]) -> None:
@@ -308,7 +390,11 @@ def chosen(wanted: str, machine: Machine, **work: Any) -> str:
 @pytest.mark.parametrize(
     ("wanted", "machine", "work", "reason"),
     [
-        *((backend, Machine(None), {}, "needs a GPU") for backend in ("cudnn", "flash", "varlen", "flex")),
+        *((backend, Machine(None), {}, "needs a GPU") for backend in ("cudnn", "varlen", "flex")),
+        ("flash", Machine(None), dict(dtype=BF16), "fp32 on a CPU, not in bfloat16"),
+        ("flash", Machine(None), dict(dtype=FP32, windowed=True), "--window_size"),
+        ("flash", Machine(None), dict(dtype=FP32, documents=True), "--cross_document_attention"),
+        ("flash", Machine(None), dict(dtype=FP32, dropout=True), "--attention_dropout"),
         ("flash", Machine((7, 5)), {}, "8.0, and this one has 7.5"),
         ("flash", HOPPER, dict(windowed=True), "--window_size"),
         ("cudnn", HOPPER, dict(documents=True), "--cross_document_attention"),

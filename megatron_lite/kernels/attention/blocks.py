@@ -1,0 +1,321 @@
+"""Attention by its formula, one block of queries at a time, on any device and in any dtype, with memory linear in s.
+
+With the queries of a block in rows and the keys that any of them may look at in columns:
+
+    S = scale Q K^T,   P = softmax(S) over the keys that a row may look at,   O = P V
+    dV += P^T dO,   dP = dO V^T,   dS = P (dP - rowsum(P dP)),   dQ = scale dS K,   dK += scale dS^T Q
+
+Each operation takes the same block of many heads, samples and documents: a chunk, whose scores fit the caches and feed
+every thread. Query heads that share a key head are rows of one product with it. Keys to the right of a block, left of
+its window or in another document are never read. Scores and softmax are in fp32. The later products are in fp32 on a
+CPU, which multiplies small matrices of bf16 and fp16 slower, even with instructions for them. A GPU computes them in
+the inputs' dtype and sums in fp32; there `softmax_in_fp32` also keeps the way back to the scores in fp32: P in dS, dS
+itself and its products dQ and dK.
+
+Only query, key and value are kept: the backward pass recomputes P with the same operations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_lite.seeds import derive_seed
+
+# -- blocks of queries, chunks of heads and documents ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries [start, end) of a document; each looks at up to `window` keys, none of them before `low`."""
+
+    start: int
+    end: int
+    low: int
+    window: int
+
+    @property
+    def scores(self) -> int:
+        """Number of elements in one head's scores."""
+        return (self.end - self.start) * (self.end - self.low)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Documents of one length at equal distances, and some key heads: the work of one operation at a time."""
+
+    start: int  # first position of the first document in the flattened (b s,)
+    step: int  # positions from one document's start to the next
+    documents: int
+    length: int  # positions in each document
+    heads: slice  # of the key heads
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs of a document and a key head."""
+        return self.documents * (self.heads.stop - self.heads.start)
+
+
+def rows_of_a_block(on_gpu: bool) -> int:
+    """Return the number of queries in a block: few waste little on keys to their right, a GPU prefers large kernels."""
+    return 256 if on_gpu else 64
+
+
+def scores_at_a_time(on_gpu: bool) -> int:
+    """Return the number of scores that one operation computes, for many heads: 2 MiB in fp32 per thread on a CPU.
+
+    No bit of a result depends on this number.
+    """
+    return 2**24 if on_gpu else 2**19 * max(2, torch.get_num_threads())
+
+
+def blocks_of_a_document(length: int, window: int | None, rows: int) -> list[Block]:
+    """List the blocks of a document in order."""
+    return [_block(start, length, window, rows) for start in range(0, length, rows)]
+
+
+def last_blocks(length: int, window: int | None, rows: int) -> list[Block]:
+    """List the last two blocks of a document, or the only one; no other block has more scores or more keys."""
+    last = (length - 1) // rows * rows
+    return [_block(start, length, window, rows) for start in (last - rows, last) if start >= 0]
+
+
+def _block(start: int, length: int, window: int | None, rows: int) -> Block:
+    reach = min(window or length, length)
+    return Block(start, min(start + rows, length), max(0, start - reach + 1), reach)
+
+
+def chunks_of(
+    lengths: Sequence[int], window: int | None, heads: int, groups: int, rows: int, scores: int
+) -> list[Chunk]:
+    """Divide all documents and key heads into chunks of at most `scores` scores, or of one document and key head."""
+    chunks: list[Chunk] = []
+    for start, step, count, length in _runs(lengths):
+        largest = max(block.scores for block in last_blocks(length, window, rows))
+        pairs = max(1, scores // (heads // groups * largest))
+        documents = max(1, min(count, pairs // groups))
+        parts = 1 if pairs >= groups else -(-groups // pairs)
+        borders = [groups * part // parts for part in range(parts + 1)]
+        for first in range(0, count, documents):
+            number = min(documents, count - first)
+            for i in range(parts):
+                chunks.append(Chunk(start + first * step, step, number, length, slice(borders[i], borders[i + 1])))
+    return chunks
+
+
+def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield start, step, count and length of documents of equal length at equal distances, longest first."""
+    starts: dict[int, list[int]] = {}
+    begin = 0
+    for length in lengths:
+        if length > 0:
+            starts.setdefault(length, []).append(begin)
+        begin += length
+    for length in sorted(starts, reverse=True):
+        rest = starts[length]
+        while rest:
+            step, count = (rest[1] - rest[0] if len(rest) > 1 else length), 1
+            while count < len(rest) and rest[count] == rest[0] + count * step:
+                count += 1
+            yield rest[0], step, count, length
+            rest = rest[count:]
+
+
+# -- the formula -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Arguments of `_BlockAttention` that are not tensors."""
+
+    lengths: tuple[int, ...]
+    window: int | None
+    dropout_p: float
+    dropout_seed: int
+    scale: float
+    softmax_in_fp32: bool
+
+
+def dtype_of_products(inputs: Tensor) -> torch.dtype:
+    """Return the dtype of the products behind the softmax: at least fp32 on a CPU."""
+    return inputs.dtype if inputs.is_cuda else torch.promote_types(inputs.dtype, torch.float32)
+
+
+def _documents(heads: Tensor, chunk: Chunk) -> Tensor:
+    """View heads (b, any, s, d) as the documents of a chunk: (documents, any, length, d)."""
+    tokens = heads.transpose(1, 2).flatten(0, 1)
+    last = chunk.start + (chunk.documents - 1) * chunk.step + chunk.length
+    return tokens[chunk.start : last].unfold(0, chunk.length, chunk.step).transpose(2, 3)
+
+
+class _Pass:
+    """One chunk in the forward or the backward pass; p is the number of its pairs, r of query heads per key head."""
+
+    def __init__(self, query: Tensor, key: Tensor, options: _Options, chunk: Chunk, later: Tensor) -> None:
+        self.options, self.chunk, self._later = options, chunk, later
+        self.shared_by = query.shape[1] // key.shape[1]
+        self.wide, self.narrow = later.dtype, dtype_of_products(query)
+        self.ds_dtype = self.wide if options.softmax_in_fp32 else self.narrow  # of dS and its products
+        self.blocks = blocks_of_a_document(chunk.length, options.window, rows_of_a_block(query.is_cuda))
+
+    def keys(self, heads: Tensor, dtype: torch.dtype) -> Tensor:
+        """(b, g, s, d) -> (p, length, d)."""
+        return _converted(_documents(heads, self.chunk)[:, self.chunk.heads], dtype).flatten(0, 1)
+
+    def queries(self, heads: Tensor) -> Tensor:
+        """View (b, n, s, d) as (documents, heads, length, d): the query heads of the chunk's key heads."""
+        some = self.chunk.heads
+        return _documents(heads, self.chunk)[:, some.start * self.shared_by : some.stop * self.shared_by]
+
+    def rows(self, queries: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
+        """(documents, heads, length, d) -> (p, r rows, d): the block's rows of all heads that share a key head."""
+        rows = _converted(queries[:, :, block.start : block.end], dtype)
+        return rows.reshape(self.chunk.pairs, -1, rows.shape[-1])
+
+    def write(self, result: Tensor, queries: Tensor, block: Block, factor: float | None = None) -> None:
+        """Write the rows of a block (p, r rows, d) to (documents, heads, length, d)."""
+        target = queries[:, :, block.start : block.end]
+        if factor is None:
+            target.copy_(result.view(target.shape))
+        else:
+            torch.mul(result.view(target.shape), factor, out=target)
+
+    def probabilities(self, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        """Return P (p, r rows, keys) in fp32 for rows q (p, r rows, d) and keys k (p, length, d), without dropout."""
+        count, keys = block.end - block.start, block.end - block.low
+        scores = q.new_empty(q.shape[0], q.shape[1], keys)
+        scores.baddbmm_(q, k[:, block.low : block.end].transpose(1, 2), beta=0, alpha=self.options.scale)
+        square = scores.view(q.shape[0], -1, count, keys)
+        square[..., block.start - block.low :].add_(self._later[:count, :count])
+        # Row i sees keys from i - seen on: the first row's window has room for `seen` keys before `low`.
+        seen = block.low - (block.start - block.window + 1)
+        if count > seen + 1:
+            square[:, :, seen:, : count - seen].add_(self._later[: count - seen, : count - seen].t())
+        return torch.softmax(scores, dim=-1, out=scores)
+
+    def dropout_mask(self, p: Tensor, block: Block) -> Tensor:
+        """Return the factors that dropout applies to P: 0 or 1 / (1 - dropout_p), the same in both passes."""
+        generator, kept = torch.Generator(p.device), 1.0 - self.options.dropout_p
+        mask, chunk = torch.empty_like(p), self.chunk
+        for document, part in enumerate(mask.view(chunk.documents, -1, *p.shape[1:])):
+            start = chunk.start + document * chunk.step
+            for head, factors in enumerate(part, chunk.heads.start):
+                generator.manual_seed(derive_seed(self.options.dropout_seed, start, head, block.start))
+                factors.bernoulli_(kept, generator=generator)
+        return mask.div_(kept)
+
+    def scores_backward(self, p: Tensor, do: Tensor, v: Tensor, dv: Tensor, block: Block) -> Tensor:
+        """Return dS (p, r rows, keys), before scaling, for do (p, r rows, d), and add to dv (p, keys, d)."""
+        kept = p.to(self.narrow)
+        mask = self.dropout_mask(kept, block) if self.options.dropout_p > 0 else None
+        _add_product(dv, kept if mask is None else kept * mask, do)
+        del kept
+        dp = torch.bmm(do, v.transpose(1, 2))
+        if mask is not None:
+            dp.mul_(mask)
+        dp = dp.to(self.ds_dtype)
+        return torch.ops.aten._softmax_backward_data.out(dp, p, -1, dp.dtype, grad_input=dp)
+
+
+def _converted(heads: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return heads (documents, heads, length, d), contiguous in `dtype` unless they have that dtype already."""
+    return heads if heads.dtype == dtype else heads.to(dtype, memory_format=torch.contiguous_format)
+
+
+def _add_product(target: Tensor, a: Tensor, b: Tensor) -> None:
+    """target (p, k, d) += a^T b for a (p, m, k) and b (p, m, d), whose dtype may be narrower.
+
+    `baddbmm_` would compute one product after the other where `target` is not contiguous.
+    """
+    target.add_(torch.bmm(a.transpose(1, 2), b))
+
+
+class _BlockAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, options: _Options) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.options = options
+        b, n, s, d = query.shape
+        output = query.new_empty(b, s, n, d).transpose(1, 2)
+        for part in _passes(query, key, options):
+            k, v = part.keys(key, part.wide), part.keys(value, part.narrow)
+            q, o = part.queries(query), part.queries(output)
+            for block in part.blocks:
+                p = part.probabilities(part.rows(q, block, part.wide), k, block).to(part.narrow)
+                if options.dropout_p > 0:
+                    p.mul_(part.dropout_mask(p, block))
+                part.write(torch.bmm(p, v[:, block.low : block.end]), o, block)
+                del p
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value = ctx.saved_tensors
+        (b, n, s, d), g, options = query.shape, key.shape[1], ctx.options
+        dquery, dkey, dvalue = (query.new_empty(b, s, heads, d).transpose(1, 2) for heads in (n, g, g))
+        for part in _passes(query, key, options):
+            wide_k, v = part.keys(key, part.wide), part.keys(value, part.narrow)
+            k = wide_k if part.ds_dtype == part.wide else part.keys(key, part.ds_dtype)
+            q, rows_of_do, dq = part.queries(query), part.queries(do), part.queries(dquery)
+            dk, dv = torch.zeros_like(wide_k), torch.zeros_like(wide_k)
+            for block in part.blocks:
+                keys = slice(block.low, block.end)
+                rows = part.rows(q, block, part.wide)
+                p = part.probabilities(rows, wide_k, block).to(part.ds_dtype)
+                grad = part.rows(rows_of_do, block, part.narrow)
+                ds = part.scores_backward(p, grad, v[:, keys], dv[:, keys], block)
+                del p, grad
+                if part.ds_dtype != part.wide:
+                    rows = part.rows(q, block, part.ds_dtype)
+                _add_product(dk[:, keys], ds, rows)
+                part.write(torch.bmm(ds, k[:, keys]), dq, block, options.scale)
+                del ds, rows
+            dkeys, dvalues = (_documents(heads, part.chunk)[:, part.chunk.heads] for heads in (dkey, dvalue))
+            torch.mul(dk.view(dkeys.shape), options.scale, out=dkeys)
+            dvalues.copy_(dv.view(dvalues.shape))
+        return dquery, dkey, dvalue, None
+
+
+def _passes(query: Tensor, key: Tensor, options: _Options) -> Iterator[_Pass]:
+    """Yield the chunks of a micro-batch."""
+    rows = rows_of_a_block(query.is_cuda)
+    limit = scores_at_a_time(query.is_cuda)
+    chunks = chunks_of(options.lengths, options.window, query.shape[1], key.shape[1], rows, limit)
+    rows = min(rows, query.shape[2])
+    wide = torch.promote_types(query.dtype, torch.float32)
+    later = torch.full((rows, rows), -math.inf, dtype=wide, device=query.device).triu_(1)
+    for chunk in chunks:
+        yield _Pass(query, key, options, chunk, later)
+
+
+def attention_in_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: tuple[int, ...],
+    window: int | None,
+    dropout: tuple[float, int],
+    scale: float,
+    softmax_in_fp32: bool,
+) -> Tensor:
+    """query (b, n, s, d), key and value (b, g, s, d) -> (b, n, s, d).
+
+    Args:
+        lengths: of the documents in the flattened micro-batch, b s tokens in all.
+        dropout: probability of dropping a probability, and the seed.
+    """
+    b, _, s, _ = query.shape
+    begin = 0
+    for length in lengths:
+        assert begin % s + length <= s, f"a document of {length} tokens crosses a border of samples of {s}"
+        begin += length
+    assert begin == b * s, f"documents of {begin} tokens in {b} x {s}"
+    options = _Options(lengths, window, *dropout, scale, softmax_in_fp32)
+    return _BlockAttention.apply(query, key, value, options)
