@@ -16,10 +16,11 @@ from typing import NamedTuple
 from megatron_lite.config import Config
 from megatron_lite.run.launch import requested_threads
 
-# Multiplications of a square product (tokens x hidden x hidden) that a thread needs, about half a millisecond of a
-# core. With 4096 tokens, two sleeping threads took 114 ms a step instead of 92 at 64 channels (2**24), 232 instead of
-# 190 at 128 (2**26) on a busy machine; one layer of 384 gains a factor of two (2**26 from 512 tokens, 2.8 to 1.4 ms).
-WORK_OF_A_THREAD = 2**25
+# Multiplications of a square product (tokens x hidden x hidden) that a thread needs. A step of four plain blocks on 512
+# tokens takes with two threads, as a share of its time with one (AVX-512; AVX2): 0.88 at 64 channels (2**21); 0.74 and
+# 0.83 at 128 (2**23); 0.69 and 0.66 at 256 (2**25); 0.70 at 384. Beside another program on one of the two cores it
+# takes 1.7 at 256 and 2.2 at 128, so a second thread comes at 2**25 and not before.
+WORK_OF_A_THREAD = 2**24
 
 
 class Threads(NamedTuple):

@@ -22,7 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
     [
         (64, 4096, 4, 1, 1),  # the README's command without a file, 248 thousand parameters
         (384, 2048, 4, 1, 4),
-        (384, 2048, 64, 1, 9),
+        (384, 2048, 64, 1, 18),
+        (256, 512, 4, 1, 2),  # where two threads clearly pay
+        (128, 512, 4, 1, 1),
         (384, 2048, 4, 2, 2),
         (4096, 8192, 4, 8, 1),
         (4096, 8192, 96, 8, 12),
