@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.model import ACTIVATIONS
-from megatron_lite.kernels.mlp import FUNCTIONS, activate, activate_backward
+from megatron_lite.kernels.mlp import FUNCTIONS, PIECE_NUMEL, activate, activate_backward
 from tests.support.kernel_checks import DEVICE, close, dtypes, implementations, randn
 
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -104,3 +104,16 @@ def test_an_input_that_is_not_contiguous(triton: bool) -> None:
     """The input is some columns of a wider tensor."""
     x = randn(3, 20).to(DEVICE)[:, 4:14]
     assert torch.equal(activate(x, "gelu", True, triton), activate(x.contiguous(), "gelu", True, triton))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_gelu_in_pieces_is_the_formula(gated: bool) -> None:
+    """Rows of several pieces, the last one short; a gate is a half of each row, so not contiguous."""
+    u = 4 * randn(2 * PIECE_NUMEL // 384 + 3, 384 * (2 if gated else 1))
+    gate = u.chunk(2, dim=-1)[0] if gated else u
+    exact = torch.nn.functional.gelu(gate.double(), approximate="tanh")
+    before = gate.clone()
+    z = FUNCTIONS["gelu"][0](gate)
+    assert z.is_contiguous() and torch.equal(gate, before)
+    torch.testing.assert_close(z.double(), exact, atol=2e-6, rtol=2e-6)
+    assert torch.equal(z[:2], FUNCTIONS["gelu"][0](gate[:2]))  # an element's value does not depend on its piece
