@@ -14,7 +14,8 @@ def main(argv: list[str]) -> int:
     from megatron_lite.errors import EXIT_DONE, CheckpointError, UsageError
     from megatron_lite.huggingface.architectures import check_exports
     from megatron_lite.run import exit_status
-    from megatron_lite.run.launch import is_first_on_machine, launch_rank, launch_world_size, limit_spinning
+    from megatron_lite.run.launch import is_first_on_machine, launch_rank, launch_world_size
+    from megatron_lite.run.libraries import prepare_libraries
     from megatron_lite.run.secrets import without_secrets
     from megatron_lite.validation import planned_world_size, resolve
 
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> int:
     except (CheckpointError, UsageError) as error:
         return exit_status.report(error, error.experiment_dir or experiment_dir, prints=is_first_on_machine())
 
-    limit_spinning()
+    prepare_libraries()
     gc.disable()  # imports leave no garbage, and looking for some takes a tenth of their time
     from megatron_lite.train import pretrain
 

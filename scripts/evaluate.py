@@ -30,10 +30,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
 import scripts  # noqa: F401  names a missing package
-from megatron_lite.run.launch import limit_spinning
+from megatron_lite.run.libraries import prepare_libraries
 
 if __name__ == "__main__":
-    limit_spinning()  # before torch is imported
+    prepare_libraries()  # before torch is imported
 
 from megatron_lite.config import BatchConfig, Config, DataConfig, DistributedConfig, TrainingConfig
 from megatron_lite.data.loader import micro_batch

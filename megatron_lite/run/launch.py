@@ -14,11 +14,6 @@ from megatron_lite.config.values import shown
 from megatron_lite.errors import LauncherError
 
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
-# Turns of a waiting loop before a thread of GNU OpenMP sleeps: about 0.1 ms, the time between two operations of a step.
-# A step of a GPT-2 of 10.7M parameters with two threads, in ms, alone and with another program on one of its two cores:
-# asleep at once (0) 212 and 377, 1,000 203 and 395, 3,000 203 and 409, 10,000 197 and 485, 30,000 190 and 646, the
-# library's default (300,000) 194 and 1,654.
-SPINS = 3000
 
 
 def launch_rank() -> int:
@@ -91,13 +86,6 @@ def requested_threads() -> int | None:
             given = True
         return 1 if given else None
     return int(text)
-
-
-def limit_spinning() -> None:
-    """Let OpenMP's threads sleep soon, unless the user says otherwise. Call this before importing torch."""
-    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # for libraries that do not know the next variable
-        os.environ["GOMP_SPINCOUNT"] = str(SPINS)
 
 
 def environment_with(variables: Mapping[str, str]) -> dict[str, str]:

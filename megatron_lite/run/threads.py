@@ -2,7 +2,7 @@
 
 The number follows from the configuration and the machine (cores, ranks), never from the momentary load: with other
 threads, sums are taken in another order, and a resumed run must be bit-identical. The remedy for load is to spin only
-shortly (`launch.limit_spinning`). OpenMP's threads otherwise spin for milliseconds at the end of every operation, on
+shortly (`libraries.limit_spinning`). OpenMP's threads otherwise spin for milliseconds at the end of every operation, on
 cores that another program needs: on 4 cores with 15 other busy processes, a step of a model of 64 channels took 14 s
 with two spinning threads, 0.9 s with one thread and 0.12 s with two that sleep.
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.run import launch, threads
+from megatron_lite.run import launch, libraries, threads
 from megatron_lite.run.threads import available_cores, threads_of
 from tests.support.harness import tiny_config
 from tests.support.launch import TINY, run
@@ -77,18 +77,18 @@ def test_threads_sleep_after_a_short_wait_unless_the_user_says_otherwise(
         monkeypatch.delenv(other)
     if name is not None:
         monkeypatch.setenv(name, "7")
-    launch.limit_spinning()
+    libraries.limit_spinning()
     assert os.environ.get("OMP_WAIT_POLICY") == ({None: "PASSIVE", "OMP_WAIT_POLICY": "7"}.get(name))
-    assert os.environ.get("GOMP_SPINCOUNT") == ({None: str(launch.SPINS), "GOMP_SPINCOUNT": "7"}.get(name))
+    assert os.environ.get("GOMP_SPINCOUNT") == ({None: str(libraries.SPINS), "GOMP_SPINCOUNT": "7"}.get(name))
 
 
 @pytest.mark.parametrize("command", ["pretrain_gpt.py", "scripts/generate.py", "scripts/evaluate.py"])
-def test_every_command_that_computes_limits_spinning_before_torch_is_imported(command: str) -> None:
+def test_every_command_that_computes_prepares_libraries_before_torch_is_imported(command: str) -> None:
     """OpenMP reads its variables when its library is loaded; `main` and what it imports come later."""
-    stub = "import sys; assert 'torch' not in sys.modules; print('limited'); sys.exit(0)"
+    stub = "import sys; assert 'torch' not in sys.modules; print('prepared'); sys.exit(0)"
     start = (
-        "import runpy, sys, megatron_lite.run.launch as launch; sys.argv = [{0!r}, *{1!r}.split()]; "
-        "launch.limit_spinning = lambda: exec({2!r}); runpy.run_path({0!r}, run_name='__main__')"
+        "import runpy, sys, megatron_lite.run.libraries as libraries; sys.argv = [{0!r}, *{1!r}.split()]; "
+        "libraries.prepare_libraries = lambda: exec({2!r}); runpy.run_path({0!r}, run_name='__main__')"
     )
     flags = "--num_layers=1 --hidden_size=16 --num_attention_heads=2 --vocab_size=16 --dataset_source=random"
     code = start.format(str(ROOT / command), flags, stub)
@@ -96,9 +96,25 @@ def test_every_command_that_computes_limits_spinning_before_torch_is_imported(co
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.stdout == "limited\n", done.stderr
+    assert done.stdout == "prepared\n", done.stderr
 
 
 def test_the_log_says_how_many_threads_and_why() -> None:
     outcome = run([*TINY, "--device=cpu"], 1, "processes")
     assert "1 thread per rank (OMP_NUM_THREADS)" in outcome.output
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is Linux's")
+@pytest.mark.parametrize("variable", [None, "MALLOC_ARENA_MAX"])
+def test_freed_memory_is_used_again(variable: str | None) -> None:
+    """Blocks of 2 to 20 MiB take new pages once and not a hundred times, unless the user has set glibc's variables."""
+    code = (
+        "import resource; from megatron_lite.run.libraries import prepare_libraries; prepare_libraries(); "
+        "import numpy; faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt; "
+        "use = lambda: [numpy.ones(mib * 131072) for mib in (2, 20, 7)]; use(); before = faults(); "
+        "all(use() for _ in range(100)); print(faults() - before)"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    environment |= {"PYTHONPATH": str(ROOT), "NUMPY_MADVISE_HUGEPAGE": "0"} | ({variable: "8"} if variable else {})
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert (int(done.stdout) < 1000) == (variable is None), done.stdout + done.stderr
