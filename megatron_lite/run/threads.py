@@ -16,10 +16,11 @@ from typing import NamedTuple
 from megatron_lite.config import Config
 from megatron_lite.run.launch import requested_threads
 
-# Multiplications of a square product (tokens x hidden x hidden) that a thread needs. A step of four plain blocks on 512
-# tokens takes with two threads, as a share of its time with one (AVX-512; AVX2): 0.88 at 64 channels (2**21); 0.74 and
-# 0.83 at 128 (2**23); 0.69 and 0.66 at 256 (2**25); 0.70 at 384. Beside another program on one of the two cores it
-# takes 1.7 at 256 and 2.2 at 128, so a second thread comes at 2**25 and not before.
+# Multiplications of a square product (tokens x hidden x hidden) that a thread needs. A step of four blocks on 512
+# tokens takes with two threads, as a share of its time with one (AVX-512; AVX2): 0.83 and 0.72 at 64 channels (2**21),
+# 0.75 and 0.63 at 128 (2**23), 0.62 at 192, 0.64 at 256 (2**25); on 4,096 tokens 0.76 at 64 (2**24). Beside another
+# program on one of the two cores it takes 2.8 at 64 and 1.9 at 256, where one thread loses nothing. A second thread
+# therefore comes at 2**25: small models finish soon with one.
 WORK_OF_A_THREAD = 2**24
 
 
