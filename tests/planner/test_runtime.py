@@ -12,6 +12,7 @@ from megatron_lite.planner.plan import make_plan, micro_batch_sizes
 from megatron_lite.planner.runtime import GIB, HOLES, MIB, PLANNED_GPU_BYTES, runtime_needs
 from tests.support.caching_allocator import AllocationRecorder, CachingAllocator, replay
 from tests.support.harness import tiny_config
+from tests.support.kernel_checks import products_in_fp32
 from tests.support.memory_meters import a_model, micro_batches
 
 # A Mistral-7B with widths and tokens divided by 32, and a quarter of its blocks; tensors have 1/1024 of its sizes.
@@ -51,15 +52,16 @@ def test_the_plan_covers_what_the_allocator_cannot_fill(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps, replayed through the allocator's rules, reserve at most HOLES times the largest temporaries more."""
-    # A GPU's attention has small temporaries, in the inputs' dtype.
+    # A GPU's attention has small temporaries, in the inputs' dtype; its products need no fp32 copies.
     monkeypatch.setattr(attention_blocks, "scores_at_a_time", lambda on_gpu: 2**15)
     monkeypatch.setattr(attention_blocks, "dtype_of_products", lambda inputs: inputs.dtype)
     config = tiny_config(1, **{**SMALL_MISTRAL, **options})
     model, batches = a_model(config), micro_batches(config)
-    model.forward_backward(batches)
-    with AllocationRecorder() as recorder:
-        for _ in range(2):
-            model.forward_backward(batches)
+    with products_in_fp32(False):
+        model.forward_backward(batches)
+        with AllocationRecorder() as recorder:
+            for _ in range(2):
+                model.forward_backward(batches)
     peak, reserved = replay(recorder.events, SCALE)
     level = config.performance.mlp_recompute_level
     sizes = micro_batch_sizes(config, make_plan(config, 1, "cpu").model, "cpu", level)
