@@ -114,6 +114,25 @@ def test_a_program_that_never_steps_fails_in_time(tmp_path: Path) -> None:
     one.kill()
 
 
+def test_a_program_whose_loss_is_not_a_number_fails_at_once(tmp_path: Path) -> None:
+    """Its steps would be timed, but they are no training."""
+    lines = "step 1 loss 2.5", "step 2 loss nan", "step 3 loss nan"
+    words = [sys.executable, "-c", f"import time; print({chr(10).join(lines)!r}, flush=True); time.sleep(60)"]
+    one = Program(Command(words, tmp_path, r"^step \d+ loss ([\d.]+|nan|inf)"), tmp_path / "err", timeout_s=20)
+    with pytest.raises(ProgramError, match="^loss nan at step 2$"):
+        one.steps(3)
+    one.kill()
+
+
+def test_failures_name_files_without_their_folders(tmp_path: Path) -> None:
+    """A report is published; the folders of the machine that wrote it are not."""
+    code = "import sys; sys.stderr.write('/home/me/peer/train.py:5: step 1/2 and/or 3\\n')"
+    one = Program(Command([sys.executable, "-c", code], tmp_path, "never"), tmp_path / "err", timeout_s=20)
+    with pytest.raises(ProgramError, match=r"^ended with exit code 0; train\.py:5: step 1/2 and/or 3$"):
+        one.steps(1)
+    one.kill()
+
+
 def test_ratios_are_those_of_the_same_round() -> None:
     assert ratios([1.0, 2.0, None, 4.0], [2.0, 1.0, 1.0, None]) == [0.5, 2.0]
 

@@ -92,7 +92,7 @@ def ours(setting: Setting, zero_stage: int = 1) -> Command | None:
     }
     words = [f"--{name}={int(value) if isinstance(value, bool) else value}" for name, value in flags.items()]
     program = [str(ROOT / "pretrain_gpt.py"), *words, *options.ours.split()]
-    return Command(setting.launch(sys.executable, *program), ROOT, r"^iteration +\d+/\d+ \| loss +([\d.]+)")
+    return Command(setting.launch(sys.executable, *program), ROOT, r"^iteration +\d+/\d+ \| loss +([\d.]+|nan|inf)")
 
 
 def nanogpt(setting: Setting, compiled: bool = False) -> Command | str | None:
@@ -125,7 +125,7 @@ def nanogpt(setting: Setting, compiled: bool = False) -> Command | str | None:
     program = [str(options.nanogpt / "train.py"), *(f"--{name}={value}" for name, value in values.items())]
     if setting.ranks > 1:
         program.insert(0, str(HERE / "on_cpu.py"))
-    return Command(setting.launch(options.python, *program), options.nanogpt, r"^iter \d+: loss ([\d.]+)")
+    return Command(setting.launch(options.python, *program), options.nanogpt, r"^iter \d+: loss ([\d.]+|nan|inf)")
 
 
 def picotron(setting: Setting) -> Command | str | None:
@@ -169,7 +169,7 @@ def picotron(setting: Setting) -> Command | str | None:
     program = (str(HERE / "on_cpu.py"), str(options.picotron / "train.py"), f"--config={path}")
     words = [options.python, *torchrun, f"--nproc-per-node={setting.ranks}", *program]
     environment = {"DTYPE": "float32", "PYTHONPATH": str(options.picotron)}
-    return Command(words, folder, r"Step: \d+\s*\| Loss:\s*([\d.]+)", environment)
+    return Command(words, folder, r"Step: \d+\s*\| Loss:\s*([\d.]+|nan|inf)", environment)
 
 
 def trainer(setting: Setting, *flags: str, deepspeed_stage: int | None = None) -> Command | str:
@@ -185,7 +185,7 @@ def trainer(setting: Setting, *flags: str, deepspeed_stage: int | None = None) -
         automatic = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
         path = folder / "hf_trainer" / f"deepspeed_{deepspeed_stage}.json"
         words.append(f"--deepspeed={write_json_file(path, stages | automatic | {'gradient_clipping': 1.0})}")
-    return Command(setting.launch(options.python, *words), folder, r"'loss': '?([\d.]+)")
+    return Command(setting.launch(options.python, *words), folder, r"'loss': '?([\d.]+|nan|inf)")
 
 
 def litgpt(setting: Setting) -> Command | str | None:
@@ -219,7 +219,7 @@ def litgpt(setting: Setting) -> Command | str | None:
     path = write_json_file(setting.folder / "litgpt" / "config.json", config)
     words = [str(HERE / "litgpt_pretrain.py"), f"--config={path}", *_common_words(setting)]
     words += [] if setting.is_llama else ["--tied"]
-    return Command([options.python, *words], setting.folder, r"\| iter \d+ step \d+ \| loss train: ([\d.]+)")
+    return Command([options.python, *words], setting.folder, r"\| iter \d+ step \d+ \| loss train: ([\d.]+|nan|inf)")
 
 
 def _common_words(setting: Setting) -> Sequence[str]:

@@ -6,6 +6,7 @@ A step ends when the program prints the line of its log. Time, processor time an
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import selectors
@@ -62,7 +63,7 @@ class Program:
         """Wait for the end of some more steps.
 
         Raises:
-            ProgramError: if the program ends before, or prints no step for too long.
+            ProgramError: if the program ends before, prints no step for too long, or prints a loss that is not finite.
         """
         wanted = len(self.losses) + count
         deadline = time.monotonic() + self._timeout_s
@@ -86,15 +87,18 @@ class Program:
             match = self._step_line.search(line)
             if match is not None:
                 self.losses.append(float(match[1]))
+                if not math.isfinite(self.losses[-1]):
+                    raise ProgramError(f"loss {match[1]} at step {len(self.losses)}")
             elif line.strip():
                 self._tail = [*self._tail[-2:], line.strip()]
         return bool(data)
 
     def _last_words(self) -> str:
-        """Return the first error that the program printed, or else its last lines."""
+        """Return the first error that the program printed, or else its last lines; without the folders of its files."""
         lines = [line.strip() for line in self._errors.read_text("utf-8", "replace").splitlines() if line.strip()]
         errors = [line for line in lines if re.search(r"\w(Error|Exception)\b.*: ", line)]
-        return " / ".join(errors[:1] or [*self._tail, *lines[-3:]])[-400:] or "it said nothing"
+        words = " / ".join(errors[:1] or [*self._tail, *lines[-3:]])
+        return re.sub(r"(?<![\w.])/[\w.+/-]*/", "", words)[-400:] or "it said nothing"
 
     def stop(self) -> None:
         """Stop every process where it is, and take what it has printed until then."""
