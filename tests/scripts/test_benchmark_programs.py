@@ -19,9 +19,9 @@ import pytest
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from scripts.benchmarks import instructions
 from scripts.benchmarks.programs import __main__ as program
-from scripts.benchmarks.programs import inputs, report
+from scripts.benchmarks.programs import contestants, inputs, report
 from scripts.benchmarks.programs.process import Command, Program, ProgramError
-from scripts.benchmarks.programs.race import Race, ratios
+from scripts.benchmarks.programs.race import Race, Record, ratios
 
 pytestmark = [pytest.mark.guides, pytest.mark.skipif(sys.platform != "linux", reason="programs are observed by /proc")]
 
@@ -52,7 +52,7 @@ def test_programs_take_turns_and_only_one_runs(tmp_path: Path) -> None:
         # Two steps at the start, then per turn one that does not count and five that do (and one more at the stop).
         for record in race.records.values():
             assert 2 + 6 * turns <= len(record.losses) <= 2 + 7 * turns
-    rows = report.summarize(race.records, "ours")
+    rows = report.summarize(race.records, "ours", {})
     assert 0.01 <= rows["ours"]["step_s"]["median"] < 0.03 <= rows["slow"]["step_s"]["median"]
     assert 0.2 < rows["slow"]["ours_over_it"]["median"] < 0.9 and rows["ours"]["ours_over_it"] is None
     assert len(rows["slow"]["ours_over_it"]["values"]) == 4 and len(rows["slow"]["start_s"]["values"]) == 2
@@ -94,7 +94,7 @@ def test_a_program_that_dies_does_not_stop_the_others(tmp_path: Path) -> None:
     race = Race({"ours": command(tmp_path, 0.005), "dies": command(tmp_path, 0.005, 12)}, tmp_path, timeout_s=20)
     for _ in race.run(turns=3, steps_per_turn=5, starts=1):
         pass
-    rows = report.summarize(race.records, "ours")
+    rows = report.summarize(race.records, "ours", {})
     assert "ValueError: it is over" in rows["dies"]["failure"]
     assert len(rows["dies"]["ours_over_it"]["values"]) == 1 and len(rows["ours"]["step_s"]["values"]) == 3
 
@@ -103,7 +103,7 @@ def test_turns_beside_other_programs_do_not_count(tmp_path: Path) -> None:
     """Below a limit that no machine keeps, rounds are repeated a few times and give no numbers."""
     race = Race({"ours": command(tmp_path, 0.001)}, tmp_path, timeout_s=20, max_others=-1.0)
     assert len(list(race.run(turns=2, steps_per_turn=1, starts=1))) == 8
-    row = report.summarize(race.records, "ours")["ours"]
+    row = report.summarize(race.records, "ours", {})["ours"]
     assert row["step_s"] is None and len(row["others"]["values"]) == 8 and row["failure"] is None
 
 
@@ -135,6 +135,30 @@ def test_failures_name_files_without_their_folders(tmp_path: Path) -> None:
 
 def test_ratios_are_those_of_the_same_round() -> None:
     assert ratios([1.0, 2.0, None, 4.0], [2.0, 1.0, 1.0, None]) == [0.5, 2.0]
+
+
+def test_a_peer_is_compared_with_the_program_of_ours_that_computes_the_same() -> None:
+    """nanoGPT's gelu is exact, so its ratio is that of our exact gelu, which exists beside nanoGPT only."""
+    assert set(contestants.OURS_BESIDE) <= set(contestants.PROGRAMS) >= set(contestants.OURS_BESIDE.values())
+    times = {"ours": 2.0, "ours exact": 1.0, "peer": 4.0, "exact peer": 4.0}
+    records = {name: Record(step_s=[step_s], cpu_s=[step_s]) for name, step_s in times.items()}
+    rows = report.summarize(records, "ours", {"exact peer": "ours exact"})
+    assert rows["peer"]["ours_over_it"]["median"] == 0.5 and rows["exact peer"]["ours_over_it"]["median"] == 0.25
+
+
+def test_exact_gelu_races_beside_nanogpt_only(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    for words, runs in (
+        ([], False),
+        ([f"--nanogpt={tmp_path}"], True),
+        (["--model=llama-39m", f"--nanogpt={tmp_path}"], False),
+    ):
+        options = program.parse([*TINY.split(), "--only=megatron_lite*,nanoGPT", *words])
+        commands, _ = program.commands_of(options, tmp_path)
+        assert (
+            "--activation_type=gelu_exact" in commands.get("megatron_lite exact gelu", Command([], tmp_path, "")).words
+        ) == runs
+        assert ("nanoGPT" in commands) == runs
 
 
 def test_instruction_sets_are_read_from_what_the_libraries_print() -> None:

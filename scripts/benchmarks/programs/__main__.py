@@ -26,7 +26,7 @@ from typing import Any
 from scripts.benchmarks import instructions
 from scripts.benchmarks.common import argument_parser, commit, names_in, write_json
 from scripts.benchmarks.programs import report
-from scripts.benchmarks.programs.contestants import OURS, PROGRAMS, Setting
+from scripts.benchmarks.programs.contestants import OURS, OURS_BESIDE, PROGRAMS, Setting
 from scripts.benchmarks.programs.inputs import write_inputs
 from scripts.benchmarks.programs.process import Command
 from scripts.benchmarks.programs.race import Race
@@ -118,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
         race = Race(commands, folder, options.timeout, options.max_others)
         result: dict[str, Any] = {}
         for _ in race.run(options.turns, options.steps_per_turn, options.starts):
-            result = head | {"programs": report.summarize(race.records, OURS)}
+            result = head | {"programs": report.summarize(race.records, OURS, OURS_BESIDE)}
             write_json(options.output, result)  # complete after every round, in case the run is cut short
     print(report.to_markdown(result), flush=True)
     return 1 if any(record.failure for record in race.records.values()) else 0

@@ -24,6 +24,9 @@ from scripts.benchmarks.training.settings import MODELS
 HERE = Path(__file__).resolve().parent
 LEARNING_RATE = 3e-4
 OURS = "megatron_lite"
+OURS_EXACT_GELU = f"{OURS} exact gelu"
+# nanoGPT's gelu is the exact one, by erf, faster than GPT-2's by tanh; the others can be told to compute GPT-2's.
+OURS_BESIDE = dict.fromkeys(("nanoGPT", "nanoGPT compiled"), OURS_EXACT_GELU)
 NEVER = 10**6  # an interval, or a number of steps, that no run reaches
 
 
@@ -63,11 +66,11 @@ class Setting:
 Maker = Callable[[Setting], Command | str | None]
 
 
-def ours(setting: Setting, zero_stage: int = 1) -> Command | None:
+def ours(setting: Setting, zero_stage: int = 1, exact_gelu: bool = False) -> Command | None:
     """Return our program with the flags of the model, data, training and log."""
-    if zero_stage > 1 and setting.ranks == 1:
-        return None
     options = setting.options
+    if (zero_stage > 1 and setting.ranks == 1) or (exact_gelu and (setting.is_llama or options.nanogpt is None)):
+        return None
     data = {"dataset_source", "num_workers"}  # those of a run without data
     flags = {name: value for name, value in MODELS[options.model][1].items() if name not in data}
     flags |= {
@@ -88,8 +91,9 @@ def ours(setting: Setting, zero_stage: int = 1) -> Command | None:
         "clip_grad": 1.0,
         "log_interval": 1,
         "device": "cpu",
-        "experiment_dir": setting.folder / f"ours_{zero_stage}",
+        "experiment_dir": setting.folder / f"ours_{zero_stage}{'_exact_gelu' if exact_gelu else ''}",
     }
+    flags |= {"activation_type": "gelu_exact"} if exact_gelu else {}
     words = [f"--{name}={int(value) if isinstance(value, bool) else value}" for name, value in flags.items()]
     program = [str(ROOT / "pretrain_gpt.py"), *words, *options.ours.split()]
     return Command(setting.launch(sys.executable, *program), ROOT, r"^iteration +\d+/\d+ \| loss +([\d.]+|nan|inf)")
@@ -266,6 +270,7 @@ def hugging_face_config(setting: Setting) -> dict[str, Any]:
 # In the order of the table; ours first, because every ratio is ours over theirs.
 PROGRAMS: dict[str, Maker] = {
     OURS: ours,
+    OURS_EXACT_GELU: functools.partial(ours, exact_gelu=True),
     f"{OURS} ZeRO-3": functools.partial(ours, zero_stage=3),
     "nanoGPT": nanogpt,
     "nanoGPT compiled": functools.partial(nanogpt, compiled=True),

@@ -26,15 +26,19 @@ print(json.dumps(known))
 """
 
 
-def summarize(records: Mapping[str, Record], ours: str) -> dict[str, dict[str, Any]]:
-    """Return spreads per program, ratios of our time to theirs by round, and the loss after equally many steps."""
+def summarize(records: Mapping[str, Record], ours: str, beside: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Return spreads per program, ratios of our time to theirs by round, and the loss after equally many steps.
+
+    `ours` is our program; `beside` names another of ours for the programs that are compared with that one.
+    """
     lengths = [len(record.losses) for record in records.values() if record.failure is None]
     steps = min(lengths, default=0)
     result = {}
     for name, record in records.items():
         step_s, cpu_s = ([value for value in values if value is not None] for values in (record.step_s, record.cpu_s))
         losses = record.losses[max(0, steps - LAST_STEPS) : steps]
-        compared = ratios(records[ours].step_s, record.step_s) if ours in records else []
+        own = beside.get(name, ours)
+        compared = ratios(records[own].step_s, record.step_s) if own in records else []
         result[name] = {
             "step_s": _spread(step_s),
             "cpu_s": _spread(cpu_s),
