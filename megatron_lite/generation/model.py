@@ -19,6 +19,7 @@ from megatron_lite.kernels.choice import REFERENCES
 from megatron_lite.model.gpt import build_gpt, shapes_of
 from megatron_lite.model.layer import Layer, MicroBatch
 from megatron_lite.parameter import DTYPES, Parameter
+from megatron_lite.run.launch import thread_limit
 
 
 class LocalModel:
@@ -81,14 +82,18 @@ def fill(layer: Layer, source: WeightSource, memory: Callable[[int], Tensor]) ->
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device to run on.
+    """Return the device to run on; on a CPU, keep to the user's limit of threads.
 
     Raises:
         UsageError: if `name` is cuda and there is no GPU.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device=cuda: no CUDA device is available; use --device=cpu or leave it out")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    if name != "cpu" and torch.cuda.is_available():
+        return torch.device("cuda")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(threads, thread_limit() or threads))
+    return torch.device("cpu")
 
 
 def load_model(

@@ -23,7 +23,7 @@ from megatron_lite.model.gpt import parameters_of
 from megatron_lite.model.layer import Layer
 from megatron_lite.monitor.logging import MIB
 from megatron_lite.parameter import DTYPES
-from megatron_lite.run.threads import choose_threads
+from megatron_lite.run.threads import available_cores, choose_threads
 from megatron_lite.schedules.batch_options import batch_schedule, consumed_tokens
 from megatron_lite.schedules.batch_size import Split
 from megatron_lite.zero.memory import MemoryRow
@@ -147,5 +147,7 @@ def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-    threads = torch.get_num_threads()
-    return f"cpu, {os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''} per rank"
+    threads, cores = torch.get_num_threads(), str(available_cores())
+    if cores != str(os.cpu_count()):
+        cores += f" of {os.cpu_count()}"
+    return f"cpu, {cores} cores, {threads} thread{'s' if threads > 1 else ''} per rank"

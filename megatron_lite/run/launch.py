@@ -14,6 +14,8 @@ from megatron_lite.config.values import shown
 from megatron_lite.errors import LauncherError
 
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
+# Threads of one process, unless the machine has more cores: with 4,096 GNU's OpenMP crashed without a word.
+MOST_THREADS = 1024
 
 
 def launch_rank() -> int:
@@ -71,13 +73,23 @@ def tell_torchrun(message: str) -> bool:
 
 
 def requested_threads() -> int | None:
-    """Return the user's OMP_NUM_THREADS; None if unset or not a number.
+    """Return the user's OMP_NUM_THREADS, the outermost number of a list; None if unset or not a number.
 
     torchrun sets 1 for several processes if the user sets nothing; only torchrun's own environment tells which it was.
+
+    Raises:
+        LauncherError: if so many threads cannot be.
     """
     text = os.environ.get("OMP_NUM_THREADS", "")
-    if not _WHOLE_NUMBER.fullmatch(text) or int(text) == 0:
+    number = _first_number(text)
+    if number is None:
         return None
+    cores = os.cpu_count() or 1
+    if number > max(MOST_THREADS, cores):
+        raise LauncherError(
+            f"the environment variable OMP_NUM_THREADS={shown(text)} is too large for {cores} cores; write the "
+            "number of threads of each rank, or unset it"
+        )
     if text == "1" and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
         try:
             with open(f"/proc/{os.getppid()}/environ", "rb") as file:
@@ -85,7 +97,18 @@ def requested_threads() -> int | None:
         except OSError:  # not Linux: believe the variable
             given = True
         return 1 if given else None
-    return int(text)
+    return number
+
+
+def thread_limit() -> int | None:
+    """Return the user's OMP_THREAD_LIMIT; oneDNN computes nonsense where OpenMP gives fewer threads than asked."""
+    return _first_number(os.environ.get("OMP_THREAD_LIMIT", ""))
+
+
+def _first_number(text: str) -> int | None:
+    """Return the first number of a list as OpenMP reads its variables, " 4 " or "4,2"; None unless it is positive."""
+    found = re.fullmatch(r"\+?([0-9]{1,300})", text.partition(",")[0].strip())
+    return (int(found[1]) or None) if found else None
 
 
 def environment_with(variables: Mapping[str, str]) -> dict[str, str]:

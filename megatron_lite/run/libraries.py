@@ -1,6 +1,6 @@
-"""Settings of the C and OpenMP libraries, to be made before torch is imported: waiting threads and freed memory.
+"""Settings of the C and OpenMP libraries, to be made before torch is imported: threads, their waiting, freed memory.
 
-Neither changes a number. The figures are for a step of a GPT-2 of 10.7M parameters with two threads on two cores.
+None changes a number. The figures are for a step of a GPT-2 of 10.7M parameters with two threads on two cores.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+
+from megatron_lite.run.threads import available_cores
 
 # Turns of a waiting loop before a thread of GNU OpenMP sleeps: 0.2 to 0.6 ms, depending on the processor. Alone and
 # with another program on one of the two cores, a step took 216 and 438 ms with 3,000 turns, 205 and 540 with 10,000,
@@ -25,16 +27,28 @@ MALLOPT = {
 
 
 def prepare_libraries() -> None:
-    """Limit how long OpenMP's threads spin, and keep freed memory. Call this before importing torch."""
+    """Count cores, let OpenMP give all threads and not spin long, keep freed memory. Call before importing torch."""
+    available_cores()
+    give_all_threads()
     limit_spinning()
     keep_freed_memory()
 
 
+def give_all_threads() -> None:
+    """Drop variables with which OpenMP gives fewer threads than asked, under load or always.
+
+    oneDNN would leave a part of each product uncomputed, and a resumed run would add in another order.
+    """
+    for name in ("OMP_DYNAMIC", "OMP_MAX_ACTIVE_LEVELS"):
+        os.environ.pop(name, None)
+
+
 def limit_spinning() -> None:
     """Let OpenMP's threads sleep soon, unless the user says otherwise."""
-    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # for libraries that do not know the next variable
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = str(SPINS)
+        if "KMP_BLOCKTIME" not in os.environ:  # libraries that do not know GOMP_SPINCOUNT know one of these
+            os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 def keep_freed_memory() -> None:

@@ -9,12 +9,14 @@ with two spinning threads, 0.9 s with one thread and 0.12 s with two that sleep.
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_lite.config import Config
-from megatron_lite.run.launch import requested_threads
+from megatron_lite.run.launch import requested_threads, thread_limit
 
 # Multiplications of a square product (tokens x hidden x hidden) that a thread needs. A step of four blocks on 512
 # tokens takes with two threads, as a share of its time with one (AVX-512; AVX2): 0.83 and 0.72 at 64 channels (2**21),
@@ -33,10 +35,11 @@ class Threads(NamedTuple):
 
 def choose_threads(config: Config, local_world_size: int) -> Threads:
     """Choose this process's threads: OMP_NUM_THREADS, or by the size of the model, cores and ranks of this machine."""
-    requested = requested_threads()
+    requested, limit = requested_threads(), thread_limit()
+    threads = threads_of(config, available_cores(), local_world_size)
     if requested is not None:
-        return Threads(requested, "OMP_NUM_THREADS")
-    return threads_of(config, available_cores(), local_world_size)
+        threads = Threads(requested, "OMP_NUM_THREADS")
+    return threads if limit is None or threads.number <= limit else Threads(limit, "OMP_THREAD_LIMIT")
 
 
 def threads_of(config: Config, cores: int, local_world_size: int) -> Threads:
@@ -50,8 +53,13 @@ def threads_of(config: Config, cores: int, local_world_size: int) -> Threads:
     return Threads(share, f"{cores} cores / {local_world_size} ranks" if local_world_size > 1 else "all cores")
 
 
+@functools.cache
 def available_cores() -> int:
-    """Return the cores that this process may use: its affinity, within the quota of its control group."""
+    """Return the cores that this process may use: its affinity, within the quota of its control group.
+
+    Call this before torch is imported for the first time: with OMP_PROC_BIND, OMP_PLACES or GOMP_CPU_AFFINITY, OpenMP
+    then binds this thread to one of the cores.
+    """
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     quota = _quota()
@@ -59,14 +67,31 @@ def available_cores() -> int:
 
 
 def _quota() -> float | None:
-    """Return the CPUs' time per time that the control group grants; None if unlimited or unknown."""
-    folder = Path("/sys/fs/cgroup")
+    """Return the CPUs' time per time that the control groups grant; None if unlimited or unknown."""
+    return min((grant for folder in _control_groups() if (grant := _grant(folder)) is not None), default=None)
+
+
+def _control_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Iterator[Path]:
+    """Yield the folder of this process's control group and of each around it; a folder may be absent in a container."""
+    try:
+        entries = [line.split(":", 2) for line in own.read_text("utf-8").splitlines()]
+    except OSError:
+        entries = []
+    for _, controllers, path in [*entries, ["", "", "/"], ["", "cpu", "/"]]:
+        if controllers == "" or "cpu" in controllers.split(","):
+            top = root / "cpu" if controllers else root
+            folder = top / path.lstrip("/")
+            yield from (folder, *(parent for parent in folder.parents if parent.is_relative_to(top)))
+
+
+def _grant(folder: Path) -> float | None:
+    """Return the quota of one control group, of version 2 or 1."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text("ascii").split()
         else:
             names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-            quota, period = ((folder / "cpu" / name).read_text("ascii").strip() for name in names)
+            quota, period = ((folder / name).read_text("ascii").strip() for name in names)
         return None if quota in ("max", "-1") else float(quota) / float(period)
     except (OSError, ValueError, ZeroDivisionError):
         return None

@@ -8,11 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_lite.errors import UsageError
+from megatron_lite.generation.model import choose_device
+from megatron_lite.kernels.products import onednn_is_exact
+from megatron_lite.monitor import banner
 from megatron_lite.run import launch, libraries, threads
 from megatron_lite.run.threads import available_cores, threads_of
 from tests.support.harness import tiny_config
 from tests.support.launch import TINY, run
+from tests.support.threads import THREADS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,18 +46,113 @@ def test_threads_follow_from_the_work_and_a_fair_share(
 
 def test_cores_are_those_of_the_affinity_and_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
-    for quota, expected in ((None, 6), (2.5, 2), (0.4, 1), (64.0, 6)):
+    for quota, expected in ((None, 6), (2.5, 2), (1.5, 1), (0.4, 1), (64.0, 6)):
         monkeypatch.setattr(threads, "_quota", lambda quota=quota: quota)
-        assert available_cores() == expected
+        assert available_cores.__wrapped__() == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        ("0::/\n", {"cpu.max": "150000 100000\n"}, 1.5),
+        ("0::/a/b\n", {"a/cpu.max": "300000 100000\n", "a/b/cpu.max": "max 100000\n"}, 3.0),
+        ("0::/a/b\n", {"a/cpu.max": "300000 100000\n", "a/b/cpu.max": "50000 100000\n"}, 0.5),
+        ("0::/../outside\n", {"cpu.max": "max 100000\n"}, None),
+        (
+            "4:memory:/x\n3:cpu,cpuacct:/jobs/7\n",
+            {"cpu/jobs/7/cpu.cfs_quota_us": "200000\n", "cpu/jobs/7/cpu.cfs_period_us": "100000\n"},
+            2.0,
+        ),
+        ("3:cpu:/docker/7\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        (None, {}, None),
+    ],
+)
+def test_the_quota_is_the_smallest_of_all_groups_around(
+    own: str | None, files: dict[str, str], expected: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of `systemd-run -p CPUQuota=150%`, a container or a batch job; files of control groups 2 and 1."""
+    (tmp_path / "groups").mkdir()
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text)
+    if own is not None:
+        (tmp_path / "own").write_text(own)
+    folders = list(threads._control_groups(tmp_path / "groups", tmp_path / "own"))
+    monkeypatch.setattr(threads, "_control_groups", lambda: folders)
+    assert threads._quota() == expected
+
+
+def after_preparing(code: str, **variables: str) -> list[str]:
+    """Return the words that a process prints which prepares libraries, imports torch with two threads, runs `code`."""
+    begin = "import os; from megatron_lite.run.libraries import prepare_libraries; "
+    begin += "cores = len(os.sched_getaffinity(0)); prepare_libraries(); import torch; torch.set_num_threads(2); "
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    environment |= {"PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, "-c", begin + code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity")
+@pytest.mark.parametrize("variable", ["OMP_PROC_BIND=true", "OMP_PLACES=cores"])
+def test_cores_are_counted_before_openmp_binds_this_thread(variable: str) -> None:
+    code = "from megatron_lite.run.threads import available_cores, _quota; "
+    code += "print(available_cores() == max(1, min(cores, int(_quota() or cores))))"
+    assert after_preparing(code, **dict([variable.split("=")])) == ["True"]
+
+
+@pytest.mark.skipif(not onednn_is_exact(), reason="oneDNN rounds fp32 factors on this processor")
+@pytest.mark.parametrize("variables", [{}, {"OMP_MAX_ACTIVE_LEVELS": "0"}, {"OMP_DYNAMIC": "true"}], ids=str)
+def test_openmp_gives_all_threads_or_onednn_computes_nonsense(variables: dict[str, str]) -> None:
+    """With fewer threads than asked, oneDNN leaves blocks of a product as they were in memory."""
+    code = "from megatron_lite.kernels.products import onednn_is_exact; print(onednn_is_exact())"
+    assert after_preparing(code, **variables) == ["True"]
+
+
+def test_the_users_limit_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OMP_THREAD_LIMIT caps the chosen and the user's own number, and the threads of generation and evaluation."""
+    large = tiny_config(hidden_size=384, sequence_length=2048, micro_batch_size=1, batch_size=1)
+    monkeypatch.setattr(threads, "available_cores", lambda: 8)
+    for given, limit, expected in (
+        (None, "3", (3, "OMP_THREAD_LIMIT")),
+        (None, "20", (8, "all cores")),
+        ("6", "4", (4, "OMP_THREAD_LIMIT")),
+        ("2", "4", (2, "OMP_NUM_THREADS")),
+        ("2", "nonsense", (2, "OMP_NUM_THREADS")),
+    ):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if given is not None:
+            monkeypatch.setenv("OMP_NUM_THREADS", given)
+        monkeypatch.setenv("OMP_THREAD_LIMIT", limit)
+        assert threads.choose_threads(large, 1) == expected
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        monkeypatch.setenv("OMP_THREAD_LIMIT", "1")
+        assert choose_device("cpu").type == "cpu" and torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_users_number_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun's own 1, which its environment does not have, is not the user's."""
+    """Numbers are read as OpenMP reads them, so the first of a list counts."""
     for name in ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    for text, expected in (("3", 3), ("1", 1), ("", None), ("0", None), ("many", None)):
+    for text, expected in (("3", 3), ("1", 1), (" 2 ", 2), ("+4", 4), ("4,1", 4), (" 3 , 2", 3), ("007", 7)):
         monkeypatch.setenv("OMP_NUM_THREADS", text)
         assert launch.requested_threads() == expected
+    for text in ("", " ", "0", "-1", "many", "3.5", "2 3", ",2", "²"):
+        monkeypatch.setenv("OMP_NUM_THREADS", text)
+        assert launch.requested_threads() is None
+    for text in ("100000", "9" * 200):
+        monkeypatch.setenv("OMP_NUM_THREADS", text)
+        with pytest.raises(UsageError, match="environment variable OMP_NUM_THREADS=.* is too large"):
+            launch.requested_threads()
+
+
+def test_so_many_threads_that_openmp_would_crash_are_a_usage_error() -> None:
+    outcome = run([*TINY, "--device=cpu"], 1, "processes", variables={"OMP_NUM_THREADS": "100000"})
+    assert outcome.codes == [2] and "OMP_NUM_THREADS=100000 is too large" in outcome.output, outcome.output
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -78,8 +179,9 @@ def test_threads_sleep_after_a_short_wait_unless_the_user_says_otherwise(
     if name is not None:
         monkeypatch.setenv(name, "7")
     libraries.limit_spinning()
+    ours = str(libraries.SPINS)  # beside KMP_BLOCKTIME, too, which GNU's OpenMP does not know
     assert os.environ.get("OMP_WAIT_POLICY") == ({None: "PASSIVE", "OMP_WAIT_POLICY": "7"}.get(name))
-    assert os.environ.get("GOMP_SPINCOUNT") == ({None: str(libraries.SPINS), "GOMP_SPINCOUNT": "7"}.get(name))
+    assert os.environ.get("GOMP_SPINCOUNT") == {"GOMP_SPINCOUNT": "7", "OMP_WAIT_POLICY": None}.get(name or "", ours)
 
 
 @pytest.mark.parametrize("command", ["pretrain_gpt.py", "scripts/generate.py", "scripts/evaluate.py"])
@@ -101,7 +203,14 @@ def test_every_command_that_computes_prepares_libraries_before_torch_is_imported
 
 def test_the_log_says_how_many_threads_and_why() -> None:
     outcome = run([*TINY, "--device=cpu"], 1, "processes")
-    assert "1 thread per rank (OMP_NUM_THREADS)" in outcome.output
+    assert f"{THREADS} thread{'s' if THREADS > 1 else ''} per rank (OMP_NUM_THREADS)" in outcome.output
+
+
+def test_the_log_says_how_many_of_the_cores_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    for cores, words in ((8, "cpu, 8 cores, "), (3, "cpu, 3 of 8 cores, ")):
+        monkeypatch.setattr(banner, "available_cores", lambda cores=cores: cores)
+        assert banner.describe_device(torch.device("cpu")).startswith(words)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is Linux's")
