@@ -68,12 +68,13 @@ class Case:
         causal = (distance >= 0) & (distance < (self.window or self.s))
         return causal & (document[:, :, None] == document[:, None])
 
-    def formula(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def formula(self, q: Tensor, k: Tensor, v: Tensor, kept: Tensor | None = None) -> Tensor:
+        """Return attention (b, n, s, d); `kept` (b, n, s, s) are the factors of dropout on the probabilities."""
         repeats = self.n // self.g
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         scores = q @ k.transpose(-1, -2) * (self.scale or self.d**-0.5)
         scores = scores.masked_fill(~self.allowed()[:, None], float("-inf"))
-        return scores.softmax(-1) @ v
+        return scores.softmax(-1).mul(1.0 if kept is None else kept) @ v
 
 
 CASES = [
@@ -139,6 +140,54 @@ def test_flash_attention_on_a_cpu_equals_the_formula(case: Case, dtype: torch.dt
     compare(case, dtype, "flash")
 
 
+DROPOUT_CASES = [
+    Case(1, 4, 4, 9, 8),
+    Case(2, 6, 2, 130, 16),
+    Case(2, 4, 2, 131, 16, 40),
+    Case(2, 4, 1, 100, 8, lengths=(60, 40, 1, 99), scale=0.05),
+    Case(1, 4, 2, 200, 32, 90, (100, 7, 93)),
+]
+
+
+@dtypes
+@pytest.mark.parametrize("softmax_in_fp32", [False, True])
+@pytest.mark.parametrize("case", DROPOUT_CASES, ids=str)
+def test_dropout_equals_the_formula_with_the_same_mask(case: Case, softmax_in_fp32: bool, dtype: torch.dtype) -> None:
+    """Zero queries look at their keys alike, and values that are the rows of a unit matrix show who was dropped."""
+    dropout_p, seed = 0.3, 5
+    zeros = [torch.zeros(case.b, heads, case.s, case.s) for heads in (case.n, case.g)]
+    seen = attention(
+        *zeros,
+        torch.eye(case.s).expand_as(zeros[1]),
+        case.window,
+        dropout_p,
+        seed,
+        backend="math",
+        documents=case.documents(),
+    )
+    kept = (seen > 0).double() / (1 - dropout_p)
+    allowed = case.allowed()[:, None].expand_as(seen)
+    assert not kept[~allowed].any() and 0.6 < float((kept[allowed] > 0).double().mean()) < 0.8
+    *inputs, grad = case.inputs(dtype)
+    exact = [tensor.double().requires_grad_() for tensor in inputs]
+    formula = case.formula(*exact, kept)
+    ours = [tensor.requires_grad_() for tensor in inputs]
+    output = attention(
+        *ours,
+        case.window,
+        dropout_p,
+        seed,
+        backend="auto",
+        documents=case.documents(),
+        scale=case.scale,
+        softmax_in_fp32=softmax_in_fp32,
+    )
+    gradients = torch.autograd.grad(output, ours, grad)
+    expected = torch.autograd.grad(formula, exact, grad.double())
+    for mine, reference in zip([output, *gradients], [formula, *expected], strict=True):
+        close(mine, reference, dtype)
+
+
 THREADED_CASES = [
     Case(2, 6, 6, 256, 64),
     Case(3, 8, 2, 257, 32),
@@ -175,7 +224,8 @@ def test_attention_with_threads(backend: str, case: Case) -> None:
         pytest.skip("flash takes neither windows nor documents")
     for threads in (1, 2, 4):
         with torch_threads(threads):
-            compare(case, FP32, backend)
+            for dtype in (FP32, BF16, torch.float16) if backend == "math" else (FP32,):
+                compare(case, dtype, backend)
             first, second = (results(case, backend) for _ in range(2))
         assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
