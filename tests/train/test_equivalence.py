@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import torch
 
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.startup import deterministic_ways
+from megatron_lite.monitor.trackers import read_metrics
 from tests.support.harness import Trajectory, run_distributed, same_weights, train_tiny
+from tests.support.launch import run
 
 BUFFERS = [
     {"zero_stage": 1},
@@ -105,6 +108,37 @@ def test_three_ranks_agree_across_zero_stages() -> None:
     first, *others = run_distributed(3, several, runs, 10)[0]
     for other in others:
         assert other.losses == first.losses and same_weights(other.weights, first.weights)
+
+
+def numbers_of_a_run(folder: Path, ranks: int, threads: int, *more: str) -> np.ndarray:
+    """Train a model large enough for threads to share its operations; return (iterations, 2) losses and gradient norms.
+
+    A program of its own limits how long its threads spin.
+    """
+    flags = "--hidden_size=256 --num_layers=2 --vocab_size=64 --sequence_length=128 --batch_size=4 --train_iters=6 "
+    flags += "--dataset_source=random --num_workers=0 --device=cpu --cpu_matmul=blas --log_interval=1 --lr=1e-3 "
+    flags += f"--hidden_dropout=0.1 --attention_dropout=0.1 --window_size=50 --experiment_dir={folder}"
+    outcome = run([*flags.split(), *more], ranks, "processes", {"OMP_NUM_THREADS": str(threads)})
+    assert outcome.codes == [0] * ranks, outcome.output
+    lines = [line for line in read_metrics(folder / "metrics.jsonl") if line["phase"] == "training"]
+    return np.array([[line["loss"], line["grad_norm"]] for line in lines])
+
+
+def test_as_many_threads_give_the_same_bits_and_others_round_differently(tmp_path: Path) -> None:
+    """With two threads, too, stages and recomputation change no bit. Other numbers of threads draw the same random
+    numbers, dropout included, and differ by rounding only.
+    """
+    folders = (tmp_path / str(i) for i in itertools.count())
+    first = numbers_of_a_run(next(folders), 1, 2)
+    assert len(first) == 6
+    again = numbers_of_a_run(next(folders), 1, 2, "--mlp_recompute_level=full", "--recompute_layers=1")
+    assert np.array_equal(again, first)
+    for threads in (1, 4):
+        other = numbers_of_a_run(next(folders), 1, threads)
+        assert not np.array_equal(other, first), "no operation was shared by threads"
+        np.testing.assert_allclose(other, first, rtol=1e-6)
+    stages = [numbers_of_a_run(next(folders), 2, 2, f"--zero_stage={stage}") for stage in (1, 3)]
+    assert np.array_equal(*stages)
 
 
 def test_gradients_in_the_training_dtype_still_train() -> None:
