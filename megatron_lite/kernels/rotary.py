@@ -253,6 +253,18 @@ def join_gradients(grads: tuple[Tensor, ...], target: Tensor, table: Table | Non
         _reference_join(grads, target, table)
 
 
+def joined_gradients(grads: tuple[Tensor, ...]) -> Tensor | None:
+    """Return the contiguous (b, s, n + 2 g, d) whose parts, transposed, are the gradients, if they are that."""
+    (batch, _, length, channels), heads = grads[0].shape, sum(grad.shape[1] for grad in grads)
+    strides = (length * heads * channels, channels, heads * channels, 1)
+    memory, offset = grads[0].untyped_storage().data_ptr(), grads[0].storage_offset()
+    for grad in grads:
+        if (grad.untyped_storage().data_ptr(), grad.storage_offset(), grad.stride()) != (memory, offset, strides):
+            return None
+        offset += grad.shape[1] * channels
+    return grads[0].as_strided((batch, heads, length, channels), strides).transpose(1, 2)
+
+
 class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -267,6 +279,9 @@ class _SplitHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        joined = joined_gradients(grads) if ctx.table is None else None
+        if joined is not None:
+            return joined.flatten(2), None, None, None, None
         batch, _, length, channels = grads[0].shape
         dprojection = grads[0].new_empty(batch, length, sum(grad.shape[1] for grad in grads), channels)
         join_gradients(grads, dprojection, ctx.table, ctx.triton)

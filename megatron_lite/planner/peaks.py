@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_lite.kernels.attention.blocks import chunks_of, last_blocks, rows_of_a_block, scores_at_a_time
+from megatron_lite.kernels.attention.cpu import piece_length
 from megatron_lite.kernels.cross_entropy import held_logits, reference_rows
 from megatron_lite.kernels.products import temporary_rows
 from megatron_lite.planner.activations import FP32_BYTES, Saved, Sizes
@@ -174,7 +175,8 @@ def _block_evaluation(sizes: Sizes) -> int:
     if normalized:
         walk.allocate(normalized, temporary=rotation)
     math = sizes.attention == "math"
-    walk.allocate(context, temporary=_attention_temporaries(sizes, backward=False) if math else 0)
+    pieces = 0 if sizes.on_gpu else _pieces(sizes, backward=False)
+    walk.allocate(context, temporary=_attention_temporaries(sizes, backward=False) if math else pieces)
     walk.allocate(hidden)  # the branch, which becomes the sum if its dtype is the stream's
     walk.free(sizes.query_key_value, normalized, context)
     _branch_norm(walk, sizes)
@@ -261,9 +263,10 @@ def _attention_backward(walk: Walk, sizes: Sizes, saved: Saved, gradient: int) -
         # GPU kernels sum the queries' gradients in fp32, and compute the keys' and values' per query head.
         per_head = sizes.of(query, query) if key != query else 0
         on_gpu = per_head + sizes.tokens * query * FP32_BYTES
-        walk.allocate(gradients, temporary=on_gpu if sizes.on_gpu else 0)
+        walk.allocate(gradients, temporary=on_gpu if sizes.on_gpu else _pieces(sizes, backward=True))
         walk.free(saved["attention outputs"])
     walk.free(context, saved["query, key, value"], saved["attention statistics"])
+    # Also counted where `kernels/attention/cpu.py` has joined the gradients, and no second memory is needed.
     walk.allocate(gradients, temporary=_rotation_temporaries(sizes, sizes.heads))
     if model.qk_layernorm:
         walk.allocate(0, temporary=_query_norm_backward_temporaries(sizes))
@@ -271,6 +274,17 @@ def _attention_backward(walk: Walk, sizes: Sizes, saved: Saved, gradient: int) -
     walk.free(gradients)
     walk.allocate(sizes.hidden, temporary=_weight_gradient(sizes, query + 2 * key, model.hidden_size))
     walk.free(gradients)
+
+
+def _pieces(sizes: Sizes, backward: bool) -> int:
+    """Bytes of a piece of `kernels/attention/cpu.py`: its output and a mask, backward the gradients from its keys."""
+    channels, length = sizes.model.kv_channels, sizes.length
+    piece = piece_length(sizes.batch * sizes.heads * length**2, length, channels, backward)
+    if piece == length:
+        return 0
+    if backward:  # the first piece's, which all queries see
+        return sizes.of(sizes.query_channels) + sizes.of(2 * sizes.key_channels) * piece // length
+    return sizes.of(sizes.query_channels) * piece // length + piece * length * FP32_BYTES
 
 
 def _attention_temporaries(sizes: Sizes, backward: bool) -> int:

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron_lite.errors import UsageError
 from megatron_lite.kernels.attention import blocks as attention_blocks
 from megatron_lite.kernels.attention import choice as attention_choice
+from megatron_lite.kernels.attention import cpu as attention_cpu
 from megatron_lite.kernels.attention import gpu as attention_gpu
 from megatron_lite.kernels.attention.attention import Documents, attention
 from megatron_lite.kernels.attention.choice import Machine, Work, choose_attention, describe_attention
@@ -133,10 +134,27 @@ def test_blocks_equal_the_formula(case: Case, dtype: torch.dtype) -> None:
         compare(case, dtype, "math", softmax_in_fp32=True)
 
 
+# Sequences at the borders of those that `cpu.py` computes in pieces, with the last piece full or not.
+IN_PIECES = [
+    Case(1, 4, 2, 255, 16),
+    Case(2, 4, 2, 256, 5, scale=0.3),
+    Case(1, 3, 3, 257, 8),
+    Case(1, 4, 2, 300, 16),
+    Case(1, 2, 2, 511, 8),
+    Case(1, 2, 1, 512, 16),
+    Case(1, 2, 1, 513, 8),
+    Case(1, 2, 1, 1024, 8),
+    Case(1, 2, 1, 1025, 8),
+]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("case", [case for case in CASES if not (case.window or case.lengths)], ids=str)
-def test_flash_attention_on_a_cpu_equals_the_formula(case: Case, dtype: torch.dtype) -> None:
-    """Forward and backward, with grouped queries, odd sizes and another scale."""
+@pytest.mark.parametrize("case", [*(case for case in CASES if not (case.window or case.lengths)), *IN_PIECES], ids=str)
+def test_flash_attention_on_a_cpu_equals_the_formula(
+    case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward, with grouped queries, odd sizes and another scale, whole and in pieces."""
+    monkeypatch.setattr(attention_cpu, "LEAST_WORK", 0)
     compare(case, dtype, "flash")
 
 
