@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from scripts.benchmarks.training import memory, optimizer, report, settings
+from scripts.benchmarks.training import memory, optimizer, profile, report, settings
 
 pytestmark = pytest.mark.guides
 
@@ -237,3 +237,35 @@ def test_memory_is_measured_one_configuration_at_a_time(tmp_path: Path) -> None:
     for name, row in memory["configurations"].items():
         assert f"| {name} |" in text
         assert row["peak_bytes"] > row["state_bytes"] > 50 * 2**20
+
+
+def test_a_profile_names_where_a_step_goes(tmp_path: Path) -> None:
+    """Every row has the seconds of every kind of operation, most of which run in each of them."""
+    output = tmp_path / "results.json"
+    text, result = run(
+        [*TORCHRUN, "--nproc-per-node=1", "-m", "scripts.benchmarks.training", "--device=cpu", *TINY]
+        + ["--profile", "--only=torch,ZeRO-1"],
+        output,
+    )
+    for name in ("torch", "ZeRO-1"):
+        seconds = result["configurations"][name]["profile_s"]
+        assert set(seconds) == {*profile.KINDS, profile.REST} and seconds["compiled"] == 0
+        assert all(0 < seconds[kind] < 1 for kind in seconds if kind not in ("compiled", profile.REST)), seconds
+        assert seconds[profile.REST] < 1
+    assert re.search(r"\|  \| profiled step, ms \| attention \| products \|.*\| rest \|", text)
+
+
+def test_operations_are_sorted_by_name() -> None:
+    kinds = {
+        "aten::addmm": "products",
+        "aten::addmm_": "products",
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "attention",
+        "aten::_fused_adamw_": "optimizer",
+        "aten::_foreach_norm": "norms",
+        "aten::native_layer_norm_backward": "norms",
+        "aten::gelu_backward": "activation",
+        "aten::copy_": "copies, sums, others",
+        "autograd::engine::evaluate_function: MmBackward0": None,
+        "gloo:all_reduce": None,
+    }
+    assert {name: profile.kind_of(name) for name in kinds} == kinds

@@ -43,6 +43,20 @@ REPORT: dict[str, Any] = {
             "programs": {"megatron_lite": program_row(1, 100 << 20), "nanoGPT": program_row(0.7, 200 << 20)},
         }
     },
+    "steps gpt2-11m one thread": {
+        "all": {
+            **HEAD,
+            "unavailable": {},
+            "configurations": {
+                name: {
+                    "step_s": spread(1.0),
+                    "ratios": {},
+                    "profile_s": {"products": 0.5, "compiled": 0.0, "rest": 0.1},
+                }
+                for name in ("torch", "torch compiled", "ZeRO-1")
+            },
+        }
+    },
     "steps llama-39m two ranks": {
         "all": {
             **HEAD,
@@ -88,6 +102,10 @@ def test_tables_show_what_was_measured() -> None:
     assert "| GPT-2 11M | nanoGPT |  |  |  |  | 0.70 (0.35-1.40) | 200 (100-400) | 200 | 3.5 |" in text
     assert "Not run: litgpt (litgpt is not installed)." in text and "Not run: torchtitan" not in text
     assert "A CPU, 2 cores; torch: AVX2; oneDNN: AVX2; MKL: AVX2; torch 2.13; commit abc, 2026-01-01." in text
+    table = (
+        "GPT-2 11M, one thread, everything:\n\n|  | profiled step, ms | products | rest |\n| --- | --- | --- | --- |\n"
+    )
+    assert f"{table}| torch | 600 | 500.0 | 100.0 |\n| ZeRO-1 | 600 | 500.0 | 100.0 |\n" in text
     missed = json.loads(json.dumps(REPORT).replace("0.7", "0.97"))
     assert "| 0.92 | 0.80 |  | **0.97** |" in render.rendered(text, missed)
     assert "not yet measured" in render.rendered(text, {})

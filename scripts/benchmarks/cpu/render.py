@@ -19,12 +19,14 @@ from scripts.benchmarks.cpu.__main__ import REPORT
 from scripts.benchmarks.cpu.goals import goal_rows, ours_over, ratio
 from scripts.benchmarks.cpu.runs import BF16, CORES, GPT2, LLAMA, RANKS, RUNS, THREAD, Run
 from scripts.benchmarks.instructions import sentence
+from scripts.benchmarks.training.report import profile_table
 
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 NOT_MEASURED = "not yet measured"
 TITLES = {"all": "everything", "avx2": "AVX2 only"}
 MODELS = {GPT2: "GPT-2 11M", LLAMA: "Llama 39M"}
 MIB = 2**20
+PROFILED = ("torch", "ZeRO-1")
 Report = dict[str, Any]
 
 
@@ -43,6 +45,18 @@ def programs(place: str) -> Callable[[Report], list[str]]:
 def steps(place: str) -> Callable[[Report], list[str]]:
     """Return the writer of the table of bare steps in one place."""
     return lambda report: _beside(report, "steps", place, ("ours / it", "step, ms"), _step_cells)
+
+
+def profiles(report: Report) -> list[str]:
+    """Return a table per profile of one process: ms of a step by kind of operation, ours and plain torch's."""
+    lines: list[str] = []
+    for run in RUNS:
+        for isa, result in report.get(run.name, {}).items() if run.place in (CORES, THREAD) else ():
+            rows = {name: row for name, row in result.get("configurations", {}).items() if name in PROFILED}
+            table = profile_table(rows)
+            if table:
+                lines += [f"{MODELS[run.model]}, {run.place}, {TITLES[isa]}:", "", *table, ""]
+    return lines[:-1] or [NOT_MEASURED]
 
 
 def _beside(
@@ -129,6 +143,7 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "steps_cores": steps(CORES),
     "steps_thread": steps(THREAD),
     "steps_ranks": steps(RANKS),
+    "profiles": profiles,
     "bf16_without_instructions": bf16,
 }
 

@@ -42,7 +42,9 @@ class Run:
         words += ["--device=cpu", "--micro_batch_size=2", f"--threads={0 if self.place == CORES else 1}"]
         if self.place == BF16:
             return [*words, "--dtype=bf16", "--steps_per_turn=2", "--only=ZeRO-1,ZeRO-1 fp32"]
-        return [*words, "--steps_per_turn=4", f"--only={_ONE_PROCESS if self.ranks == 1 else _TWO_RANKS}"]
+        if self.ranks == 1:
+            return [*words, "--steps_per_turn=4", "--profile", f"--only={_ONE_PROCESS}"]
+        return [*words, "--steps_per_turn=4", f"--only={_TWO_RANKS}"]
 
     def command(self, options: argparse.Namespace, isa: str, output: Path) -> list[str]:
         """Return the command with the paths of this machine."""

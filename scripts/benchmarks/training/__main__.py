@@ -33,7 +33,7 @@ from megatron_lite.monitor.metrics import known_peak_tflops, model_flops
 from megatron_lite.run import exit_status
 from scripts.benchmarks import instructions
 from scripts.benchmarks.common import commit, write_json
-from scripts.benchmarks.training import measure, report
+from scripts.benchmarks.training import measure, profile, report
 from scripts.benchmarks.training.engine import Engine
 from scripts.benchmarks.training.model import PlainGPT, parameter_specs, tokens_per_rank
 from scripts.benchmarks.training.products import NAME as PRODUCTS
@@ -73,6 +73,8 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv, __doc__)
     distributed = launch.initialize(unflatten({"device": options.device}).distributed)
     options.device = distributed.device.type
+    if options.profile and options.device != "cpu":
+        raise ValueError("--profile: operations are timed on CPUs only; add --device=cpu")
     measure.set_switches(options.threads, options.fp32_matmul)
     config = engine_config(options, distributed.world_size)
     rows = {} if options.only == BARE else chosen(options, distributed.world_size)
@@ -105,6 +107,10 @@ def main(argv: Sequence[str]) -> int:
     if options.dtype == "fp32":
         for name, comparison in compare_weights(rounds.contestants).items():
             result["configurations"][name] |= comparison
+    if options.profile:
+        steps = [measure.make_tokens(options, step, distributed) for step in range(options.steps_per_turn)]
+        for name, seconds in profile.profile_in_turns(rounds.contestants, [steps] * (options.turns + 1)).items():
+            result["configurations"][name]["profile_s"] = seconds
     write_json(output, result)
     if distributed.rank == 0:
         print(report.to_markdown(result), flush=True)

@@ -46,6 +46,7 @@ Keys of one configuration (a spread has `median`, `quartiles` and `values`, and 
 - `state_bytes_by_kind`
 - `formula_bytes` (our rows only, without ties and `--ours`)
 - `padding_bytes` (likewise)
+- `profile_s`, seconds of a step by kind of operation on the first rank (with --profile)
 """
 
 from __future__ import annotations
@@ -280,6 +281,7 @@ def to_markdown(result: dict[str, Any]) -> str:
         "",
         *table([{"": name, **_memory(row)} for name, row in rows.items()]),
         "",
+        *([*profiled, ""] if (profiled := profile_table(rows)) else []),
         f"largest difference between losses at any step: {result['largest_loss_difference']:.1e} "
         f"(allowed: {result['loss_tolerance']:g})",
         *(f"not run: {name}: {reason}" for name, reason in result["unavailable"].items()),
@@ -293,6 +295,17 @@ def table(rows: Sequence[dict[str, str]]) -> list[str]:
     """Return the lines of a Markdown table without the columns in which every cell is empty."""
     header = [name for name in (rows[0] if rows else {}) if not name or any(row[name] for row in rows)]
     return markdown_table(header, [[row[name] for name in header] for row in rows])
+
+
+def profile_table(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the lines of a table of ms by kind of operation; no lines if no row has a profile."""
+    profiled = {name: row["profile_s"] for name, row in rows.items() if "profile_s" in row}
+    kinds = list(dict.fromkeys(kind for parts in profiled.values() for kind in parts if parts[kind]))
+    lines = [
+        [name, f"{1000 * sum(parts.values()):.0f}", *(f"{1000 * parts.get(kind, 0):.1f}" for kind in kinds)]
+        for name, parts in profiled.items()
+    ]
+    return markdown_table(("", "profiled step, ms", *kinds), lines) if lines else []
 
 
 def _times(row: dict[str, Any], parameters: int) -> dict[str, str]:

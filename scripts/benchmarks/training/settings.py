@@ -111,6 +111,7 @@ def parse(argv: Sequence[str], description: str | None = None) -> argparse.Names
         help="build, warm up, time and free each row in every round; default: where all rows may not fit a GPU",
     )
     add("--max_others", type=float, help="count only turns during which other processes took less of the CPUs")
+    add("--profile", action="store_true", help="on a CPU: profile more turns of each row, by kind of operation")
     add("--peak_tflops", type=float, help="peak of one GPU, for the MFU; default: from a table of common GPUs")
     add("--only", default="", help="comma-separated rows, by their names in the table; * and ? are wildcards")
     add("--output", type=Path, help="JSON file to write")

@@ -1,0 +1,66 @@
+"""Where a step's time goes: PyTorch's profiler around turns of each row, summed by kind of operation.
+
+The profiler slows every operation a little. `rest` is the time that no operation takes: Python, autograd and, with
+several ranks, waiting for the others.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from scripts.benchmarks.training.measure import Contestant
+
+PRODUCTS, OTHERS, REST = "products", "copies, sums, others", "rest"
+# The first kind with a part of the operation's name.
+KINDS = {
+    "attention": ("scaled_dot_product",),
+    PRODUCTS: ("::mm", "::addmm", "::bmm", "::baddbmm"),
+    "norms": ("layer_norm", "rms_norm", "vector_norm", "_foreach_norm"),  # of activations and of the gradient
+    "optimizer": ("fused_adamw", "_foreach"),
+    "activation": ("gelu", "silu", "sigmoid", "addcmul"),
+    "compiled": ("## call", "torch-compiled region", "compiledfunction"),
+    OTHERS: ("aten::",),
+}
+
+
+def profile_in_turns(
+    contestants: Mapping[str, Contestant], turns: Sequence[Sequence[Sequence[Tensor]]]
+) -> dict[str, dict[str, float]]:
+    """Train some more turns; return the seconds of a step in each kind of operation and in the rest, by row.
+
+    The first turn does not count, because the profiler starts in it. A number is the median of the others.
+    """
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
+    for steps in turns:
+        for name, contestant in contestants.items():
+            measured[name].append(_profile(contestant, steps))
+    return {
+        name: {kind: statistics.median(one[kind] for one in every[1:]) for kind in (*KINDS, REST)}
+        for name, every in measured.items()
+    }
+
+
+def _profile(contestant: Contestant, steps: Sequence[Sequence[Tensor]]) -> dict[str, float]:
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        before = time.perf_counter()
+        for micro_batches in steps:
+            contestant.step(micro_batches)
+        contestant.finish()
+        step_s = (time.perf_counter() - before) / len(steps)
+    seconds = dict.fromkeys(KINDS, 0.0)
+    for event in recorded.key_averages():
+        kind = kind_of(event.key)
+        if kind is not None:
+            seconds[kind] += event.self_cpu_time_total / 1e6 / len(steps)
+    return {**seconds, REST: step_s - sum(seconds.values())}
+
+
+def kind_of(operation: str) -> str | None:
+    """Return the kind of an operation by its name; None for what is no operation."""
+    lower = operation.lower()
+    return next((kind for kind, parts in KINDS.items() if any(part in lower for part in parts)), None)
