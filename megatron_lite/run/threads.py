@@ -50,7 +50,8 @@ def threads_of(config: Config, cores: int, local_world_size: int) -> Threads:
     share = max(1, cores // local_world_size)
     if useful < share:
         return Threads(useful, f"of {share}: --hidden_size and the tokens of a micro-batch give no work to more")
-    return Threads(share, f"{cores} cores / {local_world_size} ranks" if local_world_size > 1 else "all cores")
+    shared = f"{cores} core{'s' if cores > 1 else ''} / {local_world_size} ranks"
+    return Threads(share, shared if local_world_size > 1 else "all cores")
 
 
 @functools.cache
