@@ -168,7 +168,7 @@ COMMANDS = [
 
 
 def test_every_command_of_the_document_is_checked() -> None:
-    """Three tables of training, two each of optimizer and memory; reports and the race of programs have their own tests."""
+    """Three tables of training, two each of optimizer and memory; reports and races have tests of their own."""
     text = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
     assert len(COMMANDS) == 7 and text.count("```bash\n") == 10
     assert "bash scripts/gpu_report.sh --output=docs/gpu_report.json\n" in text
