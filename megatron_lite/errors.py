@@ -83,6 +83,12 @@ class StorageError(RunError):
     agreed = True
 
 
+class FolderLostError(StorageError):
+    """An experiment directory that was moved, removed or taken over: nothing may be written there."""
+
+    recorded = False
+
+
 def shorten(problems: Sequence[str], limit: int = 5) -> str:
     """Join the first `limit` problems and count the rest."""
     more = f" (and {len(problems) - limit} more)" if len(problems) > limit else ""

@@ -121,14 +121,18 @@ def opened(config: Config, notes: tuple[Note, ...], environment: Mapping[str, st
             exit_status.write_exit(config.run.experiment_dir, None, "running", "", run_number)
         yield run
     except BaseException as raised:
-        directory, newest = config.run.experiment_dir, newest_checkpoint(experiment.checkpoints if experiment else None)
+        directory = None if experiment is not None and experiment.is_lost() else config.run.experiment_dir
+        newest = newest_checkpoint(experiment.checkpoints if experiment else None)
         error = explained(_with_advice(raised, config, distributed), places, rank, directory, run_number, newest)
-        code = exit_status.report(error, directory, prints=rank == 0, rank=rank, run=run_number)
+        owns = experiment is not None
+        code = exit_status.report(error, directory, prints=rank == 0, rank=rank, run=run_number, owns_folder=owns)
         if run is not None:
             run.callback.close(0.0)
             run.trackers.close(code)
             if isinstance(error, RunError) and error.agreed:  # leaving first could cut a peer off in its last step
                 run.distributed.wait_for_peers(LEAVE_TOGETHER_S)
+        if experiment is not None:
+            experiment.release()
         exit_status.leave(code)  # a normal exit could hang: peers may wait for this rank in a collective
 
 
@@ -158,6 +162,7 @@ def close(run: Run, code: int, message: str) -> None:
     limit_s = STOPPED_WAIT_S if code == EXIT_PREEMPTED else run.config.distributed.startup_timeout / 2
     run.callback.close(limit_s, lambda: code != EXIT_PREEMPTED and bool(run.stop.received))
     run.trackers.close(code)
+    together(distributed, run.experiment.check)
     if distributed.rank == 0:
         status = "done" if code == EXIT_DONE else "stopped"
         exit_status.write_exit(run.config.run.experiment_dir, code, status, message, run.experiment.run)
@@ -165,6 +170,7 @@ def close(run: Run, code: int, message: str) -> None:
     if code != EXIT_DONE and tell_torchrun(message):
         run.logger.info("the traceback that follows is torchrun's way to report the signal")
     distributed.barrier()
+    run.experiment.release()
     run.stop.ignore()  # a peer may end from here on, and torchrun then signals this rank
     distributed.close()
 
@@ -189,6 +195,7 @@ def build(
     Raises:
         RunError: of the matching kind, before any training.
     """
+    experiment.when_lost(stop.fail)
     logger = _open_log(config, distributed, experiment)
     check_exports(config)
     config, choices = _resolve_auto(config, distributed)

@@ -33,13 +33,22 @@ if TYPE_CHECKING:
 
 
 def save(
-    root: Path, iteration: int, model: MultiStage, state: dict[str, Any], config: Config, distributed: Distributed
+    root: Path,
+    iteration: int,
+    model: MultiStage,
+    state: dict[str, Any],
+    config: Config,
+    distributed: Distributed,
+    check: Callable[[], None] = lambda: None,
 ) -> int:
     """Write root/<iteration>/, replacing an older checkpoint of that iteration; all ranks call this together.
 
-    Returns the bytes of all ranks' shards.
+    Returns the bytes of all ranks' shards. Also delete the remains of interrupted saves in `root`.
 
-    `state` is JSON, the same on every rank. Also delete the remains of interrupted saves in `root`.
+    Args:
+        state: JSON, the same on every rank.
+        check: rank 0 calls it before it makes a folder and before it publishes one; it raises a RunError if the
+            directory above `root` is no longer this run's.
 
     Raises:
         StorageError: on every rank, if any rank cannot write; older checkpoints are untouched.
@@ -52,7 +61,8 @@ def save(
 
     def prepare() -> None:
         if distributed.rank == 0:
-            root.mkdir(parents=True, exist_ok=True)
+            check()
+            root.mkdir(exist_ok=True)
             files.recover(root)
             temporary.mkdir()
 
@@ -75,6 +85,7 @@ def save(
             )
             files.write_text(temporary / MANIFEST_NAME, manifest.dump(content))
             sync_folder(temporary)
+            check()
             files.publish(temporary, folder, _is_checkpoint)
 
     what = f"the checkpoint of iteration {iteration}"

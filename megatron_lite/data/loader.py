@@ -79,8 +79,9 @@ def next_batch(
     Raises:
         StopRequested: on every rank, if any rank received a signal.
         DataError: on every rank, if any rank cannot read its data.
+        RunError: on every rank, if another thread of any rank has found a reason to end.
     """
-    failure: RunError | None = None
+    failure = stop.failure
     micro_batches: list[HostBatch] = []
     start_s = time.perf_counter()
     try:

@@ -36,17 +36,22 @@ def write_together(
 
     Raises:
         StorageError: on every rank, if the action raised OSError on any: rank, path, reason, the bytes this rank's
-            action needs and the bytes free. Any other exception is raised unchanged on the rank where it happened.
+            action needs and the bytes free.
+        RunError: on every rank, if the action raised one on any.
+        Exception: any other one, unchanged, on the rank where it happened.
     """
     failed: list[Exception] = []
 
-    def describe(error: Exception) -> str:
+    def describe(error: Exception) -> Any:
+        if isinstance(error, RunError):
+            return _describe_expected(error)
         failed.append(error)
         return _describe_write(error, path, bytes_needed)
 
     result, failures = _attempt(distributed, action, describe)
     if failed and not isinstance(failed[0], OSError):
         raise failed[0]
+    _raise_first([None if isinstance(failure, str) else failure for failure in failures])
     problems = [f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure is not None]
     if problems:
         raise StorageError(

@@ -9,8 +9,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_lite.distributed.process_group import Distributed
+if TYPE_CHECKING:
+    from megatron_lite.distributed.process_group import Distributed
 
 # The kernel closes the connections of a process before the process is gone; freeing a GPU's memory takes seconds.
 LEAVING_S = 2.0
@@ -34,7 +36,7 @@ class Place:
 
 def all_places(distributed: Distributed) -> list[Place]:
     """Return the place of every rank, in rank order. All ranks call this together."""
-    own = (socket.gethostname(), _machine(), os.getpid(), oom_kills())
+    own = (socket.gethostname(), machine_name(), os.getpid(), oom_kills())
     return [Place(rank, *place) for rank, place in enumerate(distributed.gather_objects(own))]
 
 
@@ -71,6 +73,13 @@ def process_state(pid: int) -> str:
     return "R"
 
 
+def start_ticks(pid: int) -> str:
+    """Return when a process started, in the kernel's ticks since the boot; empty if it is gone or without /proc."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
+
+
 def oom_kills() -> int:
     """Return how many processes the kernel's out-of-memory killer has ended on this machine; 0 if it does not tell."""
     with contextlib.suppress(OSError, ValueError):
@@ -78,7 +87,7 @@ def oom_kills() -> int:
     return 0
 
 
-def _machine() -> str:
+def machine_name() -> str:
     """Return what identifies this machine and its process numbers; no more than its name where there is no /proc."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")

@@ -6,7 +6,7 @@ under its final name only when it is complete.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,7 +83,12 @@ def _gather(part: FlatShard, distributed: Distributed, average: bool) -> Tensor:
 
 
 def save_huggingface(
-    directory: Path, model: MultiStage, config: Config, distributed: Distributed, weights: Iterator[tuple[str, Tensor]]
+    directory: Path,
+    model: MultiStage,
+    config: Config,
+    distributed: Distributed,
+    weights: Iterator[tuple[str, Tensor]],
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a Hugging Face folder, replacing an older one of that name; all ranks call this together.
 
@@ -92,6 +97,7 @@ def save_huggingface(
     Args:
         weights: yields (parameter name, full weight) of the whole model, in the same order on every rank. The next
             tensor may overwrite the previous one. Only the tensors of rank 0 are read.
+        check: see `sharded.save`.
 
     Raises:
         UsageError: if no architecture can express the model.
@@ -108,6 +114,7 @@ def save_huggingface(
     def prepare() -> None:
         nonlocal folder
         if is_writer:
+            check()
             directory.parent.mkdir(parents=True, exist_ok=True)
             files.recover(directory.parent)
             folder = ExportFolder(temporary, plan)
@@ -115,6 +122,7 @@ def save_huggingface(
     def finish() -> None:
         if folder is not None:
             folder.finish(config.data.tokenizer_file)
+            check()
             files.publish(temporary, directory, has_only_our_files)
 
     try:

@@ -63,7 +63,8 @@ def save(run: Run, evaluation_due: bool = False) -> None:
         return
     refuse_broken_weights(run)
     start_s = time.perf_counter()
-    size = sharded.save(root, run.iteration, run.model, _state(run, evaluation_due), run.config, run.distributed)
+    state, check = _state(run, evaluation_due), run.experiment.check
+    size = sharded.save(root, run.iteration, run.model, state, run.config, run.distributed, check)
     if run.distributed.rank == 0 and not run.optimizer.guard.dropped.streak():
         sharded.prune(root, run.config.training.max_checkpoints, run.iteration)
     seconds = time.perf_counter() - start_s
@@ -79,11 +80,12 @@ def export(run: Run) -> None:
     refuse_broken_weights(run)
     averaged = run.config.training.export_weights == "average"
     if run.config.training.export_format == "distributed":
-        sharded.save(directory.parent, run.iteration, run.model, _state(run), run.config, run.distributed)
+        root, check = directory.parent, run.experiment.check
+        sharded.save(root, run.iteration, run.model, _state(run), run.config, run.distributed, check)
     else:
         weights = export_weights(run.model, run.config, run.distributed)
         try:
-            save_huggingface(directory, run.model, run.config, run.distributed, weights)
+            save_huggingface(directory, run.model, run.config, run.distributed, weights, run.experiment.check)
         except NumericsError as error:  # the trained weights are fine, and saved
             run.logger.warning("no export of iteration %d: %s", run.iteration, error)
             return

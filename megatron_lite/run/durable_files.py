@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -21,11 +22,32 @@ def replace_file(path: Path, data: bytes, sync: bool = False) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if error.filename is None:  # the system names no file when a write fails
+            error.filename = str(path)
         raise
     if sync:
         sync_folder(path.parent)
+
+
+def overwrite_file(path: Path, data: bytes) -> None:
+    """Write `data` over a file, in the space that it has: a full disk gives no other.
+
+    Readers never see a mixture: one call writes the data and blanks out what was longer.
+
+    Raises:
+        OSError: if there is no such file, or it cannot be written.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        size = max(os.fstat(descriptor).st_size, len(data))
+        if os.write(descriptor, data.ljust(size)) < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        os.ftruncate(descriptor, len(data))
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(path: Path) -> None:

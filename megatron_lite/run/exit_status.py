@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from megatron_lite.errors import PeerError, as_run_error
-from megatron_lite.run.durable_files import replace_file
+from megatron_lite.run.durable_files import overwrite_file, replace_file
+from megatron_lite.run.folder_lock import is_in_use
 from megatron_lite.run.launch import tell_torchrun
 from megatron_lite.run.missing_package import missing_package
 
 EXIT_FILE = "exit.json"
+# The space that a running start leaves to its ending, which a full disk cannot refuse then, and what of a message fits.
+RESERVED_BYTES = 4096
+_LONGEST_MESSAGE, _LONGEST_DETAIL = 3000, 500  # bytes
 
 
 class PeerFailure(NamedTuple):
@@ -25,12 +29,24 @@ class PeerFailure(NamedTuple):
     message: str
 
 
-def report(error: BaseException, experiment_dir: str | None, *, prints: bool, rank: int = 0, run: int = 0) -> int:
+def report(
+    error: BaseException,
+    experiment_dir: str | None,
+    *,
+    prints: bool,
+    rank: int = 0,
+    run: int = 0,
+    owns_folder: bool = False,
+) -> int:
     """Print an error once, write it to exit.json and return the exit code.
 
-    `prints`: whether this process prints an error that every rank raises. A rank that fails by itself always prints
-    its error. A rank that only lost its peer keeps the exit.json that the peer wrote.
+    A rank that fails by itself always prints its error. A rank that only lost its peer keeps the exit.json that the
+    peer wrote. A process that does not own the directory leaves the exit.json of another run alone.
+
+    prints: whether this process prints an error that every rank raises.
     """
+    if experiment_dir is not None and not owns_folder and is_in_use(Path(experiment_dir)):
+        experiment_dir = None
     expected = as_run_error(error) or missing_package(error)
     code = expected.exit_code if expected is not None else 1
     message = str(expected) if expected is not None else f"{type(error).__name__}: {error}"
@@ -94,19 +110,33 @@ def write_exit(
 ) -> None:
     """Replace exit.json; never fails, because a second error would hide the one being reported.
 
+    While a run goes on (without a code), exit.json takes as much space as its ending may need.
+
     detail: a library's words, if the message is not made of them.
     """
     if experiment_dir is None:
         return
     path = Path(experiment_dir) / EXIT_FILE
-    content: dict[str, Any] = {"exit_code": code, "status": status, "message": message}
-    content |= {"detail": detail} if detail else {}
+    content: dict[str, Any] = {"exit_code": code, "status": status, "message": _cut(message, _LONGEST_MESSAGE)}
+    content |= {"detail": _cut(detail, _LONGEST_DETAIL)} if detail else {}
     content |= {"run": run, "time": round(time.time(), 3)}
+    data = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, (json.dumps(content, indent=2) + "\n").encode())
-    except OSError:
-        pass
+        try:
+            replace_file(path, data if code is not None else data.ljust(RESERVED_BYTES))
+        except OSError:
+            overwrite_file(path, data)
+    except OSError as error:
+        if os.path.lexists(path):
+            text = f"WARNING: cannot write {path}, which tells how an earlier start ended: {error.strerror}"
+            print(text, file=sys.stderr, flush=True)
+
+
+def _cut(text: str, limit_bytes: int) -> str:
+    """Shorten a text, so that exit.json fits in its space."""
+    data = text.encode("utf-8", "backslashreplace")
+    return text if len(data) <= limit_bytes else data[:limit_bytes].decode("utf-8", "ignore") + " (cut)"
 
 
 def failure_of_peer(experiment_dir: str | None, run: int) -> PeerFailure | None:

@@ -1,19 +1,18 @@
-"""The experiment directory: the files of a run, and the lock that keeps other runs out."""
+"""The experiment directory: the files of a run, behind a lock that keeps other runs out."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import json
-import os
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_lite.config import Config, flatten
 from megatron_lite.distributed.agreement import together
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.errors import StorageError
+from megatron_lite.errors import FolderLostError, StorageError
 from megatron_lite.run.durable_files import replace_file
+from megatron_lite.run.folder_lock import FolderLock
 
 
 class Experiment:
@@ -22,18 +21,49 @@ class Experiment:
     <root>/config.json, metrics.jsonl, checkpoints/<iteration>/, export/<iteration>/, runs/<run>/{logs,artifacts}/
 
     Raises:
-        StorageError: on every rank, if rank 0 cannot write there or another run is using it.
+        StorageError: on every rank, if rank 0 cannot write there, another run is using it, or a rank does not see what
+            rank 0 has written.
     """
 
     def __init__(self, config: Config, distributed: Distributed) -> None:
         directory = self._directory = config.run.experiment_dir
         self.root = root = None if directory is None else together(distributed, lambda: absolute_path(directory))
-        self.run = 0
-        self._lock: int | None = None
-        if root is None:
+        self.run, self._lock = 0, None if root is None else FolderLock(root)
+        if root is None or self._lock is None:
             return
-        prepared = together(distributed, lambda: self._prepare(root) if distributed.rank == 0 else 0)
-        self.run = distributed.broadcast_object(prepared)
+        lock, rank = self._lock, distributed.rank
+        together(distributed, lambda: self._prepare(root, lock) if rank == 0 else None)
+        self.run, nonce = distributed.broadcast_object((lock.run, lock.nonce))
+        together(distributed, lambda: lock.see(self.run, nonce) if rank != 0 else None)
+
+    def check(self) -> None:
+        """Do nothing while the directory belongs to this start; call this before anything is written there by path.
+
+        Raises:
+            FolderLostError: if it was moved or removed, or another start has taken it over.
+        """
+        if self._lock is not None:
+            self._lock.check()
+
+    def is_lost(self) -> bool:
+        """Whether the directory no longer belongs to this start."""
+        try:
+            self.check()
+        except FolderLostError:
+            return True
+        except OSError:  # the file system does not tell
+            pass
+        return False
+
+    def when_lost(self, tell: Callable[[FolderLostError], None]) -> None:
+        """Let `tell` know, from another thread, when the directory is lost."""
+        if self._lock is not None:
+            self._lock.on_loss = tell
+
+    def release(self) -> None:
+        """Let another start have the directory; call this after the last write. Never fails."""
+        if self._lock is not None:
+            self._lock.release()
 
     @property
     def checkpoints(self) -> Path | None:
@@ -56,46 +86,22 @@ class Experiment:
         """Write config.json. Call on rank 0, after the configuration was checked against the checkpoints."""
         if self.root is None:
             return
+        self.check()
         text = (json.dumps(flatten(config), indent=2) + "\n").encode()
         for folder in (self.root / "runs" / str(self.run), self.root):
             replace_file(folder / "config.json", text)
 
-    def _prepare(self, root: Path) -> int:
-        """Create the directories of a new start and return its number, counted from 0."""
+    def _prepare(self, root: Path, lock: FolderLock) -> None:
+        """Create the directories of a new start."""
         try:
-            return self._make_directories(root)
+            root.mkdir(parents=True, exist_ok=True)
+            for name in ("checkpoints", "export"):  # fail now rather than at the first save
+                if (root / name).exists() and not (root / name).is_dir():
+                    raise NotADirectoryError(errno.ENOTDIR, f"{root / name} is not a directory")
+            lock.take()
         except OSError as error:
             reason = error.strerror or error
             raise StorageError(f"--experiment_dir={self._directory}: {reason}; choose a writable directory") from error
-
-    def _make_directories(self, root: Path) -> int:
-        root.mkdir(parents=True, exist_ok=True)
-        self._take_lock(root)
-        for name in ("checkpoints", "export"):  # fail now rather than at the first save
-            if (root / name).exists() and not (root / name).is_dir():
-                raise NotADirectoryError(errno.ENOTDIR, f"{root / name} is not a directory")
-        runs = root / "runs"
-        runs.mkdir(exist_ok=True)
-        run = 1 + max((int(path.name) for path in runs.iterdir() if path.name.isdecimal()), default=-1)
-        (runs / str(run) / "logs").mkdir(parents=True)
-        return run
-
-    def _take_lock(self, root: Path) -> None:
-        """Lock the directory; the system releases the lock when this process ends, however it ends."""
-        self._lock = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            refusal = StorageError(
-                f"--experiment_dir={root}: another run is using it; wait for that run or choose another directory"
-            )
-            refusal.recorded = False  # exit.json belongs to the other run
-            raise refusal from None
-        except OSError:
-            # A file system without locks: the user must keep two runs out of one directory.
-            with contextlib.suppress(OSError):
-                os.close(self._lock)
-            self._lock = None
 
 
 def absolute_path(directory: str) -> Path:

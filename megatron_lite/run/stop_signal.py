@@ -8,6 +8,8 @@ import threading
 import time
 from types import FrameType
 
+from megatron_lite.errors import RunError
+
 # torchrun passes on SIGTERM, SIGINT and SIGHUP (a closed terminal); SIGUSR1 ends torchrun, but not a rank.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # A scheduler signals every process of a job and torchrun forwards its own signal: count both as one request.
@@ -30,6 +32,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.received = 0
         self.saves = False  # whether a request saves a checkpoint
+        self.failure: RunError | None = None  # found by another thread; all ranks end with it before the next iteration
         handled = [number for number in SIGNALS if number != signal.SIGHUP or not _is_ignored(number)]
         self._previous = {number: signal.signal(number, self._receive) for number in handled}
         reader, self._writer = os.pipe()
@@ -51,6 +54,10 @@ class StopSignal:
         """
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
+
+    def fail(self, failure: RunError) -> None:
+        """End the run with this error, from any thread."""
+        self.failure = failure
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = number

@@ -118,10 +118,10 @@ def test_rank_files_are_ordinary_safetensors_files(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors")
     previous = os.umask(0o027)
     try:
-        save(tmp_path / "new" / "root", 10, 1, world_size=2)
+        save(tmp_path / "new", 10, 1, world_size=2)
     finally:
         os.umask(previous)
-    folder = tmp_path / "new" / "root" / "10"
+    folder = tmp_path / "new" / "10"
     model = put(empty_model(SPECS, Layout(2), 1), random_values(SPECS, 1), 1)
     with safetensors.safe_open(folder / "rank_001.safetensors", "pt") as file:
         assert file.metadata()["iteration"] == "10" and file.metadata()["rank"] == "1"

@@ -1,0 +1,325 @@
+"""The lock on an experiment directory: one start at a time writes there, on whatever machine.
+
+Every start makes a folder `runs/<k>/`, and the newest one owns the directory. Its `lock.json` says who that is: host,
+process, user, since when. The folder is renamed into place with the lock in it, so that two starters cannot both get a
+number. The owner removes the lock when it ends. A start that finds one looks for proof, and never guesses:
+
+- the file is locked (flock), or its process lives on this machine: in use;
+- its process has ended, on this machine: free;
+- its heartbeat, the time of the file, changes: in use;
+- the heartbeat is older than a minute by the clock of the file system: free. Until then, wait.
+
+A process that was stopped, and wakes up after another start has taken the directory over, finds the newer folder before
+it writes again; so does a process whose directory was moved or removed. All ranks keep the lock open for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import pwd
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from megatron_lite.distributed.peers import machine_name, process_state, start_ticks
+from megatron_lite.errors import FolderLostError, StorageError
+
+LOCK_FILE = "lock.json"
+BEAT_S = 1.0
+DEAD_AFTER_S = 60.0  # without a heartbeat
+VISIBLE_WITHIN_S = 5.0  # for other machines to see a new file
+_POLL_S = 0.1
+_LOCK_BYTES = 4096
+_NO_SUCH_PATH = (errno.ENOENT, errno.ENOTDIR)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a directory."""
+
+    host: str = "an unknown host"
+    machine: str = ""  # see `peers.machine_name`
+    pid: int = 0
+    start_ticks: str = ""  # tells the process from a later one with its number
+    user: str = "an unknown user"
+    since: str = "an unknown time"
+    nonce: str = ""
+
+    def __str__(self) -> str:
+        return f"process {self.pid} of {self.user} on {self.host}, since {self.since}"
+
+    def lives_here(self) -> bool:
+        """Whether the process runs on this machine."""
+        return process_state(self.pid) not in ("", "Z", "X") and start_ticks(self.pid) == self.start_ticks
+
+
+class FolderLock:
+    """The lock of one start, on every rank. Rank 0 calls `take`, the others `see`.
+
+    on_loss: called once, from another thread, when rank 0 finds that the directory is no longer its own.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.run, self.nonce = root, 0, ""
+        self.on_loss: Callable[[FolderLostError], None] = lambda error: None
+        self._descriptor = -1
+        self._ended = threading.Event()
+        self._beats: threading.Thread | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder of this start."""
+        return self.root / "runs" / str(self.run)
+
+    def take(self) -> None:
+        """Make the folder of a new start and hold the directory from now on.
+
+        Raises:
+            StorageError: if another process holds it.
+            OSError: if it cannot be written.
+        """
+        runs = self.root / "runs"
+        runs.mkdir(exist_ok=True)
+        _sweep(runs)
+        self.nonce = os.urandom(8).hex()
+        new = runs / f".new-{self.nonce}"
+        (new / "logs").mkdir(parents=True)
+        try:
+            self._descriptor = _write_lock(new / LOCK_FILE, _this_process(self.nonce))
+            while True:
+                newest = newest_run(self.root)
+                if newest is not None:
+                    wait_until_free(self.root, newest, self._file_system_time_s)
+                self.run = 0 if newest is None else newest + 1
+                try:
+                    os.rename(new, self.folder)
+                    break
+                except OSError as error:  # another start was first
+                    if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                        raise
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+        if newest is not None:  # of an owner that did not end by itself
+            (runs / str(newest) / LOCK_FILE).unlink(missing_ok=True)
+        self._beats = threading.Thread(target=self._beat, daemon=True, name="folder-lock")
+        self._beats.start()
+
+    def see(self, run: int, nonce: str) -> None:
+        """Find rank 0's lock from another rank.
+
+        Raises:
+            StorageError: if the directory does not show it, because the ranks have no common file system.
+        """
+        self.run, self.nonce = run, nonce
+        path, deadline_s = self.folder / LOCK_FILE, time.monotonic() + VISIBLE_WITHIN_S
+        while True:
+            with contextlib.suppress(OSError):
+                self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                if read_holder(self._descriptor).nonce == nonce:
+                    return
+                os.close(self._descriptor)
+            if time.monotonic() > deadline_s:
+                refusal = StorageError(
+                    f"--experiment_dir={self.root}: {socket.gethostname()} does not see {path}, which rank 0 wrote; "
+                    "all ranks need the same file system"
+                )
+                refusal.recorded = False
+                raise refusal
+            time.sleep(_POLL_S)
+
+    def check(self) -> None:
+        """Do nothing while the directory still belongs to this start.
+
+        Raises:
+            FolderLostError: if the directory was moved or removed, or another start has taken it over.
+            OSError: if the file system does not tell.
+        """
+        newer, path, descriptor = self.folder.with_name(str(self.run + 1)), self.folder / LOCK_FILE, -1
+        if os.path.lexists(newer):
+            raise FolderLostError(
+                f"--experiment_dir={self.root}: another run took it over{_holder_at(newer / LOCK_FILE)}, because this "
+                "one gave no sign of life; this one ends and saves nothing"
+            )
+        try:  # opening a file asks a network file system anew, which a look at its name may not
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            if os.path.samestat(os.fstat(descriptor), os.fstat(self._descriptor)):
+                return
+            where = f"another directory has its place, of {read_holder(descriptor)}"
+        except OSError as error:
+            if error.errno not in _NO_SUCH_PATH:
+                raise
+            where = f"{path} is gone"
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+        raise FolderLostError(
+            f"--experiment_dir={self.root} was moved or removed while the run used it: {where}; nothing more is "
+            "written there. Move it back and start the same command again"
+        )
+
+    def release(self) -> None:
+        """Give the directory up, if it is still ours; never fails. Call it on rank 0, after its last write."""
+        if self._beats is None or self._ended.is_set():
+            return
+        self._ended.set()
+        self._beats.join(BEAT_S)
+        with contextlib.suppress(OSError, FolderLostError):
+            self.check()
+            os.unlink(self.folder / LOCK_FILE)
+
+    def _file_system_time_s(self) -> float:
+        """Return the clock of the file system: that of another machine may differ from ours."""
+        os.utime(self._descriptor)
+        return os.fstat(self._descriptor).st_mtime
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            with contextlib.suppress(OSError):  # a file system that fails for a moment
+                os.utime(self._descriptor)
+                try:
+                    self.check()
+                except FolderLostError as error:
+                    self._ended.set()
+                    self.on_loss(error)
+
+
+def newest_run(root: Path) -> int | None:
+    """Return the number of the newest start of a run; None without any."""
+    runs = root / "runs"
+    numbers = [int(path.name) for path in runs.iterdir() if path.name.isdecimal()] if runs.is_dir() else []
+    return max(numbers, default=None)
+
+
+def wait_until_free(root: Path, run: int, file_system_time_s: Callable[[], float]) -> None:
+    """Return once the holder of a directory has given it up, or is known to be dead.
+
+    Raises:
+        StorageError: once the holder is known to live.
+    """
+    first_beat, waits, begun_s = None, False, time.monotonic()
+    while (descriptor := _open_lock(root / "runs" / str(run) / LOCK_FILE)) is not None:
+        try:
+            holder, beat = read_holder(descriptor), os.fstat(descriptor).st_mtime
+            is_here, locked = holder.machine == machine_name(), not _lock(descriptor)
+            lives = holder.lives_here() if is_here else locked or first_beat not in (None, beat)
+            # A child may hold the lock of a dead process for a moment, or another start that looks at it.
+            if lives or (locked and time.monotonic() - begun_s > BEAT_S):
+                raise _in_use(root, holder)
+        finally:
+            os.close(descriptor)  # unlocks it again
+        if locked:
+            time.sleep(_POLL_S)
+            continue
+        silent_s = file_system_time_s() - beat
+        if is_here or silent_s > DEAD_AFTER_S:
+            return
+        if first_beat is None:
+            first_beat = beat
+        elif silent_s > 3 * BEAT_S and not waits:
+            text = f"waiting up to {DEAD_AFTER_S - silent_s:.0f} s for a sign of life of {holder}"
+            print(f"--experiment_dir={root}: {text}", file=sys.stderr, flush=True)
+            waits = True
+        time.sleep(_POLL_S)
+
+
+def is_in_use(root: Path) -> bool:
+    """Whether another process seems to hold a directory; enough to leave its exit.json alone, not to refuse a start."""
+    with contextlib.suppress(OSError):
+        if (run := newest_run(root)) is not None:
+            descriptor = _open_lock(root / "runs" / str(run) / LOCK_FILE)
+            if descriptor is not None:
+                try:
+                    recent = time.time() - os.fstat(descriptor).st_mtime < DEAD_AFTER_S
+                    holder = read_holder(descriptor)
+                    is_here = holder.machine == machine_name()
+                    return not _lock(descriptor) or (holder.lives_here() if is_here else recent)
+                finally:
+                    os.close(descriptor)
+    return False
+
+
+def _open_lock(path: Path) -> int | None:
+    """Open a lock; None if there is none."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except PermissionError:  # of another user
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+
+
+def _in_use(root: Path, holder: Holder) -> StorageError:
+    refusal = StorageError(
+        f"--experiment_dir={root}: another run is using it, {holder}; wait for that run or choose another directory"
+    )
+    refusal.recorded = False  # exit.json belongs to the other run
+    return refusal
+
+
+def _this_process(nonce: str) -> Holder:
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a number without a name, in a container
+        user = f"user {os.getuid()}"
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    return Holder(socket.gethostname(), machine_name(), os.getpid(), start_ticks(os.getpid()), user, since, nonce)
+
+
+def _write_lock(path: Path, holder: Holder) -> int:
+    """Write a new lock and return its descriptor; the system unlocks it when this process ends, however it ends."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    os.write(descriptor, (json.dumps(asdict(holder), indent=2) + "\n").encode())
+    _lock(descriptor)
+    return descriptor
+
+
+def _lock(descriptor: int) -> bool:
+    """Return whether this process locked a file, or the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _holder_at(path: Path) -> str:
+    """Return a holder for a message; empty if it is gone."""
+    with contextlib.suppress(OSError):
+        if (descriptor := _open_lock(path)) is not None:
+            try:
+                return f" ({read_holder(descriptor)})"
+            finally:
+                os.close(descriptor)
+    return ""
+
+
+def read_holder(descriptor: int) -> Holder:
+    """Return what an open lock says; a holder of unknown everything if it is damaged."""
+    try:
+        values = json.loads(os.pread(descriptor, _LOCK_BYTES, 0))
+        if set(values) == {field.name for field in fields(Holder)} and type(values["pid"]) is int:
+            texts = {name: str(value) for name, value in values.items() if name != "pid"}
+            return Holder(pid=values["pid"], **texts)
+    except (ValueError, TypeError):
+        pass
+    return Holder()
+
+
+def _sweep(runs: Path) -> None:
+    """Delete what starts that were killed at once left behind."""
+    for path in runs.glob(".new-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > 3600:
+                shutil.rmtree(path, ignore_errors=True)
