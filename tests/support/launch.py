@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import json
 import os
 import re
@@ -31,6 +30,7 @@ from typing import Any
 
 from tests.support import harness
 from tests.support.harness import FORKSERVER
+from tests.support.os_calls import OsCall, intercept
 from tests.support.threads import THREADS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,9 +71,11 @@ class Outcome:
 class Fault:
     """A fault in place of the `call`-th change (from 1) that a rank makes to its checkpoints and exports."""
 
-    call: int
+    call: int  # 0: none of its own
     error: int | None  # an errno, or None: SIGKILL
     fired: str  # a file that is made then
+    lasts: bool = False  # from then on, whatever needs space fails on every rank with a fault of the same file
+    records: bool = False  # nothing fails; every call is written to the file
 
 
 class Start:
@@ -258,7 +260,19 @@ def forked_start(
 def _run_forked(
     command: list[str], environment: dict[str, str], outputs: list[str], mounts: str | None, fault: Fault | None
 ) -> None:
-    """Become what `python <command>` with this environment would be, then run it."""
+    """Run a rank that may see other file systems, or have a fault."""
+    if mounts is not None:
+        with open(mounts, "rb") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), "setns")
+        os.chdir("/")
+    if fault is not None:
+        _inject(fault)
+    run_forked(command, environment, outputs)
+
+
+def run_forked(command: list[str], environment: dict[str, str], outputs: list[str]) -> None:
+    """Become what `python <command>` with this environment would be, in a session of its own, then run it."""
     os.setsid()
     # The fork server may have been started by a test that held signals back, and hands that on.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -267,46 +281,35 @@ def _run_forked(
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)
         os.close(file)
-    if mounts is not None:
-        with open(mounts, "rb") as namespace:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
-                raise OSError(ctypes.get_errno(), "setns")
-        os.chdir("/")
     os.environ.clear()
     os.environ.update(environment)
     import torch
 
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-    if fault is not None:
-        _inject(fault)
     sys.argv = list(command)
     runpy.run_path(command[0], run_name="__main__")
 
 
-# Everything that changes a file system and that the program calls for its checkpoints and exports.
-CHANGES = ("mkdir", "open", "write", "fsync", "rename", "replace", "unlink", "rmdir", "ftruncate")
-
-
 def _inject(fault: Fault) -> None:
-    """Replace functions of `os` in this process by ones that fail once."""
-    original, calls = {name: getattr(os, name) for name in CHANGES}, 0
+    """Let one change of a checkpoint or export fail in this process, or every one that needs space from then on."""
+    calls = 0
 
-    def call(name: str, *args: Any, **options: Any) -> Any:
+    def before(call: OsCall) -> None:
         nonlocal calls
-        directory = options.get("dir_fd")
-        descriptor = args[0] if isinstance(args[0], int) else directory
-        path = os.fspath(args[0]) if descriptor is None else os.readlink(f"/proc/self/fd/{descriptor}")
-        if re.search(r"/(checkpoints|export)(/|$)", str(path)):
-            calls += 1
-            if calls == fault.call:
-                original["open"](fault.fired, os.O_CREAT | os.O_WRONLY, 0o600)
-                if fault.error is None:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                raise OSError(fault.error, os.strerror(fault.error or 0), str(path))
-        return original[name](*args, **options)
+        calls += 1
+        if fault.records:
+            with open(fault.fired, "a", encoding="utf-8") as file:
+                file.write(f"{call.name} {call.path}\n")
+            return
+        if calls == fault.call:
+            Path(fault.fired).touch()
+            if fault.error is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif not (fault.lasts and call.needs_space() and os.path.exists(fault.fired)):
+            return
+        raise OSError(fault.error, os.strerror(fault.error or 0), call.path)
 
-    for name in CHANGES:
-        setattr(os, name, functools.partial(call, name))
+    intercept(before)
 
 
 def free_port() -> int:

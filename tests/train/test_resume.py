@@ -7,43 +7,27 @@ accumulated, and log lines sum over steps of two starts.
 
 from __future__ import annotations
 
-import errno
 import functools
 import hashlib
 import os
 import random
 import re
-import shutil
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_lite.checkpoint import manifest
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
-from megatron_lite.monitor.trackers import read_metrics
-from tests.support.launch import TINY, Fault, Start, command_line, read_exit, run
+from tests.support.launch import TINY, Start, command_line, read_exit, run
+from tests.support.results import assert_all_good, assert_same_run, checkpoints, curve, weights
 
 ITERATIONS = 30
 RANKS = 2
 REPEAT_S = 1.5  # after which a second signal is another request (launchers pass on one that ranks have got already)
-# What metrics.jsonl must have in common with an uninterrupted run; the rest of a line is about time.
-SAME = (
-    "loss",
-    "averaged_loss",
-    "grad_norm",
-    "learning_rate",
-    "loss_scale",
-    "batch_size",
-    "consumed_samples",
-    "consumed_tokens",
-    "skipped_iters",
-    "nan_iters",
-)
 
 
 @pytest.fixture(scope="module")
@@ -79,64 +63,6 @@ def flags(corpus: str, experiment: Path, *more: str) -> list[str]:
         "--export_interval=10",
         *more,
     ]
-
-
-def checkpoints(experiment: Path) -> list[int]:
-    """Return the iterations of the published checkpoints, oldest first."""
-    root = experiment / "checkpoints"
-    return sorted(int(path.name) for path in root.iterdir() if path.name.isdecimal()) if root.is_dir() else []
-
-
-def assert_all_good(experiment: Path) -> None:
-    """Check that every published checkpoint is complete: manifest, sizes, checksums."""
-    for iteration in checkpoints(experiment):
-        folder = experiment / "checkpoints" / str(iteration)
-        content = manifest.read(folder)
-        assert content.iteration == iteration
-        for name in content.files:
-            manifest.check_file(folder, name, content)
-
-
-def weights(experiment: Path) -> dict[str, str]:
-    """Return a digest per parameter and Adam moment of the newest checkpoint, for any layout."""
-    folder = experiment / "checkpoints" / str(checkpoints(experiment)[-1])
-    digests = {}
-    for name, parameter in manifest.read(folder).parameters.items():
-        for kind, pieces in parameter.slices.items():
-            digest = hashlib.sha256()
-            for piece in pieces:
-                with open(folder / piece.file, "rb") as file:
-                    file.seek(piece.offset)
-                    digest.update(file.read(piece.num_bytes))
-            digests[f"{name} {kind}"] = digest.hexdigest()
-    assert digests
-    return digests
-
-
-def exports(experiment: Path) -> dict[str, str]:
-    """Return a digest per file of each export."""
-    root = experiment / "export"
-    paths = [path for path in root.rglob("*") if path.is_file()]
-    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
-
-
-def curve(experiment: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the lines of metrics.jsonl by phase and iteration, with floats as bits."""
-    return {
-        (record["phase"], record["iteration"]): {
-            **{key: float(record[key]).hex() for key in SAME if record.get(key) is not None},
-            "skip_reason": record.get("skip_reason"),
-        }
-        for record in read_metrics(experiment / "metrics.jsonl")
-    }
-
-
-def assert_same_run(experiment: Path, reference: Path) -> None:
-    """Check that two runs differ in timing only."""
-    assert curve(experiment) == curve(reference)
-    assert checkpoints(experiment)[-1] == checkpoints(reference)[-1]
-    assert weights(experiment) == weights(reference)
-    assert exports(experiment) == exports(reference)
 
 
 @pytest.fixture(
@@ -440,83 +366,6 @@ def test_other_world_size_and_zero_stage(tmp_path: Path) -> None:
                 wanted = float.fromhex(values[name])
                 assert float.fromhex(found[key][name]) == pytest.approx(wanted, rel=1e-6), (key, name)
     assert float.fromhex(found["training", 15]["loss"]) != float.fromhex(found["training", 1]["loss"])
-
-
-QUICK = ("crash", 1, (3, 40, 77, 114)), ("full", 1, (5, 60)), ("crash", 2, (31,))
-ERRORS = {"crash": None, "full": errno.ENOSPC, "broken": errno.EIO, "read-only": errno.EROFS}
-
-
-@pytest.fixture(scope="module")
-def short_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with three saves, two exports and two checkpoints deleted, without a fault."""
-    experiment = tmp_path_factory.mktemp("short") / "reference"
-    assert run(short_flags(experiment)).codes == [0]
-    return experiment
-
-
-def short_flags(experiment: Path) -> list[str]:
-    return [
-        *TINY,
-        f"--experiment_dir={experiment}",
-        "--train_iters=5",
-        "--checkpoint_interval=2",
-        "--max_checkpoints=1",
-        "--export_interval=4",
-    ]
-
-
-def survives(fault: Fault, ranks: int, rank: int, experiment: Path, reference: Path) -> bool:
-    """Run with one fault in one rank, then without; return False if the fault never occurred.
-
-    Whatever the fault, the error is one line (and one that says how to go on), all that is published is whole, and the
-    second start ends as the reference did (up to rounding on several ranks).
-    """
-    outcome = run(short_flags(experiment), ranks, faults={rank: fault})
-    if not os.path.exists(fault.fired):
-        assert set(outcome.codes) == {0}, outcome.output
-        return False
-    assert "Traceback" not in outcome.output, (fault, outcome.output)
-    expected = {-signal.SIGKILL, 6} if fault.error is None else {0, 8}  # 0: what could not be deleted is only named
-    assert set(outcome.codes) <= expected, (fault, outcome.codes, outcome.output)
-    said = 0 if set(outcome.codes) <= {0, -signal.SIGKILL} else 1
-    errors = [line for line in outcome.error_lines() if not line.startswith("  the same command ")]
-    assert len(errors) == said, (fault, outcome.stderrs)
-    assert_all_good(experiment)
-    again = run(short_flags(experiment), ranks)
-    assert set(again.codes) == {0}, (fault, again.output)
-    assert_all_good(experiment)
-    assert checkpoints(experiment)[-1] == 5
-    assert sorted(path.name for path in (experiment / "export").iterdir()) == ["4", "5"], fault
-    if ranks == 1:
-        assert_same_run(experiment, reference)
-    return True
-
-
-@pytest.mark.parametrize("kind, ranks, calls", QUICK, ids=lambda value: str(value).replace(" ", ""))
-def test_fault_in_a_save_or_export(
-    short_reference: Path, tmp_path: Path, kind: str, ranks: int, calls: tuple[int, ...]
-) -> None:
-    """SIGKILL or a full disk at some of the changes that saves, exports and deletions make."""
-    for call in calls:
-        fault = Fault(call, ERRORS[kind], str(tmp_path / f"fired_{call}"))
-        assert survives(fault, ranks, ranks - 1, tmp_path / str(call), short_reference), f"fewer than {call} changes"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind, ranks, rank", [*((kind, 1, 0) for kind in ERRORS), ("crash", 2, 0), ("crash", 2, 1), ("full", 2, 1)]
-)
-def test_every_fault_in_a_save_or_export(
-    short_reference: Path, tmp_path: Path, kind: str, ranks: int, rank: int
-) -> None:
-    """SIGKILL or an error at each one of the changes that saves, exports and deletions make."""
-    call = 1
-    while survives(
-        Fault(call, ERRORS[kind], str(tmp_path / f"fired_{call}")), ranks, rank, tmp_path / str(call), short_reference
-    ):
-        shutil.rmtree(tmp_path / str(call))
-        call += 1
-    assert call > 30
 
 
 def data_workers(start: Start) -> list[int]:

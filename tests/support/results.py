@@ -1,0 +1,82 @@
+"""What a run leaves, for comparison: checkpoints, exports and the curve, bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.checkpoint import manifest
+from megatron_lite.monitor.trackers import read_metrics
+
+# What metrics.jsonl must have in common with an uninterrupted run; the rest of a line is about time.
+SAME = (
+    "loss",
+    "averaged_loss",
+    "grad_norm",
+    "learning_rate",
+    "loss_scale",
+    "batch_size",
+    "consumed_samples",
+    "consumed_tokens",
+    "skipped_iters",
+    "nan_iters",
+)
+
+
+def checkpoints(experiment: Path) -> list[int]:
+    """Return the iterations of the published checkpoints, oldest first."""
+    root = experiment / "checkpoints"
+    return sorted(int(path.name) for path in root.iterdir() if path.name.isdecimal()) if root.is_dir() else []
+
+
+def assert_all_good(experiment: Path) -> None:
+    """Check that every published checkpoint is complete: manifest, sizes, checksums."""
+    for iteration in checkpoints(experiment):
+        folder = experiment / "checkpoints" / str(iteration)
+        content = manifest.read(folder)
+        assert content.iteration == iteration
+        for name in content.files:
+            manifest.check_file(folder, name, content)
+
+
+def weights(experiment: Path) -> dict[str, str]:
+    """Return a digest per parameter and Adam moment of the newest checkpoint, for any layout."""
+    folder = experiment / "checkpoints" / str(checkpoints(experiment)[-1])
+    digests = {}
+    for name, parameter in manifest.read(folder).parameters.items():
+        for kind, pieces in parameter.slices.items():
+            digest = hashlib.sha256()
+            for piece in pieces:
+                with open(folder / piece.file, "rb") as file:
+                    file.seek(piece.offset)
+                    digest.update(file.read(piece.num_bytes))
+            digests[f"{name} {kind}"] = digest.hexdigest()
+    assert digests
+    return digests
+
+
+def exports(experiment: Path) -> dict[str, str]:
+    """Return a digest per file of each export."""
+    root = experiment / "export"
+    paths = [path for path in root.rglob("*") if path.is_file()]
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def curve(experiment: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return the lines of metrics.jsonl by phase and iteration, with floats as bits."""
+    return {
+        (record["phase"], record["iteration"]): {
+            **{key: float(record[key]).hex() for key in SAME if record.get(key) is not None},
+            "skip_reason": record.get("skip_reason"),
+        }
+        for record in read_metrics(experiment / "metrics.jsonl")
+    }
+
+
+def assert_same_run(experiment: Path, reference: Path) -> None:
+    """Check that two runs differ in timing only."""
+    assert curve(experiment) == curve(reference)
+    assert checkpoints(experiment)[-1] == checkpoints(reference)[-1]
+    assert weights(experiment) == weights(reference)
+    assert exports(experiment) == exports(reference)
