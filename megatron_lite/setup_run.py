@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_lite.checkpoint import compatibility, sharded
+from megatron_lite.checkpoint import compatibility, sharded, space
+from megatron_lite.checkpoint.background import BackgroundSaves, open_background
 from megatron_lite.checkpoint.manifest import Manifest
 from megatron_lite.checkpoint.names import newest_checkpoint
 from megatron_lite.cli.help import banner, short_banner
@@ -23,7 +24,7 @@ from megatron_lite.distributed.agreement import together
 from megatron_lite.distributed.peers import Place, all_places
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.traffic import Traffic
-from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, OutOfMemoryError, RunError, as_run_error
+from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, OutOfMemoryError, RunError, StorageError, as_run_error
 from megatron_lite.generation.samples import Samples, open_samples
 from megatron_lite.huggingface import load_pretrained
 from megatron_lite.huggingface.architectures import check_exports
@@ -96,6 +97,8 @@ class Run(Start):
     debugger: TensorDebugger | None  # None without debug options
     callback: ExportCallback
     samples: Samples | None  # None without --sample_interval
+    background: BackgroundSaves | None  # None without --async_checkpoint
+    checkpoint_bytes: int  # of all ranks together
 
 
 @contextlib.contextmanager
@@ -129,11 +132,20 @@ def opened(config: Config, notes: tuple[Note, ...], environment: Mapping[str, st
         if run is not None:
             run.callback.close(0.0)
             run.trackers.close(code)
-            if isinstance(error, RunError) and error.agreed:  # leaving first could cut a peer off in its last step
-                run.distributed.wait_for_peers(LEAVE_TOGETHER_S)
+            if isinstance(error, RunError) and error.agreed:
+                _finish_background(run, error)
+                run.distributed.wait_for_peers(LEAVE_TOGETHER_S)  # leaving first could cut a peer off in its last step
         if experiment is not None:
             experiment.release()
         exit_status.leave(code)  # a normal exit could hang: peers may wait for this rank in a collective
+
+
+def _finish_background(run: Run, error: RunError) -> None:
+    """Publish the checkpoint that was being written when all ranks met an error: it is from before the error."""
+    if run.background is not None and not isinstance(error, StorageError):
+        with contextlib.suppress(Exception):  # the error that ends the run is the one to report
+            if (finished := run.background.finish(hurry=True)) is not None:
+                run.logger.info("saved %s, which was being written", finished.folder)
 
 
 def _with_advice(error: BaseException, config: Config, distributed: Distributed | None) -> BaseException:
@@ -222,6 +234,10 @@ def build(
     debugger = _debug(start, model)
     with distributed.traffic.paused():
         model.gather_ahead()  # every iteration ends with this
+    root, checkpoint_bytes = experiment.checkpoints, space.checkpoint_bytes(model, distributed.world_size)
+    if distributed.rank == 0 and (lack := space.lack_at_start(root, checkpoint_bytes, config.training, iteration)):
+        logger.warning(lack)
+    background = together(distributed, lambda: open_background(config.training, root, model, distributed))
     reports = distributed.rank == 0
     trackers = together(distributed, lambda: open_trackers(config, experiment.root, experiment.run, reports))
     peak_tflops = config.run.peak_tflops or _device_peak_tflops(distributed.device)
@@ -241,6 +257,8 @@ def build(
         debugger=debugger,
         callback=inputs.callback,
         samples=samples,
+        background=background,
+        checkpoint_bytes=checkpoint_bytes,
     )
 
 

@@ -11,7 +11,15 @@ from megatron_lite.errors import EXIT_DONE
 from megatron_lite.monitor.logging import ProgressBar
 from megatron_lite.optimizer.optimizer import Update
 from megatron_lite.outputs.evaluation import evaluate_and_export, evaluate_first
-from megatron_lite.outputs.saving import completion, is_due, is_save_due, planned_stop, save, save_and_stop
+from megatron_lite.outputs.saving import (
+    completion,
+    is_due,
+    is_save_due,
+    planned_stop,
+    publish_save,
+    save,
+    save_and_stop,
+)
 from megatron_lite.outputs.training_log import is_early, log_training, show_early
 from megatron_lite.run.stop_signal import StopRequested
 from megatron_lite.schedules.batch_options import iteration_tokens
@@ -60,6 +68,7 @@ def train(run: Run) -> tuple[int, str]:
                     loss = show_early(run, update)
                 bar.update(iteration, loss)
                 with run.timer.excluded(), run.distributed.traffic.paused():
+                    publish_save(run)
                     evaluate_and_export(run, last)
                     if is_save_due(run, last):
                         save(run)

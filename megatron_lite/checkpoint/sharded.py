@@ -11,7 +11,6 @@ Loading verifies a checkpoint (manifest, sizes, checksums) first; it reports and
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,13 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_lite.checkpoint import files, manifest, names
-from megatron_lite.checkpoint.manifest import Manifest, SavedFile, tensor_name
-from megatron_lite.checkpoint.names import MANIFEST_NAME, is_folder, new_nonce, rank_file, reason, work_path
+from megatron_lite.checkpoint.manifest import Manifest
+from megatron_lite.checkpoint.names import new_nonce, reason, work_path
 from megatron_lite.checkpoint.reading import changes, fill, verify
-from megatron_lite.config import Config, flatten
-from megatron_lite.distributed.agreement import first_problem, together, write_together
+from megatron_lite.checkpoint.writing import Save, is_checkpoint, write_now
+from megatron_lite.config import Config
+from megatron_lite.distributed.agreement import first_problem, together
 from megatron_lite.errors import CheckpointError, DamagedError, shorten
-from megatron_lite.run.durable_files import sync_folder
 
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed
@@ -45,87 +44,12 @@ def save(
 
     Returns the bytes of all ranks' shards. Also delete the remains of interrupted saves in `root`.
 
-    Args:
-        state: JSON, the same on every rank.
-        check: rank 0 calls it before it makes a folder and before it publishes one; it raises a RunError if the
-            directory above `root` is no longer this run's.
+    `state` and `check`: see `Save`.
 
     Raises:
         StorageError: on every rank, if any rank cannot write; older checkpoints are untouched.
     """
-    folder = root / str(iteration)
-    save_id = distributed.broadcast_object(new_nonce())
-    temporary = work_path(folder, "tmp", save_id)
-    tensors = _tensors(model)
-    own_name = rank_file(distributed.rank)
-
-    def prepare() -> None:
-        if distributed.rank == 0:
-            check()
-            root.mkdir(exist_ok=True)
-            files.recover(root)
-            temporary.mkdir()
-
-    def write() -> files.WrittenFile:
-        if not temporary.is_dir():
-            raise OSError(errno.ENOENT, "the folder is not visible here, all ranks need the same file system")
-        metadata = manifest.file_metadata(save_id, iteration, distributed.rank)
-        return files.write_tensors(temporary / own_name, tensors, metadata)
-
-    def finish(written: list[files.WrittenFile]) -> None:
-        if distributed.rank == 0:
-            content = Manifest(
-                save_id=save_id,
-                iteration=iteration,
-                world_size=distributed.world_size,
-                config=flatten(config),
-                state=state,
-                files={rank_file(rank): SavedFile(file.size, file.crc32) for rank, file in enumerate(written)},
-                parameters=manifest.locate_parameters([part for _, part in model.parts()], written),
-            )
-            files.write_text(temporary / MANIFEST_NAME, manifest.dump(content))
-            sync_folder(temporary)
-            check()
-            files.publish(temporary, folder, _is_checkpoint)
-
-    what = f"the checkpoint of iteration {iteration}"
-    try:
-        write_together(distributed, what, root, prepare)
-        own_bytes = sum(tensor.num_bytes for tensor in tensors)
-        written = write_together(distributed, what, temporary / own_name, write, own_bytes)
-        write_together(distributed, what, folder, lambda: finish([files.WrittenFile(*file) for file in written]))
-    except Exception:
-        if distributed.rank == 0:
-            files.remove_folder(temporary)
-        raise
-    return sum(files.WrittenFile(*file).size for file in written)
-
-
-def _tensors(model: MultiStage) -> list[files.TensorToWrite]:
-    """List this rank's shards in the order of `manifest.locate_parameters`; writing creates them one at a time."""
-    for index, part in model.parts():
-        assert part.frozen or part.has_state, f"stage {index}: a checkpoint needs moments, this model is for inference"
-    return [
-        files.TensorToWrite(tensor_name(index, part.frozen, kind), dtype, (part.numel(kind),), partial(part.read, kind))
-        for index, part in model.parts()
-        for kind, dtype in part.kinds().items()
-    ]
-
-
-def _is_checkpoint(folder: Path, with_files: bool = False) -> bool:
-    """Return True for a folder (not a link) with a good manifest for the iteration in its name.
-
-    with_files: require files of the right sizes, too.
-    """
-    if not is_folder(folder):
-        return False
-    try:
-        content = manifest.read(folder, int(folder.name))
-        if with_files:
-            manifest.check_sizes(folder, content)
-        return True
-    except DamagedError:
-        return False
+    return write_now(Save(root, iteration, model, state, config, distributed, check))
 
 
 def newest_config(root: Path) -> tuple[int, dict[str, Any]] | None:
@@ -230,7 +154,7 @@ def prune(root: Path, keep: int | None, newest: int | None = None) -> None:
         for iteration, folder in names.find_checkpoints(root)
         if folder.name == str(iteration)
         and (newest is None or iteration <= newest)
-        and _is_checkpoint(folder, with_files=True)
+        and is_checkpoint(folder, with_files=True)
     ]
     for iteration in checkpoints_to_delete(candidates, keep):
         folder = root / str(iteration)

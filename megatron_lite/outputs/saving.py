@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from megatron_lite.checkpoint import sharded
-from megatron_lite.errors import EXIT_PREEMPTED, NumericsError
+from megatron_lite.checkpoint.background import Finished, pause_s
+from megatron_lite.checkpoint.space import lack_now
+from megatron_lite.checkpoint.writing import Save, prepared, write_now
+from megatron_lite.errors import EXIT_PREEMPTED, FolderLostError, NumericsError, StorageError
 from megatron_lite.huggingface.export import export_weights, save_huggingface
 from megatron_lite.setup_run import Run
+
+T = TypeVar("T")
+_POLL_S = 0.25
 
 
 def is_due(iteration: int, interval: int | None, offset: int = 0) -> bool:
@@ -52,23 +60,93 @@ def _state(run: Run, evaluation_due: bool = False) -> dict[str, Any]:
     return {"optimizer": run.optimizer.state(), "window": run.window.state(), "evaluation_due": evaluation_due}
 
 
-def save(run: Run, evaluation_due: bool = False) -> None:
+def save(run: Run, evaluation_due: bool = False, stopping: bool = False) -> None:
     """Write a checkpoint, then delete those beyond --max_checkpoints.
 
-    After a dropped update delete none: the weights are older than they look, and perhaps what broke the run.
+    After a dropped update delete none: the weights are older than they look, and perhaps what broke the run. With
+    --async_checkpoint=1 return once the weights are copied, unless the run ends here.
+
+    stopping: the run ends because of a signal; no failure is waited for.
     """
     refuse_bad_steps(run)
     root = run.experiment.checkpoints
     if root is None:
         return
     refuse_broken_weights(run)
+    finish_save(run, stopping)
+    if run.distributed.rank == 0 and (lack := lack_now(root, run.checkpoint_bytes)) is not None:
+        run.logger.warning(lack)
+    state, start_s = _state(run, evaluation_due), time.perf_counter()
+
+    def begin() -> Save:
+        return Save(root, run.iteration, run.model, state, run.config, run.distributed, run.experiment.check)
+
+    if run.background is not None and not stopping and not _ends_here(run):
+        run.background.begin(with_retries(run, lambda: prepared(begin())))
+        return
+    num_bytes = with_retries(run, lambda: write_now(begin()))
+    _settle(run, Finished(root / str(run.iteration), run.iteration, num_bytes, time.perf_counter() - start_s, 0.0))
+
+
+def finish_save(run: Run, hurry: bool = False) -> None:
+    """Wait for the save in the background, if there is one, and publish it."""
+    if run.background is None or not run.background.is_pending:
+        return
     start_s = time.perf_counter()
-    state, check = _state(run, evaluation_due), run.experiment.check
-    size = sharded.save(root, run.iteration, run.model, state, run.config, run.distributed, check)
+    finished = run.background.finish(hurry)
+    if finished is not None:
+        _settle(run, finished, time.perf_counter() - start_s)
+
+
+def publish_save(run: Run) -> None:
+    """Publish the save in the background once every rank has written its file; call this between iterations."""
+    if run.background is not None and run.background.is_written():
+        finish_save(run)
+
+
+def _settle(run: Run, finished: Finished, waited_s: float = 0.0) -> None:
+    """Delete old checkpoints after a new one is there, and log it."""
+    root = finished.folder.parent
     if run.distributed.rank == 0 and not run.optimizer.guard.dropped.streak():
-        sharded.prune(root, run.config.training.max_checkpoints, run.iteration)
-    seconds = time.perf_counter() - start_s
-    run.logger.info("saved %s (%s MB, %.1f s)", root / str(run.iteration), f"{size / 1e6:,.1f}", seconds)
+        sharded.prune(root, run.config.training.max_checkpoints, finished.iteration)
+    blocked = f", training waited {finished.blocked_s + waited_s:.2f} s" if run.background is not None else ""
+    size = f"{finished.num_bytes / 1e6:,.1f} MB"
+    run.logger.info("saved %s (%s, %.1f s%s)", finished.folder, size, finished.seconds, blocked)
+
+
+def _ends_here(run: Run) -> bool:
+    """Whether the run ends after this iteration, as far as it knows: then nothing is gained by going on."""
+    training = run.config.training
+    return run.iteration >= training.train_iters or is_due(run.iteration, training.stop_interval, training.stop_offset)
+
+
+def with_retries(run: Run, attempt: Callable[[], T]) -> T:
+    """Call `attempt` on all ranks, and after a StorageError again, up to --save_retries times, with growing pauses.
+
+    A stop signal ends the pauses: one more attempt follows. A lost directory is no reason to try again.
+    """
+    retries, number, hurry = run.config.training.save_retries, 1, False
+    while True:
+        try:
+            return attempt()
+        except FolderLostError:
+            raise
+        except StorageError as error:
+            if number > retries or hurry:
+                raise
+            text = "%s\nTraining waits; trying again in %.0f s (%d of %d, --save_retries)"
+            run.logger.warning(text, error, pause_s(number), number, retries)
+        hurry = _pause(run, pause_s(number))
+        number += 1
+
+
+def _pause(run: Run, seconds: float) -> bool:
+    """Wait on all ranks; return at once, with True, if any rank receives a stop signal."""
+    for _ in range(math.ceil(seconds / _POLL_S)):
+        if run.distributed.agree_max(run.stop.received):
+            return True
+        time.sleep(_POLL_S)
+    return False
 
 
 def export(run: Run) -> None:
@@ -100,7 +178,7 @@ def save_and_stop(run: Run) -> tuple[int, str]:
     refuse_bad_steps(run)
     if run.experiment.checkpoints is None:
         return 1, f"stopped by a signal at iteration {run.iteration}; nothing was saved (no --experiment_dir)"
-    save(run, run.evaluation_due)
+    save(run, run.evaluation_due, stopping=True)
     return EXIT_PREEMPTED, f"stopped by a signal: saved at iteration {run.iteration}; the same command resumes"
 
 

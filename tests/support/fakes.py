@@ -59,6 +59,7 @@ class FakeDistributed:
     """The parts of `Distributed` that checkpoints use."""
 
     device = torch.device("cpu")
+    local_world_size = 1
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.world_size = world, rank, world.world_size
@@ -72,6 +73,9 @@ class FakeDistributed:
 
     def broadcast_object(self, value: Any) -> Any:
         return self.gather_objects(value)[0]
+
+    def agree_max(self, value: int) -> int:
+        return max(self.gather_objects(value))
 
     def wait_for_device(self) -> None:
         """Return at once, as on CPU."""
@@ -108,6 +112,7 @@ class FakePart:
 @dataclasses.dataclass
 class FakeModel:
     stages: list[list[FakePart]]
+    training: bool = True
 
     def parts(self) -> Iterator[tuple[int, FakePart]]:
         for index, stage in enumerate(self.stages):

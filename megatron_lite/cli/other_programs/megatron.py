@@ -236,7 +236,7 @@ MEGATRON = (
     Row("no_load_optim", PRETRAINED, "without --load_pretrained_optimizer=1 only weights are loaded"),
     Row("no_save_optim", "--export_interval=<iterations>", "exports hold weights only, checkpoints always everything"),
     Row("no_load_rng no_save_rng", remark="checkpoints hold no random state: it follows from --seed and the iteration"),
-    Row("async_save use_persistent_ckpt_worker", remark="saves come between two iterations; see --checkpoint_interval"),
+    Row("use_persistent_ckpt_worker", remark="a thread writes; see --async_checkpoint"),
     Row("non_persistent_save_interval", "--checkpoint_interval=<iterations> --max_checkpoints=<number>"),
     Row("non_persistent_*", "--checkpoint_interval=<iterations>"),
     Row(

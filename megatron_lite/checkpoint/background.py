@@ -1,0 +1,149 @@
+"""Saves in the background: training stops for a copy into host memory, and a thread per rank writes the files.
+
+The threads exchange nothing. Between two iterations the ranks agree, over the CPU group, on whether all files are
+written; the main threads then publish the checkpoint together. Until then it does not exist: a crash leaves a work
+folder, which the next save deletes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from megatron_lite.checkpoint.files import WrittenFile, logger
+from megatron_lite.checkpoint.names import reason
+from megatron_lite.checkpoint.space import shard_bytes
+from megatron_lite.checkpoint.writing import Save, tensors_of
+from megatron_lite.config import TrainingConfig
+from megatron_lite.errors import OutOfMemoryError
+from megatron_lite.run.host_memory import available_bytes
+
+if TYPE_CHECKING:
+    from megatron_lite.distributed.process_group import Distributed
+    from megatron_lite.zero.multi_stage import MultiStage
+
+_GIB = 2**30
+_WRITTEN, _WRITING, _FAILED = range(3)
+
+
+def pause_s(attempt: int) -> float:
+    """Return the pause after a failed attempt, counted from 1: 1, 4, 16, then 60 s."""
+    return float(min(4 ** (attempt - 1), 60))
+
+
+class _Pending(NamedTuple):
+    save: Save
+    file: Future[WrittenFile]
+    begun_s: float
+    blocked_s: float
+
+
+class Finished(NamedTuple):
+    """A checkpoint that was published."""
+
+    folder: Path
+    iteration: int
+    num_bytes: int
+    seconds: float  # since its beginning
+    blocked_s: float  # of these, before training went on
+
+
+class BackgroundSaves:
+    """The copy of a model's shards in host memory, and at most one save that is being written from it.
+
+    retries: attempts to write a file after the first.
+    """
+
+    def __init__(self, model: MultiStage, distributed: Distributed, retries: int) -> None:
+        self._distributed, self._retries = distributed, retries
+        pinned = distributed.device.type == "cuda"
+        self._copies = [
+            torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).fill_(1) for tensor in tensors_of(model)
+        ]  # filled, so that the system has given the memory before the first save
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: _Pending | None = None
+        self._hurry = threading.Event()
+
+    @property
+    def is_pending(self) -> bool:
+        return self._pending is not None
+
+    def begin(self, save: Save) -> None:
+        """Copy the shards and let a thread write them; the folder of the save is prepared."""
+        assert self._pending is None, "finish the save before"
+        begun_s, tensors = time.perf_counter(), []
+        for copy, tensor in zip(self._copies, save.tensors, strict=True):
+            copy.copy_(tensor.read())
+            tensors.append(tensor._replace(read=partial(copy.view, -1)))
+        save.tensors = tensors
+        blocked_s = time.perf_counter() - begun_s
+        self._pending = _Pending(save, self._pool.submit(self._write, save), begun_s, blocked_s)
+
+    def is_written(self) -> bool:
+        """Whether all ranks have written their files, or one has failed; all ranks call this together."""
+        if self._pending is None:
+            return False
+        file = self._pending.file
+        state = _WRITING if not file.done() else _WRITTEN if file.exception() is None else _FAILED
+        return self._distributed.agree_max(state) != _WRITING
+
+    def finish(self, hurry: bool = False) -> Finished | None:
+        """Wait for the files and publish the checkpoint; None if no save is pending. All ranks call this together.
+
+        hurry: do not pause before another attempt to write.
+
+        Raises:
+            StorageError: on every rank, if any rank could not write; older checkpoints are untouched.
+        """
+        if self._pending is None:
+            return None
+        (save, file, begun_s, blocked_s), self._pending = self._pending, None
+        if hurry:
+            self._hurry.set()
+        try:
+            num_bytes = save.publish(file.result)
+        except Exception:
+            save.abandon()
+            raise
+        return Finished(save.folder, save.iteration, num_bytes, time.perf_counter() - begun_s, blocked_s)
+
+    def _write(self, save: Save) -> WrittenFile:
+        """Write this rank's file, in the thread; try again after an error of the system."""
+        attempt = 1
+        while True:
+            try:
+                return save.write()
+            except OSError as error:
+                if attempt > self._retries:
+                    raise
+                text = "cannot write the checkpoint of iteration %d: %s; trying again in %.0f s (%d of %d)"
+                logger.warning(text, save.iteration, reason(error), pause_s(attempt), attempt, self._retries)
+            self._hurry.wait(pause_s(attempt))
+            attempt += 1
+
+
+def open_background(
+    training: TrainingConfig, root: Path | None, model: MultiStage, distributed: Distributed
+) -> BackgroundSaves | None:
+    """Allocate the host memory of --async_checkpoint; None without it.
+
+    Raises:
+        OutOfMemoryError: if the ranks of this machine need more than is left.
+    """
+    if not training.async_checkpoint or root is None or not model.training:
+        return None
+    own, here, free = shard_bytes(model), distributed.local_world_size, available_bytes()
+    facts = f"{own / _GIB:.2f} GiB per rank, {own * here / _GIB:.2f} GiB on this machine, of {free / _GIB:.2f} GiB free"
+    if own * here > free:
+        raise OutOfMemoryError(
+            f"--async_checkpoint=1 copies the weights and the optimizer state into host memory: {facts}; leave it out, "
+            "or use more machines"
+        )
+    logger.info("asynchronous checkpoints: a copy in host memory, %s", facts)
+    return BackgroundSaves(model, distributed, training.save_retries)

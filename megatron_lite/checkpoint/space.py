@@ -1,0 +1,67 @@
+"""Room for checkpoints: the bytes that one takes, and warnings while there is time to make some."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_lite.checkpoint.names import find_checkpoints
+from megatron_lite.checkpoint.writing import tensors_of
+from megatron_lite.config import TrainingConfig
+
+if TYPE_CHECKING:
+    from megatron_lite.zero.multi_stage import MultiStage
+
+
+def shard_bytes(model: MultiStage) -> int:
+    """Return the bytes that each rank writes for a checkpoint, 0 for inference; headers and manifest add little."""
+    return sum(tensor.num_bytes for tensor in tensors_of(model)) if model.training else 0
+
+
+def checkpoint_bytes(model: MultiStage, world_size: int) -> int:
+    """Return the bytes of a checkpoint, over all ranks."""
+    return shard_bytes(model) * world_size
+
+
+def free_bytes(path: Path) -> int | None:
+    """Return the bytes that this user can write at a path, or at the nearest folder above it; None if unknown."""
+    try:
+        usage = os.statvfs(next(parent for parent in (path, *path.parents) if parent.exists()))
+    except (OSError, StopIteration):
+        return None
+    return usage.f_bavail * usage.f_frsize
+
+
+def lack_at_start(root: Path | None, num_bytes: int, training: TrainingConfig, iteration: int) -> str | None:
+    """Describe the space that the checkpoints still to come will lack; None if there is enough.
+
+    num_bytes: of one checkpoint. iteration: iterations done.
+    """
+    free = None if root is None else free_bytes(root)
+    if root is None or free is None:
+        return None
+    left, there = max(0, training.train_iters - iteration), len(find_checkpoints(root))
+    saves = min(left, 1) if training.checkpoint_interval is None else -(-left // training.checkpoint_interval)
+    more = additional(there, saves, training.max_checkpoints)
+    if more * num_bytes <= free:
+        return None
+    return (
+        f"{root}: {free / 1e9:,.1f} GB free, but the checkpoints to come take {more} x {num_bytes / 1e9:,.1f} GB; make "
+        "room, or keep fewer (--max_checkpoints)"
+    )
+
+
+def additional(there: int, saves: int, keep: int | None) -> int:
+    """Return how many checkpoints more than now will exist at one time. One is written before an old one is deleted."""
+    if keep is None or there + saves <= keep:
+        return saves
+    return max(0, keep - there) + 1
+
+
+def lack_now(root: Path, num_bytes: int) -> str | None:
+    """Describe the space that the next checkpoint lacks; None if there is enough."""
+    free = free_bytes(root)
+    if free is None or num_bytes <= free:
+        return None
+    return f"{root}: the next checkpoint takes {num_bytes / 1e9:,.1f} GB, but only {free / 1e9:,.1f} GB are free"

@@ -1,0 +1,157 @@
+"""One save of a training checkpoint: a folder aside, each rank's file in it, then the manifest and the final name."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_lite.checkpoint import files, manifest
+from megatron_lite.checkpoint.files import TensorToWrite, WrittenFile
+from megatron_lite.checkpoint.manifest import Manifest, SavedFile, tensor_name
+from megatron_lite.checkpoint.names import MANIFEST_NAME, is_folder, new_nonce, rank_file, work_path
+from megatron_lite.config import Config, flatten
+from megatron_lite.distributed.agreement import write_together
+from megatron_lite.errors import DamagedError
+from megatron_lite.run.durable_files import sync_folder
+
+if TYPE_CHECKING:
+    from megatron_lite.distributed.process_group import Distributed
+    from megatron_lite.zero.multi_stage import MultiStage
+
+
+class Save:
+    """A checkpoint that is being written; all ranks call each method together, except `write`.
+
+    Args:
+        state: JSON, the same on every rank.
+        check: rank 0 calls it before it makes the folder and before it publishes it; it raises a RunError if the
+            directory above `root` is no longer this run's.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        iteration: int,
+        model: MultiStage,
+        state: dict[str, Any],
+        config: Config,
+        distributed: Distributed,
+        check: Callable[[], None],
+    ) -> None:
+        self.root, self.iteration, self.folder = root, iteration, root / str(iteration)
+        self.tensors = tensors_of(model)
+        self._model, self._state, self._config, self._distributed = model, state, config, distributed
+        self._check, self._what = check, f"the checkpoint of iteration {iteration}"
+        self._save_id = distributed.broadcast_object(new_nonce())
+        self._temporary = work_path(self.folder, "tmp", self._save_id)
+        self._own_path = self._temporary / rank_file(distributed.rank)
+
+    def prepare(self) -> None:
+        """Make the folder aside, and delete the remains of interrupted saves.
+
+        Raises:
+            StorageError: on every rank, if it cannot be made.
+        """
+
+        def prepare() -> None:
+            if self._distributed.rank == 0:
+                self._check()
+                self.root.mkdir(exist_ok=True)
+                files.recover(self.root)
+                self._temporary.mkdir()
+
+        write_together(self._distributed, self._what, self.root, prepare)
+
+    def write(self) -> WrittenFile:
+        """Write and sync this rank's file; any thread may call this, and again after a failure.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        if not self._temporary.is_dir():
+            raise OSError(errno.ENOENT, "the folder is not visible here, all ranks need the same file system")
+        with contextlib.suppress(FileNotFoundError):
+            self._own_path.unlink()
+        metadata = manifest.file_metadata(self._save_id, self.iteration, self._distributed.rank)
+        return files.write_tensors(self._own_path, self.tensors, metadata)
+
+    def publish(self, write: Callable[[], WrittenFile]) -> int:
+        """Let `write` give every rank's file, add the manifest, rename; return the bytes of all ranks' files.
+
+        Raises:
+            StorageError: on every rank, if any rank cannot write; older checkpoints are untouched.
+        """
+        own_bytes = sum(tensor.num_bytes for tensor in self.tensors)
+        gathered = write_together(self._distributed, self._what, self._own_path, write, own_bytes)
+        written = [WrittenFile(*file) for file in gathered]
+        write_together(self._distributed, self._what, self.folder, lambda: self._finish(written))
+        return sum(file.size for file in written)
+
+    def abandon(self) -> None:
+        """Delete what was written. Not collective; never fails."""
+        if self._distributed.rank == 0:
+            files.remove_folder(self._temporary)
+
+    def _finish(self, written: list[WrittenFile]) -> None:
+        if self._distributed.rank != 0:
+            return
+        content = Manifest(
+            save_id=self._save_id,
+            iteration=self.iteration,
+            world_size=self._distributed.world_size,
+            config=flatten(self._config),
+            state=self._state,
+            files={rank_file(rank): SavedFile(file.size, file.crc32) for rank, file in enumerate(written)},
+            parameters=manifest.locate_parameters([part for _, part in self._model.parts()], written),
+        )
+        files.write_text(self._temporary / MANIFEST_NAME, manifest.dump(content))
+        sync_folder(self._temporary)
+        self._check()
+        files.publish(self._temporary, self.folder, is_checkpoint)
+
+
+def prepared(save: Save) -> Save:
+    """Return a save whose folder is made."""
+    save.prepare()
+    return save
+
+
+def write_now(save: Save) -> int:
+    """Write and publish a checkpoint; return the bytes of all ranks' files. See `Save`."""
+    try:
+        save.prepare()
+        return save.publish(save.write)
+    except Exception:
+        save.abandon()
+        raise
+
+
+def tensors_of(model: MultiStage) -> list[TensorToWrite]:
+    """List this rank's shards in the order of `manifest.locate_parameters`; writing creates them one at a time."""
+    for index, part in model.parts():
+        assert part.frozen or part.has_state, f"stage {index}: a checkpoint needs moments, this model is for inference"
+    return [
+        TensorToWrite(tensor_name(index, part.frozen, kind), dtype, (part.numel(kind),), partial(part.read, kind))
+        for index, part in model.parts()
+        for kind, dtype in part.kinds().items()
+    ]
+
+
+def is_checkpoint(folder: Path, with_files: bool = False) -> bool:
+    """Return True for a folder (not a link) with a good manifest for the iteration in its name.
+
+    with_files: require files of the right sizes, too.
+    """
+    if not is_folder(folder):
+        return False
+    try:
+        content = manifest.read(folder, int(folder.name))
+        if with_files:
+            manifest.check_sizes(folder, content)
+        return True
+    except DamagedError:
+        return False

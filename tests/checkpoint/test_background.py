@@ -1,0 +1,149 @@
+"""Saves in the background: the bytes of a save in place, as of its beginning, and nothing before it is whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lite.checkpoint import background, files, manifest, sharded
+from megatron_lite.checkpoint.background import BackgroundSaves, open_background
+from megatron_lite.checkpoint.writing import Save
+from megatron_lite.config import Config, TrainingConfig
+from megatron_lite.errors import OutOfMemoryError, StorageError
+from tests.checkpoint.test_sharded import SPECS, load, names, save
+from tests.support.fakes import FakeDistributed, Layout, World, empty_model, put, random_values, same
+
+VALUES, LATER = random_values(SPECS, 1), random_values(SPECS, 2)
+LAYOUT = Layout(2)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "pause_s", lambda attempt: 0.01)
+
+
+def in_background(
+    root: Path, after: Callable[[FakeDistributed, BackgroundSaves], Any], retries: int = 0, iteration: int = 20
+) -> list[Any]:
+    """Begin a save of VALUES on two ranks, go on to LATER, call `after`; return the ranks' results or exceptions."""
+
+    def rank_main(distributed: Any) -> Any:
+        model: Any = put(empty_model(SPECS, LAYOUT, distributed.rank), VALUES, distributed.rank)
+        saves = BackgroundSaves(model, distributed, retries)
+        started = Save(root, iteration, model, {"a": 1}, Config(), distributed, lambda: None)
+        started.prepare()
+        saves.begin(started)
+        put(model, LATER, distributed.rank)
+        return after(distributed, saves)
+
+    return World(2).run(rank_main)
+
+
+def finish(distributed: FakeDistributed, saves: BackgroundSaves) -> Any:
+    while not saves.is_written():
+        pass
+    return saves.finish()
+
+
+def test_the_same_bytes_as_a_save_in_place(tmp_path: Path) -> None:
+    """Values of the beginning, whatever the model does meanwhile; but for the random id, files and manifest agree."""
+    for name in ("now", "later"):
+        (tmp_path / name).mkdir()
+    save(tmp_path / "now", 20, 1, world_size=2, state={"a": 1})
+    for result in in_background(tmp_path / "later", finish):
+        assert result.iteration == 20 and result.num_bytes > 0, result
+    contents = []
+    for root in (tmp_path / "now", tmp_path / "later"):
+        content = manifest.read(root / "20", 20)
+        values = [(root / "20" / name).read_bytes().replace(content.save_id.encode(), b"id") for name in content.files]
+        contents.append((dataclasses.replace(content, save_id="", files={}), values))
+    assert contents[0] == contents[1]
+    assert same(load(tmp_path / "later", 2)[1], VALUES)
+
+
+def test_nothing_is_there_before_it_is_whole(tmp_path: Path) -> None:
+    """A crash between writing and publishing leaves the older checkpoint, and a folder that the next save deletes."""
+    old = save(tmp_path, 10, 3, world_size=2)
+    in_background(tmp_path, lambda distributed, saves: saves._pending.file.result())  # type: ignore[union-attr]
+    assert "10" in names(tmp_path) and "20" not in names(tmp_path)
+    assert same(load(tmp_path)[1], old)
+    save(tmp_path, 30, 4)
+    assert names(tmp_path) == {"10", "30"}
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """Let rank 1 fail to write its file, this many times."""
+    real, failures = files.write_tensors, iter(range(times))
+
+    def write(path: Path, *arguments: Any) -> files.WrittenFile:
+        if path.name == "rank_001.safetensors" and next(failures, None) is not None:
+            path.write_bytes(b"half")
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *arguments)
+
+    monkeypatch.setattr(files, "write_tensors", write)
+
+
+def test_a_failure_on_one_rank_is_an_error_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found at the next look; the older checkpoint stays, nothing else does."""
+    save(tmp_path, 10, 3, world_size=2)
+    failing(monkeypatch, times=3)
+    for result in in_background(tmp_path, finish, retries=2):
+        assert isinstance(result, StorageError) and "rank 1: " in str(result) and "Input/output error" in str(result)
+    assert names(tmp_path) == {"10"}
+
+
+def test_a_failure_that_passes_is_retried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the thread, while training goes on, with a warning each time."""
+    failing(monkeypatch, times=2)
+    monkeypatch.setattr(files.logger, "propagate", True)
+    with caplog.at_level(logging.WARNING, "megatron_lite"):
+        in_background(tmp_path, finish, retries=2)
+    assert same(load(tmp_path, 2)[1], VALUES)
+    assert [record.args[1:] for record in caplog.records] == [  # type: ignore[index]
+        ("Input/output error", 0.01, 1, 2),
+        ("Input/output error", 0.01, 2, 2),
+    ]
+
+
+def test_a_stop_request_ends_the_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for another attempt would cost the grace time."""
+    monkeypatch.setattr(background, "pause_s", lambda attempt: 60.0)
+    failing(monkeypatch, times=1)
+    in_background(tmp_path, lambda distributed, saves: saves.finish(hurry=True), retries=3)
+    assert same(load(tmp_path, 2)[1], VALUES)
+
+
+def test_the_copy_must_fit_into_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused with the numbers before anything is allocated; every rank of the machine counts."""
+    distributed: Any = FakeDistributed(World(1), 0)
+    distributed.local_world_size = 4
+    model: Any = empty_model(SPECS, Layout(), 0)
+    own = background.shard_bytes(model)
+    wanted = TrainingConfig(async_checkpoint=True)
+    monkeypatch.setattr(background, "available_bytes", lambda: 4 * own - 1)
+    with pytest.raises(OutOfMemoryError, match="--async_checkpoint=1 .* GiB per rank, .* on this machine, of .* free"):
+        open_background(wanted, tmp_path, model, distributed)
+    monkeypatch.setattr(background, "available_bytes", lambda: 4 * own)
+    saves = open_background(wanted, tmp_path, model, distributed)
+    assert saves is not None and sum(copy.nbytes for copy in saves._copies) == own
+    assert open_background(TrainingConfig(), tmp_path, model, distributed) is None
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint")], "none until a save"
+
+
+def test_a_save_replaces_that_of_its_iteration(tmp_path: Path) -> None:
+    """As one in place does."""
+    save(tmp_path, 20, 3, world_size=2)
+    in_background(tmp_path, finish)
+    assert same(load(tmp_path, 2)[1], VALUES) and names(tmp_path) == {"20"}
+    assert sharded.newest_config(tmp_path) is not None

@@ -1,0 +1,45 @@
+"""Room for the checkpoints to come, counted before they are written."""
+
+from __future__ import annotations
+
+import os
+import types
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.checkpoint import space
+from megatron_lite.config import TrainingConfig
+
+
+@pytest.mark.parametrize(
+    "there, saves, keep, more",
+    [
+        (0, 5, None, 5),
+        (3, 5, None, 5),
+        (0, 5, 2, 3),  # two, and a third while it is written
+        (0, 2, 2, 2),
+        (2, 5, 2, 1),
+        (1, 5, 2, 2),
+        (4, 1, 2, 1),
+        (2, 0, None, 0),
+    ],
+)
+def test_checkpoints_that_exist_at_one_time(there: int, saves: int, keep: int | None, more: int) -> None:
+    assert space.additional(there, saves, keep) == more
+
+
+def test_the_lack_is_told_with_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One save every 10 of 100 iterations, 40 done; the folder need not exist yet."""
+    monkeypatch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(f_bavail=29, f_frsize=10**8))
+    root, training = (
+        tmp_path / "checkpoints",
+        TrainingConfig(train_iters=100, checkpoint_interval=10, max_checkpoints=2),
+    )
+    assert space.lack_at_start(root, 966_000_000, training, 40) is None
+    lack = space.lack_at_start(root, 967_000_000, training, 40)
+    assert lack is not None and f"{root}: 2.9 GB free, but the checkpoints to come take 3 x 1.0 GB; make room" in lack
+    assert space.lack_at_start(root, 2_900_000_000, TrainingConfig(train_iters=100), 40) is None
+    assert space.lack_now(root, 2_900_000_000) is None
+    assert space.lack_now(root, 3_000_000_000) == f"{root}: the next checkpoint takes 3.0 GB, but only 2.9 GB are free"
+    assert space.lack_at_start(None, 10**12, training, 40) is None

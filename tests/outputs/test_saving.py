@@ -1,0 +1,90 @@
+"""A save that fails is tried again, for as long as it makes sense."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_lite.errors import FolderLostError, StorageError
+from megatron_lite.outputs import saving
+from tests.support.fakes import FakeDistributed, World
+from tests.support.launch import TINY, Fault, read_exit, run
+
+
+def tried(
+    monkeypatch: pytest.MonkeyPatch, failures: int, retries: int, received: int = 0, kind: type = StorageError
+) -> tuple[int, list[float], bool]:
+    """Call `with_retries` on an action that fails some times; return attempts, pauses, and whether it failed."""
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    config = SimpleNamespace(training=SimpleNamespace(save_retries=retries))
+    fake: Any = SimpleNamespace(
+        config=config,
+        logger=logging.getLogger("test"),
+        distributed=FakeDistributed(World(1), 0),
+        stop=SimpleNamespace(received=received),
+    )
+    attempts = 0
+
+    def attempt() -> str:
+        nonlocal attempts
+        attempts += 1
+        if attempts <= failures:
+            raise kind("full")
+        return "saved"
+
+    try:
+        assert saving.with_retries(fake, attempt) == "saved"
+        return attempts, pauses, False
+    except StorageError:
+        return attempts, pauses, True
+
+
+def test_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1, 4, 16, 60 s, then the error; without a failure there is no pause."""
+    attempts, pauses, failed = tried(monkeypatch, failures=9, retries=4)
+    assert (attempts, failed) == (5, True) and sum(pauses) == pytest.approx(1 + 4 + 16 + 60)
+    attempts, pauses, failed = tried(monkeypatch, failures=2, retries=4)
+    assert (attempts, failed) == (3, False) and sum(pauses) == pytest.approx(1 + 4)
+    assert tried(monkeypatch, failures=0, retries=4) == (1, [], False)
+    assert tried(monkeypatch, failures=1, retries=0) == (1, [], True)
+
+
+def test_a_stop_signal_ends_the_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more attempt, at once, then the error."""
+    assert tried(monkeypatch, failures=9, retries=4, received=15) == (2, [], True)
+    assert tried(monkeypatch, failures=1, retries=4, received=15) == (2, [], False)
+
+
+def test_a_lost_folder_is_no_reason_to_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tried(monkeypatch, failures=9, retries=4, kind=FolderLostError) == (1, [], True)
+
+
+@pytest.mark.parametrize("asynchronous", [0, 1])
+def test_a_run_survives_storage_that_fails_for_a_moment(asynchronous: int, tmp_path: Path) -> None:
+    """EIO on rank 1 at its first write: a warning, and the checkpoints of a run without a fault."""
+    experiment, fired = tmp_path / "run", str(tmp_path / "fired")
+    flags = [*TINY, f"--experiment_dir={experiment}", "--checkpoint_interval=2", f"--async_checkpoint={asynchronous}"]
+    faults = {1: Fault(2 if asynchronous else 1, errno.EIO, fired)}  # opens or writes its file
+    outcome = run([*flags, "--save_retries=1"], 2, faults=faults)
+    assert outcome.codes == [0, 0] and Path(fired).exists(), outcome.output
+    log = (experiment / "runs" / "0" / "logs" / "logs_rank_001.txt").read_text()
+    assert "Input/output error" in log and "trying again in 1 s (1 of 1" in log
+    assert sorted(path.name for path in (experiment / "checkpoints").iterdir()) == ["2", "4", "6"]
+
+
+def test_a_save_in_the_background_that_fails_ends_the_run(tmp_path: Path) -> None:
+    """Exit 8 at the next iteration, and no checkpoint."""
+    experiment = tmp_path / "run"
+    faults = {1: Fault(2, errno.ENOSPC, str(tmp_path / "fired"))}
+    flags = [*TINY, "--train_iters=1000", f"--experiment_dir={experiment}", "--checkpoint_interval=2"]
+    outcome = run([*flags, "--async_checkpoint=1"], 2, faults=faults)
+    assert outcome.codes == [8, 8], outcome.output
+    assert "cannot save the checkpoint of iteration 2: rank 1: " in read_exit(experiment)["message"]
+    assert list((experiment / "checkpoints").iterdir()) == []
