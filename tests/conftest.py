@@ -3,12 +3,16 @@
 Where there is no GPU, Triton kernels run under Triton's interpreter, which has to be on before they are imported. Where
 there is one, some tests ask for deterministic algorithms; whether cuBLAS permits them torch finds out once, at the
 first product of the process.
+
+Tests that the catalogue of faults names get the marker `faults`.
 """
 
 import os
 
+import pytest
 import torch
 
+from tests.faults.catalogue import read_catalogue
 from tests.support.threads import THREADS
 
 if not torch.cuda.is_available():
@@ -16,3 +20,12 @@ if not torch.cuda.is_available():
 else:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch.set_num_threads(THREADS)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of the catalogue, before -m chooses among the markers."""
+    named = {f"tests/{name}" for row in read_catalogue() for name in row.tests}
+    for item in items:
+        if item.nodeid.partition("[")[0] in named:
+            item.add_marker("faults")

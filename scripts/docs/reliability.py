@@ -1,0 +1,100 @@
+"""Write the table of docs/reliability.md: every fault of the catalogue with the results of its tests.
+
+    bash scripts/run_tests.sh -m faults --junitxml=faults.xml    run the tests (add -n 4 for four processes)
+    python -m scripts.docs.reliability faults.xml                write the table; several files of results are joined
+    python -m scripts.docs.reliability --check                   exit code 1 if rows differ from the catalogue
+
+The catalogue is tests/faults/catalogue.txt. Each case of a test (parameters, several files of results) counts.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.faults.catalogue import Row, read_catalogue
+
+TARGET = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+MARKS = ("<!-- begin of the table -->\n", "<!-- end of the table -->\n")
+Counts = Mapping[str, int]  # result -> cases
+
+
+def read_results(paths: Sequence[Path]) -> dict[str, collections.Counter[str]]:
+    """Return test (file::function below tests/) -> result -> cases, from JUnit files of pytest."""
+    results: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for path in paths:
+        for case in ElementTree.parse(path).getroot().iter("testcase"):
+            file = case.attrib["classname"].removeprefix("tests.").replace(".", "/") + ".py"
+            name = f"{file}::{case.attrib['name'].partition('[')[0]}"
+            kinds = {child.tag for child in case}
+            failed, skipped = bool(kinds & {"failure", "error"}), "skipped" in kinds
+            results[name]["failed" if failed else "skipped" if skipped else "passed"] += 1
+    return results
+
+
+def outcome(row: Row, results: Mapping[str, Counts]) -> str:
+    """Return the last cell of a row: how its tests ended."""
+    if not row.tests:
+        return f"no promise: {row.reason}"
+    total: collections.Counter[str] = collections.Counter()
+    for name in row.tests:
+        total.update(results.get(name, {"missing": 1}))
+    if total["missing"] == len(row.tests):
+        return "not run"
+    cases = f"{total['passed']} case{'s' * (total['passed'] != 1)}"
+    rest = [f"{total[kind]} {word}" for kind, word in REST.items() if total[kind]]
+    word = "FAILED" if total["failed"] else "pass" if total["passed"] else "not run"
+    return f"{word} ({', '.join([cases, *rest])})"
+
+
+REST = {"failed": "failed", "skipped": "skipped", "missing": "not run"}
+
+
+def render(cells: Mapping[int, str]) -> str:
+    """Return the table, given the last cell of each row."""
+    rows = read_catalogue()
+    words = collections.Counter(cells[row.number].split(" ")[0].rstrip(":") for row in rows)
+    tested = sum(bool(row.tests) for row in rows)
+    lines = [
+        f"{tested} of {len(rows)} faults have a promise and tests. In the last run, the tests of {words['pass']} passed "
+        f"and those of {words['FAILED']} failed."
+    ]
+    group = ""
+    for row in rows:
+        if row.group != group:
+            group = row.group
+            lines += ["", f"**{group}**", "", "| | fault | promise | tests |", "| --- | --- | --- | --- |"]
+        lines.append(f"| {row.number} | {row.fault} | {row.promise} | {cells[row.number]} |")
+    return "\n".join(lines) + "\n"
+
+
+def written_cells(page: str) -> dict[int, str]:
+    """Return the last cell of each row that is on the page."""
+    return {int(number): cell for number, cell in re.findall(r"^\| (\d+) \|.*\| ([^|]*) \|$", page, re.M)}
+
+
+def with_table(page: str, table: str) -> str:
+    """Return the page with this table between its marks."""
+    before, rest = page.split(MARKS[0])
+    return f"{before}{MARKS[0]}\n{table}\n{MARKS[1]}{rest.split(MARKS[1])[1]}"
+
+
+def main(argv: list[str]) -> int:
+    """Write the page from files of results, or check its rows."""
+    page = TARGET.read_text("utf-8")
+    if argv == ["--check"]:
+        cells = written_cells(page)
+        numbers = [row.number for row in read_catalogue()]
+        return int(list(cells) != numbers or with_table(page, render(cells)) != page)
+    results = read_results([Path(word) for word in argv])
+    cells = {row.number: outcome(row, results) for row in read_catalogue()}
+    TARGET.write_text(with_table(page, render(cells)), "utf-8")
+    return int(any(cell.startswith("FAILED") for cell in cells.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
