@@ -60,7 +60,7 @@ def render(cells: Mapping[int, str]) -> str:
     words = collections.Counter(cells[row.number].split(" ")[0].rstrip(":") for row in rows)
     tested = sum(bool(row.tests) for row in rows)
     lines = [
-        f"{tested} of {len(rows)} faults have a promise and tests. In the last run, the tests of {words['pass']} passed "
+        f"{tested} of {len(rows)} faults have a promise and tests. In the last run, tests of {words['pass']} passed "
         f"and those of {words['FAILED']} failed."
     ]
     group = ""
