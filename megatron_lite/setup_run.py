@@ -1,4 +1,4 @@
-"""Set up a run in three phases (open its inputs, allocate its memory, resume), and end its process."""
+"""Set up a run in three phases (open its inputs, allocate its memory, fill it), and end its process."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from megatron_lite.checkpoint import compatibility, sharded, space
+from megatron_lite.checkpoint import sharded, space
 from megatron_lite.checkpoint.background import BackgroundSaves, open_background
-from megatron_lite.checkpoint.manifest import Manifest
 from megatron_lite.checkpoint.names import newest_checkpoint
+from megatron_lite.checkpoint.resume import has_checkpoint, resume
 from megatron_lite.cli.help import banner, short_banner
 from megatron_lite.config import Config
 from megatron_lite.data.loader import DataSource
@@ -230,14 +229,15 @@ def build(
     optimizer = Optimizer(config, model.stages, distributed, inputs.kernels)
 
     window = LogWindow(distributed.device)
-    iteration, evaluation_due = _resume(start, source, model, optimizer, window)
+    iteration, evaluation_due = _fill(start, source, model, optimizer, window)
     debugger = _debug(start, model)
     with distributed.traffic.paused():
         model.gather_ahead()  # every iteration ends with this
     root, checkpoint_bytes = experiment.checkpoints, space.checkpoint_bytes(model, distributed.world_size)
-    if distributed.rank == 0 and (lack := space.lack_at_start(root, checkpoint_bytes, config.training, iteration)):
+    left = max(0, config.training.train_iters - iteration)
+    if distributed.rank == 0 and (lack := space.lack_at_start(root, checkpoint_bytes, config.checkpoint, left)):
         logger.warning(lack)
-    background = together(distributed, lambda: open_background(config.training, root, model, distributed))
+    background = together(distributed, lambda: open_background(config.checkpoint, root, model, distributed))
     reports = distributed.rank == 0
     trackers = together(distributed, lambda: open_trackers(config, experiment.root, experiment.run, reports))
     peak_tflops = config.run.peak_tflops or _device_peak_tflops(distributed.device)
@@ -337,23 +337,12 @@ def _tell(start: Start, full: str, short: str) -> None:
 def _open_source(start: Start, layers: list[Layer]) -> WeightSource | None:
     """Open the pretrained weights to start from; None without any, or if the run has a checkpoint of its own."""
     config, distributed = start.config, start.distributed
-    resumes = together(distributed, lambda: _has_checkpoint(start))
+    resumes = together(distributed, lambda: has_checkpoint(start.experiment.checkpoints, config))
     if config.source.pretrained_checkpoint_path is None or not config.source.load_pretrained_weights:
         return None
     if distributed.broadcast_object(resumes):
         return None
     return load_pretrained.open_pretrained(config, shapes_of(layers), distributed, start.logger.warning)
-
-
-def _has_checkpoint(start: Start) -> bool:
-    """Whether the run has a checkpoint, good or not; refuse a changed architecture before memory is allocated."""
-    root = start.experiment.checkpoints
-    if root is None:
-        return False
-    if (newest := sharded.newest_config(root)) is not None:
-        iteration, saved = newest
-        compatibility.check_architecture(saved, start.config, str(root / str(iteration)))
-    return bool(sharded.find(root))
 
 
 # -- allocate -----------------------------------------------------------------------------------------------------
@@ -384,52 +373,26 @@ def _time_collectives(start: Start, model: MultiStage) -> dict[str, float]:
         return time_collectives(model, distributed.barrier)
 
 
-# -- resume -------------------------------------------------------------------------------------------------------
+# -- fill ---------------------------------------------------------------------------------------------------------
 
 
-def _resume(
+def _fill(
     start: Start, source: WeightSource | None, model: MultiStage, optimizer: Optimizer, window: LogWindow
 ) -> tuple[int, bool]:
     """Load the newest good checkpoint, or the pretrained weights, or initialize.
 
     Returns the iterations done, and whether an evaluation after them is due.
     """
-    config, root, found = start.config, start.experiment.checkpoints, None
-    if root is not None:
-        warn = start.logger.warning
-        found = sharded.load_newest(root, model, start.distributed, warn, config.optimizer.optimizer)
-    if found is not None:
-        folder, loaded = found
-        _restore(start, folder, loaded, model, optimizer, window)
-        return loaded.iteration, loaded.state.get("evaluation_due", False)
+    config, root = start.config, start.experiment.checkpoints
+    resumed = resume(root, config, model, optimizer, window, start.distributed, start.logger)
+    if resumed is not None:
+        return resumed
     if source is None:
         model.initialize(config.distributed.seed)
     else:
         _load_pretrained(start, source, model, optimizer)
     optimizer.averaging.start()
     return 0, False
-
-
-def _restore(
-    start: Start, folder: Path, loaded: Manifest, model: MultiStage, optimizer: Optimizer, window: LogWindow
-) -> None:
-    """Restore the state beside the shards of a checkpoint, and log how the run differs from the one that saved it."""
-    config, logger = start.config, start.logger
-    compatibility.check_architecture(loaded.config, config, str(folder))
-    model.invalidate()
-    saved_by = compatibility.saved_optimizer(loaded.config)
-    optimizer.load_state(compatibility.optimizer_state(loaded.state, saved_by, config.optimizer.optimizer))
-    window.load_state(loaded.state["window"])
-    same_ranks = loaded.world_size == start.distributed.world_size
-    resharded = "" if same_ranks else f", saved by {loaded.world_size} ranks"
-    logger.info("resumed from %s at iteration %d%s", folder, loaded.iteration, resharded)
-    if config.averaging.enabled and optimizer.averaging.updates == 0:
-        logger.info("  averaging (--ema_type=%s) begins now, from these weights", config.averaging.ema_type)
-    for difference in compatibility.differences(loaded.config, config):
-        logger.info("  changed since that checkpoint (the command line wins): %s", difference)
-    for moved in (compatibility.moved_samples, compatibility.moved_rate):
-        if (warning := moved(loaded.config, config, loaded.iteration)) is not None:
-            logger.warning(warning)
 
 
 def _load_pretrained(start: Start, source: WeightSource, model: MultiStage, optimizer: Optimizer) -> None:

@@ -20,7 +20,7 @@ from megatron_lite.checkpoint.files import WrittenFile, logger
 from megatron_lite.checkpoint.names import reason
 from megatron_lite.checkpoint.space import shard_bytes
 from megatron_lite.checkpoint.writing import Save, tensors_of
-from megatron_lite.config import TrainingConfig
+from megatron_lite.config import CheckpointConfig
 from megatron_lite.errors import OutOfMemoryError
 from megatron_lite.run.host_memory import available_bytes
 
@@ -129,14 +129,14 @@ class BackgroundSaves:
 
 
 def open_background(
-    training: TrainingConfig, root: Path | None, model: MultiStage, distributed: Distributed
+    options: CheckpointConfig, root: Path | None, model: MultiStage, distributed: Distributed
 ) -> BackgroundSaves | None:
     """Allocate the host memory of --async_checkpoint; None without it.
 
     Raises:
         OutOfMemoryError: if the ranks of this machine need more than is left.
     """
-    if not training.async_checkpoint or root is None or not model.training:
+    if not options.async_checkpoint or root is None or not model.training:
         return None
     own, here, free = shard_bytes(model), distributed.local_world_size, available_bytes()
     facts = f"{own / _GIB:.2f} GiB per rank, {own * here / _GIB:.2f} GiB on this machine, of {free / _GIB:.2f} GiB free"
@@ -146,4 +146,4 @@ def open_background(
             "or use more machines"
         )
     logger.info("asynchronous checkpoints: a copy in host memory, %s", facts)
-    return BackgroundSaves(model, distributed, training.save_retries)
+    return BackgroundSaves(model, distributed, options.save_retries)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron_lite.checkpoint.names import find_checkpoints
 from megatron_lite.checkpoint.writing import tensors_of
-from megatron_lite.config import TrainingConfig
+from megatron_lite.config import CheckpointConfig
 
 if TYPE_CHECKING:
     from megatron_lite.zero.multi_stage import MultiStage
@@ -33,17 +33,17 @@ def free_bytes(path: Path) -> int | None:
     return usage.f_bavail * usage.f_frsize
 
 
-def lack_at_start(root: Path | None, num_bytes: int, training: TrainingConfig, iteration: int) -> str | None:
+def lack_at_start(root: Path | None, num_bytes: int, options: CheckpointConfig, left: int) -> str | None:
     """Describe the space that the checkpoints still to come will lack; None if there is enough.
 
-    num_bytes: of one checkpoint. iteration: iterations done.
+    num_bytes: of one checkpoint. left: iterations still to do.
     """
     free = None if root is None else free_bytes(root)
     if root is None or free is None:
         return None
-    left, there = max(0, training.train_iters - iteration), len(find_checkpoints(root))
-    saves = min(left, 1) if training.checkpoint_interval is None else -(-left // training.checkpoint_interval)
-    more = additional(there, saves, training.max_checkpoints)
+    there = len(find_checkpoints(root))
+    saves = min(left, 1) if options.checkpoint_interval is None else -(-left // options.checkpoint_interval)
+    more = additional(there, saves, options.max_checkpoints)
     if more * num_bytes <= free:
         return None
     return (

@@ -12,6 +12,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_lite.config.checkpoint import CheckpointConfig
 from megatron_lite.config.learning_rate import LearningRateConfig
 from megatron_lite.config.model import RECOMPUTE_LEVELS as RECOMPUTE_LEVELS
 from megatron_lite.config.model import ModelConfig, PerformanceConfig
@@ -37,6 +38,7 @@ class Config:
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
 
@@ -55,6 +57,7 @@ class Draft(
     DistributedConfig,
     DataConfig,
     TrainingConfig,
+    CheckpointConfig,
     RunConfig,
 ):
     """All options of one run in one writable object, as `draft.<name>`: validation checks it and fills it in."""

@@ -112,26 +112,6 @@ class TrainingConfig(Area):
         1000, "iterations between validations", basic=True, aliases="eval_interval steps_per_eval"
     )
     test_iters: NonNegativeInt = option(0, "batches in the test after training")
-    checkpoint_interval: PositiveInt | None = optional(
-        "iterations between checkpoints", "only the last iteration", basic=True, aliases="save_interval"
-    )
-    checkpoint_offset: NonNegativeInt = option(
-        0, "iteration from which checkpoint_interval counts", idle_unless="checkpoint_interval"
-    )
-    max_checkpoints: PositiveInt | None = optional(
-        "keep only the newest N checkpoints", "all", basic=True, idle_unless="experiment_dir"
-    )
-    save_retries: NonNegativeInt = option(
-        3,
-        "attempts to save again after a failure of the storage, after 1, 4, 16, 60, 60 ... s",
-        idle_unless="experiment_dir",
-    )
-    async_checkpoint: bool = option(
-        False,
-        "write checkpoints in the background: training waits for a copy in host memory only",
-        aliases="async_save",
-        idle_unless="checkpoint_interval and experiment_dir",
-    )
     export_interval: PositiveInt | None = optional("iterations between exports", "no exports", basic=True)
     export_format: str = export_option(
         "huggingface", "a model folder, or a resumable checkpoint (distributed)", choices=("huggingface", "distributed")

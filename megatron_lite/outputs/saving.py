@@ -26,9 +26,9 @@ def is_due(iteration: int, interval: int | None, offset: int = 0) -> bool:
 
 def is_save_due(run: Run, last: bool) -> bool:
     """Whether to save now: at the last iteration, at a planned stop, and at every checkpoint interval."""
-    training, iteration = run.config.training, run.iteration
+    training, checkpoint, iteration = run.config.training, run.config.checkpoint, run.iteration
     stopping = is_due(iteration, training.stop_interval, training.stop_offset)
-    return last or stopping or is_due(iteration, training.checkpoint_interval, training.checkpoint_offset)
+    return last or stopping or is_due(iteration, checkpoint.checkpoint_interval, checkpoint.checkpoint_offset)
 
 
 def refuse_bad_steps(run: Run) -> None:
@@ -108,7 +108,7 @@ def _settle(run: Run, finished: Finished, waited_s: float = 0.0) -> None:
     """Delete old checkpoints after a new one is there, and log it."""
     root = finished.folder.parent
     if run.distributed.rank == 0 and not run.optimizer.guard.dropped.streak():
-        sharded.prune(root, run.config.training.max_checkpoints, finished.iteration)
+        sharded.prune(root, run.config.checkpoint.max_checkpoints, finished.iteration)
     blocked = f", training waited {finished.blocked_s + waited_s:.2f} s" if run.background is not None else ""
     size = f"{finished.num_bytes / 1e6:,.1f} MB"
     run.logger.info("saved %s (%s, %.1f s%s)", finished.folder, size, finished.seconds, blocked)
@@ -125,7 +125,7 @@ def with_retries(run: Run, attempt: Callable[[], T]) -> T:
 
     A stop signal ends the pauses: one more attempt follows. A lost directory is no reason to try again.
     """
-    retries, number, hurry = run.config.training.save_retries, 1, False
+    retries, number, hurry = run.config.checkpoint.save_retries, 1, False
     while True:
         try:
             return attempt()

@@ -16,7 +16,7 @@ import pytest
 from megatron_lite.checkpoint import background, files, manifest, sharded
 from megatron_lite.checkpoint.background import BackgroundSaves, open_background
 from megatron_lite.checkpoint.writing import Save
-from megatron_lite.config import Config, TrainingConfig
+from megatron_lite.config import CheckpointConfig, Config
 from megatron_lite.errors import OutOfMemoryError, StorageError
 from tests.checkpoint.test_sharded import SPECS, load, names, save
 from tests.support.fakes import FakeDistributed, Layout, World, empty_model, put, random_values, same
@@ -130,14 +130,14 @@ def test_the_copy_must_fit_into_the_host(tmp_path: Path, monkeypatch: pytest.Mon
     distributed.local_world_size = 4
     model: Any = empty_model(SPECS, Layout(), 0)
     own = background.shard_bytes(model)
-    wanted = TrainingConfig(async_checkpoint=True)
+    wanted = CheckpointConfig(async_checkpoint=True)
     monkeypatch.setattr(background, "available_bytes", lambda: 4 * own - 1)
     with pytest.raises(OutOfMemoryError, match="--async_checkpoint=1 .* GiB per rank, .* on this machine, of .* free"):
         open_background(wanted, tmp_path, model, distributed)
     monkeypatch.setattr(background, "available_bytes", lambda: 4 * own)
     saves = open_background(wanted, tmp_path, model, distributed)
     assert saves is not None and sum(copy.nbytes for copy in saves._copies) == own
-    assert open_background(TrainingConfig(), tmp_path, model, distributed) is None
+    assert open_background(CheckpointConfig(), tmp_path, model, distributed) is None
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint")], "none until a save"
 
 

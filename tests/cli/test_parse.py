@@ -590,7 +590,7 @@ def test_tutorial_arguments() -> None:
     assert (config.model.head_groups, config.model.kv_channels, config.model.use_position_embeddings) == (8, 128, False)
     assert (config.learning_rate.min_lr, config.learning_rate.lr_decay_iters) == (3e-6, 500000)
     assert (config.run.experiment_name, config.run.wandb_entity_name) == ("mistral", "me")
-    assert (config.training.max_checkpoints, config.run.log_offset) == (5, 0)
+    assert (config.checkpoint.max_checkpoints, config.run.log_offset) == (5, 0)
     small = resolve(parse([*argv, *words(PERFORMANCE_ARGS_SMALL_CLUSTER)]).config, 4)
     assert (small.batch.micro_batch_size, small.batch.depth_first_micro_batches) == (1, 32)
     assert small.multi_stage.zero_stage == 2
