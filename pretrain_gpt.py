@@ -18,6 +18,7 @@ def main(argv: list[str]) -> int:
     from megatron_lite.run.libraries import prepare_libraries
     from megatron_lite.run.secrets import without_secrets
     from megatron_lite.validation import planned_world_size, resolve
+    from megatron_lite.validation.sizes import check_passes
 
     experiment_dir = None
     try:
@@ -25,6 +26,7 @@ def main(argv: list[str]) -> int:
         experiment_dir = folder_of(arguments.config)
         world_size = planned_world_size(arguments.config, launch_world_size())
         config = resolve(arguments.config, world_size)
+        check_passes(config)
         check_exports(config)
         if config.distributed.dry_run:
             from megatron_lite.planner.report import dry_run

@@ -120,7 +120,8 @@ def as_run_error(error: BaseException, less_memory: str = _LESS_MEMORY) -> RunEr
     if isinstance(error, RunError):
         return error
     kind = type(error).__name__
-    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error):
+    signs = ("DefaultCPUAllocator", "Storage size calculation overflowed")
+    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or any(sign in str(error) for sign in signs):
         first_line = (str(error).splitlines() or ["out of memory"])[0]
         return OutOfMemoryError(f"out of memory: {first_line}; {less_memory}")
     if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:

@@ -6,6 +6,7 @@ import bisect
 import dataclasses
 import itertools
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,6 +30,8 @@ EVALUATION_COST = 0.5
 LEVEL_COST = {"none": 0.0, "activation": 1.0, "full": 10.0}
 ALL_BLOCKS_COST = 33.0
 SPLIT_COST = 50.0
+MOST_RANKS = 2**24  # as --world_size takes
+SEARCH_S = 5.0  # of the processor's time; a plan of 100 blocks takes 0.2 s
 
 Changes = dict[str, Any]  # options and their new values
 
@@ -41,6 +44,10 @@ class Choice(NamedTuple):
 
 
 UNCHANGED = Choice(0.0, {})
+
+
+class SearchTooLongError(Exception):
+    """The search has taken `SEARCH_S`."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +73,16 @@ class Question:
     world_size: int
     device_type: str
     device_bytes: int
+    until_s: float = math.inf  # of this thread's processor time
 
     def resolved(self, changes: Changes) -> Config | None:
-        """Return the options with `changes`, resolved and without `auto`; None if they contradict each other."""
+        """Return the options with `changes`, resolved and without `auto`; None if they contradict each other.
+
+        Raises:
+            SearchTooLongError: if the time for the search is over.
+        """
+        if self.is_over:
+            raise SearchTooLongError
         try:
             config = resolve(_changed(self.asked, changes), self.world_size)
         except UsageError:
@@ -84,6 +98,15 @@ class Question:
         model = planned_model(config, SimulatedGroup(0, self.world_size, self.device_type), self.device_type)
         return lambda choice: needed_bytes(_changed(config, choice.changes), model, self.device_type)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the time for the search is over."""
+        return time.thread_time() > self.until_s
+
+    def limited(self) -> Question:
+        """Return the same question with `SEARCH_S` for the answer."""
+        return dataclasses.replace(self, until_s=time.thread_time() + SEARCH_S)
+
     def on(self, world_size: int) -> Question:
         """Return the same question for another number of ranks."""
         return dataclasses.replace(self, world_size=world_size)
@@ -92,6 +115,14 @@ class Question:
 def advice(question: Question, needed: int) -> list[str]:
     """Return lines that end with the flags that fit a run that needs `needed` bytes, or say that none do."""
     said = f"does not fit: {needed / GIB:,.1f} GiB of {question.device_bytes / GIB:,.1f} GiB"
+    try:
+        return _answer(question.limited(), said)
+    except SearchTooLongError:
+        less = "use a smaller model, smaller micro-batches, a higher --zero_stage, or more ranks"
+        return [f"{said}; the search for flags that fit was given up after {SEARCH_S:g} s; {less}"]
+
+
+def _answer(question: Question, said: str) -> list[str]:
     if fit := cheapest_fit(question):
         return [f"{said}; append these flags to need {fit.needed_bytes / GIB:,.1f} GiB:", f"  {fit.flags}"]
     if (least := least_bytes(question)) < math.inf:
@@ -109,7 +140,7 @@ def less_memory(config: Config, world_size: int, device_type: str, device_bytes:
 
     config: resolved. The advice needs a tenth less than the plan of `config`.
     """
-    question = Question(config, config.batch.batch_size or 1, world_size, device_type, device_bytes)
+    question = Question(config, config.batch.batch_size or 1, world_size, device_type, device_bytes).limited()
     asked = question.resolved({})
     if asked is None:
         return ""
@@ -126,6 +157,8 @@ def cheapest_fit(question: Question) -> Fit | None:
     if question.device_bytes < least_bytes(question) < math.inf:
         return best
     for cost, changes in _combinations(question):
+        if best is not None and question.is_over:
+            break
         config = question.resolved(changes) if cost < best_cost else None
         if config is None:
             continue
@@ -149,7 +182,14 @@ def _larger_sizes(question: Question) -> list[int]:
     """Return the larger numbers of GPUs that share the batch equally. More ranks on one CPU add no memory."""
     if question.device_type != "cuda":
         return []
-    return [size for size in range(question.world_size + 1, question.batch_size + 1) if question.batch_size % size == 0]
+    return [size for size in _divisors(question.batch_size) if question.world_size < size <= MOST_RANKS]
+
+
+def _divisors(number: int) -> list[int]:
+    """Return the divisors in rising order; of a number with more than 12 digits, only those up to 10**6."""
+    root = math.isqrt(number)
+    small = [size for size in range(1, min(root, 10**6) + 1) if number % size == 0]
+    return small + ([number // size for size in reversed(small) if size * size != number] if root <= 10**6 else [])
 
 
 def least_bytes(question: Question) -> float:
@@ -160,6 +200,8 @@ def least_bytes(question: Question) -> float:
         config = question.resolved(_merged([*(choices[-1] for choices in others), *ends]).changes)
         if config is not None:
             least = min(least, *map(question.needs(config), _most_frugal(_recomputation(config))))
+        if len(splits) == 1 and least < math.inf:  # ZeRO-3 needs the least
+            break
     return least
 
 
@@ -185,8 +227,9 @@ def _dimensions(question: Question) -> list[list[Choice]]:
     share = question.batch_size // question.world_size
     largest = min(batch.micro_batch_size or share, share)
     micro = [Choice(0.0, keeps)]
+    divisors = _divisors(share)
     for halvings in range(largest.bit_length()):
-        size = max(size for size in range(1, (largest >> halvings) + 1) if share % size == 0)
+        size = divisors[bisect.bisect_right(divisors, largest >> halvings) - 1]
         if size != (batch.micro_batch_size or share):
             micro.append(Choice(halvings * HALVING_COST, {**keeps, "micro_batch_size": size, **order}))
     breadth = [UNCHANGED]

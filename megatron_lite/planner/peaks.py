@@ -291,7 +291,9 @@ def _attention_temporaries(sizes: Sizes, backward: bool) -> int:
     """Temporaries of `kernels/attention/blocks.py` at the block with the most scores, in its letters."""
     model, rows = sizes.model, rows_of_a_block(sizes.on_gpu)
     last = last_blocks(sizes.length, model.window_size, rows)
-    lengths, at_a_time = [sizes.length] * sizes.batch, scores_at_a_time(sizes.on_gpu)
+    at_a_time = scores_at_a_time(sizes.on_gpu)
+    most = 1 + at_a_time // max(block.scores for block in last)  # samples in a chunk; more make chunks like the first
+    lengths = [sizes.length] * min(sizes.batch, most)
     chunks = chunks_of(lengths, model.window_size, sizes.heads, sizes.key_heads, rows, at_a_time)
     chunk = max(chunks, key=lambda chunk: chunk.pairs)
     heads, rows = chunk.pairs * (sizes.heads // sizes.key_heads), min(rows, sizes.length)

@@ -21,6 +21,7 @@ from megatron_lite.validation.learning_rate import learning_rate
 from megatron_lite.validation.messages import Problem, problem
 from megatron_lite.validation.model import model, performance
 from megatron_lite.validation.optimizer import averaging, optimizer, weight_decay
+from megatron_lite.validation.sizes import sizes
 from megatron_lite.validation.warnings import warnings as warnings
 
 
@@ -79,3 +80,4 @@ def _cross_check(draft: Draft, world_size: int) -> Iterator[Problem]:
     yield from run.ranks(draft)
     yield from run.data(draft)
     yield from run.files(draft)
+    yield from sizes(draft)

@@ -159,7 +159,9 @@ def test_impossible_batches_name_possible_ones() -> None:
 
 def test_huge_batches() -> None:
     """Numbers near 2**63 neither overflow nor take time."""
-    assert resolved(7, batch_size=7 * 10**17).batch.micro_batch_size == 10**17
+    small = dict(hidden_size=8, vocab_size=8, sequence_length=1)
+    assert resolved(7, batch_size=7 * 10**14, **small).batch.micro_batch_size == 10**14
+    assert "1.0e+25 elements" in only_problem(7, batch_size=7 * 10**17)
     assert "nearest" in only_problem(7, batch_size=2**63 - 1, micro_batch_size=2**62)
 
 
