@@ -7,11 +7,16 @@ import difflib
 import fnmatch
 import itertools
 import re
+import signal
+import threading
 from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 from megatron_lite.config.structured_values import decay_expression
 from megatron_lite.errors import UsageError
 from megatron_lite.parameter import Parameter, ParameterSpec
+
+MATCHING_S = 1.0  # of processor time, for one regular expression; sound ones take a millisecond
 
 
 def set_lr_scales(parameters: Iterable[Parameter], scales: Sequence[tuple[str, float]]) -> None:
@@ -74,7 +79,7 @@ def selected(pattern: str, names: Sequence[str]) -> list[str]:
     """
     expression = decay_expression(pattern)
     if expression is not None:
-        found = [name for name in names if expression.match(name)]
+        found = _matched(pattern, expression, names)
     else:
         found = [name for name in names if matches(pattern, name)] or [name for name in names if pattern in name]
     if not found:
@@ -87,6 +92,34 @@ def selected(pattern: str, names: Sequence[str]) -> list[str]:
             f"--weight_decay_modules: {pattern!r} matches no parameter; {similar_names(pattern, names)}; {rule}"
         )
     return found
+
+
+def _matched(pattern: str, expression: re.Pattern[str], names: Sequence[str]) -> list[str]:
+    """Return the names that a regular expression matches.
+
+    A match of nested repeats, as in (.+)+X, may take longer than a life, and no rule about the text of an expression
+    finds all of them. Python looks for signals while it matches, so a timer of processor time ends the match. Only the
+    main thread can have one.
+
+    Raises:
+        UsageError: if matching takes longer than `MATCHING_S`.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return [name for name in names if expression.match(name)]
+
+    def stop(*_: object) -> NoReturn:
+        raise UsageError(
+            f"--weight_decay_modules: {pattern!r} takes more than {MATCHING_S:g} s to match the names of parameters; "
+            "write it without repeats within repeats, as in (a+)+"
+        )
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MATCHING_S)
+    try:
+        return [name for name in names if expression.match(name)]
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def matches(pattern: str, name: str) -> bool:

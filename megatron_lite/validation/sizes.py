@@ -10,8 +10,8 @@ from megatron_lite.config.values import typed
 from megatron_lite.errors import UsageError
 from megatron_lite.validation.messages import Problem, problem
 
-# Elements of one kind of weight, and of one tensor of a micro-batch. With optimizer state, all layers and padding, there
-# are then less than 2**63 bytes; the largest machines have 2**57.
+# Elements of one kind of weight, and of one tensor of a micro-batch. With optimizer state, all layers and padding these
+# are less than 2**63 bytes; the largest machines have 2**57.
 MOST_ELEMENTS = 2**56
 MOST_SAMPLES = 2**62  # of a run; indices of samples are 64-bit integers
 # Passes of micro-batches through stages in a step. A step is a list of them, with some 300 bytes and 10 us each.

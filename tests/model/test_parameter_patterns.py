@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from megatron_lite.config.optimizer import OPTIMIZERS
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import UsageError
+from megatron_lite.model import parameter_patterns
 from megatron_lite.model.gpt import parameters_of
 from megatron_lite.model.parameter_patterns import describe, selected
 from megatron_lite.validation import resolve
@@ -139,6 +141,19 @@ def test_a_pattern_selects_these_weights(pattern: str, expression: str) -> None:
     expected = [name for name in every if re.match(expression, name)]
     assert 0 < len(expected) < len(every)
     assert selected(pattern, every) == expected == decayed(num_layers=12, weight_decay_modules=(pattern,))
+
+
+@pytest.mark.parametrize(
+    "text", ["(.+)+$X", "(?:[a-z.0]+)+$X", "(.|[a-z])*$X", "(.|..)+$X", "(.*)*X", "(.*.*.*.*.*.*.*)*X"]
+)
+def test_an_expression_that_matches_for_ever_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time ends the match, however the expression repeats, and the signal's handler is the one from before."""
+    monkeypatch.setattr(parameter_patterns, "MATCHING_S", 0.05)
+    before = signal.getsignal(signal.SIGVTALRM)
+    with pytest.raises(UsageError, match=r"--weight_decay_modules: .* takes more than 0.05 s"):
+        selected(f"regex:{text}", ["blocks.0.attention.query_key_value.weight"])
+    assert signal.getsignal(signal.SIGVTALRM) == before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(
