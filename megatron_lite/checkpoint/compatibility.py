@@ -11,7 +11,7 @@ from megatron_lite.config import BatchConfig, Config, flatten
 from megatron_lite.config.learning_rate import LearningRateConfig
 from megatron_lite.config.model import rotary_base
 from megatron_lite.config.option import Area
-from megatron_lite.config.values import written
+from megatron_lite.config.values import abridged, written
 from megatron_lite.errors import CheckpointError
 from megatron_lite.schedules.batch_options import batch_schedule
 from megatron_lite.schedules.batch_size import continued
@@ -75,7 +75,7 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         values = (tuple(value) if isinstance(value, list) else value for value in (self.saved, self.current))
-        saved, current = (written(value) or "none" for value in values)
+        saved, current = (abridged(value) or "none" for value in values)
         return f"{self.name}: {saved} in the checkpoint, {current} now"
 
 

@@ -10,13 +10,12 @@ from typing import Any
 from megatron_lite.cli.foreign_flags import PROGRAMS, REFUSED, answers_for
 from megatron_lite.config import AREAS, Config, flatten, unflatten
 from megatron_lite.config.foreign_values import REFUSED_VALUES
-from megatron_lite.config.values import FLAGS, Flag, limits, written
+from megatron_lite.config.values import FLAGS, Flag, abridged, limits, written
 from megatron_lite.validation import BATCH, examine
 
 WIDTH = 118
 NAME_WIDTH = 46  # of a flag with its values in --help
 DOTS_WIDTH = 48  # of a name and its dots in the banner, as in Megatron-LM
-LONGEST_VALUE = 200  # characters of one value in the short banner; a --data_path may have thousands of files
 
 INTRODUCTION = """\
 usage: torchrun --nproc-per-node=N pretrain_gpt.py [--flag=value ...] [@file ...]      (or python, for one process)
@@ -107,7 +106,7 @@ def banner(config: Config, derived: Mapping[str, str]) -> str:
     lines = [" arguments (* differs from the default) ".center(72, "-")]
     defaults = _defaults(config)
     for name, value in sorted(flatten(config).items()):
-        text = f"({FLAGS[name].option.unset})" if value is None else written(value) or "none"
+        text = f"({FLAGS[name].option.unset})" if value is None else abridged(value) or "none"
         lines.append(_dotted(name, text, " " if value == defaults[name] else "*"))
     if derived:
         lines.append(" derived ".center(72, "-"))
@@ -131,11 +130,8 @@ def short_banner(config: Config, derived: Mapping[str, str]) -> str:
 
 
 def _typed(name: str, value: Any) -> str:
-    text = written(value) if value is not None else "none"
-    if len(text) > LONGEST_VALUE:
-        count = f" ({len(value):,} words)" if isinstance(value, tuple) else ""
-        return f"--{name}={text[:LONGEST_VALUE]}...{count}"
-    return f"--{name}={shlex.quote(text)}"
+    text, whole = abridged(value), written(value)
+    return f"--{name}={text if text != whole else shlex.quote(whole)}"
 
 
 def _wrapped(words: Iterable[str], indent: str) -> list[str]:

@@ -22,6 +22,7 @@ LARGEST_INTEGER = 2**63 - 1
 DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"  # ASCII, and those of word processors and web pages
 QUOTES = "'\"\u2018\u2019\u201c\u201d"
 LONGEST_NUMBER = 64  # characters
+LONGEST_SHOWN = 200  # characters of a value in banners and messages; a --data_path may have thousands of files
 LONGEST_TEXT = 4096  # characters; also the longest path of Linux
 
 
@@ -403,6 +404,14 @@ def written(value: Any) -> str:
     return number(value) if isinstance(value, float) else str(value)
 
 
+def abridged(value: Any) -> str:
+    """Return a value as a user would type it; of a long one, such as thousands of paths, only the beginning."""
+    text = written(value)
+    if len(text) <= LONGEST_SHOWN:
+        return text
+    return f"{text[:LONGEST_SHOWN]}..." + (f" ({len(value):,} words)" if isinstance(value, tuple) else "")
+
+
 def typed(options: object, *names: str) -> str:
     """These options with their values as one would type them: `--a=1, --b=2`."""
-    return ", ".join(f"--{name}={written(getattr(options, name))}" for name in names)
+    return ", ".join(f"--{name}={abridged(getattr(options, name))}" for name in names)

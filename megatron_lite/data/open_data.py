@@ -18,6 +18,8 @@ from megatron_lite.schedules.batch_options import batch_schedule
 from megatron_lite.schedules.batch_size import BatchSchedule, Segment, once_through
 from megatron_lite.validation import weighted_paths
 
+MOST_DESCRIBED = 20  # data sets with a line of their own in the banner
+
 
 def open_data(config: Config, rank: int, world_size: int) -> DataSource:
     """Open and check the data of a resolved configuration: headers, sizes and splits, but no tokens.
@@ -48,11 +50,15 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
         )
     datasets = {prefix: IndexedDataset(prefix) for _, prefix in weighted}
     description = {}
-    for number, (weight, prefix) in enumerate(weighted):
+    for number, (weight, prefix) in enumerate(weighted[:MOST_DESCRIBED]):
         dataset = datasets[prefix]
         share = f", {100 * weight:.4g}% of the samples" if len(weighted) > 1 else ""
         size = f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens"
         description[f"data {number}"] = f"{prefix}: {size}{share}"
+    if others := weighted[MOST_DESCRIBED:]:
+        percent = 100 * sum(weight for weight, _ in others)
+        tokens = sum(datasets[prefix].num_tokens for _, prefix in others)
+        description["other data"] = f"{len(others):,} data sets: {tokens:,} tokens, {percent:.4g}% of the samples"
     for phase, count in needed.items():
         streams = [_stream(config, phase, number, datasets[prefix]) for number, (_, prefix) in enumerate(weighted)]
         if count == "all":

@@ -18,12 +18,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.config import Config, unflatten
+from megatron_lite.checkpoint.compatibility import Difference
+from megatron_lite.cli.help import banner, short_banner
+from megatron_lite.config import Config, Draft, flatten, unflatten
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data
 from megatron_lite.data.workers import Workers
 from megatron_lite.errors import DataError, RunError, UsageError
+from megatron_lite.validation import resolve
+from megatron_lite.validation.messages import problem
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 16
@@ -56,6 +60,17 @@ def config(data_path: tuple[str, ...], **values: Any) -> Config:
         "seed": 11,
     }
     return unflatten({**defaults, **values})
+
+
+def test_thousands_of_data_sets_print_a_page(prefixes: tuple[str, str]) -> None:
+    """Banners, errors and differences show the beginning of a long --data_path, and data sets beyond 20 as a sum."""
+    many = resolve(config(prefixes * 5000, train_iters=2), 1)
+    described = open_data(many, 0, 1).describe()
+    assert described["other data"].startswith("9,980 data sets: ") and "99.8% of the samples" in described["other data"]
+    error = str(problem(Draft(**flatten(many)), "data_path split", "rule").message)
+    difference = str(Difference("data_path", list(prefixes), many.data.data_path))
+    for text in (banner(many, described), short_banner(many, described), error, difference):
+        assert "(10,000 words)" in text and len(text) < 20_000
 
 
 def micro_batches(source: DataSource, phase: str, first: int, count: int) -> list[list[Tensor]]:
