@@ -80,7 +80,7 @@ class Fault:
 
     call: int  # 0: none of its own
     error: int | None  # an errno, or None: SIGKILL
-    fired: str  # a file that is made then
+    fired: str  # a file that is made then, with name and path of the call
     lasts: bool = False  # from then on, whatever needs space fails on every rank with a fault of the same file
     records: bool = False  # nothing fails; every call is written to the file
 
@@ -309,7 +309,7 @@ def _inject(fault: Fault) -> None:
                 file.write(f"{call.name} {call.path}\n")
             return
         if calls == fault.call:
-            Path(fault.fired).touch()
+            Path(fault.fired).write_text(f"{call.name} {call.path}", "utf-8")
             if fault.error is None:
                 os.kill(os.getpid(), signal.SIGKILL)
         elif not (fault.lasts and call.needs_space() and os.path.exists(fault.fired)):
