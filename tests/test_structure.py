@@ -37,7 +37,13 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 NEVER: tuple[tuple[str, str], ...] = (("monitor", "optimizer"), ("data", "zero"), ("cli", "model"), ("cli", "kernels"))
 
 # Where the process environment may be read; every other module gets values as arguments.
-READS_ENVIRONMENT = {"distributed/startup.py", "run/launch.py", "run/libraries.py", "monitor/trackers.py"}
+READS_ENVIRONMENT = {
+    "distributed/startup.py",
+    "run/launch.py",
+    "run/launcher_watch.py",
+    "run/libraries.py",
+    "monitor/trackers.py",
+}
 
 FORBIDDEN_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 # Functions that load or send pickles, or run text as code or in a shell, by the end of their dotted name.
