@@ -4,12 +4,21 @@
 Data workers import this file again, so everything that a run needs is imported inside of `main`.
 """
 
+from __future__ import annotations
+
 import gc
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_lite.run.launcher_watch import LauncherWatch
 
 
-def main(argv: list[str]) -> int:
-    """Parse, validate, train; return the exit code. Nothing heavy is imported before the flags are known to be good."""
+def main(argv: list[str], launcher: LauncherWatch | None = None) -> int:
+    """Parse, validate, train; return the exit code. Nothing heavy is imported before the flags are known to be good.
+
+    launcher: ends this process if torchrun dies.
+    """
     from megatron_lite.cli.parse import HelpRequested, folder_of, parse
     from megatron_lite.errors import EXIT_DONE, CheckpointError, UsageError
     from megatron_lite.huggingface.architectures import check_exports
@@ -45,11 +54,15 @@ def main(argv: list[str]) -> int:
 
     gc.enable()
     sys.argv[1:] = without_secrets(argv)  # some libraries record the command line
-    return pretrain(config, arguments.notes, arguments.environment)
+    return pretrain(config, arguments.notes, arguments.environment, launcher)
 
 
 if __name__ == "__main__":
+    from megatron_lite.run.launcher_watch import LauncherWatch
+
+    launcher_watch = LauncherWatch()  # before anything that takes time
+
     from megatron_lite.run.missing_package import name_missing_package
 
     sys.excepthook = name_missing_package
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], launcher_watch))

@@ -68,6 +68,7 @@ class PeerError(RunError):
 
     exit_code = 6
     detail = ""  # the backend's words
+    names_rank = False  # whether the message says which rank it was
 
 
 class OutOfMemoryError(RunError):

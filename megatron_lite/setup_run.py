@@ -20,7 +20,6 @@ from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed import startup
 from megatron_lite.distributed.agreement import together
-from megatron_lite.distributed.peers import Place, all_places
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.traffic import Traffic
 from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, OutOfMemoryError, RunError, StorageError, as_run_error
@@ -45,9 +44,10 @@ from megatron_lite.optimizer.rules import muon
 from megatron_lite.planner.advice import less_memory
 from megatron_lite.planner.auto import device_memory_bytes, library_of_products, resolve_auto
 from megatron_lite.run import exit_status
+from megatron_lite.run.ending import Ending
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.launch import environment_with, launch_rank, tell_torchrun
-from megatron_lite.run.lost_peer import explained
+from megatron_lite.run.launcher_watch import LauncherWatch
 from megatron_lite.run.stop_signal import StopSignal
 from megatron_lite.run.threads import choose_threads
 from megatron_lite.validation import warnings
@@ -98,44 +98,50 @@ class Run(Start):
     samples: Samples | None  # None without --sample_interval
     background: BackgroundSaves | None  # None without --async_checkpoint
     checkpoint_bytes: int  # of all ranks together
+    ending: Ending | None = None  # None for a run that was set up without `opened`
 
 
 @contextlib.contextmanager
-def opened(config: Config, notes: tuple[Note, ...], environment: Mapping[str, str] | None = None) -> Iterator[Run]:
+def opened(
+    config: Config,
+    notes: tuple[Note, ...],
+    environment: Mapping[str, str] | None = None,
+    launcher: LauncherWatch | None = None,
+) -> Iterator[Run]:
     """Join the other ranks and set up a run for the block, which ends with `close`.
 
     An error here or in the block is reported and ends the process.
     """
-    rank, run_number, run, experiment, distributed = launch_rank(), 0, None, None, None
-    places: list[Place] = []
-    stop = StopSignal()
+    rank, run, distributed = launch_rank(), None, None
+    ending = Ending(config.run.experiment_dir, rank)
+    stop = StopSignal(ending.stopped, ending.on_request)
+    if launcher is not None:
+        launcher.on_gone = ending.launcher_gone
     try:
-        distributed = startup.initialize(config.distributed)
+        distributed = startup.initialize(config.distributed, ending.progress, ending.met)
         if distributed.device.type == "cpu":
             torch.set_num_threads(choose_threads(config, distributed.local_world_size).number)
-        places = all_places(distributed)
         experiment = Experiment(config, distributed)
-        run_number = experiment.run
+        ending.opened(experiment)
+        if (checkpoints := experiment.checkpoints) is not None:
+            ending.newest = lambda: newest_checkpoint(checkpoints)
         run = build(config, distributed, experiment, stop, notes, environment)
+        ending.kill_children, run.ending = run.callback.kill, ending
         stop.saves = True
         together(distributed, lambda: experiment.record(run.config) if rank == 0 else None)
         if rank == 0:
-            exit_status.write_exit(config.run.experiment_dir, None, "running", "", run_number)
+            exit_status.write_exit(config.run.experiment_dir, None, "running", "", experiment.run)
         yield run
     except BaseException as raised:
-        directory = None if experiment is not None and experiment.is_lost() else config.run.experiment_dir
-        newest = newest_checkpoint(experiment.checkpoints if experiment else None)
-        error = explained(_with_advice(raised, config, distributed), places, rank, directory, run_number, newest)
-        owns = experiment is not None
-        code = exit_status.report(error, directory, prints=rank == 0, rank=rank, run=run_number, owns_folder=owns)
+        code, error = ending.report(_with_advice(raised, config, distributed))
         if run is not None:
             run.callback.close(0.0)
             run.trackers.close(code)
             if isinstance(error, RunError) and error.agreed:
                 _finish_background(run, error)
                 run.distributed.wait_for_peers(LEAVE_TOGETHER_S)  # leaving first could cut a peer off in its last step
-        if experiment is not None:
-            experiment.release()
+        ending.end_hanging()
+        ending.release()
         exit_status.leave(code)  # a normal exit could hang: peers may wait for this rank in a collective
 
 
@@ -168,12 +174,15 @@ def close(run: Run, code: int, message: str) -> None:
     message: how it ended.
     """
     distributed = run.distributed
+    distributed.progress.phase = "the end"
     run.data.close()
     run.model.finish()
     limit_s = STOPPED_WAIT_S if code == EXIT_PREEMPTED else run.config.distributed.startup_timeout / 2
     run.callback.close(limit_s, lambda: code != EXIT_PREEMPTED and bool(run.stop.received))
     run.trackers.close(code)
     together(distributed, run.experiment.check)
+    if run.ending is not None:
+        run.ending.finish()
     if distributed.rank == 0:
         status = "done" if code == EXIT_DONE else "stopped"
         exit_status.write_exit(run.config.run.experiment_dir, code, status, message, run.experiment.run)
@@ -220,6 +229,7 @@ def build(
     _log_banner(start, inputs, (*choices, *library, *notes))
     source = _open_source(start, inputs.layers)
 
+    distributed.progress.phase = "the loading"
     model = together(distributed, lambda: _allocate(start, inputs.layers))
     for line, short in stage_lines(model):
         _tell(start, line, short)
@@ -368,7 +378,9 @@ def _time_collectives(start: Start, model: MultiStage) -> dict[str, float]:
     distributed = start.distributed
     if not start.config.run.log_communication:
         return {}
-    distributed.traffic = Traffic(distributed.world_size, timed=True, device_type=distributed.device.type)
+    distributed.traffic = Traffic(
+        distributed.world_size, distributed.progress, timed=True, device_type=distributed.device.type
+    )
     with distributed.traffic.paused():
         return time_collectives(model, distributed.barrier)
 

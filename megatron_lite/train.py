@@ -21,6 +21,7 @@ from megatron_lite.outputs.saving import (
     save_and_stop,
 )
 from megatron_lite.outputs.training_log import is_early, log_training, show_early
+from megatron_lite.run.launcher_watch import LauncherWatch
 from megatron_lite.run.stop_signal import StopRequested
 from megatron_lite.schedules.batch_options import iteration_tokens
 from megatron_lite.schedules.learning_rate import learning_rate
@@ -29,12 +30,18 @@ from megatron_lite.setup_run import Run, close, opened
 from megatron_lite.validation.messages import Note
 
 
-def pretrain(config: Config, notes: tuple[Note, ...], environment: Mapping[str, str] | None = None) -> int:
+def pretrain(
+    config: Config,
+    notes: tuple[Note, ...],
+    environment: Mapping[str, str] | None = None,
+    launcher: LauncherWatch | None = None,
+) -> int:
     """Train as configured and return the exit code, which exit.json repeats.
 
-    notes: of the command line, logged below the banner. environment: variables of --export_callback_env.
+    notes: of the command line, logged below the banner. environment: variables of --export_callback_env. launcher: ends
+    this process if torchrun dies.
     """
-    with opened(config, notes, environment) as run:
+    with opened(config, notes, environment, launcher) as run:
         code, message = train(run)
         close(run, code, message)
     return code
@@ -55,8 +62,10 @@ def train(run: Run) -> tuple[int, str]:
         with contextlib.closing(ProgressBar(training.train_iters, run.iteration, run.distributed.rank == 0)) as bar:
             for iteration in range(first, training.train_iters + 1):
                 # The second iteration's data may wait for the start of the workers, which is no reason to warn.
+                run.distributed.progress.at("the wait for data", iteration)
                 warn_ms = config.data.data_batch_warn_time_ms if iteration > first + 1 else None
                 micro_batches, data_wait_s = next_batch(batches, run.distributed, run.stop, warn_ms)
+                run.distributed.progress.at("the step", iteration)
                 update = train_step(run, micro_batches, iteration)
                 tokens = iteration_tokens(config.batch, iteration)
                 run.window.add(update.loss, tokens, update.verdict.skipped, data_wait_s)

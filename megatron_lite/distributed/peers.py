@@ -9,10 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from megatron_lite.distributed.process_group import Distributed
 
 # The kernel closes the connections of a process before the process is gone; freeing a GPU's memory takes seconds.
 LEAVING_S = 2.0
@@ -30,21 +26,24 @@ class Place:
     pid: int
     oom_kills: int = 0  # on the machine when the ranks met
 
+    def fields(self) -> tuple[int, str, str, int, int]:
+        """Return the values, in the order of the constructor."""
+        return self.rank, self.host, self.machine, self.pid, self.oom_kills
+
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
 
 
-def all_places(distributed: Distributed) -> list[Place]:
-    """Return the place of every rank, in rank order. All ranks call this together."""
-    own = (socket.gethostname(), machine_name(), os.getpid(), oom_kills())
-    return [Place(rank, *place) for rank, place in enumerate(distributed.gather_objects(own))]
+def own_place(rank: int) -> Place:
+    """Return the place of this process."""
+    return Place(rank, socket.gethostname(), machine_name(), os.getpid(), oom_kills())
 
 
 def gone(places: Sequence[Place], rank: int, limit_s: float) -> list[Place]:
     """Return the ranks on the machine of `rank` whose process has ended, as soon as there is one."""
     deadline_s = time.monotonic() + limit_s
     while True:
-        found = [place for place in neighbours(places, rank) if process_state(place.pid) in ("", "Z", "X")]
+        found = [place for place in neighbours(places, rank) if has_ended(place.pid)]
         if found or time.monotonic() > deadline_s:
             return found
         time.sleep(POLL_S)
@@ -57,7 +56,17 @@ def stopped(places: Sequence[Place], rank: int) -> list[Place]:
 
 def neighbours(places: Sequence[Place], rank: int) -> list[Place]:
     """Return the other ranks on the machine of `rank`."""
-    return [place for place in places if place.rank != rank and place.machine == places[rank].machine]
+    return beside(places, places[rank])
+
+
+def beside(places: Sequence[Place], own: Place) -> list[Place]:
+    """Return those of these ranks that are others than `own`, on its machine."""
+    return [place for place in places if place.rank != own.rank and place.machine == own.machine]
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, even if its parent has not noticed yet."""
+    return process_state(pid) in ("", "Z", "X")
 
 
 def process_state(pid: int) -> str:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.distributed.cpu_collectives import PairwiseSum, Works
+from megatron_lite.distributed.progress import Progress
 from megatron_lite.distributed.step_watch import POLL_S, Event, StepWatch
 from megatron_lite.distributed.traffic import Handle, Traffic
 from megatron_lite.errors import is_lost_peer, lost_peer
@@ -59,6 +60,7 @@ class Distributed:
         cpu_group: gloo, with the long time-out, for agreements between hosts.
         group: NCCL or gloo, for the collectives of a step.
         watch: of the steps on a GPU; None on CPU, where the collectives of a step have the time-out themselves.
+        progress: what this rank is doing, for other threads.
     """
 
     def __init__(
@@ -70,10 +72,12 @@ class Distributed:
         cpu_group: Any,
         group: Any,
         watch: StepWatch | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.rank, self.world_size, self.local_world_size, self.device = rank, world_size, local_world_size, device
         self._cpu_group, self.group, self._watch = cpu_group, group, watch
-        self.traffic = Traffic(world_size)
+        self.progress = progress or Progress()
+        self.traffic = Traffic(world_size, self.progress)
         self._tag = 0
         self._scratch: Tensor | None = None
         self._reduction: Handle | None = None
@@ -210,6 +214,7 @@ class Distributed:
 
     def _finish(self, start: Callable[[], Any]) -> None:
         """Start a collective over the CPU group and wait for it, or for the time-out of a step on the GPU."""
+        self.progress.started("agreement", 0)
         with peer_errors():
             work = start()
             while self._watch is not None and not work.is_completed():

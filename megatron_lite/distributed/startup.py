@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_lite.config import DistributedConfig
+from megatron_lite.distributed.meeting import Meeting, MeetingPoint, open_store
+from megatron_lite.distributed.peers import own_place
 from megatron_lite.distributed.process_group import Distributed, peer_errors
+from megatron_lite.distributed.progress import Progress
 from megatron_lite.distributed.step_watch import StepWatch
 from megatron_lite.errors import PeerError, UsageError
 
@@ -23,17 +26,42 @@ _ONE_PROCESS_PER_GPU = "start at most one process per GPU (torchrun --nproc-per-
 WARM_UP_NUMEL = 2**22  # so large that NCCL takes the same way as for the buffers of a step
 
 
-def initialize(config: DistributedConfig) -> Distributed:
-    """Join the process group that torchrun describes in the environment; without torchrun, a group of one."""
+def initialize(
+    config: DistributedConfig, progress: Progress | None = None, on_met: Callable[[Meeting], None] = lambda _: None
+) -> Distributed:
+    """Join the process group that torchrun describes in the environment; without torchrun, a group of one.
+
+    on_met: called once all ranks have come, before they connect to each other; not called for a group of one.
+    """
     environment = os.environ
-    world_size = int(environment.get("WORLD_SIZE") or 1)
+    rank, world_size = int(environment.get("RANK") or 0), int(environment.get("WORLD_SIZE") or 1)
+    local_rank = int(environment.get("LOCAL_RANK") or 0)
+    local_world_size = int(environment.get("LOCAL_WORLD_SIZE") or world_size)
+    first = rank - local_rank  # of this machine, where the launcher numbers ranks machine by machine
+    local_ranks = range(max(0, first), min(first + local_world_size, world_size))
+
+    def meet() -> Any:
+        timeout_s = config.startup_timeout
+        with _store_answers(world_size, timeout_s), _port_in_use():
+            store = open_store(meeting_point(), rank, world_size, timeout_s)
+        meeting = Meeting(meeting_point(), store, own_place(rank), world_size, local_ranks, timeout_s)
+        on_met(meeting)
+        return meeting.store
+
     return join(
-        config,
-        rank=int(environment.get("RANK") or 0),
-        world_size=world_size,
-        local_rank=int(environment.get("LOCAL_RANK") or 0),
-        local_world_size=int(environment.get("LOCAL_WORLD_SIZE") or world_size),
+        config, rank, world_size, local_rank, local_world_size, meet=meet if world_size > 1 else None, progress=progress
     )
+
+
+def meeting_point() -> MeetingPoint:
+    """Return the store that the launcher describes in the environment."""
+    environment = os.environ
+    hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    # A torchrun that is alone may keep its store when it starts its ranks again; among several, each counts for itself.
+    alone = environment.get("GROUP_WORLD_SIZE", "1") == "1"
+    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    return MeetingPoint(host, port, hosted, f"megatron_lite/{attempt}")
 
 
 def join(
@@ -43,10 +71,15 @@ def join(
     local_rank: int,
     local_world_size: int | None = None,
     init_method: str | None = None,
+    meet: Callable[[], Any] | None = None,
+    progress: Progress | None = None,
 ) -> Distributed:
     """Choose this rank's device and join the process groups.
 
-    local_world_size: by default, all ranks are on this machine. init_method: by default, torchrun's environment.
+    Args:
+        local_world_size: by default, all ranks are on this machine.
+        init_method: how the ranks find each other, in torch's words, without `meet`.
+        meet: waits for all ranks and returns their store.
 
     Raises:
         UsageError: if the requested device does not exist, or the launcher's port is in use.
@@ -60,10 +93,8 @@ def join(
     watch = StepWatch(config.distributed_timeout) if on_gpu else None
     step_timeout = datetime.timedelta(seconds=watch.watchdog_timeout_s if watch else config.distributed_timeout)
     startup_timeout = datetime.timedelta(seconds=config.startup_timeout)
-    store = dist.HashStore() if init_method is None and world_size == 1 else None
-    if store is None and init_method is None:
-        init_method = "env://"
-    with _all_join(world_size, config.startup_timeout), _port_in_use(), _quiet_loopback(world_size):
+    store = meet() if meet is not None else None if init_method is not None else dist.HashStore()
+    with peer_errors(), _quiet_loopback(world_size):
         dist.init_process_group(
             "gloo", init_method=init_method, store=store, rank=rank, world_size=world_size, timeout=startup_timeout
         )
@@ -76,6 +107,7 @@ def join(
         cpu_group=dist.group.WORLD,
         group=group,
         watch=watch,
+        progress=progress,
     )
     if on_gpu:
         refuse_shared_gpus(config.device, distributed.gather_objects(gpu_uuid(device)))
@@ -169,17 +201,16 @@ def kernels_can_run() -> bool:
 
 
 @contextlib.contextmanager
-def _all_join(world_size: int, timeout_s: float) -> Iterator[None]:
-    """Turn the backend's error about ranks that do not come into a PeerError that says how many came."""
+def _store_answers(world_size: int, timeout_s: float) -> Iterator[None]:
+    """Turn the backend's error about a store that is not there into a PeerError."""
     try:
         with peer_errors():
             yield
     except PeerError as error:
-        came = re.search(r"\b(\d+)/\d+ clients joined", error.detail)
-        joined = f"{came[1]} of {world_size} ranks" if came else f"not all of {world_size} ranks"
         explanation = PeerError(
-            f"{joined} met at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within "
-            f"--startup_timeout={timeout_s:g} s: see the messages of the others, or start them"
+            f"nobody answered at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within "
+            f"--startup_timeout={timeout_s:g} s, where {world_size} ranks were to meet: see the messages of the "
+            "others, or start them"
         )
         explanation.detail = error.detail
         raise explanation from error

@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_lite.distributed.progress import Progress
+
 
 class Handle(Protocol):
     """A collective in flight. After `wait`, which may be called again, its buffers may be read and written."""
@@ -34,7 +36,10 @@ class Traffic:
     reduce", "sum" (small sums) and "debug".
     """
 
-    def __init__(self, world_size: int, timed: bool = False, device_type: str = "cpu") -> None:
+    def __init__(
+        self, world_size: int, progress: Progress | None = None, timed: bool = False, device_type: str = "cpu"
+    ) -> None:
+        self._progress = progress
         self._world_size, self._timed, self._on_gpu = world_size, timed, device_type == "cuda"
         self._totals: dict[str, Total] = {}
         self._paused = False
@@ -42,6 +47,8 @@ class Traffic:
 
     def started(self, kind: str, buffer: Tensor, work: Handle) -> Handle:
         """Count a collective over a full buffer, (world_size * n,), and return its handle, timed if asked for."""
+        if self._progress is not None:
+            self._progress.started(kind, buffer.nbytes)
         if self._paused:
             return work
         total = self._totals.setdefault(kind, Total())

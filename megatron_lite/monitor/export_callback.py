@@ -87,6 +87,12 @@ class ExportCallback:
                 _end(self._process)
         self._exports = []
 
+    def kill(self) -> None:
+        """Kill the running script at once, with everything in its session: this process has no time left."""
+        if self._process is not None and self._process.poll() is None:
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
     def _left(self) -> list[Path]:
         return [folder for folder, export in self._exports if not export.done()]
 

@@ -49,6 +49,7 @@ def evaluate(run: Run, phase: str) -> None:
     batches, device = run.data.evaluation_batches(phase), run.distributed.device
     kinds = ("loss", "averaged_loss") if run.config.averaging.enabled else ("loss",)
     losses = torch.zeros(len(kinds), dtype=torch.float64, device=device)  # summed over tokens
+    run.distributed.progress.phase = f"the {phase}"
     for _ in range(run.data.evaluation_iterations(phase)):
         inputs = [micro_batch(batch, device, None, None) for batch in next_batch(batches, run.distributed, run.stop)[0]]
         losses[0] += run.model.evaluate(inputs)

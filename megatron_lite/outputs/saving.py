@@ -73,6 +73,7 @@ def save(run: Run, evaluation_due: bool = False, stopping: bool = False) -> None
     if root is None:
         return
     refuse_broken_weights(run)
+    run.distributed.progress.phase = "the save"
     finish_save(run, stopping)
     if run.distributed.rank == 0 and (lack := lack_now(root, run.checkpoint_bytes)) is not None:
         run.logger.warning(lack)
@@ -156,6 +157,7 @@ def export(run: Run) -> None:
     if directory is None:
         return
     refuse_broken_weights(run)
+    run.distributed.progress.phase = "the export"
     averaged = run.config.training.export_weights == "average"
     if run.config.training.export_format == "distributed":
         root, check = directory.parent, run.experiment.check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -58,12 +59,18 @@ def report(
     tell_torchrun(message)
     if expected is None:
         traceback.print_exception(error)
-    print(f"ERROR{'' if rank == 0 else f' on rank {rank}'}: {message}", file=sys.stderr, flush=True)
+    print_error(message, rank)
     peer_wrote = lost_peer and failure_of_peer(experiment_dir, run) is not None
     if not peer_wrote and (expected is None or expected.recorded):
         detail = expected.detail if isinstance(expected, PeerError) else ""
         write_exit(experiment_dir, code, "failed", message, run, detail)
     return code
+
+
+def print_error(message: str, rank: int) -> None:
+    """Print why this rank ends, after others may have closed the terminal."""
+    with contextlib.suppress(OSError):
+        print(f"ERROR{'' if rank == 0 else f' on rank {rank}'}: {message}", file=sys.stderr, flush=True)
 
 
 def print_failure(error: Exception, less_memory: str) -> int:
@@ -101,6 +108,8 @@ def _must_report_lost_peer(experiment_dir: str | None, rank: int, run: int) -> b
     """
     if experiment_dir is None:
         return rank == 1
+    if run < 0:
+        return True
     time.sleep(1.0 + 0.1 * min(rank, 50))
     return failure_of_peer(experiment_dir, run) is None
 
@@ -119,7 +128,7 @@ def write_exit(
     path = Path(experiment_dir) / EXIT_FILE
     content: dict[str, Any] = {"exit_code": code, "status": status, "message": _cut(message, _LONGEST_MESSAGE)}
     content |= {"detail": _cut(detail, _LONGEST_DETAIL)} if detail else {}
-    content |= {"run": run, "time": round(time.time(), 3)}
+    content |= {"run": max(run, 0), "time": round(time.time(), 3)}
     data = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,12 +149,15 @@ def _cut(text: str, limit_bytes: int) -> str:
 
 
 def failure_of_peer(experiment_dir: str | None, run: int) -> PeerFailure | None:
-    """Return the failure that another rank of this start has written to exit.json, if any has."""
-    if experiment_dir is None:
+    """Return how another rank of this start has ended early by its words in exit.json, if any has.
+
+    run: number of the start; negative before the ranks know it.
+    """
+    if experiment_dir is None or run < 0:
         return None
     try:
         content = json.loads((Path(experiment_dir) / EXIT_FILE).read_text(encoding="utf-8"))
-        if content["run"] == run and content["status"] == "failed":
+        if content["run"] == run and content["status"] in ("failed", "stopped"):
             return PeerFailure(int(content["exit_code"]), str(content["message"]))
     except (OSError, ValueError, KeyError, TypeError):
         pass

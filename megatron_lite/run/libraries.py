@@ -32,6 +32,7 @@ def prepare_libraries() -> None:
     give_all_threads()
     limit_spinning()
     keep_freed_memory()
+    quiet_lost_connections()
 
 
 def give_all_threads() -> None:
@@ -59,3 +60,11 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         for parameter, size_bytes in MALLOPT.items():
             mallopt(parameter, size_bytes)
+
+
+def quiet_lost_connections() -> None:
+    """Let torch's C++ log errors only, unless the user says otherwise.
+
+    As a warning it prints a C++ stack of forty lines for every connection that a lost rank closes, before our message.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

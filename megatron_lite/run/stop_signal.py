@@ -6,7 +6,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
+from typing import NoReturn
 
 from megatron_lite.errors import RunError
 
@@ -14,6 +16,11 @@ from megatron_lite.errors import RunError
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # A scheduler signals every process of a job and torchrun forwards its own signal: count both as one request.
 SAME_REQUEST_S = 1.0
+
+
+def leave_at_once(number: int) -> NoReturn:
+    """End the process with the code that a shell shows for a signal."""
+    os._exit(128 + number)
 
 
 class StopRequested(Exception):  # noqa: N818 - not an error
@@ -27,9 +34,15 @@ class StopSignal:
     Until `saves` is set there is nothing to save, and the first signal ends the process too. A rank that waits inside
     a collective runs no Python signal handler, but Python still writes the signal to the wake-up descriptor, where a
     separate thread sees it.
+
+    before_saves: called in that thread, with the signal, to end the process while there is nothing to save. on_request:
+    called there after SIGUSR2.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, before_saves: Callable[[int], NoReturn] = leave_at_once, on_request: Callable[[], None] = lambda: None
+    ) -> None:
+        self._before_saves, self._on_request = before_saves, on_request
         self.received = 0
         self.saves = False  # whether a request saves a checkpoint
         self.failure: RunError | None = None  # found by another thread; all ranks end with it before the next iteration
@@ -66,14 +79,16 @@ class StopSignal:
         """Count signals as they arrive, until the writing end of the pipe is closed."""
         first_s: float | None = None
         while numbers := os.read(reader, 1):
+            if numbers[0] == signal.SIGUSR2:
+                self._on_request()
             if numbers[0] not in SIGNALS:
                 continue
             if not self.saves:
-                os._exit(128 + numbers[0])
+                self._before_saves(numbers[0])
             if first_s is None:
                 first_s = time.monotonic()
             elif time.monotonic() - first_s > SAME_REQUEST_S:
-                os._exit(128 + numbers[0])
+                leave_at_once(numbers[0])
         os.close(reader)
 
 

@@ -11,10 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from megatron_lite.distributed import peers
-from megatron_lite.distributed.peers import Place, all_places, gone, process_state, stopped
-from megatron_lite.distributed.process_group import Distributed
-from tests.support.harness import run_distributed
+from megatron_lite.distributed.peers import Place, gone, process_state, stopped
 
 
 @pytest.fixture
@@ -58,14 +55,3 @@ def test_processes_of_other_machines_are_not_looked_for(child: subprocess.Popen[
     child.kill()
     child.wait()
     assert gone(places(child.pid, machine="another"), 0, 0) == []
-
-
-def meet(distributed: Distributed) -> tuple[list[Place], int]:
-    return all_places(distributed), os.getpid()
-
-
-def test_every_rank_knows_all_places() -> None:
-    outcomes = run_distributed(2, meet)
-    both = outcomes[0][0]
-    assert outcomes[1][0] == both and [place.pid for place in both] == [pid for _, pid in outcomes]
-    assert peers.neighbours(both, 0) == [both[1]], "one machine"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 # A server process that has imported torch forks each rank in milliseconds. The first backward pass of a process imports
 # symbolic_shapes, which takes a second.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the program does before it imports torch
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(["megatron_lite.train", "numpy", "torch.fx.experimental.symbolic_shapes"])
 

@@ -96,8 +96,10 @@ class Start:
         variables: Mapping[str, str] | None = None,
         mounts_of: int | None = None,
         faults: Mapping[int, Fault] | None = None,
+        launcher: Sequence[str] = (),
     ) -> None:
-        """`variables` are added to the environment. Forked ranks only: `mounts_of`, a process whose file systems they
+        """`variables` are added to the environment, `launcher` to torchrun's own flags. Forked ranks only:
+        `mounts_of`, a process whose file systems they
         see; `faults` by rank."""
         self.marker = uuid.uuid4().hex
         self._folder = tempfile.TemporaryDirectory(prefix="megatron_lite_test_")
@@ -112,7 +114,7 @@ class Start:
         self._faults = faults or {}
         command = [str(PROGRAM), *flags]
         if how == "torchrun":
-            self._start([*TORCHRUN, f"--nproc-per-node={ranks}", *command], {}, subprocess_start)
+            self._start([*TORCHRUN, *launcher, f"--nproc-per-node={ranks}", *command], {}, subprocess_start)
             return
         port = str(free_port())
         for rank in range(ranks):

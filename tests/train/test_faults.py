@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -469,7 +470,8 @@ def test_killed_rank(tmp_path: Path, victim: int) -> None:
     assert seconds < 10, seconds
     cause, resumes = outcome.error_lines()
     place = f"rank {victim} (process {start.processes[victim].pid} on {socket.gethostname()})"
-    assert cause.startswith(f"ERROR{' on rank 1' if victim == 0 else ''}: lost {place}. "), cause
+    assert cause.startswith(f"ERROR{' on rank 1' if victim == 0 else ''}: lost {place} while this rank was in "), cause
+    assert re.search(r" in the (step|wait for data|save), iteration [0-9]+\. ", cause), cause
     assert "SIGKILL" in cause and "out-of-memory" in cause and "dmesg" in cause
     (newest,) = checkpoints.iterdir()
     expected = f"  the same command resumes from the newest checkpoint, iteration {newest.name} ({newest})"

@@ -24,6 +24,7 @@ from tests.support.launch import (
     Outcome,
     Start,
     find_marked,
+    free_port,
     python_warnings,
     read_exit,
     run,
@@ -264,7 +265,8 @@ def test_exit_code_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["launcher", "rank"])
 def test_kill_under_torchrun(tmp_path: Path, victim: str) -> None:
-    """A killed rank takes the others and the launcher with it; a killed launcher leaves ranks that can be signalled."""
+    """A killed rank takes the others and the launcher with it; ranks whose launcher was killed are gone in five
+    seconds, and exit.json says why."""
     experiment = tmp_path / "run"
     with Start(endless(experiment), 2, "torchrun") as start:
         wait_for_lines(start, experiment, 2)
@@ -273,12 +275,30 @@ def test_kill_under_torchrun(tmp_path: Path, victim: str) -> None:
         assert len(ranks) == 2
         os.kill(launcher if victim == "launcher" else ranks[0], signal.SIGKILL)
         outcome = start.wait(60)
+        start.assert_nothing_left(5 if victim == "launcher" else 20)
         if victim == "rank":
             assert outcome.codes == [1]
-            assert read_exit(experiment)["exit_code"] == 6
         else:
-            os.kill(ranks[1], signal.SIGTERM)
-        start.assert_nothing_left(20)
+            assert (
+                f"torchrun (process {launcher}), which started this rank, is gone" in read_exit(experiment)["message"]
+            )
+        assert read_exit(experiment)["exit_code"] == 6
+
+
+@pytest.mark.slow
+def test_a_run_that_torchrun_restarts_resumes(tmp_path: Path) -> None:
+    """`torchrun --max-restarts`, with either of its stores: after SIGKILL to a rank the same run goes on."""
+    for rendezvous in ([], ["--rdzv-backend=static", f"--rdzv-endpoint=localhost:{free_port()}"]):
+        experiment = tmp_path / f"run{len(rendezvous)}"
+        flags = [*endless(experiment), "--train_iters=200", "--checkpoint_interval=5"]
+        with Start(flags, 2, "torchrun", launcher=[*rendezvous, "--max-restarts=2"]) as start:
+            wait_for_lines(start, experiment, 2)
+            rank = next(pid for pid in start.left_over() if pid != start.processes[0].pid)
+            os.kill(rank, signal.SIGKILL)
+            outcome = start.wait(100)
+            start.assert_nothing_left()
+        assert outcome.codes == [0], outcome.output[-3000:]
+        assert outcome.output.count("resumed from") == 1 and read_exit(experiment)["run"] == 1
 
 
 def test_warnings_are_told_from_lines_that_look_like_them() -> None:

@@ -1,0 +1,87 @@
+"""The stacks of a rank that hangs: every thread's, written on SIGUSR2 and on a time-out, and the newest collectives.
+
+`faulthandler` writes the stacks inside the signal handler, in C: it works while a library holds Python's lock. The
+collectives follow as soon as a thread can run. Training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from megatron_lite.distributed.progress import Progress
+
+# A signal to all ranks makes each of them ask the others: one answer is enough.
+PAUSE_S = 10.0
+
+
+class Stacks:
+    """Where the stacks of this rank go: stderr, and from `open` on a file of the start."""
+
+    def __init__(self, rank: int, progress: Progress) -> None:
+        self._rank, self._progress = rank, progress
+        self._path: Path | None = None
+        self._descriptor = 2
+        self._written_s = -PAUSE_S
+        self._lock = threading.Lock()
+        self._previous = signal.signal(signal.SIGUSR2, lambda number, frame: None)
+        self._register()
+
+    def open(self, folder: Path | None) -> None:
+        """Write to a file in this folder from now on; None: there is no folder."""
+        if folder is None:
+            return
+        with contextlib.suppress(OSError):  # stderr then
+            folder.mkdir(parents=True, exist_ok=True)
+            self._path = folder / f"stacks_rank_{self._rank:03d}.txt"
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._register()
+
+    def close(self) -> None:
+        """Go back to what was before, and leave no empty file."""
+        faulthandler.unregister(signal.SIGUSR2)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a late request must not end the process
+        with contextlib.suppress(OSError):
+            if self._path is not None and self._path.stat().st_size == 0:
+                self._path.unlink()
+                self._path.parent.rmdir()  # unless others use it
+
+    def write(self, reason: str) -> None:
+        """Write the stacks of all threads and the newest collectives, unless both were written a moment ago."""
+        with self._lock:
+            if time.monotonic() - self._written_s < PAUSE_S:
+                return
+            self._written_s = time.monotonic()
+            with contextlib.suppress(OSError, ValueError):
+                faulthandler.dump_traceback(self._descriptor, all_threads=True)
+            self._write_collectives(reason)
+
+    def complete(self) -> None:
+        """Write the newest collectives below the stacks that the signal handler has written."""
+        with self._lock:
+            self._written_s = time.monotonic()
+            self._write_collectives("SIGUSR2")
+            signal.siginterrupt(signal.SIGUSR2, False)  # faulthandler forgets that libraries' calls go on
+
+    def _write_collectives(self, reason: str) -> None:
+        progress = self._progress
+        lines = [
+            f"Above: rank {self._rank}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}, {reason}.",
+            f"It is in {progress.phase}, iteration {progress.iteration}. Its newest collectives:",
+            *(f"  {one}" for one in progress.recent),
+        ]
+        with contextlib.suppress(OSError):
+            os.write(self._descriptor, ("\n".join(lines) + "\n\n").encode())
+
+    def _register(self) -> None:
+        if self._descriptor == 2 and sys.stderr is None:
+            return
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # a closed stderr
+            faulthandler.register(signal.SIGUSR2, self._descriptor, all_threads=True, chain=True)
+            signal.siginterrupt(signal.SIGUSR2, False)

@@ -1,0 +1,115 @@
+"""The ranks meet in a real store, each in a thread; a rank that died, or the end of the store, is noticed at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_lite.distributed import meeting
+from megatron_lite.distributed.meeting import Meeting, MeetingPoint, connect, open_store
+from megatron_lite.distributed.peers import Place, own_place
+from megatron_lite.errors import PeerError, UsageError
+from tests.support.launch import free_port
+
+TIMEOUT_S = 30.0
+
+
+@pytest.fixture
+def point() -> MeetingPoint:
+    return MeetingPoint("localhost", free_port(), hosted=True, prefix="test")
+
+
+@pytest.fixture(autouse=True)
+def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "POLL_S", 0.01)
+    monkeypatch.setattr(meeting, "LOOK_S", 0.05)
+
+
+def meet(
+    point: MeetingPoint, store: Any, place: Place, world_size: int, timeout_s: float = TIMEOUT_S
+) -> Callable[[], Meeting]:
+    """Let a rank come, in a thread; return a function that waits for the end of its meeting."""
+    results: list[Any] = []
+
+    def work() -> None:
+        try:
+            results.append(Meeting(point, store, place, world_size, range(world_size), timeout_s))
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+
+    def end() -> Meeting:
+        thread.join(TIMEOUT_S)
+        assert results, "no end"
+        if isinstance(results[0], Exception):
+            raise results[0]
+        met: Meeting = results[0]
+        return met
+
+    return end
+
+
+def dead_process() -> int:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def test_every_rank_knows_the_places_of_all(point: MeetingPoint) -> None:
+    stores = [open_store(point, rank, 3, TIMEOUT_S) for rank in range(3)]
+    ends = [meet(point, stores[rank], own_place(rank), 3) for rank in range(3)]
+    places = [end().places for end in ends]
+    assert places[0] == places[1] == places[2] == [own_place(rank) for rank in range(3)]
+    assert places[0][0].pid == os.getpid()
+
+
+def test_a_rank_that_came_and_died_is_named_at_once(point: MeetingPoint) -> None:
+    """The third rank may come in an hour: the first need not wait so long to say that the second is gone."""
+    store = open_store(point, 0, 3, TIMEOUT_S)
+    gone = Place(1, own_place(1).host, own_place(1).machine, dead_process())
+    meet(point, connect(point, 3, TIMEOUT_S), gone, 3)
+    begun_s = time.monotonic()
+    with pytest.raises(PeerError, match=rf"lost rank 1 \(process {gone.pid} on .*\) while the ranks were meeting"):
+        meet(point, store, own_place(0), 3)()
+    assert time.monotonic() - begun_s < 5
+
+
+def test_the_end_of_the_store_is_the_end_of_rank_0(point: MeetingPoint) -> None:
+    """Rank 0 keeps the store; without rank 0 the others would ask it until --startup_timeout."""
+    program = (
+        "import sys, time; from megatron_lite.distributed.meeting import *; "
+        "point = MeetingPoint('localhost', int(sys.argv[1]), True, 'test'); "
+        "store = open_store(point, 0, 3, 30); print('open', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(point.port)], stdout=subprocess.PIPE) as rank_0:
+        assert rank_0.stdout is not None and rank_0.stdout.readline()
+        end = meet(point, open_store(point, 1, 3, TIMEOUT_S), own_place(1), 3)
+        time.sleep(0.1)
+        rank_0.kill()
+    with pytest.raises(PeerError, match=f"lost rank 0, where the ranks meet \\(localhost:{point.port}\\)"):
+        end()
+
+
+def test_ranks_that_do_not_come_are_named(point: MeetingPoint) -> None:
+    store = open_store(point, 0, 3, TIMEOUT_S)
+    meet(point, connect(point, 3, TIMEOUT_S), own_place(2), 3, timeout_s=0.2)
+    with pytest.raises(PeerError, match=r"2 of 3 ranks met .* within --startup_timeout=0.2 s; missing: rank 1\."):
+        meet(point, store, own_place(0), 3, timeout_s=0.2)()
+
+
+def test_a_second_process_of_one_rank_is_refused(point: MeetingPoint) -> None:
+    """Two jobs with one MASTER_PORT would otherwise train with each other's ranks, or wait for each other."""
+    store = open_store(point, 0, 3, TIMEOUT_S)
+    meet(point, store, own_place(0), 3, timeout_s=0.5)
+    time.sleep(0.1)
+    with pytest.raises(UsageError, match=r"two processes say that they are rank 0 .* same MASTER_PORT"):
+        meet(point, connect(point, 3, TIMEOUT_S), Place(0, "elsewhere", "b", 1), 3)()
