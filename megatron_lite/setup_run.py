@@ -99,6 +99,7 @@ class Run(Start):
     background: BackgroundSaves | None  # None without --async_checkpoint
     checkpoint_bytes: int  # of all ranks together
     ending: Ending | None = None  # None for a run that was set up without `opened`
+    agreed_at: int | None = None  # newest iteration at which --check_replicas_interval found all ranks equal
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from megatron_lite.errors import EXIT_DONE
 from megatron_lite.monitor.logging import ProgressBar
 from megatron_lite.optimizer.optimizer import Update
 from megatron_lite.outputs.evaluation import evaluate_and_export, evaluate_first
+from megatron_lite.outputs.replicas import check_replicas
 from megatron_lite.outputs.saving import (
     completion,
     is_due,
@@ -103,6 +104,7 @@ def train_step(run: Run, micro_batches: Sequence[HostBatch], iteration: int) -> 
         loss = run.model.forward_backward(inputs)  # fills the gradient shards
         if debugger:
             debugger.gradients_reduced(run.model)
+        check_replicas(run, iteration)
         rate = learning_rate(config, iteration)
         update = run.optimizer.step(iteration, rate, loss, tokens, run.model.updated)
         if debugger:

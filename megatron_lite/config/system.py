@@ -88,6 +88,11 @@ class DistributedConfig(Area):
     )
     seed: int = option(1234, "seed for weights, data order and dropout", minimum=0, maximum=2**63 - 1, basic=True)
     deterministic: bool = option(False, "use only deterministic GPU algorithms (slower)", aliases="deterministic_mode")
+    check_replicas_interval: PositiveInt | None = optional(
+        "iterations between comparisons of what all ranks must hold alike: weights in use, counters, schedule. A "
+        "difference ends the run and is named with its ranks. Costs a pass over the weights, in ZeRO-3 also gathers",
+        "no comparisons",
+    )
     distributed_timeout: float = option(60.0, "seconds before giving up a collective in a step", above=0.0, maximum=1e6)
     startup_timeout: float = option(
         3600.0, "seconds before giving up any other collective (start-up, data, saves)", above=0.0, maximum=1e6

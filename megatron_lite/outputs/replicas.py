@@ -1,0 +1,72 @@
+"""--check_replicas_interval: compare what all ranks must hold alike, and end the run where they differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from megatron_lite.checkpoint.names import find_checkpoints
+from megatron_lite.errors import NumericsError
+from megatron_lite.monitor.replicas import describe_differences, digest, value_hashes, weight_hashes
+from megatron_lite.outputs.saving import is_due
+from megatron_lite.schedules.batch_options import batch_schedule
+from megatron_lite.schedules.learning_rate import learning_rate
+from megatron_lite.setup_run import Run
+
+# Areas of options that decide numbers; paths may differ between machines.
+_AREAS = ("model", "batch", "learning_rate", "optimizer", "averaging", "multi_stage")
+
+
+def check_replicas(run: Run, iteration: int) -> None:
+    """Compare the ranks, if that is due, between the gradients and the update of an iteration.
+
+    The buffers then still hold the weights that the passes computed with, and a wrong gradient has changed nothing.
+
+    Raises:
+        NumericsError: on every rank, if anything differs.
+    """
+    interval = run.config.distributed.check_replicas_interval
+    if not is_due(iteration, interval) or run.distributed.world_size == 1:
+        return
+    with run.timer.excluded(), run.distributed.traffic.paused():
+        run.distributed.wait_for_device()
+        start_s = time.perf_counter()
+        fingerprint = weight_hashes(run.model.full_weights()) | value_hashes(_counters(run, iteration))
+        equal = len(set(run.distributed.gather_objects(digest(fingerprint)))) == 1
+        if not equal:
+            raise NumericsError(_message(run, iteration, run.distributed.gather_objects(fingerprint)))
+    if run.agreed_at is None:
+        ms = 1e3 * (time.perf_counter() - start_s)
+        run.logger.info("all ranks hold the same state; such a check takes %.1f ms every %d iterations", ms, interval)
+    run.agreed_at = iteration
+
+
+def _counters(run: Run, iteration: int) -> dict[str, Any]:
+    """Return what decides the next update besides the weights (reads the device)."""
+    options = {area: dataclasses.asdict(getattr(run.config, area)) for area in _AREAS}
+    return {
+        "the iteration": [run.iteration, iteration],
+        "the learning rate": learning_rate(run.config, iteration),
+        "the position in the data": batch_schedule(run.config.batch).consumed_samples(iteration),
+        **{f"the optimizer's {name}": value for name, value in run.optimizer.state().items()},
+        **{f"the options of {area}": values for area, values in options.items()},
+    }
+
+
+def _message(run: Run, iteration: int, by_rank: list[dict[str, str]]) -> str:
+    root, agreed = run.experiment.checkpoints, run.agreed_at
+    last = "no earlier check of this start found the ranks equal"
+    safe = None
+    if agreed is not None:
+        last = f"the last check without a difference was at iteration {agreed}"
+        older = (folder for number, folder in find_checkpoints(root) if number < agreed) if root is not None else ()
+        safe = next(iter(older), None)
+    trust = "trust no checkpoint of this start"
+    if safe is not None:
+        trust = f"{safe} is the newest checkpoint from before it; move newer ones away before you resume"
+    return (
+        f"the ranks no longer hold the same state in iteration {iteration}: {describe_differences(by_rank)}. Memory, a "
+        f"network or a device has changed bits, or the ranks run different programs. This update was not made; {last}; "
+        f"{trust}"
+    )

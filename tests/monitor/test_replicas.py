@@ -1,0 +1,45 @@
+"""Hashes of what all ranks hold alike: every changed bit is found, and the rank that differs is named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_lite.monitor import replicas
+from megatron_lite.monitor.replicas import bit_hash, describe_differences, value_hashes, weight_hashes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_bit_counts(dtype: torch.dtype) -> None:
+    """One flipped bit, one swapped pair, or another sign of zero changes the hash."""
+    weights = torch.randn(37, generator=torch.Generator().manual_seed(1)).to(dtype)
+    bits = weights.view({2: torch.int16, 4: torch.int32}[weights.element_size()])
+    seen = {int(bit_hash(weights))}
+    for index in (0, 1, 36):
+        for bit in range(8 * weights.element_size()):
+            changed = bits.clone()
+            changed[index] ^= torch.tensor(-(2**bit) if bit == 8 * weights.element_size() - 1 else 2**bit).to(bits)
+            seen.add(int(bit_hash(changed.view(dtype))))
+    assert len(seen) == 1 + 3 * 8 * weights.element_size()
+    assert int(bit_hash(weights.roll(1))) not in seen
+    assert int(bit_hash(torch.zeros(1).to(dtype))) != int(bit_hash(-torch.zeros(1).to(dtype)))
+
+
+def test_chunks_change_no_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hash of a tensor does not depend on how many elements are hashed at a time; an empty one has a hash, too."""
+    weights = torch.randn(1000)
+    whole = bit_hash(weights)
+    monkeypatch.setattr(replicas, "CHUNK_NUMEL", 7)
+    assert torch.equal(bit_hash(weights), whole) and int(bit_hash(weights[:0])) == 0
+
+
+def test_the_odd_rank_is_named() -> None:
+    """The majority is right; without one every rank is suspect."""
+    good = weight_hashes(iter({"a": torch.ones(3, 2), "b": torch.zeros(1)}.items())) | value_hashes({"c": {"x": 1.5}})
+    bad = {**good, "a": "0"}
+    assert describe_differences([good] * 3) == ""
+    assert describe_differences([good, good, bad]) == "a on rank 2"
+    assert describe_differences([bad, good, good, {**bad, "b": "1", "c": "1"}, good, good]) == (
+        "a on ranks 0, 3; b; c on rank 3"
+    )
+    assert describe_differences([good, bad]) == "a on 2 of 2 ranks, without a majority"
