@@ -107,7 +107,7 @@ def load_weights(source: WeightSource, model: MultiStage, distributed: Distribut
         model.invalidate()
 
     _together(distributed, fill)
-    if distributed.agree_max(int(not model.is_finite())):
+    if distributed.agree_max(int(model.not_finite() is not None)):
         raise CheckpointError(
             f"{FLAG}: {source.folder}: some weights are not finite, so training cannot start from them; {ADVICE}"
         )

@@ -43,16 +43,20 @@ def refuse_bad_steps(run: Run) -> None:
 
 
 def refuse_broken_weights(run: Run) -> None:
-    """Save no weights that are not finite: they would displace a good checkpoint.
+    """Publish no weights, moments or averages that are not finite: they would displace a good checkpoint.
 
     Raises:
-        NumericsError: on every rank, if any weight is infinite or NaN.
+        NumericsError: on every rank, if any of them is infinite or NaN; it names the first rank's.
     """
-    if run.distributed.agree_max(int(not run.model.is_finite())):
-        raise NumericsError(
-            f"the weights are no longer finite at iteration {run.iteration}: an update was too large. They were not "
-            "saved; resume from the newest checkpoint with a lower --lr"
-        )
+    broken = run.model.not_finite()
+    if not run.distributed.agree_max(int(broken is not None)):
+        return
+    rank, name = next((rank, name) for rank, name in enumerate(run.distributed.gather_objects(broken)) if name)
+    what = "the optimizer's state is" if " of " in name else "the weights are"
+    raise NumericsError(
+        f"{what} no longer finite at iteration {run.iteration}, first {name} on rank {rank}: an update was too large. "
+        "Nothing was saved; resume from the newest checkpoint with a lower --lr"
+    )
 
 
 def _state(run: Run, evaluation_due: bool = False) -> dict[str, Any]:

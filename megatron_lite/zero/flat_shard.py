@@ -132,6 +132,11 @@ class FlatShard:
         """Return whether tensors of this kind hold elements of a parameter."""
         return not (kind == "exp_avg_sq" and self.whole_matrices and spec.matrix_rows)
 
+    def parameter_at(self, index: int) -> str:
+        """Return the name of the parameter with the element `index` of this rank's shard, or before it in padding."""
+        place = self._group.rank * self.layout.shard_numel + index
+        return [slot.spec.name for slot in self.layout.slots if slot.offset <= place][-1]
+
     def read(self, kind: str) -> Tensor:
         """Return one kind: the live shard or, for split weights, an fp32 copy."""
         if kind == "average":

@@ -164,10 +164,19 @@ class MultiStage:
             for name, parameter in stage.parameters():
                 yield name, parameter.detach()
 
-    def is_finite(self) -> bool:
-        """Return whether all weights of this rank's shards are finite (reads the device)."""
-        extremes = [torch.stack(torch.aminmax(part.read("weights"))).float() for _, part in self.parts()]
-        return bool(torch.isfinite(torch.stack(extremes)).all())
+    def not_finite(self) -> str | None:
+        """Return a weight of this rank's shards that is not finite, or its moment or average ("exp_avg of <name>").
+
+        None: all are finite. Reads the device once, or again to find the name.
+        """
+        kinds = [(part, kind) for _, part in self.parts() for kind in part.kinds() if part.numel(kind)]
+        extremes = [torch.stack(torch.aminmax(part.read(kind))).float() for part, kind in kinds]
+        finite = torch.stack(extremes).isfinite().all(dim=1).tolist() if kinds else []
+        for (part, kind), is_finite in zip(kinds, finite, strict=True):
+            if not is_finite:
+                name = part.parameter_at(int(part.read(kind).isfinite().logical_not().nonzero()[0]))
+                return name if kind == "weights" else f"{kind} of {name}"
+        return None
 
     def _schedule(self, kind: str, micro_batches: int) -> list[Step]:
         """Return the steps of an iteration of N micro-batches, computed on the first request."""
