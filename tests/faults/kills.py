@@ -30,6 +30,7 @@ import numpy as np
 
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from tests.support.forked_ranks import (
+    describe,
     processes_of_starts,
     ranks_of_launcher,
     ranks_of_torchrun,
@@ -38,7 +39,7 @@ from tests.support.forked_ranks import (
     start_launcher,
     start_torchrun,
 )
-from tests.support.launch import PROGRAM, STARTED, command_line
+from tests.support.launch import PROGRAM, STARTED
 from tests.support.os_calls import OsCall
 from tests.support.results import assert_all_good, assert_same_run, checkpoints
 
@@ -362,7 +363,7 @@ class Harness:
         cycle.wait_for(lambda: False, limit_s, 0.005)
         if left := processes_of_starts():
             self.figures.orphans += len(left)
-            self._bad(f"{story}: left behind {[(pid, command_line(pid)) for pid in left]}: {cycle.said()[-3000:]}")
+            self._bad(f"{story}: left behind {[describe(pid) for pid in left]}: {cycle.said()[-3000:]}")
             for pid in left:
                 os.kill(pid, signal.SIGKILL)
             cycle.wait_for(lambda: False, 10.0, 0.005)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tests.support.launch import TORCHRUN, free_port, run_forked
+from tests.support.launch import TORCHRUN, command_line, free_port, run_forked
 from tests.support.os_calls import OsCall, intercept
 
 Hook = Callable[[OsCall], None]
@@ -49,6 +49,18 @@ def processes_of_starts() -> list[int]:
     while new := {pid for pid, parent in parents.items() if parent in new}:
         found |= new
     return sorted(found - {os.getpid()})
+
+
+def describe(pid: int) -> str:
+    """Return what a process that should be gone is doing: state, ticks of CPU, wait channel, open files."""
+    said = [f"process {pid}: {command_line(pid)}"]
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        said.append(f"state {words[0]}, parent {words[1]}, CPU ticks {words[11]} + {words[12]}")
+        said.append(f"waits in {Path(f'/proc/{pid}/wchan').read_text()}")
+        files = {number: os.readlink(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")}
+        said.append(str(files))
+    return "; ".join(said)
 
 
 def start_torchrun(command: Sequence[str], folder: Path, world_size: int) -> int:
