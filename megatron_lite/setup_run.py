@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -98,6 +99,9 @@ class Run(Start):
     samples: Samples | None  # None without --sample_interval
     background: BackgroundSaves | None  # None without --async_checkpoint
     checkpoint_bytes: int  # of all ranks together
+    resumed_at: int  # iterations done when this start began
+    saved_s: float  # time.monotonic() of the last save, or of the start
+    save_requested: bool = False  # by the clock of rank 0, after the coming iteration
     ending: Ending | None = None  # None for a run that was set up without `opened`
     agreed_at: int | None = None  # newest iteration at which --check_replicas_interval found all ranks equal
 
@@ -245,8 +249,7 @@ def build(
     with distributed.traffic.paused():
         model.gather_ahead()  # every iteration ends with this
     root, checkpoint_bytes = experiment.checkpoints, space.checkpoint_bytes(model, distributed.world_size)
-    left = max(0, config.training.train_iters - iteration)
-    if distributed.rank == 0 and (lack := space.lack_at_start(root, checkpoint_bytes, config.checkpoint, left)):
+    if distributed.rank == 0 and (lack := space.lack_at_start(root, checkpoint_bytes, config, iteration)):
         logger.warning(lack)
     background = together(distributed, lambda: open_background(config.checkpoint, root, model, distributed))
     reports = distributed.rank == 0
@@ -270,6 +273,8 @@ def build(
         samples=samples,
         background=background,
         checkpoint_bytes=checkpoint_bytes,
+        resumed_at=iteration,
+        saved_s=time.monotonic(),
     )
 
 

@@ -16,6 +16,7 @@ from megatron_lite.outputs.saving import (
     completion,
     is_due,
     is_save_due,
+    is_time_to_save,
     planned_stop,
     publish_save,
     save,
@@ -65,11 +66,12 @@ def train(run: Run) -> tuple[int, str]:
                 # The second iteration's data may wait for the start of the workers, which is no reason to warn.
                 run.distributed.progress.at("the wait for data", iteration)
                 warn_ms = config.data.data_batch_warn_time_ms if iteration > first + 1 else None
-                micro_batches, data_wait_s = next_batch(batches, run.distributed, run.stop, warn_ms)
+                batch = next_batch(batches, run.distributed, run.stop, warn_ms, is_time_to_save(run))
+                run.save_requested = batch.save
                 run.distributed.progress.at("the step", iteration)
-                update = train_step(run, micro_batches, iteration)
+                update = train_step(run, batch.micro_batches, iteration)
                 tokens = iteration_tokens(config.batch, iteration)
-                run.window.add(update.loss, tokens, update.verdict.skipped, data_wait_s)
+                run.window.add(update.loss, tokens, update.verdict.skipped, batch.waited_s)
                 run.iteration = iteration
                 last = iteration == training.train_iters
                 if last or is_due(iteration, config.run.log_interval, config.run.log_offset):

@@ -21,8 +21,10 @@ from megatron_lite.checkpoint import files, manifest, names
 from megatron_lite.checkpoint.manifest import Manifest
 from megatron_lite.checkpoint.names import new_nonce, reason, work_path
 from megatron_lite.checkpoint.reading import changes, fill, verify
-from megatron_lite.checkpoint.writing import Save, is_checkpoint, write_now
+from megatron_lite.checkpoint.retention import Saved, checkpoints_to_delete, is_permanent, was_permanent
+from megatron_lite.checkpoint.writing import Save, complete_manifest, write_now
 from megatron_lite.config import Config
+from megatron_lite.config.structured_values import KeepRule
 from megatron_lite.distributed.agreement import first_problem, together
 from megatron_lite.errors import CheckpointError, DamagedError, shorten
 
@@ -125,38 +127,22 @@ def find(root: Path) -> list[tuple[int, Path]]:
         raise CheckpointError(f"cannot read the checkpoints in {root}: {reason(error)}") from None
 
 
-def checkpoints_to_delete(iterations: Sequence[int], keep: int | None) -> list[int]:
-    """Return the iterations to delete, oldest first, so that the newest `keep` stay; None keeps all.
-
-    Raises:
-        ValueError: if `keep` is below 1.
-    """
-    if keep is None:
-        return []
-    if keep < 1:
-        raise ValueError(f"max_checkpoints must be at least 1, not {keep}: a run without a checkpoint cannot resume")
-    return sorted(set(iterations))[:-keep]
-
-
-def prune(root: Path, keep: int | None, newest: int | None = None) -> None:
-    """Delete all but the newest `keep` checkpoints; rank 0 calls this after a successful save.
+def prune(
+    root: Path, keep: int | None, newest: int | None = None, rules: Sequence[KeepRule] = (), after: int | None = None
+) -> None:
+    """Delete the temporary checkpoints beyond the newest `keep`; rank 0 calls this after a successful save.
 
     Only complete checkpoints of this program count; damaged ones, links and everything else stay. A failure to delete
-    is only a warning.
-
-    newest: the iteration just saved. Later checkpoints belong to an abandoned or damaged continuation and are neither
-        counted nor deleted, so that the checkpoint just saved always stays.
+    is only a warning. See `retention.checkpoints_to_delete`; `rules`: those of --keep_checkpoints.
     """
     if keep is None:
         return
-    candidates = [
-        iteration
-        for iteration, folder in names.find_checkpoints(root)
-        if folder.name == str(iteration)
-        and (newest is None or iteration <= newest)
-        and is_checkpoint(folder, with_files=True)
-    ]
-    for iteration in checkpoints_to_delete(candidates, keep):
+    saved = []
+    for iteration, folder in names.find_checkpoints(root):
+        if folder.name == str(iteration) and (content := complete_manifest(folder)) is not None:
+            permanent = is_permanent(iteration, rules) or was_permanent(iteration, content.config)
+            saved.append(Saved(iteration, permanent))
+    for iteration in checkpoints_to_delete(saved, keep, newest, after):
         folder = root / str(iteration)
         trash = work_path(folder, "trash", new_nonce())
         try:

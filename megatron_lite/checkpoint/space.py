@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_lite.checkpoint.names import find_checkpoints
+from megatron_lite.checkpoint.retention import num_permanent
 from megatron_lite.checkpoint.writing import tensors_of
-from megatron_lite.config import CheckpointConfig
+from megatron_lite.config import Config
+from megatron_lite.config.structured_values import keep_rules
 
 if TYPE_CHECKING:
     from megatron_lite.zero.multi_stage import MultiStage
@@ -33,17 +35,22 @@ def free_bytes(path: Path) -> int | None:
     return usage.f_bavail * usage.f_frsize
 
 
-def lack_at_start(root: Path | None, num_bytes: int, options: CheckpointConfig, left: int) -> str | None:
+def lack_at_start(root: Path | None, num_bytes: int, config: Config, done: int) -> str | None:
     """Describe the space that the checkpoints still to come will lack; None if there is enough.
 
-    num_bytes: of one checkpoint. left: iterations still to do.
+    num_bytes: of one checkpoint. done: iterations done. Saves by time are not counted.
     """
     free = None if root is None else free_bytes(root)
     if root is None or free is None:
         return None
-    there = len(find_checkpoints(root))
+    options, train_iters = config.checkpoint, config.training.train_iters
+    left, there = max(0, train_iters - done), len(find_checkpoints(root))
+    permanent = num_permanent(done, train_iters, keep_rules(options.keep_checkpoints))
     saves = min(left, 1) if options.checkpoint_interval is None else -(-left // options.checkpoint_interval)
-    more = additional(there, saves, options.max_checkpoints)
+    if options.max_checkpoints is None:
+        more = max(saves, permanent)
+    else:
+        more = additional(there, saves, options.max_checkpoints) + permanent
     if more * num_bytes <= free:
         return None
     return (

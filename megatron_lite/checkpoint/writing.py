@@ -141,17 +141,20 @@ def tensors_of(model: MultiStage) -> list[TensorToWrite]:
     ]
 
 
-def is_checkpoint(folder: Path, with_files: bool = False) -> bool:
-    """Return True for a folder (not a link) with a good manifest for the iteration in its name.
-
-    with_files: require files of the right sizes, too.
-    """
-    if not is_folder(folder):
-        return False
+def is_checkpoint(folder: Path) -> bool:
+    """Return True for a folder (not a link) with a good manifest for the iteration in its name."""
     try:
-        content = manifest.read(folder, int(folder.name))
-        if with_files:
-            manifest.check_sizes(folder, content)
-        return True
+        return is_folder(folder) and manifest.read(folder, int(folder.name)) is not None
     except DamagedError:
         return False
+
+
+def complete_manifest(folder: Path) -> Manifest | None:
+    """Return the manifest of a folder as in `is_checkpoint` whose files have the right sizes, else None."""
+    try:
+        content = manifest.read(folder, int(folder.name)) if is_folder(folder) else None
+        if content is not None:
+            manifest.check_sizes(folder, content)
+        return content
+    except DamagedError:
+        return None

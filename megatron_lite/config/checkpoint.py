@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.numbers import NonNegativeInt, PositiveInt
+from megatron_lite.config.numbers import NonNegativeInt, PositiveFloat, PositiveInt
 from megatron_lite.config.option import Area, option, optional
 
 
@@ -18,8 +18,24 @@ class CheckpointConfig(Area):
     checkpoint_offset: NonNegativeInt = option(
         0, "iteration from which checkpoint_interval counts", idle_unless="checkpoint_interval"
     )
+    checkpoint_minutes: PositiveFloat | None = optional(
+        "also save when the last save is this many minutes ago, by the clock of rank 0", "off"
+    )
     max_checkpoints: PositiveInt | None = optional(
-        "keep only the newest N checkpoints", "all", basic=True, idle_unless="experiment_dir"
+        "keep only the newest N checkpoints, and those of keep_checkpoints",
+        "all",
+        basic=True,
+        idle_unless="experiment_dir",
+    )
+    keep_checkpoints: tuple[str, ...] = option(
+        (),
+        'save and never delete checkpoints at these iterations: "1000:10000 5000" means each multiple of 1000 up to '
+        "10000, then each multiple of 5000",
+    )
+    delete_old_temp_checkpoints: bool = option(
+        True,
+        "let max_checkpoints delete checkpoints that earlier starts have saved; 0: keep those",
+        idle_unless="max_checkpoints",
     )
     save_retries: NonNegativeInt = option(
         3,
@@ -30,5 +46,5 @@ class CheckpointConfig(Area):
         False,
         "write checkpoints in the background: training waits for a copy in host memory only",
         aliases="async_save",
-        idle_unless="checkpoint_interval and experiment_dir",
+        idle_unless="checkpoint_interval or checkpoint_minutes or keep_checkpoints and experiment_dir",
     )

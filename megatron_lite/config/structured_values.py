@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_lite.config.values import QUOTES, BadValueError, is_number, parse_float, shown
 from megatron_lite.errors import UsageError
@@ -24,6 +24,7 @@ SIZE_UNITS = MappingProxyType(
     }
 )
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]{0,3})")
+_KEEP_RULE = re.compile(r"([0-9]{1,18})(?::([0-9]{1,18}))?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -89,6 +90,34 @@ def lr_scale_patterns(freeze: Sequence[str], lr_scales: Sequence[str]) -> list[t
             typed = _shortened([item])
             raise UsageError(f"--freeze={typed}: no name has a colon; write scales as --lr_scales={typed}")
     return scales + [(pattern, 0.0) for pattern in freeze]
+
+
+class KeepRule(NamedTuple):
+    """Keep every checkpoint whose iteration is a multiple of `every`, up to and including iteration `until`."""
+
+    every: int
+    until: int | None  # None: to the end of the run
+
+
+def keep_rules(items: Sequence[str]) -> tuple[KeepRule, ...]:
+    """Parse --keep_checkpoints: `1000:10000 5000` is every 1000th up to iteration 10000, then every 5000th.
+
+    Raises:
+        UsageError: if an item is not <every> or <every>:<until> with rising ends, or follows one without an end.
+    """
+    rules: list[KeepRule] = []
+    for item in items:
+        typed, match = f"--keep_checkpoints={_shortened(tuple(items))}", _KEEP_RULE.fullmatch(item)
+        if match is None or int(match[1]) == 0:
+            raise UsageError(f"{typed}: {shown(item)}: write <every>:<until>, as in 1000:10000, and <every> at the end")
+        rule = KeepRule(int(match[1]), int(match[2]) if match[2] else None)
+        before = rules[-1].until if rules else 0
+        if before is None:
+            raise UsageError(f"{typed}: {shown(item)} never applies: the rule before it has no end; write one")
+        if rule.until is not None and rule.until <= before:
+            raise UsageError(f"{typed}: {shown(item)} never applies: the rule before reaches {before}; sort the ends")
+        rules.append(rule)
+    return tuple(rules)
 
 
 REGEX = "regex:"  # begins an item of --weight_decay_modules that is a regular expression

@@ -32,8 +32,8 @@ from megatron_lite.model.layer import MASKED, MicroBatch
 from megatron_lite.run.stop_signal import StopRequested, StopSignal
 from megatron_lite.schedules.batch_size import BatchSchedule, Split
 
-# Sentinel sent instead of a signal number: this rank failed.
-FAILED = 1 << 16
+# On what the ranks agree before an iteration; the highest wins, and a stop saves anyway.
+_GO_ON, _SAVE, _STOP, _FAILED = range(4)
 logger = logging.getLogger("megatron_lite")
 
 
@@ -66,10 +66,22 @@ def micro_batch(
     return MicroBatch(tokens[:, :-1].contiguous(), labels, scale, dropout_seed, documents, loss_weight)
 
 
+class NextBatch(NamedTuple):
+    """The data of an iteration, and what the ranks agreed on before it."""
+
+    micro_batches: list[HostBatch]
+    waited_s: float  # for the data
+    save: bool  # a rank asks for a checkpoint after the iteration
+
+
 def next_batch(
-    batches: Iterator[list[HostBatch]], distributed: Distributed, stop: StopSignal, warn_ms: float | None = None
-) -> tuple[list[HostBatch], float]:
-    """Return the micro-batches of the next iteration and the seconds spent waiting for them.
+    batches: Iterator[list[HostBatch]],
+    distributed: Distributed,
+    stop: StopSignal,
+    warn_ms: float | None = None,
+    save: bool = False,
+) -> NextBatch:
+    """Return the micro-batches of the next iteration, and whether any rank asks for a checkpoint after them (`save`).
 
     Ranks agree here, over the CPU group with its long time-out: data may take long, a step's collectives may not.
 
@@ -91,12 +103,13 @@ def next_batch(
     waited_s = time.perf_counter() - start_s
     if warn_ms is not None and waited_s * 1e3 > warn_ms:
         logger.warning("waited %.1f s for data; more --num_workers may help", waited_s)
-    signal = distributed.agree_max(stop.received if failure is None else FAILED)
-    if signal == FAILED:
+    own = _FAILED if failure is not None else _STOP if stop.received else _SAVE if save else _GO_ON
+    agreed = distributed.agree_max(own)
+    if agreed == _FAILED:
         raise_first(distributed, failure)
-    if signal:
+    if agreed == _STOP:
         raise StopRequested
-    return micro_batches, waited_s
+    return NextBatch(micro_batches, waited_s, agreed == _SAVE)
 
 
 @dataclass(frozen=True)

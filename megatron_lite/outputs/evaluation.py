@@ -51,7 +51,8 @@ def evaluate(run: Run, phase: str) -> None:
     losses = torch.zeros(len(kinds), dtype=torch.float64, device=device)  # summed over tokens
     run.distributed.progress.phase = f"the {phase}"
     for _ in range(run.data.evaluation_iterations(phase)):
-        inputs = [micro_batch(batch, device, None, None) for batch in next_batch(batches, run.distributed, run.stop)[0]]
+        following = next_batch(batches, run.distributed, run.stop)
+        inputs = [micro_batch(batch, device, None, None) for batch in following.micro_batches]
         losses[0] += run.model.evaluate(inputs)
         if run.config.averaging.enabled:
             with run.model.averaged():

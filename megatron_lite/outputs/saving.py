@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 
 from megatron_lite.checkpoint import sharded
 from megatron_lite.checkpoint.background import Finished, pause_s
+from megatron_lite.checkpoint.retention import is_permanent
 from megatron_lite.checkpoint.space import lack_now
 from megatron_lite.checkpoint.writing import Save, prepared, write_now
+from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.errors import EXIT_PREEMPTED, FolderLostError, NumericsError, StorageError
 from megatron_lite.huggingface.export import export_weights, save_huggingface
 from megatron_lite.setup_run import Run
@@ -25,10 +27,18 @@ def is_due(iteration: int, interval: int | None, offset: int = 0) -> bool:
 
 
 def is_save_due(run: Run, last: bool) -> bool:
-    """Whether to save now: at the last iteration, at a planned stop, and at every checkpoint interval."""
+    """Whether to save now: at the last iteration, at a planned stop, by an interval, a rule or rank 0's clock."""
     training, checkpoint, iteration = run.config.training, run.config.checkpoint, run.iteration
     stopping = is_due(iteration, training.stop_interval, training.stop_offset)
-    return last or stopping or is_due(iteration, checkpoint.checkpoint_interval, checkpoint.checkpoint_offset)
+    regular = is_due(iteration, checkpoint.checkpoint_interval, checkpoint.checkpoint_offset)
+    permanent = is_permanent(iteration, keep_rules(checkpoint.keep_checkpoints))
+    return last or stopping or regular or permanent or run.save_requested
+
+
+def is_time_to_save(run: Run) -> bool:
+    """Whether --checkpoint_minutes have gone since the last save; always False on other ranks than 0."""
+    minutes = run.config.checkpoint.checkpoint_minutes
+    return minutes is not None and run.distributed.rank == 0 and time.monotonic() - run.saved_s >= 60 * minutes
 
 
 def refuse_bad_steps(run: Run) -> None:
@@ -65,7 +75,7 @@ def _state(run: Run, evaluation_due: bool = False) -> dict[str, Any]:
 
 
 def save(run: Run, evaluation_due: bool = False, stopping: bool = False) -> None:
-    """Write a checkpoint, then delete those beyond --max_checkpoints.
+    """Write a checkpoint, then delete the temporary ones beyond --max_checkpoints.
 
     After a dropped update delete none: the weights are older than they look, and perhaps what broke the run. With
     --async_checkpoint=1 return once the weights are copied, unless the run ends here.
@@ -88,8 +98,10 @@ def save(run: Run, evaluation_due: bool = False, stopping: bool = False) -> None
 
     if run.background is not None and not stopping and not _ends_here(run):
         run.background.begin(with_retries(run, lambda: prepared(begin())))
+        run.saved_s = time.monotonic()
         return
     num_bytes = with_retries(run, lambda: write_now(begin()))
+    run.saved_s = time.monotonic()
     _settle(run, Finished(root / str(run.iteration), run.iteration, num_bytes, time.perf_counter() - start_s, 0.0))
 
 
@@ -111,9 +123,12 @@ def publish_save(run: Run) -> None:
 
 def _settle(run: Run, finished: Finished, waited_s: float = 0.0) -> None:
     """Delete old checkpoints after a new one is there, and log it."""
-    root = finished.folder.parent
+    root, checkpoint = finished.folder.parent, run.config.checkpoint
     if run.distributed.rank == 0 and not run.optimizer.guard.dropped.streak():
-        sharded.prune(root, run.config.checkpoint.max_checkpoints, finished.iteration)
+        rules, after = keep_rules(checkpoint.keep_checkpoints), None
+        if not checkpoint.delete_old_temp_checkpoints:
+            after = run.resumed_at
+        sharded.prune(root, checkpoint.max_checkpoints, finished.iteration, rules, after)
     blocked = f", training waited {finished.blocked_s + waited_s:.2f} s" if run.background is not None else ""
     size = f"{finished.num_bytes / 1e6:,.1f} MB"
     run.logger.info("saved %s (%s, %.1f s%s)", finished.folder, size, finished.seconds, blocked)

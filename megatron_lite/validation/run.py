@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 
 from megatron_lite.config import Draft
-from megatron_lite.config.structured_values import lr_scale_patterns, size_bytes, weighted_paths
+from megatron_lite.config.structured_values import keep_rules, lr_scale_patterns, size_bytes, weighted_paths
 from megatron_lite.config.system import number_of_stages
 from megatron_lite.validation.messages import Problem, default, parsing, problem
 
@@ -97,10 +97,12 @@ def files(draft: Draft) -> Iterator[Problem]:
     """Check what the run writes, and that there is a place for it."""
     draft.export_dtype = default(draft.export_dtype, draft.training_dtype)
     if draft.experiment_dir is None and not draft.dry_run:
-        saving = draft.changed("checkpoint_interval", "export_interval", "stop_interval", "save_tensor_logs")
+        saving = draft.changed("checkpoint_interval", "checkpoint_minutes", "keep_checkpoints", "export_interval")
+        saving += draft.changed("stop_interval", "save_tensor_logs")
         for name in saving:
             rule = f"there is nowhere to save; set --experiment_dir or leave {name} out"
             yield problem(draft, name, rule, also="experiment_dir")
+    yield from parsing("keep_checkpoints", keep_rules, draft.keep_checkpoints)
     yield from parsing("export_shard_size", size_bytes, draft.export_shard_size)
     if draft.export_dtype != draft.training_dtype and draft.export_format == "distributed":
         rule = "a resumable checkpoint holds the fp32 masters; leave one of the two out"

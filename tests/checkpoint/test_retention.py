@@ -1,13 +1,21 @@
-"""The retention policy."""
+"""Which checkpoints stay, whatever happened before: the newest good one and the permanent ones always do."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from megatron_lite.checkpoint.sharded import checkpoints_to_delete
+from megatron_lite.checkpoint import sharded
+from megatron_lite.checkpoint.retention import Saved, checkpoints_to_delete, is_permanent, num_permanent, was_permanent
+from megatron_lite.config import CheckpointConfig, Config
+from megatron_lite.config.structured_values import keep_rules
+from megatron_lite.errors import UsageError
+from tests.support.fakes import FakeDistributed, Layout, World, empty_model, make_specs
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
+DOCUMENTED = ("1000:10000", "5000:40000", "10000")
 
 
 @pytest.mark.parametrize(
@@ -26,21 +34,102 @@ st = hypothesis.strategies
 )
 def test_table(iterations: list[int], keep: int | None, deleted: list[int]) -> None:
     """Oldest first; numbers are compared as numbers."""
-    assert checkpoints_to_delete(iterations, keep) == deleted
+    assert checkpoints_to_delete([Saved(iteration, False) for iteration in iterations], keep) == deleted
 
 
 @pytest.mark.parametrize("keep", [0, -1])
 def test_keeping_none_is_refused(keep: int) -> None:
     """A policy cannot delete everything."""
     with pytest.raises(ValueError, match="at least 1"):
-        checkpoints_to_delete([1, 2], keep)
+        checkpoints_to_delete([Saved(1, False), Saved(2, False)], keep)
 
 
-@hypothesis.given(st.lists(st.integers(0, 10**6)), st.none() | st.integers(1, 20))
-def test_the_newest_stay(iterations: list[int], keep: int | None) -> None:
-    """Kept checkpoints are newer than deleted ones, and their number is `keep` or all there are."""
-    deleted = checkpoints_to_delete(iterations, keep)
-    kept = set(iterations) - set(deleted)
-    assert set(deleted) <= set(iterations)
-    assert len(kept) == min(len(set(iterations)), keep if keep is not None else len(iterations))
-    assert not deleted or max(deleted) < min(kept)
+def test_levanters_example() -> None:
+    """A rule holds up to its end inclusive; after the last end all checkpoints are temporary."""
+    rules = keep_rules(["10:30", "20:60"])
+    assert [step for step in range(1, 101) if is_permanent(step, rules)] == [10, 20, 30, 40, 60]
+    rules = keep_rules(DOCUMENTED)
+    kept = [step for step in range(1, 70001) if is_permanent(step, rules)]
+    assert kept == [*range(1000, 10001, 1000), *range(15000, 40001, 5000), 50000, 60000, 70000]
+
+
+@hypothesis.given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 300)), max_size=4, unique_by=lambda rule: rule[1]),
+    st.integers(0, 300),
+    st.integers(0, 300),
+)
+def test_the_number_of_permanent_checkpoints(pairs: list[tuple[int, int]], first: int, last: int) -> None:
+    """`num_permanent` counts the iterations for which `is_permanent` holds."""
+    ordered = sorted(pairs, key=lambda rule: rule[1])
+    items = [f"{every}:{until}" for every, until in ordered[:-1]] + [str(every) for every, _ in ordered[-1:]]
+    rules = keep_rules(items)
+    assert num_permanent(first, last, rules) == sum(is_permanent(step, rules) for step in range(first + 1, last + 1))
+
+
+@pytest.mark.parametrize(
+    "items", ["", "x", "0", "10:", ":10", "10:5:2", "-1", "10 20", "10:30 5:30", "9:30 5:20", "1.5"]
+)
+def test_malformed_rules_are_refused(items: str) -> None:
+    """The message names the flag and what to write."""
+    with pytest.raises(UsageError, match=r"--keep_checkpoints=.*(write|sort)"):
+        keep_rules(items.split(" "))
+
+
+@pytest.mark.parametrize("items", [["x"], [3], 5, None, [None]])
+def test_rules_that_cannot_be_understood_delete_nothing(items: object) -> None:
+    """A manifest may come from a later version: a checkpoint with rules that nobody understands is permanent."""
+    assert was_permanent(7, {"keep_checkpoints": items})
+    assert not was_permanent(7, {})
+
+
+RULES = st.sampled_from([(), ("4",), ("6:24",), ("2:10", "5:20", "12")])
+STARTS = st.tuples(RULES, st.none() | st.integers(1, 4), st.booleans(), st.integers(1, 5))
+EVENTS = st.lists(st.sampled_from(["save", "save", "save", "damage", "start"]), max_size=60)
+
+
+@hypothesis.settings(max_examples=300)
+@hypothesis.given(st.data(), EVENTS)
+def test_random_histories(data: st.DataObject, events: list[str]) -> None:
+    """Starts with other rules, saves and damage in any order: a good checkpoint, once there, always remains.
+
+    Neither the newest good checkpoint nor one that was permanent when it was saved is ever deleted. At most
+    --max_checkpoints temporary ones up to the newest remain, besides those that belong to earlier starts.
+    """
+    good: dict[int, bool] = {}  # iteration -> permanent when it was saved
+    rules, keep, deletes_old, step = keep_rules(()), None, True, 1
+    iteration = resumed_at = 0
+    for event in events:
+        if event == "start":
+            items, keep, deletes_old, step = data.draw(STARTS)
+            rules = keep_rules(items)
+            iteration = resumed_at = max(good, default=0)  # a run resumes from its newest good checkpoint
+        elif event == "damage" and len(good) > 1:
+            del good[data.draw(st.sampled_from(sorted(good)))]  # is seen by the manifest or the sizes
+        elif event == "save":
+            iteration += step
+            good[iteration] = is_permanent(iteration, rules)
+            saved = [Saved(number, kept or is_permanent(number, rules)) for number, kept in good.items()]
+            deleted = checkpoints_to_delete(saved, keep, iteration, None if deletes_old else resumed_at)
+            assert iteration not in deleted and max(good) not in deleted
+            assert not any(good[number] or is_permanent(number, rules) for number in deleted)
+            assert deletes_old or all(number > resumed_at for number in deleted)
+            for number in deleted:
+                del good[number]
+            temporary = [n for n, kept in good.items() if not kept and not is_permanent(n, rules) and n <= iteration]
+            own = [number for number in temporary if deletes_old or number > resumed_at]
+            assert keep is None or len(own) <= keep
+            assert good
+
+
+def test_permanent_checkpoints_stay_on_the_disk(tmp_path: Path) -> None:
+    """The manifest says which were permanent: a start with other rules deletes none of these."""
+    keep = Config(checkpoint=CheckpointConfig(keep_checkpoints=("4:8",)))
+    distributed, specs = FakeDistributed(World(1), 0), make_specs()
+    for iteration in range(2, 15, 2):
+        model = empty_model(specs, Layout(), 0)
+        sharded.save(tmp_path, iteration, model, {}, keep if iteration < 9 else Config(), distributed)  # type: ignore[arg-type]
+        sharded.prune(tmp_path, 1, iteration)
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [4, 8, 14]
+    sharded.save(tmp_path, 16, empty_model(specs, Layout(), 0), {}, Config(), distributed)  # type: ignore[arg-type]
+    sharded.prune(tmp_path, 1, 16, after=14)
+    assert (tmp_path / "14").exists()

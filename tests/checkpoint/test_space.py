@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.checkpoint import space
-from megatron_lite.config import CheckpointConfig
+from megatron_lite.config import CheckpointConfig, Config, TrainingConfig
 
 
 @pytest.mark.parametrize(
@@ -32,11 +32,15 @@ def test_checkpoints_that_exist_at_one_time(there: int, saves: int, keep: int | 
 def test_the_lack_is_told_with_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One save every 10 of 100 iterations, 40 done; the folder need not exist yet."""
     monkeypatch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(f_bavail=29, f_frsize=10**8))
-    root, training = (tmp_path / "checkpoints", CheckpointConfig(checkpoint_interval=10, max_checkpoints=2))
-    assert space.lack_at_start(root, 966_000_000, training, 40) is None
-    lack = space.lack_at_start(root, 967_000_000, training, 40)
+    root, training = tmp_path / "checkpoints", TrainingConfig(train_iters=100)
+    config = Config(training=training, checkpoint=CheckpointConfig(checkpoint_interval=10, max_checkpoints=2))
+    assert space.lack_at_start(root, 966_000_000, config, 40) is None
+    lack = space.lack_at_start(root, 967_000_000, config, 40)
     assert lack is not None and f"{root}: 2.9 GB free, but the checkpoints to come take 3 x 1.0 GB; make room" in lack
-    assert space.lack_at_start(root, 2_900_000_000, CheckpointConfig(), 60) is None
+    assert space.lack_at_start(root, 2_900_000_000, Config(training=training), 40) is None
     assert space.lack_now(root, 2_900_000_000) is None
     assert space.lack_now(root, 3_000_000_000) == f"{root}: the next checkpoint takes 3.0 GB, but only 2.9 GB are free"
-    assert space.lack_at_start(None, 10**12, training, 40) is None
+    assert space.lack_at_start(None, 10**12, config, 40) is None
+    keep = CheckpointConfig(checkpoint_interval=10, max_checkpoints=2, keep_checkpoints=("20",))
+    lack = space.lack_at_start(root, 967_000_000, Config(training=training, checkpoint=keep), 40)
+    assert lack is not None and "take 6 x 1.0 GB" in lack  # three, and those of 60, 80 and 100
