@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import shlex
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, NamedTuple
 
-from megatron_lite.config import BatchConfig, Config, flatten
+from megatron_lite.config import BatchConfig, Config, Draft, flatten, unflatten
 from megatron_lite.config.learning_rate import LearningRateConfig
 from megatron_lite.config.model import rotary_base
 from megatron_lite.config.option import Area
@@ -16,6 +16,7 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.schedules.batch_options import batch_schedule
 from megatron_lite.schedules.batch_size import continued
 from megatron_lite.schedules.learning_rate import learning_rate
+from megatron_lite.validation.learning_rate import learning_rate as schedule_problems
 
 # Options that change the parameters, or the function that they compute.
 ARCHITECTURE = tuple(
@@ -114,8 +115,10 @@ def moved_samples(saved: dict[str, Any], config: Config, iterations: int) -> str
 
     The samples of an iteration follow from the current schedule, not from the samples read so far. None: no change.
     """
-    schedule = tuple(saved["batch_size_schedule"])
-    before = batch_schedule(BatchConfig(batch_size=saved["batch_size"], batch_size_schedule=schedule))
+    batch = BatchConfig(**_saved_values(BatchConfig, saved))
+    if batch.batch_size is None:  # an older version may have saved it in another way
+        return None
+    before = batch_schedule(batch)
     now = batch_schedule(config.batch)
     read, counted = before.consumed_samples(iterations), now.consumed_samples(iterations)
     if read == counted:
@@ -136,11 +139,9 @@ def moved_rate(saved: dict[str, Any], config: Config, iterations: int) -> str | 
     following = iterations + 1
     if following > config.training.train_iters:
         return None
-    before = replace(
-        config,
-        learning_rate=LearningRateConfig(**_saved_values(LearningRateConfig, saved)),
-        batch=BatchConfig(**_saved_values(BatchConfig, saved)),
-    )
+    before = _with_schedule_of(saved, config)
+    if before is None:
+        return None
     rates = learning_rate(before, following), learning_rate(config, following)
     if math.isclose(*rates):
         return None
@@ -155,9 +156,17 @@ def moved_rate(saved: dict[str, Any], config: Config, iterations: int) -> str | 
     )
 
 
+def _with_schedule_of(saved: dict[str, Any], config: Config) -> Config | None:
+    """Return `config` with the learning rate and the batch of a saved configuration; None if these make no schedule."""
+    draft = Draft(**flatten(config) | _saved_values(LearningRateConfig, saved) | _saved_values(BatchConfig, saved))
+    if draft.batch_size is None or any(schedule_problems(draft)):
+        return None
+    return unflatten(vars(draft))
+
+
 def _saved_values(kind: type[Area], saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the saved values of an area; an option that was not saved keeps its default."""
-    values = {field.name: saved[field.name] for field in fields(kind) if field.name in saved}
+    """Return the saved values of an area; an option that was not saved has its default."""
+    values = {field.name: saved.get(field.name, field.default) for field in fields(kind)}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 

@@ -45,6 +45,8 @@ from megatron_lite.checkpoint.names import (
     read_bytes,
     reason,
 )
+from megatron_lite.checkpoint.saved_options import check_options
+from megatron_lite.checkpoint.saved_state import check_state, is_count
 from megatron_lite.errors import DamagedError
 from megatron_lite.parameter import DTYPES
 
@@ -57,7 +59,6 @@ KINDS = ("weights", "exp_avg", "exp_avg_sq", "average")
 MOMENTS = KINDS[1:3]
 
 _MAX_MANIFEST_BYTES = 2**29
-_MAX_COUNT = 2**62
 _RUN_KEYS = ("save_id", "iteration", "world_size", "config", "state")
 _KEYS = ("format", "version", *_RUN_KEYS, "files", "parameters", "crc32")
 _CRC_LINE = re.compile(rb'"crc32": ([0-9]{1,10})\n\}\n')
@@ -158,8 +159,14 @@ def dump(manifest: Manifest) -> str:
     """Return the text of manifest.json, with one parameter per line.
 
     Raises:
-        TypeError, ValueError: if `config` or `state` is not JSON.
+        TypeError, ValueError: if `config` or `state` is not JSON, or nothing that `read` would accept: a defect of the
+            program, which must not be found only when the checkpoint is needed.
     """
+    try:
+        check_options(json.loads(json.dumps(manifest.config)))
+        check_state(manifest.state)
+    except DamagedError as error:
+        raise ValueError(f"this checkpoint could not be read again: {error}") from None
     head = {"format": FORMAT, "version": VERSION} | {key: getattr(manifest, key) for key in _RUN_KEYS}
     files = {name: file._asdict() for name, file in manifest.files.items()}
     parameters = {
@@ -190,7 +197,7 @@ def read(folder: Path, iteration: int | None = None) -> Manifest:
     try:
         _require(isinstance(values, dict) and values.get("format") == FORMAT, f"not of the format {FORMAT}")
         version = values.get("version")
-        _require(_is_count(version), "no version")
+        _require(is_count(version), "no version")
         use_other = f"this program reads version {VERSION}; use the version of the program that wrote it"
         _require(version == VERSION, f"written in format version {version}, {use_other}")
         line = _CRC_LINE.search(text, max(0, len(text) - 32))
@@ -209,23 +216,21 @@ def _require(condition: bool, message: str) -> None:
         raise DamagedError(message)
 
 
-def _is_count(value: Any, minimum: int = 0) -> bool:
-    return type(value) is int and minimum <= value <= _MAX_COUNT  # bool is an int, but not a count
-
-
 def _manifest(values: dict[str, Any]) -> Manifest:
     """Check everything below the top level."""
     save_id, iteration, world_size = values["save_id"], values["iteration"], values["world_size"]
     _require(isinstance(save_id, str) and re.fullmatch(r"[0-9a-f]{16}", save_id) is not None, "save_id is malformed")
-    _require(_is_count(iteration), "iteration is not a count")
-    _require(_is_count(world_size, 1), "world_size is not a count")
-    for key in ("config", "state", "files", "parameters"):
+    _require(is_count(iteration), "iteration is not a count")
+    _require(is_count(world_size, 1), "world_size is not a count")
+    check_options(values["config"])
+    check_state(values["state"])
+    for key in ("files", "parameters"):
         _require(isinstance(values[key], dict), f"{key} is not an object")
     _require(len(values["files"]) == world_size, f"names {len(values['files'])} files for {world_size} ranks")
     files = {}
     for name, entry in values["files"].items():
         _require(RANK_FILE.fullmatch(name) is not None, f"{name[:80]!r} is not a file name of this format")
-        is_file = isinstance(entry, dict) and tuple(entry) == SavedFile._fields and all(map(_is_count, entry.values()))
+        is_file = isinstance(entry, dict) and tuple(entry) == SavedFile._fields and all(map(is_count, entry.values()))
         _require(is_file, f"the entry of {name} is malformed")
         files[name] = SavedFile(**entry)
     parameters = {}
@@ -234,6 +239,7 @@ def _manifest(values: dict[str, Any]) -> Manifest:
             parameters[name] = _parameter(entry, files)
         except DamagedError as error:
             raise DamagedError(f"parameter {name[:200]!r}: {error}") from None
+    _check_apart(parameters)
     return Manifest(save_id, iteration, world_size, values["config"], values["state"], files, parameters)
 
 
@@ -244,7 +250,7 @@ def _parameter(entry: Any, files: dict[str, SavedFile]) -> SavedParameter:
     dtypes = {dtype_name(dtype): dtype for dtype in DTYPES.values()}
     _require(isinstance(entry["dtype"], str) and entry["dtype"] in dtypes, f"its dtype is not {' or '.join(dtypes)}")
     shape = entry["shape"]
-    _require(isinstance(shape, list) and len(shape) <= 8 and all(_is_count(n, 1) for n in shape), "its shape is wrong")
+    _require(isinstance(shape, list) and len(shape) <= 8 and all(is_count(n, 1) for n in shape), "its shape is wrong")
     parameter = SavedParameter(dtypes[entry["dtype"]], tuple(shape), {})
     for kind in kinds:
         _require(isinstance(entry[kind], list), f"{kind} is not a list")
@@ -266,12 +272,20 @@ def _check_coverage(kind: str, pieces: list[Slice], numel: int, dtype: torch.dty
     _require(covered == numel, f"the slices of {kind} hold {covered} of {numel} elements")
 
 
+def _check_apart(parameters: dict[str, SavedParameter]) -> None:
+    """Check that no byte of a file belongs to two slices."""
+    kinds = (pieces for parameter in parameters.values() for pieces in parameter.slices.values())
+    places = sorted((piece.file, piece.offset, piece.num_bytes) for pieces in kinds for piece in pieces)
+    for (file, offset, num_bytes), (other, start, _) in zip(places, places[1:], strict=False):
+        _require(file != other or offset + num_bytes <= start, f"two slices of {file} overlap at byte {start}")
+
+
 def _slice(item: Any, files: dict[str, SavedFile], dtype: torch.dtype) -> Slice:
     _require(isinstance(item, list) and len(item) == len(Slice._fields), "a slice is malformed")
     piece = Slice(*item)
     _require(isinstance(piece.file, str) and piece.file in files, "a slice names a file that is not listed")
-    _require(_is_count(piece.offset) and _is_count(piece.first), "a slice is malformed")
-    _require(_is_count(piece.num_bytes, 1) and piece.num_bytes % dtype.itemsize == 0, "a slice is malformed")
+    _require(is_count(piece.offset) and is_count(piece.first), "a slice is malformed")
+    _require(is_count(piece.num_bytes, 1) and piece.num_bytes % dtype.itemsize == 0, "a slice is malformed")
     _require(piece.offset + piece.num_bytes <= files[piece.file].size, f"a slice lies beyond the end of {piece.file}")
     return piece
 

@@ -6,7 +6,8 @@ from typing import Annotated
 
 PositiveInt = Annotated[int, {"minimum": 1}]
 NonNegativeInt = Annotated[int, {"minimum": 0}]
-WindowLength = Annotated[int, {"minimum": 2, "maximum": 10_000}]
+LONGEST_WINDOW = 10_000
+WindowLength = Annotated[int, {"minimum": 2, "maximum": LONGEST_WINDOW}]
 PositiveFloat = Annotated[float, {"above": 0.0}]
 NonNegativeFloat = Annotated[float, {"minimum": 0.0}]
 Fraction = Annotated[float, {"minimum": 0.0, "maximum": 1.0}]

@@ -19,7 +19,7 @@ from megatron_lite.checkpoint.writing import Save
 from megatron_lite.config import CheckpointConfig, Config
 from megatron_lite.errors import OutOfMemoryError, StorageError
 from tests.checkpoint.test_sharded import SPECS, load, names, save
-from tests.support.fakes import FakeDistributed, Layout, World, empty_model, put, random_values, same
+from tests.support.fakes import FakeDistributed, Layout, World, empty_model, put, random_values, run_state, same
 
 VALUES, LATER = random_values(SPECS, 1), random_values(SPECS, 2)
 LAYOUT = Layout(2)
@@ -38,7 +38,7 @@ def in_background(
     def rank_main(distributed: Any) -> Any:
         model: Any = put(empty_model(SPECS, LAYOUT, distributed.rank), VALUES, distributed.rank)
         saves = BackgroundSaves(model, distributed, retries)
-        started = Save(root, iteration, model, {"a": 1}, Config(), distributed, lambda: None)
+        started = Save(root, iteration, model, run_state(), Config(), distributed, lambda: None)
         started.prepare()
         saves.begin(started)
         put(model, LATER, distributed.rank)
@@ -57,7 +57,7 @@ def test_the_same_bytes_as_a_save_in_place(tmp_path: Path) -> None:
     """Values of the beginning, whatever the model does meanwhile; but for the random id, files and manifest agree."""
     for name in ("now", "later"):
         (tmp_path / name).mkdir()
-    save(tmp_path / "now", 20, 1, world_size=2, state={"a": 1})
+    save(tmp_path / "now", 20, 1, world_size=2, state=run_state())
     for result in in_background(tmp_path / "later", finish):
         assert result.iteration == 20 and result.num_bytes > 0, result
     contents = []

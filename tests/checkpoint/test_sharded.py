@@ -27,6 +27,7 @@ from tests.support.fakes import (
     make_specs,
     put,
     random_values,
+    run_state,
     same,
     take,
 )
@@ -43,7 +44,7 @@ def save(
 
     def rank_main(distributed: FakeDistributed) -> None:
         model = put(empty_model(SPECS, layout, distributed.rank), values, distributed.rank)
-        state_or_default = {"iteration": iteration} if state is None else state
+        state_or_default = run_state() if state is None else state
         sharded.save(root, iteration, model, state_or_default, Config(), distributed)  # type: ignore[arg-type]
 
     if world_size == 1:  # without a thread, so that a simulated kill reaches the test
@@ -93,12 +94,12 @@ def names(root: Path) -> set[str]:
 )
 def test_any_layout_reads_any_other(saving: tuple[int, int], loading: tuple[int, int], tmp_path: Path) -> None:
     """(ranks, parameters per stage): weights and both moments arrive bit for bit, padding stays zero."""
-    saved = save(tmp_path, 10, 1, *saving, state={"loss_scale": 0.1, "sums": [1.5, None]})
+    saved = save(tmp_path, 10, 1, *saving, state=run_state(updates=7))
     loaded, values, lines = load(tmp_path, *loading)
     assert same(saved, values)
     assert loaded is not None and lines == []
     assert (loaded.iteration, loaded.world_size) == (10, saving[0])
-    assert loaded.state == {"loss_scale": 0.1, "sums": [1.5, None]}
+    assert loaded.state == run_state(updates=7)
     assert loaded.config["split"] == [969.0, 30.0, 1.0] and loaded.config.keys() == flatten(Config()).keys()
 
 
@@ -109,7 +110,7 @@ def test_special_values_keep_their_bits(tmp_path: Path) -> None:
     values["exp_avg"]["embedding.word.weight"].view(-1)[:5] = bits.view(torch.float32)
     distributed: Any = FakeDistributed(World(1), 0)
     model: Any = put(empty_model(SPECS, Layout(), 0), values, 0)
-    sharded.save(tmp_path, 1, model, {}, Config(), distributed)
+    sharded.save(tmp_path, 1, model, run_state(), Config(), distributed)
     assert same(values, load(tmp_path)[1])
 
 
@@ -318,7 +319,7 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all(rank: int, tmp_path: Path, m
 
     def rank_main(distributed: FakeDistributed) -> None:
         model: Any = put(empty_model(SPECS, Layout(3), distributed.rank), values, distributed.rank)
-        sharded.save(tmp_path, 20, model, {}, Config(), distributed)  # type: ignore[arg-type]
+        sharded.save(tmp_path, 20, model, run_state(), Config(), distributed)  # type: ignore[arg-type]
 
     results = World(3).run(rank_main)
     num_bytes = sum(12 * part.layout.shard_numel for _, part in empty_model(SPECS, Layout(3), 0).parts())
@@ -344,15 +345,16 @@ def test_an_unwritable_directory_is_a_storage_error(tmp_path: Path) -> None:
         save(tmp_path / "checkpoints", 10, 1, world_size=2)
 
 
-def test_a_state_that_is_not_json_leaves_no_rank_waiting(tmp_path: Path) -> None:
+def test_a_state_that_could_not_be_read_leaves_no_rank_waiting(tmp_path: Path) -> None:
     """A mistake of the caller is raised unchanged on rank 0, other ranks get StorageError, and no folder appears."""
 
     def rank_main(distributed: FakeDistributed) -> None:
         model: Any = empty_model(SPECS, Layout(2), distributed.rank)
-        sharded.save(tmp_path, 20, model, {"x": object()}, Config(), distributed)  # type: ignore[arg-type]
+        sharded.save(tmp_path, 20, model, run_state() | {"x": 1}, Config(), distributed)  # type: ignore[arg-type]
 
     results = World(2).run(rank_main)
-    assert [type(result) for result in results] == [TypeError, StorageError]
+    assert [type(result) for result in results] == [ValueError, StorageError]
+    assert "could not be read again: state has the unknown key 'x'" in str(results[0])
     assert names(tmp_path) == set()
 
 
@@ -362,7 +364,7 @@ def test_a_rank_that_sees_another_file_system_is_named(tmp_path: Path) -> None:
     def rank_main(distributed: FakeDistributed) -> None:
         model: Any = empty_model(SPECS, Layout(2), distributed.rank)
         root = tmp_path / f"node_{distributed.rank}"
-        sharded.save(root, 20, model, {}, Config(), distributed)  # type: ignore[arg-type]
+        sharded.save(root, 20, model, run_state(), Config(), distributed)  # type: ignore[arg-type]
 
     for result in World(2).run(rank_main):
         assert isinstance(result, StorageError)

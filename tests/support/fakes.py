@@ -77,6 +77,9 @@ class FakeDistributed:
     def agree_max(self, value: int) -> int:
         return max(self.gather_objects(value))
 
+    def sum_in_rank_order(self, value: Tensor) -> Tensor:
+        return torch.stack([torch.tensor(other) for other in self.gather_objects(value.tolist())]).sum(0).to(value)
+
     def wait_for_device(self) -> None:
         """Return at once, as on CPU."""
 
@@ -217,3 +220,9 @@ def same(left: Values, right: Values) -> bool:
         return {name: (value.dtype, value.view(torch.uint8).flatten().tolist()) for name, value in values.items()}
 
     return all(bits(left.get(kind, {})) == bits(right.get(kind, {})) for kind in KINDS)
+
+
+def run_state(updates: int = 0) -> dict[str, Any]:
+    """Return the smallest state of a run that a checkpoint may hold."""
+    scale = {"dynamic": False, "scale": 1.0, "good": 0, "patience": 0}
+    return {"optimizer": {"updates": updates, "loss_scale": scale}, "window": {"loss": (0.0).hex(), "tokens": 0}}

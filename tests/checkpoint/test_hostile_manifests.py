@@ -1,0 +1,319 @@
+"""Manifests with a right checksum and wrong content: refused in one line, or accepted with the meaning that they state.
+
+Whatever is accepted goes through everything that a resume reads from it: comparisons with the command line, the state
+of the optimizer, its guards and the log window, and the model that a converter builds.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lite.checkpoint import compatibility, manifest, saved_options, saved_state
+from megatron_lite.checkpoint.saved_state import check_state
+from megatron_lite.config import AveragingConfig, Config, OptimizerConfig, flatten
+from megatron_lite.errors import CheckpointError, DamagedError
+from megatron_lite.huggingface import convert, model_options
+from megatron_lite.monitor.metrics import LogWindow
+from megatron_lite.optimizer.averaging import Averaging
+from megatron_lite.optimizer.guards import Guard
+from megatron_lite.optimizer.loss_scale import LossScale
+from megatron_lite.optimizer.rules.update_clipping import NormClipping, UpdateClipping
+from tests.checkpoint.test_damage import expect_fallback, seal
+from tests.checkpoint.test_sharded import save
+from tests.support.fakes import FakeDistributed, World, run_state
+from tests.support.harness import tiny_config
+
+CPU = torch.device("cpu")
+
+
+class State:
+    """Everything of a run that has state beside the shards, as `Optimizer` and `LogWindow` put it together."""
+
+    def __init__(self) -> None:
+        options = OptimizerConfig(skip_bad_steps=True, skip_bad_steps_window=4)
+        self.guard = Guard(options, True, CPU, 100)
+        self.scale = LossScale(options, "fp16", CPU)
+        distributed: Any = FakeDistributed(World(1), 0)
+        self.clipping: UpdateClipping = NormClipping(6.0, 4, distributed)
+        self.averaging = Averaging(AveragingConfig(ema_type="ema"), [])
+        self.window = LogWindow(CPU)
+        self.updates = torch.zeros(())
+
+    def train(self, steps: int) -> State:
+        """Take steps with random numbers, one of which is NaN."""
+        generator = torch.Generator().manual_seed(1)
+        for step in range(1, steps + 1):
+            loss = torch.rand((), generator=generator, dtype=torch.float64)
+            loss = loss * torch.nan if step == steps else loss
+            verdict = self.guard.judge(step, loss, torch.rand((), generator=generator), self.scale.can_shrink())
+            self.scale.update(verdict.overflow)
+            self.clipping.factors([torch.rand(3, generator=generator).double()], verdict.skipped)
+            self.averaging.begin()
+            self.window.add(loss, 10, verdict.skipped, 0.0)
+        return self
+
+    def save(self) -> dict[str, Any]:
+        return {
+            "optimizer": {
+                "updates": int(self.updates),
+                "loss_scale": self.scale.state(),
+                "guard": self.guard.state(),
+                "rule": {"clipping": self.clipping.state()},
+                "averaging": self.averaging.state(),
+            },
+            "window": self.window.state(),
+            "evaluation_due": True,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        optimizer = compatibility.optimizer_state(state, "adamw", "adamw")
+        self.updates.fill_(optimizer["updates"])
+        self.scale.load_state(optimizer["loss_scale"])
+        self.guard.load_state(optimizer.get("guard", {}))
+        self.clipping.load_state(optimizer.get("rule", {}).get("clipping", {}))
+        self.averaging.load_state(optimizer.get("averaging", {}))
+        self.window.load_state(state["window"])
+
+
+CONFIG = tiny_config(
+    1,
+    train_iters=100,
+    lr_decay_style="cosine",
+    lr_decay_iters=100,
+    lr_warmup_iters=5,
+    lr_cycle_minima=(20, 60),
+    batch_size_schedule=("0:2", "50:4"),
+    rope_type="linear",
+    use_rotary_embeddings=True,
+    rope_factor=2.0,
+    lr_scales=("blocks:0.5",),
+    weight_decay_modules=("mlp",),
+)
+
+OTHER = tiny_config(1, train_iters=1000)
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The content of a real manifest, with every kind of state and a resolved configuration."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    save(root, 20, 1, world_size=2, state=State().train(9).save())
+    content = json.loads((root / "20" / "manifest.json").read_bytes())
+    return {**content, "config": json.loads(json.dumps(flatten(CONFIG)))}
+
+
+def use(content: manifest.Manifest) -> None:
+    """Read from a manifest what a resume and a converter read; only a CheckpointError may come of it."""
+    for config in (CONFIG, OTHER):
+        compatibility.compare_architecture(content.config, config)
+        for difference in compatibility.differences(content.config, config):
+            assert str(difference).isprintable()
+        for moved in (compatibility.moved_samples, compatibility.moved_rate):
+            assert (moved(content.config, config, content.iteration) or "x").isprintable()
+    compatibility.saved_optimizer(content.config)
+    State().load(content.state)
+    State().guard.dropped.load_state(content.state["optimizer"].get("guard", {}).get("dropped", run_dropped()))
+    model_options.saved_model_type(content.config)
+    try:
+        model_options.resolved_model(model_options.checkpoint_values(content.config, "here"), "here")
+    except CheckpointError:
+        pass
+
+
+def run_dropped() -> dict[str, Any]:
+    return State().guard.dropped.state()
+
+
+def seen(content: manifest.Manifest) -> Any:
+    """Return what the program understood, as JSON with sorted names."""
+    return json.dumps({**json.loads(manifest.dump(content)), "crc32": 0}, sort_keys=True)
+
+
+JUNK: tuple[Callable[[], Any], ...] = tuple(
+    (lambda value=value: copy.deepcopy(value))  # type: ignore[misc]
+    for value in (
+        *(None, True, False, -1, 0, 1, 2, 7, 2**31, 2**63 - 1, 2**63, 10**400, -(10**300)),
+        *(0.0, -0.0, 1e-320, 0.5, 1.5, -2.5, 1e308, float("nan"), float("inf"), float("-inf")),
+        *("", "x", "zz", "0", "nan", "../x", "a" * 5000, "\x1b[31m", "\ud800", "\0", "0x1.8p+1", "0x1p+9999", "1:2"),
+        *("0:0", "constant,-1,1e-3", "linear,5,1,0;x", "adamw", "auto", "all", "none", "full:3", "activation,full:8"),
+        *([], [[]], {}, {"a": 1}, [1, 2], [1.0, 2.0], ["a"], ["0:1"], [None], [[1.0, 2.0]], [[1.0]], [[]] * 20_000),
+    )
+)
+
+
+def similar(value: Any, generator: random.Random) -> Any:
+    """Return another value of the same type, often a legal one."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        number = generator.choice((value + 1, value * 2, value - 1, generator.randrange(1, 10**6), 2**62))
+        return type(value)(number) if abs(number) < 1e300 else value
+    if isinstance(value, list):
+        return copy.deepcopy(value[: generator.randrange(len(value) + 1)])
+    return value if value is None or isinstance(value, dict) else generator.choice(("x", "adamw", value + "1", ""))
+
+
+def changed(values: dict[str, Any], generator: random.Random) -> dict[str, Any]:
+    """Return the values after one to three changes at random places, most of them in the options and the state."""
+    values = copy.deepcopy(values)
+    for _ in range(generator.choice((1, 1, 1, 2, 3))):
+        node: Any = values
+        key: Any = generator.choice(("config", "config", "state", "state", "files", "parameters", *values))
+        while key in ("config", "state") or generator.random() < 0.8:
+            child = node[key] if not isinstance(node, dict) else node.get(key)
+            if not isinstance(child, (dict, list)) or not child:
+                break
+            node = child
+            key = generator.choice(list(node)) if isinstance(node, dict) else generator.randrange(len(node))
+        way = generator.random()
+        if way < 0.1 and isinstance(node, dict) and key in node:
+            del node[key]
+        elif way < 0.2 and isinstance(node, dict):
+            node[generator.choice(("extra", "", "lr", "updates", "a" * 300))] = generator.choice(JUNK)()
+        elif way < 0.3 and isinstance(node, list):
+            node.extend(copy.deepcopy(node) * generator.choice((1, 3)))
+        elif way < 0.4 and isinstance(node, dict):
+            node[key] = copy.deepcopy(generator.choice(list(node.values()) or [None]))
+        elif way < 0.7 and (isinstance(node, list) or key in node):
+            node[key] = similar(node[key], generator)
+        else:
+            node[key] = generator.choice(JUNK)()
+    return values
+
+
+def fuzz(values: dict[str, Any], folder: Path, cases: int) -> tuple[int, int]:
+    """Return how many of the changed manifests were accepted and refused."""
+    generator, accepted, refused = random.Random(15), 0, 0
+    for case in range(cases):
+        now = changed(values, generator)
+        (folder / "manifest.json").write_bytes(seal(now))
+        start_s = time.perf_counter()
+        try:
+            content = manifest.read(folder)
+        except DamagedError as error:
+            assert str(error).startswith("manifest.json: ") and str(error).isprintable() and len(str(error)) < 700, case
+            refused += 1
+        else:
+            assert seen(content) == json.dumps({**now, "crc32": 0}, sort_keys=True), case
+            use(content)
+            accepted += 1
+        assert time.perf_counter() - start_s < 1.0, case
+    return accepted, refused
+
+
+def test_random_content_is_refused_or_means_what_it_says(values: dict[str, Any], tmp_path: Path) -> None:
+    """No other exception, in less than a second each, within 100 MiB."""
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    accepted, refused = fuzz(values, tmp_path, 300)
+    assert accepted > 40 and refused > 150, (accepted, refused)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 100 * 1024
+
+
+@pytest.mark.slow
+def test_random_content_many_times(values: dict[str, Any], tmp_path: Path) -> None:
+    """The same, 20,000 times."""
+    accepted, refused = fuzz(values, tmp_path, 20_000)
+    print(f"accepted {accepted:,}, refused {refused:,}")
+    assert accepted > 2000 and refused > 10_000, (accepted, refused)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("state", {}, "state has no optimizer"),
+        ("state.optimizer", None, "state.optimizer is not an object"),
+        ("state.optimizer.updates", -1, "state.optimizer.updates is not a count"),
+        ("state.optimizer.loss_scale.scale", 1e300, "state.optimizer.loss_scale.scale is not a number > 0 that fits"),
+        ("state.optimizer.loss_scale.patience", 1.0, "is not an integer"),
+        ("state.optimizer.guard.dropped.last", ["0x0.0p+0"], "is not five hexadecimal floats"),
+        ("state.optimizer.guard.dropped.last", ["nan"] * 5, "is not five hexadecimal floats that end with an iter"),
+        ("state.optimizer.guard.usual", [[1.0]], "is not a list of at most 10000 rows of 2 finite numbers"),
+        ("state.optimizer.averaging", {"type": "ema"}, "state.optimizer.averaging has no updates"),
+        ("state.window.loss", "1.5", "state.window.loss is not a hexadecimal float"),
+        ("state.evaluation_due", 1, "state.evaluation_due is not true or false"),
+        ("state.extra", 1, "state has the unknown key 'extra'"),
+        ("config", [], "config is not an object"),
+        ("config.batch_size", "x", "config: batch_size: is not of type int"),
+        ("config.batch_size", 0, "config: batch_size: must be >= 1"),
+        ("config.batch_size", 10**400, "config: batch_size: is too large"),
+        ("config.batch_size_schedule", [1, 2], "config: batch_size_schedule: is not of type str"),
+        ("config.batch_size_schedule", ["1"], "config: batch_size_schedule: --batch_size_schedule=1: "),
+        ("config.lr_schedule", "x", "config: lr_schedule: --lr_schedule: stage 1"),
+        ("config.rotary_embedding_scale", "zz", "config: rotary_embedding_scale: is not of type float"),
+        ("config.optimizer", ["a"], "config: optimizer: is not of type str"),
+        ("config.optimizer", "other", "config: optimizer: takes adamw"),
+        ("config.gated", 1, "config: gated: is not of type bool"),
+        ("config.gated", None, "config: gated: is null"),
+        ("config.lr", float("nan"), "config: lr: must be >= 0"),
+        ("config.data_path", ["\x1b[31m"], "config: data_path: contains a control character"),
+        ("config.data_path", ["x"] * 200_000, "config: data_path: is not a list of a sensible length"),
+    ],
+)
+def test_wrong_content_is_named(values: dict[str, Any], place: str, value: Any, message: str, tmp_path: Path) -> None:
+    """One line names the place and the rule; a run falls back to an older checkpoint."""
+    now = copy.deepcopy(values)
+    *path, key = place.split(".")
+    node = now
+    for name in path:
+        node = node[name]
+    node[key] = value
+    (tmp_path / "manifest.json").write_bytes(seal(now))
+    with pytest.raises(DamagedError) as caught:
+        manifest.read(tmp_path, 20)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_run_falls_back_from_wrong_content(tmp_path: Path) -> None:
+    """The older checkpoint is loaded after one line."""
+    for iteration in (10, 20):
+        save(tmp_path, iteration, iteration // 10)
+    content = json.loads((tmp_path / "20" / "manifest.json").read_bytes())
+    (tmp_path / "20" / "manifest.json").write_bytes(seal({**content, "state": {}}))
+    expect_fallback(tmp_path, "manifest.json: state has no optimizer")
+
+
+def test_bytes_belong_to_one_slice(values: dict[str, Any], tmp_path: Path) -> None:
+    """A forger cannot let two parameters share bytes of a file."""
+    now = copy.deepcopy(values)
+    first, second = (entry["weights"][0] for entry in list(now["parameters"].values())[:2])
+    second[1] = first[1] + 4
+    (tmp_path / "manifest.json").write_bytes(seal(now))
+    with pytest.raises(DamagedError, match="two slices of rank_00"):
+        manifest.read(tmp_path)
+
+
+def test_other_versions_may_have_other_options(values: dict[str, Any], tmp_path: Path) -> None:
+    """Unknown options and missing ones are no damage, whatever the values of the unknown ones are."""
+    now = copy.deepcopy(values)
+    now["config"]["option_of_tomorrow"] = {"a": [1, None]}
+    del now["config"]["batch_size"], now["config"]["lr_decay_iters"], now["config"]["batch_size_schedule"]
+    (tmp_path / "manifest.json").write_bytes(seal(now))
+    use(manifest.read(tmp_path))
+    for state in (run_state(), convert._fresh_state()):
+        check_state(state)
+    saved_options.check_options({})
+    saved_options.check_options(json.loads(json.dumps(flatten(Config()))))
+
+
+def test_every_state_is_legal() -> None:
+    """A run's own state passes at any time, with and without each part."""
+    for steps in (0, 1, 9):
+        state = State().train(steps).save()
+        check_state(json.loads(json.dumps(state)))
+        for key in ("guard", "rule", "averaging"):
+            for rest in ({}, None):
+                other = copy.deepcopy(state)
+                other["optimizer"].pop(key)
+                other["optimizer"] |= {} if rest is None else {key: rest}
+                check_state(other)
+    assert saved_state.LARGEST_COUNT > 2**53
