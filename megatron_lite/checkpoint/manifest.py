@@ -37,6 +37,7 @@ import torch
 
 from megatron_lite.checkpoint.files import CHUNK_BYTES, WrittenFile
 from megatron_lite.checkpoint.names import (
+    A_LINK,
     MANIFEST_NAME,
     RANK_FILE,
     open_regular,
@@ -184,9 +185,13 @@ def dump(manifest: Manifest) -> str:
 def read(folder: Path, iteration: int | None = None) -> Manifest:
     """Read and check a folder's manifest, but not the files that it lists.
 
+    iteration: the number that is the folder's name. Such a folder may not be a symbolic link; the path above it may be.
+
     Raises:
         DamagedError: if it is missing, is not exactly what this program writes, or is not of this iteration.
     """
+    if iteration is not None and folder.is_symlink():
+        raise DamagedError(A_LINK)
     try:
         text = read_bytes(folder / MANIFEST_NAME, _MAX_MANIFEST_BYTES)
         values = parse_json(text)

@@ -27,6 +27,7 @@ OUR_FILE = re.compile(
     r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json"
     r"|(vocab|merges)\.txt|chat_template\.jinja"
 )
+A_LINK = "a symbolic link, which is not followed here"
 _ITERATION = re.compile(r"0|[1-9][0-9]{0,17}")
 _WORK_NAME = re.compile(r"\.(tmp|ready|trash)-([^/]+)-([0-9a-f]{16})")
 
@@ -54,11 +55,13 @@ def work_folders(root: Path, kind: str) -> list[tuple[Path, str]]:
 def find_checkpoints(root: Path) -> list[tuple[int, Path]]:
     """List (iteration, folder) of all checkpoints by name, newest first, without checking their content.
 
-    A `.ready-` folder is a complete checkpoint whose save was killed while it replaced an older one.
+    A `.ready-` folder is a complete checkpoint whose save was killed while it replaced an older one. A symbolic link is
+    listed, too: it is refused like a damaged checkpoint, not passed over in silence. `root` itself may be a link.
     """
     if not root.is_dir():
         return []
-    found = [(int(path.name), 1, path) for path in root.iterdir() if _ITERATION.fullmatch(path.name) and path.is_dir()]
+    named = (path for path in root.iterdir() if _ITERATION.fullmatch(path.name))
+    found = [(int(path.name), 1, path) for path in named if path.is_dir() or path.is_symlink()]
     found += [(int(name), 0, path) for path, name in work_folders(root, "ready") if _ITERATION.fullmatch(name)]
     return [(iteration, path) for iteration, _, path in sorted(found, reverse=True)]
 
@@ -83,27 +86,35 @@ def has_only_our_files(folder: Path) -> bool:
     return is_folder(folder) and all(OUR_FILE.fullmatch(path.name) for path in folder.iterdir())
 
 
-def open_regular(path: Path) -> io.FileIO:
+def open_regular(path: Path, follow_links: bool = False) -> io.FileIO:
     """Open a regular file for unbuffered reading; never blocks, not even on a pipe.
+
+    follow_links: whether the path may be a symbolic link, as in the cache of the Hugging Face hub.
 
     Raises:
         OSError: if the file cannot be opened or is not a regular file.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    no_links = 0 if follow_links else os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | no_links)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow_links:
+            raise OSError(errno.ELOOP, A_LINK, str(path)) from None
+        raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return io.FileIO(descriptor)
 
 
-def read_bytes(path: Path, limit_bytes: int) -> bytes:
-    """Read a regular file.
+def read_bytes(path: Path, limit_bytes: int, follow_links: bool = False) -> bytes:
+    """Read a regular file; see `open_regular`.
 
     Raises:
         OSError: if the file cannot be read.
         ValueError: if it is larger than `limit_bytes`.
     """
-    with open_regular(path) as file:
+    with open_regular(path, follow_links) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit_bytes:
             raise ValueError(f"{size:,} bytes, at most {limit_bytes:,} are read")

@@ -146,10 +146,10 @@ def read_elements(opened: Files, saved: SavedParameter, kind: str, first: int, t
 
 
 class Files:
-    """The files of a folder; keeps the latest one open."""
+    """The files of a folder; keeps the latest one open. `follow_links`: see `open_regular`."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._name = folder, ""
+    def __init__(self, folder: Path, follow_links: bool = False) -> None:
+        self._folder, self._name, self._follow_links = folder, "", follow_links
         self._file: io.FileIO | None = None
 
     def read(self, name: str, offset: int, dtype: torch.dtype, target: Tensor) -> None:
@@ -160,7 +160,7 @@ class Files:
         """
         if self._file is None or name != self._name:
             self.close()
-            self._name, self._file = name, open_regular(self._folder / name)
+            self._name, self._file = name, open_regular(self._folder / name, self._follow_links)
         try:
             if dtype == target.dtype:
                 files.read_into(self._file, offset, target.view(torch.uint8))

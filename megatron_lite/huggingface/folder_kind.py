@@ -157,7 +157,7 @@ def read_object(folder: Path, name: str, limit_bytes: int) -> dict[str, Any]:
         CheckpointError: if it is anything else.
     """
     try:
-        values = parse_json(read_bytes(folder / name, limit_bytes))
+        values = parse_json(read_bytes(folder / name, limit_bytes, follow_links=True))
     except OSError as error:
         raise CheckpointError(f"{folder}: {name}: {reason(error)}; download the folder again") from None
     except ValueError as error:

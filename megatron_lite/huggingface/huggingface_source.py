@@ -203,7 +203,7 @@ def read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
         DamagedError: if it is not a complete safetensors file.
         OSError: if it cannot be read.
     """
-    with open_regular(folder / name) as file:  # the library would block on a pipe
+    with open_regular(folder / name, follow_links=True) as file:  # the library would block on a pipe
         size = os.fstat(file.fileno()).st_size
         try:
             with safe_open(folder / name, framework="np"):

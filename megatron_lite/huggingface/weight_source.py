@@ -35,7 +35,7 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files = Files(folder)
+        self._files = Files(folder, follow_links=self.kind == "huggingface")
 
     def values(self) -> dict[str, Any]:
         """Return the resolved options of the model that the files describe."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.checkpoint import manifest
+from megatron_lite.checkpoint import manifest, sharded
 from megatron_lite.errors import CheckpointError, DamagedError
 from tests.checkpoint.test_sharded import SPECS, load, names, save
 from tests.support.fakes import Layout, held, random_values, same
@@ -429,3 +429,47 @@ def test_random_changes_never_give_another_error(
         accepted += loaded.iteration == 20
     assert 0 < accepted < 300
     assert names(root) == {"10", "20"}
+
+
+# -- symbolic links ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", "rank_001.safetensors", "manifest.json"], ids=["folder", "rank", "manifest"])
+@pytest.mark.parametrize("target", ["same", "gone"])
+def test_links_are_refused_and_survive(pair: Path, name: str, target: str, tmp_path: Path) -> None:
+    """A link in place of a checkpoint or of one of its files is never followed on loading, pruning or saving, even if
+    it leads to a good copy; a loading run says so and takes the older checkpoint."""
+    root, canary = tmp_path / "root", tmp_path / "canary"
+    shutil.copytree(pair, root)
+    (root / "20" / name).rename(canary)
+    (root / "20" / name).symlink_to(canary if target == "same" else tmp_path / "gone")
+    where = f"{name}: " if name else ""
+    expect_fallback(root, f"{root}/20: {where}a symbolic link, which is not followed here", world_size=2)
+    newest = sharded.newest_config(root)
+    assert newest is not None and newest[0] == (20 if name.startswith("rank") else 10)
+    sharded.prune(root, 1, newest=20)
+    assert names(root) == {"10", "20"}, "10 is the only good one"
+    content = {path.name: path.read_bytes() for path in (canary.iterdir() if canary.is_dir() else [canary])}
+    save(root, 20, 3, world_size=2)
+    loaded, _, lines = load(root)
+    assert loaded is not None and loaded.iteration == 20 and lines == []
+    assert {path.name: path.read_bytes() for path in (canary.iterdir() if canary.is_dir() else [canary])} == content
+
+
+def test_a_link_alone_is_no_fresh_start(pair: Path, tmp_path: Path) -> None:
+    """A run whose only checkpoint is a link stops instead of starting from zero."""
+    (tmp_path / "20").symlink_to(pair / "20")
+    with pytest.raises(CheckpointError, match="20: a symbolic link"):
+        load(tmp_path)
+
+
+def test_the_folder_of_checkpoints_may_be_a_link(pair: Path, tmp_path: Path) -> None:
+    """Users keep checkpoints on scratch storage: loading, saving and pruning go through a link above the iteration."""
+    shutil.copytree(pair, tmp_path / "scratch")
+    root = tmp_path / "checkpoints"
+    root.symlink_to(tmp_path / "scratch")
+    loaded, _, lines = load(root)
+    assert loaded is not None and loaded.iteration == 20 and lines == []
+    save(root, 30, 3)
+    sharded.prune(root, 2, newest=30)
+    assert root.is_symlink() and names(tmp_path / "scratch") == {"20", "30"}
