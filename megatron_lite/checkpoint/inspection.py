@@ -1,0 +1,89 @@
+"""Everything that can be checked of a checkpoint without its model: the manifest, and every byte of every file."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from megatron_lite.checkpoint import files, manifest
+from megatron_lite.checkpoint.manifest import Manifest
+from megatron_lite.checkpoint.names import OUR_FILE, open_regular, parse_json, rank_file, reason
+from megatron_lite.checkpoint.reading import Files
+from megatron_lite.errors import DamagedError
+
+_LARGEST_HEADER_BYTES = 2**27
+
+
+class Inspection(NamedTuple):
+    """The findings of one checkpoint; it is good if there are no problems."""
+
+    num_bytes: int | None  # of all files, as the manifest says; None: no usable manifest
+    ranks: int | None
+    problems: list[str]
+    remarks: list[str]  # of no harm
+
+
+def inspect(folder: Path, values: bool = False) -> Inspection:
+    """Check a checkpoint; hold one chunk of a file in memory.
+
+    values: look for numbers that are not finite, too; reads the files a second time.
+    """
+    try:
+        content = manifest.read(folder, int(folder.name) if folder.name.isdecimal() else None)
+    except DamagedError as error:
+        return Inspection(None, None, [str(error)], [])
+    problems = []
+    for rank, name in enumerate(content.files):
+        try:
+            manifest.check_file(folder, name, content)
+            _check_header(folder, rank, name, content)
+        except DamagedError as error:
+            problems.append(str(error))
+    if values and not problems:
+        problems += _not_finite(folder, content)
+    others = sorted(path.name for path in folder.iterdir() if not OUR_FILE.fullmatch(path.name))
+    remarks = [f"other files: {', '.join(map(ascii, others[:5]))}"] if others else []
+    return Inspection(sum(file.size for file in content.files.values()), content.world_size, problems, remarks)
+
+
+def _check_header(folder: Path, rank: int, name: str, content: Manifest) -> None:
+    """Check that a file says that it belongs to this save, and that no slice reaches into its header.
+
+    Raises:
+        DamagedError: if it does not.
+    """
+    try:
+        with open_regular(folder / name) as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _LARGEST_HEADER_BYTES:
+                raise DamagedError(f"{name}: its header is too long")
+            header = parse_json(file.read(length))
+    except (OSError, ValueError) as error:
+        said = reason(error) if isinstance(error, OSError) else str(error)
+        raise DamagedError(f"{name}: its header is not readable ({said})") from None
+    wanted = manifest.file_metadata(content.save_id, content.iteration, rank)
+    if name != rank_file(rank) or not isinstance(header, dict) or header.get("__metadata__") != wanted:
+        raise DamagedError(f"{name}: it belongs to another save, iteration or rank")
+    slices = (pieces for parameter in content.parameters.values() for pieces in parameter.slices.values())
+    if any(piece.offset < 8 + length for pieces in slices for piece in pieces if piece.file == name):
+        raise DamagedError(f"{name}: a slice of the manifest reaches into its header")
+
+
+def _not_finite(folder: Path, content: Manifest) -> list[str]:
+    """List the parameters with values that are infinite or NaN."""
+    problems = []
+    with contextlib.closing(Files(folder)) as opened:
+        for name, parameter in content.parameters.items():
+            for kind, pieces in parameter.slices.items():
+                dtype = parameter.dtype_of(kind)
+                step = files.CHUNK_BYTES // dtype.itemsize
+                for piece in pieces:
+                    for first in range(0, piece.num_bytes // dtype.itemsize, step):
+                        chunk = torch.empty(min(step, piece.num_bytes // dtype.itemsize - first), dtype=dtype)
+                        opened.read(piece.file, piece.offset + first * dtype.itemsize, dtype, chunk)
+                        if not bool(chunk.isfinite().all()):
+                            problems.append(f"{kind} of {name!r} holds numbers that are not finite")
+    return list(dict.fromkeys(problems))

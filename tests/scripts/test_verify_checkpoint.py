@@ -1,0 +1,130 @@
+"""scripts/verify_checkpoint.py: a row per checkpoint, in words and with an exit code, without a model."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import struct
+import tracemalloc
+import zlib
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.checkpoint import manifest
+from scripts import verify_checkpoint
+from tests.checkpoint.test_damage import flip, seal
+from tests.checkpoint.test_sharded import save
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run with two good checkpoints and an export of each format."""
+    root = tmp_path_factory.mktemp("run")
+    for folder, iteration in (("checkpoints", 10), ("checkpoints", 20), ("export", 20)):
+        save(root / folder, iteration, iteration, world_size=2)
+    (root / "export" / "10").mkdir()
+    (root / "export" / "10" / "config.json").write_text("{}")
+    return root
+
+
+def rows(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """Return the words of the rows of the tables, the verdict as one word."""
+    lines = [line.split(maxsplit=3) for line in capsys.readouterr().out.splitlines()]
+    return [line for line in lines if line[0].isdecimal() or line[0] == "link"]
+
+
+def test_a_good_run_is_a_table(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The newest first, with the bytes of the rank files; Hugging Face exports are left out."""
+    assert verify_checkpoint.main([str(run), "--values"]) == 0
+    size = sum(path.stat().st_size for path in (run / "checkpoints" / "20").glob("*.safetensors"))
+    row = [f"{size:,}", "2", "yes"]
+    assert rows(capsys) == [["20", *row], ["10", *row], ["20", *row]]
+    assert verify_checkpoint.main([str(run / "checkpoints" / "10"), str(run / "checkpoints")]) == 0
+    assert [line[0] for line in rows(capsys)] == ["10", "20", "10"]
+
+
+def test_every_problem_is_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Damage in both files, of the manifest, a link, an empty folder, and other files, which do no harm."""
+    root = tmp_path / "checkpoints"
+    shutil.copytree(run / "checkpoints", root)
+    for iteration in ("20", "30", "40"):
+        shutil.copytree(root / "10", root / iteration, dirs_exist_ok=True)
+    flip(root / "20" / "manifest.json", 3000, 1)
+    flip(root / "10" / "rank_000.safetensors", 9000, 1)
+    (root / "10" / "rank_001.safetensors").unlink()
+    (root / "40" / "manifest.json").unlink()
+    (root / "50").symlink_to(root / "30")
+    save(root, 60, 1)
+    (root / "60" / "notes \x1b[31m.txt").write_text("mine")
+    assert verify_checkpoint.main([str(tmp_path)]) == 4
+    captured = capsys.readouterr()
+    lines = [line for line in captured.out.splitlines()[2:]]
+    for line, part in zip(
+        lines,
+        [
+            "yes; other files: 'notes \\x1b[31m.txt'",
+            "NO: a symbolic link, which is not followed here",
+            "NO: manifest.json: No such file or directory",
+            "NO: manifest.json: it is of iteration 10",
+            "NO: manifest.json: ",
+            "NO: rank_000.safetensors: its checksum does not match: it is damaged or belongs to another save; rank_001"
+            ".safetensors: No such file or directory",
+        ],
+        strict=True,
+    ):
+        assert part in line and "\x1b" not in line
+    assert captured.err == "ERROR: 5 of 6 checkpoints cannot be used\n"
+
+
+def test_files_that_do_not_belong_together(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A manifest that was written for the files of another save, with their checksums, is found by their headers."""
+    folder = tmp_path / "20"
+    shutil.copytree(run / "checkpoints" / "20", folder)
+    values = json.loads((folder / "manifest.json").read_bytes())
+    (folder / "manifest.json").write_bytes(seal({**values, "save_id": "0" * 16}))
+    assert verify_checkpoint.main([str(folder)]) == 4
+    assert "rank_000.safetensors: it belongs to another save, iteration or rank" in capsys.readouterr().out
+
+
+def test_values_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --values each parameter with such a number is named; without, the bytes are as they were written."""
+    save(tmp_path, 10, 1)
+    content = manifest.read(tmp_path / "10")
+    name = "blocks.0.mlp.up.bias"
+    (piece,) = content.parameters[name].slices["exp_avg"]
+    path = tmp_path / "10" / piece.file
+    data = bytearray(path.read_bytes())
+    data[piece.offset : piece.offset + 4] = struct.pack("<f", math.inf)
+    path.write_bytes(data)
+    values = json.loads((tmp_path / "10" / "manifest.json").read_bytes())
+    values["files"][piece.file]["crc32"] = zlib.crc32(data)
+    (tmp_path / "10" / "manifest.json").write_bytes(seal(values))
+    assert verify_checkpoint.main([str(tmp_path)]) == 0
+    assert verify_checkpoint.main([str(tmp_path), "--values"]) == 4
+    assert f"exp_avg of '{name}' holds numbers that are not finite" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", ["nothing", "", "file"])
+def test_nothing_to_verify_is_a_wrong_command(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No such folder, one without checkpoints, or a file."""
+    (tmp_path / "file").write_text("")
+    assert verify_checkpoint.main([str(tmp_path / path)]) == 2
+    assert "give a checkpoint or the directory of a run" in capsys.readouterr().err
+
+
+def test_memory_is_one_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest Python allocation follows the size of a chunk, not that of a file."""
+    monkeypatch.setattr(manifest, "CHUNK_BYTES", 4096)
+    save(tmp_path, 10, 1)
+    with open(tmp_path / "10" / "rank_000.safetensors", "ab") as file:
+        file.truncate(2**26)
+    values = json.loads((tmp_path / "10" / "manifest.json").read_bytes())
+    values["files"]["rank_000.safetensors"]["size"] = 2**26
+    (tmp_path / "10" / "manifest.json").write_bytes(seal(values))
+    tracemalloc.start()
+    assert verify_checkpoint.main([str(tmp_path)]) == 4
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**21, peak
