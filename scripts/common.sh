@@ -41,6 +41,7 @@ run() {
 # run_pytest ARGUMENTS...: run the tests; exit with pytest's exit code unless they pass.
 run_pytest() {
     local code=0
+    unset PYTHONDONTWRITEBYTECODE # hundreds of starts read the byte code that the first one has written
     show "$PYTHON" -m pytest "$@"
     "$PYTHON" -m pytest "$@" || code=$?
     case "$code" in

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install the project with its test packages into the active virtual environment (or .venv) and run the tests.
 #
-#     bash scripts/run_tests.sh                       what CI runs: the default suite, then the tests of guides and reports
+#     bash scripts/run_tests.sh                       what CI runs: the default suite with the tests of guides and reports
 #     bash scripts/run_tests.sh tests/zero -k tied    extra arguments go to pytest, which then runs once, in one process
 #     bash scripts/run_tests.sh -m slow               the long tests
 #
@@ -17,8 +17,6 @@ if [ "$#" -gt 0 ]; then
     run_pytest "$@"
     exit
 fi
-IN_PARALLEL=(--numprocesses auto --dist worksteal) # one process per core; idle ones take tests from busy ones
-say "running the tests"
-run_pytest "${IN_PARALLEL[@]}"
-say "running the tests of guides, plots, benchmarks and reports"
-run_pytest "${IN_PARALLEL[@]}" -m "guides and not slow"
+say "running the tests, those of guides, plots, benchmarks and reports included"
+# One process per core; idle ones take tests from busy ones. One run collects the tests once.
+run_pytest --numprocesses auto --dist worksteal -m "not slow"

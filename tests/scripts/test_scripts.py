@@ -159,7 +159,8 @@ def test_readme_command_without_files() -> None:
     before = {path.name for path in ROOT.iterdir()}
     output = succeeds(shell(block("README.md", "--dataset_source=random")))
     assert "100" in output
-    assert {path.name for path in ROOT.iterdir()} - before <= {"__pycache__"}
+    others = {"__pycache__", ".hypothesis"}  # tests beside this one may make these
+    assert {path.name for path in ROOT.iterdir()} - before <= others
 
 
 @pytest.mark.guides
@@ -346,10 +347,9 @@ def test_extra_arguments_of_run_tests_go_to_pytest() -> None:
     assert "test_imports_go_one_way" in output
 
 
-@pytest.mark.parametrize("arguments", ["tests/test_structure.py -k no_such_test", "tests/docs/test_guides.py"])
-def test_run_tests_says_that_no_test_matches(arguments: str) -> None:
+def test_run_tests_says_that_no_test_matches() -> None:
     """In words, with what selects the tests that are left out by default, instead of pytest's exit code."""
-    result = shell(f"{RUN_TESTS} {arguments}")
+    result = shell(f"{RUN_TESTS} tests/docs/test_guides.py")
     assert result.returncode == 5
     assert result.stderr.splitlines()[-1].startswith("run_tests.sh: no test matches these arguments; ")
     assert "-m guides" in result.stderr and "exit code" not in result.stderr
