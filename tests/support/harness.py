@@ -27,11 +27,13 @@ from tests.support.threads import THREADS
 if TYPE_CHECKING:
     from megatron_lite.setup_run import Run
 
-# A server process that has imported torch forks each rank in milliseconds. The first backward pass of a process imports
-# symbolic_shapes, which takes a second.
+# A server process that has imported torch, and what test modules import, forks each rank in milliseconds. The first
+# backward pass of a process imports symbolic_shapes, which takes a second.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the program does before it imports torch
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["megatron_lite.train", "numpy", "torch.fx.experimental.symbolic_shapes"])
+FORKSERVER.set_forkserver_preload(
+    ["megatron_lite.train", "pytest", "torch.fx.experimental.symbolic_shapes", "tests.support.engine_runs"]
+)
 
 TIMEOUT_S = 120.0
 
