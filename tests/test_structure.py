@@ -1,12 +1,11 @@
 """The rules of the house, read from the source: which way imports go, what is never used, what every module has."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "megatron_lite"
@@ -70,16 +69,10 @@ def identify(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-@pytest.fixture(params=MODULES, ids=identify)
-def module(request: pytest.FixtureRequest) -> Path:
-    return request.param
+SOURCES = [*MODULES, *PROGRAMS]
 
 
-@pytest.fixture(params=[*MODULES, *PROGRAMS], ids=identify)
-def source(request: pytest.FixtureRequest) -> Path:
-    return request.param
-
-
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text("utf-8"), str(path))
 
@@ -123,18 +116,21 @@ def is_kernel(function: Function) -> bool:
     return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
-def test_imports_go_one_way(module: Path) -> None:
+def test_imports_go_one_way() -> None:
     """No module imports a room that stands beside or above its own, not even inside a function."""
-    room = room_of(module)
-    if room == "__init__":
-        return
-    assert room in FLOOR_OF, f"{room} is new: give it a floor in FLOORS and in the drawing of CONTRIBUTING.md"
-    parts = [name.split(".") for name in imported_modules(module) if name.split(".")[0] == "megatron_lite"]
-    imported = {part[1] for part in parts if len(part) > 1 and part[1] != "__version__"} - {room}
-    up = {other for other in imported if FLOOR_OF[other] <= FLOOR_OF[room]}
-    assert not up, f"{identify(module)} imports {sorted(up)}, not below {room}"
-    never = {other for other in imported if (room, other) in NEVER}
-    assert not never, f"{identify(module)} must not import {sorted(never)}"
+    problems = []
+    for module in MODULES:
+        room = room_of(module)
+        if room == "__init__":
+            continue
+        assert room in FLOOR_OF, f"{room} is new: give it a floor in FLOORS and in the drawing of CONTRIBUTING.md"
+        parts = [name.split(".") for name in imported_modules(module) if name.split(".")[0] == "megatron_lite"]
+        imported = {part[1] for part in parts if len(part) > 1 and part[1] != "__version__"} - {room}
+        up = {other for other in imported if FLOOR_OF[other] <= FLOOR_OF[room]}
+        problems += [f"{identify(module)} imports {sorted(up)}, not below {room}"] if up else []
+        never = {other for other in imported if (room, other) in NEVER}
+        problems += [f"{identify(module)} must not import {sorted(never)}"] if never else []
+    assert not problems
 
 
 def test_the_drawing_in_contributing_is_the_rule() -> None:
@@ -156,18 +152,21 @@ def test_few_modules_lie_flat() -> None:
     assert flat == {"__init__", "train", "setup_run", "parameter", "errors", "seeds"}
 
 
-def test_docstrings_begin_with_the_thing_or_a_verb(source: Path) -> None:
+def test_docstrings_begin_with_the_thing_or_a_verb() -> None:
     """No docstring begins with a relative clause or a fragment ("What is due ...", "Of the blocks, ...")."""
-    for node in ast.walk(parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            first = (ast.get_docstring(node) or "").partition(" ")[0]
-            where = f"{identify(source)}:{getattr(node, 'lineno', 1)}"
-            assert first not in ("What", "Who", "Of", "Those", "Whose", "Whom"), f"{where} begins with {first!r}"
+    problems = []
+    for source in SOURCES:
+        for node in ast.walk(parse(source)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                first = (ast.get_docstring(node) or "").partition(" ")[0]
+                if first in ("What", "Who", "Of", "Those", "Whose", "Whom"):
+                    problems.append(f"{identify(source)}:{getattr(node, 'lineno', 1)} begins with {first!r}")
+    assert not problems
 
 
-def test_formatting_has_no_exceptions(source: Path) -> None:
+def test_formatting_has_no_exceptions() -> None:
     """`ruff format` has the last word, everywhere."""
-    assert "fmt: " + "skip" not in source.read_text("utf-8")
+    assert not [identify(source) for source in SOURCES if "fmt: " + "skip" in source.read_text("utf-8")]
 
 
 def test_command_line_needs_no_torch() -> None:
@@ -180,66 +179,93 @@ def test_command_line_needs_no_torch() -> None:
     assert result.stdout.strip() == "[]"
 
 
-def test_nothing_dangerous(source: Path) -> None:
+def test_nothing_dangerous() -> None:
     """No pickle is loaded, written or sent; no text is run as code or in a shell."""
-    assert not {name.split(".")[0] for name in imported_modules(source)} & FORBIDDEN_MODULES
+    assert not [problem for source in SOURCES for problem in dangers(source)]
+
+
+def dangers(source: Path) -> Iterator[str]:
+    """Forbidden imports, calls and arguments of a file, each with its place."""
+    for name in {name.split(".")[0] for name in imported_modules(source)} & FORBIDDEN_MODULES:
+        yield f"{identify(source)} imports {name}"
     for node in ast.walk(parse(source)):
         if isinstance(node, ast.Call):
             name = dotted_name(node.func)
             for forbidden, reason in FORBIDDEN_CALLS.items():
                 builtin = len(forbidden) == 1 and forbidden[0] in ("eval", "exec")
-                match = name == forbidden if builtin else name[-len(forbidden) :] == forbidden
-                assert not match, f"{identify(source)}:{node.lineno}: {'.'.join(name)} {reason}"
+                if name == forbidden if builtin else name[-len(forbidden) :] == forbidden:
+                    yield f"{identify(source)}:{node.lineno}: {'.'.join(name)} {reason}"
             for keyword in node.keywords:
                 off = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
-                assert keyword.arg not in FORBIDDEN_ARGUMENTS or off, f"{identify(source)}:{node.lineno}: {keyword.arg}"
+                if keyword.arg in FORBIDDEN_ARGUMENTS and not off:
+                    yield f"{identify(source)}:{node.lineno}: {keyword.arg}"
 
 
-def test_environment_is_read_in_few_places(module: Path) -> None:
+def test_environment_is_read_in_few_places() -> None:
     """Environment variables are read where the design says, so that a run is described by its command line."""
-    if module.relative_to(PACKAGE).as_posix() in READS_ENVIRONMENT:
-        return
-    for node in ast.walk(parse(module)):
-        used = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb", "putenv")
-        assert not used, f"{identify(module)}:{getattr(node, 'lineno', 0)} reads or writes the environment"
+    readers = [
+        f"{identify(module)}:{node.lineno} reads or writes the environment"
+        for module in MODULES
+        if module.relative_to(PACKAGE).as_posix() not in READS_ENVIRONMENT
+        for node in ast.walk(parse(module))
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb", "putenv")
+    ]
+    assert not readers
 
 
-def test_no_mutable_globals(source: Path) -> None:
+def test_no_mutable_globals() -> None:
     """State is passed, not shared: no `global`, and names that hold lists, dicts or sets are constants."""
-    tree = parse(source)
-    assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Global)], "`global` is used"
-    for node in tree.body:
-        value = getattr(node, "value", None)
-        if isinstance(value, ast.List | ast.Dict | ast.Set) and isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names = [target.id for target in targets if isinstance(target, ast.Name)]
-            constants = [name for name in names if name.isupper() or name == "__all__"]
-            assert names == constants, f"{identify(source)}:{node.lineno}: {names} can be changed by anyone"
+    problems = []
+    for source in SOURCES:
+        tree = parse(source)
+        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Global)]
+        problems += [f"{identify(source)}:{node.lineno}: `global` is used" for node in nodes]
+        for node in tree.body:
+            value = getattr(node, "value", None)
+            if isinstance(value, ast.List | ast.Dict | ast.Set) and isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [target.id for target in targets if isinstance(target, ast.Name)]
+                if names != [name for name in names if name.isupper() or name == "__all__"]:
+                    problems.append(f"{identify(source)}:{node.lineno}: {names} can be changed by anyone")
+    assert not problems
 
 
-def test_modules_are_short_and_explained(source: Path) -> None:
+def test_modules_are_short_and_explained() -> None:
     """Every module says what it is, and is short enough to be read in one go."""
-    tree = parse(source)
-    if source.name != "__init__.py" or tree.body:
-        assert ast.get_docstring(tree), f"{identify(source)} has no docstring"
-    lines = len(source.read_text("utf-8").splitlines())
-    assert lines <= MAXIMUM_LINES, f"{identify(source)} has {lines} lines"
+    problems = []
+    for source in SOURCES:
+        tree = parse(source)
+        if (source.name != "__init__.py" or tree.body) and not ast.get_docstring(tree):
+            problems.append(f"{identify(source)} has no docstring")
+        lines = len(source.read_text("utf-8").splitlines())
+        if lines > MAXIMUM_LINES:
+            problems.append(f"{identify(source)} has {lines} lines")
+    assert not problems
 
 
-def test_public_functions_are_typed_and_explained(source: Path) -> None:
+def test_public_functions_are_typed_and_explained() -> None:
     """Public functions carry types on every argument and result, and a docstring unless they are very short."""
-    for name, function in public_functions(parse(source)):
-        if is_kernel(function):
-            continue
-        where = f"{identify(source)}:{function.lineno}: {name}"
-        arguments = function.args
-        every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
-        untyped = [a.arg for a in every if a is not None and a.annotation is None and a.arg not in ("self", "cls")]
-        assert not untyped, f"{where} has no types for {untyped}"
-        assert function.returns is not None, f"{where} has no result type"
-        lines = (function.end_lineno or 0) - function.lineno + 1
-        if lines > MAXIMUM_LINES_WITHOUT_DOCSTRING:
-            assert ast.get_docstring(function), f"{where} has {lines} lines and no docstring"
+    problems = []
+    for source in SOURCES:
+        for name, function in public_functions(parse(source)):
+            if not is_kernel(function):
+                where = f"{identify(source)}:{function.lineno}: {name}"
+                problems += [f"{where} {problem}" for problem in lacking(function)]
+    assert not problems
+
+
+def lacking(function: Function) -> Iterator[str]:
+    """What a public function lacks."""
+    arguments = function.args
+    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+    untyped = [a.arg for a in every if a is not None and a.annotation is None and a.arg not in ("self", "cls")]
+    if untyped:
+        yield f"has no types for {untyped}"
+    if function.returns is None:
+        yield "has no result type"
+    lines = (function.end_lineno or 0) - function.lineno + 1
+    if lines > MAXIMUM_LINES_WITHOUT_DOCSTRING and not ast.get_docstring(function):
+        yield f"has {lines} lines and no docstring"
 
 
 def test_every_folder_is_a_package() -> None:
