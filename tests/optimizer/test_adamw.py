@@ -114,8 +114,9 @@ def engine_with(options: dict[str, Any], triton: bool) -> Engine:
 
 
 def train(engine: Engine) -> tuple[list[float], Tensor]:
-    """Losses and norms of three steps, and all the masters of this rank."""
-    numbers = [float(number) for iteration in (1, 2, 3) for number in engine.step(iteration)]
+    """Losses and norms of two steps, or three where a window of two has to fill, and all the masters of this rank."""
+    steps = 3 if engine.config.optimizer.clip_update_norm_sigma else 2
+    numbers = [float(number) for iteration in range(1, steps + 1) for number in engine.step(iteration)]
     engine.model.finish()
     return numbers, torch.cat([part.read("weights") for _, part in engine.model.parts()])
 

@@ -112,10 +112,15 @@ def train_normally_and_delayed(distributed: Distributed, layouts: list[Options])
     return outcomes
 
 
+def train_in_all_ways(
+    distributed: Distributed, layouts: list[Options]
+) -> tuple[list[tuple[Outcome, Outcome]], list[Outcome]]:
+    return train_normally_and_delayed(distributed, layouts), train_late(distributed, layouts)
+
+
 def compare(ranks: int, layouts: list[Options]) -> None:
     """Every rank agrees with itself; losses, norms and full weights also agree over ranks."""
-    normal_and_delayed = run_distributed(ranks, train_normally_and_delayed, layouts)
-    late = run_distributed(ranks, train_late, layouts)
+    normal_and_delayed, late = zip(*run_distributed(ranks, train_in_all_ways, layouts), strict=True)
     for options, *columns in zip(layouts, *normal_and_delayed, *late, strict=True):
         pairs, lates = columns[:ranks], columns[ranks:]
         for (normal, delayed), latest in zip(pairs, lates, strict=True):
@@ -127,11 +132,11 @@ def compare(ranks: int, layouts: list[Options]) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_slow_collectives_change_no_bit(ranks: int) -> None:
-    """Half of the buffer counts, orders and kinds of parameters, with an evaluation in between: the same numbers.
+    """A third of the buffer counts, orders and kinds of parameters, with an evaluation in between: the same numbers.
 
     All of them are held against late collectives of simulated ranks below.
     """
-    compare(ranks, SOME[::2] if ranks == 2 else SOME[1::4])
+    compare(ranks, SOME[::3] if ranks == 2 else SOME[1::6])
 
 
 @pytest.mark.slow
