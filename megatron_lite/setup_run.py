@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_lite.checkpoint import sharded, space
+from megatron_lite.checkpoint import space
 from megatron_lite.checkpoint.background import BackgroundSaves, open_background
+from megatron_lite.checkpoint.choice import choose
 from megatron_lite.checkpoint.names import newest_checkpoint
 from megatron_lite.checkpoint.resume import has_checkpoint, resume
 from megatron_lite.cli.help import banner, short_banner
@@ -308,16 +309,16 @@ def _choose_products(start: Start) -> tuple[Config, tuple[Note, ...]]:
     """Resolve --cpu_matmul and follow it: a resumed run keeps its library, other ranks take that of rank 0."""
     config, distributed, root = start.config, start.distributed, start.experiment.checkpoints
 
-    def choose() -> tuple[str, str] | None:
+    def resolve() -> tuple[str, str] | None:
         products.check_library(config.performance.cpu_matmul)
         if distributed.rank != 0:
             return None
-        newest = None if root is None else sharded.newest_config(root)
+        newest = choose(root, config.checkpoint).newest_config()
         return library_of_products(config, {} if newest is None else newest[1])
 
     if distributed.device.type != "cpu":
         return config, ()
-    name, reason = distributed.broadcast_object(together(distributed, choose))
+    name, reason = distributed.broadcast_object(together(distributed, resolve))
     products.use_library(name)
     notes = (Note(f"--cpu_matmul=auto is {name}: {reason}"),) if reason else ()
     return dataclasses.replace(config, performance=dataclasses.replace(config.performance, cpu_matmul=name)), notes
@@ -402,7 +403,7 @@ def _fill(
     Returns the iterations done, and whether an evaluation after them is due.
     """
     config, root = start.config, start.experiment.checkpoints
-    resumed = resume(root, config, model, optimizer, window, start.distributed, start.logger)
+    resumed = resume(root, config, model, optimizer, window, start.distributed, start.logger, start.experiment.check)
     if resumed is not None:
         return resumed
     if source is None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_lite.checkpoint import compatibility, sharded
+from megatron_lite.checkpoint.choice import choose, set_aside
 from megatron_lite.checkpoint.manifest import Manifest
 from megatron_lite.config import Config
+from megatron_lite.distributed.agreement import together
 from megatron_lite.optimizer.optimizer import Optimizer
 
 if TYPE_CHECKING:
@@ -23,13 +26,16 @@ class Sums(Protocol):
 
 
 def has_checkpoint(root: Path | None, config: Config) -> bool:
-    """Whether `root` has a checkpoint, good or not; refuse a changed architecture before memory is allocated."""
-    if root is None:
-        return False
-    if (newest := sharded.newest_config(root)) is not None:
-        iteration, saved = newest
-        compatibility.check_architecture(saved, config, str(root / str(iteration)))
-    return bool(sharded.find(root))
+    """Whether there is a checkpoint to resume from, good or not; refuse a changed architecture before any allocation.
+
+    Raises:
+        CheckpointError: also if the options ask for a checkpoint that is not there, or forbid those that are.
+    """
+    choice = choose(root, config.checkpoint)
+    if (newest := choice.newest_config()) is not None:
+        folder, saved = newest
+        compatibility.check_architecture(saved, config, str(folder))
+    return bool(choice.found)
 
 
 def resume(
@@ -40,15 +46,18 @@ def resume(
     sums: Sums,
     distributed: Distributed,
     logger: logging.Logger,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[int, bool] | None:
-    """Load the newest good checkpoint; all ranks call this together.
+    """Load the newest good checkpoint of those that the options allow; all ranks call this together.
+
+    check: rank 0 calls it before it moves anything; see `writing.Save`.
 
     Returns:
         The iterations done, and whether an evaluation after them is due; None without a checkpoint.
     """
-    if root is None:
-        return None
-    found = sharded.load_newest(root, model, distributed, logger.warning, config.optimizer.optimizer)
+    choice = together(distributed, lambda: choose(root, config.checkpoint))
+    where, rule = choice.found[0][1].parent if choice.found else None, config.optimizer.optimizer
+    found = sharded.load_first_good(choice.found, where, model, distributed, logger.warning, rule)
     if found is None:
         return None
     folder, loaded = found
@@ -59,10 +68,31 @@ def resume(
     sums.load_state(loaded.state["window"])
     resharded = "" if loaded.world_size == distributed.world_size else f", saved by {loaded.world_size} ranks"
     logger.info("resumed from %s at iteration %d%s", folder, loaded.iteration, resharded)
+    if choice.note:
+        logger.warning(choice.note)
+    if choice.goes_back and root is not None:
+        _set_aside(root, loaded.iteration, check, distributed, logger)
     if config.averaging.enabled and optimizer.averaging.updates == 0:
         logger.info("  averaging (--ema_type=%s) begins now, from these weights", config.averaging.ema_type)
     _log_changes(loaded, config, logger)
     return loaded.iteration, loaded.state.get("evaluation_due", False)
+
+
+def _set_aside(
+    root: Path, iteration: int, check: Callable[[], None], distributed: Distributed, logger: logging.Logger
+) -> None:
+    """Move the checkpoints after `iteration` away, so that no later start resumes from one of them."""
+
+    def move() -> str | None:
+        if distributed.rank != 0:
+            return None
+        check()
+        folder = set_aside(root, iteration)
+        return None if folder is None else str(folder)
+
+    moved = together(distributed, move)
+    if moved is not None:
+        logger.warning("  newer checkpoints were moved to %s; delete them when they are not needed", moved)
 
 
 def _log_changes(loaded: Manifest, config: Config, logger: logging.Logger) -> None:

@@ -71,11 +71,26 @@ def newest_config(root: Path) -> tuple[int, dict[str, Any]] | None:
 def load_newest(
     root: Path, model: MultiStage, distributed: Distributed, report: Callable[[str], None], optimizer: str = "adamw"
 ) -> tuple[Path, Manifest] | None:
-    """Fill the shards of the model from the newest good checkpoint; all ranks call this together.
+    """Fill the shards of the model from the newest good checkpoint in `root`; see `load_first_good`."""
+    found = together(distributed, lambda: find(root) if distributed.rank == 0 else [])
+    return load_first_good(found, root, model, distributed, report, optimizer)
+
+
+def load_first_good(
+    found: Sequence[tuple[int, Path]],
+    where: Path | None,
+    model: MultiStage,
+    distributed: Distributed,
+    report: Callable[[str], None],
+    optimizer: str = "adamw",
+) -> tuple[Path, Manifest] | None:
+    """Fill the shards of the model from the first good one of these checkpoints; all ranks call this together.
 
     Padding is not touched.
 
     Args:
+        found: (iteration, folder), as rank 0 sees them.
+        where: their folder, for the message.
         report: gets a line on every rank for each newer checkpoint that is damaged, and for each kind of state that
             cannot be restored unchanged (see `reading.changes`).
         optimizer: the current --optimizer.
@@ -87,10 +102,9 @@ def load_newest(
         CheckpointError: on every rank, if none of the checkpoints is usable, or if the newest good one has other
             parameters than the model. No file is changed.
     """
-    found = together(distributed, lambda: find(root) if distributed.rank == 0 else [])
     problems = []
-    for iteration, name in distributed.broadcast_object([(iteration, path.name) for iteration, path in found]):
-        folder = root / name
+    for iteration, name in distributed.broadcast_object([(iteration, str(path)) for iteration, path in found]):
+        folder = Path(name)
         content, problem = verify(folder, iteration, distributed)
         if content is not None:
             _check_parameters(folder, content, model)
@@ -104,7 +118,7 @@ def load_newest(
     if not problems:
         return None
     raise CheckpointError(
-        f"no usable checkpoint in {root}; nothing was changed, and training does not restart from zero by itself. "
+        f"no usable checkpoint in {where}; nothing was changed, and training does not restart from zero by itself. "
         "Restore one of these or choose another --experiment_dir:\n  " + "\n  ".join(problems)
     )
 

@@ -37,6 +37,23 @@ class CheckpointConfig(Area):
         "let max_checkpoints delete checkpoints that earlier starts have saved; 0: keep those",
         idle_unless="max_checkpoints",
     )
+    load_policy: str = option(
+        "auto",
+        "auto: resume if there is a checkpoint, else start anew; require: end without one (exit 4); never: end if "
+        "experiment_dir has one, else start anew",
+        choices=("auto", "require", "never"),
+    )
+    load_checkpoint_path: str | None = optional(
+        "resume from elsewhere, state and all, until experiment_dir has a checkpoint: a checkpoint, a folder of them "
+        "or an experiment directory",
+        "none",
+        never_empty=True,
+    )
+    resume_iteration: NonNegativeInt | None = optional(
+        "go back to the checkpoint of this iteration, or end without it (exit 4); newer ones of the run are set aside",
+        "the newest good one",
+        aliases="ckpt_step",
+    )
     save_retries: NonNegativeInt = option(
         3,
         "attempts to save again after a failure of the storage, after 1, 4, 16, 60, 60 ... s",

@@ -79,5 +79,6 @@ def _cross_check(draft: Draft, world_size: int) -> Iterator[Problem]:
     yield from run.multi_stage(draft)
     yield from run.ranks(draft)
     yield from run.data(draft)
+    yield from run.loading(draft)
     yield from run.files(draft)
     yield from sizes(draft)

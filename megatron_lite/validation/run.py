@@ -31,6 +31,21 @@ def source(draft: Draft) -> Iterator[Problem]:
         yield problem(draft, names, rule, also="pretrained_checkpoint_path")
 
 
+def loading(draft: Draft) -> Iterator[Problem]:
+    """Check that the options for resuming leave exactly one meaning."""
+    elsewhere, back = draft.load_checkpoint_path, draft.resume_iteration
+    for name in draft.changed("load_checkpoint_path", "resume_iteration") if draft.load_policy == "never" else ():
+        rule = f"a run that starts anew loads no checkpoint; leave load_policy or {name} out"
+        yield problem(draft, f"load_policy {name}", rule)
+    if elsewhere is not None and draft.pretrained_checkpoint_path is not None:
+        rule = "a run begins from one of the two; leave one out"
+        yield problem(draft, "load_checkpoint_path pretrained_checkpoint_path", rule)
+    if draft.experiment_dir is None and elsewhere is None and not draft.dry_run:
+        for name in ["resume_iteration"] * (back is not None) + ["load_policy"] * (draft.load_policy == "require"):
+            rule = f"there is nothing to load; set --experiment_dir or --load_checkpoint_path, or leave {name} out"
+            yield problem(draft, name, rule, also="experiment_dir load_checkpoint_path")
+
+
 def multi_stage(draft: Draft) -> Iterator[Problem]:
     """Check stages, buffers and learning-rate scales; derive the ZeRO stage."""
     yield from parsing("freeze lr_scales", lr_scale_patterns, draft.freeze, draft.lr_scales)

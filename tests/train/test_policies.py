@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.support.launch import TINY, run
-from tests.support.results import assert_all_good, checkpoints
+from tests.support.results import assert_all_good, checkpoints, weights
 
 
 def test_by_time_and_by_rules(tmp_path: Path) -> None:
@@ -16,3 +16,31 @@ def test_by_time_and_by_rules(tmp_path: Path) -> None:
     assert outcome.output.count("saved ") == 7, outcome.output
     assert checkpoints(tmp_path) == [3, 4, 7]
     assert_all_good(tmp_path)
+
+
+def test_going_back_and_on(tmp_path: Path) -> None:
+    """--resume_iteration repeats the same iterations, to the bit, without the newer checkpoints; then it goes on."""
+    flags = [*TINY, f"--experiment_dir={tmp_path / 'run'}", "--checkpoint_interval=2"]
+    assert run([*flags, "--train_iters=6"]).codes == [0]
+    before = weights(tmp_path / "run")
+    outcome = run([*flags, "--train_iters=6", "--resume_iteration=2", "--stop_interval=4"])
+    assert outcome.codes == [0] and "checkpoints/2 at iteration 2" in outcome.output, outcome.output
+    assert checkpoints(tmp_path / "run") == [2, 4]
+    aside = tmp_path / "run" / "checkpoints" / "set_aside" / "1"
+    assert sorted(path.name for path in aside.iterdir()) == ["4", "6"]
+    outcome = run([*flags, "--train_iters=6", "--resume_iteration=2"])
+    assert outcome.codes == [0] and "was followed by an earlier start" in outcome.output, outcome.output
+    assert checkpoints(tmp_path / "run") == [2, 4, 6] and weights(tmp_path / "run") == before
+
+
+def test_resuming_from_another_folder(tmp_path: Path) -> None:
+    """The state comes along: the run is the one that was never moved; its own checkpoints win afterwards."""
+    flags = [*TINY, "--train_iters=6", "--checkpoint_interval=2"]
+    assert run([*flags, f"--experiment_dir={tmp_path / 'a'}"]).codes == [0]
+    flags += [f"--load_checkpoint_path={tmp_path / 'a'}", f"--experiment_dir={tmp_path / 'b'}"]
+    outcome = run([*flags, "--resume_iteration=2"])
+    assert outcome.codes == [0], outcome.output
+    assert checkpoints(tmp_path / "b") == [4, 6] and weights(tmp_path / "b") == weights(tmp_path / "a")
+    assert checkpoints(tmp_path / "a") == [2, 4, 6]
+    outcome = run([*flags, "--load_policy=never"])
+    assert outcome.codes == [2] and "a run that starts anew loads no checkpoint" in outcome.output

@@ -225,7 +225,6 @@ MEGATRON = (
     ),
     Row("save_retain_interval persistent_save_interval", "--export_interval=<iterations>", "exports are kept"),
     Row("most_recent_k", "--max_checkpoints=<number>"),
-    Row("ckpt_step", remark="a run resumes from its newest good checkpoint in --experiment_dir"),
     Row(
         "finetune",
         PRETRAINED,
@@ -249,9 +248,7 @@ MEGATRON = (
     ),
     Row("fully_parallel_* async_* save_tokenizer_* strict_fsdp_*", remark=f"{_ONE_FORMAT}; see --checkpoint_interval"),
     Row("load_optim save_optim", remark="checkpoints always hold it; see --load_pretrained_optimizer"),
-    Row(
-        "exit_on_missing_checkpoint", remark="--pretrained_checkpoint_path must exist; a run without checkpoints is new"
-    ),
+    Row("exit_on_missing_checkpoint", "--load_policy=require", "a given path must exist in any case"),
     Row("replication replication_* verify_integrity", remark=f"{_ONE_FORMAT}; see --max_checkpoints"),
     # Logs
     Row("config config_url yaml_cfg", "@<file> to read flags from a file", "--help_all lists them"),

@@ -1,0 +1,139 @@
+"""The checkpoints that a start may resume from: --load_policy, --load_checkpoint_path, --resume_iteration.
+
+The run's own checkpoints come first, so that repeating a command always resumes; another folder's serve only until the
+run has one of its own. After --resume_iteration, newer checkpoints are set aside by a rename: no start picks them up
+again, and nothing is deleted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_lite.checkpoint.manifest import read
+from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, reason
+from megatron_lite.config.checkpoint import CheckpointConfig
+from megatron_lite.errors import CheckpointError, DamagedError, StorageError
+from megatron_lite.run.durable_files import sync_folder
+
+SET_ASIDE = "set_aside"
+_FLAG = "--load_checkpoint_path"
+
+
+class Choice(NamedTuple):
+    """Checkpoints to try, the newest first; none for a run that starts anew."""
+
+    found: tuple[tuple[int, Path], ...] = ()
+    goes_back: bool = False  # to an older checkpoint of its own, by --resume_iteration
+    note: str = ""  # for the log
+
+    def newest_config(self) -> tuple[Path, dict[str, Any]] | None:
+        """Return folder and flat configuration of the newest one with a good manifest; reads only manifests."""
+        return next(((folder, config) for _, folder, config in _good(self.found)), None)
+
+
+def choose(root: Path | None, options: CheckpointConfig) -> Choice:
+    """Choose the checkpoints for a start whose own ones are in `root`.
+
+    Raises:
+        CheckpointError: if the options ask for one that is not there, or forbid those that are.
+    """
+    own, wanted = [] if root is None else _find(root), options.resume_iteration
+    if own and options.load_policy == "never":
+        raise CheckpointError(
+            f"--load_policy=never: {root} has checkpoints, the newest of iteration {own[0][0]:,}, and a run that "
+            "starts anew beside them would mix two runs; choose another --experiment_dir, or move that folder away"
+        )
+    if own:
+        newest = next(_good(own), None)
+        if wanted is None or own[0][0] <= wanted:
+            return Choice(_only(own, wanted, root))
+        if newest is not None and newest[0] > wanted and newest[2].get("resume_iteration") == wanted:
+            note = (
+                f"--resume_iteration={wanted} was followed by an earlier start: the run continues from {newest[1]}; "
+                "to go back again, move that folder away"
+            )
+            return Choice(tuple(own), note=note)
+        return Choice(_only(own, wanted, root), goes_back=True)
+    path = options.load_checkpoint_path
+    if path is not None:
+        return Choice(_only(_elsewhere(Path(path)), wanted, Path(path)))
+    if wanted is not None:
+        _only([], wanted, root)
+    if options.load_policy == "require":
+        where = "without --experiment_dir" if root is None else f"in {root}"
+        raise CheckpointError(
+            f"--load_policy=require: no checkpoint is there {where}; leave the flag out to start anew"
+        )
+    return Choice()
+
+
+def set_aside(root: Path, iteration: int) -> Path | None:
+    """Move the checkpoints after `iteration` to a new folder root/set_aside/<n>; return it, None if there are none.
+
+    Raises:
+        StorageError: if the file system refuses.
+    """
+    newer = [folder for found, folder in find_checkpoints(root) if found > iteration]
+    if not newer:
+        return None
+    parent = root / SET_ASIDE
+    try:
+        parent.mkdir(exist_ok=True)
+        numbers = [int(path.name) for path in parent.iterdir() if path.name.isdecimal()]
+        target = parent / str(max(numbers, default=0) + 1)
+        target.mkdir()
+        for folder in newer:
+            os.rename(folder, target / folder.name)
+        for changed in (target, parent, root):
+            sync_folder(changed)
+    except OSError as error:
+        raise StorageError(
+            f"--resume_iteration={iteration}: cannot move newer checkpoints to {parent}: {reason(error)}; make the "
+            "folder writable, or move them yourself"
+        ) from error
+    return target
+
+
+def _only(found: list[tuple[int, Path]], wanted: int | None, where: Path | None) -> tuple[tuple[int, Path], ...]:
+    chosen = tuple(item for item in found if wanted in (None, item[0]))
+    if not chosen:
+        there = ", ".join(str(iteration) for iteration in sorted({iteration for iteration, _ in found})[-20:])
+        raise CheckpointError(
+            f"--resume_iteration={wanted}: there is no checkpoint of this iteration in {where}; "
+            + (f"write one of these: {there}" if there else "it has none; leave the flag out to start anew")
+        )
+    return chosen
+
+
+def _elsewhere(folder: Path) -> list[tuple[int, Path]]:
+    """List the checkpoints of --load_checkpoint_path: a checkpoint, a folder of them, or an experiment directory."""
+    try:
+        if (folder / MANIFEST_NAME).exists():
+            return [(read(folder).iteration, folder)]
+    except DamagedError as error:
+        raise CheckpointError(f"{_FLAG}={folder}: {error}; restore it, or give another") from None
+    found = _find(folder) or _find(folder / "checkpoints")
+    if not found:
+        raise CheckpointError(
+            f"{_FLAG}={folder}: no checkpoint is there; give a checkpoint, a folder of checkpoints or an experiment "
+            "directory"
+        )
+    return found
+
+
+def _find(root: Path) -> list[tuple[int, Path]]:
+    try:
+        return find_checkpoints(root)
+    except OSError as error:
+        raise CheckpointError(f"cannot read the checkpoints in {root}: {reason(error)}") from None
+
+
+def _good(found: Sequence[tuple[int, Path]]) -> Iterator[tuple[int, Path, dict[str, Any]]]:
+    for iteration, folder in found:
+        try:
+            yield iteration, folder, read(folder, iteration).config
+        except DamagedError:
+            continue
