@@ -52,6 +52,7 @@ from megatron_lite.run.launch import environment_with, launch_rank, tell_torchru
 from megatron_lite.run.launcher_watch import LauncherWatch
 from megatron_lite.run.stop_signal import StopSignal
 from megatron_lite.run.threads import choose_threads
+from megatron_lite.run.time_limit import idle_limit, time_limits
 from megatron_lite.validation import warnings
 from megatron_lite.validation.messages import Note
 from megatron_lite.zero.multi_stage import MultiStage
@@ -121,6 +122,7 @@ def opened(
     rank, run, distributed = launch_rank(), None, None
     ending = Ending(config.run.experiment_dir, rank)
     stop = StopSignal(ending.stopped, ending.on_request)
+    stop.limits = time_limits(config, time.time())
     if launcher is not None:
         launcher.on_gone = ending.launcher_gone
     try:
@@ -134,6 +136,7 @@ def opened(
         run = build(config, distributed, experiment, stop, notes, environment)
         ending.kill_children, run.ending = run.callback.kill, ending
         stop.saves = True
+        _log_limits(run)
         together(distributed, lambda: experiment.record(run.config) if rank == 0 else None)
         if rank == 0:
             exit_status.write_exit(config.run.experiment_dir, None, "running", "", experiment.run)
@@ -157,6 +160,13 @@ def _finish_background(run: Run, error: RunError) -> None:
         with contextlib.suppress(Exception):  # the error that ends the run is the one to report
             if (finished := run.background.finish(hurry=True)) is not None:
                 run.logger.info("saved %s, which was being written", finished.folder)
+
+
+def _log_limits(run: Run) -> None:
+    for limit in run.stop.limits:
+        run.logger.info(limit.describe())
+    if (warning := idle_limit(run.config)) is not None:
+        run.logger.warning(warning)
 
 
 def _with_advice(error: BaseException, config: Config, distributed: Distributed | None) -> BaseException:

@@ -87,8 +87,8 @@ def train(run: Run) -> tuple[int, str]:
                 if not last and is_due(iteration, training.stop_interval, training.stop_offset):
                     return EXIT_DONE, planned_stop(run)
         return EXIT_DONE, completion(run)
-    except StopRequested:
-        return save_and_stop(run)
+    except StopRequested as stop:
+        return save_and_stop(run, stop.reason)
 
 
 def train_step(run: Run, micro_batches: Sequence[HostBatch], iteration: int) -> Update:

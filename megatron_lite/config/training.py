@@ -153,6 +153,12 @@ class TrainingConfig(Area):
     )
     stop_interval: PositiveInt | None = optional("save and stop every N iterations", "no stop", aliases="exit_interval")
     stop_offset: NonNegativeInt = option(0, "iteration from which stop_interval counts", idle_unless="stop_interval")
+    max_minutes: PositiveFloat | None = optional(
+        "save and stop this many minutes after the start", "no limit", aliases="exit_duration_in_mins"
+    )
+    stop_before_end_s: PositiveFloat | None = optional(
+        "save and stop this many seconds before the end of the Slurm job (SLURM_JOB_END_TIME)", "no stop"
+    )
 
     @property
     def inference(self) -> bool:

@@ -32,8 +32,8 @@ from megatron_lite.model.layer import MASKED, MicroBatch
 from megatron_lite.run.stop_signal import StopRequested, StopSignal
 from megatron_lite.schedules.batch_size import BatchSchedule, Split
 
-# On what the ranks agree before an iteration; the highest wins, and a stop saves anyway.
-_GO_ON, _SAVE, _STOP, _FAILED = range(4)
+# On what the ranks agree before an iteration; the highest wins, and a stop saves anyway. A stop adds its reason.
+_GO_ON, _SAVE, _STOP, _FAILED = 0, 1, 2, 1 << 16
 logger = logging.getLogger("megatron_lite")
 
 
@@ -103,12 +103,13 @@ def next_batch(
     waited_s = time.perf_counter() - start_s
     if warn_ms is not None and waited_s * 1e3 > warn_ms:
         logger.warning("waited %.1f s for data; more --num_workers may help", waited_s)
-    own = _FAILED if failure is not None else _STOP if stop.received else _SAVE if save else _GO_ON
+    received = stop.received
+    own = _FAILED if failure is not None else _STOP + received if received else _SAVE if save else _GO_ON
     agreed = distributed.agree_max(own)
     if agreed == _FAILED:
         raise_first(distributed, failure)
-    if agreed == _STOP:
-        raise StopRequested
+    if agreed >= _STOP:
+        raise StopRequested(agreed - _STOP)
     return NextBatch(micro_batches, waited_s, agreed == _SAVE)
 
 

@@ -117,8 +117,8 @@ class Samples:
 
     def _agree(self, tokens: list[int]) -> list[int]:
         every = self.distributed.gather_objects([self.stop.received, tokens])
-        if any(received for received, _ in every):
-            raise StopRequested
+        if reason := max(received for received, _ in every):
+            raise StopRequested(reason)
         chosen: list[int] = every[0][1]
         if TrainingSampler.NONE in chosen:
             raise Broken

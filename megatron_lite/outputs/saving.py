@@ -192,15 +192,15 @@ def export(run: Run) -> None:
     run.callback.start(directory)
 
 
-def save_and_stop(run: Run) -> tuple[int, str]:
+def save_and_stop(run: Run, reason: str) -> tuple[int, str]:
     """Answer a stop request: save, and return the exit code and how the run ended."""
     if run.config.training.train_iters == 0:
-        return 1, "stopped by a signal during an evaluation; there is nothing to save: --train_iters=0"
+        return 1, f"stopped by {reason} during an evaluation; there is nothing to save: --train_iters=0"
     refuse_bad_steps(run)
     if run.experiment.checkpoints is None:
-        return 1, f"stopped by a signal at iteration {run.iteration}; nothing was saved (no --experiment_dir)"
+        return 1, f"stopped by {reason} at iteration {run.iteration}; nothing was saved (no --experiment_dir)"
     save(run, run.evaluation_due, stopping=True)
-    return EXIT_PREEMPTED, f"stopped by a signal: saved at iteration {run.iteration}; the same command resumes"
+    return EXIT_PREEMPTED, f"stopped by {reason}: saved at iteration {run.iteration}; the same command resumes"
 
 
 def completion(run: Run) -> str:

@@ -59,6 +59,12 @@ def launch_world_size() -> int:
     return world_size
 
 
+def job_end_s() -> float | None:
+    """Return the end of this Slurm job in seconds since 1970; None outside of Slurm, and where Slurm does not tell."""
+    text = os.environ.get("SLURM_JOB_END_TIME", "")
+    return float(text) if re.fullmatch(r"[0-9]{9,11}", text) else None
+
+
 def tell_torchrun(message: str) -> bool:
     """Let torchrun's closing report show why this rank failed, instead of a hint about tracebacks; False without it.
 

@@ -6,11 +6,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn
 
 from megatron_lite.errors import RunError
+from megatron_lite.run.time_limit import FLAGS, TimeLimit, passed
 
 # torchrun passes on SIGTERM, SIGINT and SIGHUP (a closed terminal); SIGUSR1 ends torchrun, but not a rank.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -24,7 +25,13 @@ def leave_at_once(number: int) -> NoReturn:
 
 
 class StopRequested(Exception):  # noqa: N818 - not an error
-    """Raised on every rank once all agree that one of them received a stop signal."""
+    """Raised on every rank once all agree that one of them received a stop signal, or is out of time.
+
+    received: the largest `StopSignal.received` of all ranks.
+    """
+
+    def __init__(self, received: int) -> None:
+        self.reason = FLAGS.get(received, "a signal")
 
 
 class StopSignal:
@@ -43,7 +50,8 @@ class StopSignal:
         self, before_saves: Callable[[int], NoReturn] = leave_at_once, on_request: Callable[[], None] = lambda: None
     ) -> None:
         self._before_saves, self._on_request = before_saves, on_request
-        self.received = 0
+        self.limits: Sequence[TimeLimit] = ()  # the run stops once any of them has passed
+        self._signal = 0
         self.saves = False  # whether a request saves a checkpoint
         self.failure: RunError | None = None  # found by another thread; all ranks end with it before the next iteration
         handled = [number for number in SIGNALS if number != signal.SIGHUP or not _is_ignored(number)]
@@ -52,6 +60,15 @@ class StopSignal:
         os.set_blocking(self._writer, False)
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(reader,), daemon=True, name="stop-signal").start()
+
+    @property
+    def received(self) -> int:
+        """The newest signal, or the number of a time limit that has passed; 0 if the run may go on."""
+        return self._signal or passed(self.limits, time.time())
+
+    @received.setter
+    def received(self, number: int) -> None:
+        self._signal = number
 
     def restore(self) -> None:
         """Restore the previous signal handlers."""
@@ -73,7 +90,7 @@ class StopSignal:
         self.failure = failure
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
+        self._signal = number
 
     def _watch(self, reader: int) -> None:
         """Count signals as they arrive, until the writing end of the pipe is closed."""

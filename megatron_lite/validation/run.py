@@ -113,7 +113,7 @@ def files(draft: Draft) -> Iterator[Problem]:
     draft.export_dtype = default(draft.export_dtype, draft.training_dtype)
     if draft.experiment_dir is None and not draft.dry_run:
         saving = draft.changed("checkpoint_interval", "checkpoint_minutes", "keep_checkpoints", "export_interval")
-        saving += draft.changed("stop_interval", "save_tensor_logs")
+        saving += draft.changed("stop_interval", "max_minutes", "stop_before_end_s", "save_tensor_logs")
         for name in saving:
             rule = f"there is nowhere to save; set --experiment_dir or leave {name} out"
             yield problem(draft, name, rule, also="experiment_dir")

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_lite.distributed import peers
 from megatron_lite.distributed.peers import Place
+from megatron_lite.distributed.progress import Status
 from megatron_lite.errors import PeerError
 from megatron_lite.run import exit_status, lost_peer
 from megatron_lite.run.lost_peer import explained
@@ -39,6 +40,21 @@ def test_ranks_that_are_alive_are_not_accused(tmp_path: Path) -> None:
     assert message.startswith("all ranks are alive") and "iteration 400 (/run/checkpoints/400)" in message
     message = lose([HERE, BESIDE, ELSEWHERE], tmp_path)
     assert message.startswith("no rank of node0 is gone: one on another host (node1)")
+
+
+def test_a_rank_that_came_less_far_than_the_others_is_named(tmp_path: Path) -> None:
+    """Alive but silent: the others wait in a collective that this rank has not started. It may be on any machine."""
+    places = [HERE, BESIDE, ELSEWHERE]
+    step = Status(813, "the step", 41, "reduce")
+    behind = Status(812, "the save", 40, "gather")
+    late = RuntimeError("[gloo] Timed out waiting 60000ms for recv operation to complete")
+    error = explained(late, places, 0, str(tmp_path), 3, NEWEST, [step, step, behind], step)
+    assert str(error).startswith(
+        "no answer from rank 2 (process 1 on node1): alive, but it hangs in the save, iteration 40, after collective "
+        "812 (gather); the others wait in collective 813"
+    )
+    same = str(explained(late, places[:2], 0, str(tmp_path), 3, NEWEST, [step, step], step))
+    assert same.startswith("all ranks are alive, but one does not answer")
 
 
 def test_the_out_of_memory_killer_is_blamed_by_its_own_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -482,7 +482,8 @@ def test_killed_rank(tmp_path: Path, victim: int) -> None:
 
 
 def test_rank_that_hangs(tmp_path: Path) -> None:
-    """A rank that stops answering ends the run after the collective's time-out; one that was stopped is named."""
+    """A rank that stops answering ends the run after the collective's time-out. One that was stopped is named, with
+    what it was doing, and killed: torchrun would wait 30 s for its end. The others leave stacks and collectives."""
     experiment = tmp_path / "run"
     with Start(endless(experiment, "--distributed_timeout=2", "--startup_timeout=4"), RANKS) as start:
         wait_for_metrics(start, experiment)
@@ -490,10 +491,15 @@ def test_rank_that_hangs(tmp_path: Path) -> None:
         assert start.wait_until(lambda: start.processes[0].wait(0) is not None, "the end of rank 0", 20)
         assert start.processes[0].wait(0) == 6
         assert read_exit(experiment)["exit_code"] == 6
-        start.kill()
-        cause, resumes = start.wait().error_lines()
+        outcome = start.wait(5)
+        assert outcome.codes == [6, -signal.SIGKILL]
+        cause, resumes = outcome.error_lines()
         assert cause.startswith(f"ERROR: no answer from rank 1 (process {start.processes[1].pid} on "), cause
+        doing = r"stopped by a signal \(SIGSTOP\) or a debugger in the [a-z ]+, iteration \d+, after collective [\d,]+ "
+        assert re.search(doing, cause), cause
         assert "no checkpoint was saved" in resumes
+    stacks = (experiment / "runs" / "0" / "artifacts" / "stacks_rank_000.txt").read_text()
+    assert "most recent call first" in stacks and "after a time-out" in stacks and " agreement, " in stacks
 
 
 def test_rank_that_never_comes(tmp_path: Path) -> None:

@@ -409,6 +409,18 @@ def test_second_signal_ends_a_rank_that_waits_for_its_peer(corpus: str, tmp_path
         assert start.processes[0].wait(5) not in (None, 0)
 
 
+def test_time_limit_stops_all_ranks_at_one_iteration(corpus: str, tmp_path: Path) -> None:
+    """After --max_minutes, by a clock that all ranks agree on, the run saves, exits with 75 and says why."""
+    experiment = tmp_path / "limited"
+    command = flags(corpus, experiment, "--train_iters=1000000", "--max_minutes=0.03", "--checkpoint_interval=1000000")
+    outcome = run(command, RANKS)
+    assert outcome.codes == [75, 75], outcome.output
+    (newest,) = checkpoints(experiment)
+    message = f"stopped by --max_minutes: saved at iteration {newest}; the same command resumes"
+    assert read_exit(experiment)["message"] == message
+    assert "the run saves and stops at 20" in outcome.stdouts[0]
+
+
 def test_signal_during_start_up_saves_at_once(corpus: str, tmp_path: Path) -> None:
     """A stop request before the first iteration leaves a checkpoint and exit code 75, and loses nothing."""
     experiment = tmp_path / "early"

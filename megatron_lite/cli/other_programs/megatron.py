@@ -80,7 +80,6 @@ MEGATRON = (
     Row("rampup_batch_size", "--batch_size_schedule=<iteration:size ...>"),
     Row("step_batch_size_schedule", "--batch_size_schedule=<iteration:size ...>", "in iterations, not in samples"),
     Row("decrease_batch_size_if_needed", "--allow_nondivisible_batch_size=1", "pads the last micro-batch"),
-    Row("exit_duration_in_mins", "--stop_interval=<iterations>", "runs stop by iteration, not by time"),
     Row(
         "exit_signal_handler exit_signal exit_signal_handler_for_training",
         remark="signals are always handled: the run saves into --experiment_dir and stops",

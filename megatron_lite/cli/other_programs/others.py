@@ -68,7 +68,7 @@ OTHERS = (
     Row("strategy", "--zero_stage=1, 2 or 3", "1 keeps all weights on every rank, as DDP does"),
     Row("default_root_dir", RUN_FOLDER),
     Row("min_steps min_epochs limit_train_batches", "--train_iters=<iterations>"),
-    Row("max_time", remark="SIGTERM saves and stops at any time; --stop_interval=<iterations> stops a run as planned"),
+    Row("max_time", "--max_minutes=<minutes>", "saves and stops"),
     Row("limit_test_batches", "--test_iters"),
     Row("check_val_every_n_epoch", "--validation_interval=<iterations>"),
     Row("num_sanity_val_steps", remark="a run fails before its first step, not in --validation_iters=<batches>"),
