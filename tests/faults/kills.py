@@ -372,10 +372,15 @@ class Harness:
         cycle.wait_for(lambda: False, limit_s, 0.005)
         if left := processes_of_starts():
             self.figures.orphans += len(left)
-            self._bad(f"{story}: left behind {[describe(pid) for pid in left]}: {cycle.said()[-3000:]}")
-            for pid in left:
+            said = [describe(pid) for pid in left]
+            cycle.wait_for(lambda: False, GONE_S, 0.005)
+            self._bad(
+                f"{story}: left after {limit_s:g} s: {said}; after {time.monotonic() - begun:.1f} s: "
+                f"{[describe(pid) for pid in processes_of_starts()]}: {cycle.said()[-3000:]}"
+            )
+            for pid in processes_of_starts():
                 os.kill(pid, signal.SIGKILL)
-            cycle.wait_for(lambda: False, 10.0, 0.005)
+            cycle.wait_for(lambda: False, GONE_S, 0.005)
         elif limit_s == GONE_S:  # not a start that ended by itself
             self.figures.gone_s.append(time.monotonic() - begun)
         while not cycle.codes.keys() >= {*cycle.by_hand}:  # a dead process can be a moment away from being reaped
@@ -398,7 +403,11 @@ class Harness:
         if loaded and (int(resumed[1]) if resumed else None) != expected:
             self._bad(f"{story}: resumed from {resumed and resumed[0]}, not from {expected}: {said[-3000:]}")
         codes = {cycle.codes.get(pid) for pid in cycle.by_hand} - {None, 0, -signal.SIGKILL}
-        if "Traceback" in WORKER_WITHOUT_RANK.sub("", said) or "skipped, looking for an older" in said or codes - {6}:
+        if (
+            (not cycle.torchrun and "Traceback" in WORKER_WITHOUT_RANK.sub("", said))
+            or "skipped, looking for an older" in said
+            or codes - {6}
+        ):
             self._bad(f"{story}: exit codes {cycle.codes}: {said[-3000:]}")
 
     def _finish(self, cycle: Cycle) -> None:

@@ -57,10 +57,16 @@ def describe(pid: int) -> str:
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         said.append(f"state {words[0]}, parent {words[1]}, CPU ticks {words[11]} + {words[12]}")
+        said.append(f"on CPU {words[36]}, {_times_on_cpu(pid)}")
         said.append(f"waits in {Path(f'/proc/{pid}/wchan').read_text()}")
         files = {number: os.readlink(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")}
         said.append(str(files))
     return "; ".join(said)
+
+
+def _times_on_cpu(pid: int) -> str:
+    """Return how long a process has run and waited to run, in ns, and how often it ran."""
+    return "ran, waited, times: " + Path(f"/proc/{pid}/schedstat").read_text().strip()
 
 
 def start_torchrun(command: Sequence[str], folder: Path, world_size: int) -> int:
@@ -79,11 +85,22 @@ def ranks_of_torchrun(launcher: int) -> list[int]:
 
 
 def start_rank(
-    command: Sequence[str], folder: Path, rank: int, world_size: int, variables: Mapping[str, str], hook: Hook | None
+    command: Sequence[str],
+    folder: Path,
+    rank: int,
+    world_size: int,
+    variables: Mapping[str, str],
+    hook: Hook | None,
+    not_inherited: int | None = None,
 ) -> int:
-    """Fork one rank; return its process. `folder` gets its output, and `rank_<r>.meets` and `.joined` as it starts."""
+    """Fork one rank; return its process. `folder` gets its output, and `rank_<r>.meets` and `.joined` as it starts.
+
+    not_inherited: a descriptor to close in the rank.
+    """
     if pid := os.fork():
         return pid
+    if not_inherited is not None:
+        os.close(not_inherited)
     place = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -147,9 +164,10 @@ def _launch(command: Sequence[str], folder: Path, world_size: int, hooks: Mappin
     }
     alive = []
     for rank in range(world_size):
-        alive.append(start_rank(command, folder, rank, world_size, variables, hooks.get(rank)))
+        pid = start_rank(command, folder, rank, world_size, variables, hooks.get(rank), meeting.fileno())
+        alive.append(pid)
         with open(folder / "ranks", "a", encoding="ascii") as file:
-            file.write(f"{alive[-1]}\n")
+            file.write(f"{pid}\n")
     import torch.distributed as dist
 
     store = dist.TCPStore(
