@@ -24,6 +24,7 @@ GONE = 0  # in place of the launcher's process number
 REAPER = "slurmstepd"  # adopts orphans besides process 1, and belongs to another user
 MARKS = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")  # variables that torchrun sets for each rank
 _PR_SET_PDEATHSIG = 1
+_PF_EXITING = 4  # Linux: a process that gives back its memory
 
 
 class LauncherWatch:
@@ -61,7 +62,15 @@ def launcher_of(marks: Mapping[str, str]) -> int | None:
     """
     if MARKS[0] not in marks:
         return None
-    parent = os.getppid()
+    while True:
+        parent = os.getppid()
+        launcher = _launcher_above(parent, marks)
+        if not _is_ending(parent):
+            return launcher
+        time.sleep(0.001)
+
+
+def _launcher_above(parent: int, marks: Mapping[str, str]) -> int | None:
     if not PROC.is_dir():
         return parent if parent > 1 else GONE
     while parent > 1 and _environment(parent).items() >= marks.items():  # a script between torchrun and this process
@@ -121,6 +130,14 @@ def _parent_of(pid: int) -> int:
     with contextlib.suppress(OSError, IndexError, ValueError):
         return int((PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
     return os.getppid()
+
+
+def _is_ending(pid: int) -> bool:
+    """Whether the parent of this process is about to end: it then shows nothing of itself, but is the parent still."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        flags = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[6]
+        return bool(int(flags) & _PF_EXITING)
+    return os.getppid() != pid
 
 
 def _name(pid: int) -> str:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lite.run import launcher_watch
+
 ROOT = Path(__file__).resolve().parents[2]
 # "stuck" holds Python's lock in a C function, as a library may that waits for a file system.
 RANK = """
@@ -121,3 +123,15 @@ def test_a_rank_that_torchrun_did_not_start_outlives_its_parent(launched: list[L
         assert not one.rank_ends(within_s=1.5), one.said
         os.kill(one.rank, signal.SIGKILL)
         assert one.rank_ends(within_s=10)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="other systems do not show who started a process")
+def test_torchrun_that_ends_while_a_rank_looks_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends gives back its memory first: for a moment it is the parent, and nothing says what it was."""
+    (tmp_path / "100").mkdir()
+    (tmp_path / "100" / "stat").write_text("100 (python3.11) R 1 100 100 0 -1 4194308 0 0")
+    (tmp_path / "100" / "environ").touch()
+    parents = iter([100, 100, 1, 1, 1, 1])
+    monkeypatch.setattr(launcher_watch, "PROC", tmp_path)
+    monkeypatch.setattr(launcher_watch.os, "getppid", lambda: next(parents))
+    assert launcher_watch.launcher_of(MARKS) == launcher_watch.GONE
