@@ -9,7 +9,10 @@ import pytest
 from torch import Tensor
 
 from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.kernels.attention import cpu as attention_on_cpu
+from megatron_lite.kernels.attention.cpu import piece_length
 from megatron_lite.zero.stage import Observer
+from tests.support.engine_runs import Engine, SimulatedRanks
 from tests.support.harness import Trajectory, layers_of, run_distributed, same_weights, tiny_config, train_tiny
 from tests.support.memory_meters import a_model, micro_batches
 
@@ -48,6 +51,30 @@ def test_recomputation_changes_no_bit(ranks: int, cases: list[dict[str, Any]], n
             for other in others:
                 assert other.losses == plain.losses and other.grad_norms == plain.grad_norms, options
                 assert same_weights(other.weights, plain.weights), options
+
+
+def test_long_sequences_give_the_same_bits_in_every_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU takes attention in pieces from 256 positions on: ZeRO stages, buffers and recomputation change no bit."""
+    pieces: set[tuple[int, bool]] = set()
+
+    def watched(scores: int, length: int, channels: int, backward: bool) -> int:
+        rows = piece_length(scores, length, channels, backward)
+        pieces.add((rows, backward))
+        return rows
+
+    monkeypatch.setattr(attention_on_cpu, "piece_length", watched)
+    common = {"sequence_length": 320, "kv_channels": 64, "micro_batch_size": 2, "attention_dropout": 0.0}
+    layouts: list[dict[str, Any]] = [
+        {"zero_stage": 1},
+        {"zero_stage": 2, "mlp_recompute_level": "activation"},
+        {"zero_stage": 3, "recompute_layers": 1},
+        {"num_weight_buffers": 1, "num_grad_buffers": 3, "recompute_layers": 2, "mlp_recompute_level": "full"},
+    ]
+    first, *others = (Engine(SimulatedRanks(), {**common, **layout}).run(2) for layout in layouts)
+    assert pieces == {(64, False), (128, True)}
+    assert first.losses[0] != first.losses[1], "nothing is trained"
+    for layout, other in zip(layouts[1:], others, strict=True):
+        assert other == first, layout
 
 
 class Notes(Observer):
