@@ -1,0 +1,334 @@
+"""Time checkpoints beside a plain copy of the same bytes and beside torch.distributed.checkpoint (DCP).
+
+    torchrun --nproc-per-node=2 -m scripts.benchmarks.checkpoint --folder=/data/scratch --output=checkpoint.json
+
+Every rank holds its shards of a model under ZeRO-3: weights and both moments of AdamW, 1 GiB over all ranks by default.
+Each turn does everything once, in another order each time: writes and syncs the bytes of every rank to a plain file,
+saves with this program and with DCP, both also in the background, and reads all of it back after dropping the files
+from the system's cache. A row's ratio is taken within a turn. `blocked` is the time in which a training loop could not
+go on. `memory` is the highest resident memory less that before, of the largest rank. Prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed._state_dict_utils import _create_cpu_state_dict
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+from megatron_lite.checkpoint import sharded
+from megatron_lite.checkpoint.background import BackgroundSaves
+from megatron_lite.checkpoint.files import chunks
+from megatron_lite.checkpoint.space import checkpoint_bytes
+from megatron_lite.checkpoint.writing import Save, prepared, tensors_of, write_now
+from megatron_lite.config import Config, DistributedConfig, unflatten
+from megatron_lite.distributed import startup
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.kernels.choice import agree_on_kernels
+from megatron_lite.model.gpt import model_layers
+from megatron_lite.validation import resolve
+from megatron_lite.zero.multi_stage import MultiStage
+from scripts.benchmarks.common import argument_parser, commit, cores, markdown_table, spread_cell, spread_of, write_json
+
+MIB = 2**20
+BYTES_PER_PARAMETER = 12
+HIDDEN_SIZE, VOCAB_SIZE = 768, 2912
+# (row, the row it is compared with, which time, largest ratio)
+GOALS = (
+    ("save", "copy", "seconds", 1.2),
+    ("save", "DCP save", "seconds", 1.0),
+    ("save in the background", "copy", "blocked_s", 0.15),
+    ("load", "read", "seconds", 1.2),
+    ("load", "DCP load", "seconds", 1.0),
+)
+COMPARED_WITH = {"copy": "", "read": "", "load": "read", "DCP load": "read"}  # otherwise the copy
+
+
+@dataclass
+class Measurement:
+    """The results of one row, over all turns; times are those of the slowest rank."""
+
+    seconds: list[float] = field(default_factory=list)
+    blocked_s: list[float] = field(default_factory=list)
+    memory_bytes: list[int] = field(default_factory=list)
+
+
+class Bench:
+    """The model of one rank, and everything that is timed."""
+
+    def __init__(self, config: Config, distributed: Distributed, folder: Path) -> None:
+        self.config, self.distributed, self.folder = config, distributed, folder
+        layers = model_layers(config, agree_on_kernels(config, distributed))
+        self.model = MultiStage(
+            layers,
+            config.multi_stage,
+            config.batch,
+            config.distributed.training_dtype,
+            distributed,
+            training=True,
+            moments=config.optimizer.moments,
+        )
+        self.model.initialize(1)
+        self.tensors = tensors_of(self.model)
+        # One tensor per shard, each of one rank: less to plan for DCP than DTensors, which it cannot copy without
+        # a GPU (torch 2.13).
+        self.dcp_state = {f"rank_{distributed.rank}.{tensor.name}": tensor.read() for tensor in self.tensors}
+        self.dcp_group = dist.new_group(backend="gloo")  # DCP's thread uses it while the main thread goes on
+        # Keeps its copy from one save to the next, as ours does; it would want to pin the memory that it takes itself.
+        self.dcp_stager = BlockingAsyncStager(cache_staged_state_dict=True)
+        self.dcp_stager.state_dict_cache = _create_cpu_state_dict(self.dcp_state)
+        self.background = BackgroundSaves(self.model, distributed, retries=0)
+
+    # Each row returns the seconds in which a training loop is blocked.
+
+    def copy(self) -> float:
+        """Write the bytes of this rank to a plain file and sync it."""
+        begun_s = time.perf_counter()
+        descriptor = os.open(self._plain(), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        for tensor in self.tensors:
+            for chunk in chunks(tensor.read()):
+                while chunk:
+                    chunk = chunk[os.write(descriptor, chunk) :]
+        os.fsync(descriptor)
+        os.close(descriptor)
+        return time.perf_counter() - begun_s
+
+    def save(self) -> float:
+        """Save in place."""
+        begun_s = time.perf_counter()
+        write_now(self._save("ours"))
+        return time.perf_counter() - begun_s
+
+    def save_in_background(self) -> float:
+        """Copy to the host, let the thread write, publish."""
+        begun_s = time.perf_counter()
+        self.background.begin(prepared(self._save("ours async")))
+        blocked_s = time.perf_counter() - begun_s
+        while not self.background.advance():  # once an iteration
+            time.sleep(0.01)
+        begun_s = time.perf_counter()
+        self.background.finish()
+        return blocked_s + time.perf_counter() - begun_s
+
+    def dcp_save(self) -> float:
+        """Save by DCP, which syncs its files too."""
+        begun_s = time.perf_counter()
+        dcp.save(self.dcp_state, checkpoint_id=self.folder / "dcp", process_group=self.dcp_group)
+        return time.perf_counter() - begun_s
+
+    def dcp_save_in_background(self) -> float:
+        """Copy by DCP, let its thread write."""
+        begun_s = time.perf_counter()
+        future: Any = dcp.async_save(
+            self.dcp_state,
+            checkpoint_id=self.folder / "dcp async",
+            process_group=self.dcp_group,
+            async_stager=self.dcp_stager,
+        )
+        blocked_s = time.perf_counter() - begun_s
+        getattr(future, "upload_completion", future).result()
+        return blocked_s
+
+    def read(self) -> float:
+        """Read the plain file of this rank."""
+        begun_s = time.perf_counter()
+        with open(self._plain(), "rb", buffering=0) as file:
+            for tensor in self.tensors:
+                view = tensor.read().view(torch.uint8).numpy().data
+                while view:
+                    view = view[file.readinto(view) :]
+        return time.perf_counter() - begun_s
+
+    def load(self) -> float:
+        """Find, verify and load the checkpoint."""
+        begun_s = time.perf_counter()
+        found = sharded.load_newest(self.folder / "ours", self.model, self.distributed, print)
+        assert found is not None
+        return time.perf_counter() - begun_s
+
+    def dcp_load(self) -> float:
+        """Load by DCP, which verifies nothing."""
+        begun_s = time.perf_counter()
+        dcp.load(self.dcp_state, checkpoint_id=self.folder / "dcp", process_group=self.dcp_group)
+        return time.perf_counter() - begun_s
+
+    def rows(self, turn: int) -> Iterator[tuple[str, Callable[[], float]]]:
+        """Yield the saves, then the loads, each kind in another order every turn."""
+        saves: list[tuple[str, Callable[[], float]]] = [
+            ("copy", self.copy),
+            ("save", self.save),
+            ("DCP save", self.dcp_save),
+            ("save in the background", self.save_in_background),
+            ("DCP save in the background", self.dcp_save_in_background),
+        ]
+        loads: list[tuple[str, Callable[[], float]]] = [
+            ("read", self.read),
+            ("load", self.load),
+            ("DCP load", self.dcp_load),
+        ]
+        for rows in (saves, loads):
+            yield from (rows[(index + turn) % len(rows)] for index in range(len(rows)))
+
+    def clear(self) -> None:
+        """Delete what the turn has written, and let the disk come to rest."""
+        self.distributed.barrier()
+        if self.distributed.rank == 0:
+            shutil.rmtree(self.folder)
+            self.folder.mkdir()
+            os.sync()
+        self.distributed.barrier()
+
+    def drop_cache(self) -> None:
+        """Let the system forget the files of this turn, which are on the disk."""
+        self.distributed.barrier()
+        if self.distributed.rank == 0:
+            os.sync()
+            for path in self.folder.rglob("*"):
+                if path.is_file():
+                    descriptor = os.open(path, os.O_RDONLY)
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                    os.close(descriptor)
+        self.distributed.barrier()
+
+    def measure(self, name: str, action: Callable[[], float], into: Measurement) -> None:
+        """Time one row on all ranks."""
+        self.drop_cache()
+        before = resident_bytes(reset=True)
+        begun_s = time.perf_counter()
+        blocked_s = action()
+        self.distributed.barrier()
+        seconds, memory = time.perf_counter() - begun_s, resident_bytes() - before
+        if "background" in name:
+            memory += sum(tensor.num_bytes for tensor in self.tensors)  # the copy, which is kept from turn to turn
+        for results, value in ((into.seconds, seconds), (into.blocked_s, blocked_s), (into.memory_bytes, memory)):
+            results.append(max(self.distributed.gather_objects(value)))
+
+    def _save(self, name: str) -> Save:
+        root = self.folder / name
+        return Save(root, 1, self.model, {}, self.config, self.distributed, lambda: None)
+
+    def _plain(self) -> Path:
+        return self.folder / f"plain_{self.distributed.rank}"
+
+
+def resident_bytes(reset: bool = False) -> int:
+    """Return the highest resident memory since the last reset, or the present one and reset."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    name = "VmRSS:" if reset else "VmHWM:"
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, print and write; return the exit code."""
+    parser = argument_parser(__doc__)
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="new folder on the disk to measure; deleted at the end"
+    )
+    parser.add_argument("--mib", type=int, default=1024, help="size of a checkpoint over all ranks")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args(argv)
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    distributed = startup.initialize(DistributedConfig(device="cpu"))
+    bench = Bench(config_of(options.mib, distributed.world_size), distributed, options.folder)
+    if distributed.rank == 0:
+        options.folder.mkdir(parents=True)
+    distributed.barrier()
+    measured: dict[str, Measurement] = {name: Measurement() for name, _ in bench.rows(0)}
+    try:
+        for turn in range(options.turns + 1):
+            for name, action in bench.rows(turn):
+                bench.measure(name, action, Measurement() if turn == 0 else measured[name])  # the first warms up
+            bench.clear()
+    finally:
+        if distributed.rank == 0:
+            shutil.rmtree(options.folder, ignore_errors=True)
+    if distributed.rank == 0:
+        report(options, argv, checkpoint_bytes(bench.model, distributed.world_size), distributed.world_size, measured)
+    distributed.barrier()
+    distributed.close()
+    return 0
+
+
+def config_of(mib: int, world_size: int) -> Config:
+    """Return the configuration of a model whose checkpoint has about this size."""
+    block = 12 * HIDDEN_SIZE**2
+    layers = max(1, round((mib * MIB / BYTES_PER_PARAMETER - 2 * VOCAB_SIZE * HIDDEN_SIZE) / block))
+    options = dict(
+        num_layers=layers,
+        hidden_size=HIDDEN_SIZE,
+        num_attention_heads=12,
+        vocab_size=VOCAB_SIZE,
+        sequence_length=16,
+        dataset_source="random",
+        train_iters=1,
+        batch_size=world_size,
+        device="cpu",
+        zero_stage=3,
+        cpu_matmul="blas",
+    )
+    return resolve(unflatten(options), world_size)
+
+
+def report(
+    options: argparse.Namespace, argv: Sequence[str], num_bytes: int, ranks: int, measured: dict[str, Measurement]
+) -> None:
+    """Print the table and the goals, and write the JSON file."""
+    rows, result = [], {}
+    for name, found in measured.items():
+        reference = COMPARED_WITH.get(name, "copy")
+        ratio = spread_of(ratios(found.seconds, measured[reference].seconds)) if reference else None
+        blocked = spread_of(ratios(found.blocked_s, measured[reference].seconds)) if reference else None
+        values: dict[str, Any] = {
+            "seconds": spread_of(found.seconds),
+            "ratio": ratio,
+            "blocked_s": spread_of(found.blocked_s),
+        }
+        values |= {"blocked_ratio": blocked, "memory_bytes": max(found.memory_bytes)}
+        result[name] = values
+        background = "background" in name
+        rows.append(
+            [
+                name,
+                spread_cell(values["seconds"], 2),
+                spread_cell(ratio, 2),
+                spread_cell(values["blocked_s"], 2) if background else "all",
+                spread_cell(blocked, 2) if background else "",
+                f"{max(found.memory_bytes) / MIB:,.0f}",
+            ]
+        )
+    header = ("", "seconds", "of the copy or read", "blocked (s)", "of the copy", "memory (MiB)")
+    goals = []
+    for name, reference, kind, limit in GOALS:
+        spread = spread_of(ratios(getattr(measured[name], kind), measured[reference].seconds))
+        goals.append(
+            [f"{name} / {reference}{' (blocked)' if kind != 'seconds' else ''}", spread_cell(spread, 2), f"{limit}"]
+        )
+    command = f"torchrun --nproc-per-node={ranks} -m scripts.benchmarks.checkpoint {' '.join(argv)}"
+    print(f"{num_bytes / MIB:,.0f} MiB, {ranks} ranks, {len(cores())} cores, torch {torch.__version__}")
+    print("\n".join(["", *markdown_table(header, rows), "", *markdown_table(("ratio", "measured", "goal"), goals)]))
+    facts = {"command": command, "commit": commit(), "bytes": num_bytes, "ranks": ranks, "turns": options.turns}
+    write_json(options.output, {**facts, "torch": torch.__version__, "rows": result, "goals": goals})
+
+
+def ratios(values: Sequence[float], references: Sequence[float]) -> list[float]:
+    return [value / reference for value, reference in zip(values, references, strict=True)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
