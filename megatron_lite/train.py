@@ -13,12 +13,12 @@ from megatron_lite.optimizer.optimizer import Update
 from megatron_lite.outputs.evaluation import evaluate_and_export, evaluate_first
 from megatron_lite.outputs.replicas import check_replicas
 from megatron_lite.outputs.saving import (
+    advance_save,
     completion,
     is_due,
     is_save_due,
     is_time_to_save,
     planned_stop,
-    publish_save,
     save,
     save_and_stop,
 )
@@ -80,7 +80,7 @@ def train(run: Run) -> tuple[int, str]:
                     loss = show_early(run, update)
                 bar.update(iteration, loss)
                 with run.timer.excluded(), run.distributed.traffic.paused():
-                    publish_save(run)
+                    advance_save(run)
                     evaluate_and_export(run, last)
                     if is_save_due(run, last):
                         save(run)

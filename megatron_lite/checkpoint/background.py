@@ -1,20 +1,24 @@
 """Saves in the background: training stops for a copy into host memory, and a thread per rank writes the files.
 
-The threads exchange nothing. Between two iterations the ranks agree, over the CPU group, on whether all files are
-written; the main threads then publish the checkpoint together. Until then it does not exist: a crash leaves a work
-folder, which the next save deletes.
+The threads exchange nothing. Between two iterations the main threads agree, over the CPU group, on whether all files
+are written; then they exchange sizes and checksums, and rank 0's thread adds the manifest and publishes. Until then the
+checkpoint does not exist: a crash leaves a work folder, which the next save deletes.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_lite.checkpoint.files import WrittenFile, logger
 from megatron_lite.checkpoint.names import reason
@@ -29,7 +33,8 @@ if TYPE_CHECKING:
     from megatron_lite.zero.multi_stage import MultiStage
 
 _GIB = 2**30
-_WRITTEN, _WRITING, _FAILED = range(3)
+_DONE, _WORKING, _FAILED = range(3)
+T = TypeVar("T")
 
 
 def pause_s(attempt: int) -> float:
@@ -37,11 +42,13 @@ def pause_s(attempt: int) -> float:
     return float(min(4 ** (attempt - 1), 60))
 
 
-class _Pending(NamedTuple):
+@dataclass
+class _Pending:
     save: Save
-    file: Future[WrittenFile]
+    job: Future[Any]  # writes this rank's file; then, on rank 0, publishes
     begun_s: float
     blocked_s: float
+    written: list[WrittenFile] | None = None  # by all ranks; None while they write
 
 
 class Finished(NamedTuple):
@@ -79,46 +86,59 @@ class BackgroundSaves:
         assert self._pending is None, "finish the save before"
         begun_s, tensors = time.perf_counter(), []
         for copy, tensor in zip(self._copies, save.tensors, strict=True):
-            copy.copy_(tensor.read())
+            _copy(tensor.read(), copy)
             tensors.append(tensor._replace(read=partial(copy.view, -1)))
         save.tensors = tensors
         blocked_s = time.perf_counter() - begun_s
-        self._pending = _Pending(save, self._pool.submit(self._write, save), begun_s, blocked_s)
+        self._pending = _Pending(save, self._pool.submit(self._insist, save, save.write), begun_s, blocked_s)
 
-    def is_written(self) -> bool:
-        """Whether all ranks have written their files, or one has failed; all ranks call this together."""
+    def advance(self) -> bool:
+        """Go on with the save, without waiting; return whether `finish` need not wait. All ranks call this together."""
         if self._pending is None:
             return False
-        file = self._pending.file
-        state = _WRITING if not file.done() else _WRITTEN if file.exception() is None else _FAILED
-        return self._distributed.agree_max(state) != _WRITING
+        job = self._pending.job
+        state = _WORKING if not job.done() else _DONE if job.exception() is None else _FAILED
+        slowest = self._distributed.agree_max(state)
+        if slowest == _DONE and self._pending.written is None:
+            self._publish(self._pending)
+            return False
+        return slowest != _WORKING
 
     def finish(self, hurry: bool = False) -> Finished | None:
-        """Wait for the files and publish the checkpoint; None if no save is pending. All ranks call this together.
+        """Wait until the checkpoint is published; None if no save is pending. All ranks call this together.
 
         hurry: do not pause before another attempt to write.
 
         Raises:
             StorageError: on every rank, if any rank could not write; older checkpoints are untouched.
         """
-        if self._pending is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return None
-        (save, file, begun_s, blocked_s), self._pending = self._pending, None
         if hurry:
             self._hurry.set()
+        save = pending.save
         try:
-            num_bytes = save.publish(file.result)
+            written = self._publish(pending) if pending.written is None else pending.written
+            save.confirm(pending.job.result)
         except Exception:
             save.abandon()
             raise
-        return Finished(save.folder, save.iteration, num_bytes, time.perf_counter() - begun_s, blocked_s)
+        num_bytes, seconds = sum(file.size for file in written), time.perf_counter() - pending.begun_s
+        return Finished(save.folder, save.iteration, num_bytes, seconds, pending.blocked_s)
 
-    def _write(self, save: Save) -> WrittenFile:
-        """Write this rank's file, in the thread; try again after an error of the system."""
+    def _publish(self, pending: _Pending) -> list[WrittenFile]:
+        """Exchange what was written, and let rank 0's thread publish it."""
+        written = pending.written = pending.save.gather(pending.job.result)
+        pending.job = self._pool.submit(self._insist, pending.save, partial(pending.save.complete, written))
+        return written
+
+    def _insist(self, save: Save, action: Callable[[], T]) -> T:
+        """Run an action of the thread; after an error of the system, again."""
         attempt = 1
         while True:
             try:
-                return save.write()
+                return action()
             except OSError as error:
                 if attempt > self._retries:
                     raise
@@ -126,6 +146,14 @@ class BackgroundSaves:
                 logger.warning(text, save.iteration, reason(error), pause_s(attempt), attempt, self._retries)
             self._hurry.wait(pause_s(attempt))
             attempt += 1
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """Copy a tensor to the host; on CPU by the C library, which does not read the target first, as torch does."""
+    if source.device.type == "cpu":
+        np.copyto(target.view(torch.uint8).numpy(), source.detach().contiguous().view(torch.uint8).numpy())
+    else:
+        target.copy_(source)
 
 
 def open_background(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Save:
-    """A checkpoint that is being written; all ranks call each method together, except `write`.
+    """A checkpoint that is being written; all ranks call each method together, except `write`, `complete`, `abandon`.
 
     Args:
         state: JSON, the same on every rank.
@@ -74,29 +73,37 @@ class Save:
         """
         if not self._temporary.is_dir():
             raise OSError(errno.ENOENT, "the folder is not visible here, all ranks need the same file system")
-        with contextlib.suppress(FileNotFoundError):
-            self._own_path.unlink()
+        self._own_path.unlink(missing_ok=True)
         metadata = manifest.file_metadata(self._save_id, self.iteration, self._distributed.rank)
         return files.write_tensors(self._own_path, self.tensors, metadata)
 
     def publish(self, write: Callable[[], WrittenFile]) -> int:
-        """Let `write` give every rank's file, add the manifest, rename; return the bytes of all ranks' files.
+        """Let `write` give this rank's file, and publish the checkpoint; return the bytes of all ranks' files.
 
         Raises:
             StorageError: on every rank, if any rank cannot write; older checkpoints are untouched.
         """
-        own_bytes = sum(tensor.num_bytes for tensor in self.tensors)
-        gathered = write_together(self._distributed, self._what, self._own_path, write, own_bytes)
-        written = [WrittenFile(*file) for file in gathered]
-        write_together(self._distributed, self._what, self.folder, lambda: self._finish(written))
+        written = self.gather(write)
+        write_together(self._distributed, self._what, self.folder, lambda: self.complete(written))
         return sum(file.size for file in written)
 
-    def abandon(self) -> None:
-        """Delete what was written. Not collective; never fails."""
-        if self._distributed.rank == 0:
-            files.remove_folder(self._temporary)
+    def gather(self, write: Callable[[], WrittenFile]) -> list[WrittenFile]:
+        """Return the files of all ranks; this rank's is what `write` returns. Raise as `publish` does."""
+        own_bytes = sum(tensor.num_bytes for tensor in self.tensors)
+        gathered = write_together(self._distributed, self._what, self._own_path, write, own_bytes)
+        return [WrittenFile(*file) for file in gathered]
 
-    def _finish(self, written: list[WrittenFile]) -> None:
+    def confirm(self, complete: Callable[[], None]) -> None:
+        """Wait on all ranks for `complete` on rank 0, in its thread. Raise as `publish` does."""
+        write_together(self._distributed, self._what, self.folder, complete)
+
+    def complete(self, written: list[WrittenFile]) -> None:
+        """Add the manifest and rename, on rank 0; any thread may call this, and again after a failure.
+
+        Raises:
+            OSError: if it cannot be written.
+            RunError: from `check`.
+        """
         if self._distributed.rank != 0:
             return
         content = Manifest(
@@ -108,10 +115,17 @@ class Save:
             files={rank_file(rank): SavedFile(file.size, file.crc32) for rank, file in enumerate(written)},
             parameters=manifest.locate_parameters([part for _, part in self._model.parts()], written),
         )
-        files.write_text(self._temporary / MANIFEST_NAME, manifest.dump(content))
+        path = self._temporary / MANIFEST_NAME
+        path.unlink(missing_ok=True)
+        files.write_text(path, manifest.dump(content))
         sync_folder(self._temporary)
         self._check()
         files.publish(self._temporary, self.folder, is_checkpoint)
+
+    def abandon(self) -> None:
+        """Delete what was written. Not collective; never fails."""
+        if self._distributed.rank == 0:
+            files.remove_folder(self._temporary)
 
 
 def prepared(save: Save) -> Save:

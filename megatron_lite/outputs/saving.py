@@ -115,9 +115,9 @@ def finish_save(run: Run, hurry: bool = False) -> None:
         _settle(run, finished, time.perf_counter() - start_s)
 
 
-def publish_save(run: Run) -> None:
-    """Publish the save in the background once every rank has written its file; call this between iterations."""
-    if run.background is not None and run.background.is_written():
+def advance_save(run: Run) -> None:
+    """Go on with the save in the background, without waiting for it; call this between iterations."""
+    if run.background is not None and run.background.advance():
         finish_save(run)
 
 

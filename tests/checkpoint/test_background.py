@@ -48,7 +48,7 @@ def in_background(
 
 
 def finish(distributed: FakeDistributed, saves: BackgroundSaves) -> Any:
-    while not saves.is_written():
+    while not saves.advance():
         pass
     return saves.finish()
 
@@ -72,7 +72,7 @@ def test_the_same_bytes_as_a_save_in_place(tmp_path: Path) -> None:
 def test_nothing_is_there_before_it_is_whole(tmp_path: Path) -> None:
     """A crash between writing and publishing leaves the older checkpoint, and a folder that the next save deletes."""
     old = save(tmp_path, 10, 3, world_size=2)
-    in_background(tmp_path, lambda distributed, saves: saves._pending.file.result())  # type: ignore[union-attr]
+    in_background(tmp_path, lambda distributed, saves: saves._pending.job.result())  # type: ignore[union-attr]
     assert "10" in names(tmp_path) and "20" not in names(tmp_path)
     assert same(load(tmp_path)[1], old)
     save(tmp_path, 30, 4)

@@ -23,7 +23,7 @@ def tried(
     """Call `with_retries` on an action that fails some times; return attempts, pauses, and whether it failed."""
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
-    config = SimpleNamespace(training=SimpleNamespace(save_retries=retries))
+    config = SimpleNamespace(checkpoint=SimpleNamespace(save_retries=retries))
     fake: Any = SimpleNamespace(
         config=config,
         logger=logging.getLogger("test"),
