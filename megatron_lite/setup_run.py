@@ -123,6 +123,7 @@ def opened(
     ending = Ending(config.run.experiment_dir, rank)
     stop = StopSignal(ending.stopped, ending.on_request)
     stop.limits = time_limits(config, time.time())
+    ending.is_saving = lambda: stop.is_saving
     if launcher is not None:
         launcher.on_gone = ending.launcher_gone
     try:

@@ -25,6 +25,9 @@ from megatron_lite.run.stacks import Stacks
 
 REPORT_S = 10.0  # for another thread that is reporting already
 LAUNCHER_S = 3.0  # the same, within the five seconds after the launcher's end
+# A scheduler signals torchrun, which dies of SIGUSR1, and the ranks: within this time of each other.
+SAME_SIGNAL_S = 1.0
+SAVING_S = 1800.0  # for a save after a signal that torchrun has died of
 ASK_S = 1.5  # ranks write their stacks within a second after they are asked
 
 
@@ -36,6 +39,7 @@ class Ending:
         places: of all ranks; empty before they have met.
         newest: finds iteration and folder of the newest checkpoint.
         kill_children: ends at once what must not outlive this process.
+        is_saving: whether a stop signal has come, after which the ranks save and end.
     """
 
     def __init__(self, experiment_dir: str | None, rank: int) -> None:
@@ -44,6 +48,7 @@ class Ending:
         self.places: Sequence[Place] = ()
         self.newest: Callable[[], tuple[int, Path] | None] = lambda: None
         self.kill_children: Callable[[], None] = lambda: None
+        self.is_saving: Callable[[], bool] = lambda: False
         self._run = -1  # until this start has a number
         self._directory, self._rank = experiment_dir, rank
         self._experiment: Experiment | None = None
@@ -51,6 +56,7 @@ class Ending:
         self._hanging: list[Place] = []  # ranks of this machine, after a time-out
         self._recordable = False  # whether exit.json belongs to this start, which has not ended yet
         self._reporting = threading.Lock()
+        self._done = threading.Event()  # nothing is left but the end of the process
 
     def met(self, meeting: Meeting) -> None:
         """Watch the other ranks from now on."""
@@ -65,6 +71,7 @@ class Ending:
     def finish(self) -> None:
         """Stop watching; call this on every rank before the first rank ends, and before the last exit.json."""
         self._recordable = False
+        self._done.set()
         if self._watch is not None:
             self._watch.finish()
         self.stacks.close()
@@ -119,7 +126,9 @@ class Ending:
         exit_status.leave(code)
 
     def launcher_gone(self, message: str) -> None:
-        """Leave a word about the launcher's death, which ends this process right afterwards."""
+        """Leave a word about the launcher's death, which ends this process right afterwards; let it save before."""
+        time.sleep(SAME_SIGNAL_S)
+        self._let_it_save()
         if not self._reporting.acquire(timeout=LAUNCHER_S):
             return
         with contextlib.suppress(Exception):
@@ -140,11 +149,21 @@ class Ending:
 
     def _lost(self, error: PeerError) -> None:
         """End this process: a rank is gone, and the main thread may wait for it for an hour."""
+        self._let_it_save()  # torchrun may be gone, with the store; a save without a rank fails by itself
         code, _ = self.report(error)
         with contextlib.suppress(Exception):
             self.kill_children()
         self.end_hanging()
         exit_status.leave(code)
+
+    def _let_it_save(self) -> None:
+        """Return when this process is not saving after a stop signal, or fails to; if it saves, wait for its end."""
+        if not self.is_saving():
+            return
+        signal.alarm(0)  # see `launcher_watch.end_with_parent`
+        self._done.wait(SAVING_S)
+        if self._done.is_set():
+            time.sleep(REPORT_S)
 
     def _explained(self, error: BaseException) -> BaseException:
         lost, statuses = as_run_error(error), list[Status]()

@@ -53,6 +53,7 @@ class StopSignal:
         self.limits: Sequence[TimeLimit] = ()  # the run stops once any of them has passed
         self._signal = 0
         self.saves = False  # whether a request saves a checkpoint
+        self._requested_s: float | None = None  # when the first signal came
         self.failure: RunError | None = None  # found by another thread; all ranks end with it before the next iteration
         handled = [number for number in SIGNALS if number != signal.SIGHUP or not _is_ignored(number)]
         self._previous = {number: signal.signal(number, self._receive) for number in handled}
@@ -69,6 +70,11 @@ class StopSignal:
     @received.setter
     def received(self, number: int) -> None:
         self._signal = number
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a signal has come, after which the run saves and ends."""
+        return self.saves and self._requested_s is not None
 
     def restore(self) -> None:
         """Restore the previous signal handlers."""
@@ -94,7 +100,6 @@ class StopSignal:
 
     def _watch(self, reader: int) -> None:
         """Count signals as they arrive, until the writing end of the pipe is closed."""
-        first_s: float | None = None
         while numbers := os.read(reader, 1):
             if numbers[0] == signal.SIGUSR2:
                 self._on_request()
@@ -102,9 +107,9 @@ class StopSignal:
                 continue
             if not self.saves:
                 self._before_saves(numbers[0])
-            if first_s is None:
-                first_s = time.monotonic()
-            elif time.monotonic() - first_s > SAME_REQUEST_S:
+            if self._requested_s is None:
+                self._requested_s = time.monotonic()
+            elif time.monotonic() - self._requested_s > SAME_REQUEST_S:
                 leave_at_once(numbers[0])
         os.close(reader)
 

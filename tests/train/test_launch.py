@@ -234,6 +234,21 @@ def test_sigterm_under_torchrun(tmp_path: Path, everything: bool) -> None:
     ]
 
 
+def test_ranks_save_after_a_signal_that_torchrun_dies_of(tmp_path: Path) -> None:
+    """A scheduler that signals every process with SIGUSR1 kills torchrun, and with it the store where the ranks met;
+    the ranks save nevertheless, and then nothing stays."""
+    experiment = tmp_path / "run"
+    with Start(endless(experiment), 2, "torchrun") as start:
+        wait_for_lines(start, experiment, 2)
+        for pid in start.left_over():
+            os.kill(pid, signal.SIGUSR1)
+        assert start.wait(60).codes == [-signal.SIGUSR1]
+        start.assert_nothing_left(20)
+    ended = read_exit(experiment)
+    assert ended["exit_code"] == 75, ended
+    assert f"saved at iteration {max(os.listdir(experiment / 'checkpoints'), key=int)};" in ended["message"]
+
+
 def test_the_last_lines_of_torchrun_say_why_a_run_ended(tmp_path: Path) -> None:
     """SIGTERM for one rank: every rank ends with 75, and torchrun's report ends with our reason instead of a hint about
     tracebacks."""
