@@ -105,6 +105,7 @@ class Run(Start):
     saved_s: float  # time.monotonic() of the last save, or of the start
     save_requested: bool = False  # by the clock of rank 0, after the coming iteration
     ending: Ending | None = None  # None for a run that was set up without `opened`
+    bad_steps: list[int] = dataclasses.field(default_factory=list)  # iterations that `leave_bad_step` has examined
     agreed_at: int | None = None  # newest iteration at which --check_replicas_interval found all ranks equal
 
 

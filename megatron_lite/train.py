@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 
 from megatron_lite.config import Config
-from megatron_lite.data.loader import HostBatch, micro_batch, next_batch
+from megatron_lite.data.loader import HostBatch, next_batch
 from megatron_lite.errors import EXIT_DONE
 from megatron_lite.monitor.logging import ProgressBar
 from megatron_lite.optimizer.optimizer import Update
@@ -22,12 +22,12 @@ from megatron_lite.outputs.saving import (
     save,
     save_and_stop,
 )
+from megatron_lite.outputs.step_inputs import step_inputs, step_tokens
 from megatron_lite.outputs.training_log import is_early, log_training, show_early
 from megatron_lite.run.launcher_watch import LauncherWatch
 from megatron_lite.run.stop_signal import StopRequested
 from megatron_lite.schedules.batch_options import iteration_tokens
 from megatron_lite.schedules.learning_rate import learning_rate
-from megatron_lite.seeds import derive_seed
 from megatron_lite.setup_run import Run, close, opened
 from megatron_lite.validation.messages import Note
 
@@ -93,15 +93,8 @@ def train(run: Run) -> tuple[int, str]:
 
 def train_step(run: Run, micro_batches: Sequence[HostBatch], iteration: int) -> Update:
     """Update the weights once, from this rank's micro-batches."""
-    config, debugger, seed = run.config, run.debugger, run.config.distributed.seed
-    split = run.data.split("training", iteration)
-    tokens = split.samples * config.batch.sequence_length  # over all ranks, without padding
-    scale = run.optimizer.loss_scale.scale / tokens
-    weights = split.loss_weights(config.training.loss_reduction)
-    inputs = []
-    for index, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True)):
-        dropout_seed = derive_seed(seed, "dropout", iteration, index, run.distributed.rank)
-        inputs.append(micro_batch(batch, run.distributed.device, scale, dropout_seed, weight))
+    config, debugger = run.config, run.debugger
+    tokens, inputs = step_tokens(run, iteration), step_inputs(run, micro_batches, iteration)
     with debugger.phase(f"train_{iteration:05d}", len(inputs)) if debugger else contextlib.nullcontext():
         loss = run.model.forward_backward(inputs)  # fills the gradient shards
         if debugger:

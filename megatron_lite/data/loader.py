@@ -165,6 +165,12 @@ class DataSource:
                 split = self.split(phase, iteration)
                 yield [self._host_batch(next(samples), split.micro_batch_size) for _ in range(split.micro_steps)]
 
+    def batch(self, phase: str, iteration: int) -> list[HostBatch]:
+        """Read one iteration's micro-batches of this rank in place, as `batches` yields them."""
+        reader, rows = self._phases[phase].reader, self.split(phase, iteration).micro_batch_size
+        requests = self._requests(phase, range(iteration, iteration + 1))
+        return [self._host_batch(reader.read(*request), rows) for request in requests]
+
     def evaluation_batches(self, phase: str) -> Iterator[list[HostBatch]]:
         """Yield the batches of a validation or test, the same ones every time; see `batches`."""
         return self.batches(phase, 0, self.evaluation_iterations(phase))

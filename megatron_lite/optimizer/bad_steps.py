@@ -66,8 +66,12 @@ class Messages:
                 problems.append(f"{name} {number:.6g} above {limit:.6g} (mean + {sigma:g} sd)")
             elif name == "gradient norm" and step.overflows:
                 problems.append(f"{name} {number:.6g}, too large to be squared")
-        searching = self.dynamic_loss_scale and step.overflows and math.isfinite(step.numbers[0])
-        return f"iteration {step.iteration}: {', '.join(problems)}{'; the loss scale follows' if searching else ''}"
+        follows = "; the loss scale follows" if self.is_searching(step) else ""
+        return f"iteration {step.iteration}: {', '.join(problems)}{follows}"
+
+    def is_searching(self, step: BadStep) -> bool:
+        """Whether a step was dropped by an overflow that only lowers a dynamic loss scale."""
+        return self.dynamic_loss_scale and step.overflows and math.isfinite(step.numbers[0])
 
     def stop(self, step: BadStep, count: int) -> str:
         """Return why the run stops: `step` is the first of `count` that a flag does not forgive."""

@@ -58,6 +58,16 @@ class DroppedSteps:
         reason = self._messages.describe(BadStep.read(self._last)) if new else None
         return Report(skipped, nan, new, reason, self.stop_reason())
 
+    def suspect(self) -> BadStep | None:
+        """Return the first step that must stop the run, else the last one dropped since `close` (reads the device).
+
+        None: there is none, or the step was part of the search of a loss scale.
+        """
+        if int(self._fatal):
+            return BadStep.read(self._first_fatal)
+        step = BadStep.read(self._last) if int(self._counts[2]) else None
+        return None if step is None or self._messages.is_searching(step) else step
+
     def stop_reason(self) -> str | None:
         """Return why the run must stop and save nothing, or None (reads the device)."""
         if count := int(self._fatal):

@@ -15,6 +15,7 @@ from megatron_lite.checkpoint.writing import Save, prepared, write_now
 from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.errors import EXIT_PREEMPTED, FolderLostError, NumericsError, StorageError
 from megatron_lite.huggingface.export import export_weights, save_huggingface
+from megatron_lite.outputs.bad_steps import leave_bad_step
 from megatron_lite.setup_run import Run
 
 T = TypeVar("T")
@@ -49,6 +50,7 @@ def refuse_bad_steps(run: Run) -> None:
     """
     run.distributed.wait_for_device()
     if (reason := run.optimizer.guard.dropped.stop_reason()) is not None:
+        leave_bad_step(run, run.optimizer.guard.dropped.suspect())
         raise NumericsError(reason)
 
 

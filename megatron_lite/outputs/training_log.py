@@ -11,6 +11,7 @@ from megatron_lite.monitor.communication import communication_lines
 from megatron_lite.monitor.logging import MIB, log_both
 from megatron_lite.monitor.metrics import format_record
 from megatron_lite.optimizer.optimizer import Update
+from megatron_lite.outputs.bad_steps import leave_bad_step
 from megatron_lite.schedules.batch_options import batch_schedule, consumed_tokens
 from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.setup_run import Run
@@ -20,6 +21,7 @@ def log_training(run: Run, update: Update) -> float | None:
     """Log one line and one record of metrics.jsonl, and return its loss. Reads the device, so it waits for the step."""
     run.distributed.wait_for_device()
     iterations, config = run.window.iterations, run.config
+    suspect = run.optimizer.guard.dropped.suspect()
     dropped = run.optimizer.guard.dropped.close()
     record: dict[str, Any] = {
         "phase": "training",
@@ -53,6 +55,7 @@ def log_training(run: Run, update: Update) -> float | None:
             run.logger.info(line)
     if dropped.reason is not None:
         run.logger.warning("updates dropped since the last line: %d; the last, %s", dropped.new, dropped.reason)
+    leave_bad_step(run, suspect)
     if dropped.stop is not None:
         raise NumericsError(dropped.stop)
     loss: float | None = record["loss"]

@@ -1,0 +1,178 @@
+"""The folder that a bad step leaves: all that its replay needs, and where its first number was not finite.
+
+The device drops a bad update without telling the host, which learns of it at a log line or a save. Then the passes of
+the step run once more, with a look at every tensor. They change no weight; only their gradients replace those of the
+newest step, which nobody reads any more.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite.checkpoint.names import find_checkpoints
+from megatron_lite.config import flatten
+from megatron_lite.distributed.agreement import together
+from megatron_lite.optimizer.bad_steps import BadStep
+from megatron_lite.outputs.step_inputs import step_inputs
+from megatron_lite.run.durable_files import replace_file
+from megatron_lite.schedules.batch_options import batch_schedule
+from megatron_lite.seeds import derive_seed
+from megatron_lite.setup_run import Run
+from megatron_lite.zero.stage import Observer
+
+FILE_NAME = "bad_step.json"
+MOST_FOLDERS = 3  # of a start, some 10 KB each; every one costs a step
+logger = logging.getLogger("megatron_lite")
+
+
+class Watch(Observer):
+    """Flags of all tensors of a step in the order in which they are made; nothing is read on the host."""
+
+    def __init__(self) -> None:
+        self.tensors: list[tuple[str, int]] = []  # name, micro-batch
+        self._finite: list[Tensor] = []
+
+    def layer_output(self, name: str, output: Tensor, micro_batch: int) -> None:
+        self._add(f"the output of {name}", output, micro_batch)
+
+    def layer_gradient(self, name: str, gradient: Tensor | None, micro_batch: int) -> None:
+        if gradient is not None:
+            self._add(f"the gradient of the input of {name}", gradient, micro_batch)
+
+    def first(self) -> int | None:
+        """Return the index of the first tensor that is not finite (reads the device)."""
+        finite = torch.stack(self._finite).tolist() if self._finite else []
+        return finite.index(False) if False in finite else None
+
+    def _add(self, name: str, tensor: Tensor, micro_batch: int) -> None:
+        self.tensors.append((name, micro_batch))
+        self._finite.append(tensor.isfinite().all())
+
+
+def leave_bad_step(run: Run, step: BadStep | None) -> None:
+    """Examine a bad step and write its folder, unless that is done; all ranks call this together.
+
+    A full disk costs the folder, not the run.
+    """
+    artifacts = run.experiment.artifacts
+    if step is None or artifacts is None or step.iteration in run.bad_steps or len(run.bad_steps) >= MOST_FOLDERS:
+        return
+    run.bad_steps.append(step.iteration)
+    with run.timer.excluded(), run.distributed.traffic.paused():
+        found = examine(run, step.iteration)
+    folder = artifacts / f"bad_step_{step.iteration}"
+    if run.distributed.rank != 0:
+        return
+    try:
+        run.experiment.check()
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / FILE_NAME, (json.dumps(content(run, step, found), indent=2) + "\n").encode())
+    except OSError as error:
+        logger.warning("cannot write %s: %s; the run goes on without it", folder, error.strerror or error)
+        return
+    logger.warning(
+        "bad step %d: %s; to repeat it: python scripts/replay_step.py %s", step.iteration, found["in_words"], folder
+    )
+
+
+def content(run: Run, step: BadStep, found: dict[str, Any]) -> dict[str, Any]:
+    """Return what the folder of a bad step holds, as JSON."""
+    batch, root = run.config.batch, run.experiment.checkpoints
+    schedule = batch_schedule(batch)
+    older = [folder for number, folder in find_checkpoints(root) if number < step.iteration] if root else []
+    return {
+        "iteration": step.iteration,
+        "loss": step.numbers[0].hex(),
+        "grad_norm": step.numbers[1].hex(),
+        "limits": [limit.hex() for limit in step.limits],
+        "found": found,
+        "weights_of_iteration": run.iteration - run.optimizer.guard.dropped.streak(),
+        "first_sample": schedule.consumed_samples(step.iteration - 1),
+        "samples": schedule.batch_size(step.iteration),
+        "world_size": run.distributed.world_size,
+        "checkpoint": str(older[0]) if older else None,
+        "config": flatten(run.config),
+    }
+
+
+def examine(run: Run, iteration: int) -> dict[str, Any]:
+    """Repeat the passes of an iteration with the present weights, and say where its first number is not finite.
+
+    All ranks call this together and get the same answer. No weight, moment or counter changes.
+    """
+    watch, distributed = Watch(), run.distributed
+    before = [stage.observer for stage in run.model.stages]
+    run.model.observe(watch)
+    try:
+        micro_batches = together(distributed, lambda: run.data.batch("training", iteration))
+        run.model.forward_backward(step_inputs(run, micro_batches, iteration))
+    finally:
+        for stage, observer in zip(run.model.stages, before, strict=True):
+            stage.observer = observer
+    distributed.wait_for_device()
+    mine = {"first": watch.first(), "squares": _squares(run), "state": run.model.not_finite()}
+    everyone = distributed.gather_objects(mine)
+    found: dict[str, Any] = {}
+    firsts = [(one["first"], rank) for rank, one in enumerate(everyone) if one["first"] is not None]
+    if firsts:
+        index, rank = min(firsts)
+        name, micro_batch = watch.tensors[index]
+        found |= {
+            "tensor": name,
+            "rank": rank,
+            "micro_batch": micro_batch,
+            **_samples(run, iteration, micro_batch, rank),
+        }
+    squares: dict[str, float] = {}
+    for name, square in ((name, square) for one in everyone for name, square in one["squares"].items()):
+        squares[name] = squares.get(name, 0.0) + square
+    broken = [name for name, _ in run.model.parameters() if not math.isfinite(squares.get(name, 0.0))]
+    states = [f"{one['state']} on rank {rank}" for rank, one in enumerate(everyone) if one["state"]]
+    found |= {"parameters_not_finite": broken[:20], "state_not_finite": states[:20]}
+    if not broken and squares:
+        name = max(squares, key=lambda name: squares[name])
+        found |= {"largest_gradient": name, "share": squares[name] / (sum(squares.values()) or 1.0)}
+    return found | {"in_words": _in_words(found)}
+
+
+def _squares(run: Run) -> dict[str, float]:
+    """Return the sum of the squared gradients of each parameter's piece in this rank's shards."""
+    rank, names, sums = run.distributed.rank, [], []
+    for _, part in run.model.parts():
+        low = rank * part.layout.shard_numel
+        for slot, start, end in part.layout.pieces(rank) if part.has_state else ():
+            names.append(slot.spec.name)
+            sums.append(part.grad_shard[slot.offset + start - low : slot.offset + end - low].double().square().sum())
+    return dict(zip(names, torch.stack(sums).tolist(), strict=True)) if sums else {}
+
+
+def _samples(run: Run, iteration: int, micro_batch: int, rank: int) -> dict[str, Any]:
+    """Return the samples of a micro-batch, counted from the start of the run, and its dropout seed."""
+    first, count = run.data.split("training", iteration).piece(micro_batch, rank)
+    first += batch_schedule(run.config.batch).consumed_samples(iteration - 1)
+    seed = derive_seed(run.config.distributed.seed, "dropout", iteration, micro_batch, rank)
+    return {"first_sample": first, "samples": count, "dropout_seed": seed}
+
+
+def _in_words(found: dict[str, Any]) -> str:
+    if found["state_not_finite"]:
+        return f"not finite before the step: {found['state_not_finite'][0]}"
+    if "tensor" in found:
+        first, last = found["first_sample"], found["first_sample"] + found["samples"] - 1
+        where = f"rank {found['rank']}, micro-batch {found['micro_batch'] + 1}, samples {first} to {last}"
+        gradients = (
+            f"; of its gradients first {name}" if (name := next(iter(found["parameters_not_finite"]), "")) else ""
+        )
+        return f"the first tensor that is not finite is {found['tensor']} ({where}){gradients}"
+    if found["parameters_not_finite"]:
+        return f"all layers are finite, and the gradient of {found['parameters_not_finite'][0]} is not"
+    return (
+        "with the present weights all its tensors are finite, and the largest gradient is that of "
+        f"{found['largest_gradient']}, {100 * found['share']:.0f}% of the squared norm"
+    )

@@ -1,0 +1,127 @@
+"""The folder of a bad step: where its first number was not finite, and a replay that takes the same step again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lite.config import Config
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.errors import NumericsError, UsageError
+from megatron_lite.run.experiment import Experiment
+from megatron_lite.run.stop_signal import StopSignal
+from megatron_lite.seeds import derive_seed
+from megatron_lite.setup_run import Run, build
+from megatron_lite.train import train
+from scripts.replay_step import checkpoint_of, configuration, read_folder, replay
+from tests.support.engine_runs import digest
+from tests.support.harness import run_distributed, tiny_config
+
+BAD, ROOT = 6, Path(__file__).resolve().parents[2]
+
+
+def opened(distributed: Distributed, config: Config, fault: bool) -> Run:
+    """A run; with a fault the second micro-batch of rank 1 in iteration BAD has gradients that are NaN."""
+    run = build(config, distributed, Experiment(config, distributed), StopSignal(), ())
+    forward_backward = run.model.forward_backward
+    seed = derive_seed(config.distributed.seed, "dropout", BAD, 1, 1)
+
+    def faulty(inputs: Any) -> torch.Tensor:
+        nan = torch.full((), math.nan)
+        return forward_backward(
+            [dataclasses.replace(one, gradient_scale=nan) if one.dropout_seed == seed else one for one in inputs]
+        )
+
+    if fault:
+        run.model.forward_backward = faulty  # type: ignore[method-assign]
+    return run
+
+
+def story(distributed: Distributed, root: str, zero_stage: int) -> dict[str, Any]:
+    """Train until the bad step, then repeat it with the fault and without."""
+    options = dict(batch_size=8, micro_batch_size=2, train_iters=8, checkpoint_interval=4, hidden_dropout=0.1)
+    options |= dict(on_bad_step="abort", experiment_dir=root, zero_stage=zero_stage)
+    run, told = opened(distributed, tiny_config(distributed.world_size, **options), fault=True), {}
+    with pytest.raises(NumericsError) as caught:
+        train(run)
+    told["error"], told["last"] = str(caught.value), run.iteration
+    run.model.finish()
+    run.stop.restore()
+    run.experiment.release()
+    folder = Path(root) / "runs" / "0" / "artifacts" / f"bad_step_{BAD}"
+    for name, fault in (("again", True), ("healthy", False)):
+        content = read_folder(folder)
+        run = opened(distributed, configuration(content, checkpoint_of(content, None)), fault)
+        told[f"{name} from"] = run.iteration
+        told[name] = replay(run, content, folder / name)
+        run.model.finish()
+        run.stop.restore()
+    return told
+
+
+def test_a_bad_step_is_found_and_repeated(tmp_path: Path) -> None:
+    """One micro-batch of one rank goes wrong: it is named with layer, parameter, rank and samples; with the same fault
+    the replay takes the same step, bit for bit, and says that a step without it differs."""
+    results = run_distributed(2, story, str(tmp_path), 3)
+    assert results[0] == results[1]
+    told = results[0]
+    assert told["last"] == BAD and "stopped by --on_bad_step=abort" in told["error"]
+    folder = tmp_path / "runs" / "0" / "artifacts" / f"bad_step_{BAD}"
+    content = json.loads((folder / "bad_step.json").read_text())
+    found = content["found"]
+    assert (found["rank"], found["micro_batch"], found["tensor"]) == (1, 1, "the gradient of the input of head")
+    assert (found["first_sample"], found["samples"]) == ((BAD - 1) * 8 + 6, 2)
+    assert found["parameters_not_finite"][0] == "embedding.word.weight" and not found["state_not_finite"]
+    assert (content["weights_of_iteration"], Path(content["checkpoint"]).name) == (BAD - 1, "4")
+    assert sum(path.stat().st_size for path in folder.glob("*.json")) < 20_000
+    code, words = told["again"]
+    assert (code, told["again from"]) == (0, 4) and words.startswith("the bad step is the same again: loss")
+    code, words = told["healthy"]
+    assert code == 1 and "its update is not dropped" in words
+    logs = sorted(path.name for path in (folder / "again").iterdir())
+    assert logs == [f"tensor_logs_train_{BAD:05d}_rank_{rank:03d}.safetensors" for rank in range(1)]
+
+
+def spikes(distributed: Distributed, root: str) -> list[str]:
+    """Two runs that drop many updates, one with folders and one without; the digests of their state."""
+    options = dict(skip_bad_steps=True, skip_bad_steps_window=8, skip_bad_steps_sigma=1.0, train_iters=24)
+    states = []
+    for directory in ({"experiment_dir": root}, {}):
+        run = opened(distributed, tiny_config(distributed.world_size, **options, **directory), fault=False)
+        train(run)
+        states.append(digest(part.read(kind) for _, part in run.model.parts() for kind in part.kinds()))
+        run.model.finish()
+        run.stop.restore()
+        run.experiment.release()
+    return states
+
+
+def test_folders_are_few_and_change_no_number(tmp_path: Path) -> None:
+    """A run with many bad steps leaves three folders, and ends with the same bits as one that leaves none."""
+    ((first, second),) = run_distributed(1, spikes, str(tmp_path))
+    assert first == second
+    folders = sorted((tmp_path / "runs" / "0" / "artifacts").iterdir())
+    assert len(folders) == 3
+    content = read_folder(folders[0])
+    assert content["found"]["largest_gradient"] and 0 < content["found"]["share"] <= 1
+    with pytest.raises(UsageError, match="bad_step.json"):
+        read_folder(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path) -> None:
+    """The script repeats a spike of a plain run, from the initial weights, and exits with 0."""
+    run_distributed(1, spikes, str(tmp_path))
+    folder = min((tmp_path / "runs" / "0" / "artifacts").iterdir(), key=lambda path: int(path.name.rpartition("_")[2]))
+    command = [sys.executable, "scripts/replay_step.py", str(folder)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "the bad step is the same again" in result.stdout + result.stderr and (folder / "replay").is_dir()
