@@ -101,6 +101,8 @@ def train_step(run: Run, micro_batches: Sequence[HostBatch], iteration: int) -> 
             debugger.gradients_reduced(run.model)
         check_replicas(run, iteration)
         rate = learning_rate(config, iteration)
+        if run.background is not None:
+            run.background.wait_for_copy()
         update = run.optimizer.step(iteration, rate, loss, tokens, run.model.updated)
         if debugger:
             debugger.parameters(run.model, "update")

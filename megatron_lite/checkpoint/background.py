@@ -1,4 +1,7 @@
-"""Saves in the background: training stops for a copy into host memory, and a thread per rank writes the files.
+"""Saves in the background: a thread per rank copies the shards into host memory and writes the files.
+
+Only an update changes shards, so training goes on through the next forward and backward pass while they are copied, and
+waits for the rest of the copy before the update.
 
 The threads exchange nothing. Between two iterations the main threads agree, over the CPU group, on whether all files
 are written; then they exchange sizes and checksums, and rank 0's thread adds the manifest and publishes. Until then the
@@ -9,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint.files import WrittenFile, logger
+from megatron_lite.checkpoint.files import TensorToWrite, WrittenFile, logger
 from megatron_lite.checkpoint.names import reason
 from megatron_lite.checkpoint.space import shard_bytes
 from megatron_lite.checkpoint.writing import Save, tensors_of
@@ -47,7 +50,8 @@ class _Pending:
     save: Save
     job: Future[Any]  # writes this rank's file; then, on rank 0, publishes
     begun_s: float
-    blocked_s: float
+    copied: threading.Event
+    blocked_s: float = 0.0
     written: list[WrittenFile] | None = None  # by all ranks; None while they write
 
 
@@ -63,6 +67,8 @@ class Finished(NamedTuple):
 
 class BackgroundSaves:
     """The copy of a model's shards in host memory, and at most one save that is being written from it.
+
+    Call `wait_for_copy` before anything changes the shards.
 
     retries: attempts to write a file after the first.
     """
@@ -82,15 +88,19 @@ class BackgroundSaves:
         return self._pending is not None
 
     def begin(self, save: Save) -> None:
-        """Copy the shards and let a thread write them; the folder of the save is prepared."""
+        """Let the thread copy the shards and write them; the folder of the save is prepared."""
         assert self._pending is None, "finish the save before"
-        begun_s, tensors = time.perf_counter(), []
-        for copy, tensor in zip(self._copies, save.tensors, strict=True):
-            _copy(tensor.read(), copy)
-            tensors.append(tensor._replace(read=partial(copy.view, -1)))
-        save.tensors = tensors
-        blocked_s = time.perf_counter() - begun_s
-        self._pending = _Pending(save, self._pool.submit(self._insist, save, save.write), begun_s, blocked_s)
+        begun_s, copied = time.perf_counter(), threading.Event()
+        self._distributed.wait_for_device()  # the thread's stream does not wait for that of the last update
+        job = self._pool.submit(self._copy_and_write, save, copied)
+        self._pending = _Pending(save, job, begun_s, copied, time.perf_counter() - begun_s)
+
+    def wait_for_copy(self) -> None:
+        """Wait until the shards may change."""
+        if self._pending is not None and not self._pending.copied.is_set():
+            begun_s = time.perf_counter()
+            self._pending.copied.wait()
+            self._pending.blocked_s += time.perf_counter() - begun_s
 
     def advance(self) -> bool:
         """Go on with the save, without waiting; return whether `finish` need not wait. All ranks call this together."""
@@ -127,6 +137,16 @@ class BackgroundSaves:
         num_bytes, seconds = sum(file.size for file in written), time.perf_counter() - pending.begun_s
         return Finished(save.folder, save.iteration, num_bytes, seconds, pending.blocked_s)
 
+    def _copy_and_write(self, save: Save, copied: threading.Event) -> WrittenFile:
+        """Copy this rank's shards and write its file, in the thread."""
+        try:
+            copies = list(zip(self._copies, save.tensors, strict=True))
+            _copy_all(copies, self._distributed.device)
+            save.tensors = [tensor._replace(read=partial(copy.view, -1)) for copy, tensor in copies]
+        finally:
+            copied.set()
+        return self._insist(save, save.write)
+
     def _publish(self, pending: _Pending) -> list[WrittenFile]:
         """Exchange what was written, and let rank 0's thread publish it."""
         written = pending.written = pending.save.gather(pending.job.result)
@@ -148,12 +168,22 @@ class BackgroundSaves:
             attempt += 1
 
 
+def _copy_all(copies: Sequence[tuple[Tensor, TensorToWrite]], device: torch.device) -> None:
+    """Read tensors into host memory; on a GPU beside the training, on a stream of this thread."""
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    with torch.cuda.stream(stream):  # None: nothing changes
+        for copy, tensor in copies:
+            _copy(tensor.read(), copy)
+        if stream is not None:
+            stream.synchronize()
+
+
 def _copy(source: Tensor, target: Tensor) -> None:
     """Copy a tensor to the host; on CPU by the C library, which does not read the target first, as torch does."""
     if source.device.type == "cpu":
         np.copyto(target.view(torch.uint8).numpy(), source.detach().contiguous().view(torch.uint8).numpy())
     else:
-        target.copy_(source)
+        target.copy_(source, non_blocking=True)
 
 
 def open_background(

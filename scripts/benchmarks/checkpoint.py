@@ -6,7 +6,8 @@ Every rank holds its shards of a model under ZeRO-3: weights and both moments of
 Each turn does everything once, in another order each time: writes and syncs the bytes of every rank to a plain file,
 saves with this program and with DCP, both also in the background, and reads all of it back after dropping the files
 from the system's cache. A row's ratio is taken within a turn. `blocked` is the time in which a training loop could not
-go on. `memory` is the highest resident memory less that before, of the largest rank. Prints a Markdown table.
+go on: beginning, waiting before an update --step_s later, publishing. `memory` is the highest resident memory less that
+before, of the largest rank. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from megatron_lite.distributed import startup
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.choice import agree_on_kernels
 from megatron_lite.model.gpt import model_layers
+from megatron_lite.monitor.metrics import LogWindow
+from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.validation import resolve
 from megatron_lite.zero.multi_stage import MultiStage
 from scripts.benchmarks.common import argument_parser, commit, cores, markdown_table, spread_cell, spread_of, write_json
@@ -68,9 +71,10 @@ class Measurement:
 class Bench:
     """The model of one rank, and everything that is timed."""
 
-    def __init__(self, config: Config, distributed: Distributed, folder: Path) -> None:
-        self.config, self.distributed, self.folder = config, distributed, folder
-        layers = model_layers(config, agree_on_kernels(config, distributed))
+    def __init__(self, config: Config, distributed: Distributed, folder: Path, step_s: float) -> None:
+        self.config, self.distributed, self.folder, self.step_s = config, distributed, folder, step_s
+        kernels = agree_on_kernels(config, distributed)
+        layers = model_layers(config, kernels)
         self.model = MultiStage(
             layers,
             config.multi_stage,
@@ -81,6 +85,9 @@ class Bench:
             moments=config.optimizer.moments,
         )
         self.model.initialize(1)
+        optimizer = Optimizer(config, self.model.stages, distributed, kernels)
+        window = LogWindow(distributed.device)
+        self.state = {"optimizer": optimizer.state(), "window": window.state(), "evaluation_due": False}
         self.tensors = tensors_of(self.model)
         # One tensor per shard, each of one rank: less to plan for DCP than DTensors, which it cannot copy without
         # a GPU (torch 2.13).
@@ -116,6 +123,10 @@ class Bench:
         begun_s = time.perf_counter()
         self.background.begin(prepared(self._save("ours async")))
         blocked_s = time.perf_counter() - begun_s
+        time.sleep(self.step_s)  # forward and backward; an update must wait for the copy
+        begun_s = time.perf_counter()
+        self.background.wait_for_copy()
+        blocked_s += time.perf_counter() - begun_s
         while not self.background.advance():  # once an iteration
             time.sleep(0.01)
         begun_s = time.perf_counter()
@@ -217,7 +228,7 @@ class Bench:
 
     def _save(self, name: str) -> Save:
         root = self.folder / name
-        return Save(root, 1, self.model, {}, self.config, self.distributed, lambda: None)
+        return Save(root, 1, self.model, self.state, self.config, self.distributed, lambda: None)
 
     def _plain(self) -> Path:
         return self.folder / f"plain_{self.distributed.rank}"
@@ -239,13 +250,14 @@ def main(argv: Sequence[str]) -> int:
         "--folder", type=Path, required=True, help="new folder on the disk to measure; deleted at the end"
     )
     parser.add_argument("--mib", type=int, default=1024, help="size of a checkpoint over all ranks")
+    parser.add_argument("--step_s", type=float, default=0.5, help="seconds between a save's begin and the next update")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     distributed = startup.initialize(DistributedConfig(device="cpu"))
-    bench = Bench(config_of(options.mib, distributed.world_size), distributed, options.folder)
+    bench = Bench(config_of(options.mib, distributed.world_size), distributed, options.folder, options.step_s)
     if distributed.rank == 0:
         options.folder.mkdir(parents=True)
     distributed.barrier()

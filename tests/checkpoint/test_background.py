@@ -15,7 +15,7 @@ import pytest
 
 from megatron_lite.checkpoint import background, files, manifest, sharded
 from megatron_lite.checkpoint.background import BackgroundSaves, open_background
-from megatron_lite.checkpoint.writing import Save
+from megatron_lite.checkpoint.writing import Save, prepared
 from megatron_lite.config import CheckpointConfig, Config
 from megatron_lite.errors import OutOfMemoryError, StorageError
 from tests.checkpoint.test_sharded import SPECS, load, names, save
@@ -41,6 +41,7 @@ def in_background(
         started = Save(root, iteration, model, run_state(), Config(), distributed, lambda: None)
         started.prepare()
         saves.begin(started)
+        saves.wait_for_copy()
         put(model, LATER, distributed.rank)
         return after(distributed, saves)
 
@@ -67,6 +68,29 @@ def test_the_same_bytes_as_a_save_in_place(tmp_path: Path) -> None:
         contents.append((dataclasses.replace(content, save_id="", files={}), values))
     assert contents[0] == contents[1]
     assert same(load(tmp_path / "later", 2)[1], VALUES)
+
+
+def test_training_goes_on_until_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy goes on beside it; only the wait before the update counts as blocked."""
+    copy, may_copy = background._copy, threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        may_copy.wait(10)
+        copy(*arguments)
+
+    monkeypatch.setattr(background, "_copy", slow)
+    distributed: Any = FakeDistributed(World(1), 0)
+    model: Any = put(empty_model(SPECS, Layout(), 0), VALUES, 0)
+    saves = BackgroundSaves(model, distributed, 0)
+    saves.begin(prepared(Save(tmp_path, 20, model, run_state(), Config(), distributed, lambda: None)))
+    assert not saves.advance(), "returned before the copy"
+    threading.Timer(0.2, may_copy.set).start()
+    saves.wait_for_copy()
+    put(model, LATER, 0)
+    saves.wait_for_copy()
+    finished = saves.finish()
+    assert finished is not None and 0.1 < finished.blocked_s < 5
+    assert same(load(tmp_path)[1], VALUES)
 
 
 def test_nothing_is_there_before_it_is_whole(tmp_path: Path) -> None:

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from megatron_lite.checkpoint import background, manifest
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import FolderLostError, StorageError
 from megatron_lite.outputs import saving
 from tests.support.fakes import FakeDistributed, World
+from tests.support.harness import run_distributed, tiny_config, train_whole
 from tests.support.launch import TINY, Fault, read_exit, run
 
 
@@ -88,3 +91,28 @@ def test_a_save_in_the_background_that_fails_ends_the_run(tmp_path: Path) -> Non
     assert outcome.codes == [8, 8], outcome.output
     assert "cannot save the checkpoint of iteration 2: rank 1: " in read_exit(experiment)["message"]
     assert list((experiment / "checkpoints").iterdir()) == []
+
+
+def train_and_copy_slowly(distributed: Distributed, options: dict[str, Any]) -> None:
+    """A whole run whose copies for checkpoints take longer than its steps."""
+    copy = background._copy
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.02)
+        copy(*arguments)
+
+    background._copy = slow  # type: ignore[assignment]  # in a process of its own
+    train_whole(distributed, tiny_config(**options))
+
+
+def test_an_update_waits_for_the_copy(tmp_path: Path) -> None:
+    """Checkpoints of a run whose copies are slow hold the weights of their iteration."""
+    contents = []
+    for asynchronous in (False, True):
+        experiment = tmp_path / str(asynchronous)
+        options = {"train_iters": 4, "checkpoint_interval": 2, "experiment_dir": str(experiment)}
+        run_distributed(1, train_and_copy_slowly, {**options, "async_checkpoint": asynchronous})
+        folder = experiment / "checkpoints" / "2"
+        data = (folder / "rank_000.safetensors").read_bytes()
+        contents.append(data.replace(manifest.read(folder, 2).save_id.encode(), b""))
+    assert contents[0] == contents[1]
