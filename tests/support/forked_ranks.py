@@ -37,7 +37,14 @@ def reap() -> dict[int, int]:
 
 
 def processes_of_starts() -> list[int]:
-    """Return the living processes below this one and the orphans that its parent has adopted, zombies aside."""
+    """Return the living processes below this one and the orphans that its parent has adopted, zombies aside.
+
+    A process whose parent ends while they are looked for is found on the next look, below its new parent.
+    """
+    return _look() or _look() or _look()
+
+
+def _look() -> list[int]:
     parents = {}
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
