@@ -45,17 +45,18 @@ def processes_of_starts() -> list[int]:
 
 
 def _look() -> list[int]:
-    parents = {}
+    parents, ended = {}, set()
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             state, parent = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[:2]
-            if state not in "ZX":
-                parents[int(name)] = int(parent)
+            parents[int(name)] = int(parent)  # a zombie may have children until its last thread has ended
+            if state in "ZX":
+                ended.add(int(name))
     found: set[int] = set()
     new = {os.getppid()}
     while new := {pid for pid, parent in parents.items() if parent in new}:
         found |= new
-    return sorted(found - {os.getpid()})
+    return sorted(found - ended - {os.getpid()})
 
 
 def describe(pid: int) -> str:
