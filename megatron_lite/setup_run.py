@@ -130,7 +130,8 @@ def opened(
     try:
         distributed = startup.initialize(config.distributed, ending.progress, ending.met)
         if distributed.device.type == "cpu":
-            torch.set_num_threads(choose_threads(config, distributed.local_world_size).number)
+            local_world_size, sharing = distributed.local_world_size, distributed.sharing_cores
+            torch.set_num_threads(choose_threads(config, local_world_size, sharing).number)
         experiment = Experiment(config, distributed)
         ending.opened(experiment)
         if (checkpoints := experiment.checkpoints) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import time
@@ -25,10 +26,11 @@ class Place:
     machine: str  # tells apart machines, and containers with process numbers of their own
     pid: int
     oom_kills: int = 0  # on the machine when the ranks met
+    cores: int = 0  # that the process may use: bit i is core i; 0 where unknown
 
-    def fields(self) -> tuple[int, str, str, int, int]:
+    def fields(self) -> tuple[int, str, str, int, int, int]:
         """Return the values, in the order of the constructor."""
-        return self.rank, self.host, self.machine, self.pid, self.oom_kills
+        return self.rank, self.host, self.machine, self.pid, self.oom_kills, self.cores
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
@@ -36,7 +38,32 @@ class Place:
 
 def own_place(rank: int) -> Place:
     """Return the place of this process."""
-    return Place(rank, socket.gethostname(), machine_name(), os.getpid(), oom_kills())
+    cores = sum(1 << core for core in own_cores())
+    return Place(rank, socket.gethostname(), machine_name(), os.getpid(), oom_kills(), cores)
+
+
+@functools.cache
+def own_cores() -> frozenset[int]:
+    """Return the cores that this process may use; empty where the system does not say.
+
+    Call this before torch is imported for the first time: with OMP_PROC_BIND, OMP_PLACES or GOMP_CPU_AFFINITY, OpenMP
+    then binds this thread to one of the cores.
+    """
+    affinity = getattr(os, "sched_getaffinity", None)
+    return frozenset(affinity(0)) if affinity is not None else frozenset()
+
+
+def sharing_cores(places: Sequence[Place], rank: int, local_ranks: Sequence[int]) -> int:
+    """Count the ranks, `rank` included, that may use a core which `rank` may use.
+
+    local_ranks: those that the launcher puts on its machine. Each of them may be in a container, which looks like a
+    machine of its own.
+    """
+    own = places[rank]
+    near = [place for place in places if place.rank in local_ranks or place.machine == own.machine]
+    known = all(place.cores for place in near)
+    shares = [place for place in near if place.rank != rank and (not known or place.cores & own.cores)]
+    return min(1 + len(shares), len(local_ranks))
 
 
 def gone(places: Sequence[Place], rank: int, limit_s: float) -> list[Place]:

@@ -75,6 +75,7 @@ class Distributed:
         progress: Progress | None = None,
     ) -> None:
         self.rank, self.world_size, self.local_world_size, self.device = rank, world_size, local_world_size, device
+        self.sharing_cores = local_world_size  # ranks that may use a core of this one, itself included
         self._cpu_group, self.group, self._watch = cpu_group, group, watch
         self.progress = progress or Progress()
         self.traffic = Traffic(world_size, self.progress)

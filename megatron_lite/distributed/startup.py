@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_lite.config import DistributedConfig
 from megatron_lite.distributed.meeting import Meeting, MeetingPoint, open_store
-from megatron_lite.distributed.peers import own_place
+from megatron_lite.distributed.peers import own_place, sharing_cores
 from megatron_lite.distributed.process_group import Distributed, peer_errors
 from megatron_lite.distributed.progress import Progress
 from megatron_lite.distributed.step_watch import StepWatch
@@ -39,18 +39,23 @@ def initialize(
     local_world_size = int(environment.get("LOCAL_WORLD_SIZE") or world_size)
     first = rank - local_rank  # of this machine, where the launcher numbers ranks machine by machine
     local_ranks = range(max(0, first), min(first + local_world_size, world_size))
+    sharing = local_world_size
 
     def meet() -> Any:
+        nonlocal sharing
         timeout_s = config.startup_timeout
         with _store_answers(world_size, timeout_s), _port_in_use():
             store = open_store(meeting_point(), rank, world_size, timeout_s)
         meeting = Meeting(meeting_point(), store, own_place(rank), world_size, local_ranks, timeout_s)
+        sharing = sharing_cores(meeting.places, rank, local_ranks)
         on_met(meeting)
         return meeting.store
 
-    return join(
+    distributed = join(
         config, rank, world_size, local_rank, local_world_size, meet=meet if world_size > 1 else None, progress=progress
     )
+    distributed.sharing_cores = sharing
+    return distributed
 
 
 def meeting_point() -> MeetingPoint:

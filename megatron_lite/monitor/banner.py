@@ -138,7 +138,7 @@ def _why_threads(config: Config, distributed: Distributed) -> str:
     """Say why a process on a CPU has its number of threads, if the run chose it."""
     if distributed.device.type != "cpu":
         return ""
-    threads = choose_threads(config, distributed.local_world_size)
+    threads = choose_threads(config, distributed.local_world_size, distributed.sharing_cores)
     return f" ({threads.reason})" if threads.number == torch.get_num_threads() else ""
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_lite.config import Config
+from megatron_lite.distributed.peers import own_cores
 from megatron_lite.run.launch import requested_threads, thread_limit
 
 # Multiplications of a square product (tokens x hidden x hidden) that a thread needs. A step of four blocks on 512
@@ -33,36 +34,39 @@ class Threads(NamedTuple):
     reason: str
 
 
-def choose_threads(config: Config, local_world_size: int) -> Threads:
-    """Choose this process's threads: OMP_NUM_THREADS, or by the size of the model, cores and ranks of this machine."""
+def choose_threads(config: Config, local_world_size: int, sharing_cores: int) -> Threads:
+    """Choose this process's threads: OMP_NUM_THREADS, or by the size of the model, cores and ranks of this machine.
+
+    Args:
+        sharing_cores: number of ranks that may use this rank's cores: 1 where the launcher binds each to its own. A
+            quota of time counts all ranks of the machine, whatever cores they may use.
+    """
     requested, limit = requested_threads(), thread_limit()
-    threads = threads_of(config, available_cores(), local_world_size)
+    threads = threads_of(config, available_cores(), sharing_cores if _quota() is None else local_world_size)
     if requested is not None:
         threads = Threads(requested, "OMP_NUM_THREADS")
     return threads if limit is None or threads.number <= limit else Threads(limit, "OMP_THREAD_LIMIT")
 
 
-def threads_of(config: Config, cores: int, local_world_size: int) -> Threads:
-    """Share the cores among the ranks of this machine, but give no thread less than `WORK_OF_A_THREAD`."""
+def threads_of(config: Config, cores: int, ranks: int) -> Threads:
+    """Share the cores among the ranks that use them, but give no thread less than `WORK_OF_A_THREAD`."""
     batch = config.batch
     tokens = (batch.micro_batch_size or 1) * batch.sequence_length
     useful = max(1, tokens * config.model.hidden_size**2 // WORK_OF_A_THREAD)
-    share = max(1, cores // local_world_size)
+    share = max(1, cores // ranks)
     if useful < share:
         return Threads(useful, f"of {share}: --hidden_size and the tokens of a micro-batch give no work to more")
-    shared = f"{cores} core{'s' if cores > 1 else ''} / {local_world_size} ranks"
-    return Threads(share, shared if local_world_size > 1 else "all cores")
+    shared = f"{cores} core{'s' if cores > 1 else ''} / {ranks} ranks"
+    return Threads(share, shared if ranks > 1 else "all cores")
 
 
 @functools.cache
 def available_cores() -> int:
-    """Return the cores that this process may use: its affinity, within the quota of its control group.
+    """Return the number of cores that this process may use: its affinity, within the quota of its control group.
 
-    Call this before torch is imported for the first time: with OMP_PROC_BIND, OMP_PLACES or GOMP_CPU_AFFINITY, OpenMP
-    then binds this thread to one of the cores.
+    Call this before torch is imported for the first time, as `own_cores`.
     """
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    cores = len(own_cores()) or os.cpu_count() or 1
     quota = _quota()
     return cores if quota is None else max(1, min(cores, int(quota)))
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_lite.distributed.peers import Place, sharing_cores
 from megatron_lite.errors import UsageError
 from megatron_lite.generation.model import choose_device
 from megatron_lite.kernels.products import onednn_is_exact
 from megatron_lite.monitor import banner
 from megatron_lite.run import launch, libraries, threads
-from megatron_lite.run.threads import available_cores, threads_of
+from megatron_lite.run.threads import available_cores, choose_threads, threads_of
 from tests.support.harness import tiny_config
 from tests.support.launch import TINY, run
 from tests.support.threads import THREADS
@@ -45,10 +46,26 @@ def test_threads_follow_from_the_work_and_a_fair_share(
 
 
 def test_cores_are_those_of_the_affinity_and_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    monkeypatch.setattr(threads, "own_cores", lambda: frozenset(range(6)))
     for quota, expected in ((None, 6), (2.5, 2), (1.5, 1), (0.4, 1), (64.0, 6)):
         monkeypatch.setattr(threads, "_quota", lambda quota=quota: quota)
         assert available_cores.__wrapped__() == expected
+
+
+def test_ranks_with_cores_of_their_own_do_not_divide_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As srun binds them: the affinity of each is its share. A quota of time is divided by all ranks of the machine."""
+    bound = [Place(rank, "host", "machine", 1, cores=0b1111 << 4 * rank) for rank in range(2)]
+    free = [Place(rank, "host", f"container {rank}", 1, cores=0xFF) for rank in range(2)]
+    pairs = [Place(rank, "host", "machine", 1, cores=0b1111 << 4 * (rank // 2)) for rank in range(4)]
+    unknown = [Place(rank, "host", "machine", 1) for rank in range(2)]
+    assert [sharing_cores(places, 1, local) for places, local in ((bound, range(2)), (free, range(2)))] == [1, 2]
+    assert [sharing_cores(places, 1, local) for places, local in ((pairs, range(4)), (unknown, range(2)))] == [2, 2]
+    config = tiny_config(hidden_size=384, sequence_length=2048, micro_batch_size=1, batch_size=1)
+    monkeypatch.setattr(threads, "available_cores", lambda: 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for quota, expected in ((None, 4), (4.0, 2)):
+        monkeypatch.setattr(threads, "_quota", lambda quota=quota: quota)
+        assert choose_threads(config, local_world_size=2, sharing_cores=1).number == expected
 
 
 @pytest.mark.parametrize(
@@ -124,7 +141,7 @@ def test_the_users_limit_holds(monkeypatch: pytest.MonkeyPatch) -> None:
         if given is not None:
             monkeypatch.setenv("OMP_NUM_THREADS", given)
         monkeypatch.setenv("OMP_THREAD_LIMIT", limit)
-        assert threads.choose_threads(large, 1) == expected
+        assert threads.choose_threads(large, 1, 1) == expected
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)

@@ -60,6 +60,7 @@ class FakeDistributed:
 
     device = torch.device("cpu")
     local_world_size = 1
+    sharing_cores = 1
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.world_size = world, rank, world.world_size
