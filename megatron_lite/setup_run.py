@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from megatron_lite.checkpoint.names import newest_checkpoint
 from megatron_lite.checkpoint.resume import has_checkpoint, resume
 from megatron_lite.cli.help import banner, short_banner
 from megatron_lite.config import Config
+from megatron_lite.data.fingerprint import check_same
 from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed import startup
@@ -244,9 +246,10 @@ def build(
 
     kernels = agree_on_kernels(config, distributed)
     inputs = together(distributed, lambda: _open_inputs(start, environment or {}, kernels))
+    check_same(inputs.data.identity, distributed)
     samples = open_samples(config, distributed, experiment, stop)
     _log_banner(start, inputs, (*choices, *library, *notes))
-    source = _open_source(start, inputs.layers)
+    source = _open_source(start, inputs)
 
     distributed.progress.phase = "the loading"
     model = together(distributed, lambda: _allocate(start, inputs.layers))
@@ -258,7 +261,7 @@ def build(
     optimizer = Optimizer(config, model.stages, distributed, inputs.kernels)
 
     window = LogWindow(distributed.device)
-    iteration, evaluation_due = _fill(start, source, model, optimizer, window)
+    iteration, evaluation_due = _fill(start, source, model, optimizer, window, inputs.data.identity)
     debugger = _debug(start, model)
     with distributed.traffic.paused():
         model.gather_ahead()  # every iteration ends with this
@@ -326,8 +329,8 @@ def _choose_products(start: Start) -> tuple[Config, tuple[Note, ...]]:
         products.check_library(config.performance.cpu_matmul)
         if distributed.rank != 0:
             return None
-        newest = choose(root, config.checkpoint).newest_config()
-        return library_of_products(config, {} if newest is None else newest[1])
+        newest = choose(root, config.checkpoint).newest()
+        return library_of_products(config, {} if newest is None else newest[1].config)
 
     if distributed.device.type != "cpu":
         return config, ()
@@ -364,15 +367,15 @@ def _tell(start: Start, full: str, short: str) -> None:
     log_both(start.logger, console=full if start.config.run.show_all_options else short, file=full)
 
 
-def _open_source(start: Start, layers: list[Layer]) -> WeightSource | None:
+def _open_source(start: Start, inputs: Inputs) -> WeightSource | None:
     """Open the pretrained weights to start from; None without any, or if the run has a checkpoint of its own."""
     config, distributed = start.config, start.distributed
-    resumes = together(distributed, lambda: has_checkpoint(start.experiment.checkpoints, config))
+    resumes = together(distributed, lambda: has_checkpoint(start.experiment.checkpoints, config, inputs.data.identity))
     if config.source.pretrained_checkpoint_path is None or not config.source.load_pretrained_weights:
         return None
     if distributed.broadcast_object(resumes):
         return None
-    return load_pretrained.open_pretrained(config, shapes_of(layers), distributed, start.logger.warning)
+    return load_pretrained.open_pretrained(config, shapes_of(inputs.layers), distributed, start.logger.warning)
 
 
 # -- allocate -----------------------------------------------------------------------------------------------------
@@ -409,14 +412,21 @@ def _time_collectives(start: Start, model: MultiStage) -> dict[str, float]:
 
 
 def _fill(
-    start: Start, source: WeightSource | None, model: MultiStage, optimizer: Optimizer, window: LogWindow
+    start: Start,
+    source: WeightSource | None,
+    model: MultiStage,
+    optimizer: Optimizer,
+    window: LogWindow,
+    data: dict[str, Any],
 ) -> tuple[int, bool]:
     """Load the newest good checkpoint, or the pretrained weights, or initialize.
 
     Returns the iterations done, and whether an evaluation after them is due.
     """
     config, root = start.config, start.experiment.checkpoints
-    resumed = resume(root, config, model, optimizer, window, start.distributed, start.logger, start.experiment.check)
+    resumed = resume(
+        root, config, model, optimizer, window, data, start.distributed, start.logger, start.experiment.check
+    )
     if resumed is not None:
         return resumed
     if source is None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from megatron_lite.checkpoint.manifest import read
+from megatron_lite.checkpoint.manifest import Manifest, read
 from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, reason
 from megatron_lite.config.checkpoint import CheckpointConfig
 from megatron_lite.errors import CheckpointError, DamagedError, StorageError
@@ -29,9 +29,9 @@ class Choice(NamedTuple):
     goes_back: bool = False  # to an older checkpoint of its own, by --resume_iteration
     note: str = ""  # for the log
 
-    def newest_config(self) -> tuple[Path, dict[str, Any]] | None:
-        """Return folder and flat configuration of the newest one with a good manifest; reads only manifests."""
-        return next(((folder, config) for _, folder, config in _good(self.found)), None)
+    def newest(self) -> tuple[Path, Manifest] | None:
+        """Return folder and manifest of the newest one with a good manifest; reads only manifests."""
+        return next(((folder, content) for _, folder, content in _good(self.found)), None)
 
 
 def choose(root: Path | None, options: CheckpointConfig) -> Choice:
@@ -50,7 +50,7 @@ def choose(root: Path | None, options: CheckpointConfig) -> Choice:
         newest = next(_good(own), None)
         if wanted is None or own[0][0] <= wanted:
             return Choice(_only(own, wanted, root))
-        if newest is not None and newest[0] > wanted and newest[2].get("resume_iteration") == wanted:
+        if newest is not None and newest[0] > wanted and newest[2].config.get("resume_iteration") == wanted:
             note = (
                 f"--resume_iteration={wanted} was followed by an earlier start: the run continues from {newest[1]}; "
                 "to go back again, move that folder away"
@@ -131,9 +131,9 @@ def _find(root: Path) -> list[tuple[int, Path]]:
         raise CheckpointError(f"cannot read the checkpoints in {root}: {reason(error)}") from None
 
 
-def _good(found: Sequence[tuple[int, Path]]) -> Iterator[tuple[int, Path, dict[str, Any]]]:
+def _good(found: Sequence[tuple[int, Path]]) -> Iterator[tuple[int, Path, Manifest]]:
     for iteration, folder in found:
         try:
-            yield iteration, folder, read(folder, iteration).config
+            yield iteration, folder, read(folder, iteration)
         except DamagedError:
             continue

@@ -111,7 +111,7 @@ def differences(saved: dict[str, Any], config: Config) -> list[Difference]:
 
 
 def moved_samples(saved: dict[str, Any], config: Config, iterations: int) -> str | None:
-    """Warn that a changed batch size repeats or skips samples after N iterations, and say how to avoid it.
+    """Warn that a changed batch size or sequence length repeats or skips samples after N iterations, and how not to.
 
     The samples of an iteration follow from the current schedule, not from the samples read so far. None: no change.
     """
@@ -121,6 +121,9 @@ def moved_samples(saved: dict[str, Any], config: Config, iterations: int) -> str
     before = batch_schedule(batch)
     now = batch_schedule(config.batch)
     read, counted = before.consumed_samples(iterations), now.consumed_samples(iterations)
+    length = saved.get("sequence_length", config.batch.sequence_length)
+    if length != config.batch.sequence_length:
+        return _recut_tokens(read * length, counted * config.batch.sequence_length, length, config, iterations)
     if read == counted:
         return None
     effect = "read again" if counted < read else "left out"
@@ -128,6 +131,19 @@ def moved_samples(saved: dict[str, Any], config: Config, iterations: int) -> str
         f"the first {iterations:,} iterations read {read:,} samples, but {counted:,} with the current batch size: "
         f"{abs(read - counted):,} samples are {effect}; to continue after the last sample read, write "
         f'--batch_size_schedule="{continued(before, now, iterations)}" instead of --batch_size'
+    )
+
+
+def _recut_tokens(read: int, counted: int, length: int, config: Config, iterations: int) -> str | None:
+    """Warn that samples of another length than `length` do not begin where the tokens read so far end."""
+    if not iterations:
+        return None
+    effect = "read again" if counted < read else "left out"
+    moved = f"{abs(read - counted):,} tokens are {effect}" if counted != read else "their number is the same"
+    return (
+        f"the first {iterations:,} iterations read {read:,} tokens, but {counted:,} with --sequence_length="
+        f"{config.batch.sequence_length}: {moved}, and samples are cut anew, in another order, so that some tokens are "
+        f"read again before all were read; to continue after the last sample read, write --sequence_length={length}"
     )
 
 

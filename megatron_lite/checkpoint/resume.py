@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_lite.checkpoint import compatibility, sharded
 from megatron_lite.checkpoint.choice import choose, set_aside
+from megatron_lite.checkpoint.data_changes import check_data
 from megatron_lite.checkpoint.manifest import Manifest
 from megatron_lite.config import Config
 from megatron_lite.distributed.agreement import together
@@ -25,16 +26,19 @@ class Sums(Protocol):
     def load_state(self, state: dict[str, Any]) -> None: ...
 
 
-def has_checkpoint(root: Path | None, config: Config) -> bool:
-    """Whether there is a checkpoint to resume from, good or not; refuse a changed architecture before any allocation.
+def has_checkpoint(root: Path | None, config: Config, data: dict[str, Any]) -> bool:
+    """Whether there is a checkpoint to resume from, good or not; refuse another architecture or other data early.
+
+    data: see `data.fingerprint.identity`.
 
     Raises:
         CheckpointError: also if the options ask for a checkpoint that is not there, or forbid those that are.
     """
     choice = choose(root, config.checkpoint)
-    if (newest := choice.newest_config()) is not None:
-        folder, saved = newest
-        compatibility.check_architecture(saved, config, str(folder))
+    if (newest := choice.newest()) is not None:
+        folder, content = newest
+        compatibility.check_architecture(content.config, config, str(folder))
+        check_data(content, config, data, str(folder))
     return bool(choice.found)
 
 
@@ -44,13 +48,14 @@ def resume(
     model: MultiStage,
     optimizer: Optimizer,
     sums: Sums,
+    data: dict[str, Any],
     distributed: Distributed,
     logger: logging.Logger,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[int, bool] | None:
     """Load the newest good checkpoint of those that the options allow; all ranks call this together.
 
-    check: rank 0 calls it before it moves anything; see `writing.Save`.
+    data: see `data.fingerprint.identity`. check: rank 0 calls it before it moves anything; see `writing.Save`.
 
     Returns:
         The iterations done, and whether an evaluation after them is due; None without a checkpoint.
@@ -62,6 +67,7 @@ def resume(
         return None
     folder, loaded = found
     compatibility.check_architecture(loaded.config, config, str(folder))
+    other_data = check_data(loaded, config, data, str(folder))
     model.invalidate()
     saved_by = compatibility.saved_optimizer(loaded.config)
     optimizer.load_state(compatibility.optimizer_state(loaded.state, saved_by, config.optimizer.optimizer))
@@ -74,6 +80,8 @@ def resume(
         _set_aside(root, loaded.iteration, check, distributed, logger)
     if config.averaging.enabled and optimizer.averaging.updates == 0:
         logger.info("  averaging (--ema_type=%s) begins now, from these weights", config.averaging.ema_type)
+    for change in other_data:
+        logger.warning("  allowed by --allow_data_change=1: %s", change)
     _log_changes(loaded, config, logger)
     return loaded.iteration, loaded.state.get("evaluation_due", False)
 

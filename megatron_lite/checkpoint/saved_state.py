@@ -8,6 +8,7 @@ A key that ends with `?` may be absent, as in checkpoints of older versions; an 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from megatron_lite.config.optimizer import EMA_TYPES
 from megatron_lite.errors import DamagedError
 
 LARGEST_COUNT = 2**62
+MOST_SETS = 100_000
+_TOKEN_DTYPES = ("uint8", "int8", "int16", "int32", "int64", "uint16")
 _LARGEST_FP32 = (2 - 2**-23) * 2.0**127
 
 
@@ -56,6 +59,22 @@ def _is_step(value: Any) -> bool:
     return iteration.is_integer() and 0 <= iteration <= 2**53
 
 
+def _is_digest(value: Any) -> bool:
+    return type(value) is str and re.fullmatch(r"[0-9a-f]{16}", value) is not None
+
+
+def _is_sets(value: Any) -> bool:
+    """Whether a value lists data sets: documents, tokens, dtype, fingerprint of each."""
+    return isinstance(value, list) and len(value) <= MOST_SETS and all(map(_is_set, value))
+
+
+def _is_set(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != 4:
+        return False
+    documents, tokens, dtype, mark = value
+    return is_count(documents) and is_count(tokens) and dtype in _TOKEN_DTYPES and _is_digest(mark)
+
+
 def _rows(width: int) -> _Value:
     def is_rows(value: Any) -> bool:
         return (
@@ -74,6 +93,8 @@ _NOT_NEGATIVE = _Value("a finite number >= 0", lambda value: _is_finite(value) a
 _SCALE = _Value("a number > 0 that fits fp32", _is_scale)
 _HEX = _Value("a hexadecimal float", _is_hex)
 _STEP = _Value("five hexadecimal floats that end with an iteration", _is_step)
+_SETS = _Value("a list of at most 100,000 data sets", _is_sets)
+_DIGEST = _Value("16 hexadecimal digits or null", lambda value: value is None or _is_digest(value))
 _EMA_TYPE = _Value(f"one of {', '.join(EMA_TYPES)}", lambda value: type(value) is str and value in EMA_TYPES)
 
 _LOSS_SCALE = {"dynamic": _FLAG, "scale": _SCALE, "good": _COUNT, "patience": _INTEGER}
@@ -90,6 +111,7 @@ _STATE: Mapping[str, Any] = MappingProxyType(
         },
         "window": {"loss": _HEX, "tokens": _COUNT},
         "evaluation_due?": _FLAG,
+        "data?": {"sets": _SETS, "tokenizer": _DIGEST},
     }
 )
 

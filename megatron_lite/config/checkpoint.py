@@ -54,6 +54,9 @@ class CheckpointConfig(Area):
         "the newest good one",
         aliases="ckpt_step",
     )
+    allow_data_change: bool = option(
+        False, "resume although data, their weights, split, tokenizer or seed are not those of the checkpoint"
+    )
     save_retries: NonNegativeInt = option(
         3,
         "attempts to save again after a failure of the storage, after 1, 4, 16, 60, 60 ... s",

@@ -129,9 +129,19 @@ class DataSource:
     """
 
     def __init__(
-        self, config: Config, rank: int, world_size: int, phases: dict[str, Phase], description: dict[str, str]
+        self,
+        config: Config,
+        rank: int,
+        world_size: int,
+        phases: dict[str, Phase],
+        description: dict[str, str],
+        identity: dict[str, Any],
     ) -> None:
-        """config: resolved; phases: those that the run needs; description: lines for the banner."""
+        """Store what was opened.
+
+        config: resolved; phases: those that the run needs; description: lines for the banner; identity: see
+        `fingerprint.identity`.
+        """
         assert config.batch.micro_batch_size, config.batch
         assert 0 <= rank < world_size, (rank, world_size)
         self._batch, self._data = config.batch, config.data
@@ -139,6 +149,7 @@ class DataSource:
         self._pin_memory = config.distributed.device != "cpu" and torch.cuda.is_available()
         self._phases = phases
         self._description = description
+        self.identity = identity
         self._open: set[Workers] = set()
         self.while_waiting: Callable[[], None] = lambda: None
 

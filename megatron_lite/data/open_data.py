@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_lite.config import Config
 from megatron_lite.data.blending import MAX_SAMPLES, Blend, Concatenation
+from megatron_lite.data.fingerprint import identity
 from megatron_lite.data.indexed_dataset import DocumentBorders, IndexedDataset
 from megatron_lite.data.loader import DataSource, Phase
 from megatron_lite.data.reading import RandomReader, Stream, StreamReader
@@ -32,9 +33,10 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
     training = config.training
     iterations = dict(zip(PHASES, (training.train_iters, training.validation_iters, training.test_iters), strict=True))
     needed = {phase: count for phase, count in iterations.items() if count != 0}
-    if config.data.tokenizer_file is not None:
+    tokenizer = config.data.tokenizer_file
+    if tokenizer is not None:
         try:
-            read_tokenizer_file(config.data.tokenizer_file)  # now, not at the first export
+            read_tokenizer_file(tokenizer)  # now, not at the first export
         except DataError as error:
             raise DataError(f"--tokenizer_file: {error}") from error
     phases: dict[str, Phase] = {}
@@ -42,7 +44,7 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
         for phase, count in needed.items():
             assert count != "all", "refused by validation: random tokens have no end"
             phases[phase] = Phase(_random_reader(config, phase), _schedule(config, phase), count)
-        return DataSource(config, rank, world_size, phases, {"data": "random tokens"})
+        return DataSource(config, rank, world_size, phases, {"data": "random tokens"}, identity([], tokenizer))
     weighted = weighted_paths(config.data.data_path) if needed else []
     if needed and not weighted:
         raise UsageError(
@@ -66,7 +68,8 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
         else:
             phases[phase], described = _blended(config, phase, count, streams, [weight for weight, _ in weighted])
         description[f"{phase} data"] = described
-    return DataSource(config, rank, world_size, phases, description)
+    opened = identity([datasets[prefix] for _, prefix in weighted], tokenizer)
+    return DataSource(config, rank, world_size, phases, description, opened)
 
 
 def _random_reader(config: Config, phase: str) -> RandomReader:

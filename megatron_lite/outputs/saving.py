@@ -73,7 +73,12 @@ def refuse_broken_weights(run: Run) -> None:
 
 def _state(run: Run, evaluation_due: bool = False) -> dict[str, Any]:
     """Return what a checkpoint holds besides the shards (reads the device)."""
-    return {"optimizer": run.optimizer.state(), "window": run.window.state(), "evaluation_due": evaluation_due}
+    return {
+        "optimizer": run.optimizer.state(),
+        "window": run.window.state(),
+        "evaluation_due": evaluation_due,
+        "data": run.data.identity,
+    }
 
 
 def save(run: Run, evaluation_due: bool = False, stopping: bool = False) -> None:

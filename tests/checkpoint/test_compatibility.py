@@ -167,3 +167,20 @@ def test_a_schedule_that_moves_the_learning_rate_is_said(now: dict[str, Any], fi
     left = {name: value for name, value in given.items() if name not in [name for name, value in words if not value]}
     mended = resolve(unflatten({**left, **keep}), 1)
     assert moved_rate(saved, mended, 800) is None
+
+
+def test_another_sequence_length_moves_tokens() -> None:
+    """Half the length, and half the batch, both count half the tokens as read; both are told."""
+    saved = saved_config(batch_size=8, sequence_length=16)
+    now = unflatten({"batch_size": 8, "sequence_length": 8})
+    warning = moved_samples(saved, now, 100)
+    assert (
+        warning is not None
+        and "read 12,800 tokens, but 6,400 with --sequence_length=8: 6,400 tokens are read again" in warning
+    )
+    assert "write --sequence_length=16" in warning
+    longer = moved_samples(saved, unflatten({"batch_size": 8, "sequence_length": 32}), 100)
+    assert longer is not None and "12,800 tokens are left out" in longer
+    same = moved_samples(saved, unflatten({"batch_size": 16, "sequence_length": 8}), 100)
+    assert same is not None and "their number is the same, and samples are cut anew" in same
+    assert moved_samples(saved, now, 0) is None

@@ -163,6 +163,7 @@ def test_token_outside_of_the_vocabulary(tmp_path: Path, bad: str, num_workers: 
         f"--experiment_dir={experiment}",
         f"--num_workers={num_workers}",
         "--checkpoint_interval=2",
+        "--allow_data_change=1",
     ]
     assert run([*command, "--train_iters=2"], RANKS).codes == [0, 0]
     before = digests(experiment / "checkpoints" / "2")

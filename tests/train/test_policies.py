@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
+from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from tests.support.launch import TINY, run
 from tests.support.results import assert_all_good, checkpoints, weights
 
@@ -44,3 +47,24 @@ def test_resuming_from_another_folder(tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "a") == [2, 4, 6]
     outcome = run([*flags, "--load_policy=never"])
     assert outcome.codes == [2] and "a run that starts anew loads no checkpoint" in outcome.output
+
+
+def write_corpus(prefix: Path, seed: int) -> None:
+    with IndexedDatasetWriter(str(prefix), "<u2") as writer:
+        for document in np.random.default_rng(seed).integers(0, 64, size=(50, 60)):
+            writer.add_document(document)
+
+
+def test_data_replaced_under_the_same_path(tmp_path: Path) -> None:
+    """Another corpus of the same size is refused on resume, or allowed by name; the same corpus may move."""
+    write_corpus(tmp_path / "c", 1)
+    flags = [*TINY, "--dataset_source=list", "--num_workers=0", "--split=1,0,0", f"--experiment_dir={tmp_path / 'run'}"]
+    same, moved = f"--data_path={tmp_path / 'c'}", f"--data_path={tmp_path / 'moved'}"
+    assert run([*flags, same, "--train_iters=2"]).codes == [0]
+    write_corpus(tmp_path / "moved", 1)
+    assert run([*flags, moved, "--train_iters=3"]).codes == [0]
+    write_corpus(tmp_path / "c", 2)
+    outcome = run([*flags, same, "--train_iters=4"])
+    assert outcome.codes == [4] and "data set 0: " in outcome.output and "fingerprint" in outcome.output, outcome.output
+    outcome = run([*flags, same, "--train_iters=4", "--allow_data_change=1"])
+    assert outcome.codes == [0] and "allowed by --allow_data_change=1: data set 0" in outcome.output, outcome.output

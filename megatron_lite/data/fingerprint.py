@@ -1,0 +1,82 @@
+"""The identity of a run's data: a checkpoint holds it, and a resumed run compares it.
+
+A fingerprint samples a data set: the sizes of its two files, and eight blocks of each from the first to the last byte.
+So it takes a millisecond at any size, finds another corpus under the same path, and accepts the same corpus under
+another path. It does not find an edit of a few tokens that changes no size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.data.indexed_dataset import IndexedDataset
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.errors import DataError
+
+BLOCKS = 8  # of each file
+BLOCK_BYTES = 4096
+
+
+def fingerprint(dataset: IndexedDataset) -> str:
+    """Return 16 hexadecimal digits that depend on the content of a data set, not on its place.
+
+    Raises:
+        DataError: if a file cannot be read.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for path in (dataset.index_path, dataset.tokens.path):
+        try:
+            with open(path, "rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                digest.update(size.to_bytes(8, "little"))
+                last = max(0, size - BLOCK_BYTES)
+                for start in sorted({last * number // (BLOCKS - 1) for number in range(BLOCKS)}):
+                    digest.update(os.pread(file.fileno(), BLOCK_BYTES, start))
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def identity(datasets: list[IndexedDataset], tokenizer_file: str | None) -> dict[str, Any]:
+    """Return what a checkpoint holds about its data, as JSON.
+
+    `sets`: [documents, tokens, dtype, fingerprint] of each data set, in the order of --data_path. `tokenizer`: a
+    digest of the tokenizer's file, or None.
+
+    Raises:
+        DataError: if a file cannot be read.
+    """
+    known: dict[str, list[Any]] = {}
+    for dataset in datasets:
+        if dataset.prefix not in known:
+            dtype, mark = dataset.tokens.dtype.name, fingerprint(dataset)
+            known[dataset.prefix] = [dataset.num_documents, dataset.num_tokens, dtype, mark]
+    tokenizer = None
+    if tokenizer_file is not None:
+        try:
+            tokenizer = hashlib.blake2b(Path(tokenizer_file).read_bytes(), digest_size=8).hexdigest()
+        except OSError as error:
+            raise DataError(f"--tokenizer_file: {tokenizer_file}: cannot be read: {error.strerror}") from error
+    return {"sets": [known[dataset.prefix] for dataset in datasets], "tokenizer": tokenizer}
+
+
+def check_same(own: dict[str, Any], distributed: Distributed) -> None:
+    """Check that all ranks read the same data; all ranks call this together.
+
+    Raises:
+        DataError: on every rank, if the identity of any differs from that of rank 0.
+    """
+    digest = hashlib.blake2b(json.dumps(own).encode(), digest_size=8).hexdigest()
+    digests = distributed.gather_objects(digest)
+    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if others:
+        error = DataError(
+            f"rank {others[0]} reads other files than rank 0 under the same --data_path or --tokenizer_file; every "
+            "rank needs the same data"
+        )
+        error.agreed = True
+        raise error
