@@ -28,7 +28,7 @@ from megatron_lite.run.durable_files import sync_folder
 logger = logging.getLogger("megatron_lite")
 
 CHUNK_BYTES = 64 * 2**20  # memory for one read, and for one copy from a device
-PIECE_BYTES = 2**20  # written, then summed while it is in the processor's cache
+PIECE_BYTES = 2**20  # written or read, then summed while it is in the processor's cache
 FLUSH_BYTES = 16 * 2**20  # after which the disk begins to write, so that the sync at the end waits for little
 
 
@@ -145,8 +145,12 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def read_into(file: io.FileIO, offset: int, target: Tensor) -> None:
+def read_into(
+    file: io.FileIO, offset: int, target: Tensor, seen: Callable[[memoryview], None] = lambda data: None
+) -> None:
     """Read bytes of a file into a tensor (n,) of uint8 on any device, at most `CHUNK_BYTES` at a time.
+
+    seen: gets the bytes where they have arrived on the host, in pieces that the caches of a CPU still hold.
 
     Raises:
         EOFError: if the file is shorter.
@@ -156,9 +160,10 @@ def read_into(file: io.FileIO, offset: int, target: Tensor) -> None:
         host = chunk if chunk.device.type == "cpu" else torch.empty(chunk.numel(), dtype=torch.uint8)
         view = host.numpy().data
         while view:
-            count = file.readinto(view)
+            count = file.readinto(view[:PIECE_BYTES])
             if not count:
                 raise EOFError
+            seen(view[:count])
             view = view[count:]
         if host is not chunk:
             chunk.copy_(host)

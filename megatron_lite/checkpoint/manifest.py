@@ -295,13 +295,13 @@ def _slice(item: Any, files: dict[str, SavedFile], dtype: torch.dtype) -> Slice:
     return piece
 
 
-def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Check that all files of a manifest exist and have the right size.
+def check_sizes(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
+    """Check that this rank's share of the files of a manifest exist and have the right size.
 
     Raises:
         DamagedError: for the first that does not.
     """
-    for name, file in manifest.files.items():
+    for name, file in list(manifest.files.items())[rank::world_size]:
         with _open_file(folder, name, file):
             pass
 
@@ -317,7 +317,13 @@ def check_file(folder: Path, name: str, manifest: Manifest) -> None:
         buffer = memoryview(bytearray(min(CHUNK_BYTES, max(expected.size, 1))))
         while count := file.readinto(buffer):
             crc = zlib.crc32(buffer[:count], crc)
-    _require(crc == expected.crc32, f"{name}: its checksum does not match: it is damaged or belongs to another save")
+    require_checksum(name, expected, crc)
+
+
+def require_checksum(name: str, expected: SavedFile, found: int) -> None:
+    """Raise DamagedError unless a file has the CRC-32 of its manifest."""
+    message = f"{name}: its checksum does not match: it is damaged or belongs to another save"
+    _require(found == expected.crc32, message)
 
 
 def check_files(folder: Path, manifest: Manifest, rank: int, world_size: int) -> None:

@@ -1,18 +1,27 @@
-"""Verify the checkpoints that `sharded.save` writes, and read them into a model of any layout."""
+"""Read the checkpoints that `sharded.save` writes into a model of any layout, and verify them on the way.
+
+Each rank reads the bytes of its shards once and computes their checksums where they arrive; the rest of a file (header,
+padding, state that this run does not use) is read for its checksum only. The ranks exchange the checksums of the
+pieces: those of a whole file, joined, must be the file's. So the first step waits for one pass over the files, and a
+single wrong bit is found before it, even one that only one rank received.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import files, manifest
+from megatron_lite.checkpoint.checksums import Checksums, Piece, joined, missing
 from megatron_lite.checkpoint.compatibility import keeps_moments, saved_optimizer
 from megatron_lite.checkpoint.manifest import MOMENTS, Manifest, SavedParameter, dtype_name
 from megatron_lite.checkpoint.names import MANIFEST_NAME, open_regular
@@ -25,22 +34,65 @@ if TYPE_CHECKING:
     from megatron_lite.zero.layout import ParameterSlot
     from megatron_lite.zero.multi_stage import MultiStage
 
+_SKIPPED_BYTES = 2**20  # memory for bytes that are read for their checksum only
 
-def verify(folder: Path, iteration: int, distributed: Distributed) -> tuple[Manifest | None, str | None]:
-    """Return the manifest of a good checkpoint, or None and the problem. Each rank reads its share of the files.
+
+def open_checkpoint(folder: Path, iteration: int, distributed: Distributed) -> tuple[Manifest | None, str | None]:
+    """Return the manifest of a checkpoint whose files exist and have the right sizes, or None and the problem.
 
     All ranks call this together and get the same answer.
     """
     contents: list[Manifest] = []
-    problem = first_problem(distributed, lambda: contents.append(manifest.read(folder, iteration)))
+
+    def look() -> None:
+        contents.append(manifest.read(folder, iteration))
+        manifest.check_sizes(folder, contents[0], distributed.rank, distributed.world_size)
+
+    problem = first_problem(distributed, look)
     if problem is not None:
         return None, problem
     (content,) = contents
     if len(set(distributed.gather_objects(content.save_id))) > 1:
         return None, f"{MANIFEST_NAME}: not all ranks see the same file"
-    rank, world_size = distributed.rank, distributed.world_size
-    problem = first_problem(distributed, lambda: manifest.check_files(folder, content, rank, world_size))
-    return (content, None) if problem is None else (None, problem)
+    return content, None
+
+
+def fill_verified(
+    folder: Path, content: Manifest, model: MultiStage, distributed: Distributed, optimizer: str
+) -> str | None:
+    """Fill the shards of all ranks; return the problem if any byte of the checkpoint is damaged.
+
+    All ranks call this together and get the same answer. After a problem the shards are partly filled.
+    """
+    checksums = Checksums()
+    fill_own = partial(fill, folder, content, model, distributed.rank, optimizer, checksums)
+    if (problem := first_problem(distributed, fill_own)) is not None:
+        return problem
+    read = distributed.gather_objects(checksums.pieces())
+
+    def check() -> None:
+        for name in list(content.files)[distributed.rank :: distributed.world_size]:
+            pieces = [Piece(*piece) for by_file in read for piece in by_file.get(name, ())]
+            _check_file(folder, name, content, pieces)
+
+    return first_problem(distributed, check)
+
+
+def _check_file(folder: Path, name: str, content: Manifest, pieces: list[Piece]) -> None:
+    """Read the bytes of a file that are in none of the pieces, and check the CRC-32 of the whole.
+
+    Raises:
+        DamagedError, OSError: if it differs, or the file can no longer be read.
+    """
+    checksums, size = Checksums(), content.files[name].size
+    with contextlib.closing(Files(folder, checksums=checksums)) as opened:
+        for start, end in missing(pieces, size):
+            opened.skip(name, start, end)
+    pieces += checksums.pieces().get(name, [])
+    if (crc := joined(pieces)) is None:  # some bytes were read twice, for two purposes
+        manifest.check_file(folder, name, content)
+    else:
+        manifest.require_checksum(name, content.files[name], crc)
 
 
 def changes(content: Manifest, model: MultiStage, optimizer: str) -> list[str]:
@@ -89,8 +141,11 @@ def changes(content: Manifest, model: MultiStage, optimizer: str) -> list[str]:
     return lines
 
 
-def fill(folder: Path, content: Manifest, model: MultiStage, rank: int, optimizer: str) -> None:
+def fill(folder: Path, content: Manifest, model: MultiStage, rank: int, optimizer: str, checksums: Checksums) -> None:
     """Read this rank's shards one after the other, with one file open at a time.
+
+    `checksums` counts each byte that is read, and the bytes between two slices with the second slice. A rank that reads
+    what it wrote reads its file from the first byte to the last slice, as one piece.
 
     Moments that are missing, or belong to another rule than the current `optimizer`, become zero; missing averages
     become the weights. Padding is not touched.
@@ -98,10 +153,26 @@ def fill(folder: Path, content: Manifest, model: MultiStage, rank: int, optimize
     Raises:
         DamagedError, OSError: if a file can no longer be read.
     """
-    with contextlib.closing(Files(folder)) as opened:
+    gaps = _gaps(content)
+    with contextlib.closing(Files(folder, checksums=checksums, gaps=gaps)) as opened:
         for _, part in model.parts():
             for kind in part.kinds():
                 _fill_shard(opened, content, part, kind, rank, optimizer)
+
+
+def _gaps(content: Manifest) -> dict[str, dict[int, int]]:
+    """Return, by file and by the start of each slice, the end of the slice before it (0: there is none)."""
+    places: dict[str, list[tuple[int, int]]] = {}
+    for parameter in content.parameters.values():
+        for pieces in parameter.slices.values():
+            for piece in pieces:
+                places.setdefault(piece.file, []).append((piece.offset, piece.offset + piece.num_bytes))
+    gaps: dict[str, dict[int, int]] = {}
+    for name, slices in places.items():
+        end, before = 0, gaps.setdefault(name, {})
+        for start, next_end in sorted(slices):
+            before[start], end = end, next_end
+    return gaps
 
 
 def _fill_shard(opened: Files, content: Manifest, part: FlatShard, kind: str, rank: int, optimizer: str) -> None:
@@ -110,15 +181,21 @@ def _fill_shard(opened: Files, content: Manifest, part: FlatShard, kind: str, ra
     assert shard.shape == (part.numel(kind),) and shard.is_contiguous(), (kind, tuple(shard.shape))
     assert shard.dtype == part.kinds()[kind], (kind, shard.dtype)
     before = saved_optimizer(content.config)
-    for slot, start, target in shard_pieces(part, shard, rank):
+    weights = part.read("weights") if kind == "average" else shard  # filled before
+    for (slot, start, target), (_, _, own_weights) in zip(
+        shard_pieces(part, shard, rank), shard_pieces(part, weights, rank), strict=True
+    ):
         if not part.has(kind, slot.spec):
             continue
         saved = content.parameters[slot.spec.name]
         is_kept = kind in saved.slices and keeps_moments(before, optimizer, bool(slot.spec.matrix_rows))
         if kind in MOMENTS and not is_kept:
             target.zero_()
+        elif kind in saved.slices:
+            read_elements(opened, saved, kind, start, target)
         else:
-            read_elements(opened, saved, kind if kind in saved.slices else "weights", start, target)
+            assert kind == "average", kind
+            target.copy_(own_weights)
     part.write(kind, shard)
 
 
@@ -146,10 +223,22 @@ def read_elements(opened: Files, saved: SavedParameter, kind: str, first: int, t
 
 
 class Files:
-    """The files of a folder; keeps the latest one open. `follow_links`: see `open_regular`."""
+    """The files of a folder; keeps the latest one open.
 
-    def __init__(self, folder: Path, follow_links: bool = False) -> None:
+    follow_links: see `open_regular`.
+    checksums: counts the bytes that are read.
+    gaps: see `_gaps`; whoever reads the start of a slice also counts the bytes before it that belong to no slice.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        follow_links: bool = False,
+        checksums: Checksums | None = None,
+        gaps: Mapping[str, Mapping[int, int]] = MappingProxyType({}),
+    ) -> None:
         self._folder, self._name, self._follow_links = folder, "", follow_links
+        self._checksums, self._gaps = checksums, gaps
         self._file: io.FileIO | None = None
 
     def read(self, name: str, offset: int, dtype: torch.dtype, target: Tensor) -> None:
@@ -158,18 +247,37 @@ class Files:
         Raises:
             DamagedError, OSError: if the file is too short or cannot be opened.
         """
+        if (gap := self._gaps.get(name, {}).get(offset, offset)) < offset:
+            self.skip(name, gap, offset)
+        if dtype == target.dtype:
+            self._read(name, offset, target.view(torch.uint8))
+            return
+        for part in target.split(files.CHUNK_BYTES // dtype.itemsize):
+            values = torch.empty(part.numel(), dtype=dtype)
+            self._read(name, offset, values.view(torch.uint8))
+            part.copy_(values)
+            offset += values.nbytes
+
+    def skip(self, name: str, start: int, end: int) -> None:
+        """Read bytes for their checksum only.
+
+        Raises:
+            DamagedError, OSError: as `read`.
+        """
+        buffer = torch.empty(min(end - start, _SKIPPED_BYTES), dtype=torch.uint8)
+        for offset in range(start, end, _SKIPPED_BYTES):
+            self._read(name, offset, buffer[: end - offset])
+
+    def _read(self, name: str, offset: int, target: Tensor) -> None:
         if self._file is None or name != self._name:
             self.close()
             self._name, self._file = name, open_regular(self._folder / name, self._follow_links)
         try:
-            if dtype == target.dtype:
-                files.read_into(self._file, offset, target.view(torch.uint8))
-                return
-            for part in target.split(files.CHUNK_BYTES // dtype.itemsize):
-                values = torch.empty(part.numel(), dtype=dtype)
-                files.read_into(self._file, offset, values.view(torch.uint8))
-                part.copy_(values)
-                offset += values.nbytes
+            if self._checksums is None:
+                files.read_into(self._file, offset, target)
+            else:
+                self._checksums.begin(name, offset)
+                files.read_into(self._file, offset, target, self._checksums.add)
         except EOFError:
             raise DamagedError(f"{name}: it became shorter while it was read") from None
 

@@ -5,7 +5,8 @@ the manifest, syncs, and renames the folder to its final name: a checkpoint is c
 maps every element of every parameter to its place, so any world size, ZeRO stage, number of layers per stage and choice
 of frozen parameters can load any other: a rank reads only the bytes of its own shards.
 
-Loading verifies a checkpoint (manifest, sizes, checksums) first; it reports and skips a damaged one, never touching it.
+Loading verifies a checkpoint while it reads it (see `reading`). A damaged one is reported, skipped and never touched;
+the next older one then overwrites what was read of it.
 """
 
 from __future__ import annotations
@@ -13,19 +14,18 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_lite.checkpoint import files, manifest, names
 from megatron_lite.checkpoint.manifest import Manifest
 from megatron_lite.checkpoint.names import new_nonce, reason, work_path
-from megatron_lite.checkpoint.reading import changes, fill, verify
+from megatron_lite.checkpoint.reading import changes, fill_verified, open_checkpoint
 from megatron_lite.checkpoint.retention import Saved, checkpoints_to_delete, is_permanent, was_permanent
 from megatron_lite.checkpoint.writing import Save, complete_manifest, write_now
 from megatron_lite.config import Config
 from megatron_lite.config.structured_values import KeepRule
-from megatron_lite.distributed.agreement import first_problem, together
+from megatron_lite.distributed.agreement import together
 from megatron_lite.errors import CheckpointError, DamagedError, shorten
 
 if TYPE_CHECKING:
@@ -105,10 +105,10 @@ def load_first_good(
     problems = []
     for iteration, name in distributed.broadcast_object([(iteration, str(path)) for iteration, path in found]):
         folder = Path(name)
-        content, problem = verify(folder, iteration, distributed)
+        content, problem = open_checkpoint(folder, iteration, distributed)
         if content is not None:
             _check_parameters(folder, content, model)
-            problem = first_problem(distributed, partial(fill, folder, content, model, distributed.rank, optimizer))
+            problem = fill_verified(folder, content, model, distributed, optimizer)
             if problem is None:
                 for line in changes(content, model, optimizer):
                     report(f"checkpoint {folder}: {line}")

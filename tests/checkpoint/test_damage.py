@@ -134,14 +134,14 @@ def test_a_file_that_shrinks_after_its_check_is_found(
     """Every rank falls back, even if only one of them reads the end of the file."""
     root = tmp_path / "root"
     shutil.copytree(pair, root)
-    real_check = manifest.check_file
+    real_check = manifest.check_sizes
 
-    def check(folder: Path, name: str, content: manifest.Manifest) -> None:
-        real_check(folder, name, content)
-        if folder.name == "20":
-            os.truncate(folder / name, content.files[name].size - 4)
+    def check(folder: Path, content: manifest.Manifest, rank: int, world_size: int) -> None:
+        real_check(folder, content, rank, world_size)
+        if folder.name == "20" and rank == 1:
+            os.truncate(folder / "rank_001.safetensors", content.files["rank_001.safetensors"].size - 4)
 
-    monkeypatch.setattr(manifest, "check_file", check)
+    monkeypatch.setattr(manifest, "check_sizes", check)
     expect_fallback(root, "it became shorter while it was read", world_size=3)
 
 

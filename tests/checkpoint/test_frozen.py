@@ -117,10 +117,10 @@ def test_moments_left_by_a_failed_attempt_are_cleared(tmp_path: Path, monkeypatc
     real_read = files.read_into
     calls = itertools.count()
 
-    def read(file: Any, offset: int, target: Tensor) -> None:
+    def read(file: Any, offset: int, target: Tensor, *seen: Any) -> None:
         if next(calls) == 15:
             raise OSError(5, "Input/output error")
-        real_read(file, offset, target)
+        real_read(file, offset, target, *seen)
 
     monkeypatch.setattr(files, "read_into", read)
     loaded, values, lines = load(tmp_path)

@@ -1,0 +1,197 @@
+"""Loading verifies every byte while it reads it: one pass, no wrong bit accepted, no good checkpoint refused."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import shutil
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from megatron_lite.checkpoint import files, manifest
+from megatron_lite.checkpoint.checksums import Checksums, Piece, combine, joined, missing
+from tests.checkpoint.test_damage import AVERAGED, FROZEN, expect_fallback, flip
+from tests.checkpoint.test_sharded import SPECS, load, save
+from tests.support.fakes import Layout, Values, held, random_values, same
+
+
+def test_checksums_of_pieces_are_those_of_the_whole() -> None:
+    """Any cuts, empty pieces and long ones; what is missing or there twice is told."""
+    generator = random.Random(1)
+    for size in (0, 1, 7, 300, 2**20 + 3):
+        data = generator.randbytes(size)
+        cuts = sorted({0, size, *(generator.randrange(size + 1) for _ in range(5))})
+        pieces = [Piece(start, end, zlib.crc32(data[start:end])) for start, end in zip(cuts, cuts[1:], strict=False)]
+        generator.shuffle(pieces)
+        assert joined(pieces) == zlib.crc32(data) and missing(pieces, size) == []
+        if len(pieces) > 1:
+            left = pieces.pop()
+            assert missing(pieces, size) == [left[:2]] and (joined(pieces) is None or left.end == size)
+            assert joined([*pieces, left, left]) is None
+    assert combine(zlib.crc32(b"a"), zlib.crc32(b""), 0) == zlib.crc32(b"a")
+    zeros = zlib.crc32(bytes(2**16))
+    for power in range(16, 40):  # a terabyte of zeros, by doubling
+        zeros = combine(zeros, zeros, 2**power)
+    assert combine(zlib.crc32(b"x"), zlib.crc32(bytes(2**20)), 2**20) == zlib.crc32(b"x" + bytes(2**20))
+
+
+def test_pieces_that_touch_are_one() -> None:
+    """Bytes in order make one piece per file; a jump, or another file, begins another."""
+    checksums = Checksums()
+    for file, offset, data in (("a", 0, b"01"), ("a", 2, b"23"), ("b", 9, b"4"), ("a", 4, b"5"), ("a", 1, b"6")):
+        checksums.begin(file, offset)
+        checksums.add(memoryview(data))
+    crc = zlib.crc32
+    found = {"a": [(0, 4, crc(b"0123")), (4, 5, crc(b"5")), (1, 2, crc(b"6"))], "b": [(9, 10, crc(b"4"))]}
+    assert checksums.pieces() == found
+
+
+@pytest.mark.parametrize(
+    ("saved", "layout"),
+    [({}, {}), (FROZEN, FROZEN), (AVERAGED, AVERAGED), ({}, AVERAGED), (FROZEN, {})],
+    ids=["trained", "frozen", "averaged", "averages begin", "training begins"],
+)
+@pytest.mark.parametrize(("saving", "loading"), [(1, 1), (2, 2), (2, 3), (3, 1)])
+def test_each_byte_is_read_once(
+    saved: dict[str, Any],
+    layout: dict[str, Any],
+    saving: int,
+    loading: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over all ranks, the bytes read are those of the files; a rank of the same layout reads its own file in order."""
+    save(tmp_path, 10, 1, saving, **saved)
+    read: Counter[tuple[str, int]] = Counter()
+    order: dict[str, list[int]] = {}
+    real = files.read_into
+
+    def read_into(file: io.FileIO, offset: int, target: torch.Tensor, *seen: Any) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{file.fileno()}")).name
+        read.update((name, offset + place) for place in range(target.numel()))
+        order.setdefault(name, []).append(offset)
+        real(file, offset, target, *seen)
+
+    monkeypatch.setattr(files, "read_into", read_into)
+    load(tmp_path, loading, **layout)
+    content = manifest.read(tmp_path / "10")
+    assert set(read.values()) == {1} and len(read) == sum(file.size for file in content.files.values())
+    if saving == loading and saved == layout:
+        assert all(offsets == sorted(offsets) for offsets in order.values())
+
+
+@pytest.mark.parametrize("loading", [1, 2, 3])
+def test_a_bit_that_changes_on_the_way_is_found(loading: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is good, but a rank once receives a wrong bit: what arrives is what counts."""
+    for iteration in (10, 20):
+        save(tmp_path, iteration, iteration // 10, world_size=2)
+    flipped: list[str] = []
+    real = io.FileIO
+
+    class Flaky(io.FileIO):
+        def readinto(self, buffer: Any) -> int:
+            count = super().readinto(buffer)
+            name = os.readlink(f"/proc/self/fd/{self.fileno()}")
+            if not flipped and count > 100 and "/20/rank_001" in name:
+                flipped.append(name)
+                buffer[50] ^= 4
+            return count
+
+    monkeypatch.setattr("megatron_lite.checkpoint.names.io.FileIO", Flaky)
+    expect_fallback(tmp_path, "rank_001.safetensors: its checksum does not match", world_size=loading)
+    assert flipped
+    monkeypatch.setattr("megatron_lite.checkpoint.names.io.FileIO", real)
+    assert load(tmp_path)[2] == []
+
+
+# -- thousands of flips, cuts and clean loads --------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """Two checkpoints, and the ranks and layout that read them."""
+
+    root: Path
+    ranks: int
+    layout: dict[str, Any]
+    older: Values
+    newer: Values
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
+    """Saved and loaded by the same number of ranks, more, and fewer; with frozen weights, and with averages."""
+    made = []
+    for saving, loading, layout in ((1, 1, {}), (2, 2, {}), (2, 1, FROZEN), (1, 2, {}), (2, 2, AVERAGED)):
+        root = tmp_path_factory.mktemp("checkpoints")
+        for iteration in (10, 20):
+            save(root, iteration, iteration // 10, saving, **layout)
+        values = [held(random_values(SPECS, seed, manifest.KINDS), Layout(**layout)) for seed in (1, 2)]
+        made.append(Case(root, loading, layout, *values))
+    return made
+
+
+def damage(folder: Path, generator: random.Random) -> tuple[str, Callable[[], None]]:
+    """Flip a bit of a random file, or cut the file; return its name, and what undoes the damage."""
+    path = generator.choice(sorted(folder.iterdir()))
+    size = path.stat().st_size
+    if generator.random() < 0.8:
+        offset, bit = generator.randrange(size), generator.randrange(8)
+        flip(path, offset, bit)
+        return path.name, lambda: flip(path, offset, bit)
+    content = path.read_bytes()
+    os.truncate(path, generator.randrange(size))
+    return path.name, lambda: path.write_bytes(content) and None
+
+
+def hurt_and_load(cases: list[Case], count: int) -> None:
+    """Damage and load `count` times: every time one line names the file, and the older checkpoint is loaded."""
+    generator = random.Random(4)
+    for number in range(count):
+        case = cases[number % len(cases)]
+        name, undo = damage(case.root / "20", generator)
+        loaded, values, lines = load(case.root, case.ranks, **case.layout)
+        undo()
+        assert loaded is not None and loaded.iteration == 10 and len(lines) == 1 and name in lines[0], (number, lines)
+        assert number % 20 or same(values, case.older), number
+
+
+def load_clean(cases: list[Case], count: int) -> None:
+    """Load undamaged checkpoints `count` times: no line, the newest values."""
+    for number in range(count):
+        case = cases[number % len(cases)]
+        loaded, values, lines = load(case.root, case.ranks, **case.layout)
+        assert loaded is not None and loaded.iteration == 20 and lines == [], (number, lines)
+        assert number % 20 or same(values, case.newer), number
+
+
+def test_random_damage_is_found(cases: list[Case]) -> None:
+    """100 random flips and cuts are found, and 20 clean loads give no alarm."""
+    hurt_and_load(cases, 100)
+    load_clean(cases, 20)
+
+
+@pytest.mark.slow
+def test_ten_thousand_damages_are_found(cases: list[Case]) -> None:
+    """10,000 random flips and cuts are all found, and 1,000 clean loads give no alarm."""
+    hurt_and_load(cases, 10_000)
+    load_clean(cases, 1000)
+
+
+def test_what_was_read_of_a_damaged_checkpoint_is_overwritten(tmp_path: Path) -> None:
+    """The last bytes are damaged, so that all shards were filled before: every value is the older checkpoint's."""
+    for iteration in (10, 20):
+        save(tmp_path / "from", iteration, iteration // 10, world_size=2)
+    for place in (-1, -600):
+        root = tmp_path / str(place)
+        shutil.copytree(tmp_path / "from", root)
+        path = root / "20" / "rank_001.safetensors"
+        flip(path, path.stat().st_size + place, 0)
+        for ranks in (1, 2, 3):
+            expect_fallback(root, "rank_001.safetensors: its checksum does not match", world_size=ranks)
