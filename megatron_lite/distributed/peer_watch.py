@@ -39,7 +39,7 @@ class PeerWatch:
         self._meeting, self._progress, self._on_lost, self._on_request = meeting, progress, on_lost, on_request
         self._beside = peers.beside(meeting.places, meeting.places[meeting.rank])
         self._requests = 0
-        self._store, self._spare = (connect(meeting.point, meeting.world_size, meeting.timeout_s) for _ in range(2))
+        self._store = connect(meeting.point, meeting.world_size, meeting.timeout_s)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="peer-watch")
         self._thread.start()
@@ -61,12 +61,12 @@ class PeerWatch:
         return [Status(*json.loads(row)) for row in rows or []]
 
     def _bounded(self, action: Callable[[Any], Any]) -> Any:
-        """Call the action with a store in a thread; None if it does not end within READ_S."""
+        """Call the action with the connection that the groups used, in a thread; None if READ_S is not enough."""
         results: list[Any] = []
 
         def work() -> None:
             with contextlib.suppress(RuntimeError):
-                results.append(action(self._spare))
+                results.append(action(self._meeting.store))
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()

@@ -10,6 +10,7 @@ import ctypes
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -46,10 +47,11 @@ class LauncherWatch:
     def _watch(self, launcher: int) -> None:
         try:
             _wait_for_end(launcher, lambda: launcher_of(self._marks) == launcher)
-            number = f" (process {launcher})" if launcher != GONE else ""
+            number = f"process {launcher} " if launcher != GONE else ""
+            rank = self._marks.get("RANK", "0")
             self.on_gone(
-                f"torchrun{number}, which started this rank, is gone: the rank ends and saves nothing. If torchrun did "
-                "not start this rank, unset TORCHELASTIC_RUN_ID"
+                f"torchrun ({number}on {socket.gethostname()}), which started rank {rank}, is gone: the rank ends and "
+                "saves nothing. If torchrun did not start it, unset TORCHELASTIC_RUN_ID"
             )
         finally:
             os._exit(PeerError.exit_code)

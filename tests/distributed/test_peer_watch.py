@@ -35,7 +35,9 @@ class Watched:
         self.known = [threading.Event() for _ in places]
         self.watches: dict[int, PeerWatch] = {}
         for rank in (0, 2):
-            meeting: Any = SimpleNamespace(point=point, rank=rank, world_size=3, places=places, timeout_s=10.0)
+            meeting: Any = SimpleNamespace(
+                point=point, store=self._store, rank=rank, world_size=3, places=places, timeout_s=10.0
+            )
             self.watches[rank] = PeerWatch(meeting, self.progress[rank], self._knows(rank), self.asked[rank].set)
         self._store.set("at/1", '[7, "the step", 3, "reduce"]')
 

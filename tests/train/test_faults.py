@@ -23,6 +23,7 @@ from _pytest.mark.structures import ParameterSet
 
 from megatron_lite.checkpoint import manifest
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.distributed.meeting import MeetingPoint, connect
 from megatron_lite.monitor.trackers import read_metrics
 from tests.support.launch import TINY, Outcome, Start, command_line, free_port, read_exit, run
 
@@ -501,6 +502,25 @@ def test_rank_that_hangs(tmp_path: Path) -> None:
         assert "no checkpoint was saved" in resumes
     stacks = (experiment / "runs" / "0" / "artifacts" / "stacks_rank_000.txt").read_text()
     assert "most recent call first" in stacks and "after a time-out" in stacks and " agreement, " in stacks
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_rank_that_dies_while_the_ranks_meet(tmp_path: Path, victim: int) -> None:
+    """Two of three ranks have come; one dies, perhaps the one that keeps the meeting point. The other says so within
+    seconds and does not wait for the third one, which may come in an hour (--startup_timeout)."""
+    port = free_port()
+    place = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    places = [{**place, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    experiment = tmp_path / "run"
+    flags = [*TINY, f"--experiment_dir={experiment}", "--batch_size=3"]
+    starts = [Start(flags, variables=variables) for variables in places]
+    with starts[0], starts[1]:
+        store = connect(MeetingPoint("localhost", port, hosted=True, prefix="megatron_lite/0"), 3, 30)
+        assert starts[0].wait_until(lambda: store.add("came", 0) == 2, "two ranks")
+        starts[victim].signal(signal.SIGKILL)
+        outcome = starts[1 - victim].wait(10)
+    lost = "lost rank 0, where the ranks meet" if victim == 0 else f"lost rank 1 (process {starts[1].processes[0].pid} "
+    assert_one_error(outcome, lost, codes=[6], experiment=experiment)
 
 
 def test_rank_that_never_comes(tmp_path: Path) -> None:
