@@ -293,6 +293,73 @@ def test_slurm_jobs_have_time_to_save(job: str, tmp_path: Path) -> None:
     assert 30 < int(grace) <= int(seconds) - 60, "time for torchrun and the script to end"
 
 
+class Preemptible:
+    """The preemptible job under stand-ins for Slurm: each start trains to a checkpoint and ends as told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.experiment, self._bin, self._requeued = folder / "mistral", folder / "bin", folder / "requeued"
+        self.experiment.mkdir()
+        executable(folder / "venv" / "bin" / "activate", "")
+        requeue = f'[ "$1" != requeue ] || echo "$2" >>{self._requeued}'
+        executable(self._bin / "scontrol", f"#!/usr/bin/env bash\nprintf 'node7\\n'\n{requeue}\n")
+        self._slurm = {
+            "SLURM_SUBMIT_DIR": str(ROOT),
+            "SLURM_JOB_NODELIST": "node7",
+            "SLURM_JOB_ID": "42",
+            "SLURM_JOB_NUM_NODES": "1",
+            "VENV": str(folder / "venv"),
+            "EXP_BASE_DIR": str(self.experiment),
+            "DATA_PATH": "corpus",
+            "PATH": f"{self._bin}:{os.environ['PATH']}",
+        }
+
+    def start(self, restart: int, code: int | None, checkpoint: int | None = None) -> tuple[int, bool, str]:
+        """Start for the `restart`-th time; return the job's code, whether it goes back into the queue, and its words.
+
+        code: in exit.json; None: killed. checkpoint: that the start has saved.
+        """
+        save = f"mkdir -p {self.experiment}/checkpoints/{checkpoint}" if checkpoint is not None else ":"
+        content = json.dumps({"exit_code": code, "status": "any"}, indent=2)
+        lines = ["#!/usr/bin/env bash", save, f"printf '%s\\n' '{content}' >{self.experiment}/exit.json"]
+        executable(
+            self._bin / "srun", "\n".join([*lines, f"exit {min(code or 0, 1) if code is not None else 137}", ""])
+        )
+        self._requeued.unlink(missing_ok=True)
+        count = {"SLURM_RESTART_COUNT": str(restart)} if restart else {}
+        result = shell("bash scripts/examples/slurm_preemptible.sbatch", **self._slurm, **count)
+        requeued = self._requeued.exists() and self._requeued.read_text() == "42\n"
+        return result.returncode, requeued, result.stderr
+
+
+def test_preemptible_job_comes_back_until_the_run_is_complete(tmp_path: Path) -> None:
+    """Preempted and saved, a lost node, killed without a word: into the queue again. Complete: not."""
+    job = Preemptible(tmp_path)
+    assert job.start(0, 75, checkpoint=100)[:2] == (0, True)
+    assert job.start(1, 6, checkpoint=200)[:2] == (0, True)
+    assert job.start(2, None)[:2] == (0, True)
+    assert job.start(3, 0, checkpoint=1000)[:2] == (0, False)
+
+
+def test_preemptible_job_gives_up_without_progress(tmp_path: Path) -> None:
+    """After three restarts without a newer checkpoint; one in between begins the count again, as does a new job."""
+    job = Preemptible(tmp_path)
+    assert job.start(0, 75, checkpoint=100)[:2] == (0, True)
+    assert [job.start(restart, 6)[:2] for restart in (1, 2)] == [(0, True)] * 2
+    assert job.start(3, 6, checkpoint=1100)[:2] == (0, True)
+    assert [job.start(restart, 1)[:2] for restart in (4, 5, 6)] == [(0, True)] * 3
+    code, requeued, words = job.start(7, 1)
+    assert (code, requeued) == (1, False) and "no new checkpoint after 3 restarts (newest: 1100)" in words
+    assert job.start(8, 75, checkpoint=1200)[:2] == (1, False), "put back by Slurm itself: no start"
+    assert not (job.experiment / "checkpoints" / "1200").exists()
+    assert job.start(0, 1)[:2] == (0, True), "submitted again"
+
+
+@pytest.mark.parametrize("code", [2, 3, 4, 5, 7])
+def test_preemptible_job_does_not_repeat_a_mistake(code: int, tmp_path: Path) -> None:
+    returned, requeued, words = Preemptible(tmp_path).start(0, code)
+    assert (returned, requeued) == (code, False) and f"exit code {code} would come back" in words
+
+
 def test_slurm_job_in_the_wrong_folder(tmp_path: Path) -> None:
     """A job submitted from elsewhere says so instead of failing somewhere later."""
     result = shell(f"bash {ROOT}/scripts/examples/slurm_multi_node.sbatch", SLURM_SUBMIT_DIR=str(tmp_path))
