@@ -1,10 +1,10 @@
 """Write the table of docs/reliability.md: every fault of the catalogue with the results of its tests.
 
     bash scripts/run_tests.sh -m faults --junitxml=faults.xml    run the tests (add -n 4 for four processes)
-    python -m scripts.docs.reliability faults.xml                write the table; several files of results are joined
+    python -m scripts.docs.reliability faults.xml                write the table; of several files, later ones win
     python -m scripts.docs.reliability --check                   exit code 1 if rows differ from the catalogue
 
-The catalogue is tests/faults/catalogue.txt. Each case of a test (parameters, several files of results) counts.
+The catalogue is tests/faults/catalogue.txt. Each case of a test (its parameters) counts.
 """
 
 from __future__ import annotations
@@ -24,15 +24,20 @@ Counts = Mapping[str, int]  # result -> cases
 
 
 def read_results(paths: Sequence[Path]) -> dict[str, collections.Counter[str]]:
-    """Return test (file::function below tests/) -> result -> cases, from JUnit files of pytest."""
-    results: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    """Return test (file::function below tests/) -> result -> cases, from JUnit files of pytest.
+
+    The result of a case in a later file replaces that in an earlier one.
+    """
+    cases: dict[tuple[str, str], str] = {}
     for path in paths:
         for case in ElementTree.parse(path).getroot().iter("testcase"):
             file = case.attrib["classname"].removeprefix("tests.").replace(".", "/") + ".py"
-            name = f"{file}::{case.attrib['name'].partition('[')[0]}"
             kinds = {child.tag for child in case}
             failed, skipped = bool(kinds & {"failure", "error"}), "skipped" in kinds
-            results[name]["failed" if failed else "skipped" if skipped else "passed"] += 1
+            cases[file, case.attrib["name"]] = "failed" if failed else "skipped" if skipped else "passed"
+    results: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for (file, name), result in cases.items():
+        results[f"{file}::{name.partition('[')[0]}"][result] += 1
     return results
 
 

@@ -37,4 +37,7 @@ def test_results_are_counted_by_row(tmp_path: Path) -> None:
     assert cell("test_other") == "not run (0 cases, 1 skipped)"
     assert cell("test_killed", "test_other", "test_new") == "FAILED (1 case, 1 failed, 1 skipped, 1 not run)"
     assert cell("test_new") == "not run"
+    later = tmp_path / "later.xml"
+    later.write_text(RESULTS.replace('<failure message="x">y</failure>', ""), "utf-8")
+    assert read_results([path, later])["train/test_resume.py::test_killed"] == {"passed": 2}
     assert outcome(row._replace(tests=(), reason="none"), results) == "no promise: none"
