@@ -429,19 +429,28 @@ def _fill(
     )
     if resumed is not None:
         return resumed
+    iteration = 0
     if source is None:
         model.initialize(config.distributed.seed)
     else:
-        _load_pretrained(start, source, model, optimizer)
+        iteration = _load_pretrained(start, source, model, optimizer)
     optimizer.averaging.start()
-    return 0, False
+    return iteration, False
 
 
-def _load_pretrained(start: Start, source: WeightSource, model: MultiStage, optimizer: Optimizer) -> None:
-    """Load pretrained weights, with optimizer state if asked for; iterations, schedule and data start from zero."""
+def _load_pretrained(start: Start, source: WeightSource, model: MultiStage, optimizer: Optimizer) -> int:
+    """Load pretrained weights, with optimizer state if asked for; return the iterations that count as done.
+
+    Without `step` in --load_parts, iterations, schedule and data start from zero.
+    """
     config, logger = start.config, start.logger
     with source:
-        load_pretrained.load_weights(source, model, start.distributed)
+        missing, line = load_pretrained.partly(source, model)
+        if missing:
+            model.initialize(config.distributed.seed)
+        load_pretrained.load_weights(source, model, start.distributed, missing)
+        if line is not None:
+            logger.warning(line)
         logger.info("loaded the weights of %s (%s)", source.folder, source.describe())
         if config.source.load_pretrained_optimizer and model.training:
             name = config.optimizer.optimizer
@@ -450,6 +459,10 @@ def _load_pretrained(start: Start, source: WeightSource, model: MultiStage, opti
             logger.info("  with the state of its optimizer, after %s updates", f"{state['updates']:,}")
             if note is not None:
                 logger.warning(note)
+        if "step" not in config.source.load_parts or source.iteration is None:
+            return 0
+        logger.info("  the run continues after its iteration %d", source.iteration)
+        return source.iteration
 
 
 def _debug(start: Start, model: MultiStage) -> TensorDebugger | None:

@@ -28,8 +28,8 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -103,6 +103,11 @@ class Manifest:
     state: dict[str, Any]
     files: dict[str, SavedFile]
     parameters: dict[str, SavedParameter]
+
+    def restricted(self, names: Collection[str]) -> Manifest:
+        """Return the manifest without the parameters that are not in `names`."""
+        kept = {name: parameter for name, parameter in self.parameters.items() if name in names}
+        return replace(self, parameters=kept)
 
     def misfits(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """List the parameters whose name or shape differs from a model's."""

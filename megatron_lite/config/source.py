@@ -36,6 +36,16 @@ class SourceConfig(Area):
     load_pretrained_weights: bool = pretrained_option(
         True, "load the pretrained weights; 0: take only the architecture and initialize new weights"
     )
+    load_parts: tuple[str, ...] = pretrained_option(
+        ("model",),
+        "parts to take from a checkpoint: model; optimizer (moments); step (iterations done, and with them the "
+        "learning rate and the place in the data)",
+    )
+    allow_partial_checkpoint: bool = pretrained_option(
+        False,
+        "start from a checkpoint that lacks parameters of the model, or has others: missing ones are initialized, and "
+        "all are listed (with ignore_pretrained_config if flags of the model differ)",
+    )
     load_pretrained_optimizer: bool = pretrained_option(
         False, "also load the optimizer's moments from a checkpoint; the run still starts at iteration 0"
     )

@@ -12,7 +12,7 @@ from megatron_lite.checkpoint.manifest import MOMENTS
 from megatron_lite.checkpoint.reading import shard_pieces
 from megatron_lite.config import Config
 from megatron_lite.distributed.agreement import together
-from megatron_lite.errors import CheckpointError, DamagedError
+from megatron_lite.errors import CheckpointError, DamagedError, shorten
 from megatron_lite.huggingface.open_source import open_one, source_folders, unusable
 from megatron_lite.huggingface.weight_source import ADVICE, CheckpointSource, WeightSource
 
@@ -46,6 +46,9 @@ def open_pretrained(
             f"--load_pretrained_optimizer=1: {folder} is a Hugging Face folder, which holds no optimizer state; leave "
             "the flag out"
         )
+    if kind != "distributed" and ("step" in config.source.load_parts or config.source.allow_partial_checkpoint):
+        flag = "--load_parts" if "step" in config.source.load_parts else "--allow_partial_checkpoint"
+        raise CheckpointError(f"{flag}: {folder} is a Hugging Face folder, not a checkpoint; leave the flag out")
     problems = []
     for path in map(Path, names):
         look = functools.partial(_open_and_look, path, kind, config, shapes, distributed)
@@ -75,7 +78,10 @@ def _open_and_look(
             f"--zero_centered_normalization={int(ours)}: {source.folder} was trained with {int(theirs)}, and its norm "
             f"weights are stored that way; write --zero_centered_normalization={int(theirs)}"
         )
-    source.check(shapes)
+    if isinstance(source, CheckpointSource) and config.source.allow_partial_checkpoint:
+        source.check({name: shape for name, shape in shapes.items() if name in source.content.parameters}, partial=True)
+    else:
+        source.check(shapes)
     return source, source.damage(distributed.rank, distributed.world_size)
 
 
@@ -91,8 +97,10 @@ def _together(distributed: Distributed, action: Callable[[], T]) -> T:
     return together(distributed, named)
 
 
-def load_weights(source: WeightSource, model: MultiStage, distributed: Distributed) -> None:
-    """Fill the weight shards one after the other; padding becomes zero.
+def load_weights(
+    source: WeightSource, model: MultiStage, distributed: Distributed, missing: frozenset[str] = frozenset()
+) -> None:
+    """Fill the weight shards one after the other; padding becomes zero, and what the source lacks stays as it is.
 
     Raises:
         CheckpointError: on every rank, if a file can no longer be read, or holds a number that is not finite.
@@ -100,9 +108,12 @@ def load_weights(source: WeightSource, model: MultiStage, distributed: Distribut
 
     def fill() -> None:
         for _, part in model.parts():
-            shard = part.read("weights").zero_()
+            shard = part.read("weights")
+            if not missing:
+                shard.zero_()
             for slot, start, target in shard_pieces(part, shard, distributed.rank):
-                source.read(slot.spec.name, start, target)
+                if slot.spec.name not in missing:
+                    source.read(slot.spec.name, start, target)
             part.write("weights", shard)
         model.invalidate()
 
@@ -111,6 +122,20 @@ def load_weights(source: WeightSource, model: MultiStage, distributed: Distribut
         raise CheckpointError(
             f"{FLAG}: {source.folder}: some weights are not finite, so training cannot start from them; {ADVICE}"
         )
+
+
+def partly(source: WeightSource, model: MultiStage) -> tuple[frozenset[str], str | None]:
+    """Return the model's parameters that a source lacks, and a line that names these and the source's others."""
+    if not isinstance(source, CheckpointSource):
+        return frozenset(), None
+    ours = [slot.spec.name for _, part in model.parts() for slot in part.layout.slots]
+    missing = [name for name in ours if name not in source.content.parameters]
+    others = sorted(source.content.parameters.keys() - set(ours))
+    if not missing and not others:
+        return frozenset(), None
+    lists = (("initialized, because it lacks them", missing), ("not used, because the model lacks them", others))
+    line = "; ".join(f"{len(names)} parameters {what}: {shorten(names)}" for what, names in lists if names)
+    return frozenset(missing), f"--allow_partial_checkpoint=1: {source.folder}: {line}"
 
 
 def load_moments(
@@ -129,8 +154,9 @@ def load_moments(
     before = saved_optimizer(content.config)
 
     def is_kept(kind: str, slot: ParameterSlot) -> bool:
-        is_saved = kind in content.parameters[slot.spec.name].slices
-        return is_saved and keeps_moments(before, optimizer, bool(slot.spec.matrix_rows))
+        saved = content.parameters.get(slot.spec.name)
+        fits = keeps_moments(before, optimizer, bool(slot.spec.matrix_rows))
+        return fits and saved is not None and kind in saved.slices
 
     moments = [(part, kind) for _, part in model.parts() for kind in part.kinds() if kind in MOMENTS]
 

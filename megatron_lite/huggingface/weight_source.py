@@ -31,6 +31,7 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
 
     kind: str  # one of folder_kind.KINDS
     model: ModelConfig  # the resolved model that the files describe
+    iteration: int | None = None  # of a checkpoint of ours
     model_type: str | None  # its Hugging Face architecture, or the requested one for exports; None: any
 
     def __init__(self, folder: Path) -> None:
@@ -120,6 +121,7 @@ class CheckpointSource(WeightSource):
         super().__init__(folder)
         self.content = manifest.read(folder, int(folder.name) if folder.name.isdecimal() else None)
         manifest.check_sizes(folder, self.content)
+        self.iteration = self.content.iteration
         values = model_options.checkpoint_values(self.content.config, str(folder))
         self.model = model_options.resolved_model(values, str(folder))
         self.model_type = model_options.saved_model_type(self.content.config)
@@ -134,9 +136,10 @@ class CheckpointSource(WeightSource):
         """Return the --training_dtype of its run."""
         return str(self.content.config.get("training_dtype", "fp32"))
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """See `WeightSource.check`."""
-        self._refuse(self.content.misfits(shapes), "give the flags it was trained with, or no flags of the model")
+    def check(self, shapes: Mapping[str, tuple[int, ...]], partial: bool = False) -> None:
+        """See `WeightSource.check`. partial: other parameters of the checkpoint do not count."""
+        saved = self.content if not partial else self.content.restricted(shapes)
+        self._refuse(saved.misfits(shapes), "give the flags it was trained with, or no flags of the model")
 
     def damage(self, rank: int = 0, world_size: int = 1) -> str | None:
         try:

@@ -19,6 +19,18 @@ def source(draft: Draft) -> Iterator[Problem]:
     """Check what is taken from a pretrained checkpoint. Without a checkpoint, a warning is enough."""
     if draft.pretrained_checkpoint_path is None:
         return
+    parts = set(draft.load_parts)
+    if not {"model"} <= parts <= {"model", "optimizer", "step"}:
+        rule = "takes model, and after it optimizer, step or both, as in --load_parts=model,optimizer,step"
+        yield problem(draft, "load_parts", rule)
+    if "optimizer" in parts:
+        draft.load_pretrained_optimizer = True
+    if draft.pretrained_checkpoint_type == "huggingface" and ("step" in parts or draft.allow_partial_checkpoint):
+        name = "load_parts" if "step" in parts else "allow_partial_checkpoint"
+        rule = f"only for checkpoints of this program; leave {name} out"
+        yield problem(draft, f"{name} pretrained_checkpoint_type", rule)
+    if "step" in parts and not draft.load_pretrained_weights:
+        yield problem(draft, "load_parts load_pretrained_weights", "new weights begin at iteration 0; leave one out")
     if draft.load_pretrained_optimizer and draft.pretrained_checkpoint_type == "huggingface":
         rule = "a Hugging Face folder holds no optimizer state; leave load_pretrained_optimizer out"
         yield problem(draft, "load_pretrained_optimizer pretrained_checkpoint_type", rule)

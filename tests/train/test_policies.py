@@ -68,3 +68,22 @@ def test_data_replaced_under_the_same_path(tmp_path: Path) -> None:
     assert outcome.codes == [4] and "data set 0: " in outcome.output and "fingerprint" in outcome.output, outcome.output
     outcome = run([*flags, same, "--train_iters=4", "--allow_data_change=1"])
     assert outcome.codes == [0] and "allowed by --allow_data_change=1: data set 0" in outcome.output, outcome.output
+
+
+def test_parts_of_another_run(tmp_path: Path) -> None:
+    """With model, optimizer and step a new run is the continuation, to the bit; model alone begins at iteration 0."""
+    flags = [*TINY, "--train_iters=6", "--checkpoint_interval=2"]
+    assert run([*flags, f"--experiment_dir={tmp_path / 'a'}"]).codes == [0]
+    flags += [f"--pretrained_checkpoint_path={tmp_path / 'a' / 'checkpoints' / '2'}"]
+    outcome = run([*flags, f"--experiment_dir={tmp_path / 'b'}", "--load_parts=model,optimizer,step"])
+    assert outcome.codes == [0] and "the run continues after its iteration 2" in outcome.output, outcome.output
+    assert checkpoints(tmp_path / "b") == [4, 6] and weights(tmp_path / "b") == weights(tmp_path / "a")
+    other = [*flags, "--num_layers=1", "--qk_layernorm=1", "--ignore_pretrained_config=1"]
+    outcome = run([*other, f"--experiment_dir={tmp_path / 'c'}"])
+    assert outcome.codes == [4] and "does not fit the model" in outcome.output, outcome.output
+    outcome = run([*other, f"--experiment_dir={tmp_path / 'd'}", "--allow_partial_checkpoint=1"])
+    assert outcome.codes == [0] and checkpoints(tmp_path / "d") == [2, 4, 6], outcome.output
+    assert "4 parameters initialized, because it lacks them: blocks.0." in outcome.output, outcome.output
+    assert "parameters not used, because the model lacks them: blocks.1." in outcome.output, outcome.output
+    outcome = run([*flags, "--load_parts=optimizer"])
+    assert outcome.codes == [2] and "as in --load_parts=model,optimizer,step" in outcome.output
