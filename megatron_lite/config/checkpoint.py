@@ -64,7 +64,7 @@ class CheckpointConfig(Area):
     )
     async_checkpoint: bool = option(
         False,
-        "write checkpoints in the background: training waits for a copy in host memory only",
+        "write checkpoints in the background, from a copy in host memory that is made beside the next iteration",
         aliases="async_save",
         idle_unless="checkpoint_interval or checkpoint_minutes or keep_checkpoints and experiment_dir",
     )
