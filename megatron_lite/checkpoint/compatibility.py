@@ -172,6 +172,30 @@ def moved_rate(saved: dict[str, Any], config: Config, iterations: int) -> str | 
     )
 
 
+def schedule_table(saved: dict[str, Any], config: Config, iterations: int) -> list[str]:
+    """Return a table, as lines, of a schedule that changes after N iterations: rate and batch size, old and new.
+
+    Its rows are the next iteration, the quarters of the rest, and the last. Empty if both schedules agree there.
+    """
+    first, last = iterations + 1, config.training.train_iters
+    before = _with_schedule_of(saved, config) if first <= last else None
+    if before is None:
+        return []
+    places = sorted({first + (last - first) * quarter // 4 for quarter in range(5)})
+    rows, changes = [], False
+    for place in places:
+        rates = learning_rate(before, place), learning_rate(config, place)
+        sizes = tuple(batch_schedule(some.batch).batch_size(place) for some in (before, config))
+        changes = changes or not math.isclose(*rates) or sizes[0] != sizes[1]
+        values = (f"{place:,}", *(f"{rate:.3e}" for rate in rates), *(f"{size:,}" for size in sizes))
+        rows.append("".join(f"{value:>16}" for value in values))
+    if not changes:
+        return []
+    names = ("iteration", "saved rate", "rate now", "saved batch", "batch now")
+    kept = f"kept: weights, optimizer state, the number of iterations done ({iterations:,}); changed:"
+    return [kept, "".join(f"{name:>16}" for name in names), *rows]
+
+
 def _with_schedule_of(saved: dict[str, Any], config: Config) -> Config | None:
     """Return `config` with the learning rate and the batch of a saved configuration; None if these make no schedule."""
     draft = Draft(**flatten(config) | _saved_values(LearningRateConfig, saved) | _saved_values(BatchConfig, saved))

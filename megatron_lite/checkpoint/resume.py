@@ -110,3 +110,5 @@ def _log_changes(loaded: Manifest, config: Config, logger: logging.Logger) -> No
     for moved in (compatibility.moved_samples, compatibility.moved_rate):
         if (warning := moved(loaded.config, config, loaded.iteration)) is not None:
             logger.warning(warning)
+    for line in compatibility.schedule_table(loaded.config, config, loaded.iteration):
+        logger.info("  %s", line)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.config.values import (
     FLAGS,
     LARGEST_INTEGER,
@@ -43,6 +44,8 @@ def check_options(config: Any) -> None:
             _check_value(FLAGS[name], value)
             if name == "batch_size_schedule" and value:
                 parse_schedule(tuple(value))
+            elif name == "keep_checkpoints":
+                keep_rules(value)
             elif name == "lr_schedule" and value is not None:
                 parse_stages(value)
         except (BadValueError, RunError) as error:

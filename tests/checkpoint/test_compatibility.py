@@ -16,6 +16,7 @@ from megatron_lite.checkpoint.compatibility import (
     differences,
     moved_rate,
     moved_samples,
+    schedule_table,
 )
 from megatron_lite.config import Config, flatten, unflatten
 from megatron_lite.errors import CheckpointError
@@ -184,3 +185,22 @@ def test_another_sequence_length_moves_tokens() -> None:
     same = moved_samples(saved, unflatten({"batch_size": 16, "sequence_length": 8}), 100)
     assert same is not None and "their number is the same, and samples are cut anew" in same
     assert moved_samples(saved, now, 0) is None
+
+
+def test_a_changed_schedule_is_a_table() -> None:
+    """Old and new values at the next iteration, the quarters and the end, also if the next rate is the same."""
+    base = {"dataset_source": "random", **COSINE, "batch_size": 8}
+    saved = json.loads(json.dumps(flatten(resolve(unflatten(base), 1))))
+    assert schedule_table(saved, resolve(unflatten(base), 1), 400) == []
+    now = resolve(unflatten({**base, "train_iters": 1200, "batch_size": 16}), 1)
+    kept, header, *rows = schedule_table(saved, now, 400)
+    assert "iterations done (400)" in kept and header.split()[:3] == ["iteration", "saved", "rate"]
+    assert [int(row.split()[0].replace(",", "")) for row in rows] == [401, 600, 800, 1000, 1200]
+    place, old, new, *sizes = rows[2].split()
+    assert (old, sizes) == ("2.000e-04", ["8", "16"]) and float(new) == pytest.approx(learning_rate(now, 800), rel=1e-3)
+    late = {**base, "lr_decay_style": "constant", "min_lr": None}
+    flat = json.loads(json.dumps(flatten(resolve(unflatten(late), 1))))
+    other = resolve(unflatten({**late, "batch_size": None, "batch_size_schedule": ("0:8", "700:16")}), 1)
+    assert moved_rate(flat, other, 400) is None and moved_samples(flat, other, 400) is None
+    assert schedule_table(flat, other, 400)[-1].split()[3:] == ["8", "16"]
+    assert schedule_table(saved, now, 1200) == []
