@@ -109,7 +109,7 @@ def load_model(
     Raises:
         CheckpointError: if the folder holds no complete, supported model.
     """
-    with open_source(folder, weights=weights) as source:
+    with open_source(folder, weights=weights, whole=True) as source:
         longest = source.model.max_position_embeddings
         chosen = DTYPES[dtype or ("fp32" if device.type == "cpu" else "bf16")]
         return LocalModel(source, min(length or longest, longest), chosen, device)

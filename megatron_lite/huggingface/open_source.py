@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_lite.checkpoint import files
 from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, reason
 from megatron_lite.config import ModelConfig
-from megatron_lite.errors import CheckpointError, DamagedError, shorten
+from megatron_lite.errors import CheckpointError, DamagedError, RunError, shorten
 from megatron_lite.huggingface.folder_kind import kind_of
 from megatron_lite.huggingface.huggingface_source import HuggingFaceSource
 from megatron_lite.huggingface.weight_source import CheckpointSource, WeightSource
@@ -42,7 +43,7 @@ def open_one(folder: Path, kind: str, model: ModelConfig | None = None, weights:
 
 
 def open_source(
-    folder: Path, kind: str | None = None, model: ModelConfig | None = None, weights: str = "raw"
+    folder: Path, kind: str | None = None, model: ModelConfig | None = None, weights: str = "raw", whole: bool = False
 ) -> WeightSource:
     """Open a Hugging Face folder, a checkpoint of ours, or the newest good one in a folder of checkpoints.
 
@@ -50,6 +51,7 @@ def open_source(
         kind: one of folder_kind.KINDS; None: whichever the folder holds.
         model: the resolved model to fill; None: the model that the files describe.
         weights: raw, or average: the running averages in a checkpoint of ours.
+        whole: of several checkpoints, read the files too: a damaged one is skipped with a warning, as on resume.
 
     Raises:
         CheckpointError: if there is none; says what to do.
@@ -58,9 +60,15 @@ def open_source(
     problems = []
     for path in paths:
         try:
-            return open_one(path, found, model, weights)
+            source = open_one(path, found, model, weights)
+            if len(paths) == 1 or not whole or (problem := source.damage()) is None:
+                return source
+            source.close()
         except DamagedError as error:
-            problems.append(f"{path.name}: {error}" if len(paths) > 1 else str(error))
+            problem = str(error)
+        problems.append(f"{path.name}: {problem}" if len(paths) > 1 else problem)
+        if len(paths) > 1:
+            files.logger.warning("checkpoint %s: %s; skipped, looking for an older one", path, RunError(problem))
     raise unusable(folder, problems)
 
 

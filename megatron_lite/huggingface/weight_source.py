@@ -126,6 +126,7 @@ class CheckpointSource(WeightSource):
         self.model = model_options.resolved_model(values, str(folder))
         self.model_type = model_options.saved_model_type(self.content.config)
         self.averaged = average
+        self._good_share: tuple[int, int] | None = None  # (rank, world size) whose files are verified
         if average and not any("average" in saved.slices for saved in self.content.parameters.values()):
             raise CheckpointError(f"{folder}: it holds no averaged weights (it was trained without --ema_type)")
 
@@ -142,10 +143,13 @@ class CheckpointSource(WeightSource):
         self._refuse(saved.misfits(shapes), "give the flags it was trained with, or no flags of the model")
 
     def damage(self, rank: int = 0, world_size: int = 1) -> str | None:
-        try:
-            manifest.check_files(self.folder, self.content, rank, world_size)
-        except DamagedError as error:
-            return str(error)
+        """See `WeightSource.damage`. A second call for the same share reads nothing."""
+        if self._good_share != (rank, world_size):
+            try:
+                manifest.check_files(self.folder, self.content, rank, world_size)
+            except DamagedError as error:
+                return str(error)
+            self._good_share = rank, world_size
         return None
 
     def _read(self, name: str, first: int, target: Tensor) -> None:

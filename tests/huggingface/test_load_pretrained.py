@@ -402,3 +402,27 @@ def test_averages_as_weights(saved: Path) -> None:
     assert not torch.equal(*values) and torch.allclose(*values, atol=1e-2)
     with pytest.raises(CheckpointError, match="one set of weights"):
         open_source(saved.parent.parent / "model", weights="average")
+
+
+def test_scripts_fall_back_from_a_damaged_checkpoint(
+    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several checkpoints the newest whose bytes are good is taken, with a line about the damaged one; its files are
+    then not read for their checksums again."""
+    root = tmp_path / "checkpoints"
+    shutil.copytree(saved, root)
+    newest, older = root / "3", root / "2"
+    shutil.copytree(newest, older)
+    text = manifest.dump(dataclasses.replace(manifest.read(newest), iteration=2))
+    (older / "manifest.json").write_text(text)
+    path = newest / "rank_000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+    source = open_source(root, whole=True)
+    assert source.folder == older
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"{newest}: rank_000.safetensors: its checksum does not match" in line and "; skipped" in line
+    monkeypatch.setattr(manifest, "check_file", None)
+    source.verify()
+    assert open_source(root).folder == newest, "for its options alone, the files are not read"
