@@ -5,6 +5,7 @@ Exit codes: 2 usage, 3 data, 4 checkpoint, 5 numerics, 6 a lost peer, 8 storage;
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -578,8 +579,25 @@ def test_usage_errors(tmp_path: Path, wrong: list[str], facts: list[str]) -> Non
     assert sorted(os.listdir(experiment)) == ["exit.json"]
 
 
+def listening(process: int) -> list[str]:
+    """Return the addresses, as in /proc/net/tcp, of the sockets on which a process waits for connections."""
+    own = set()
+    for path in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(path).removeprefix("socket:[").removesuffix("]"))
+    tables = (Path(f"/proc/{process}/net/{kind}").read_text() for kind in ("tcp", "tcp6"))
+    rows = [line.split() for table in tables for line in table.splitlines()]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in own]
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address is 127.0.0.0/8 or ::1, also when it is written for IPv6; words are in the order of bytes."""
+    return address[-2:] == "7F" or address == "0" * 24 + "01000000"
+
+
 def test_secrets_stay_secret(tmp_path: Path) -> None:
-    """No file and no output holds a key from the environment, however a run ends."""
+    """No file, output or command line holds a key from the environment, however a run ends; but for torch's store of
+    rank 0 (MASTER_PORT), no socket listens beyond loopback."""
     experiment = tmp_path / "run"
     variables = {"WANDB_API_KEY": CANARY, "HF_TOKEN": CANARY}
     good = train(experiment, "--export_interval=6", "--enable_all_loggers")
@@ -590,6 +608,11 @@ def test_secrets_stay_secret(tmp_path: Path) -> None:
     size = metrics.stat().st_size
     with Start(endless(experiment), RANKS, variables=variables) as start:
         assert start.wait_until(lambda: metrics.stat().st_size > size, "another line of metrics.jsonl")
+        processes = start.left_over()
+        assert len(processes) >= RANKS
+        assert not [number for number in processes if CANARY.encode() in Path(f"/proc/{number}/cmdline").read_bytes()]
+        sockets = [place for number in processes for place in listening(number)]
+        assert len([place for place in sockets if not is_loopback(place)]) <= 1 < len(sockets), sockets
         start.signal(signal.SIGKILL, 0)
         assert CANARY not in start.wait().output
     files = [path for path in experiment.rglob("*") if path.is_file()]
