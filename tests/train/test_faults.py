@@ -84,7 +84,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         lambda prefix: cut(prefix.with_suffix(".idx"), prefix.with_suffix(".idx").stat().st_size // 2),
         (".idx: ", "bytes, but its header describes"),
     ),
-    "index cut in its header": (lambda prefix: cut(prefix.with_suffix(".idx"), 20), (".idx: 20 bytes, but its header",)),
+    "index cut in its header": (lambda prefix: cut(prefix.with_suffix(".idx"), 20), (".idx: 20 bytes, but its",)),
     "empty index": (lambda prefix: cut(prefix.with_suffix(".idx"), 0), (".idx: 0 bytes",)),
     "missing index": (lambda prefix: prefix.with_suffix(".idx").unlink(), (".idx",)),
     "tokens cut by a byte": (
