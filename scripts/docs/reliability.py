@@ -9,6 +9,7 @@ The catalogue is tests/faults/catalogue.txt. Each case of a test (its parameters
 
 from __future__ import annotations
 
+import argparse
 import collections
 import re
 import sys
@@ -90,12 +91,20 @@ def with_table(page: str, table: str) -> str:
 
 def main(argv: list[str]) -> int:
     """Write the page from files of results, or check its rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "files", nargs="*", type=Path, metavar="FILE", help="results in JUnit's format, written by pytest"
+    )
+    parser.add_argument("--check", action="store_true", help="compare the rows with the catalogue, and write nothing")
+    options = parser.parse_args(argv)
+    if options.check == bool(options.files):
+        parser.error("name files of results, or write --check")
     page = TARGET.read_text("utf-8")
-    if argv == ["--check"]:
+    if options.check:
         cells = written_cells(page)
         numbers = [row.number for row in read_catalogue()]
         return int(list(cells) != numbers or with_table(page, render(cells)) != page)
-    results = read_results([Path(word) for word in argv])
+    results = read_results(options.files)
     cells = {row.number: outcome(row, results) for row in read_catalogue()}
     TARGET.write_text(with_table(page, render(cells)), "utf-8")
     return int(any(cell.startswith("FAILED") for cell in cells.values()))
