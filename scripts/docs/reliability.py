@@ -92,9 +92,7 @@ def with_table(page: str, table: str) -> str:
 def main(argv: list[str]) -> int:
     """Write the page from files of results, or check its rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "files", nargs="*", type=Path, metavar="FILE", help="results in JUnit's format, written by pytest"
-    )
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="results of pytest in JUnit format")
     parser.add_argument("--check", action="store_true", help="compare the rows with the catalogue, and write nothing")
     options = parser.parse_args(argv)
     if options.check == bool(options.files):
