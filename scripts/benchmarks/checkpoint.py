@@ -243,8 +243,8 @@ def resident_bytes(reset: bool = False) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure, print and write; return the exit code."""
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argument_parser(__doc__)
     parser.add_argument(
         "--folder", type=Path, required=True, help="new folder on the disk to measure; deleted at the end"
@@ -253,7 +253,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--step_s", type=float, default=0.5, help="seconds between a save's begin and the next update")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--output", type=Path, help="JSON file to write")
-    options = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, print and write; return the exit code."""
+    options = parse(argv)
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     distributed = startup.initialize(DistributedConfig(device="cpu"))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from scripts.benchmarks import checkpoint
 from scripts.benchmarks.training import memory, optimizer, profile, report, settings
 
 pytestmark = pytest.mark.guides
@@ -168,9 +169,10 @@ COMMANDS = [
 
 
 def test_every_command_of_the_document_is_checked() -> None:
-    """Three tables of training, two each of optimizer and memory; reports and races have tests of their own."""
+    """Three tables of training, two each of optimizer and memory, one of checkpoints; reports and races have tests of
+    their own."""
     text = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
-    assert len(COMMANDS) == 7 and text.count("```bash\n") == 10
+    assert len(COMMANDS) == 8 and text.count("```bash\n") == 11
     assert "bash scripts/gpu_report.sh --output=docs/gpu_report.json\n" in text
 
 
@@ -184,6 +186,9 @@ def test_commands_of_the_document_make_its_tables(command: list[str], names: lis
     elif program.endswith(".memory"):
         options, rows = memory.choose(arguments)
         assert options.ranks == 2 and rows == names
+    elif program.endswith(".checkpoint"):
+        compared = {name for first, second, _, _ in checkpoint.GOALS for name in (first, second)}
+        assert checkpoint.parse(arguments).turns == 8 and compared <= set(names)
     else:
         ranks = int(command[1].removeprefix("--nproc-per-node="))
         rows = list(settings.chosen(settings.parse(arguments), ranks))
