@@ -274,3 +274,13 @@ def test_operations_are_sorted_by_name() -> None:
         "gloo:all_reduce": None,
     }
     assert {name: profile.kind_of(name) for name in kinds} == kinds
+
+
+def test_checkpoints_are_timed_beside_their_peers(tmp_path: Path) -> None:
+    """The benchmark of checkpoints runs, has every row of the document, and leaves nothing in its folder."""
+    folder = tmp_path / "disk"
+    program = [*TORCHRUN, "--nproc-per-node=2", "-m", "scripts.benchmarks.checkpoint", f"--folder={folder}"]
+    text, result = run([*program, "--mib=32", "--turns=1", "--step_s=0"], tmp_path / "results.json")
+    rows = next(names for command, names in COMMANDS if "scripts.benchmarks.checkpoint" in command)
+    assert [name for name in rows if " / " not in name] == list(result["rows"])
+    assert all(f"| {name} |" in text for name in result["rows"]) and not folder.exists()
