@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -63,7 +63,7 @@ def run_distributed(
             for process, (_, sender) in zip(processes, pipes, strict=True):
                 process.start()
                 sender.close()
-            return [_receive(rank, receiver) for rank, (receiver, _) in enumerate(pipes)]
+            return _results([_receive(rank, receiver) for rank, (receiver, _) in enumerate(pipes)])
         finally:
             for process in processes:
                 process.join(timeout=5)
@@ -92,16 +92,23 @@ def _run_rank(
         sender.send((False, traceback.format_exc()))
 
 
-def _receive(rank: int, receiver: Connection) -> Any:
+def _receive(rank: int, receiver: Connection) -> tuple[bool, Any]:
+    """Whether a rank succeeded, and its result or why it failed."""
     if not receiver.poll(TIMEOUT_S):
         raise TimeoutError(f"rank {rank} sent nothing for {TIMEOUT_S} s")
     try:
         good, result = receiver.recv()
     except EOFError:
-        raise RuntimeError(f"rank {rank} died without a word") from None
-    if not good:
-        raise RuntimeError(f"rank {rank} failed:\n{result}")
-    return result
+        return False, f"rank {rank} died without a word"
+    return good, result if good else f"rank {rank} failed:\n{result}"
+
+
+def _results(received: Sequence[tuple[bool, Any]]) -> list[Any]:
+    """The results of all ranks. Of several failures, raise the one of a rank that did not just lose another."""
+    failures = [text for good, text in received if not good]
+    if failures:
+        raise RuntimeError(next((text for text in failures if "PeerError" not in text), failures[0]))
+    return [result for _, result in received]
 
 
 TINY = dict(

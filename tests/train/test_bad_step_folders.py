@@ -56,6 +56,7 @@ def story(distributed: Distributed, root: str, zero_stage: int) -> dict[str, Any
     run.model.finish()
     run.stop.restore()
     run.experiment.release()
+    distributed.barrier()  # rank 0 writes the folder
     folder = Path(root) / "runs" / "0" / "artifacts" / f"bad_step_{BAD}"
     for name, fault in (("again", True), ("healthy", False)):
         content = read_folder(folder)
