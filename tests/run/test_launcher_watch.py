@@ -134,4 +134,5 @@ def test_torchrun_that_ends_while_a_rank_looks_is_gone(tmp_path: Path, monkeypat
     parents = iter([100, 100, 1, 1, 1, 1])
     monkeypatch.setattr(launcher_watch, "PROC", tmp_path)
     monkeypatch.setattr(launcher_watch.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(launcher_watch.os, "getsid", lambda pid: pid)  # torchrun gives each rank a session of its own
     assert launcher_watch.launcher_of(MARKS) == launcher_watch.GONE
