@@ -14,9 +14,9 @@ import torch
 
 from megatron_lite.checkpoint import space
 from megatron_lite.checkpoint.background import BackgroundSaves, open_background
-from megatron_lite.checkpoint.choice import choose
+from megatron_lite.checkpoint.choice import Choice, choose_together
 from megatron_lite.checkpoint.names import newest_checkpoint
-from megatron_lite.checkpoint.resume import has_checkpoint, resume
+from megatron_lite.checkpoint.resume import check_early, resume
 from megatron_lite.cli.help import banner, short_banner
 from megatron_lite.config import Config
 from megatron_lite.data.fingerprint import check_same
@@ -241,7 +241,8 @@ def build(
     check_exports(config)
     config, choices = _resolve_auto(config, distributed)
     start = Start(config, distributed, experiment, logger)
-    config, library = _choose_products(start)
+    choice = choose_together(experiment.checkpoints, config.checkpoint, distributed)
+    config, library = _choose_products(start, choice)
     start.config = config
 
     kernels = agree_on_kernels(config, distributed)
@@ -249,7 +250,8 @@ def build(
     check_same(inputs.data.identity, distributed)
     samples = open_samples(config, distributed, experiment, stop)
     _log_banner(start, inputs, (*choices, *library, *notes))
-    source = _open_source(start, inputs)
+    together(distributed, lambda: check_early(choice, config, inputs.data.identity) if distributed.rank == 0 else None)
+    source = _open_source(start, inputs, choice)
 
     distributed.progress.phase = "the loading"
     model = together(distributed, lambda: _allocate(start, inputs.layers))
@@ -261,7 +263,7 @@ def build(
     optimizer = Optimizer(config, model.stages, distributed, inputs.kernels)
 
     window = LogWindow(distributed.device)
-    iteration, evaluation_due = _fill(start, source, model, optimizer, window, inputs.data.identity)
+    iteration, evaluation_due = _fill(start, choice, source, model, optimizer, window, inputs.data.identity)
     debugger = _debug(start, model)
     with distributed.traffic.paused():
         model.gather_ahead()  # every iteration ends with this
@@ -321,16 +323,15 @@ def _resolve_auto(config: Config, distributed: Distributed) -> tuple[Config, tup
     return dataclasses.replace(config, multi_stage=multi_stage), choices
 
 
-def _choose_products(start: Start) -> tuple[Config, tuple[Note, ...]]:
+def _choose_products(start: Start, choice: Choice) -> tuple[Config, tuple[Note, ...]]:
     """Resolve --cpu_matmul and follow it: a resumed run keeps its library, other ranks take that of rank 0."""
-    config, distributed, root = start.config, start.distributed, start.experiment.checkpoints
+    config, distributed = start.config, start.distributed
 
     def resolve() -> tuple[str, str] | None:
         products.check_library(config.performance.cpu_matmul)
         if distributed.rank != 0:
             return None
-        newest = choose(root, config.checkpoint).newest()
-        return library_of_products(config, {} if newest is None else newest[1].config)
+        return library_of_products(config, {} if choice.newest is None else choice.newest[1].config)
 
     if distributed.device.type != "cpu":
         return config, ()
@@ -367,13 +368,10 @@ def _tell(start: Start, full: str, short: str) -> None:
     log_both(start.logger, console=full if start.config.run.show_all_options else short, file=full)
 
 
-def _open_source(start: Start, inputs: Inputs) -> WeightSource | None:
+def _open_source(start: Start, inputs: Inputs, choice: Choice) -> WeightSource | None:
     """Open the pretrained weights to start from; None without any, or if the run has a checkpoint of its own."""
     config, distributed = start.config, start.distributed
-    resumes = together(distributed, lambda: has_checkpoint(start.experiment.checkpoints, config, inputs.data.identity))
-    if config.source.pretrained_checkpoint_path is None or not config.source.load_pretrained_weights:
-        return None
-    if distributed.broadcast_object(resumes):
+    if config.source.pretrained_checkpoint_path is None or not config.source.load_pretrained_weights or choice.found:
         return None
     return load_pretrained.open_pretrained(config, shapes_of(inputs.layers), distributed, start.logger.warning)
 
@@ -413,6 +411,7 @@ def _time_collectives(start: Start, model: MultiStage) -> dict[str, float]:
 
 def _fill(
     start: Start,
+    choice: Choice,
     source: WeightSource | None,
     model: MultiStage,
     optimizer: Optimizer,
@@ -425,7 +424,7 @@ def _fill(
     """
     config, root = start.config, start.experiment.checkpoints
     resumed = resume(
-        root, config, model, optimizer, window, data, start.distributed, start.logger, start.experiment.check
+        choice, root, config, model, optimizer, window, data, start.distributed, start.logger, start.experiment.check
     )
     if resumed is not None:
         return resumed

@@ -9,29 +9,55 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from megatron_lite.checkpoint.manifest import Manifest, read
 from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, reason
 from megatron_lite.config.checkpoint import CheckpointConfig
+from megatron_lite.distributed.agreement import together
 from megatron_lite.errors import CheckpointError, DamagedError, StorageError
 from megatron_lite.run.durable_files import sync_folder
+
+if TYPE_CHECKING:
+    from megatron_lite.distributed.process_group import Distributed
 
 SET_ASIDE = "set_aside"
 _FLAG = "--load_checkpoint_path"
 
 
-class Choice(NamedTuple):
+@dataclass(frozen=True)
+class Choice:
     """Checkpoints to try, the newest first; none for a run that starts anew."""
 
     found: tuple[tuple[int, Path], ...] = ()
     goes_back: bool = False  # to an older checkpoint of its own, by --resume_iteration
     note: str = ""  # for the log
 
+    @cached_property
     def newest(self) -> tuple[Path, Manifest] | None:
-        """Return folder and manifest of the newest one with a good manifest; reads only manifests."""
+        """Folder and manifest of the newest one with a good manifest; read from the disk once."""
         return next(((folder, content) for _, folder, content in _good(self.found)), None)
+
+
+def find(root: Path) -> list[tuple[int, Path]]:
+    """List (iteration, folder) as `names.find_checkpoints`, but raise CheckpointError if `root` cannot be read."""
+    try:
+        return find_checkpoints(root)
+    except OSError as error:
+        raise CheckpointError(f"cannot read the checkpoints in {root}: {reason(error)}") from None
+
+
+def choose_together(root: Path | None, options: CheckpointConfig, distributed: Distributed) -> Choice:
+    """Choose on rank 0, for all ranks; see `choose`."""
+    choice = together(distributed, lambda: choose(root, options) if distributed.rank == 0 else Choice())
+    if distributed.rank == 0:
+        distributed.broadcast_object([[(i, str(p)) for i, p in choice.found], choice.goes_back, choice.note])
+        return choice
+    found, goes_back, note = distributed.broadcast_object(None)
+    return Choice(tuple((iteration, Path(folder)) for iteration, folder in found), goes_back, note)
 
 
 def choose(root: Path | None, options: CheckpointConfig) -> Choice:
@@ -40,7 +66,7 @@ def choose(root: Path | None, options: CheckpointConfig) -> Choice:
     Raises:
         CheckpointError: if the options ask for one that is not there, or forbid those that are.
     """
-    own, wanted = [] if root is None else _find(root), options.resume_iteration
+    own, wanted = [] if root is None else find(root), options.resume_iteration
     if own and options.load_policy == "never":
         raise CheckpointError(
             f"--load_policy=never: {root} has checkpoints, the newest of iteration {own[0][0]:,}, and a run that "
@@ -115,20 +141,13 @@ def _elsewhere(folder: Path) -> list[tuple[int, Path]]:
             return [(read(folder).iteration, folder)]
     except DamagedError as error:
         raise CheckpointError(f"{_FLAG}={folder}: {error}; restore it, or give another") from None
-    found = _find(folder) or _find(folder / "checkpoints")
+    found = find(folder) or find(folder / "checkpoints")
     if not found:
         raise CheckpointError(
             f"{_FLAG}={folder}: no checkpoint is there; give a checkpoint, a folder of checkpoints or an experiment "
             "directory"
         )
     return found
-
-
-def _find(root: Path) -> list[tuple[int, Path]]:
-    try:
-        return find_checkpoints(root)
-    except OSError as error:
-        raise CheckpointError(f"cannot read the checkpoints in {root}: {reason(error)}") from None
 
 
 def _good(found: Sequence[tuple[int, Path]]) -> Iterator[tuple[int, Path, Manifest]]:

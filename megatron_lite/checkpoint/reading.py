@@ -1,4 +1,4 @@
-"""Read the checkpoints that `sharded.save` writes into a model of any layout, and verify them on the way.
+"""Read the checkpoints that `writing.Save` writes into a model of any layout, and verify them on the way.
 
 Each rank reads the bytes of its shards once and computes their checksums where they arrive; the rest of a file (header,
 padding, state that this run does not use) is read for its checksum only. The ranks exchange the checksums of the

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_lite.checkpoint import compatibility, sharded
-from megatron_lite.checkpoint.choice import choose, set_aside
+from megatron_lite.checkpoint.choice import Choice, set_aside
 from megatron_lite.checkpoint.data_changes import check_data
 from megatron_lite.checkpoint.manifest import Manifest
 from megatron_lite.config import Config
@@ -26,23 +26,22 @@ class Sums(Protocol):
     def load_state(self, state: dict[str, Any]) -> None: ...
 
 
-def has_checkpoint(root: Path | None, config: Config, data: dict[str, Any]) -> bool:
-    """Whether there is a checkpoint to resume from, good or not; refuse another architecture or other data early.
+def check_early(choice: Choice, config: Config, data: dict[str, Any]) -> None:
+    """Refuse the checkpoint of another architecture or of other data before memory is allocated, on rank 0.
 
     data: see `data.fingerprint.identity`.
 
     Raises:
-        CheckpointError: also if the options ask for a checkpoint that is not there, or forbid those that are.
+        CheckpointError: if the newest one with a good manifest does not fit.
     """
-    choice = choose(root, config.checkpoint)
-    if (newest := choice.newest()) is not None:
-        folder, content = newest
+    if choice.newest is not None:
+        folder, content = choice.newest
         compatibility.check_architecture(content.config, config, str(folder))
         check_data(content, config, data, str(folder))
-    return bool(choice.found)
 
 
 def resume(
+    choice: Choice,
     root: Path | None,
     config: Config,
     model: MultiStage,
@@ -53,14 +52,14 @@ def resume(
     logger: logging.Logger,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[int, bool] | None:
-    """Load the newest good checkpoint of those that the options allow; all ranks call this together.
+    """Load the newest good checkpoint of a choice; all ranks call this together.
 
-    data: see `data.fingerprint.identity`. check: rank 0 calls it before it moves anything; see `writing.Save`.
+    root: the folder of the run's own checkpoints. data: see `data.fingerprint.identity`. check: rank 0 calls it before
+    it moves anything; see `writing.Save`.
 
     Returns:
         The iterations done, and whether an evaluation after them is due; None without a checkpoint.
     """
-    choice = together(distributed, lambda: choose(root, config.checkpoint))
     where, rule = choice.found[0][1].parent if choice.found else None, config.optimizer.optimizer
     found = sharded.load_first_good(choice.found, where, model, distributed, logger.warning, rule)
     if found is None:

@@ -11,69 +11,23 @@ the next older one then overwrites what was read of it.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megatron_lite.checkpoint import files, manifest, names
+from megatron_lite.checkpoint import files, names
 from megatron_lite.checkpoint.manifest import Manifest
 from megatron_lite.checkpoint.names import new_nonce, reason, work_path
 from megatron_lite.checkpoint.reading import changes, fill_verified, open_checkpoint
 from megatron_lite.checkpoint.retention import Saved, checkpoints_to_delete, is_permanent, was_permanent
-from megatron_lite.checkpoint.writing import Save, complete_manifest, write_now
-from megatron_lite.config import Config
+from megatron_lite.checkpoint.writing import complete_manifest
 from megatron_lite.config.structured_values import KeepRule
-from megatron_lite.distributed.agreement import together
-from megatron_lite.errors import CheckpointError, DamagedError, shorten
+from megatron_lite.errors import CheckpointError, shorten
 
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed
     from megatron_lite.zero.multi_stage import MultiStage
-
-
-def save(
-    root: Path,
-    iteration: int,
-    model: MultiStage,
-    state: dict[str, Any],
-    config: Config,
-    distributed: Distributed,
-    check: Callable[[], None] = lambda: None,
-) -> int:
-    """Write root/<iteration>/, replacing an older checkpoint of that iteration; all ranks call this together.
-
-    Returns the bytes of all ranks' shards. Also delete the remains of interrupted saves in `root`.
-
-    `state` and `check`: see `Save`.
-
-    Raises:
-        StorageError: on every rank, if any rank cannot write; older checkpoints are untouched.
-    """
-    return write_now(Save(root, iteration, model, state, config, distributed, check))
-
-
-def newest_config(root: Path) -> tuple[int, dict[str, Any]] | None:
-    """Return iteration and flat config of the newest checkpoint with a good manifest; None if there is none.
-
-    Serves to refuse a changed architecture before memory is allocated; reads nothing but manifests.
-
-    Raises:
-        CheckpointError: if the directory cannot be read.
-    """
-    for iteration, folder in find(root):
-        with contextlib.suppress(DamagedError):
-            return iteration, manifest.read(folder, iteration).config
-    return None
-
-
-def load_newest(
-    root: Path, model: MultiStage, distributed: Distributed, report: Callable[[str], None], optimizer: str = "adamw"
-) -> tuple[Path, Manifest] | None:
-    """Fill the shards of the model from the newest good checkpoint in `root`; see `load_first_good`."""
-    found = together(distributed, lambda: find(root) if distributed.rank == 0 else [])
-    return load_first_good(found, root, model, distributed, report, optimizer)
 
 
 def load_first_good(
@@ -89,7 +43,7 @@ def load_first_good(
     Padding is not touched.
 
     Args:
-        found: (iteration, folder), as rank 0 sees them.
+        found: (iteration, folder), the same on every rank; see `choice.choose_together`.
         where: their folder, for the message.
         report: gets a line on every rank for each newer checkpoint that is damaged, and for each kind of state that
             cannot be restored unchanged (see `reading.changes`).
@@ -103,8 +57,7 @@ def load_first_good(
             parameters than the model. No file is changed.
     """
     problems = []
-    for iteration, name in distributed.broadcast_object([(iteration, str(path)) for iteration, path in found]):
-        folder = Path(name)
+    for iteration, folder in found:
         content, problem = open_checkpoint(folder, iteration, distributed)
         if content is not None:
             _check_parameters(folder, content, model)
@@ -131,14 +84,6 @@ def _check_parameters(folder: Path, content: Manifest, model: MultiStage) -> Non
             f"checkpoint {folder} does not fit the model: {shorten(misfits)}. Give the flags it was trained with, or "
             "choose another --experiment_dir"
         )
-
-
-def find(root: Path) -> list[tuple[int, Path]]:
-    """List (iteration, folder) as `names.find_checkpoints`, but raise CheckpointError if `root` cannot be read."""
-    try:
-        return names.find_checkpoints(root)
-    except OSError as error:
-        raise CheckpointError(f"cannot read the checkpoints in {root}: {reason(error)}") from None
 
 
 def prune(

@@ -39,7 +39,7 @@ class Save:
         state: dict[str, Any],
         config: Config,
         distributed: Distributed,
-        check: Callable[[], None],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.root, self.iteration, self.folder = root, iteration, root / str(iteration)
         self.tensors = tensors_of(model)

@@ -173,13 +173,13 @@ def _own_values(given: Mapping[str, Any]) -> Stated | None:
             return None
     except OSError:
         return None  # writing to the directory will report the error
-    from megatron_lite.checkpoint.sharded import newest_config
+    from megatron_lite.checkpoint.choice import Choice, find
 
-    newest = newest_config(root)
+    newest = Choice(tuple(find(root))).newest
     if newest is None:
         return None
-    where = str(root / str(newest[0]))
-    return Stated(where, model_options.checkpoint_values(newest[1], where), model_options.saved_model_type(newest[1]))
+    where, config = str(newest[0]), newest[1].config
+    return Stated(where, model_options.checkpoint_values(config, where), model_options.saved_model_type(config))
 
 
 def _differences(ours: Mapping[str, Any], theirs: dict[str, Any], names: Collection[str]) -> list[Difference]:

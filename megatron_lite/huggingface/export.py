@@ -97,7 +97,7 @@ def save_huggingface(
     Args:
         weights: yields (parameter name, full weight) of the whole model, in the same order on every rank. The next
             tensor may overwrite the previous one. Only the tensors of rank 0 are read.
-        check: see `sharded.save`.
+        check: see `writing.Save`.
 
     Raises:
         UsageError: if no architecture can express the model.

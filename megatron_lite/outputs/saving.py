@@ -187,7 +187,7 @@ def export(run: Run) -> None:
     averaged = run.config.training.export_weights == "average"
     if run.config.training.export_format == "distributed":
         root, check = directory.parent, run.experiment.check
-        sharded.save(root, run.iteration, run.model, _state(run), run.config, run.distributed, check)
+        write_now(Save(root, run.iteration, run.model, _state(run), run.config, run.distributed, check))
     else:
         weights = export_weights(run.model, run.config, run.distributed)
         try:

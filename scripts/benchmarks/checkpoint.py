@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from megatron_lite.checkpoint import sharded
 from megatron_lite.checkpoint.background import BackgroundSaves
+from megatron_lite.checkpoint.choice import find
 from megatron_lite.checkpoint.files import chunks
 from megatron_lite.checkpoint.space import checkpoint_bytes
 from megatron_lite.checkpoint.writing import Save, prepared, tensors_of, write_now
@@ -165,7 +166,8 @@ class Bench:
     def load(self) -> float:
         """Find, verify and load the checkpoint."""
         begun_s = time.perf_counter()
-        found = sharded.load_newest(self.folder / "ours", self.model, self.distributed, print)
+        root = self.folder / "ours"
+        found = sharded.load_first_good(find(root), root, self.model, self.distributed, print)
         assert found is not None
         return time.perf_counter() - begun_s
 

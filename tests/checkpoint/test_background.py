@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.checkpoint import background, files, manifest, sharded
+from megatron_lite.checkpoint import background, files, manifest
 from megatron_lite.checkpoint.background import BackgroundSaves, open_background
 from megatron_lite.checkpoint.writing import Save, prepared
 from megatron_lite.config import CheckpointConfig, Config
 from megatron_lite.errors import OutOfMemoryError, StorageError
-from tests.checkpoint.test_sharded import SPECS, load, names, save
+from tests.checkpoint.test_sharded import SPECS, load, names, newest, save
 from tests.support.fakes import FakeDistributed, Layout, World, empty_model, put, random_values, run_state, same
 
 VALUES, LATER = random_values(SPECS, 1), random_values(SPECS, 2)
@@ -170,4 +170,4 @@ def test_a_save_replaces_that_of_its_iteration(tmp_path: Path) -> None:
     save(tmp_path, 20, 3, world_size=2)
     in_background(tmp_path, finish)
     assert same(load(tmp_path, 2)[1], VALUES) and names(tmp_path) == {"20"}
-    assert sharded.newest_config(tmp_path) is not None
+    assert newest(tmp_path) is not None

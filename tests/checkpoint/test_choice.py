@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.checkpoint import sharded
 from megatron_lite.checkpoint.choice import choose, set_aside
+from megatron_lite.checkpoint.writing import Save, write_now
 from megatron_lite.config import CheckpointConfig, Config
 from megatron_lite.errors import CheckpointError
 from tests.support.fakes import FakeDistributed, Layout, World, empty_model, make_specs, run_state
@@ -20,7 +20,7 @@ def save(root: Path, *iterations: int, options: CheckpointConfig = OPTIONS) -> P
     for iteration in iterations:
         model, config = empty_model(specs, Layout(), 0), Config(checkpoint=options)
         root.mkdir(parents=True, exist_ok=True)
-        sharded.save(root, iteration, model, run_state(), config, distributed)  # type: ignore[arg-type]
+        write_now(Save(root, iteration, model, run_state(), config, distributed))  # type: ignore[arg-type]
     return root
 
 

@@ -16,7 +16,7 @@ import torch
 
 from megatron_lite.checkpoint import manifest, sharded
 from megatron_lite.errors import CheckpointError, DamagedError
-from tests.checkpoint.test_sharded import SPECS, load, names, save
+from tests.checkpoint.test_sharded import SPECS, load, names, newest, save
 from tests.support.fakes import Layout, held, random_values, same
 
 
@@ -445,8 +445,8 @@ def test_links_are_refused_and_survive(pair: Path, name: str, target: str, tmp_p
     (root / "20" / name).symlink_to(canary if target == "same" else tmp_path / "gone")
     where = f"{name}: " if name else ""
     expect_fallback(root, f"{root}/20: {where}a symbolic link, which is not followed here", world_size=2)
-    newest = sharded.newest_config(root)
-    assert newest is not None and newest[0] == (20 if name.startswith("rank") else 10)
+    found = newest(root)
+    assert found is not None and found[0].name == ("20" if name.startswith("rank") else "10")
     sharded.prune(root, 1, newest=20)
     assert names(root) == {"10", "20"}, "10 is the only good one"
     content = {path.name: path.read_bytes() for path in (canary.iterdir() if canary.is_dir() else [canary])}

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint import manifest, sharded
+from megatron_lite.checkpoint import manifest
+from megatron_lite.checkpoint.writing import Save, write_now
 from megatron_lite.distributed.process_group import Distributed
 from tests.support.harness import run_distributed, tiny_config
 
@@ -63,7 +64,7 @@ def save_again(distributed: Distributed, options: dict[str, Any], target: str) -
     """Load and save into another directory; return the dtypes of the live weights by kind of part."""
     run = open_run(distributed, options)
     state = {"optimizer": run.optimizer.state(), "window": run.window.state()}
-    sharded.save(Path(target), run.iteration, run.model, state, run.config, distributed)
+    write_now(Save(Path(target), run.iteration, run.model, state, run.config, distributed))
     dtypes: dict[str, list[str]] = {"trained": [], "frozen": []}
     for _, part in run.model.parts():
         known, dtype = dtypes["frozen" if part.frozen else "trained"], str(part.kinds()["weights"])

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint import files, sharded
+from megatron_lite.checkpoint.choice import Choice, find
 from megatron_lite.checkpoint.manifest import KINDS, Manifest
+from megatron_lite.checkpoint.writing import Save, write_now
 from megatron_lite.config import Config, flatten
 from megatron_lite.errors import CheckpointError, StorageError
 from tests.support.fakes import (
@@ -45,7 +47,7 @@ def save(
     def rank_main(distributed: FakeDistributed) -> None:
         model = put(empty_model(SPECS, layout, distributed.rank), values, distributed.rank)
         state_or_default = run_state() if state is None else state
-        sharded.save(root, iteration, model, state_or_default, Config(), distributed)  # type: ignore[arg-type]
+        write_now(Save(root, iteration, model, state_or_default, Config(), distributed))  # type: ignore[arg-type]
 
     if world_size == 1:  # without a thread, so that a simulated kill reaches the test
         rank_main(FakeDistributed(World(1), 0))
@@ -56,15 +58,20 @@ def save(
     return values
 
 
+def newest(root: Path) -> tuple[Path, Manifest] | None:
+    return Choice(tuple(find(root))).newest
+
+
 def load(
     root: Path, world_size: int = 1, num_per_stage: int = 3, specs: Any = SPECS, **more: Any
 ) -> tuple[Manifest | None, Values, list[str]]:
-    """Return (the manifest that load_newest returns, the values in the shards of this `Layout`, the lines reported)."""
+    """Return (the manifest of the checkpoint that is loaded, the values in the shards of this `Layout`, the lines)."""
     layout = Layout(world_size, num_per_stage, **more)
     models: list[FakeModel] = [empty_model(specs, layout, rank) for rank in range(world_size)]
     lines: list[list[str]] = [[] for _ in range(world_size)]
     results = World(world_size).run(
-        lambda distributed: sharded.load_newest(
+        lambda distributed: sharded.load_first_good(
+            find(root),
             root,
             models[distributed.rank],
             distributed,
@@ -110,7 +117,7 @@ def test_special_values_keep_their_bits(tmp_path: Path) -> None:
     values["exp_avg"]["embedding.word.weight"].view(-1)[:5] = bits.view(torch.float32)
     distributed: Any = FakeDistributed(World(1), 0)
     model: Any = put(empty_model(SPECS, Layout(), 0), values, 0)
-    sharded.save(tmp_path, 1, model, run_state(), Config(), distributed)
+    write_now(Save(tmp_path, 1, model, run_state(), Config(), distributed))
     assert same(values, load(tmp_path)[1])
 
 
@@ -157,8 +164,8 @@ def test_nothing_at_all_is_none(tmp_path: Path) -> None:
     for name in ("-1", "007", "1e3", "+5", "٣", "9" * 30, "5.aside-0123456789abcdef"):
         (tmp_path / name).mkdir()
     assert load(tmp_path, world_size=2)[0] is None
-    assert sharded.newest_config(tmp_path) is None
-    assert sharded.newest_config(tmp_path / "missing") is None
+    assert newest(tmp_path) is None
+    assert newest(tmp_path / "missing") is None
 
 
 def test_the_newest_by_number_is_loaded_and_its_config_is_found_first(tmp_path: Path) -> None:
@@ -166,11 +173,11 @@ def test_the_newest_by_number_is_loaded_and_its_config_is_found_first(tmp_path: 
     saved = [save(tmp_path, iteration, iteration) for iteration in (10, 9)]
     loaded, values, _ = load(tmp_path)
     assert loaded is not None and loaded.iteration == 10 and same(values, saved[0])
-    found = sharded.newest_config(tmp_path)
-    assert found is not None and found[0] == 10 and found[1]["hidden_size"] == 1024
+    found = newest(tmp_path)
+    assert found is not None and found[0].name == "10" and found[1].config["hidden_size"] == 1024
     (tmp_path / "10" / "manifest.json").write_text("{")
-    found = sharded.newest_config(tmp_path)
-    assert found is not None and found[0] == 9
+    found = newest(tmp_path)
+    assert found is not None and found[0].name == "9"
 
 
 @pytest.mark.parametrize(
@@ -319,7 +326,7 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all(rank: int, tmp_path: Path, m
 
     def rank_main(distributed: FakeDistributed) -> None:
         model: Any = put(empty_model(SPECS, Layout(3), distributed.rank), values, distributed.rank)
-        sharded.save(tmp_path, 20, model, run_state(), Config(), distributed)  # type: ignore[arg-type]
+        write_now(Save(tmp_path, 20, model, run_state(), Config(), distributed))  # type: ignore[arg-type]
 
     results = World(3).run(rank_main)
     num_bytes = sum(12 * part.layout.shard_numel for _, part in empty_model(SPECS, Layout(3), 0).parts())
@@ -350,7 +357,7 @@ def test_a_state_that_could_not_be_read_leaves_no_rank_waiting(tmp_path: Path) -
 
     def rank_main(distributed: FakeDistributed) -> None:
         model: Any = empty_model(SPECS, Layout(2), distributed.rank)
-        sharded.save(tmp_path, 20, model, run_state() | {"x": 1}, Config(), distributed)  # type: ignore[arg-type]
+        write_now(Save(tmp_path, 20, model, run_state() | {"x": 1}, Config(), distributed))  # type: ignore[arg-type]
 
     results = World(2).run(rank_main)
     assert [type(result) for result in results] == [ValueError, StorageError]
@@ -364,7 +371,7 @@ def test_a_rank_that_sees_another_file_system_is_named(tmp_path: Path) -> None:
     def rank_main(distributed: FakeDistributed) -> None:
         model: Any = empty_model(SPECS, Layout(2), distributed.rank)
         root = tmp_path / f"node_{distributed.rank}"
-        sharded.save(root, 20, model, run_state(), Config(), distributed)  # type: ignore[arg-type]
+        write_now(Save(root, 20, model, run_state(), Config(), distributed))  # type: ignore[arg-type]
 
     for result in World(2).run(rank_main):
         assert isinstance(result, StorageError)
