@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without
 import scripts  # noqa: F401  names a missing package
 
 # isort: split
-from megatron_lite.checkpoint.names import find_checkpoints, read_bytes
+from megatron_lite.checkpoint.names import newest_before, read_bytes
 from megatron_lite.config import CheckpointConfig, Config, RunConfig, unflatten
 from megatron_lite.config.values import FLAGS
 from megatron_lite.distributed.agreement import together
@@ -162,8 +162,7 @@ def checkpoint_of(content: dict[str, Any], wanted: str | None) -> Path | None:
     named = content["checkpoint"]
     if named is None or wanted is not None:
         return None
-    older = (folder for number, folder in find_checkpoints(Path(named).parent) if number < content["iteration"])
-    found = next(iter(older), None)
+    found = newest_before(Path(named).parent, content["iteration"])
     if found is None:
         raise UsageError(
             f"{named} is gone, and no older checkpoint is there; write --checkpoint=<folder>, or --checkpoint=none to "

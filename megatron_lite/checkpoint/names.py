@@ -66,6 +66,12 @@ def find_checkpoints(root: Path) -> list[tuple[int, Path]]:
     return [(iteration, path) for iteration, _, path in sorted(found, reverse=True)]
 
 
+def newest_before(root: Path | None, iteration: int) -> Path | None:
+    """Return the folder of the newest checkpoint by name from before an iteration; None without any."""
+    found = find_checkpoints(root) if root is not None else []
+    return next((folder for number, folder in found if number < iteration), None)
+
+
 def newest_checkpoint(root: Path | None) -> tuple[int, Path] | None:
     """Return (iteration, folder) of the newest checkpoint by name, for a message; None without any. Never raises."""
     with contextlib.suppress(OSError):

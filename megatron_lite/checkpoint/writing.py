@@ -157,17 +157,18 @@ def tensors_of(model: MultiStage) -> list[TensorToWrite]:
 
 def is_checkpoint(folder: Path) -> bool:
     """Return True for a folder (not a link) with a good manifest for the iteration in its name."""
-    try:
-        return is_folder(folder) and manifest.read(folder, int(folder.name)) is not None
-    except DamagedError:
-        return False
+    return _manifest_of(folder, with_files=False) is not None
 
 
 def complete_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of a folder as in `is_checkpoint` whose files have the right sizes, else None."""
+    return _manifest_of(folder, with_files=True)
+
+
+def _manifest_of(folder: Path, with_files: bool) -> Manifest | None:
     try:
         content = manifest.read(folder, int(folder.name)) if is_folder(folder) else None
-        if content is not None:
+        if content is not None and with_files:
             manifest.check_sizes(folder, content)
         return content
     except DamagedError:

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint.names import find_checkpoints
+from megatron_lite.checkpoint.names import newest_before
 from megatron_lite.config import flatten
 from megatron_lite.distributed.agreement import together
 from megatron_lite.optimizer.bad_steps import BadStep
 from megatron_lite.outputs.step_inputs import step_inputs
 from megatron_lite.run.durable_files import replace_file
 from megatron_lite.schedules.batch_options import batch_schedule
-from megatron_lite.seeds import derive_seed
+from megatron_lite.seeds import dropout_seed
 from megatron_lite.setup_run import Run
 from megatron_lite.zero.stage import Observer
 
@@ -83,9 +83,8 @@ def leave_bad_step(run: Run, step: BadStep | None) -> None:
 
 def content(run: Run, step: BadStep, found: dict[str, Any]) -> dict[str, Any]:
     """Return what the folder of a bad step holds, as JSON."""
-    batch, root = run.config.batch, run.experiment.checkpoints
-    schedule = batch_schedule(batch)
-    older = [folder for number, folder in find_checkpoints(root) if number < step.iteration] if root else []
+    schedule = batch_schedule(run.config.batch)
+    older = newest_before(run.experiment.checkpoints, step.iteration)
     return {
         "iteration": step.iteration,
         "loss": step.numbers[0].hex(),
@@ -96,7 +95,7 @@ def content(run: Run, step: BadStep, found: dict[str, Any]) -> dict[str, Any]:
         "first_sample": schedule.consumed_samples(step.iteration - 1),
         "samples": schedule.batch_size(step.iteration),
         "world_size": run.distributed.world_size,
-        "checkpoint": str(older[0]) if older else None,
+        "checkpoint": None if older is None else str(older),
         "config": flatten(run.config),
     }
 
@@ -156,7 +155,7 @@ def _samples(run: Run, iteration: int, micro_batch: int, rank: int) -> dict[str,
     """Return the samples of a micro-batch, counted from the start of the run, and its dropout seed."""
     first, count = run.data.split("training", iteration).piece(micro_batch, rank)
     first += batch_schedule(run.config.batch).consumed_samples(iteration - 1)
-    seed = derive_seed(run.config.distributed.seed, "dropout", iteration, micro_batch, rank)
+    seed = dropout_seed(run.config.distributed.seed, iteration, micro_batch, rank)
     return {"first_sample": first, "samples": count, "dropout_seed": seed}
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from typing import Any
 
-from megatron_lite.checkpoint.names import find_checkpoints
+from megatron_lite.checkpoint.names import newest_before
 from megatron_lite.errors import NumericsError
 from megatron_lite.monitor.replicas import describe_differences, digest, value_hashes, weight_hashes
 from megatron_lite.outputs.saving import is_due
@@ -55,13 +55,12 @@ def _counters(run: Run, iteration: int) -> dict[str, Any]:
 
 
 def _message(run: Run, iteration: int, by_rank: list[dict[str, str]]) -> str:
-    root, agreed = run.experiment.checkpoints, run.agreed_at
+    agreed = run.agreed_at
     last = "no earlier check of this start found the ranks equal"
     safe = None
     if agreed is not None:
         last = f"the last check without a difference was at iteration {agreed}"
-        older = (folder for number, folder in find_checkpoints(root) if number < agreed) if root is not None else ()
-        safe = next(iter(older), None)
+        safe = newest_before(run.experiment.checkpoints, agreed)
     trust = "trust no checkpoint of this start"
     if safe is not None:
         trust = f"{safe} is the newest checkpoint from before it; move newer ones away before you resume"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_lite.data.loader import HostBatch, micro_batch
 from megatron_lite.model.layer import MicroBatch
-from megatron_lite.seeds import derive_seed
+from megatron_lite.seeds import dropout_seed
 from megatron_lite.setup_run import Run
 
 
@@ -20,8 +20,7 @@ def step_inputs(run: Run, micro_batches: Sequence[HostBatch], iteration: int) ->
     seed, rank = run.config.distributed.seed, run.distributed.rank
     scale = run.optimizer.loss_scale.scale / step_tokens(run, iteration)
     weights = run.data.split("training", iteration).loss_weights(run.config.training.loss_reduction)
-    inputs = []
-    for index, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True)):
-        dropout_seed = derive_seed(seed, "dropout", iteration, index, rank)
-        inputs.append(micro_batch(batch, run.distributed.device, scale, dropout_seed, weight))
-    return inputs
+    return [
+        micro_batch(batch, run.distributed.device, scale, dropout_seed(seed, iteration, index, rank), weight)
+        for index, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True))
+    ]

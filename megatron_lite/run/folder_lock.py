@@ -30,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from megatron_lite.distributed.peers import machine_name, process_state, start_ticks
+from megatron_lite.distributed.peers import has_ended, machine_name, start_ticks
 from megatron_lite.errors import FolderLostError, StorageError
 
 LOCK_FILE = "lock.json"
@@ -59,7 +59,7 @@ class Holder:
 
     def lives_here(self) -> bool:
         """Whether the process runs on this machine."""
-        return process_state(self.pid) not in ("", "Z", "X") and start_ticks(self.pid) == self.start_ticks
+        return not has_ended(self.pid) and start_ticks(self.pid) == self.start_ticks
 
 
 class FolderLock:
