@@ -1,12 +1,11 @@
-"""Set up a run in three phases (open its inputs, allocate its memory, fill it), and end its process."""
+"""Set up a run in three phases: open its inputs, allocate its memory, fill it."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +14,15 @@ import torch
 from megatron_lite.checkpoint import space
 from megatron_lite.checkpoint.background import BackgroundSaves, open_background
 from megatron_lite.checkpoint.choice import Choice, choose_together
-from megatron_lite.checkpoint.names import newest_checkpoint
 from megatron_lite.checkpoint.resume import check_early, resume
 from megatron_lite.cli.help import banner, short_banner
 from megatron_lite.config import Config
 from megatron_lite.data.fingerprint import check_same
 from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data
-from megatron_lite.distributed import startup
 from megatron_lite.distributed.agreement import together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.traffic import Traffic
-from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, OutOfMemoryError, RunError, StorageError, as_run_error
 from megatron_lite.generation.samples import Samples, open_samples
 from megatron_lite.huggingface import load_pretrained
 from megatron_lite.huggingface.architectures import check_exports
@@ -38,29 +34,21 @@ from megatron_lite.model.layer import Layer
 from megatron_lite.monitor.banner import choice_lines, derived_numbers, device_warnings, stage_lines
 from megatron_lite.monitor.communication import time_collectives
 from megatron_lite.monitor.console import ConsoleLines
-from megatron_lite.monitor.export_callback import STOPPED_WAIT_S, ExportCallback, open_callback
+from megatron_lite.monitor.export_callback import ExportCallback, open_callback
 from megatron_lite.monitor.logging import log_both, start_logging
 from megatron_lite.monitor.metrics import LogWindow, StepTimer, known_peak_tflops
 from megatron_lite.monitor.tensor_debug import TensorDebugger, open_debugger
 from megatron_lite.monitor.trackers import Trackers, open_trackers
 from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.optimizer.rules import muon
-from megatron_lite.planner.advice import less_memory
 from megatron_lite.planner.auto import device_memory_bytes, library_of_products, resolve_auto
-from megatron_lite.run import exit_status
 from megatron_lite.run.ending import Ending
 from megatron_lite.run.experiment import Experiment
-from megatron_lite.run.launch import environment_with, launch_rank, tell_torchrun
-from megatron_lite.run.launcher_watch import LauncherWatch
+from megatron_lite.run.launch import environment_with
 from megatron_lite.run.stop_signal import StopSignal
-from megatron_lite.run.threads import choose_threads
-from megatron_lite.run.time_limit import idle_limit, time_limits
 from megatron_lite.validation import warnings
 from megatron_lite.validation.messages import Note
 from megatron_lite.zero.multi_stage import MultiStage
-
-# Ranks that fail with one error wait this long for each other before they end.
-LEAVE_TOGETHER_S = 5.0
 
 
 @dataclass
@@ -109,116 +97,6 @@ class Run(Start):
     ending: Ending | None = None  # None for a run that was set up without `opened`
     bad_steps: list[int] = dataclasses.field(default_factory=list)  # iterations that `leave_bad_step` has examined
     agreed_at: int | None = None  # newest iteration at which --check_replicas_interval found all ranks equal
-
-
-@contextlib.contextmanager
-def opened(
-    config: Config,
-    notes: tuple[Note, ...],
-    environment: Mapping[str, str] | None = None,
-    launcher: LauncherWatch | None = None,
-) -> Iterator[Run]:
-    """Join the other ranks and set up a run for the block, which ends with `close`.
-
-    An error here or in the block is reported and ends the process.
-    """
-    rank, run, distributed = launch_rank(), None, None
-    ending = Ending(config.run.experiment_dir, rank)
-    stop = StopSignal(ending.stopped, ending.on_request)
-    stop.limits = time_limits(config, time.time())
-    ending.is_saving = lambda: stop.is_saving
-    if launcher is not None:
-        launcher.on_gone = ending.launcher_gone
-    try:
-        distributed = startup.initialize(config.distributed, ending.progress, ending.met)
-        if distributed.device.type == "cpu":
-            local_world_size, sharing = distributed.local_world_size, distributed.sharing_cores
-            torch.set_num_threads(choose_threads(config, local_world_size, sharing).number)
-        experiment = Experiment(config, distributed)
-        ending.opened(experiment)
-        if (checkpoints := experiment.checkpoints) is not None:
-            ending.newest = lambda: newest_checkpoint(checkpoints)
-        run = build(config, distributed, experiment, stop, notes, environment)
-        ending.kill_children, run.ending = run.callback.kill, ending
-        stop.saves = True
-        _log_limits(run)
-        together(distributed, lambda: experiment.record(run.config) if rank == 0 else None)
-        if rank == 0:
-            exit_status.write_exit(config.run.experiment_dir, None, "running", "", experiment.run)
-        yield run
-    except BaseException as raised:
-        code, error = ending.report(_with_advice(raised, config, distributed))
-        if run is not None:
-            run.callback.close(0.0)
-            run.trackers.close(code)
-            if isinstance(error, RunError) and error.agreed:
-                _finish_background(run, error)
-                run.distributed.wait_for_peers(LEAVE_TOGETHER_S)  # leaving first could cut a peer off in its last step
-        ending.end_hanging()
-        ending.release()
-        exit_status.leave(code)  # a normal exit could hang: peers may wait for this rank in a collective
-
-
-def _finish_background(run: Run, error: RunError) -> None:
-    """Publish the checkpoint that was being written when all ranks met an error: it is from before the error."""
-    if run.background is not None and not isinstance(error, StorageError):
-        with contextlib.suppress(Exception):  # the error that ends the run is the one to report
-            if (finished := run.background.finish(hurry=True)) is not None:
-                run.logger.info("saved %s, which was being written", finished.folder)
-
-
-def _log_limits(run: Run) -> None:
-    for limit in run.stop.limits:
-        run.logger.info(limit.describe())
-    if (warning := idle_limit(run.config)) is not None:
-        run.logger.warning(warning)
-
-
-def _with_advice(error: BaseException, config: Config, distributed: Distributed | None) -> BaseException:
-    """Return the error itself, or an error about memory with the flags that need less."""
-    expected = as_run_error(error)
-    if not isinstance(expected, OutOfMemoryError) or distributed is None:
-        return error
-    advice = ""
-    with contextlib.suppress(Exception):  # memory is scarce: the error matters more than the advice
-        device = distributed.device
-        memory_bytes = device_memory_bytes(device, distributed.local_world_size)
-        advice = less_memory(config, distributed.world_size, device.type, memory_bytes)
-    advised = OutOfMemoryError(f"{expected}; {advice}" if advice else str(expected))
-    advised.agreed, advised.recorded = expected.agreed, expected.recorded
-    return advised
-
-
-def close(run: Run, code: int, message: str) -> None:
-    """End a run that was not cut short by an error: wait for its callback, write exit.json, leave the other ranks.
-
-    message: how it ended.
-    """
-    distributed = run.distributed
-    distributed.progress.phase = "the end"
-    run.data.close()
-    run.model.finish()
-    limit_s = STOPPED_WAIT_S if code == EXIT_PREEMPTED else run.config.distributed.startup_timeout / 2
-    run.callback.close(limit_s, lambda: code != EXIT_PREEMPTED and bool(run.stop.received))
-    run.trackers.close(code)
-    together(distributed, run.experiment.check)
-    if run.ending is not None:
-        run.ending.finish()
-    if distributed.rank == 0:
-        status = "done" if code == EXIT_DONE else "stopped"
-        exit_status.write_exit(run.config.run.experiment_dir, code, status, message, run.experiment.run)
-    log_ending(run, message)
-    if code != EXIT_DONE and tell_torchrun(message):
-        run.logger.info("the traceback that follows is torchrun's way to report the signal")
-    distributed.barrier()
-    run.experiment.release()
-    run.stop.ignore()  # a peer may end from here on, and torchrun then signals this rank
-    distributed.close()
-
-
-def log_ending(run: Run, message: str) -> None:
-    """Log how a run ended, as its last line: a warning if its last updates were dropped, which the message says."""
-    run.logger.log(logging.WARNING if run.optimizer.guard.dropped.streak() else logging.INFO, message)
 
 
 def build(

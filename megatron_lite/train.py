@@ -22,13 +22,14 @@ from megatron_lite.outputs.saving import (
     save,
     save_and_stop,
 )
+from megatron_lite.outputs.session import close, opened
 from megatron_lite.outputs.step_inputs import step_inputs, step_tokens
 from megatron_lite.outputs.training_log import is_early, log_training, show_early
 from megatron_lite.run.launcher_watch import LauncherWatch
 from megatron_lite.run.stop_signal import StopRequested
 from megatron_lite.schedules.batch_options import iteration_tokens
 from megatron_lite.schedules.learning_rate import learning_rate
-from megatron_lite.setup_run import Run, close, opened
+from megatron_lite.setup_run import Run
 from megatron_lite.validation.messages import Note
 
 

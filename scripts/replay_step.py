@@ -31,10 +31,11 @@ from megatron_lite.distributed.agreement import together
 from megatron_lite.errors import RunError, UsageError
 from megatron_lite.monitor.tensor_debug import LEVELS, open_debugger
 from megatron_lite.outputs.bad_steps import FILE_NAME, examine
+from megatron_lite.outputs.session import close, opened
 from megatron_lite.run.exit_status import print_failure
 from megatron_lite.run.launch import launch_rank, launch_world_size
 from megatron_lite.run.libraries import prepare_libraries
-from megatron_lite.setup_run import Run, close, opened
+from megatron_lite.setup_run import Run
 from megatron_lite.train import train_step
 
 LARGEST_FILE_BYTES = 2**24

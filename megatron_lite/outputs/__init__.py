@@ -1,1 +1,1 @@
-"""Outputs of a run as they fall due: log lines, evaluations and samples, checkpoints and exports."""
+"""Outputs of a run as they fall due: log lines, evaluations and samples, checkpoints and exports, exit status."""

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from megatron_lite.setup_run import close
+from megatron_lite.outputs.session import close
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """

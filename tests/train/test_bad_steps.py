@@ -21,9 +21,10 @@ import torch
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import NumericsError
 from megatron_lite.monitor.trackers import read_metrics
+from megatron_lite.outputs.session import log_ending
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.stop_signal import StopSignal
-from megatron_lite.setup_run import Run, build, log_ending
+from megatron_lite.setup_run import Run, build
 from megatron_lite.train import train
 from tests.support.engine_runs import digest
 from tests.support.harness import run_distributed, tiny_config
