@@ -13,12 +13,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron_lite.data.disk_array import sampled_blocks
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DataError
-
-BLOCKS = 8  # of each file
-BLOCK_BYTES = 4096
 
 
 def fingerprint(dataset: IndexedDataset) -> str:
@@ -33,9 +31,8 @@ def fingerprint(dataset: IndexedDataset) -> str:
             with open(path, "rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
                 digest.update(size.to_bytes(8, "little"))
-                last = max(0, size - BLOCK_BYTES)
-                for start in sorted({last * number // (BLOCKS - 1) for number in range(BLOCKS)}):
-                    digest.update(os.pread(file.fileno(), BLOCK_BYTES, start))
+                for block in sampled_blocks(file.fileno(), size):
+                    digest.update(block)
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     return digest.hexdigest()

@@ -5,6 +5,9 @@ document index (u64); then sizes in tokens (i32 each), byte pointers into `.bin`
 each: first sequence of each document, and the number of sequences at the end). In splits and error messages a
 "document" is a sequence, as in Megatron's GPT data set; writers, ours included, put one sequence into each document.
 
+Fast-LLM's versions 2 and 3 have one or two more bytes after the version, which say whether spans of tokens (for loss
+masks, and for preferences) follow the pointers. Without spans they are read as well.
+
 Documents lie back to back in `.bin`, so any range of them is one stream of tokens that a single read can cut anywhere.
 """
 
@@ -13,53 +16,64 @@ from __future__ import annotations
 import bisect
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.data.disk_array import DiskArray
+from megatron_lite.data.disk_array import DataFile, DiskArray
 from megatron_lite.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
+SPANS = ("loss-masking spans", "preference spans")  # of versions 2 and 3: one byte each, after the version
 TOKEN_DTYPES: dict[int, str] = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOAT_CODES = (6, 7)  # valid in the format, but not for tokens
 STARTS_PER_READ = 512  # one page of 4 KiB
-CHUNK = 1 << 20  # index entries to check or write at a time, which bounds the memory
+CHUNK = 1 << 20  # index entries to write at a time, which bounds the memory
+CHECKED = 1 << 17  # entries that are all checked when a data set is opened; of more, `CHECKED_PIECES` pieces
+CHECKED_PIECES = 128
+
+
+class Header(NamedTuple):
+    dtype: str
+    num_sequences: int
+    num_entries: int  # of the document index
+    size: int  # bytes of the header
 
 
 class IndexedDataset:
     """A checked `.bin`/`.idx` pair, open for reading.
 
-    Attributes: `sizes` (n,) int32, `pointers` (n,) int64 in bytes and `document_index` (m,) int64, memory-mapped; the
-    DiskArrays `tokens` (all tokens) and `starts` (the pointers again); `num_documents` = n; `num_tokens`.
+    Opening reads at most 3 MB of an index of any size. The entries between those pieces are checked when they are used.
+
+    Attributes: the DiskArrays `sizes` (n,) int32, `pointers` (n,) int64 in bytes, `document_index` (m,) int64, and
+    `tokens`; `num_documents` = n; `num_tokens`.
     """
 
     def __init__(self, prefix: str) -> None:
-        """Open `<prefix>.idx` and `<prefix>.bin` and check everything but the tokens themselves.
+        """Open `<prefix>.idx` and `<prefix>.bin` and check the header, the index and the sizes of both files.
 
         Raises: DataError, one line naming the file and the fact.
         """
         self.prefix = prefix
-        self.index_path, bin_path = prefix + ".idx", prefix + ".bin"
-        index_bytes, bin_bytes = _size(self.index_path, prefix), _size(bin_path, prefix)
-        dtype, num_sequences, num_entries = self._read_header(index_bytes)
-        offset = HEADER.size
-        self.sizes = self._map("<i4", num_sequences, offset)
-        self.pointers = self._map("<i8", num_sequences, offset + 4 * num_sequences)
-        self.document_index = self._map("<i8", num_entries, offset + 12 * num_sequences)
+        index, tokens = _open(prefix + ".idx", prefix), _open(prefix + ".bin", prefix)
+        self.index_path = index.path
+        dtype, count, num_entries, offset = _read_header(index)
+        self.sizes = DiskArray(index, "<i4", count, offset)
+        self.pointers = DiskArray(index, "<i8", count, offset + 4 * count)
+        self.document_index = DiskArray(index, "<i8", num_entries, offset + 12 * count)
         itemsize = np.dtype(dtype).itemsize
         end = self._check_sequences(itemsize)
         self._check_document_index()
-        if bin_bytes != end:
+        if tokens.size != end:
             raise DataError(
-                f"{bin_path}: {bin_bytes:,} bytes, but {self.index_path} describes {end:,}; copy both files again"
+                f"{tokens.path}: {tokens.size:,} bytes, but {index.path} describes {end:,}; copy both files again"
             )
-        self.tokens = DiskArray(bin_path, dtype, end // itemsize, end)
-        self.starts = DiskArray(self.index_path, "<i8", num_sequences, index_bytes, offset + 4 * num_sequences)
+        self.tokens = DiskArray(tokens, dtype, end // itemsize)
 
     @property
     def num_documents(self) -> int:
@@ -75,10 +89,16 @@ class IndexedDataset:
         return self.tokens.read(first, self.first_token(number + 1) - first)
 
     def first_token(self, document: int) -> int:
-        """Return the position in `.bin` of a document's first token; for `num_documents`, the end of the file."""
+        """Return the position in `.bin` of a document's first token; for `num_documents`, the end of the file.
+
+        Raises: DataError if the index is damaged there.
+        """
         if document == self.num_documents:
             return self.num_tokens
-        return int(self.pointers[document]) // self.tokens.dtype.itemsize
+        itemsize = self.tokens.dtype.itemsize
+        first = max(document - 1, 0)
+        self._check_piece(first, document + 1, itemsize)
+        return self.pointers[document] // itemsize
 
     def locate(self, token: int) -> tuple[int, int]:
         """Return the document that holds a token of `.bin`, and the token's offset in it."""
@@ -86,70 +106,95 @@ class IndexedDataset:
         document = bisect.bisect_right(self.pointers, token * self.tokens.dtype.itemsize) - 1
         return document, token - self.first_token(document)
 
-    def _read_header(self, index_bytes: int) -> tuple[str, int, int]:
-        """Return (dtype, sequences, entries of the document index), checked against the size of the file."""
-        path = self.index_path
-        try:
-            with open(path, "rb") as file:
-                header = file.read(HEADER.size)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-        if not MAGIC.startswith(header[: len(MAGIC)]):
-            raise DataError(f"{path}: not a token index: begins with {header[: len(MAGIC)]!r} instead of {MAGIC!r}")
-        if len(header) < HEADER.size:
-            raise DataError(f"{path}: {index_bytes:,} bytes, but its header alone takes {HEADER.size}; copy it again")
-        _, version, code, num_sequences, num_entries = HEADER.unpack(header)
-        if version != VERSION:
-            raise DataError(f"{path}: format version {version}, but only version {VERSION} can be read")
-        if code in FLOAT_CODES:
-            raise DataError(f"{path}: holds floating point numbers (dtype code {code}), which are not tokens")
-        if code not in TOKEN_DTYPES:
-            raise DataError(f"{path}: unknown dtype code {code} (known: {', '.join(map(str, TOKEN_DTYPES))})")
-        described = HEADER.size + 12 * num_sequences + 8 * num_entries  # Python integers: no overflow
-        if described != index_bytes:
-            raise DataError(f"{path}: {index_bytes:,} bytes, but its header describes {described:,}; copy it again")
-        return TOKEN_DTYPES[code], num_sequences, num_entries
-
-    def _map(self, dtype: str, count: int, offset: int) -> NDArray[Any]:
-        if count == 0:
-            return np.empty(0, dtype)  # mmap refuses an empty range
-        try:
-            return np.memmap(self.index_path, dtype, mode="r", offset=offset, shape=(count,))
-        except (OSError, ValueError) as error:
-            raise DataError(f"{self.index_path}: cannot be mapped: {error}") from error
-
     def _check_sequences(self, itemsize: int) -> int:
         """Check sizes and pointers against each other; return the number of bytes that `.bin` must have."""
-        end = 0
-        for start in range(0, len(self.sizes), CHUNK):
-            sizes = np.asarray(self.sizes[start : start + CHUNK]).astype(np.int64)
-            if sizes.min() < 0:
-                document = start + int(np.argmax(sizes < 0))
-                raise DataError(f"{self.index_path}: document {document} has a size of {self.sizes[document]} tokens")
-            ends = end + np.cumsum(sizes * itemsize)
-            expected = ends - sizes * itemsize
-            wrong = np.flatnonzero(self.pointers[start : start + CHUNK] != expected)
-            if wrong.size:
-                document = start + int(wrong[0])
-                raise DataError(
-                    f"{self.index_path}: document {document} begins at byte {self.pointers[document]} instead of "
-                    f"{expected[wrong[0]]}, where the one before it ends"
-                )
-            end = int(ends[-1])
+        end, number = 0, 0  # end of the last checked piece, and the sequence after it
+        for start, stop in _pieces(len(self.sizes)):
+            begins = self.pointers[start]
+            if begins < end or (start == number and begins != end):
+                raise self._misplaced(start, begins, end)
+            end, number = self._check_piece(start, stop, itemsize), stop
         return end
+
+    def _check_piece(self, start: int, stop: int, itemsize: int) -> int:
+        """Check that sequences [start, stop) lie one after the other; return the byte in `.bin` where they end."""
+        sizes, pointers = self.sizes.read(start, stop - start).astype(np.int64), self.pointers.read(start, stop - start)
+        if sizes.min() < 0:
+            document = start + int(np.argmax(sizes < 0))
+            raise DataError(f"{self.index_path}: document {document} has a size of {self.sizes[document]} tokens")
+        begins = int(pointers[0])
+        if begins < 0 or begins % itemsize:
+            raise DataError(f"{self.index_path}: document {start} begins at byte {begins}, where no token begins")
+        ends = begins + np.cumsum(sizes * itemsize)
+        wrong = np.flatnonzero(pointers[1:] != ends[:-1])
+        if wrong.size:
+            document = int(wrong[0])
+            raise self._misplaced(start + document + 1, int(pointers[document + 1]), int(ends[document]))
+        return int(ends[-1])
+
+    def _misplaced(self, document: int, found: int, expected: int) -> DataError:
+        return DataError(
+            f"{self.index_path}: document {document} begins at byte {found} instead of {expected}, where the one "
+            "before it ends"
+        )
 
     def _check_document_index(self) -> None:
         entries, num_sequences = self.document_index, len(self.sizes)
         if not len(entries):
             raise DataError(f"{self.index_path}: its document index is empty; it must begin with 0")
-        if entries[0] != 0 or entries[-1] != num_sequences:
+        if entries[0] != 0 or entries[len(entries) - 1] != num_sequences:
             raise DataError(
-                f"{self.index_path}: its document index runs from {entries[0]} to {entries[-1]} instead of from 0 to "
-                f"{num_sequences}"
+                f"{self.index_path}: its document index runs from {entries[0]} to {entries[len(entries) - 1]} instead "
+                f"of from 0 to {num_sequences}"
             )
-        for start in range(0, len(entries), CHUNK):
-            if (np.diff(entries[start : start + CHUNK + 1]) < 0).any():
+        last = 0
+        for start, stop in _pieces(len(entries)):
+            piece = entries.read(start, stop - start)
+            if piece[0] < last or (np.diff(piece) < 0).any():
                 raise DataError(f"{self.index_path}: its document index is not in rising order")
+            last = int(piece[-1])
+
+
+def _pieces(count: int) -> Iterator[tuple[int, int]]:
+    """Yield the pieces [start, stop) of `count` entries to check when a data set is opened, first and last included."""
+    if count <= CHECKED:
+        if count:
+            yield 0, count
+        return
+    length = CHECKED // CHECKED_PIECES
+    for number in range(CHECKED_PIECES):
+        start = (count - length) * number // (CHECKED_PIECES - 1)
+        yield start, start + length
+
+
+def _read_header(file: DataFile) -> Header:
+    """Read the header, checked against the size of the file."""
+    path, size = file.path, file.size
+    header = file.read(0, min(size, HEADER.size + len(SPANS)))
+    if not MAGIC.startswith(header[: len(MAGIC)]):
+        raise DataError(f"{path}: not a token index: begins with {header[: len(MAGIC)]!r} instead of {MAGIC!r}")
+    version = int.from_bytes(header[len(MAGIC) : len(MAGIC) + 8], "little")
+    if len(header) >= len(MAGIC) + 8 and not VERSION <= version <= VERSION + len(SPANS):
+        raise DataError(f"{path}: format version {version}, but only versions 1 to {1 + len(SPANS)} can be read")
+    flags = header[len(MAGIC) + 8 :][: max(version - VERSION, 0)]
+    header = header[: len(MAGIC) + 8] + header[len(MAGIC) + 8 + len(flags) :]
+    bytes_needed = HEADER.size + len(flags)
+    if len(header) < HEADER.size:
+        raise DataError(f"{path}: {size:,} bytes, but its header alone takes {bytes_needed}; copy it again")
+    for name, flag in zip(SPANS, flags, strict=False):
+        if flag:
+            raise DataError(f"{path}: has {name} (format version {version}), which cannot be read")
+    _, _, code, num_sequences, num_entries = HEADER.unpack_from(header)
+    if code in FLOAT_CODES:
+        raise DataError(f"{path}: holds floating point numbers (dtype code {code}), which are not tokens")
+    if code not in TOKEN_DTYPES:
+        raise DataError(f"{path}: unknown dtype code {code} (known: {', '.join(map(str, TOKEN_DTYPES))})")
+    described = bytes_needed + 12 * num_sequences + 8 * num_entries  # Python integers: no overflow
+    if num_sequences and described + num_sequences == size:
+        raise DataError(f"{path}: has a mode for each sequence, as data sets of text and images do; only text is read")
+    if described != size:
+        raise DataError(f"{path}: {size:,} bytes, but its header describes {described:,}; copy it again")
+    return Header(TOKEN_DTYPES[code], num_sequences, num_entries, bytes_needed)
 
 
 @dataclass(frozen=True)
@@ -174,6 +219,8 @@ class DocumentBorders:
         document = bisect.bisect_right(self.starts, start * itemsize)  # the first that begins after `start`
         while document < len(self.starts):
             begins = self.starts.read(document, min(STARTS_PER_READ, len(self.starts) - document)) // itemsize
+            if begins[0] < borders[-1][-1] or (np.diff(begins) < 0).any():
+                raise DataError(f"{self.starts.path}: documents from {document} on are not in rising order")
             borders.append(begins[begins < end])
             if begins[-1] >= end:
                 break
@@ -181,11 +228,9 @@ class DocumentBorders:
         return np.diff(np.unique(np.concatenate([*borders, [end]]))).astype(np.int32)
 
 
-def _size(path: str, prefix: str) -> int:
+def _open(path: str, prefix: str) -> DataFile:
     try:
-        if os.path.isdir(path):
-            raise DataError(f"{path}: is a folder, not a file")
-        return os.stat(path).st_size
+        os.stat(path)
     except FileNotFoundError as error:
         hint = "; give the prefix of a .bin/.idx pair, which scripts/prepare_data.py writes"
         if prefix.endswith((".bin", ".idx")):
@@ -193,6 +238,7 @@ def _size(path: str, prefix: str) -> int:
         raise DataError(f"{path}: no such file{hint}") from error
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    return DataFile(path)
 
 
 def smallest_dtype(vocab_size: int) -> str:

@@ -239,8 +239,8 @@ class DataSource:
 
         Tokens become int64 here, not in the worker: fewer bytes cross the pipe.
         """
-        for message in samples.slow:
-            logger.warning("%s (--data_sample_warn_time_ms)", message)
+        for message in samples.warnings:
+            logger.warning("%s", message)
         tokens, padding = samples.tokens.astype(np.int64), rows - len(samples.tokens)
         if padding:
             tokens = np.concatenate([tokens, np.zeros((padding, tokens.shape[1]), dtype=np.int64)])

@@ -154,5 +154,5 @@ def _stream(config: Config, phase: str, number: int, dataset: IndexedDataset) ->
         )
     key = sampler_key(config.distributed.seed, phase, number)
     sampler = StreamSampler(num_tokens, config.batch.sequence_length, key)
-    borders = None if config.data.cross_document_attention else DocumentBorders(dataset.starts, dataset.tokens.dtype)
+    borders = None if config.data.cross_document_attention else DocumentBorders(dataset.pointers, dataset.tokens.dtype)
     return Stream(dataset.prefix, dataset.tokens, first_token, sampler, borders)

@@ -26,7 +26,7 @@ class Samples:
     """k samples."""
 
     tokens: NDArray[Any]  # (k, s + 1) in an integer dtype
-    slow: tuple[str, ...] = ()  # warnings about slow reads
+    warnings: tuple[str, ...] = ()  # about slow reads, and about files that changed their date
     # Lengths of the pieces of documents in the inputs (the first s tokens of each sample), sample by sample. A document
     # that began or ends in another sample has one piece in each. None with --cross_document_attention=1.
     lengths: NDArray[np.int32] | None = None
@@ -63,6 +63,11 @@ class Stream:
     sampler: StreamSampler
     borders: DocumentBorders | None = None  # set to return `Samples.lengths`
 
+    def check(self) -> list[str]:
+        """Check that the files are those of the start, see `DataFile.check`; return its warnings."""
+        files = [self.file.file] if self.borders is None else [self.file.file, self.borders.starts.file]
+        return [warning for file in files if (warning := file.check()) is not None]
+
 
 class StreamReader:
     """Reads samples of a blend of streams and checks their token ids."""
@@ -82,11 +87,11 @@ class StreamReader:
     def read(self, first: int, count: int) -> Samples:
         """Read `count` samples from the streams that the blend names.
 
-        Raises: DataError if a file cannot be read any more or holds a token id outside the vocabulary.
+        Raises: DataError if a file has changed, cannot be read any more or holds a token id outside the vocabulary.
         """
         datasets, starts = self._locate(np.arange(first, first + count, dtype=np.int64))
         tokens = np.empty((count, self.sequence_length + 1), dtype=self.dtype)
-        slow, lengths = [], []
+        warnings, lengths = [], []
         for row, (dataset, start) in enumerate(zip(datasets.tolist(), starts.tolist(), strict=True)):
             begun = time.perf_counter()
             stream = self.streams[dataset]
@@ -95,10 +100,14 @@ class StreamReader:
                 lengths.append(stream.borders.pieces(start, self.sequence_length))
             taken_ms = (time.perf_counter() - begun) * 1000
             if taken_ms > self.slow_ms:
-                slow.append(f"{stream.file.path}: reading one sample took {taken_ms:,.0f} ms")
+                warnings.append(
+                    f"{stream.file.path}: reading one sample took {taken_ms:,.0f} ms (--data_sample_warn_time_ms)"
+                )
+        for dataset in np.unique(datasets).tolist():
+            warnings += self.streams[dataset].check()
         if count and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size):
             raise self._bad_token(tokens, datasets, starts)
-        return Samples(tokens, tuple(slow), np.concatenate(lengths) if lengths else None)
+        return Samples(tokens, tuple(warnings), np.concatenate(lengths) if lengths else None)
 
     def _locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the data set of each sample, and the position of its first token in that data set's file."""

@@ -125,7 +125,9 @@ class Workers:
         except (EOFError, OSError):
             raise self._death(worker) from None
         lengths = header["lengths"]
-        return Samples(tokens, tuple(header["slow"]), None if lengths is None else np.array(lengths, dtype=np.int32))
+        return Samples(
+            tokens, tuple(header["warnings"]), None if lengths is None else np.array(lengths, dtype=np.int32)
+        )
 
     def _death(self, worker: int) -> RunError:
         process = self._processes[worker]
@@ -194,7 +196,7 @@ def _answer(connection: Connection, reader: Reader, first: int, count: int) -> N
     else:
         tokens = np.ascontiguousarray(samples.tokens)
         lengths = None if samples.lengths is None else samples.lengths.tolist()
-        header = {"shape": tokens.shape, "dtype": tokens.dtype.str, "slow": samples.slow, "lengths": lengths}
+        header = {"shape": tokens.shape, "dtype": tokens.dtype.str, "warnings": samples.warnings, "lengths": lengths}
     connection.send_bytes(json.dumps(header).encode())
     if "error" not in header:
         connection.send_bytes(tokens.reshape(-1).view(np.uint8).data)

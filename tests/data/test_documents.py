@@ -17,7 +17,6 @@ import torch
 
 from megatron_lite.config import Config, unflatten
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
-from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.data.loader import HostBatch
 from megatron_lite.data.open_data import open_data
 from megatron_lite.errors import DataError
@@ -153,10 +152,3 @@ def test_index_cut_short_during_the_run(tmp_path: Path, num_workers: int) -> Non
     with pytest.raises(DataError, match=rf"x\.idx: 40 bytes, but it had {size:,} when the run began"):
         for _ in batches:
             pass
-
-
-def test_starts_are_the_index(tmp_path: Path) -> None:
-    """The pointers read from disk equal the mapped pointers that were checked."""
-    dataset = IndexedDataset(write(tmp_path / "x", LAYOUTS["mixed"]))
-    assert dataset.starts.read(0, len(dataset.starts)).tolist() == dataset.pointers.tolist()
-    assert [dataset.starts[number] for number in (0, 7, 59)] == dataset.pointers[[0, 7, 59]].tolist()

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
-from megatron_lite.data.fingerprint import BLOCK_BYTES, check_same, fingerprint, identity
+from megatron_lite.data.disk_array import BLOCK_BYTES
+from megatron_lite.data.fingerprint import check_same, fingerprint, identity
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.errors import DataError
 from tests.support.fakes import World

@@ -185,17 +185,34 @@ def test_token_outside_of_the_vocabulary(tmp_path: Path, bad: str, num_workers: 
     assert outcome.codes == [0, 0], outcome.output
 
 
-def test_data_cut_short_during_a_run(tmp_path: Path) -> None:
-    """A .bin that shrinks while it is read is a data error, not a SIGBUS."""
+def overwrite(path: Path) -> None:
+    """Change the content, but not the size."""
+    with open(path, "r+b") as file:
+        file.write(bytes(path.stat().st_size))
+
+
+CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "cut short": (lambda path: cut(path, 200), ".bin: 200 bytes, but it had "),
+    "overwritten": (overwrite, ".bin: it holds other data than when the run began"),
+    "deleted": (Path.unlink, ".bin: is gone"),
+}
+
+
+@pytest.mark.parametrize(
+    "change", ["cut short", *(pytest.param(change, marks=pytest.mark.slow) for change in ("overwritten", "deleted"))]
+)
+def test_data_changed_during_a_run(tmp_path: Path, change: str) -> None:
+    """A .bin that shrinks, changes or goes while it is read is a data error, not a SIGBUS."""
     prefix, experiment = tmp_path / "corpus", tmp_path / "run"
     corpus_with(prefix, {})
     command = [*TINY, "--dataset_source=list", f"--data_path={prefix}", "--split=1", f"--experiment_dir={experiment}"]
     with Start([*command, "--train_iters=100000", "--num_workers=1"], RANKS) as start:
         wait_for_metrics(start, experiment)
-        cut(prefix.with_suffix(".bin"), 200)
+        act, fact = CHANGES[change]
+        act(prefix.with_suffix(".bin"))
         outcome = start.wait(30)
         start.assert_nothing_left()
-    assert_one_error(outcome, f"{prefix}.bin: ", "200", "cut short", codes=[3, 6], experiment=experiment)
+    assert_one_error(outcome, f"{prefix}{fact}", codes=[3, 6], experiment=experiment)
 
 
 def test_killed_data_worker(tmp_path: Path) -> None:
