@@ -1,14 +1,14 @@
 """The commands of the guides on weights, exports and generation run as written, on a made-up model."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import warm_python
 
 pytestmark = pytest.mark.guides
 
@@ -44,10 +44,8 @@ def commands(guide: str) -> list[str]:
 
 def run(command: str, folder: Path) -> None:
     """Run a command as typed into bash in a checkout; it must end well."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    own = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=os.environ | own, capture_output=True, text=True, timeout=180
+        ["bash", "-c", command], cwd=folder, env=warm_python.environment(), capture_output=True, text=True, timeout=180
     )
     assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}{result.stderr[-4000:]}"
 

@@ -1,14 +1,13 @@
 """The guides: the commands that they show run and print what stands below them; tables are the engine's own books."""
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_lite.config.values import FLAGS, SPELLINGS
+from tests.support import warm_python
 
 pytestmark = pytest.mark.guides
 
@@ -32,17 +31,15 @@ def run(command: str, folder: Path) -> str:
     """As typed into bash in a checkout; returns everything that it prints."""
     for name in ("pretrain_gpt.py", "scripts", "megatron_lite"):
         (folder / name).symlink_to(ROOT / name)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    own = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=os.environ | own, capture_output=True, text=True, timeout=180
+        ["bash", "-c", command], cwd=folder, env=warm_python.environment(), capture_output=True, text=True, timeout=180
     )
     return result.stdout + result.stderr
 
 
 def test_tables_are_what_the_engine_counts() -> None:
     """Memory against the byte formulas, collectives against theirs, buffers, choices: rewritten, nothing changes."""
-    command = [sys.executable, "-m", "scripts.docs.engine_tables", "--check"]
+    command = [str(warm_python.folder() / "python"), "-m", "scripts.docs.engine_tables", "--check"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
 

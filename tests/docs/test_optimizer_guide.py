@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from megatron_lite.model.gpt import parameters_of
 from megatron_lite.optimizer.averaging import weight_in_sum
 from megatron_lite.optimizer.guards import Guard
 from megatron_lite.planner.plan import make_plan
+from tests.support import warm_python
 from tests.support.harness import layers_of, tiny_config
 
 pytestmark = pytest.mark.guides
@@ -49,12 +48,10 @@ def test_commands_print_what_is_shown(command: str, shown: str, tmp_path: Path) 
     """As typed into bash in a checkout: the same words; the same numbers too, to the digit where nothing is trained."""
     for name in ("pretrain_gpt.py", "scripts", "megatron_lite"):
         (tmp_path / name).symlink_to(ROOT / name)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    own = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(
         ["bash", "-c", command],
         cwd=tmp_path,
-        env=os.environ | own,
+        env=warm_python.environment(),
         text=True,
         timeout=120,
         stdout=subprocess.PIPE,

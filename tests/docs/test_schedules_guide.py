@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from megatron_lite.config.learning_rate import DECAY_STYLES
 from megatron_lite.config.values import SPELLINGS
 from megatron_lite.schedules.cycles import boundaries
 from megatron_lite.validation import resolve
+from tests.support import warm_python
 
 pytestmark = pytest.mark.guides
 
@@ -29,11 +28,10 @@ def test_commands_print_what_is_shown(command: str, shown: str, tmp_path: Path) 
     """As typed into bash in a checkout: the same words, and the same numbers but for the last digits of a cosine."""
     for name in ("scripts", "megatron_lite"):
         (tmp_path / name).symlink_to(ROOT / name)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     result = subprocess.run(
         ["bash", "-c", command],
         cwd=tmp_path,
-        env=os.environ | {"PATH": path},
+        env=warm_python.environment(),
         text=True,
         timeout=60,
         stdout=subprocess.PIPE,

@@ -14,6 +14,7 @@ from megatron_lite import validation
 from megatron_lite.cli import parse
 from megatron_lite.config import Config
 from megatron_lite.schedules.learning_rate import learning_rate
+from tests.support import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "scripts" / "examples"
@@ -157,7 +158,7 @@ def test_documents_point_at_files_that_exist() -> None:
 def test_readme_command_without_files() -> None:
     """The README's first training command works as it stands, and writes nothing."""
     before = {path.name for path in ROOT.iterdir()}
-    output = succeeds(shell(block("README.md", "--dataset_source=random")))
+    output = succeeds(shell(block("README.md", "--dataset_source=random"), PATH=warm_python.search_path()))
     assert "100" in output
     others = {"__pycache__", ".hypothesis"}  # tests beside this one may make these
     assert {path.name for path in ROOT.iterdir()} - before <= others
@@ -170,8 +171,8 @@ def test_readme_commands_on_own_text(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(ROOT / name)
     commands = block("README.md", "prepare_data.py")
     assert "--train_iters=400 " in commands
-    output = succeeds(shell("set -e\n" + commands.replace("400", "40"), cwd=tmp_path))
-    assert (tmp_path / "experiments" / "mine" / "export" / "40" / "config.json").is_file()
+    output = succeeds(shell("set -e\n" + commands.replace("400", "20"), tmp_path, PATH=warm_python.search_path()))
+    assert (tmp_path / "experiments" / "mine" / "export" / "20" / "config.json").is_file()
     assert "\nThe learning rate" in output
     ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
     assert {path.name for path in tmp_path.iterdir() if not path.is_symlink()} == {"data", "experiments"} <= ignored
@@ -189,7 +190,8 @@ def test_readme_dry_run(tmp_path: Path) -> None:
     """The strings of the large run can be tried without data, names or GPUs."""
     commands = f"{block('README.md', 'export MODEL_ARGS')}\n{block('README.md', '--dry_run=1')}"
     unset = "unset DATA_PATH EXP_BASE_DIR WANDB_ENTITY_NAME PROJECT_NAME PROJECT_VERSION"
-    output = succeeds(shell(f"{unset}\n{commands.replace('python pre', f'python {ROOT}/pre')}", cwd=tmp_path))
+    typed = f"{unset}\n{commands.replace('python pre', f'python {ROOT}/pre')}"
+    output = succeeds(shell(typed, tmp_path, PATH=warm_python.search_path()))
     assert "7,241,732,096" in output and "peak with state" in output
 
 
@@ -414,9 +416,11 @@ def test_extra_arguments_of_run_tests_go_to_pytest() -> None:
     assert "test_imports_go_one_way" in output
 
 
-def test_run_tests_says_that_no_test_matches() -> None:
+def test_run_tests_says_that_no_test_matches(tmp_path: Path) -> None:
     """In words, with what selects the tests that are left out by default, instead of pytest's exit code."""
-    result = shell(f"{RUN_TESTS} tests/docs/test_guides.py")
+    code = int(pytest.ExitCode.NO_TESTS_COLLECTED)
+    executable(tmp_path / "bin" / "python", f'#!/bin/sh\n[ "$1" = -c ] || exit {code}\n')
+    result = shell(f"{RUN_TESTS} tests/docs/test_guides.py", VIRTUAL_ENV=str(tmp_path))
     assert result.returncode == 5
     assert result.stderr.splitlines()[-1].startswith("run_tests.sh: no test matches these arguments; ")
     assert "-m guides" in result.stderr and "exit code" not in result.stderr

@@ -17,6 +17,7 @@ import pytest
 
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.monitor.trackers import read_metrics
+from tests.support import warm_python
 from tests.support.launch import (
     MARKER,
     PROGRAM,
@@ -137,15 +138,15 @@ def test_every_part_at_once_is_quiet(tmp_path: Path) -> None:
     assert names <= {"config.json", "exit.json", "metrics.jsonl", "checkpoints", "export", "runs", "dataset_cache"}
 
 
-def test_a_cpu_without_instructions_for_the_training_dtype_is_reported() -> None:
+@pytest.mark.parametrize(("dtype", "times"), [("bf16", 1), pytest.param("fp32", 0, marks=pytest.mark.slow)])
+def test_a_cpu_without_instructions_for_the_training_dtype_is_reported(dtype: str, times: int) -> None:
     """The process of an older CPU says once, before training, that bf16 saves no time there; in fp32 nothing."""
     older = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    for dtype, times in (("bf16", 1), ("fp32", 0)):
-        outcome = run([*TINY, "--device=cpu", f"--training_dtype={dtype}"], 1, "processes", variables=older)
-        assert set(outcome.codes) == {0}
-        assert outcome.output.count("this CPU (as far as oneDNN may use it) has no instructions for products") == times
-        before, _, _ = outcome.output.partition("training @ iteration")
-        assert before.count("--training_dtype=bf16 saves memory but no time here") == times
+    outcome = run([*TINY, "--device=cpu", f"--training_dtype={dtype}"], 1, "processes", variables=older)
+    assert set(outcome.codes) == {0}
+    assert outcome.output.count("this CPU (as far as oneDNN may use it) has no instructions for products") == times
+    before, _, _ = outcome.output.partition("training @ iteration")
+    assert before.count("--training_dtype=bf16 saves memory but no time here") == times
 
 
 def test_run_that_saves_nothing_is_quiet() -> None:
@@ -164,15 +165,15 @@ def shell(command: str, marker: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def typed(*flags: str) -> str:
+def typed(*flags: str, python: str = sys.executable) -> str:
     """Return the command line as typed into a shell."""
-    return shlex.join([sys.executable, str(PROGRAM), *flags])
+    return shlex.join([python, str(PROGRAM), *flags])
 
 
 def test_reader_of_the_log_that_goes_away(tmp_path: Path) -> None:
     """`| head -1` ends the log on the console, not the training, which saves and exits with 0."""
     experiment = tmp_path / "run"
-    command = typed(*TINY, f"--experiment_dir={experiment}")
+    command = typed(*TINY, f"--experiment_dir={experiment}", python=str(warm_python.folder() / "python"))
     result = shell(f"{command} | head -1; echo code ${{PIPESTATUS[0]}}", experiment.as_posix())
     assert result.stdout.splitlines()[-1] == "code 0", result
     assert "arguments" in result.stdout.splitlines()[0] and len(result.stdout.splitlines()) == 2
@@ -235,6 +236,7 @@ def test_sigterm_under_torchrun(tmp_path: Path, everything: bool) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_ranks_save_after_a_signal_that_torchrun_dies_of(tmp_path: Path) -> None:
     """A scheduler that signals every process with SIGUSR1 kills torchrun, and with it the store where the ranks met;
     the ranks save nevertheless, and then nothing stays."""
@@ -250,6 +252,7 @@ def test_ranks_save_after_a_signal_that_torchrun_dies_of(tmp_path: Path) -> None
     assert f"saved at iteration {max(os.listdir(experiment / 'checkpoints'), key=int)};" in ended["message"]
 
 
+@pytest.mark.slow
 def test_the_last_lines_of_torchrun_say_why_a_run_ended(tmp_path: Path) -> None:
     """SIGTERM for one rank: every rank ends with 75, and torchrun's report ends with our reason instead of a hint about
     tracebacks."""
