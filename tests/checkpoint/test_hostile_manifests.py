@@ -197,7 +197,7 @@ def fuzz(values: dict[str, Any], folder: Path, cases: int) -> tuple[int, int]:
     for case in range(cases):
         now = changed(values, generator)
         (folder / "manifest.json").write_bytes(seal(now))
-        start_s = time.perf_counter()
+        start_s = time.process_time()  # of this process: a busy machine may pause it for longer
         try:
             content = manifest.read(folder)
         except DamagedError as error:
@@ -207,7 +207,7 @@ def fuzz(values: dict[str, Any], folder: Path, cases: int) -> tuple[int, int]:
             assert seen(content) == json.dumps({**now, "crc32": 0}, sort_keys=True), case
             use(content)
             accepted += 1
-        assert time.perf_counter() - start_s < 1.0, case
+        assert time.process_time() - start_s < 1.0, case
     return accepted, refused
 
 
