@@ -103,7 +103,8 @@ def convert(options: argparse.Namespace) -> str:
     for name, what in (("tokenizer_file", "tokenizer"), ("export_model_type", "Hugging Face architecture")):
         if getattr(options, name) is not None and options.format == "distributed":
             raise UsageError(f"--{name}: a checkpoint stores no {what}; leave it out")
-    with open_source(options.source, weights=options.weights, whole=True) as source:
+    state = options.format == "distributed" and options.weights == "raw"
+    with open_source(options.source, weights=options.weights, whole=True, state=state) as source:
         check_target(options, source)
         shapes = shapes_of(build_gpt(source.model, 1))
         source.check(shapes)

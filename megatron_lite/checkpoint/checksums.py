@@ -1,4 +1,4 @@
-"""CRC-32 of a file from the checksums of its pieces, which different ranks may have read in any order.
+"""CRC-32 of a file and of its pieces: the checksum of the whole comes from those of the pieces, in any order.
 
 A CRC is a remainder of polynomials over GF(2): appending n bytes multiplies it by x**(8 n). The arithmetic is that of
 `crc32_combine` in zlib (https://github.com/madler/zlib), which Python does not offer.
@@ -6,6 +6,7 @@ A CRC is a remainder of polynomials over GF(2): appending n bytes multiplies it 
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -39,6 +40,7 @@ def _product(left: int, right: int) -> int:
     return result
 
 
+@functools.lru_cache(4096)  # tensors have few sizes
 def _power_of_x(exponent: int) -> int:
     """Return x**exponent modulo the polynomial of CRC-32."""
     result, square = _ONE, _ONE >> 1
@@ -76,6 +78,41 @@ class Checksums:
     def _close(self) -> None:
         if self._end > self._start:
             self._pieces.setdefault(self._file, []).append(Piece(self._start, self._end, self._crc))
+
+
+class CutChecksums:
+    """The pieces of a file that is written or read from its beginning, cut at some of its bytes.
+
+    cuts: where pieces end, in any order; the last piece ends with the file.
+    """
+
+    def __init__(self, cuts: Iterable[int]) -> None:
+        self._cuts = sorted(set(cuts), reverse=True)
+        self._pieces: list[Piece] = []
+        self._start = self._end = self._crc = 0
+
+    def add(self, data: memoryview) -> None:
+        """Count the next bytes."""
+        while self._cuts and self._end + len(data) >= self._cuts[-1]:
+            size = self._cuts.pop() - self._end
+            self._count(data[:size])
+            self._close()
+            data = data[size:]
+        self._count(data)
+
+    def pieces(self) -> list[Piece]:
+        """Return the pieces of the file in order."""
+        self._close()
+        return self._pieces
+
+    def _count(self, data: memoryview) -> None:
+        self._crc = zlib.crc32(data, self._crc)
+        self._end += len(data)
+
+    def _close(self) -> None:
+        if self._end > self._start:
+            self._pieces.append(Piece(self._start, self._end, self._crc))
+        self._start, self._crc = self._end, 0
 
 
 def missing(pieces: Iterable[Piece], size: int) -> list[tuple[int, int]]:

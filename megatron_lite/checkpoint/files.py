@@ -1,7 +1,7 @@
 """Files and folders that survive a crash: written aside, synced, then renamed into place.
 
 This module writes ordinary safetensors files (a length, a JSON header, raw little-endian values) in one pass: without a
-copy of the tensors, with a CRC-32 of the bytes written, an fsync, and a file mode that follows the umask.
+copy of the tensors, with CRC-32s of the bytes written, an fsync, and a file mode that follows the umask.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import stat
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_lite.checkpoint.checksums import CutChecksums, joined
 from megatron_lite.checkpoint.names import OUR_FILE, open_regular, reason, work_folders, work_path
 from megatron_lite.parameter import SAFETENSORS_NAMES
 from megatron_lite.run.durable_files import sync_folder
@@ -38,15 +38,20 @@ class WrittenFile(NamedTuple):
     size: int  # bytes
     crc32: int  # of all bytes
     data_start: int  # offset of the first tensor's bytes
+    slices: list[int]  # CRC-32 of each slice of the tensors, in their order
 
 
 class TensorToWrite(NamedTuple):
-    """A tensor to write; `read` is called once and may create the values only then."""
+    """A tensor to write; `read` is called once and may create the values only then.
+
+    slices: (start, end) in bytes of the tensor, in order; each gets a checksum of its own.
+    """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+    slices: Sequence[tuple[int, int]] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -68,13 +73,20 @@ def write_tensors(path: Path, tensors: Sequence[TensorToWrite], metadata: dict[s
         OSError: if the file exists or cannot be written.
     """
     header = safetensors_header({tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}, metadata)
-    crc = zlib.crc32(header)
+    places, size = [], len(header)
+    for tensor in tensors:
+        places += [(size + start, size + end) for start, end in tensor.slices]
+        size += tensor.num_bytes
+    sums = CutChecksums(cut for place in places for cut in place)
     with new_file(path) as write:
         write(memoryview(header))
+        sums.add(memoryview(header))
         for tensor in tensors:
-            crc = _write_tensor(tensor, write, crc)
-    num_bytes = sum(tensor.num_bytes for tensor in tensors)
-    return WrittenFile(size=len(header) + num_bytes, crc32=crc, data_start=len(header))
+            _write_tensor(tensor, write, sums)
+    pieces = sums.pieces()
+    crcs, whole = {(start, end): crc for start, end, crc in pieces}, joined(pieces)
+    assert whole is not None, "each byte is in one piece"
+    return WrittenFile(size, whole, len(header), [crcs[place] for place in places])
 
 
 def safetensors_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
@@ -90,8 +102,8 @@ def safetensors_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_tensor(tensor: TensorToWrite, write: Callable[[memoryview], None], crc: int) -> int:
-    """Write a tensor's bytes and return the updated CRC-32. A separate function, so that its locals free the tensor."""
+def _write_tensor(tensor: TensorToWrite, write: Callable[[memoryview], None], sums: CutChecksums) -> None:
+    """Write and sum a tensor's bytes. A separate function, so that its locals free the tensor."""
     values = tensor.read()
     found, wanted = (tuple(values.shape), values.dtype), (tensor.shape, tensor.dtype)
     assert found == wanted, (tensor.name, found, wanted)
@@ -99,8 +111,7 @@ def _write_tensor(tensor: TensorToWrite, write: Callable[[memoryview], None], cr
         for start in range(0, len(chunk), PIECE_BYTES):
             piece = chunk[start : start + PIECE_BYTES]
             write(piece)
-            crc = zlib.crc32(piece, crc)
-    return crc
+            sums.add(piece)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from megatron_lite.checkpoint import files, manifest
-from megatron_lite.checkpoint.manifest import Manifest
+from megatron_lite.checkpoint.file_checks import check_file
+from megatron_lite.checkpoint.manifest import Manifest, Slice
 from megatron_lite.checkpoint.names import OUR_FILE, open_regular, parse_json, rank_file, reason
 from megatron_lite.checkpoint.reading import Files
 from megatron_lite.errors import DamagedError
@@ -27,7 +29,7 @@ class Inspection(NamedTuple):
 
 
 def inspect(folder: Path, values: bool = False) -> Inspection:
-    """Check a checkpoint; hold one chunk of a file in memory.
+    """Check a checkpoint; hold a small part of a file in memory.
 
     values: look for numbers that are not finite, too; reads the files a second time.
     """
@@ -35,11 +37,12 @@ def inspect(folder: Path, values: bool = False) -> Inspection:
         content = manifest.read(folder, int(folder.name) if folder.name.isdecimal() else None)
     except DamagedError as error:
         return Inspection(None, None, [str(error)], [])
-    problems = []
+    problems, places = [], content.places()
     for rank, name in enumerate(content.files):
+        slices = places.get(name, [])
         try:
-            manifest.check_file(folder, name, content)
-            _check_header(folder, rank, name, content)
+            check_file(folder, name, content, slices)
+            _check_header(folder, rank, name, content, slices)
         except DamagedError as error:
             problems.append(str(error))
     if values and not problems:
@@ -49,7 +52,7 @@ def inspect(folder: Path, values: bool = False) -> Inspection:
     return Inspection(sum(file.size for file in content.files.values()), content.world_size, problems, remarks)
 
 
-def _check_header(folder: Path, rank: int, name: str, content: Manifest) -> None:
+def _check_header(folder: Path, rank: int, name: str, content: Manifest, slices: Sequence[tuple[Slice, str]]) -> None:
     """Check that a file says that it belongs to this save, and that no slice reaches into its header.
 
     Raises:
@@ -67,8 +70,7 @@ def _check_header(folder: Path, rank: int, name: str, content: Manifest) -> None
     wanted = manifest.file_metadata(content.save_id, content.iteration, rank)
     if name != rank_file(rank) or not isinstance(header, dict) or header.get("__metadata__") != wanted:
         raise DamagedError(f"{name}: it belongs to another save, iteration or rank")
-    slices = (pieces for parameter in content.parameters.values() for pieces in parameter.slices.values())
-    if any(piece.offset < 8 + length for pieces in slices for piece in pieces if piece.file == name):
+    if any(piece.offset < 8 + length for piece, _ in slices):
         raise DamagedError(f"{name}: a slice of the manifest reaches into its header")
 
 

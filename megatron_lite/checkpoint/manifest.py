@@ -1,31 +1,31 @@
 """manifest.json: the content of a checkpoint, and the place of every element of every parameter in its files.
 
 ```
-{"format": "megatron_lite_checkpoint", "version": 3, "save_id": "...", "iteration": 100, "world_size": 2,
+{"format": "megatron_lite_checkpoint", "version": 4, "save_id": "...", "iteration": 100, "world_size": 2,
  "config": {every option}, "state": {...},
  "files": {"rank_000.safetensors": {"size": 4096, "crc32": 123}, ...},
  "parameters": {"embedding.word.weight": {"dtype": "float32", "shape": [256, 64],
-     "weights": [["rank_000.safetensors", 712, 32768, 0], ["rank_001.safetensors", 712, 32768, 8192]],
+     "weights": [["rank_000.safetensors", 712, 32768, 0, 789], ["rank_001.safetensors", 712, 32768, 8192, 987]],
      "exp_avg": [...], "exp_avg_sq": [...]}, ...},
  "crc32": 456}
 ```
 
-A slice is [file, byte offset in the file, bytes, first element of the flattened parameter]; slices alone let any layout
-read any other. `dtype` is the dtype of the weights; everything else is float32. A trained parameter also has its
-optimizer state (`exp_avg`, or `exp_avg` and `exp_avg_sq`) and, with averaging, `average`. A frozen parameter has only
-weights, in float32, bfloat16 or float16.
+A slice is [file, byte offset in the file, bytes, first element of the flattened parameter, CRC-32 of the bytes]; slices
+alone let any layout read any other, and their checksums let a reader of weights verify nothing else. Version 3 has no
+checksums of slices and is still read.
+
+`dtype` is the dtype of the weights; everything else is float32. A trained parameter also has its optimizer state
+(`exp_avg`, or `exp_avg` and `exp_avg_sq`) and, with averaging, `average`. A frozen parameter has only weights, in
+float32, bfloat16 or float16.
 
 `crc32` covers every byte before its own line. A manifest is untrusted input, and its checksum can be forged: `read`
-accepts exactly what `dump` writes and raises `DamagedError` for everything else.
+accepts exactly what `dump` writes, or wrote in version 3, and raises `DamagedError` for everything else.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import math
-import os
 import re
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -35,17 +35,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megatron_lite.checkpoint.files import CHUNK_BYTES, WrittenFile
-from megatron_lite.checkpoint.names import (
-    A_LINK,
-    MANIFEST_NAME,
-    RANK_FILE,
-    open_regular,
-    parse_json,
-    rank_file,
-    read_bytes,
-    reason,
-)
+from megatron_lite.checkpoint.files import WrittenFile
+from megatron_lite.checkpoint.names import A_LINK, MANIFEST_NAME, RANK_FILE, parse_json, rank_file, read_bytes, reason
 from megatron_lite.checkpoint.saved_options import check_options
 from megatron_lite.checkpoint.saved_state import check_state, is_count
 from megatron_lite.errors import DamagedError
@@ -53,9 +44,11 @@ from megatron_lite.parameter import DTYPES
 
 if TYPE_CHECKING:
     from megatron_lite.zero.flat_shard import FlatShard
+    from megatron_lite.zero.layout import ParameterSlot
 
 FORMAT = "megatron_lite_checkpoint"
-VERSION = 3
+VERSION = 4
+OLDEST_VERSION = 3  # has no checksums of slices
 KINDS = ("weights", "exp_avg", "exp_avg_sq", "average")
 MOMENTS = KINDS[1:3]
 
@@ -72,6 +65,7 @@ class Slice(NamedTuple):
     offset: int
     num_bytes: int
     first: int
+    crc32: int | None = None  # None: in version 3
 
     def end(self, dtype: torch.dtype) -> int:
         """Return the index after the last element."""
@@ -103,6 +97,20 @@ class Manifest:
     state: dict[str, Any]
     files: dict[str, SavedFile]
     parameters: dict[str, SavedParameter]
+
+    @property
+    def has_slice_checksums(self) -> bool:
+        kinds = (pieces for parameter in self.parameters.values() for pieces in parameter.slices.values())
+        return all(piece.crc32 is not None for pieces in kinds for piece in pieces)
+
+    def places(self) -> dict[str, list[tuple[Slice, str]]]:
+        """Return, by file, the slices in the order of their bytes, each with its name for a message."""
+        found: dict[str, list[tuple[Slice, str]]] = {}
+        for name, parameter in self.parameters.items():
+            for kind, pieces in parameter.slices.items():
+                for piece in pieces:
+                    found.setdefault(piece.file, []).append((piece, f"{kind} of {name!r}"))
+        return {file: sorted(slices, key=lambda item: item[0].offset) for file, slices in found.items()}
 
     def restricted(self, names: Collection[str]) -> Manifest:
         """Return the manifest without the parameters that are not in `names`."""
@@ -141,6 +149,7 @@ def file_metadata(save_id: str, iteration: int, rank: int) -> dict[str, str]:
 def locate_parameters(parts: Sequence[FlatShard], files: Sequence[WrittenFile]) -> dict[str, SavedParameter]:
     """Return the place of every parameter, given that each rank's file holds its shards part by part, kind by kind."""
     parameters: dict[str, SavedParameter] = {}
+    checksums = [iter(file.slices) for file in files]
     shard_start = 0  # bytes from data_start, the same in every rank's file
     for part in parts:
         layout, kinds = part.layout, part.kinds()
@@ -148,17 +157,23 @@ def locate_parameters(parts: Sequence[FlatShard], files: Sequence[WrittenFile]) 
             slices: dict[str, list[Slice]] = {kind: [] for kind in kinds if part.has(kind, slot.spec)}
             parameters[slot.spec.name] = SavedParameter(kinds["weights"], tuple(slot.spec.shape), slices)
         for kind, dtype in kinds.items():
-            size = dtype.itemsize
             for rank, file in enumerate(files):
-                for slot, start, end in layout.pieces(rank):
-                    if not part.has(kind, slot.spec):
-                        continue
-                    in_shard = slot.offset + start - rank * layout.shard_numel
-                    offset = file.data_start + shard_start + in_shard * size
-                    piece = Slice(rank_file(rank), offset, (end - start) * size, start)
+                for slot, first, start, end in slices_of(part, kind, rank):
+                    offset = file.data_start + shard_start + start
+                    piece = Slice(rank_file(rank), offset, end - start, first, next(checksums[rank]))
                     parameters[slot.spec.name].slices[kind].append(piece)
-            shard_start += part.numel(kind) * size
+            shard_start += part.numel(kind) * dtype.itemsize
+    assert not any(list(rest) for rest in checksums), "a checksum per slice"
     return parameters
+
+
+def slices_of(part: FlatShard, kind: str, rank: int) -> Iterator[tuple[ParameterSlot, int, int, int]]:
+    """Yield the slices of a rank's shard: the parameter, its first element, and where they begin and end, in bytes."""
+    size, low = part.kinds()[kind].itemsize, rank * part.layout.shard_numel
+    for slot, first, last in part.layout.pieces(rank):
+        if part.has(kind, slot.spec):
+            begin = slot.offset - low
+            yield slot, first, (begin + first) * size, (begin + last) * size
 
 
 def dump(manifest: Manifest) -> str:
@@ -173,6 +188,7 @@ def dump(manifest: Manifest) -> str:
         check_state(manifest.state)
     except DamagedError as error:
         raise ValueError(f"this checkpoint could not be read again: {error}") from None
+    assert manifest.has_slice_checksums, "a manifest of version 3 is only read"
     head = {"format": FORMAT, "version": VERSION} | {key: getattr(manifest, key) for key in _RUN_KEYS}
     files = {name: file._asdict() for name, file in manifest.files.items()}
     parameters = {
@@ -208,8 +224,10 @@ def read(folder: Path, iteration: int | None = None) -> Manifest:
         _require(isinstance(values, dict) and values.get("format") == FORMAT, f"not of the format {FORMAT}")
         version = values.get("version")
         _require(is_count(version), "no version")
-        use_other = f"this program reads version {VERSION}; use the version of the program that wrote it"
-        _require(version == VERSION, f"written in format version {version}, {use_other}")
+        use_other = (
+            f"this program reads versions {OLDEST_VERSION} to {VERSION}; use the version of the program that wrote it"
+        )
+        _require(OLDEST_VERSION <= version <= VERSION, f"written in format version {version}, {use_other}")
         line = _CRC_LINE.search(text, max(0, len(text) - 32))
         found = line is not None and line.end() == len(text) and int(line[1]) == zlib.crc32(text[: line.start()])
         _require(found, "its checksum does not match: it was damaged or edited")
@@ -246,14 +264,14 @@ def _manifest(values: dict[str, Any]) -> Manifest:
     parameters = {}
     for name, entry in values["parameters"].items():
         try:
-            parameters[name] = _parameter(entry, files)
+            parameters[name] = _parameter(entry, files, values["version"])
         except DamagedError as error:
             raise DamagedError(f"parameter {name[:200]!r}: {error}") from None
     _check_apart(parameters)
     return Manifest(save_id, iteration, world_size, values["config"], values["state"], files, parameters)
 
 
-def _parameter(entry: Any, files: dict[str, SavedFile]) -> SavedParameter:
+def _parameter(entry: Any, files: dict[str, SavedFile], version: int) -> SavedParameter:
     _require(isinstance(entry, dict), "its keys are wrong")
     kinds = ("weights", *(kind for kind in KINDS[1:] if kind in entry))
     _require(tuple(entry) == ("dtype", "shape", *kinds), "its keys are wrong")
@@ -264,7 +282,7 @@ def _parameter(entry: Any, files: dict[str, SavedFile]) -> SavedParameter:
     parameter = SavedParameter(dtypes[entry["dtype"]], tuple(shape), {})
     for kind in kinds:
         _require(isinstance(entry[kind], list), f"{kind} is not a list")
-        pieces = [_slice(item, files, parameter.dtype_of(kind)) for item in entry[kind]]
+        pieces = [_slice(item, files, parameter.dtype_of(kind), version) for item in entry[kind]]
         _check_coverage(kind, pieces, math.prod(shape), parameter.dtype_of(kind))
         parameter.slices[kind] = pieces
     _require("exp_avg" in kinds or "exp_avg_sq" not in kinds, "one of its moments is missing")
@@ -290,60 +308,14 @@ def _check_apart(parameters: dict[str, SavedParameter]) -> None:
         _require(file != other or offset + num_bytes <= start, f"two slices of {file} overlap at byte {start}")
 
 
-def _slice(item: Any, files: dict[str, SavedFile], dtype: torch.dtype) -> Slice:
-    _require(isinstance(item, list) and len(item) == len(Slice._fields), "a slice is malformed")
+def _slice(item: Any, files: dict[str, SavedFile], dtype: torch.dtype, version: int) -> Slice:
+    has_checksum = version != OLDEST_VERSION
+    length = len(Slice._fields) if has_checksum else len(Slice._fields) - 1
+    _require(isinstance(item, list) and len(item) == length, "a slice is malformed")
     piece = Slice(*item)
+    _require(not has_checksum or is_count(piece.crc32), "a slice is malformed")
     _require(isinstance(piece.file, str) and piece.file in files, "a slice names a file that is not listed")
     _require(is_count(piece.offset) and is_count(piece.first), "a slice is malformed")
     _require(is_count(piece.num_bytes, 1) and piece.num_bytes % dtype.itemsize == 0, "a slice is malformed")
     _require(piece.offset + piece.num_bytes <= files[piece.file].size, f"a slice lies beyond the end of {piece.file}")
     return piece
-
-
-def check_sizes(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
-    """Check that this rank's share of the files of a manifest exist and have the right size.
-
-    Raises:
-        DamagedError: for the first that does not.
-    """
-    for name, file in list(manifest.files.items())[rank::world_size]:
-        with _open_file(folder, name, file):
-            pass
-
-
-def check_file(folder: Path, name: str, manifest: Manifest) -> None:
-    """Check the size and the CRC-32 of one file of a manifest, reading all of it.
-
-    Raises:
-        DamagedError: if either differs or the file cannot be read.
-    """
-    crc, expected = 0, manifest.files[name]
-    with _open_file(folder, name, expected) as file:
-        buffer = memoryview(bytearray(min(CHUNK_BYTES, max(expected.size, 1))))
-        while count := file.readinto(buffer):
-            crc = zlib.crc32(buffer[:count], crc)
-    require_checksum(name, expected, crc)
-
-
-def require_checksum(name: str, expected: SavedFile, found: int) -> None:
-    """Raise DamagedError unless a file has the CRC-32 of its manifest."""
-    message = f"{name}: its checksum does not match: it is damaged or belongs to another save"
-    _require(found == expected.crc32, message)
-
-
-def check_files(folder: Path, manifest: Manifest, rank: int, world_size: int) -> None:
-    """Check this rank's share of the files; see `check_file`."""
-    for name in list(manifest.files)[rank::world_size]:
-        check_file(folder, name, manifest)
-
-
-@contextlib.contextmanager
-def _open_file(folder: Path, name: str, expected: SavedFile) -> Iterator[io.FileIO]:
-    """Open a file of the expected size; raise DamagedError also for system errors while it is open."""
-    try:
-        with open_regular(folder / name) as file:
-            size = os.fstat(file.fileno()).st_size
-            _require(size == expected.size, f"{name}: {size:,} bytes, the manifest says {expected.size:,}")
-            yield file
-    except OSError as error:
-        raise DamagedError(f"{name}: {reason(error)}") from None

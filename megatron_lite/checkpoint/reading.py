@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint import files, manifest
+from megatron_lite.checkpoint import file_checks, files, manifest
 from megatron_lite.checkpoint.checksums import Checksums, Piece, joined, missing
 from megatron_lite.checkpoint.compatibility import keeps_moments, saved_optimizer
 from megatron_lite.checkpoint.manifest import MOMENTS, Manifest, SavedParameter, dtype_name
@@ -46,7 +46,7 @@ def open_checkpoint(folder: Path, iteration: int, distributed: Distributed) -> t
 
     def look() -> None:
         contents.append(manifest.read(folder, iteration))
-        manifest.check_sizes(folder, contents[0], distributed.rank, distributed.world_size)
+        file_checks.check_sizes(folder, contents[0], distributed.rank, distributed.world_size)
 
     problem = first_problem(distributed, look)
     if problem is not None:
@@ -90,9 +90,9 @@ def _check_file(folder: Path, name: str, content: Manifest, pieces: list[Piece])
             opened.skip(name, start, end)
     pieces += checksums.pieces().get(name, [])
     if (crc := joined(pieces)) is None:  # some bytes were read twice, for two purposes
-        manifest.check_file(folder, name, content)
+        file_checks.check_file(folder, name, content)
     else:
-        manifest.require_checksum(name, content.files[name], crc)
+        file_checks.require_checksum(name, content.files[name], crc)
 
 
 def changes(content: Manifest, model: MultiStage, optimizer: str) -> list[str]:
@@ -162,16 +162,11 @@ def fill(folder: Path, content: Manifest, model: MultiStage, rank: int, optimize
 
 def _gaps(content: Manifest) -> dict[str, dict[int, int]]:
     """Return, by file and by the start of each slice, the end of the slice before it (0: there is none)."""
-    places: dict[str, list[tuple[int, int]]] = {}
-    for parameter in content.parameters.values():
-        for pieces in parameter.slices.values():
-            for piece in pieces:
-                places.setdefault(piece.file, []).append((piece.offset, piece.offset + piece.num_bytes))
     gaps: dict[str, dict[int, int]] = {}
-    for name, slices in places.items():
+    for name, slices in content.places().items():
         end, before = 0, gaps.setdefault(name, {})
-        for start, next_end in sorted(slices):
-            before[start], end = end, next_end
+        for piece, _ in slices:
+            before[piece.offset], end = end, piece.offset + piece.num_bytes
     return gaps
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_lite.checkpoint import files, manifest
+from megatron_lite.checkpoint.file_checks import check_sizes
 from megatron_lite.checkpoint.files import TensorToWrite, WrittenFile
-from megatron_lite.checkpoint.manifest import Manifest, SavedFile, tensor_name
+from megatron_lite.checkpoint.manifest import Manifest, SavedFile, slices_of, tensor_name
 from megatron_lite.checkpoint.names import MANIFEST_NAME, is_folder, new_nonce, rank_file, work_path
 from megatron_lite.config import Config, flatten
 from megatron_lite.distributed.agreement import write_together
@@ -42,7 +43,7 @@ class Save:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.root, self.iteration, self.folder = root, iteration, root / str(iteration)
-        self.tensors = tensors_of(model)
+        self.tensors = tensors_of(model, distributed.rank)
         self._model, self._state, self._config, self._distributed = model, state, config, distributed
         self._check, self._what = check, f"the checkpoint of iteration {iteration}"
         self._save_id = distributed.broadcast_object(new_nonce())
@@ -144,12 +145,18 @@ def write_now(save: Save) -> int:
         raise
 
 
-def tensors_of(model: MultiStage) -> list[TensorToWrite]:
-    """List this rank's shards in the order of `manifest.locate_parameters`; writing creates them one at a time."""
+def tensors_of(model: MultiStage, rank: int = 0) -> list[TensorToWrite]:
+    """List a rank's shards in the order of `manifest.locate_parameters`; writing creates them one at a time."""
     for index, part in model.parts():
         assert part.frozen or part.has_state, f"stage {index}: a checkpoint needs moments, this model is for inference"
     return [
-        TensorToWrite(tensor_name(index, part.frozen, kind), dtype, (part.numel(kind),), partial(part.read, kind))
+        TensorToWrite(
+            tensor_name(index, part.frozen, kind),
+            dtype,
+            (part.numel(kind),),
+            partial(part.read, kind),
+            [(start, end) for _, _, start, end in slices_of(part, kind, rank)],
+        )
         for index, part in model.parts()
         for kind, dtype in part.kinds().items()
     ]
@@ -169,7 +176,7 @@ def _manifest_of(folder: Path, with_files: bool) -> Manifest | None:
     try:
         content = manifest.read(folder, int(folder.name)) if is_folder(folder) else None
         if content is not None and with_files:
-            manifest.check_sizes(folder, content)
+            check_sizes(folder, content)
         return content
     except DamagedError:
         return None

@@ -99,13 +99,13 @@ def write_checkpoint(folder: Path, source: WeightSource, shapes: Shapes, config:
     parameters: dict[str, SavedParameter] = {}
     for index, names in enumerate(cut):
         file = rank_file(index)
-        some = [tensors[name] for name in names]
+        some = [tensors[name]._replace(slices=[(0, tensors[name].num_bytes)]) for name in names]
         written = files.write_tensors(folder / file, some, manifest.file_metadata(save_id, iteration, index))
         saved[file], offset = SavedFile(written.size, written.crc32), written.data_start
-        for tensor in some:
+        for tensor, crc32 in zip(some, written.slices, strict=True):
             name, kind = tensor.name.split("/")
             entry = parameters.setdefault(name, SavedParameter(tensor.dtype, tensor.shape, {}))
-            entry.slices[kind] = [Slice(file, offset, tensor.num_bytes, 0)]
+            entry.slices[kind] = [Slice(file, offset, tensor.num_bytes, 0, crc32)]
             offset += tensor.num_bytes
     content = Manifest(
         save_id=save_id,

@@ -69,7 +69,7 @@ def _open_and_look(
 ) -> tuple[WeightSource | None, str | None]:
     """Return the source, None if its manifest is damaged, and the damage that this rank found, if any."""
     try:
-        source = open_one(path, kind, config.model)
+        source = open_one(path, kind, config.model, state=config.source.load_pretrained_optimizer)
     except DamagedError as error:
         return None, str(error)
     theirs, ours = source.model.zero_centered_normalization, config.model.zero_centered_normalization

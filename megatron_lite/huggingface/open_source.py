@@ -28,7 +28,9 @@ def source_folders(folder: Path, kind: str | None = None) -> tuple[str, list[Pat
         raise CheckpointError(f"{folder}: {reason(error)}; give a folder that can be read") from None
 
 
-def open_one(folder: Path, kind: str, model: ModelConfig | None = None, weights: str = "raw") -> WeightSource:
+def open_one(
+    folder: Path, kind: str, model: ModelConfig | None = None, weights: str = "raw", state: bool = False
+) -> WeightSource:
     """Open exactly this folder; see `open_source`.
 
     Raises:
@@ -36,14 +38,19 @@ def open_one(folder: Path, kind: str, model: ModelConfig | None = None, weights:
         CheckpointError: if it cannot be used.
     """
     if kind == "distributed":
-        return CheckpointSource(folder, weights == "average")
+        return CheckpointSource(folder, weights == "average", state)
     if weights == "average":
         raise CheckpointError(f"{folder}: a Hugging Face folder has one set of weights; leave --weights=average out")
     return HuggingFaceSource(folder, model)
 
 
 def open_source(
-    folder: Path, kind: str | None = None, model: ModelConfig | None = None, weights: str = "raw", whole: bool = False
+    folder: Path,
+    kind: str | None = None,
+    model: ModelConfig | None = None,
+    weights: str = "raw",
+    whole: bool = False,
+    state: bool = False,
 ) -> WeightSource:
     """Open a Hugging Face folder, a checkpoint of ours, or the newest good one in a folder of checkpoints.
 
@@ -51,7 +58,8 @@ def open_source(
         kind: one of folder_kind.KINDS; None: whichever the folder holds.
         model: the resolved model to fill; None: the model that the files describe.
         weights: raw, or average: the running averages in a checkpoint of ours.
-        whole: of several checkpoints, read the files too: a damaged one is skipped with a warning, as on resume.
+        whole: of several checkpoints, read the values too: a damaged one is skipped with a warning, as on resume.
+        state: moments and averages will be read, not only weights; see `CheckpointSource`.
 
     Raises:
         CheckpointError: if there is none; says what to do.
@@ -60,7 +68,7 @@ def open_source(
     problems = []
     for path in paths:
         try:
-            source = open_one(path, found, model, weights)
+            source = open_one(path, found, model, weights, state)
             if len(paths) == 1 or not whole or (problem := source.damage()) is None:
                 return source
             source.close()

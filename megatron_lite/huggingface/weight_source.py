@@ -8,12 +8,14 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from megatron_lite.checkpoint import manifest
+from megatron_lite.checkpoint import file_checks, manifest
+from megatron_lite.checkpoint.manifest import SavedParameter, Slice
 from megatron_lite.checkpoint.names import reason
 from megatron_lite.checkpoint.reading import Files, read_elements
 from megatron_lite.config import ModelConfig
@@ -60,10 +62,10 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
 
     @abc.abstractmethod
     def damage(self, rank: int = 0, world_size: int = 1) -> str | None:
-        """Return the damage inside this rank's share of the files, if any. Call `check` first."""
+        """Return the damage inside this rank's share of the values to read, if any. Call `check` first."""
 
     def verify(self) -> None:
-        """Look for damage inside the files, reading all of them.
+        """Look for damage inside the files, reading the values once.
 
         Raises:
             CheckpointError: if there is any.
@@ -110,6 +112,8 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
 class CheckpointSource(WeightSource):
     """One of our checkpoints. With `average`, reads running averages instead of weights, except of frozen parameters.
 
+    state: `damage` also looks at the moments and averages, for `read_state`.
+
     Raises:
         DamagedError: if its manifest is not usable, or a file is missing or of another size.
         CheckpointError: if it has options that this version does not know, or no averages.
@@ -117,16 +121,16 @@ class CheckpointSource(WeightSource):
 
     kind = "distributed"
 
-    def __init__(self, folder: Path, average: bool = False) -> None:
+    def __init__(self, folder: Path, average: bool = False, state: bool = False) -> None:
         super().__init__(folder)
         self.content = manifest.read(folder, int(folder.name) if folder.name.isdecimal() else None)
-        manifest.check_sizes(folder, self.content)
+        file_checks.check_sizes(folder, self.content)
         self.iteration = self.content.iteration
         values = model_options.checkpoint_values(self.content.config, str(folder))
         self.model = model_options.resolved_model(values, str(folder))
         self.model_type = model_options.saved_model_type(self.content.config)
-        self.averaged = average
-        self._good_share: tuple[int, int] | None = None  # (rank, world size) whose files are verified
+        self.averaged, self._state = average, state
+        self._good_share: tuple[int, int] | None = None  # (rank, world size) whose share is verified
         if average and not any("average" in saved.slices for saved in self.content.parameters.values()):
             raise CheckpointError(f"{folder}: it holds no averaged weights (it was trained without --ema_type)")
 
@@ -143,21 +147,44 @@ class CheckpointSource(WeightSource):
         self._refuse(saved.misfits(shapes), "give the flags it was trained with, or no flags of the model")
 
     def damage(self, rank: int = 0, world_size: int = 1) -> str | None:
-        """See `WeightSource.damage`. A second call for the same share reads nothing."""
+        """See `WeightSource.damage`. A second call for the same share reads nothing.
+
+        Read only what will be used; of a checkpoint without checksums of slices, read whole files.
+        """
         if self._good_share != (rank, world_size):
             try:
-                manifest.check_files(self.folder, self.content, rank, world_size)
+                if self.content.has_slice_checksums:
+                    wanted = self._wanted()
+                    first, end = (len(wanted) * share // world_size for share in (rank, rank + 1))
+                    file_checks.check_slices(self.folder, self.content, wanted[first:end])
+                else:
+                    file_checks.check_files(self.folder, self.content, rank, world_size)
             except DamagedError as error:
                 return str(error)
             self._good_share = rank, world_size
         return None
 
+    def _wanted(self) -> list[tuple[Slice, str]]:
+        """Return the slices that will be read, file by file, in the order of their bytes."""
+        kept = {
+            name: replace(saved, slices={kind: saved.slices[kind] for kind in self._kinds(saved)})
+            for name, saved in self.content.parameters.items()
+        }
+        places = replace(self.content, parameters=kept).places()
+        return [item for name in self.content.files for item in places.get(name, ())]
+
+    def _kinds(self, saved: SavedParameter) -> list[str]:
+        return list(saved.slices) if self._state else [self._weights_kind(saved)]
+
+    def _weights_kind(self, saved: SavedParameter) -> str:
+        return "average" if self.averaged and "average" in saved.slices else "weights"
+
     def _read(self, name: str, first: int, target: Tensor) -> None:
         saved = self.content.parameters[name]
-        kind = "average" if self.averaged and "average" in saved.slices else "weights"
-        read_elements(self._files, saved, kind, first, target)
+        read_elements(self._files, saved, self._weights_kind(saved), first, target)
 
     def read_state(self, name: str, kind: str, first: int, target: Tensor) -> None:
         """Read one of `manifest.KINDS`, which the checkpoint must hold, like `read`."""
+        assert self._state, "it was not verified"
         with self._reported():
             read_elements(self._files, self.content.parameters[name], kind, first, target)

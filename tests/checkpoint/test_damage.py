@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.checkpoint import manifest, sharded
+from megatron_lite.checkpoint import file_checks, manifest, sharded
 from megatron_lite.errors import CheckpointError, DamagedError
 from tests.checkpoint.test_sharded import SPECS, load, names, newest, save
 from tests.support.fakes import Layout, held, random_values, same
@@ -134,14 +134,14 @@ def test_a_file_that_shrinks_after_its_check_is_found(
     """Every rank falls back, even if only one of them reads the end of the file."""
     root = tmp_path / "root"
     shutil.copytree(pair, root)
-    real_check = manifest.check_sizes
+    real_check = file_checks.check_sizes
 
     def check(folder: Path, content: manifest.Manifest, rank: int, world_size: int) -> None:
         real_check(folder, content, rank, world_size)
         if folder.name == "20" and rank == 1:
             os.truncate(folder / "rank_001.safetensors", content.files["rank_001.safetensors"].size - 4)
 
-    monkeypatch.setattr(manifest, "check_sizes", check)
+    monkeypatch.setattr(file_checks, "check_sizes", check)
     expect_fallback(root, "it became shorter while it was read", world_size=3)
 
 
@@ -153,14 +153,14 @@ def test_a_renamed_checkpoint_is_found(pair: Path, tmp_path: Path) -> None:
     expect_fallback(root, "it is of iteration 10")
 
 
-@pytest.mark.parametrize("version", [1, 2, 4])
+@pytest.mark.parametrize("version", [1, 2, 5])
 def test_another_version_is_refused_by_name(pair: Path, version: int, tmp_path: Path) -> None:
     """The line names both versions and says what to do; the checksum of the manifest is right."""
     root = tmp_path / "root"
     shutil.copytree(pair, root)
     values = json.loads((root / "20" / "manifest.json").read_bytes())
     (root / "20" / "manifest.json").write_bytes(seal({**values, "version": version}))
-    advice = "this program reads version 3; use the version of the program that wrote it"
+    advice = "this program reads versions 3 to 4; use the version of the program that wrote it"
     expect_fallback(root, f"manifest.json: written in format version {version}, {advice}")
 
 
@@ -340,7 +340,7 @@ def test_a_forged_manifest_of_frozen_parameters_is_refused(
 def lend(values: dict[str, Any], *kinds: str, num_bytes: int = 260) -> None:
     """Give the frozen bias moments that are bytes of another parameter."""
     for kind in kinds:
-        values["parameters"][BIAS][kind] = [["rank_000.safetensors", 4096, num_bytes, 0]]
+        values["parameters"][BIAS][kind] = [["rank_000.safetensors", 4096, num_bytes, 0, 0]]
 
 
 @pytest.mark.parametrize(

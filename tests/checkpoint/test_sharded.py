@@ -145,7 +145,7 @@ def test_rank_files_are_ordinary_safetensors_files(tmp_path: Path) -> None:
 def test_values_larger_than_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of files and tensors fit together whatever their size."""
     monkeypatch.setattr(files, "CHUNK_BYTES", 100)
-    monkeypatch.setattr("megatron_lite.checkpoint.manifest.CHUNK_BYTES", 52)
+    monkeypatch.setattr(files, "PIECE_BYTES", 52)
     saved = save(tmp_path, 10, 1, world_size=2)
     assert same(saved, load(tmp_path, 3, 2)[1])
 

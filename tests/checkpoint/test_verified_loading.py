@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import random
 import shutil
@@ -16,8 +17,9 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint import files, manifest
-from megatron_lite.checkpoint.checksums import Checksums, Piece, combine, joined, missing
-from tests.checkpoint.test_damage import AVERAGED, FROZEN, expect_fallback, flip
+from megatron_lite.checkpoint.checksums import Checksums, CutChecksums, Piece, combine, joined, missing
+from megatron_lite.errors import DamagedError
+from tests.checkpoint.test_damage import AVERAGED, FROZEN, expect_fallback, flip, seal
 from tests.checkpoint.test_sharded import SPECS, load, save
 from tests.support.fakes import Layout, Values, held, random_values, same
 
@@ -51,6 +53,81 @@ def test_pieces_that_touch_are_one() -> None:
     crc = zlib.crc32
     found = {"a": [(0, 4, crc(b"0123")), (4, 5, crc(b"5")), (1, 2, crc(b"6"))], "b": [(9, 10, crc(b"4"))]}
     assert checksums.pieces() == found
+
+
+def test_pieces_are_cut_anywhere() -> None:
+    """Data of any lengths, cut within and between them, give the checksums of the ranges and of the whole."""
+    generator = random.Random(2)
+    for size in (0, 1, 9, 1000):
+        data = generator.randbytes(size)
+        cuts = [generator.randrange(size + 1) for _ in range(generator.randrange(8))]
+        sums, rest = CutChecksums([*cuts, *cuts]), memoryview(data)
+        while rest:
+            step = generator.randrange(1, 300)
+            sums.add(rest[:step])
+            rest = rest[step:]
+        places = sorted({0, size, *cuts})
+        wanted = [(low, high, zlib.crc32(data[low:high])) for low, high in zip(places, places[1:], strict=False)]
+        assert sums.pieces() == wanted and joined(sums.pieces()) == zlib.crc32(data)
+
+
+@pytest.mark.parametrize("layout", [{}, FROZEN, AVERAGED], ids=["trained", "frozen", "averaged"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_checksums_of_slices_and_files_are_those_of_their_bytes(
+    layout: dict[str, Any], ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every slice has the CRC-32 of its own bytes, and every file that of all, whatever is written at a time."""
+    for iteration, num_bytes in ((10, files.PIECE_BYTES), (20, 100)):
+        monkeypatch.setattr(files, "PIECE_BYTES", num_bytes)
+        save(tmp_path, iteration, 1, ranks, **layout)
+        content = manifest.read(tmp_path / str(iteration))
+        assert content.has_slice_checksums
+        for name, slices in content.places().items():
+            data = (tmp_path / str(iteration) / name).read_bytes()
+            assert content.files[name] == (len(data), zlib.crc32(data))
+            for piece, what in slices:
+                assert piece.crc32 == zlib.crc32(data[piece.offset : piece.offset + piece.num_bytes]), what
+
+
+def test_version_3_is_still_read(tmp_path: Path) -> None:
+    """A checkpoint without checksums of slices loads bit for bit, and its damage is found by those of its files."""
+    for iteration in (10, 20):
+        save(tmp_path, iteration, iteration // 10, world_size=2)
+        path = tmp_path / str(iteration) / "manifest.json"
+        path.write_bytes(seal(as_version_3(json.loads(path.read_bytes()))))
+    content = manifest.read(tmp_path / "20")
+    assert not content.has_slice_checksums
+    loaded, values, lines = load(tmp_path, 3)
+    assert loaded == content and lines == [] and same(values, random_values(SPECS, 2))
+    flip(tmp_path / "20" / "rank_001.safetensors", -1 + content.files["rank_001.safetensors"].size, 0)
+    expect_fallback(tmp_path, "rank_001.safetensors: its checksum does not match")
+
+
+@pytest.mark.parametrize("version", [3, 4])
+def test_slices_have_the_form_of_their_version(version: int, tmp_path: Path) -> None:
+    """A checksum in version 3 or none in version 4 is refused, and a checksum must be a count."""
+    save(tmp_path, 10, 1)
+    values = json.loads((tmp_path / "10" / "manifest.json").read_bytes())
+    values = as_version_3(values) if version == 3 else values
+    manifest.read(tmp_path / "10")
+    piece = values["parameters"]["head.norm.weight"]["weights"][0]
+    for last in ([7], []) if version == 3 else ([], [None], [-1], [1.5], [True], ["7"], [7, 7]):
+        piece[4:] = last
+        (tmp_path / "10" / "manifest.json").write_bytes(seal(values))
+        if version == 3 and not last:
+            manifest.read(tmp_path / "10")
+            continue
+        with pytest.raises(DamagedError, match=r"'head\.norm\.weight': a slice is malformed"):
+            manifest.read(tmp_path / "10")
+
+
+def as_version_3(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a manifest as version 3 had it."""
+    values = {**values, "version": 3}
+    for parameter in values["parameters"].values():
+        for kind in manifest.KINDS:
+            parameter |= {kind: [piece[:4] for piece in parameter[kind]]} if kind in parameter else {}
+    return values
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import json
 import os
 import resource
 import shutil
@@ -16,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_lite.checkpoint import files, manifest
+from megatron_lite.checkpoint import file_checks, files, manifest
 from megatron_lite.checkpoint.manifest import MOMENTS
 from megatron_lite.cli.model_source import with_source
 from megatron_lite.config import unflatten
@@ -27,6 +29,8 @@ from megatron_lite.huggingface.open_source import open_source
 from megatron_lite.huggingface.weight_source import CheckpointSource
 from megatron_lite.validation import resolve
 from megatron_lite.zero.multi_stage import MultiStage
+from tests.checkpoint.test_damage import flip, seal
+from tests.checkpoint.test_verified_loading import as_version_3
 from tests.support.families import write_folder
 from tests.support.folder_checks import checked, expected, read_whole
 from tests.support.harness import full_weights, layers_of, run_distributed, same_weights
@@ -186,7 +190,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_of_another_layout(ranks: int, saved: Path) -> None:
     """The newest weights load bit for bit; iterations and averages start over, Adam too unless its state is loaded."""
-    source, shapes = checked(saved)
+    source, shapes = checked(saved, state=True)
     wanted = {name: torch.empty(shape) for name, shape in shapes.items()}
     for name, value in wanted.items():
         source.read(name, 0, value.view(-1))
@@ -257,9 +261,7 @@ def test_a_damaged_newest_checkpoint(saved: Path, tmp_path: Path) -> None:
     assert f"checkpoint {newest}: manifest.json: it is of iteration 3; skipped" in outcome.output
     assert f"weights of {root / '3'} (a checkpoint of iteration 3)" in outcome.output
     rank_file = root / "3" / "rank_001.safetensors"
-    data = bytearray(rank_file.read_bytes())
-    data[-1] ^= 1
-    rank_file.write_bytes(data)
+    flip(rank_file, manifest.read(root / "3").places()[rank_file.name][0][0].offset, 1)
     shutil.rmtree(newest)
     outcome = run(flags)
     assert outcome.codes == [4] and len(outcome.error_lines()) == 1
@@ -355,17 +357,23 @@ def test_norms_of_a_checkpoint_mean_what_they_meant(saved: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json: No such file"),
     "an edited manifest": (lambda f: _edit(f, b'"lr": 0.001', b'"lr": 0.002'), "it was damaged or edited"),
-    "a newer format": (lambda f: _edit(f, b'"version": 3', b'"version": 9'), "written in format version 9"),
+    "a newer format": (lambda f: _edit(f, b'"version": 4', b'"version": 9'), "written in format version 9"),
     "a missing file": (lambda f: (f / "rank_001.safetensors").unlink(), "rank_001.safetensors: No such file"),
     "a file cut off": (lambda f: os.truncate(f / "rank_000.safetensors", 999), "999 bytes, the manifest says"),
-    "a changed byte": (lambda f: _edit(f, b"exp_avg", b"exp_axg", "rank_000.safetensors"), "checksum does not match"),
+    "a changed byte": (lambda f: flip(f / "rank_000.safetensors", offset(f, "weights"), 0), "checksum does not match"),
 }
 
 
-def _edit(folder: Path, before: bytes, after: bytes, name: str = "manifest.json") -> None:
-    data = (folder / name).read_bytes()
+def _edit(folder: Path, before: bytes, after: bytes) -> None:
+    data = (folder / "manifest.json").read_bytes()
     assert before in data
-    (folder / name).write_bytes(data.replace(before, after, 1))
+    (folder / "manifest.json").write_bytes(data.replace(before, after, 1))
+
+
+def offset(folder: Path, kind: str) -> int:
+    """Return the place of the first byte of this kind in the first file."""
+    slices = manifest.read(folder).places()["rank_000.safetensors"]
+    return next(piece.offset for piece, name in slices if name.startswith(f"{kind} of "))
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -379,6 +387,49 @@ def test_damaged_checkpoints_end_in_one_line(name: str, saved: Path, tmp_path: P
         checked(tmp_path)
     assert words in str(caught.value) and "\n" not in str(caught.value)
     assert str(caught.value).startswith(str(tmp_path))
+
+
+def test_what_is_read_is_what_is_verified(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader of weights reads their bytes alone and sees no damage elsewhere, a reader of averages likewise; one that
+    also reads moments sees all. Shares of ranks cover everything once. Older checkpoints are verified whole."""
+    folder = tmp_path / "3"
+    shutil.copytree(saved / "3", folder)
+    content = manifest.read(folder)
+    sizes = {kind: 0 for kind in (*manifest.KINDS, "all")}
+    for parameter in content.parameters.values():
+        for kind, pieces in parameter.slices.items():
+            sizes[kind] += sum(piece.num_bytes for piece in pieces)
+            sizes["all"] += sum(piece.num_bytes for piece in pieces)
+    counted = [0]
+
+    class Counting(io.FileIO):
+        def readinto(self, buffer: Any) -> int:
+            counted.append(super().readinto(buffer))
+            return counted[-1]
+
+    monkeypatch.setattr("megatron_lite.checkpoint.names.io.FileIO", Counting)
+    readers = {"weights": {}, "average": {"average": True}, "all": {"state": True}}
+
+    def damage(reader: str, ranks: int = 1) -> list[str]:
+        counted.clear()
+        sources = [CheckpointSource(folder, **readers[reader]) for _ in range(ranks)]
+        return [text for rank in range(ranks) if (text := sources[rank].damage(rank, ranks)) is not None]
+
+    for reader in readers:
+        for ranks in (1, 3):
+            assert damage(reader, ranks) == [] and sum(counted) == sizes[reader]
+    for kind in ("weights", "exp_avg", "average"):
+        place = offset(folder, kind)
+        flip(folder / "rank_000.safetensors", place, 3)
+        for reader in readers:
+            found = damage(reader, 2)
+            assert len(found) == (reader in (kind, "all")) and all(f"({kind} of " in text for text in found)
+        flip(folder / "rank_000.safetensors", place, 3)
+    old = as_version_3(json.loads((folder / "manifest.json").read_bytes()))
+    (folder / "manifest.json").write_bytes(seal(old))
+    assert damage("weights") == [] and sum(counted) == sum(file.size for file in content.files.values())
+    flip(folder / "rank_000.safetensors", offset(folder, "exp_avg"), 3)
+    assert len(damage("weights")) == 1
 
 
 def test_options_of_another_version(saved: Path, tmp_path: Path) -> None:
@@ -415,14 +466,11 @@ def test_scripts_fall_back_from_a_damaged_checkpoint(
     shutil.copytree(newest, older)
     text = manifest.dump(dataclasses.replace(manifest.read(newest), iteration=2))
     (older / "manifest.json").write_text(text)
-    path = newest / "rank_000.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-100] ^= 1
-    path.write_bytes(data)
+    flip(newest / "rank_000.safetensors", offset(newest, "weights"), 1)
     source = open_source(root, whole=True)
     assert source.folder == older
     (line,) = [record.getMessage() for record in caplog.records]
     assert f"{newest}: rank_000.safetensors: its checksum does not match" in line and "; skipped" in line
-    monkeypatch.setattr(manifest, "check_file", None)
+    monkeypatch.setattr(file_checks, "check_slices", None)
     source.verify()
     assert open_source(root).folder == newest, "for its options alone, the files are not read"

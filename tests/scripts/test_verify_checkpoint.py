@@ -88,6 +88,18 @@ def test_files_that_do_not_belong_together(run: Path, tmp_path: Path, capsys: py
     assert "rank_000.safetensors: it belongs to another save, iteration or rank" in capsys.readouterr().out
 
 
+def test_a_checksum_that_only_some_readers_use(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The files are good, but a forged checksum of a slice would stop the readers of weights."""
+    folder = tmp_path / "20"
+    shutil.copytree(run / "checkpoints" / "20", folder)
+    values = json.loads((folder / "manifest.json").read_bytes())
+    values["parameters"]["blocks.0.mlp.up.bias"]["exp_avg"][-1][4] ^= 1
+    (folder / "manifest.json").write_bytes(seal(values))
+    assert verify_checkpoint.main([str(folder)]) == 4
+    words = "its checksum does not match: it is damaged or belongs to another save (exp_avg of 'blocks.0.mlp.up.bias')"
+    assert words in capsys.readouterr().out
+
+
 def test_values_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With --values each parameter with such a number is named; without, the bytes are as they were written."""
     save(tmp_path, 10, 1)
@@ -100,6 +112,7 @@ def test_values_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixtur
     path.write_bytes(data)
     values = json.loads((tmp_path / "10" / "manifest.json").read_bytes())
     values["files"][piece.file]["crc32"] = zlib.crc32(data)
+    values["parameters"][name]["exp_avg"][0][4] = zlib.crc32(data[piece.offset : piece.offset + piece.num_bytes])
     (tmp_path / "10" / "manifest.json").write_bytes(seal(values))
     assert verify_checkpoint.main([str(tmp_path)]) == 0
     assert verify_checkpoint.main([str(tmp_path), "--values"]) == 4
@@ -114,9 +127,8 @@ def test_nothing_to_verify_is_a_wrong_command(path: str, tmp_path: Path, capsys:
     assert "give a checkpoint or the directory of a run" in capsys.readouterr().err
 
 
-def test_memory_is_one_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest Python allocation follows the size of a chunk, not that of a file."""
-    monkeypatch.setattr(manifest, "CHUNK_BYTES", 4096)
+def test_memory_is_one_piece(tmp_path: Path) -> None:
+    """The largest Python allocation follows the size of a piece, not that of a file."""
     save(tmp_path, 10, 1)
     with open(tmp_path / "10" / "rank_000.safetensors", "ab") as file:
         file.truncate(2**26)

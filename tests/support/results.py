@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.checkpoint import manifest
+from megatron_lite.checkpoint import file_checks, manifest
 from megatron_lite.monitor.trackers import read_metrics
 
 # What metrics.jsonl must have in common with an uninterrupted run; the rest of a line is about time.
@@ -37,7 +37,7 @@ def assert_all_good(experiment: Path) -> None:
         content = manifest.read(folder)
         assert content.iteration == iteration
         for name in content.files:
-            manifest.check_file(folder, name, content)
+            file_checks.check_file(folder, name, content)
 
 
 def weights(experiment: Path) -> dict[str, str]:
