@@ -23,11 +23,10 @@ from megatron_lite.outputs.saving import (
     save_and_stop,
 )
 from megatron_lite.outputs.session import close, opened
-from megatron_lite.outputs.step_inputs import step_inputs, step_tokens
+from megatron_lite.outputs.step_inputs import counted_labels, step_inputs
 from megatron_lite.outputs.training_log import is_early, log_training, show_early
 from megatron_lite.run.launcher_watch import LauncherWatch
 from megatron_lite.run.stop_signal import StopRequested
-from megatron_lite.schedules.batch_options import iteration_tokens
 from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.setup_run import Run
 from megatron_lite.validation.messages import Note
@@ -71,8 +70,7 @@ def train(run: Run) -> tuple[int, str]:
                 run.save_requested = batch.save
                 run.distributed.progress.at("the step", iteration)
                 update = train_step(run, batch.micro_batches, iteration)
-                tokens = iteration_tokens(config.batch, iteration)
-                run.window.add(update.loss, tokens, update.verdict.skipped, batch.waited_s)
+                run.window.add(update.loss, update.tokens, update.verdict.skipped, batch.waited_s)
                 run.iteration = iteration
                 last = iteration == training.train_iters
                 if last or is_due(iteration, config.run.log_interval, config.run.log_offset):
@@ -95,7 +93,8 @@ def train(run: Run) -> tuple[int, str]:
 def train_step(run: Run, micro_batches: Sequence[HostBatch], iteration: int) -> Update:
     """Update the weights once, from this rank's micro-batches."""
     config, debugger = run.config, run.debugger
-    tokens, inputs = step_tokens(run, iteration), step_inputs(run, micro_batches, iteration)
+    counted = counted_labels(run, "training", micro_batches, iteration)
+    inputs = step_inputs(run, micro_batches, iteration, counted)
     with debugger.phase(f"train_{iteration:05d}", len(inputs)) if debugger else contextlib.nullcontext():
         loss = run.model.forward_backward(inputs)  # fills the gradient shards
         if debugger:
@@ -104,7 +103,7 @@ def train_step(run: Run, micro_batches: Sequence[HostBatch], iteration: int) -> 
         rate = learning_rate(config, iteration)
         if run.background is not None:
             run.background.wait_for_copy()
-        update = run.optimizer.step(iteration, rate, loss, tokens, run.model.updated)
+        update = run.optimizer.step(iteration, rate, loss, sum(counted), run.model.updated)
         if debugger:
             debugger.parameters(run.model, "update")
     run.model.gather_ahead()  # frozen stages, which no update gathers

@@ -65,6 +65,12 @@ class DataConfig(Area):
         "let attention cross document boundaries within a sample; 0: each document attends only to itself (positions "
         "still count from the start of the sample; a random sample is one document)",
     )
+    reset_position_ids: bool = file_option(False, "count positions from the start of each document, not of the sample")
+    mask_document_starts: bool = file_option(
+        False,
+        "leave the first token of each document out of the loss: the end of another document does not predict it",
+        aliases="eod_mask_loss",
+    )
     tokenizer_file: str | None = optional(
         "tokenizer.json for samples; exports get a copy",
         "none",
@@ -78,6 +84,11 @@ class DataConfig(Area):
     )
     data_sample_warn_time_ms: PositiveFloat = file_option(1000.0, "warn if reading a sample takes longer (ms)")
     data_batch_warn_time_ms: PositiveFloat = option(1000.0, "warn if waiting for a batch takes longer than this (ms)")
+
+    @property
+    def needs_borders(self) -> bool:
+        """Whether the run has to know where documents begin."""
+        return not self.cross_document_attention or self.reset_position_ids or self.mask_document_starts
 
 
 @dataclass

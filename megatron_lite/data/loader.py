@@ -45,6 +45,16 @@ class HostBatch(NamedTuple):
     # Every sample begins a piece. None with --cross_document_attention=1.
     starts: Tensor | None = None
     padding: int = 0  # padded rows at the end
+    positions: Tensor | None = None  # (b, s) int64, with --reset_position_ids=1
+    masked: Tensor | None = None  # (b, s) bool: labels that count in no loss, padding included; None: only padding
+
+    @property
+    def counted(self) -> int:
+        """The number of labels that count in the loss."""
+        if self.masked is not None:
+            return int((~self.masked).sum())
+        rows, width = self.tokens.shape
+        return (rows - self.padding) * (width - 1)
 
 
 def micro_batch(
@@ -59,11 +69,16 @@ def micro_batch(
     labels = tokens[:, 1:].clone(memory_format=torch.contiguous_format)
     if batch.padding:
         labels[-batch.padding :] = MASKED
+    if batch.masked is not None:
+        labels.masked_fill_(batch.masked.to(device, non_blocking=True), MASKED)
     if scale is not None and loss_weight != 1.0:
         scale = scale * loss_weight
     if batch.starts is not None:
         documents = Documents(batch.starts.to(device, non_blocking=True), tuple(batch.starts.diff().tolist()))
-    return MicroBatch(tokens[:, :-1].contiguous(), labels, scale, dropout_seed, documents, loss_weight)
+    positions = None if batch.positions is None else batch.positions.to(device, non_blocking=True)
+    return MicroBatch(
+        tokens[:, :-1].contiguous(), labels, scale, dropout_seed, documents, loss_weight, positions=positions
+    )
 
 
 class NextBatch(NamedTuple):
@@ -190,10 +205,6 @@ class DataSource:
         """Return the number of batches of a validation or test."""
         return self._phases[phase].iterations
 
-    def evaluation_samples(self, phase: str) -> int:
-        """Return the number of samples of a validation or test over all ranks, without padding."""
-        return self._phases[phase].schedule.consumed_samples(self._phases[phase].iterations)
-
     def describe(self) -> dict[str, str]:
         """Return lines for the banner: files, documents, tokens, epochs."""
         return dict(self._description)
@@ -244,10 +255,18 @@ class DataSource:
         tokens, padding = samples.tokens.astype(np.int64), rows - len(samples.tokens)
         if padding:
             tokens = np.concatenate([tokens, np.zeros((padding, tokens.shape[1]), dtype=np.int64)])
-        if self._data.cross_document_attention:
-            return HostBatch(self._tensor(tokens), None, padding)
-        lengths = [0, *([] if samples.lengths is None else samples.lengths), *[tokens.shape[1] - 1] * padding]
-        return HostBatch(self._tensor(tokens), self._tensor(np.cumsum(lengths, dtype=np.int32)), padding)
+        starts = positions = masked = None
+        if self._data.needs_borders:
+            lengths = [0, *([] if samples.lengths is None else samples.lengths), *[tokens.shape[1] - 1] * padding]
+            borders = np.cumsum(lengths, dtype=np.int32)
+            if not self._data.cross_document_attention:
+                starts = self._tensor(borders)
+            if self._data.reset_position_ids:
+                counted = np.arange(borders[-1]) - np.repeat(borders[:-1], lengths[1:])
+                positions = self._tensor(counted.reshape(rows, -1))
+        if samples.masked is not None:
+            masked = self._tensor(np.concatenate([samples.masked, np.ones((padding, tokens.shape[1] - 1), np.bool_)]))
+        return HostBatch(self._tensor(tokens), starts, padding, positions, masked)
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(array)

@@ -77,7 +77,7 @@ def _random_reader(config: Config, phase: str) -> RandomReader:
         sampler_key(config.distributed.seed, phase, 0),
         config.batch.sequence_length,
         config.model.vocab_size,
-        documents=not config.data.cross_document_attention,
+        documents=config.data.needs_borders,
     )
 
 
@@ -95,7 +95,7 @@ def _blended(config: Config, phase: str, count: int, streams: list[Stream], weig
     samples = schedule.consumed_samples(count)
     if len(streams) > 1 and samples > MAX_SAMPLES:
         raise UsageError(f"--data_path: a blend gives at most {MAX_SAMPLES:,} samples, not {samples:,}")
-    reader = StreamReader(streams, blend, config.model.vocab_size, config.data.data_sample_warn_time_ms)
+    reader = _reader(config, streams, blend)
     tokens = sum(stream.sampler.num_tokens for stream in streams)
     epochs = [
         weight * samples / stream.sampler.samples_per_epoch
@@ -110,10 +110,17 @@ def _whole_split(config: Config, streams: list[Stream]) -> tuple[Phase, str]:
     assert config.batch.batch_size is not None, "resolved"
     streams = list({stream.prefix: stream for stream in streams}.values())
     order = Concatenation([stream.sampler.samples_per_epoch for stream in streams])
-    reader = StreamReader(streams, order, config.model.vocab_size, config.data.data_sample_warn_time_ms)
+    reader = _reader(config, streams, order)
     tokens = sum(stream.sampler.num_tokens for stream in streams)
     described = f"{order.num_samples:,} samples out of {tokens:,} tokens: each sample once"
     return Phase(reader, *once_through(order.num_samples, config.batch.batch_size)), described
+
+
+def _reader(config: Config, streams: list[Stream], order: Blend | Concatenation) -> StreamReader:
+    data = config.data
+    return StreamReader(
+        streams, order, config.model.vocab_size, data.data_sample_warn_time_ms, mask_starts=data.mask_document_starts
+    )
 
 
 def split_documents(num_documents: int, split: Sequence[float]) -> list[tuple[int, int]]:
@@ -154,5 +161,5 @@ def _stream(config: Config, phase: str, number: int, dataset: IndexedDataset) ->
         )
     key = sampler_key(config.distributed.seed, phase, number)
     sampler = StreamSampler(num_tokens, config.batch.sequence_length, key)
-    borders = None if config.data.cross_document_attention else DocumentBorders(dataset.pointers, dataset.tokens.dtype)
+    borders = DocumentBorders(dataset.pointers, dataset.tokens.dtype) if config.data.needs_borders else None
     return Stream(dataset.prefix, dataset.tokens, first_token, sampler, borders)

@@ -28,8 +28,9 @@ class Samples:
     tokens: NDArray[Any]  # (k, s + 1) in an integer dtype
     warnings: tuple[str, ...] = ()  # about slow reads, and about files that changed their date
     # Lengths of the pieces of documents in the inputs (the first s tokens of each sample), sample by sample. A document
-    # that began or ends in another sample has one piece in each. None with --cross_document_attention=1.
+    # that began or ends in another sample has one piece in each. None if the run does not ask for them.
     lengths: NDArray[np.int32] | None = None
+    masked: NDArray[np.bool_] | None = None  # (k, s) labels that count in no loss; None: all count
 
 
 class Reader(Protocol):
@@ -73,14 +74,20 @@ class StreamReader:
     """Reads samples of a blend of streams and checks their token ids."""
 
     def __init__(
-        self, streams: Sequence[Stream], blend: Blend | Concatenation, vocab_size: int, slow_ms: float
+        self,
+        streams: Sequence[Stream],
+        blend: Blend | Concatenation,
+        vocab_size: int,
+        slow_ms: float,
+        mask_starts: bool = False,
     ) -> None:
-        """slow_ms: reading time of one sample above which to warn."""
+        """slow_ms: reading time of one sample above which to warn. mask_starts: see --mask_document_starts."""
         assert len(streams) == blend.num_datasets, (len(streams), blend.num_datasets)
         self.streams = tuple(streams)
         self.blend = blend
         self.vocab_size = vocab_size
         self.slow_ms = slow_ms
+        self.mask_starts = mask_starts
         self.sequence_length = streams[0].sampler.sequence_length
         self.dtype = np.result_type(*(stream.file.dtype for stream in streams))
 
@@ -91,13 +98,17 @@ class StreamReader:
         """
         datasets, starts = self._locate(np.arange(first, first + count, dtype=np.int64))
         tokens = np.empty((count, self.sequence_length + 1), dtype=self.dtype)
+        masked = np.zeros((count, self.sequence_length), dtype=np.bool_) if self.mask_starts else None
         warnings, lengths = [], []
         for row, (dataset, start) in enumerate(zip(datasets.tolist(), starts.tolist(), strict=True)):
             begun = time.perf_counter()
             stream = self.streams[dataset]
             tokens[row] = stream.file.read(start, self.sequence_length + 1)
             if stream.borders is not None:
-                lengths.append(stream.borders.pieces(start, self.sequence_length))
+                pieces = stream.borders.pieces(start, self.sequence_length + 1)
+                lengths.append(without_last_token(pieces))
+                if masked is not None:
+                    masked[row, np.cumsum(pieces[:-1]) - 1] = True
             taken_ms = (time.perf_counter() - begun) * 1000
             if taken_ms > self.slow_ms:
                 warnings.append(
@@ -107,7 +118,7 @@ class StreamReader:
             warnings += self.streams[dataset].check()
         if count and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size):
             raise self._bad_token(tokens, datasets, starts)
-        return Samples(tokens, tuple(warnings), np.concatenate(lengths) if lengths else None)
+        return Samples(tokens, tuple(warnings), np.concatenate(lengths) if lengths else None, masked)
 
     def _locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the data set of each sample, and the position of its first token in that data set's file."""
@@ -130,3 +141,10 @@ class StreamReader:
             f"{stream.file.path}: document {document}, offset {offset}: token id {int(tokens[row, column])} is outside "
             f"the vocabulary of {self.vocab_size} (--vocab_size)"
         )
+
+
+def without_last_token(lengths: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the lengths of pieces of s + 1 tokens for the first s of them."""
+    shorter = lengths.copy()
+    shorter[-1] -= 1
+    return shorter if shorter[-1] else shorter[:-1]

@@ -122,12 +122,14 @@ class Workers:
                 raise (DataError if header["data"] else RunError)(header["error"])
             tokens = np.empty(header["shape"], dtype=header["dtype"])
             connection.recv_bytes_into(tokens.reshape(-1).view(np.uint8).data)
+            masked = None
+            if header["masked"]:
+                masked = np.empty((tokens.shape[0], tokens.shape[1] - 1), dtype=np.bool_)
+                connection.recv_bytes_into(masked.reshape(-1).view(np.uint8).data)
         except (EOFError, OSError):
             raise self._death(worker) from None
-        lengths = header["lengths"]
-        return Samples(
-            tokens, tuple(header["warnings"]), None if lengths is None else np.array(lengths, dtype=np.int32)
-        )
+        lengths = None if header["lengths"] is None else np.array(header["lengths"], dtype=np.int32)
+        return Samples(tokens, tuple(header["warnings"]), lengths, masked)
 
     def _death(self, worker: int) -> RunError:
         process = self._processes[worker]
@@ -197,6 +199,9 @@ def _answer(connection: Connection, reader: Reader, first: int, count: int) -> N
         tokens = np.ascontiguousarray(samples.tokens)
         lengths = None if samples.lengths is None else samples.lengths.tolist()
         header = {"shape": tokens.shape, "dtype": tokens.dtype.str, "warnings": samples.warnings, "lengths": lengths}
+        header["masked"] = samples.masked is not None
     connection.send_bytes(json.dumps(header).encode())
     if "error" not in header:
         connection.send_bytes(tokens.reshape(-1).view(np.uint8).data)
+        if samples.masked is not None:
+            connection.send_bytes(np.ascontiguousarray(samples.masked).reshape(-1).view(np.uint8).data)

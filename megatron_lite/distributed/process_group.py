@@ -17,7 +17,7 @@ import datetime
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -189,6 +189,12 @@ class Distributed:
         tensor = torch.tensor([value], dtype=torch.int64)
         self._finish(lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._cpu_group, async_op=True))
         return int(tensor)
+
+    def agree_sum(self, values: Sequence[int]) -> list[int]:
+        """Return the sums of the ranks' values, of which all ranks have equally many."""
+        tensor = torch.tensor(values, dtype=torch.int64)
+        self._finish(lambda: dist.all_reduce(tensor, group=self._cpu_group, async_op=True))
+        return list(map(int, tensor.tolist()))
 
     def barrier(self) -> None:
         """Wait for every rank."""

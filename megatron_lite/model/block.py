@@ -50,11 +50,8 @@ class Attention(torch.nn.Module):
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         """(b, s, h) -> (b, s, h), from the norm to the residual sum."""
-        positions, table = micro_batch.positions, None
-        if self.rotary is not None:
-            table = self.rotary.table(hidden) if positions is None else self.rotary.at(positions)
         projection = self.query_key_value(hidden)  # (b, s, (n + 2 g) d)
-        heads = self.heads(projection, table)
+        heads = self.heads(projection, self._angles(hidden, micro_batch))
         seed = micro_batch.site_seed(self.name, self.dropout)
         documents, backend = micro_batch.documents, self.kernels.attention
         if micro_batch.cache is not None:
@@ -71,6 +68,15 @@ class Attention(torch.nn.Module):
             softmax_in_fp32=self.softmax_in_fp32,
         )
         return self.output(context.transpose(1, 2).flatten(2))  # (b, s, n d) -> (b, s, h)
+
+    def _angles(self, hidden: Tensor, micro_batch: MicroBatch) -> Table | None:
+        """Return the rotary table; that of a micro-batch with positions of its own is made once for all blocks."""
+        if self.rotary is None or micro_batch.positions is None:
+            return None if self.rotary is None else self.rotary.table(hidden)
+        if "angles" not in micro_batch.shared:
+            micro_batch.shared["angles"] = self.rotary.at(micro_batch.positions)
+        angles: Table = micro_batch.shared["angles"]
+        return angles
 
     def heads(self, projection: Tensor, table: Table | None) -> tuple[Tensor, Tensor, Tensor]:
         """(b, s, (n + 2 g) d) -> query (b, n, s, d), key and value (b, g, s, d), with optional norms and rotation."""

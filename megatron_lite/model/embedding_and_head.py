@@ -38,10 +38,11 @@ class Embedding(Layer):
         """Embed the tokens, at the micro-batch's positions or counting from 0."""
         assert hidden is None
         hidden = embedding(self.word, micro_batch.tokens, self.kernels.triton, self.dtype)
-        if self.position is not None and micro_batch.positions is None:
+        positions = micro_batch.positions
+        if self.position is not None and positions is None:
             hidden = add_positions(hidden, self.position)
-        elif self.position is not None:
-            hidden = hidden + self.position[micro_batch.positions]
+        elif self.position is not None and positions is not None:
+            hidden = hidden + embedding(self.position, positions, self.kernels.triton, self.dtype)
         if self.norm is not None:
             hidden = self.norm(hidden)
         return dropout(hidden, self.dropout, micro_batch.site_seed("embedding", self.dropout))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class MicroBatch:
     loss_weight: float = 1.0  # factor on the summed loss; `gradient_scale` includes it
     cache: CachePass | None = None  # generation: the head returns logits (t, v) instead of a loss
     positions: Tensor | None = None  # (b, s) int64; None: 0, 1, 2, ... in every sample
+    shared: dict[str, Any] = field(default_factory=dict)  # made by the first layer that needs it, for all others
 
     def site_seed(self, site: str, p: float) -> int | None:
         """Return the seed of one place in the model that drops with probability p; None: nothing is dropped there."""

@@ -33,6 +33,7 @@ class Update:
     """Result of one optimizer step; tensors on the device, ()."""
 
     loss: Tensor  # summed over all ranks
+    tokens: int  # that count in the loss
     grad_norm: Tensor  # of the unscaled global gradient, before clipping
     verdict: Verdict
 
@@ -67,7 +68,7 @@ class Optimizer:
         norm_squared, loss = self._distributed.sum_in_rank_order(torch.stack([total, loss.double()]))
         scale = self.loss_scale.scale
         grad_norm = (norm_squared.sqrt() / scale).float()
-        verdict = self.guard.judge(iteration, loss / tokens, grad_norm, self.loss_scale.can_shrink())
+        verdict = self.guard.judge(iteration, loss / max(tokens, 1), grad_norm, self.loss_scale.can_shrink())
         self._updates.add_(~verdict.skipped)
         divisor = scale / self.guard.clipping_factor(grad_norm)
         numbers = StepNumbers(
@@ -88,7 +89,7 @@ class Optimizer:
             updated(trained.stage)
         if self.loss_scale.dynamic:
             self.loss_scale.update(verdict.overflow)
-        return Update(loss, grad_norm, verdict)
+        return Update(loss, tokens, grad_norm, verdict)
 
     def record(self) -> dict[str, Any]:
         """Return the rule's own entries of a log line (reads the device)."""

@@ -19,7 +19,7 @@ from megatron_lite.checkpoint.names import newest_before
 from megatron_lite.config import flatten
 from megatron_lite.distributed.agreement import together
 from megatron_lite.optimizer.bad_steps import BadStep
-from megatron_lite.outputs.step_inputs import step_inputs
+from megatron_lite.outputs.step_inputs import counted_labels, step_inputs
 from megatron_lite.run.durable_files import replace_file
 from megatron_lite.schedules.batch_options import batch_schedule
 from megatron_lite.seeds import dropout_seed
@@ -110,7 +110,8 @@ def examine(run: Run, iteration: int) -> dict[str, Any]:
     run.model.observe(watch)
     try:
         micro_batches = together(distributed, lambda: run.data.batch("training", iteration))
-        run.model.forward_backward(step_inputs(run, micro_batches, iteration))
+        counted = counted_labels(run, "training", micro_batches, iteration)
+        run.model.forward_backward(step_inputs(run, micro_batches, iteration, counted))
     finally:
         for stage, observer in zip(run.model.stages, before, strict=True):
             stage.observer = observer

@@ -8,6 +8,7 @@ from megatron_lite.data.loader import micro_batch, next_batch
 from megatron_lite.monitor.logging import log_both
 from megatron_lite.monitor.metrics import format_record
 from megatron_lite.outputs.saving import export, is_due, refuse_bad_steps, save
+from megatron_lite.outputs.step_inputs import counted_labels
 from megatron_lite.setup_run import Run
 
 
@@ -48,11 +49,12 @@ def evaluate(run: Run, phase: str) -> None:
     refuse_bad_steps(run)
     batches, device = run.data.evaluation_batches(phase), run.distributed.device
     kinds = ("loss", "averaged_loss") if run.config.averaging.enabled else ("loss",)
-    losses = torch.zeros(len(kinds), dtype=torch.float64, device=device)  # summed over tokens
+    losses, tokens = torch.zeros(len(kinds), dtype=torch.float64, device=device), 0  # summed over tokens, and these
     run.distributed.progress.phase = f"the {phase}"
-    for _ in range(run.data.evaluation_iterations(phase)):
+    for iteration in range(1, run.data.evaluation_iterations(phase) + 1):
         following = next_batch(batches, run.distributed, run.stop)
         inputs = [micro_batch(batch, device, None, None) for batch in following.micro_batches]
+        tokens += sum(counted_labels(run, phase, following.micro_batches, iteration))
         losses[0] += run.model.evaluate(inputs)
         if run.config.averaging.enabled:
             with run.model.averaged():
@@ -61,12 +63,11 @@ def evaluate(run: Run, phase: str) -> None:
     summed = run.distributed.sum_in_rank_order(losses)
     run.distributed.wait_for_device()
     totals = summed.tolist()
-    tokens = run.data.evaluation_samples(phase) * run.config.batch.sequence_length
     record = {
         "phase": phase,
         "iteration": run.iteration,
         "train_iters": run.config.training.train_iters,
-        **{kind: total / tokens for kind, total in zip(kinds, totals, strict=True)},
+        **{kind: total / max(tokens, 1) for kind, total in zip(kinds, totals, strict=True)},
     }
     run.trackers.log(record)
     log_both(run.logger, console=run.console.evaluation(record), file=format_record(record))

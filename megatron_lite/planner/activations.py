@@ -94,12 +94,15 @@ class Saved(Counter[str]):
 
 
 def kept_by_layer(sizes: Sizes, saved: Sequence[Saved]) -> list[Saved]:
-    """`saved`, with only the input of each of the first `recompute_layers` blocks: see `zero/layer.py`."""
+    """`saved`, with only the input of each of the first `recompute_layers` blocks (see `zero/layer.py`), and angles."""
     kept = list(saved)
     for index in range(1, sizes.recompute_layers + 1):
         kept[index] = Saved()
         runs_backward = bool(saved[index]) or sizes.trains(f"blocks.{index - 1}.")
         kept[index].add("block inputs", sizes.stream, runs_backward)
+    if sizes.model.use_rotary_embeddings and sizes.config.data.reset_position_ids:  # made by the first block for all
+        kept[1] = Saved(kept[1])
+        kept[1].add("rotary angles", sizes.tokens * sizes.model.rotated_channels * FP32_BYTES)
     return kept
 
 

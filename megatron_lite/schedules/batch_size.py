@@ -6,6 +6,7 @@ neither repeats nor skips samples, and the iteration number determines where a r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -87,15 +88,17 @@ class Split:
         first, _ = self.piece(micro_step, 0)
         return min(self.samples - first, self.micro_batch_size * self.world_size)
 
-    def loss_weights(self, reduction: str) -> list[float]:
-        """Return the factor on the summed loss of each micro-step; the weighted sum per sample is the batch's loss.
 
-        reduction: with "token" every token has the same weight; with "micro_mean" every micro-step's mean has, however
-        few real samples it holds (as in Levanter). A micro-step that is padding only has no mean and weight 0.
-        """
-        real = [self.real_samples(micro_step) for micro_step in range(self.micro_steps)]
-        if reduction == "token":
-            return [1.0] * len(real)
-        assert reduction == "micro_mean", reduction
-        counted = sum(samples > 0 for samples in real)
-        return [self.samples / (counted * samples) if samples else 0.0 for samples in real]
+def loss_weights(counted: Sequence[int], reduction: str) -> list[float]:
+    """Return the factor on the summed loss of each micro-step; the weighted sum per counted label is the batch's loss.
+
+    Args:
+        counted: labels that count in the loss in each micro-step, over all ranks.
+        reduction: with "token" every label has the same weight; with "micro_mean" every micro-step's mean has, however
+            few labels it counts (as in Levanter). A micro-step without any has no mean and weight 0.
+    """
+    if reduction == "token":
+        return [1.0] * len(counted)
+    assert reduction == "micro_mean", reduction
+    means = sum(number > 0 for number in counted)
+    return [sum(counted) / (means * number) if number else 0.0 for number in counted]

@@ -18,7 +18,7 @@ from megatron_lite.model.layer import Norm
 from megatron_lite.model.parameter_patterns import set_weight_decay
 from megatron_lite.model.rope_scaling import stretched_frequencies
 from megatron_lite.optimizer.rules.muon import shape_factor
-from megatron_lite.schedules.batch_size import Split
+from megatron_lite.schedules.batch_size import loss_weights
 from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.schedules.stages import Stage, stage_rate
 from tests.support.harness import layers_of, tiny_config
@@ -44,7 +44,7 @@ def rope(kind: str) -> Any:
 BRANCHES: dict[str, Callable[[], Any]] = {
     "lr_decay_style": lambda: learning_rate(with_choice("learning_rate", lr_decay_style=NEW), 5),
     "lr_schedule": lambda: stage_rate([Stage(NEW, 0, 10, 1.0, 0.1, 1.0)], 5),
-    "loss_reduction": lambda: Split(4, 2, 1).loss_weights(NEW),
+    "loss_reduction": lambda: loss_weights([4, 2, 1], NEW),
     "normalization_type": lambda: Norm("norm", with_choice("model", normalization_type=NEW).model, REFERENCES),
     "rope_type": lambda: rope(NEW),
     "attention_backend": lambda: fused_attention(*torch.ones(3, 1, 1, 2, 8), NEW),

@@ -195,7 +195,8 @@ def test_the_whole_split_is_read_once(prefixes: tuple[str, str], data_path: str,
     words = tuple(data_path.format(a=prefixes[0], b=prefixes[1]).split())
     values = config(words, validation_iters="all", eval_micro_batch_size=2, **SCHEDULE)
     source = open_data(values, 0, ranks)
-    count, total = source.evaluation_iterations("validation"), source.evaluation_samples("validation")
+    count = source.evaluation_iterations("validation")
+    total = sum(source.split("validation", iteration).samples for iteration in range(1, count + 1))
     iterations = arranged(values, ranks, "validation", 0, count)
     samples = torch.cat([part for steps in iterations for step in steps for part in step])
     sizes = np.random.default_rng(1).integers(0, 60, 100)
@@ -215,7 +216,8 @@ def test_validation_batches_do_not_follow_the_schedule(prefixes: tuple[str, str]
     for size in (None, 1, 5, 13):
         values = config(prefixes, **SCHEDULE, eval_micro_batch_size=size)
         source = open_data(values, 0, 1)
-        assert (source.evaluation_iterations("validation"), source.evaluation_samples("validation")) == (2, 26)
+        assert [source.split("validation", iteration).samples for iteration in (1, 2)] == [13, 13]
+        assert source.evaluation_iterations("validation") == 2
         found = arranged(values, 1, "validation", 0, 2)
         assert equal([[torch.cat([part for step in steps for part in step])] for steps in found], expected)
 

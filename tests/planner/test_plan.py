@@ -327,6 +327,8 @@ PEAK_CASES: list[dict[str, Any]] = [
     dict(activation_type="tanh", training_dtype="bf16", ffn_hidden_size=1024, gated=True),
     dict(recompute_layers=4, gated=True, normalization_type="rms_norm", use_rotary_embeddings=True, hidden_dropout=0.1),
     dict(recompute_layers=3, breadth_first_micro_batches=3, batch_size=6, layers_per_stage=2.0, vocab_size=100),
+    dict(reset_position_ids=True, breadth_first_micro_batches=2, batch_size=4, vocab_size=100, **RMS),
+    dict(reset_position_ids=True, training_dtype="bf16", vocab_size=100),
 ]
 
 

@@ -149,7 +149,6 @@ def train_tiny(distributed: Distributed, options: dict[str, Any], iterations: in
     """Train the tiny model with the program's own step; to be run by `run_distributed`."""
     from megatron_lite.run.experiment import Experiment
     from megatron_lite.run.stop_signal import StopSignal
-    from megatron_lite.schedules.batch_options import iteration_tokens
     from megatron_lite.setup_run import build
     from megatron_lite.train import train_step
 
@@ -163,7 +162,7 @@ def train_tiny(distributed: Distributed, options: dict[str, Any], iterations: in
     ]
     stop.restore()
     return Trajectory(
-        losses=[float(update.loss) / iteration_tokens(config.batch, i) for i, update in enumerate(updates, start=1)],
+        losses=[float(update.loss) / update.tokens for update in updates],
         grad_norms=[float(update.grad_norm) for update in updates],
         initial=initial,
         weights=full_weights(run.model),

@@ -25,6 +25,7 @@ ACTIVATIONS = {
 
 class PlainBlock(nn.Module):
     documents: Tensor | None = None  # (b, s): a number for each token's document, which attention does not leave
+    positions: Tensor | None = None  # (b, s); None: 0, 1, 2, ...
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class PlainBlock(nn.Module):
         if self.config.qk_layernorm:
             q, k = self.attention["query_norm"](q), self.attention["key_norm"](k)
         if self.config.use_rotary_embeddings:
-            q, k = rotate(q, self.config), rotate(k, self.config)
+            q, k = rotate(q, self.config, self.positions), rotate(k, self.config, self.positions)
         k, v = k.repeat_interleave(n // g, dim=1), v.repeat_interleave(n // g, dim=1)
         distance = torch.arange(s)[:, None] - torch.arange(s)
         allowed = (distance >= 0) & (distance < (self.config.window_size or s))
@@ -94,7 +95,8 @@ class PlainGPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding["word"](tokens)
         if self.config.use_position_embeddings:
-            x = x + self.embedding["position"](torch.arange(tokens.shape[1]))
+            positions = self.blocks[0].positions
+            x = x + self.embedding["position"](torch.arange(tokens.shape[1]) if positions is None else positions)
         if self.config.input_embedding_norm:
             x = self.embedding["norm"](x)
         for block in self.blocks:
@@ -103,9 +105,10 @@ class PlainGPT(nn.Module):
         logits, cap = self.head["norm"](x) @ weight.T, self.config.logit_soft_cap
         return cap * torch.tanh(logits / cap) if cap else logits
 
-    def loss(self, tokens: Tensor) -> Tensor:
-        """Mean cross-entropy of (b, s + 1) tokens."""
-        return functional.cross_entropy(self(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+    def loss(self, tokens: Tensor, masked: Tensor | None = None) -> Tensor:
+        """Mean cross-entropy of (b, s + 1) tokens, without the labels in `masked`, (b, s)."""
+        labels = tokens[:, 1:] if masked is None else tokens[:, 1:].masked_fill(masked, -100)
+        return functional.cross_entropy(self(tokens[:, :-1]).flatten(0, 1).float(), labels.flatten())
 
     def load(self, weights: dict[str, np.ndarray]) -> None:
         self.load_state_dict({name: torch.from_numpy(weight) for name, weight in weights.items()})
@@ -129,12 +132,13 @@ class PlainNorm(nn.Module):
         return functional.rms_norm(x, x.shape[-1:], weight, self.config.layer_norm_eps)
 
 
-def rotate(x: Tensor, config: ModelConfig) -> Tensor:
+def rotate(x: Tensor, config: ModelConfig, positions: Tensor | None = None) -> Tensor:
     """Rotary positions through complex numbers: of the first r channels, j and j + r / 2 are one complex number.
 
     Only plain and linear frequencies; tests/layers/test_rotary.py has the others.
     """
     r, s = int(x.shape[-1] * config.rotary_percent), x.shape[-2]
-    angles = torch.arange(s)[:, None] * config.rotary_base ** (-torch.arange(0, r, 2) / r) / (config.rope_factor or 1)
+    where = torch.arange(s) if positions is None else positions[:, None]  # (s,) or (b, 1, s)
+    angles = where[..., None] * config.rotary_base ** (-torch.arange(0, r, 2) / r) / (config.rope_factor or 1)
     turned = torch.complex(x[..., : r // 2], x[..., r // 2 : r]) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat([turned.real, turned.imag, x[..., r:]], dim=-1)

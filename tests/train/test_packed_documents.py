@@ -14,7 +14,9 @@ from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.loader import HostBatch, micro_batch
 from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.kernels.attention.attention import Documents
 from megatron_lite.model.gpt import build_gpt
+from megatron_lite.model.layer import MASKED, Layer, MicroBatch
 from tests.support.harness import full_weights, run_distributed, tiny_config, train_tiny
 from tests.support.plain_gpt import PlainGPT
 
@@ -59,6 +61,15 @@ def options(prefix: str, **more: Any) -> dict[str, Any]:
     }
 
 
+def positions_within(numbers: Tensor) -> Tensor:
+    """Return each token's position in its piece of a document, counted one by one; numbers: documents (b, s)."""
+    positions = torch.zeros_like(numbers)
+    for column in range(1, numbers.shape[1]):
+        same = numbers[:, column] == numbers[:, column - 1]
+        positions[:, column] = torch.where(same, positions[:, column - 1] + 1, 0)
+    return positions
+
+
 def plain_losses(values: dict[str, Any], initial: dict[str, np.ndarray], documents: Tensor) -> list[float]:
     """Return the losses of a plain torch loop with attention masked by document."""
     config = tiny_config(**values)
@@ -68,9 +79,11 @@ def plain_losses(values: dict[str, Any], initial: dict[str, np.ndarray], documen
     optimizer = torch.optim.AdamW(decay, betas=(0.9, 0.999), eps=1e-8)
     losses = []
     for iteration, ((tokens, *_),) in enumerate(open_data(config, 0, 1).batches("training", 0, ITERATIONS), start=1):
+        numbers = documents[tokens]
         for block in model.blocks:
-            block.documents = documents[tokens[:, :-1]]
-        loss = model.loss(tokens)
+            block.documents = None if config.data.cross_document_attention else numbers[:, :-1]
+            block.positions = positions_within(numbers[:, :-1]) if config.data.reset_position_ids else None
+        loss = model.loss(tokens, numbers[:, 1:] != numbers[:, :-1] if config.data.mask_document_starts else None)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
@@ -94,6 +107,84 @@ def test_training_equals_plain_torch(corpus: tuple[str, Tensor], model: str) -> 
     np.testing.assert_allclose(two.losses, one.losses, rtol=1e-6)
     crossing = run_distributed(1, train_tiny, {**values, "cross_document_attention": True}, ITERATIONS)[0]
     assert np.abs(np.array(crossing.losses) / np.array(one.losses) - 1).min() > 1e-5
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("crossing", [True, False])
+def test_positions_and_labels_by_document_equal_plain_torch(
+    corpus: tuple[str, Tensor], model: str, crossing: bool
+) -> None:
+    """One rank and a plain loop agree; so do two ranks with a worker each and smaller micro-batches, whose counts of
+    labels differ: the mean is over the labels of the whole batch."""
+    prefix, documents = corpus
+    more = {"reset_position_ids": True, "mask_document_starts": True, "cross_document_attention": crossing}
+    values = {**options(prefix, **MODELS[model]), **more}
+    one = run_distributed(1, train_tiny, values, ITERATIONS)[0]
+    np.testing.assert_allclose(one.losses, plain_losses(values, one.initial, documents), rtol=1e-6)
+    layout = {"zero_stage": 2, "num_workers": 1, "micro_batch_size": 1}
+    two = run_distributed(2, train_tiny, {**values, **layout}, ITERATIONS)[0]
+    np.testing.assert_allclose(two.losses, one.losses, rtol=1e-6)
+    # Rotary positions are relative: within a document it makes no difference where they begin.
+    matters = crossing or not values.get("use_rotary_embeddings")
+    for option in ("reset_position_ids",) * matters + ("mask_document_starts",):
+        other = run_distributed(1, train_tiny, {**values, option: False}, ITERATIONS)[0]
+        assert np.abs(np.array(other.losses) / np.array(one.losses) - 1).max() > 1e-5, option
+
+
+PATHS: dict[str, dict[str, Any]] = {"long": {}, "equal": {"lengths": (16, 16, 16, 16)}, "windows": {"window_size": 5}}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("reset", [True, False])
+def test_each_document_has_the_loss_that_it_has_alone(model: str, path: str, reset: bool) -> None:
+    """The loss of every label of a packed batch is that of its document alone, in fp32, whichever
+    way attention takes; learned positions that are not reset must be given to it, rotary ones are relative."""
+    more = dict(PATHS[path])
+    lengths: tuple[int, ...] = more.pop("lengths", (1, 9, 22, 3, 29))  # of two samples
+    config = tiny_config(**{**MODELS[model], **more}).model
+    torch.manual_seed(0)
+    layers = build_gpt(config, 32)
+    for layer in layers:
+        layer.to_empty(device="cpu")
+        for parameter in layer.parameters():
+            parameter.data = torch.randn(parameter.shape) * 0.1
+    tokens = torch.randint(config.vocab_size, (64,))
+    labels = torch.randint(config.vocab_size, (64,))
+    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    within = torch.cat([torch.arange(length) for length in lengths])
+    positions = within if reset else torch.arange(64) % 32
+    packed = Documents(starts, lengths)
+    whole = losses(layers, tokens, labels, positions if reset else None, packed, rows=2)
+    for first, length in zip(starts.tolist(), lengths, strict=False):
+        piece = slice(first, first + length)
+        given = None if reset else positions[piece]
+        alone = losses(layers, tokens[piece], labels[piece], given, None, rows=1)
+        torch.testing.assert_close(whole[piece], alone, rtol=1e-6, atol=1e-6)
+
+
+def losses(
+    layers: list[Layer],
+    tokens: Tensor,
+    labels: Tensor,
+    positions: Tensor | None,
+    documents: Documents | None,
+    rows: int,
+) -> Tensor:
+    """Return the loss of each label, one forward pass each, (rows s,)."""
+    found = []
+    for number in range(len(tokens)):
+        only = torch.full_like(labels, MASKED)
+        only[number] = labels[number]
+        shaped = [None if x is None else x.view(rows, -1) for x in (tokens, only, positions)]
+        batch = MicroBatch(shaped[0], shaped[1], documents=documents, positions=shaped[2])  # type: ignore[arg-type]
+        hidden = None
+        with torch.no_grad():
+            for layer in layers:
+                hidden = layer(hidden, batch)
+        assert hidden is not None
+        found.append(hidden)
+    return torch.stack(found)
 
 
 def evaluated(distributed: Distributed, values: dict[str, Any]) -> tuple[float, dict[str, np.ndarray]]:

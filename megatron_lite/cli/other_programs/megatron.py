@@ -211,9 +211,7 @@ MEGATRON = (
     Row("vocab_file merge_file", "--tokenizer_file=<tokenizer.json>", TOKENIZED),
     Row("vocab_extra_ids tiktoken_* tokenizer_* special_tokens", "--tokenizer_file=<tokenizer.json>", TOKENIZED),
     Row("dataloader_type", remark="samples are always shuffled, in an order set by --seed"),
-    Row("reset_position_ids", remark="positions count from the start of a sample; see --cross_document_attention"),
     Row("reset_attention_mask dataloader_inter_document_masking", "--cross_document_attention=0"),
-    Row("eod_mask_loss", remark="every token counts in the loss; see --cross_document_attention"),
     Row("no_create_attention_mask_in_dataloader", remark="no mask is ever made; see --attention_backend"),
     # Checkpoints
     Row("save", RUN_FOLDER, "checkpoints go to <folder>/checkpoints"),
