@@ -29,6 +29,7 @@ logger = logging.getLogger("megatron_lite")
 
 CHUNK_BYTES = 64 * 2**20  # memory for one read, and for one copy from a device
 PIECE_BYTES = 2**20  # written or read, then summed while it is in the processor's cache
+AHEAD_BYTES = 32 * 2**20  # that the disk reads while a processor sums what was read before
 FLUSH_BYTES = 16 * 2**20  # after which the disk begins to write, so that the sync at the end waits for little
 
 
@@ -148,6 +149,31 @@ def _begin_flush(descriptor: int, offset: int, size: int) -> None:
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
             os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_DONTNEED)
+
+
+class ReadAhead:
+    """Hints to begin reading the next bytes of a file: the longer it is read in order, the farther.
+
+    A system does the same by itself, but often for 128 KiB only, so that the disk waits while a processor sums.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._start = self._end = self._asked = 0
+
+    def begin(self, offset: int) -> None:
+        """Continue at `offset`."""
+        if offset != self._end:
+            self._start = self._end = self._asked = offset
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that have arrived."""
+        self._end += num_bytes
+        wanted = self._end + min(self._end - self._start, AHEAD_BYTES)
+        if wanted - self._asked >= AHEAD_BYTES // 4 and hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._descriptor, self._asked, wanted - self._asked, os.POSIX_FADV_WILLNEED)
+            self._asked = wanted
 
 
 def sync_file(path: Path) -> None:

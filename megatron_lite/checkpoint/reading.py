@@ -267,14 +267,20 @@ class Files:
         if self._file is None or name != self._name:
             self.close()
             self._name, self._file = name, open_regular(self._folder / name, self._follow_links)
+            self._ahead = files.ReadAhead(self._file.fileno())
+        self._ahead.begin(offset)
+        if self._checksums is not None:
+            self._checksums.begin(name, offset)
         try:
-            if self._checksums is None:
-                files.read_into(self._file, offset, target)
-            else:
-                self._checksums.begin(name, offset)
-                files.read_into(self._file, offset, target, self._checksums.add)
+            files.read_into(self._file, offset, target, self._arrived)
         except EOFError:
             raise DamagedError(f"{name}: it became shorter while it was read") from None
+
+    def _arrived(self, data: memoryview) -> None:
+        """Let the disk go on, then sum what it gave."""
+        self._ahead.add(len(data))
+        if self._checksums is not None:
+            self._checksums.add(data)
 
     def close(self) -> None:
         if self._file is not None:

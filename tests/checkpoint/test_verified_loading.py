@@ -130,6 +130,23 @@ def as_version_3(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+def test_the_system_reads_ahead_of_what_is_read_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hints cover the next bytes without a gap, as many as were read in order, up to a limit; a jump begins anew."""
+    asked: list[tuple[int, int]] = []
+    hint: Any = lambda descriptor, offset, size, advice: asked.append((offset, offset + size))  # noqa: E731
+    monkeypatch.setattr(os, "posix_fadvise", hint)
+    monkeypatch.setattr(files, "AHEAD_BYTES", 80)
+    ahead = files.ReadAhead(0)
+    for start in (0, 1000):
+        asked.clear()
+        for end in range(start + 10, start + 400, 10):
+            ahead.begin(end - 10)
+            ahead.add(10)
+            covered = asked[-1][1] if asked else start
+            assert covered <= end + min(end - start, 80) and covered - end > min(end - start, 80) - 20
+        assert asked[0][0] == start and all(one[1] == two[0] for one, two in zip(asked, asked[1:], strict=False))
+
+
 @pytest.mark.parametrize(
     ("saved", "layout"),
     [({}, {}), (FROZEN, FROZEN), (AVERAGED, AVERAGED), ({}, AVERAGED), (FROZEN, {})],
