@@ -52,7 +52,8 @@ OLDEST_VERSION = 3  # has no checksums of slices
 KINDS = ("weights", "exp_avg", "exp_avg_sq", "average")
 MOMENTS = KINDS[1:3]
 
-_MAX_MANIFEST_BYTES = 2**29
+MAX_BYTES = 2**29
+MAX_HEAD_BYTES = 2**26  # of these, for options, state and data sets
 _RUN_KEYS = ("save_id", "iteration", "world_size", "config", "state")
 _KEYS = ("format", "version", *_RUN_KEYS, "files", "parameters", "crc32")
 _CRC_LINE = re.compile(rb'"crc32": ([0-9]{1,10})\n\}\n')
@@ -200,7 +201,30 @@ def dump(manifest: Manifest) -> str:
         rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items())
         lines.append(f"{json.dumps(key)}: {{\n{rows}\n}},\n")
     covered = "{\n" + "".join(lines)
+    if len(covered) + 32 > MAX_BYTES:
+        raise ValueError(f"this checkpoint could not be read again: a manifest of {len(covered):,} bytes")
     return f'{covered}"crc32": {zlib.crc32(covered.encode())}\n}}\n'
+
+
+def table_bytes(parts: Sequence[FlatShard], world_size: int) -> int:
+    """Return an upper bound of the bytes that the files and parameters of a manifest take, without its head."""
+    digits = 10  # of a checksum
+    slices = 0
+    for part in parts:
+        digits = max(digits, len(str(part.layout.numel)))
+        for kind in part.kinds():
+            for slot in part.layout.slots:
+                first, last = (place // part.layout.shard_numel for place in (slot.offset, slot.end - 1))
+                slices += last - first + 1 if part.has(kind, slot.spec) else 0
+    own_bytes = sum(part.numel(kind) * dtype.itemsize for part in parts for kind, dtype in part.kinds().items())
+    name = json.dumps(rank_file(world_size))
+    digits = max(digits + 1, len(str(own_bytes + 2**27)))  # a header before the values
+    slice_bytes = len(f"[{name}, , , , ], ") + 4 * digits
+    file_bytes = len(f' {name}: {{"size": , "crc32": }},\n') + 2 * digits
+    specs = [slot.spec for part in parts for slot in part.layout.slots]
+    row_bytes = len(str({kind: [] for kind in (*KINDS, "dtype", "shape")})) + 40
+    rows = sum(row_bytes + len(json.dumps(spec.name)) + 2 + (digits + 2) * len(spec.shape) for spec in specs)
+    return slices * slice_bytes + world_size * file_bytes + rows
 
 
 def read(folder: Path, iteration: int | None = None) -> Manifest:
@@ -214,7 +238,7 @@ def read(folder: Path, iteration: int | None = None) -> Manifest:
     if iteration is not None and folder.is_symlink():
         raise DamagedError(A_LINK)
     try:
-        text = read_bytes(folder / MANIFEST_NAME, _MAX_MANIFEST_BYTES)
+        text = read_bytes(folder / MANIFEST_NAME, MAX_BYTES)
         values = parse_json(text)
     except OSError as error:
         raise DamagedError(f"{MANIFEST_NAME}: {reason(error)}") from None
