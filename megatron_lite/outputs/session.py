@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -47,7 +46,7 @@ def opened(
     rank, run, distributed = launch_rank(), None, None
     ending = Ending(config.run.experiment_dir, rank)
     stop = StopSignal(ending.stopped, ending.on_request)
-    stop.limits = time_limits(config, time.time())
+    stop.limits = time_limits(config)
     ending.is_saving = lambda: stop.is_saving
     if launcher is not None:
         launcher.on_gone = ending.launcher_gone

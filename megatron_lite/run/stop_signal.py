@@ -65,7 +65,7 @@ class StopSignal:
     @property
     def received(self) -> int:
         """The newest signal, or the number of a time limit that has passed; 0 if the run may go on."""
-        return self._signal or passed(self.limits, time.time())
+        return self._signal or passed(self.limits)
 
     @received.setter
     def received(self, number: int) -> None:

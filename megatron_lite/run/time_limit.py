@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megatron_lite.config import Config
@@ -15,24 +15,35 @@ FLAGS = {MAX_MINUTES: "--max_minutes", BEFORE_END: "--stop_before_end_s"}
 
 
 class TimeLimit(NamedTuple):
-    """The moment at which a start stops, in seconds since 1970."""
+    """The moment at which a start stops, by a clock."""
 
     number: int
     end_s: float
+    clock_s: Callable[[], float]
+
+    def left_s(self) -> float:
+        """Return the time until the start stops; negative afterwards."""
+        return self.end_s - self.clock_s()
 
     def describe(self) -> str:
         """Return when the run stops, for the log."""
-        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.end_s))
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + self.left_s()))
         return f"the run saves and stops at {moment} ({FLAGS[self.number]})"
 
 
-def time_limits(config: Config, now_s: float) -> tuple[TimeLimit, ...]:
-    """Return the limits of a start that begins now."""
+def time_limits(
+    config: Config, clock_s: Callable[[], float] = time.monotonic, wall_clock_s: Callable[[], float] = time.time
+) -> tuple[TimeLimit, ...]:
+    """Return the limits of a start that begins now.
+
+    Slurm's end is a time of day. Minutes are counted by a clock that nobody sets: a correction of the time of day (NTP)
+    neither ends the run nor prolongs it.
+    """
     training, limits = config.training, []
     if training.max_minutes is not None:
-        limits.append(TimeLimit(MAX_MINUTES, now_s + 60 * training.max_minutes))
+        limits.append(TimeLimit(MAX_MINUTES, clock_s() + 60 * training.max_minutes, clock_s))
     if training.stop_before_end_s is not None and (end_s := job_end_s()) is not None:
-        limits.append(TimeLimit(BEFORE_END, end_s - training.stop_before_end_s))
+        limits.append(TimeLimit(BEFORE_END, end_s - training.stop_before_end_s, wall_clock_s))
     return tuple(limits)
 
 
@@ -43,6 +54,6 @@ def idle_limit(config: Config) -> str | None:
     return "--stop_before_end_s has no effect: there is no SLURM_JOB_END_TIME, which Slurm sets since version 22.05"
 
 
-def passed(limits: Sequence[TimeLimit], now_s: float) -> int:
+def passed(limits: Sequence[TimeLimit]) -> int:
     """Return the number of a limit that has passed; 0 if none has."""
-    return max((limit.number for limit in limits if now_s >= limit.end_s), default=0)
+    return max((limit.number for limit in limits if limit.left_s() <= 0), default=0)
