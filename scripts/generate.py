@@ -26,9 +26,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
 import scripts  # noqa: F401  names a missing package
+from megatron_lite.run.launcher_watch import LauncherWatch
 from megatron_lite.run.libraries import prepare_libraries
 
 if __name__ == "__main__":
+    LauncherWatch()  # before anything that takes time
     prepare_libraries()  # before torch is imported
 
 from megatron_lite.errors import EXIT_DONE, DataError

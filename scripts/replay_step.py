@@ -24,6 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without
 import scripts  # noqa: F401  names a missing package
 
 # isort: split
+from megatron_lite.run.launcher_watch import LauncherWatch
+
+if __name__ == "__main__":
+    launcher_watch = LauncherWatch()  # before anything that takes time
+
 from megatron_lite.checkpoint.names import newest_before, read_bytes
 from megatron_lite.config import CheckpointConfig, Config, RunConfig, unflatten
 from megatron_lite.config.values import FLAGS
@@ -122,8 +127,8 @@ def replay(run: Run, content: dict[str, Any], folder: Path) -> tuple[int, str]:
     return int(not same), f"{result}: {words}; its update is {dropped}; tensor logs are in {folder}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+def main(argv: Sequence[str] | None = None, launcher: LauncherWatch | None = None) -> int:
+    """Run the command line and return the exit code. launcher: ends this process if torchrun dies."""
     args = options(argv)
     try:
         content = read_folder(args.folder)
@@ -137,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunError as error:
         return print_failure(error, "") if launch_rank() == 0 else error.exit_code
     prepare_libraries()
-    with opened(config, ()) as run:
+    with opened(config, (), launcher=launcher) as run:
         run.debugger = None  # until the last step
         for stage in run.model.stages:
             stage.observer = None
@@ -173,4 +178,4 @@ def checkpoint_of(content: dict[str, Any], wanted: str | None) -> Path | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(launcher=launcher_watch))

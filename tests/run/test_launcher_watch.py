@@ -48,10 +48,12 @@ class Launched:
         delay_s: float = 0.0,
         marks: dict[str, str] = MARKS,
         script: bool = False,
+        program: list[str] | None = None,
     ) -> None:
-        rank = [sys.executable, "-c", RANK, does, str(delay_s)]
+        """program: in place of the stand-in for a rank, a program of this repository with its arguments."""
+        rank = [sys.executable, *(program or ["-c", RANK, does, str(delay_s)])]
         command = ["bash", "-c", '"$@"; true', "script", *rank] if script else rank
-        self._early = delay_s > 0
+        self._early = delay_s > 0 or program is not None
         # env: the launcher itself has no marks.
         environment = ["env", *(f"{key}={value}" for key, value in marks.items())]
         self.launcher = subprocess.Popen(
@@ -111,6 +113,18 @@ def test_a_rank_ends_soon_after_torchrun(launched: list[Launched]) -> None:
         assert one.said.startswith(b"ERROR: torchrun") and b"is gone" in one.said and one.said.count(b"\n") == 1
     assert not launched[4].rank_ends(within_s=4.0), "the thread does not get Python's lock"
     assert launched[4].rank_ends(within_s=6.0) and launched[4].said == b""
+
+
+def test_every_program_for_several_ranks_watches_torchrun(launched: list[Launched]) -> None:
+    """Those that read a model or repeat a step, too: they say why they end, before they look at their arguments."""
+    programs = [["generate.py", "--model=none", "--prompt=x"], ["evaluate.py", "--model=none", "--text=x"]]
+    for name, *arguments in [*programs, ["replay_step.py", "none"]]:
+        launched.append(Launched("", program=[f"scripts/{name}", *arguments]))
+    for one in launched:
+        one.kill_launcher()
+    for one in launched:
+        assert one.rank_ends(within_s=4.0), one.said
+        assert one.said.startswith(b"ERROR: torchrun") and one.said.count(b"\n") == 1, one.said
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="other systems do not show who started a process")
