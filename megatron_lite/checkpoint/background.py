@@ -25,9 +25,9 @@ from torch import Tensor
 
 from megatron_lite.checkpoint.files import TensorToWrite, WrittenFile, logger
 from megatron_lite.checkpoint.names import reason
-from megatron_lite.checkpoint.space import shard_bytes
+from megatron_lite.checkpoint.space import host_copy_bytes
 from megatron_lite.checkpoint.writing import Save, tensors_of
-from megatron_lite.config import CheckpointConfig
+from megatron_lite.config import Config
 from megatron_lite.errors import OutOfMemoryError
 from megatron_lite.run.host_memory import available_bytes
 
@@ -186,17 +186,15 @@ def _copy(source: Tensor, target: Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
 
-def open_background(
-    options: CheckpointConfig, root: Path | None, model: MultiStage, distributed: Distributed
-) -> BackgroundSaves | None:
+def open_background(config: Config, model: MultiStage, distributed: Distributed) -> BackgroundSaves | None:
     """Allocate the host memory of --async_checkpoint; None without it.
 
     Raises:
         OutOfMemoryError: if the ranks of this machine need more than is left.
     """
-    if not options.async_checkpoint or root is None or not model.training:
+    if not (own := host_copy_bytes(config, model)):
         return None
-    own, here, free = shard_bytes(model), distributed.local_world_size, available_bytes()
+    here, free = distributed.local_world_size, available_bytes()
     facts = f"{own / _GIB:.2f} GiB per rank, {own * here / _GIB:.2f} GiB on this machine, of {free / _GIB:.2f} GiB free"
     if own * here > free:
         raise OutOfMemoryError(
@@ -204,4 +202,4 @@ def open_background(
             "or use more machines"
         )
     logger.info("asynchronous checkpoints: a copy in host memory, %s", facts)
-    return BackgroundSaves(model, distributed, options.save_retries)
+    return BackgroundSaves(model, distributed, config.checkpoint.save_retries)

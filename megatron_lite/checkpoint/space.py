@@ -43,6 +43,12 @@ def checkpoint_bytes(model: MultiStage, world_size: int) -> int:
     return shard_bytes(model) * world_size
 
 
+def host_copy_bytes(config: Config, model: MultiStage) -> int:
+    """Return the bytes of host memory that a rank takes for --async_checkpoint; 0 without it."""
+    saves = config.checkpoint.async_checkpoint and config.run.experiment_dir is not None
+    return shard_bytes(model) if saves else 0
+
+
 def free_bytes(path: Path) -> int | None:
     """Return the bytes that this user can write at a path, or at the nearest folder above it; None if unknown."""
     try:

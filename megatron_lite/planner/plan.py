@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_lite.checkpoint.space import host_copy_bytes
 from megatron_lite.config import RECOMPUTE_LEVELS, Config
 from megatron_lite.distributed.process_group import reduction_scratch_bytes
 from megatron_lite.distributed.step_watch import Event
@@ -84,7 +85,7 @@ class Plan:
 
     @property
     def runtime(self) -> dict[str, int]:
-        """Bytes beside all tensors, by name."""
+        """Bytes beside the tensors of a step, by name."""
         return runtime_bytes(self.config, self.model, self.device_type)
 
     def peak_bytes(self, level: str | None = None) -> int:
@@ -129,11 +130,14 @@ def needed_bytes(config: Config, model: MultiStage, device_type: str) -> int:
 
 
 def runtime_bytes(config: Config, model: MultiStage, device_type: str) -> dict[str, int]:
-    """Bytes beside all tensors, by name."""
+    """Bytes beside the tensors of a step, by name."""
     sizes = micro_batch_sizes(config, model, device_type, config.performance.mlp_recompute_level)
     tensors = sum(row.count for row in model.memory.table())
     ranks = model.group.world_size
-    return runtime_needs(device_type, ranks, config.data.num_workers, tensors, largest_temporaries(sizes))
+    needs = runtime_needs(device_type, ranks, config.data.num_workers, tensors, largest_temporaries(sizes))
+    if device_type == "cpu" and (copy := host_copy_bytes(config, model)):
+        needs["copy for async_checkpoint"] = copy
+    return needs
 
 
 def count_traffic(model: MultiStage, group: SimulatedGroup) -> dict[str, Total]:

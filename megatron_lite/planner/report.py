@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from megatron_lite.checkpoint.space import host_copy_bytes
 from megatron_lite.config import Config
 from megatron_lite.errors import EXIT_DONE, UsageError
 from megatron_lite.monitor.communication import TRAFFIC_KINDS
@@ -78,6 +79,7 @@ def describe(plan: Plan, device_bytes: int, choices: Sequence[Note]) -> list[str
         *_batch(plan),
         *_state(plan),
         *_activations(plan, device_bytes),
+        *_host(plan),
         *_traffic(plan),
     ]
 
@@ -209,6 +211,13 @@ def _activations(plan: Plan, device_bytes: int) -> Iterator[str]:
 def _level_title(level: str, chosen: str) -> str:
     """A level that differs between blocks stands below the table; its column shows the largest block."""
     return ("by block" if "," in level else level) + " *" * (level == chosen)
+
+
+def _host(plan: Plan) -> Iterator[str]:
+    """The copy for asynchronous checkpoints, which a start refuses that lacks the memory; on a CPU a row above."""
+    copy = host_copy_bytes(plan.config, plan.model)
+    if copy and plan.device_type == "cuda":
+        yield f"host memory of each rank for --async_checkpoint=1: {copy:,} bytes, {copy / GIB:,.2f} GiB, pinned"
 
 
 def _traffic(plan: Plan) -> Iterator[str]:

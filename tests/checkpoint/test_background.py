@@ -15,8 +15,9 @@ import pytest
 
 from megatron_lite.checkpoint import background, files, manifest
 from megatron_lite.checkpoint.background import BackgroundSaves, open_background
+from megatron_lite.checkpoint.space import shard_bytes
 from megatron_lite.checkpoint.writing import Save, prepared
-from megatron_lite.config import CheckpointConfig, Config
+from megatron_lite.config import CheckpointConfig, Config, RunConfig
 from megatron_lite.errors import OutOfMemoryError, StorageError
 from tests.checkpoint.test_sharded import SPECS, load, names, newest, save
 from tests.support.fakes import FakeDistributed, Layout, World, empty_model, put, random_values, run_state, same
@@ -153,15 +154,16 @@ def test_the_copy_must_fit_into_the_host(tmp_path: Path, monkeypatch: pytest.Mon
     distributed: Any = FakeDistributed(World(1), 0)
     distributed.local_world_size = 4
     model: Any = empty_model(SPECS, Layout(), 0)
-    own = background.shard_bytes(model)
-    wanted = CheckpointConfig(async_checkpoint=True)
+    own = shard_bytes(model)
+    run_config = RunConfig(experiment_dir=str(tmp_path))
+    wanted = Config(checkpoint=CheckpointConfig(async_checkpoint=True), run=run_config)
     monkeypatch.setattr(background, "available_bytes", lambda: 4 * own - 1)
     with pytest.raises(OutOfMemoryError, match="--async_checkpoint=1 .* GiB per rank, .* on this machine, of .* free"):
-        open_background(wanted, tmp_path, model, distributed)
+        open_background(wanted, model, distributed)
     monkeypatch.setattr(background, "available_bytes", lambda: 4 * own)
-    saves = open_background(wanted, tmp_path, model, distributed)
+    saves = open_background(wanted, model, distributed)
     assert saves is not None and sum(copy.nbytes for copy in saves._copies) == own
-    assert open_background(CheckpointConfig(), tmp_path, model, distributed) is None
+    assert open_background(Config(run=run_config), model, distributed) is None
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint")], "none until a save"
 
 

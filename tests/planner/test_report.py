@@ -152,6 +152,21 @@ def test_batches_that_change_or_do_not_divide(capsys: pytest.CaptureFixture[str]
     assert peaks[0] < peaks[1] / 2
 
 
+def test_the_copy_for_asynchronous_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
+    """The bytes for which a start asks the host: on a CPU they count as needed; for GPUs they have their own line."""
+    flags = [*TINY, "--world_size=2", "--training_dtype=bf16", "--experiment_dir=/nowhere", "--checkpoint_interval=1"]
+    plain, copying, on_gpus = (
+        page(capsys, *flags, *more)
+        for more in (["--device=cpu"], ["--device=cpu", "--async_checkpoint=1"], ["--async_checkpoint=1"])
+    )
+    shards = [int(numbers(plain, row)[1].replace(",", "")) for row in ("weight shards", "optimizer moments")]
+    assert f"host memory of each rank for --async_checkpoint=1: {sum(shards):,} bytes, " in on_gpus
+    assert numbers(copying, "copy for async_checkpoint") == [f"{sum(shards) / 2**20:,.2f}"] * 3
+    needed = [float(numbers(text, "needed")[0]) for text in (plain, copying)]
+    assert needed[1] - needed[0] == pytest.approx(sum(shards) / 2**20, abs=0.011)
+    assert "async_checkpoint" not in plain
+
+
 def test_only_one_rank_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """If a launcher starts many processes, only rank 0 prints."""
     launched = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0", "RANK": "0"}
