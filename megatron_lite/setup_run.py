@@ -239,7 +239,8 @@ def _log_banner(start: Start, inputs: Inputs, notes: Sequence[Note]) -> None:
         _tell(start, line, short)
     for note in notes:
         logger.log(logging.WARNING if note.is_warning else logging.INFO, note.text)
-    for warning in (*warnings(config), *device_warnings(config, distributed.device), *inputs.kernels.warnings):
+    found = (*warnings(config), *device_warnings(config, distributed.device), *inputs.kernels.warnings)
+    for warning in (*found, *inputs.data.warnings):
         logger.warning(warning)
 
 

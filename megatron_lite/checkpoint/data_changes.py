@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_lite.checkpoint.manifest import Manifest
-from megatron_lite.config import Config
-from megatron_lite.config.structured_values import weighted_paths
-from megatron_lite.config.values import written
+from megatron_lite.config import Config, DataConfig
+from megatron_lite.config.structured_values import WeightStage, weight_stages, weighted_paths
+from megatron_lite.config.values import abridged, written
 from megatron_lite.errors import CheckpointError, RunError
 
 _MOST_LINES = 20
@@ -44,14 +44,24 @@ def data_changes(loaded: Manifest, config: Config, identity: dict[str, Any]) -> 
     for name, value in now.items():
         if saved.get(name, value) != value:
             yield f"--{name}: {saved[name]} in the checkpoint, {value} now"
+    yield from _order_changes(saved, config)
     before = loaded.state.get("data")
     if before is None or not before["sets"] or not identity["sets"]:
         return  # random tokens, or a checkpoint of an older version
     split = saved.get("split", config.data.split)
     if not _same_shares(split, config.data.split):
         yield f"--split: {written(tuple(split))} in the checkpoint, {written(config.data.split)} now"
+    saved_stages = _stages(saved.get("data_path", ()), saved.get("data_weights_schedule", ()), loaded.iteration)
+    stages = _stages(config.data.data_path, config.data.data_weights_schedule, loaded.iteration)
+    if not _same_weights(saved_stages[1:], stages[1:]):
+        old_schedule = tuple(saved.get("data_weights_schedule", ()))
+        yield (
+            f"--data_weights_schedule: {abridged(old_schedule) or 'none'} in the checkpoint, "
+            f"{abridged(config.data.data_weights_schedule) or 'none'} now, in the iterations that are done"
+        )
     pairs = itertools.zip_longest(
-        _sets(saved.get("data_path", ()), before["sets"]), _sets(config.data.data_path, identity["sets"])
+        _sets(saved.get("data_path", ()), saved_stages, before["sets"]),
+        _sets(config.data.data_path, stages, identity["sets"]),
     )
     for number, (old, new) in enumerate(pairs):
         if old is None or new is None or old[1] != new[1] or not math.isclose(old[2], new[2]):
@@ -62,15 +72,43 @@ def data_changes(loaded: Manifest, config: Config, identity: dict[str, Any]) -> 
         yield f"--tokenizer_file: {files[0]} in the checkpoint, {files[1]} now"
 
 
-def _sets(data_path: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[tuple[str, list[Any], float]]:
-    """Return (path, row, weight) of each data set; a manifest that contradicts itself gets paths without a name."""
+def _order_changes(saved: dict[str, Any], config: Config) -> Iterator[str]:
+    """Yield the options of the order of samples that differ; a checkpoint without them has the defaults."""
+    defaults, current = vars(DataConfig()), vars(config.data)
+    names = ["shuffle", "shuffle_era", "shuffle_documents"]
+    if "full" in (saved.get("shuffle"), config.data.shuffle):
+        names.append("max_epochs")
+    for name in names if config.data.dataset_source == "list" else ():
+        before = saved.get(name, defaults[name])
+        if before != current[name]:
+            yield f"--{name}: {abridged(before) or 'none'} in the checkpoint, {abridged(current[name]) or 'none'} now"
+
+
+def _stages(data_path: Sequence[str], schedule: Sequence[str], iterations: int) -> tuple[WeightStage, ...]:
+    """Return the weights in the iterations that are done; those of a manifest that contradicts itself are unknown."""
     try:
-        weighted = weighted_paths(data_path) if data_path else []
+        stages = weight_stages(data_path, schedule) if data_path else ()
     except RunError:
-        weighted = []
-    if len(weighted) != len(rows):
-        weighted = [(1.0 / len(rows), "a data set")] * len(rows)
-    return [(path, list(row), weight) for (weight, path), row in zip(weighted, rows, strict=True)]
+        stages = ()
+    return tuple(stage for stage in stages if stage.start < max(iterations, 1))
+
+
+def _same_weights(left: Sequence[WeightStage], right: Sequence[WeightStage]) -> bool:
+    return len(left) == len(right) and all(
+        a.start == b.start and all(math.isclose(x, y) for x, y in zip(a.weights, b.weights, strict=False))
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def _sets(
+    data_path: Sequence[str], stages: Sequence[WeightStage], rows: Sequence[Sequence[Any]]
+) -> list[tuple[str, list[Any], float]]:
+    """Return (path, row, first weight) of each data set, without the paths of a manifest that contradicts itself."""
+    weights = stages[0].weights if stages else ()
+    paths = [path for _, path in weighted_paths(data_path)] if stages else []
+    if len(paths) != len(rows):
+        weights, paths = (1.0 / len(rows),) * len(rows), ["a data set"] * len(rows)
+    return [(path, list(row), weight) for path, row, weight in zip(paths, rows, weights, strict=True)]
 
 
 def _described(item: tuple[str, list[Any], float] | None) -> str:

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ SIZE_UNITS = MappingProxyType(
 )
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]{0,3})")
 _KEEP_RULE = re.compile(r"([0-9]{1,18})(?::([0-9]{1,18}))?")
+_WEIGHT_CHANGE = re.compile(r"([0-9]{1,18}):([^:]+)")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -58,6 +60,59 @@ def weighted_paths(data_path: Sequence[str]) -> list[tuple[float, str]]:
     if not math.isfinite(total):
         raise UsageError(f"{typed}: the sum of the weights overflows; write smaller ones")
     return [(weight / total, prefix) for weight, prefix in zip(weights, words[1::2], strict=True)]
+
+
+def short_names(paths: Sequence[str]) -> dict[str, str]:
+    """Return the shortest end of each of these different paths, in whole parts, that no other one has."""
+    ends = {}
+    for path in paths:
+        parts = [part for part in path.split("/") if part] or [path]
+        ends[path] = ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)]
+    times = Counter(end for of_path in ends.values() for end in of_path)
+    return {path: next((end for end in of_path if times[end] == 1), path) for path, of_path in ends.items()}
+
+
+class WeightStage(NamedTuple):
+    """Weights of the data sets of a blend, which sum to 1, once `start` iterations are done."""
+
+    start: int
+    weights: tuple[float, ...]
+
+
+def weight_stages(data_path: Sequence[str], schedule: Sequence[str]) -> tuple[WeightStage, ...]:
+    """Return the weights of `data_path` over a run: its own first, then those of --data_weights_schedule.
+
+    `1000:0.5/0.5 2000:0/1` changes the weights of two data sets once 1000 iterations are done, and again after 2000.
+    A change at 0 stands for the weights of `data_path`, which then has none.
+
+    Raises:
+        UsageError: as `weighted_paths`; for an item that is not <iteration>:<weight>/<weight>..., iterations that do
+            not rise, or a weight that is no finite number >= 0.
+    """
+    first = tuple(weight for weight, _ in weighted_paths(data_path))
+    stages = [WeightStage(0, first)]
+    for item in schedule:
+        typed = f"--data_weights_schedule={_shortened(tuple(schedule))}: {shown(item)}"
+        match = _WEIGHT_CHANGE.fullmatch(item)
+        if match is None:
+            raise UsageError(f"{typed}: write <iteration>:<weight>/<weight>, as in 1000:0.5/0.5")
+        try:
+            weights = [parse_float(text) for text in match[2].split("/")]
+        except BadValueError as error:
+            raise UsageError(f"{typed}: {error}; write <iteration>:<weight>/<weight>, as in 1000:0.5/0.5") from None
+        if len(weights) != len(first):
+            raise UsageError(f"{typed}: {len(weights)} weights for {len(first)} data sets; write one for each")
+        if min(weights) < 0 or not 0 < sum(weights) < math.inf:
+            raise UsageError(f"{typed}: write finite weights >= 0 with a positive sum")
+        stage = WeightStage(int(match[1]), tuple(weight / sum(weights) for weight in weights))
+        if stage.start == 0 and len(stages) == 1:
+            if len(first) != len(data_path):
+                raise UsageError(f"{typed}: --data_path has weights, too; leave one of the two out")
+            stages = []
+        elif stage.start <= stages[-1].start:
+            raise UsageError(f"{typed}: {stage.start} follows {stages[-1].start}; write rising iterations")
+        stages.append(stage)
+    return tuple(stages)
 
 
 def _shortened(words: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ MODEL_TYPES = ("llama", "mistral", "gpt2", "gpt_bigcode", "starcoder2", "qwen2",
 
 # Options that have no effect unless another one has this value.
 file_option = idle_unless("dataset_source!=random")
+shuffled_option = idle_unless("dataset_source!=random and shuffle!=none")
 worker_option = idle_unless("dataset_source!=random and num_workers")
 export_option = idle_unless("export_interval")
 validation_option = idle_unless("validation_iters")
@@ -59,6 +60,31 @@ class DataConfig(Area):
     data_path: tuple[str, ...] = file_option((), ".bin/.idx prefixes, optionally with a weight before each", basic=True)
     split: tuple[NonNegativeFloat, ...] = file_option(
         (969.0, 30.0, 1.0), "proportions of documents for training, validation and test", basic=True
+    )
+    data_weights_schedule: tuple[str, ...] = file_option(
+        (),
+        'change the weights of data_path in training at given iterations: "1000:0.5/0.5 2000:0/1" means half of each '
+        "of two data sets once 1000 iterations are done, and only the second after 2000; validation keeps the first",
+    )
+    shuffle: str = file_option(
+        "epoch",
+        "order of training samples. epoch: another one in every epoch; full: samples of max_epochs epochs together; "
+        "skip_first_epoch: the first epoch in file order, the others as epoch; none: in file order",
+        choices=("epoch", "full", "skip_first_epoch", "none"),
+        value_aliases={"disabled": "none"},
+    )
+    shuffle_era: PositiveInt | None = optional(
+        "shuffle training samples only within windows of N samples, so that reading stays in one part of a file",
+        "all samples of an epoch",
+        idle_unless="dataset_source!=random and shuffle=epoch|skip_first_epoch",
+    )
+    shuffle_documents: bool = shuffled_option(
+        False,
+        "shuffle documents, too, before training samples are cut, in every epoch anew; costs 2.5 s an epoch for 10 "
+        "million documents",
+    )
+    max_epochs: PositiveInt | None = optional(
+        "refuse to train on any data set for more than N epochs", "no limit", idle_unless="dataset_source!=random"
     )
     cross_document_attention: bool = file_option(
         True,
@@ -121,6 +147,9 @@ class TrainingConfig(Area):
     )
     validation_interval: PositiveInt = validation_option(
         1000, "iterations between validations", basic=True, aliases="eval_interval steps_per_eval"
+    )
+    validation_by_dataset: bool = validation_option(
+        False, "also validate each data set of a blend by itself, on validation_iters batches of each"
     )
     test_iters: NonNegativeInt = option(0, "batches in the test after training")
     export_interval: PositiveInt | None = optional("iterations between exports", "no exports", basic=True)

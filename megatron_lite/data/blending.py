@@ -4,61 +4,141 @@ The data sets are the leaves of a binary tree whose nodes split their weight abo
 share p of the weight, round(p * i) of the first i samples go left and the others go right: sample i goes left if this
 count increases, and its index on its side is the count before it. A walk down from the root costs O(depth), needs no
 table, and keeps the proportions in every prefix of the run, not only at its end.
+
+Weights may change at given samples. The left side's share of i samples is then not p * i but a line with a bend at each
+change: it bends where the node's own samples come to the change if all proportions are exact. A later change leaves
+the samples before it as they are, but for the last `max_error` samples of a data set.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 _BITS = 32  # of fixed-point shares and of sample indices, whose product then fits into 64
 MAX_SAMPLES = 2**_BITS - 2
+_NEVER = 2**64 - 1  # begins a segment that is not there
+
+Change = tuple[int, Sequence[float]]  # first sample, and the weights from it on
+
+
+class _Segment(NamedTuple):
+    """A straight part of the line at a node: `value + share * (i - first)` of its first i samples go left."""
+
+    first: int  # sample of the node
+    value: int  # times 2**32
+    share: int  # times 2**32
 
 
 class Blend:
     """A weighted mix of data sets: the data set of every sample, and the index in it.
 
-    Error bound: a data set of normalised weight w gets w * i of the first i samples, give or take
-    `max_error(i)` = 2.5 + 5 * i / 2**33, for any number of data sets. The error of a child is at most its share times
-    the error of its node, plus c = 1/2 + i / 2**33 for rounding (the second term from the 32 bits of the share).
-    `_build` gives every child that is not a leaf a share of at most 3/4, so the errors of inner nodes stay below
-    c / (1 - 3/4) = 4 c, and those of leaves, which may have any share, below 5 c.
+    Error bound: a data set gets its weight times the samples with that weight, give or take `max_error`, in every
+    prefix. The error of a child is at most its largest share times the error of its node, plus c = 1/2 + i / 2**33 for
+    rounding (the second term from the 32 bits of the share). `_build` gives every child that is not a leaf a share of
+    at most 3/4 of the first weights, so that without changes the errors of inner nodes stay below c / (1 - 3/4) = 4 c,
+    and those of leaves, which may have any share, below 5 c: 2.5 samples, for any number of data sets.
     """
 
-    def __init__(self, weights: Sequence[float]) -> None:
-        """weights: one non-negative finite number per data set, with a positive sum, not normalised."""
-        assert len(weights) and min(weights) >= 0 and 0 < sum(weights) < float("inf"), weights
+    def __init__(self, weights: Sequence[float], changes: Sequence[Change] = ()) -> None:
+        """weights: one non-negative finite number per data set, with a positive sum, not normalised; changes: in
+        rising order, above sample 0."""
+        stages = [(0, weights), *changes]
+        for _, stage in stages:
+            assert len(stage) == len(weights) and min(stage) >= 0 and 0 < sum(stage) < float("inf"), stage
+        assert all(one[0] < other[0] for one, other in zip(stages, stages[1:], strict=False)), stages
         self.num_datasets = len(weights)
-        self.weights = tuple(weight / sum(weights) for weight in weights)
-        self._shares: list[int] = []  # per inner node: weight of its left side / its weight, times 2**32
+        self.firsts = tuple(first for first, _ in stages)
+        self.stages = tuple(tuple(weight / sum(stage) for weight in stage) for _, stage in stages)
+        self.weights = self.stages[0]
+        # Of each data set: samples before each change, and before the first sample.
+        self._due = [self.due(first) for first in self.firsts]
+        self._segments: list[list[_Segment]] = []  # per inner node
         self._children: list[tuple[int, int]] = []  # per inner node: (left, right); -1 - d stands for data set d
+        self._roundings = 0.0  # error of the worst leaf, in units of c
         # Heaviest first, as the error bound requires.
         order = sorted(range(len(weights)), key=lambda dataset: (-weights[dataset], dataset))
-        self._root = self._build(order)
-        self._share_table = np.array(self._shares, dtype=np.uint64)
-        self._child_table = np.array(self._children, dtype=np.int64).reshape(-1, 2)
+        self._root = self._build(order, 0.0)
+        self._tabulate()
 
-    def _build(self, datasets: list[int]) -> int:
-        """Build the subtree of `datasets` (sorted by falling weight) and return its node."""
+    def due(self, num_samples: int) -> list[float]:
+        """Return the exact share of each data set in the first `num_samples`, in samples."""
+        lengths = [
+            max(0, min(num_samples, end) - first)
+            for first, end in zip(self.firsts, [*self.firsts[1:], num_samples], strict=True)
+        ]
+        return [
+            math.fsum(stage[dataset] * length for stage, length in zip(self.stages, lengths, strict=True))
+            for dataset in range(self.num_datasets)
+        ]
+
+    def max_error(self, num_samples: int) -> float:
+        """Bound the distance of a data set's count from `due`, in samples, in every prefix of `num_samples`."""
+        return self._roundings * (0.5 + num_samples / 2 ** (_BITS + 1) + len(self.stages) / 2**16)
+
+    def _build(self, datasets: list[int], roundings: float) -> int:
+        """Build the subtree of `datasets` (sorted by falling weight) and return its node.
+
+        roundings: error of the node, in units of c.
+        """
         if len(datasets) == 1:
+            self._roundings = max(self._roundings, roundings)
             return -1 - datasets[0]
         weights = [self.weights[dataset] for dataset in datasets]
         total = sum(weights)
         running, cut = weights[0], 1
         while cut < len(datasets) - 1 and running + weights[cut] <= total / 2:
             running, cut = running + weights[cut], cut + 1
-        share = running / total if total > 0 else 1.0
-        node = len(self._shares)
-        self._shares.append(round(share * 2**_BITS))
+        if total == 0:
+            cut = len(datasets) // 2
+        left, right = datasets[:cut], datasets[cut:]
+        node = len(self._segments)
+        self._segments.append(self._line(left, datasets, round((running / total if total > 0 else 1.0) * 2**_BITS)))
         self._children.append((0, 0))
-        self._children[node] = (self._build(datasets[:cut]), self._build(datasets[cut:]))
+        sides = (
+            self._build(side, 1.0 + roundings * max(self._shares(side, datasets), default=0.0))
+            for side in (left, right)
+        )
+        self._children[node] = (next(sides), next(sides))
         return node
 
-    def max_error(self, num_samples: int) -> float:
-        """Bound the distance of a data set's count from weight * num_samples, in samples."""
-        return 2.5 + 5 * num_samples / 2 ** (_BITS + 1)
+    def _shares(self, side: list[int], datasets: list[int]) -> list[float]:
+        """Return the share of a side in its node, in each stage in which the node has any weight."""
+        weights = [
+            (math.fsum(stage[dataset] for dataset in side), math.fsum(stage[dataset] for dataset in datasets))
+            for stage in self.stages
+        ]
+        return [min(part / whole, 1.0) for part, whole in weights if whole > 0]
+
+    def _line(self, left: list[int], datasets: list[int], first_share: int) -> list[_Segment]:
+        """Return the line of a node: steps of 0 or 1 only, whatever is rounded."""
+        line = [_Segment(0, 0, first_share)]
+        for stage, due in zip(self.stages[1:], self._due[1:], strict=True):
+            whole = math.fsum(stage[dataset] for dataset in datasets)
+            if whole == 0:
+                continue  # no sample of this stage comes here
+            share = min(math.fsum(stage[dataset] for dataset in left) / whole, 1.0)
+            bend = math.fsum(due[dataset] for dataset in datasets)
+            first = math.ceil(bend)
+            value = round((math.fsum(due[dataset] for dataset in left) + share * (first - bend)) * 2**_BITS)
+            while line and line[-1].first >= first:
+                line.pop()
+            before = 0 if not line else line[-1].value + line[-1].share * (first - 1 - line[-1].first)
+            value = min(max(value, before), before + 2**_BITS) if line else 0
+            line.append(_Segment(first, value, round(share * 2**_BITS)))
+        return line
+
+    def _tabulate(self) -> None:
+        """Make arrays of the tree: children (nodes, 2), and three of segments (nodes, most segments of a node)."""
+        self._child_table = np.array(self._children, dtype=np.int64).reshape(-1, 2)
+        most = max((len(line) for line in self._segments), default=1)
+        padded = [[*line, *[_Segment(_NEVER, 0, 0)] * (most - len(line))] for line in self._segments]
+        table = np.array(padded, dtype=np.uint64).reshape(-1, most, 3)
+        self._first_table, self._value_table, self._share_table = (table[:, :, column].copy() for column in range(3))
 
     def locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the data set of each sample, and the sample's index in it, which runs 0, 1, 2, ... per data set.
@@ -71,13 +151,22 @@ class Blend:
         inner = np.flatnonzero(node >= 0)
         while inner.size:
             here, at = node[inner], position[inner]
-            share = self._share_table[here]
-            before, after = _left_count(share, at), _left_count(share, at + np.uint64(1))
+            before, after = self._left_count(here, at), self._left_count(here, at + np.uint64(1))
             goes_left = after > before
             position[inner] = np.where(goes_left, before, at - before)
             node[inner] = self._child_table[here, np.where(goes_left, 0, 1)]
             inner = inner[node[inner] >= 0]
         return -1 - node, position.astype(np.int64)
+
+    def _left_count(self, node: NDArray[np.int64], count: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Return how many of the first `count` samples of a node go left: its line at `count`, rounded."""
+        if self._first_table.shape[1] == 1:
+            exact = self._share_table[node, 0] * count
+        else:
+            segment = (self._first_table[node] <= count[:, None]).sum(axis=1) - 1
+            first, value = self._first_table[node, segment], self._value_table[node, segment]
+            exact = value + self._share_table[node, segment] * (count - first)
+        return (exact + np.uint64(2 ** (_BITS - 1))) >> np.uint64(_BITS)
 
 
 class Concatenation:
@@ -98,8 +187,3 @@ class Concatenation:
         assert not indices.size or 0 <= indices.min() <= indices.max() < self.num_samples, indices
         datasets = np.searchsorted(self._ends, indices, side="right")
         return datasets, indices - self._starts[datasets]
-
-
-def _left_count(share: NDArray[np.uint64], count: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return how many of the first `count` samples of a node go left: round(share * count / 2**32)."""
-    return (share * count + np.uint64(2 ** (_BITS - 1))) >> np.uint64(_BITS)

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -151,11 +151,12 @@ class DataSource:
         phases: dict[str, Phase],
         description: dict[str, str],
         identity: dict[str, Any],
+        warnings: Sequence[str] = (),
     ) -> None:
         """Store what was opened.
 
         config: resolved; phases: those that the run needs; description: lines for the banner; identity: see
-        `fingerprint.identity`.
+        `fingerprint.identity`; warnings: to be logged.
         """
         assert config.batch.micro_batch_size, config.batch
         assert 0 <= rank < world_size, (rank, world_size)
@@ -165,6 +166,7 @@ class DataSource:
         self._phases = phases
         self._description = description
         self.identity = identity
+        self.warnings = tuple(warnings)
         self._open: set[Workers] = set()
         self.while_waiting: Callable[[], None] = lambda: None
 
@@ -204,6 +206,10 @@ class DataSource:
     def evaluation_iterations(self, phase: str) -> int:
         """Return the number of batches of a validation or test."""
         return self._phases[phase].iterations
+
+    def validations(self) -> dict[str, str]:
+        """Return the phases that validate one data set of a blend each: name of the data set -> phase."""
+        return {phase.partition("/")[2]: phase for phase in self._phases if phase.startswith("validation/")}
 
     def describe(self) -> dict[str, str]:
         """Return lines for the banner: files, documents, tokens, epochs."""

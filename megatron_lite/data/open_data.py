@@ -7,19 +7,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_lite.config import Config
+from megatron_lite.config.option import All
+from megatron_lite.config.structured_values import WeightStage, short_names, weight_stages
 from megatron_lite.data.blending import MAX_SAMPLES, Blend, Concatenation
+from megatron_lite.data.epochs import Opened, check_epochs, describe, repeats
 from megatron_lite.data.fingerprint import identity
 from megatron_lite.data.indexed_dataset import DocumentBorders, IndexedDataset
 from megatron_lite.data.loader import DataSource, Phase
 from megatron_lite.data.reading import RandomReader, Stream, StreamReader
-from megatron_lite.data.sampling import PHASES, StreamSampler, sampler_key
+from megatron_lite.data.sampling import PHASES, SampleOrder, StreamSampler, sampler_key
+from megatron_lite.data.shuffled_documents import ShuffledDocuments
 from megatron_lite.data.tokenizing import read_tokenizer_file
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.schedules.batch_options import batch_schedule
 from megatron_lite.schedules.batch_size import BatchSchedule, Segment, once_through
 from megatron_lite.validation import weighted_paths
-
-MOST_DESCRIBED = 20  # data sets with a line of their own in the banner
 
 
 def open_data(config: Config, rank: int, world_size: int) -> DataSource:
@@ -51,25 +53,14 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
             "--data_path: names no data set; give the prefix of a .bin/.idx pair, or use --dataset_source=random"
         )
     datasets = {prefix: IndexedDataset(prefix) for _, prefix in weighted}
-    description = {}
-    for number, (weight, prefix) in enumerate(weighted[:MOST_DESCRIBED]):
-        dataset = datasets[prefix]
-        share = f", {100 * weight:.4g}% of the samples" if len(weighted) > 1 else ""
-        size = f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens"
-        description[f"data {number}"] = f"{prefix}: {size}{share}"
-    if others := weighted[MOST_DESCRIBED:]:
-        percent = 100 * sum(weight for weight, _ in others)
-        tokens = sum(datasets[prefix].num_tokens for _, prefix in others)
-        description["other data"] = f"{len(others):,} data sets: {tokens:,} tokens, {percent:.4g}% of the samples"
+    opened = Opened(config, [prefix for _, prefix in weighted], datasets)
     for phase, count in needed.items():
-        streams = [_stream(config, phase, number, datasets[prefix]) for number, (_, prefix) in enumerate(weighted)]
-        if count == "all":
-            phases[phase], described = _whole_split(config, streams)
-        else:
-            phases[phase], described = _blended(config, phase, count, streams, [weight for weight, _ in weighted])
-        description[f"{phase} data"] = described
-    opened = identity([datasets[prefix] for _, prefix in weighted], tokenizer)
-    return DataSource(config, rank, world_size, phases, description, opened)
+        streams = [_stream(config, phase, number, datasets[prefix]) for number, prefix in enumerate(opened.prefixes)]
+        phases[phase] = _whole_split(config, streams) if count == "all" else _blended(config, phase, count, streams)
+        if phase == "validation" and config.training.validation_by_dataset:
+            phases |= _each_alone(config, opened.prefixes, streams, count)
+    own = identity([datasets[prefix] for prefix in opened.prefixes], tokenizer)
+    return DataSource(config, rank, world_size, phases, describe(opened, phases), own, repeats(opened, phases))
 
 
 def _random_reader(config: Config, phase: str) -> RandomReader:
@@ -89,31 +80,44 @@ def _schedule(config: Config, phase: str) -> BatchSchedule:
     return BatchSchedule((Segment(0, config.batch.batch_size),))
 
 
-def _blended(config: Config, phase: str, count: int, streams: list[Stream], weights: list[float]) -> tuple[Phase, str]:
-    """Blend `count` batches of all data sets by their weights; return the phase and its line for the banner."""
-    schedule, blend = _schedule(config, phase), Blend(weights)
-    samples = schedule.consumed_samples(count)
+def _blended(config: Config, phase: str, count: int, streams: list[Stream]) -> Phase:
+    """Blend `count` batches of all data sets by their weights."""
+    schedule, (first, *later) = _schedule(config, phase), _weight_stages(config)
+    changes = [(schedule.consumed_samples(start), weights) for start, weights in later] if phase == "training" else []
+    samples, blend = schedule.consumed_samples(count), Blend(first.weights, changes)
     if len(streams) > 1 and samples > MAX_SAMPLES:
         raise UsageError(f"--data_path: a blend gives at most {MAX_SAMPLES:,} samples, not {samples:,}")
-    reader = _reader(config, streams, blend)
-    tokens = sum(stream.sampler.num_tokens for stream in streams)
-    epochs = [
-        weight * samples / stream.sampler.samples_per_epoch
-        for weight, stream in zip(blend.weights, streams, strict=True)
-    ]
-    many = f"{min(epochs):.3g} to {max(epochs):.3g}" if len(set(epochs)) > 1 else f"{epochs[0]:.3g}"
-    return Phase(reader, schedule, count), f"{samples:,} samples out of {tokens:,} tokens: {many} epochs"
+    phase_of = Phase(_reader(config, streams, blend), schedule, count)
+    if phase == "training":
+        check_epochs(config, phase_of)
+    return phase_of
 
 
-def _whole_split(config: Config, streams: list[Stream]) -> tuple[Phase, str]:
-    """Read each data set once from end to end; return the phase and its line for the banner."""
+def _weight_stages(config: Config) -> tuple[WeightStage, ...]:
+    return weight_stages(config.data.data_path, config.data.data_weights_schedule)
+
+
+def _whole_split(config: Config, streams: list[Stream]) -> Phase:
+    """Read each data set once from end to end."""
     assert config.batch.batch_size is not None, "resolved"
     streams = list({stream.prefix: stream for stream in streams}.values())
     order = Concatenation([stream.sampler.samples_per_epoch for stream in streams])
     reader = _reader(config, streams, order)
-    tokens = sum(stream.sampler.num_tokens for stream in streams)
-    described = f"{order.num_samples:,} samples out of {tokens:,} tokens: each sample once"
-    return Phase(reader, *once_through(order.num_samples, config.batch.batch_size)), described
+    return Phase(reader, *once_through(order.num_samples, config.batch.batch_size))
+
+
+def _each_alone(config: Config, prefixes: list[str], streams: list[Stream], count: int | All) -> dict[str, Phase]:
+    """Return a validation of each data set by itself, called validation/<name>; none without a blend."""
+    alone = {stream.prefix: stream for stream in streams}
+    if len(alone) < 2:
+        return {}
+    names = short_names(list(alone))
+    return {
+        f"validation/{names[prefix]}": _whole_split(config, [stream])
+        if count == "all"
+        else Phase(_reader(config, [stream], Blend([1.0])), _schedule(config, "validation"), count)
+        for prefix, stream in alone.items()
+    }
 
 
 def _reader(config: Config, streams: list[Stream], order: Blend | Concatenation) -> StreamReader:
@@ -160,6 +164,26 @@ def _stream(config: Config, phase: str, number: int, dataset: IndexedDataset) ->
             f"documents, --split={split}), but one sample needs {needed:,} (--sequence_length + 1)"
         )
     key = sampler_key(config.distributed.seed, phase, number)
-    sampler = StreamSampler(num_tokens, config.batch.sequence_length, key)
+    sampler = StreamSampler(num_tokens, config.batch.sequence_length, key, _order(config, phase))
+    itemsize = dataset.tokens.dtype.itemsize
     borders = DocumentBorders(dataset.pointers, dataset.tokens.dtype) if config.data.needs_borders else None
-    return Stream(dataset.prefix, dataset.tokens, first_token, sampler, borders)
+    documents = None
+    if sampler.order.documents:
+        keep = sampler.order.epochs + 1  # an epoch and the next one, or all that are shuffled together
+        split_of = range(first, end)
+        documents = ShuffledDocuments(dataset.pointers, dataset.sizes, split_of, num_tokens, itemsize, key, keep)
+    return Stream(dataset.prefix, dataset.tokens, first_token, sampler, borders, documents)
+
+
+def _order(config: Config, phase: str) -> SampleOrder:
+    """Return the order of a phase: validation and test keep the default, so that their results compare."""
+    data = config.data
+    if phase != "training":
+        return SampleOrder()
+    windows = data.shuffle in ("epoch", "skip_first_epoch")
+    return SampleOrder(
+        data.shuffle,
+        data.shuffle_era if windows else None,
+        (data.max_epochs or 1) if data.shuffle == "full" else 1,
+        data.shuffle_documents and data.shuffle != "none",
+    )

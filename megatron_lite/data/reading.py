@@ -18,6 +18,7 @@ from megatron_lite.data.blending import Blend, Concatenation
 from megatron_lite.data.disk_array import DiskArray
 from megatron_lite.data.indexed_dataset import DocumentBorders, IndexedDataset
 from megatron_lite.data.sampling import StreamSampler, random_tokens
+from megatron_lite.data.shuffled_documents import Run, ShuffledDocuments
 from megatron_lite.errors import DataError
 
 
@@ -63,10 +64,43 @@ class Stream:
     first_token: int  # of the split, in the file
     sampler: StreamSampler
     borders: DocumentBorders | None = None  # set to return `Samples.lengths`
+    documents: ShuffledDocuments | None = None  # set to shuffle documents as `sampler.order` says
+
+    def read(self, epoch: int, start: int, tokens: NDArray[Any]) -> NDArray[np.int32] | None:
+        """Fill a sample, (s + 1,), from a place in the stream of an epoch.
+
+        Returns: the lengths of its pieces of documents, if there are `borders`.
+        """
+        if (runs := self._runs(epoch, start, len(tokens))) is None:
+            tokens[:] = self.file.read(self.first_token + start, len(tokens))
+            if self.borders is None:
+                return None
+            return self.borders.pieces(self.first_token + start, len(tokens))
+        filled = 0
+        for first, length in runs:
+            tokens[filled : filled + length] = self.file.read(first, length)
+            filled += length
+        return None if self.borders is None else np.array([length for _, length in runs], dtype=np.int32)
+
+    def place(self, epoch: int, start: int, offset: int) -> int:
+        """Return the place in the file of a token of a sample: `offset` tokens after `start`."""
+        runs = self._runs(epoch, start + offset, 1)
+        return self.first_token + start + offset if runs is None else runs[0][0]
+
+    def _runs(self, epoch: int, start: int, length: int) -> list[Run] | None:
+        """Return where in the file the tokens are; None if documents are in file order."""
+        if self.documents is None or (self.sampler.order.shuffle == "skip_first_epoch" and epoch == 0):
+            return None
+        return self.documents.runs(epoch, start, length)
 
     def check(self) -> list[str]:
         """Check that the files are those of the start, see `DataFile.check`; return its warnings."""
-        files = [self.file.file] if self.borders is None else [self.file.file, self.borders.starts.file]
+        arrays = [self.file]
+        if self.borders is not None:
+            arrays.append(self.borders.starts)
+        if self.documents is not None:
+            arrays.append(self.documents.sizes)
+        files = dict.fromkeys(array.file for array in arrays)
         return [warning for file in files if (warning := file.check()) is not None]
 
 
@@ -96,16 +130,14 @@ class StreamReader:
 
         Raises: DataError if a file has changed, cannot be read any more or holds a token id outside the vocabulary.
         """
-        datasets, starts = self._locate(np.arange(first, first + count, dtype=np.int64))
+        datasets, epochs, starts = places = self._locate(np.arange(first, first + count, dtype=np.int64))
         tokens = np.empty((count, self.sequence_length + 1), dtype=self.dtype)
         masked = np.zeros((count, self.sequence_length), dtype=np.bool_) if self.mask_starts else None
         warnings, lengths = [], []
-        for row, (dataset, start) in enumerate(zip(datasets.tolist(), starts.tolist(), strict=True)):
+        for row, (dataset, epoch, start) in enumerate(zip(*(place.tolist() for place in places), strict=True)):
             begun = time.perf_counter()
             stream = self.streams[dataset]
-            tokens[row] = stream.file.read(start, self.sequence_length + 1)
-            if stream.borders is not None:
-                pieces = stream.borders.pieces(start, self.sequence_length + 1)
+            if (pieces := stream.read(epoch, start, tokens[row])) is not None:
                 lengths.append(without_last_token(pieces))
                 if masked is not None:
                     masked[row, np.cumsum(pieces[:-1]) - 1] = True
@@ -117,26 +149,29 @@ class StreamReader:
         for dataset in np.unique(datasets).tolist():
             warnings += self.streams[dataset].check()
         if count and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size):
-            raise self._bad_token(tokens, datasets, starts)
+            raise self._bad_token(tokens, datasets, epochs, starts)
         return Samples(tokens, tuple(warnings), np.concatenate(lengths) if lengths else None, masked)
 
-    def _locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the data set of each sample, and the position of its first token in that data set's file."""
+    def _locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the data set of each sample, and the epoch and the position of its first token in that stream."""
         if len(self.streams) == 1:
             datasets, own = np.zeros_like(indices), indices
         else:
             datasets, own = self.blend.locate(indices)
-        starts = np.empty_like(indices)
+        epochs, starts = np.empty_like(indices), np.empty_like(indices)
         for dataset in np.unique(datasets).tolist():
-            stream, rows = self.streams[dataset], datasets == dataset
-            starts[rows] = stream.first_token + stream.sampler.starts(own[rows])
-        return datasets, starts
+            rows = datasets == dataset
+            epochs[rows], starts[rows] = self.streams[dataset].sampler.places(own[rows])
+        return datasets, epochs, starts
 
-    def _bad_token(self, tokens: NDArray[Any], datasets: NDArray[np.int64], starts: NDArray[np.int64]) -> DataError:
+    def _bad_token(
+        self, tokens: NDArray[Any], datasets: NDArray[np.int64], epochs: NDArray[np.int64], starts: NDArray[np.int64]
+    ) -> DataError:
         """Make the error that names the first token id outside the vocabulary."""
         row, column = np.argwhere((tokens < 0) | (tokens.astype(np.int64) >= self.vocab_size))[0].tolist()
         stream = self.streams[int(datasets[row])]
-        document, offset = IndexedDataset(stream.prefix).locate(int(starts[row]) + column)
+        place = stream.place(int(epochs[row]), int(starts[row]), column)
+        document, offset = IndexedDataset(stream.prefix).locate(place)
         return DataError(
             f"{stream.file.path}: document {document}, offset {offset}: token id {int(tokens[row, column])} is outside "
             f"the vocabulary of {self.vocab_size} (--vocab_size)"

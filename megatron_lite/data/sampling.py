@@ -4,6 +4,7 @@ The documents of a split, in file order, are one stream of tokens. An epoch cuts
 that overlap by one (the last label of a sample is the first input of the next), and visits these slots in a
 pseudo-random order that a small keyed cipher computes one index at a time. So any sample of any epoch is found in O(1)
 time and memory: a resume costs nothing, and the order cannot depend on the number of iterations, ranks or workers.
+`SampleOrder` has the other orders, all found in the same way; `shuffled_documents.py` shuffles the documents, too.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from numpy.typing import NDArray
 
 from megatron_lite.seeds import derive_seed
 
+SHUFFLES = ("epoch", "full", "skip_first_epoch", "none")
 PHASES = ("training", "validation", "test")  # in the order of --split
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: consecutive counters land far apart
 _ROUNDS = 8
 _SHIFT_SALT = np.uint64(0xD1B54A32D192ED03)  # arbitrary: an epoch's shift must not reuse the bits of its permutation
+_ALL_SALT = np.uint64(0x8CB92BA72F3D8DD7)  # arbitrary, too: of the permutation of all epochs together
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -66,16 +69,37 @@ def _encrypt(values: NDArray[np.uint64], keys: NDArray[np.uint64], size: int) ->
 
 
 @dataclass(frozen=True)
+class SampleOrder:
+    """The order of the samples of a data set, as a function of the index and a key."""
+
+    # epoch: anew in every epoch; full: those of `epochs` epochs together; skip_first_epoch: the first epoch in file
+    # order, the others as epoch; none: every epoch in file order.
+    shuffle: str = "epoch"
+    era: int | None = None  # shuffle only within windows of so many samples, which come in file order
+    epochs: int = 1
+    documents: bool = False  # shuffle the documents of every epoch that is shuffled, too
+
+    def __post_init__(self) -> None:
+        assert self.shuffle in SHUFFLES and self.epochs >= 1 and (self.era is None or self.era >= 1), self
+
+    def shuffled(self, epochs: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Return which of these epochs are not in file order."""
+        return (epochs > 0) if self.shuffle == "skip_first_epoch" else np.full(epochs.shape, self.shuffle != "none")
+
+
+@dataclass(frozen=True)
 class StreamSampler:
     """Start of every sample in a stream of tokens.
 
     The tokens that do not fill a last sample are not lost: every epoch starts its first sample a little later, by a
-    pseudo-random shift between zero and their number, so all tokens are read sooner or later.
+    pseudo-random shift between zero and their number, so all tokens are read sooner or later. The first epoch starts
+    with the first token if it is in file order.
     """
 
     num_tokens: int
     sequence_length: int
     key: int
+    order: SampleOrder = SampleOrder()
 
     def __post_init__(self) -> None:
         assert self.num_tokens > self.sequence_length >= 1, (self.num_tokens, self.sequence_length)
@@ -85,16 +109,48 @@ class StreamSampler:
         return (self.num_tokens - 1) // self.sequence_length
 
     def starts(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the position of each sample's first token in the stream; a sample is the s + 1 tokens from there.
+        """Return the position of each sample's first token in the stream; see `places`."""
+        return self.places(indices)[1]
 
-        indices: (k,) sample indices, from zero without bound (index // samples_per_epoch is the epoch); returns (k,).
+    def places(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the epoch of each sample, and the position of its first token in the stream of that epoch.
+
+        A sample is the s + 1 tokens from there. indices: (k,) sample indices, from zero without bound; returns two
+        (k,). Without `shuffle=full` the epoch is index // samples_per_epoch.
         """
-        size = self.samples_per_epoch
-        epochs, slots = np.divmod(indices.astype(np.uint64), np.uint64(size))
+        size, order = self.samples_per_epoch, self.order
+        if order.shuffle == "full":
+            epochs, slots = self._of_all_epochs(indices.astype(np.uint64))
+        else:
+            epochs, slots = np.divmod(indices.astype(np.uint64), np.uint64(size))
         keys = mix(np.uint64(self.key) + epochs * _GOLDEN)
         left_over = (self.num_tokens - 1) % self.sequence_length
         shifts = mix(keys ^ _SHIFT_SALT) % np.uint64(left_over + 1)
-        return (permute(slots, keys, size) * np.uint64(self.sequence_length) + shifts).astype(np.int64)
+        if order.shuffle != "full":
+            shuffled = order.shuffled(epochs)
+            shifts[(epochs == 0) & ~shuffled] = 0
+            slots[shuffled] = permute_within(slots[shuffled], keys[shuffled], size, order.era or size)
+        return epochs.astype(np.int64), (slots * np.uint64(self.sequence_length) + shifts).astype(np.int64)
+
+    def _of_all_epochs(self, indices: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """Return epochs and slots of samples that are shuffled over `order.epochs` epochs at a time."""
+        size, together = self.samples_per_epoch, self.order.epochs
+        rounds, slots = np.divmod(indices, np.uint64(size * together))
+        keys = mix((np.uint64(self.key) ^ _ALL_SALT) + rounds * _GOLDEN)
+        epochs, slots = np.divmod(permute(slots, keys, size * together), np.uint64(size))
+        return epochs + rounds * np.uint64(together), slots
+
+
+def permute_within(slots: NDArray[np.uint64], keys: NDArray[np.uint64], size: int, window: int) -> NDArray[np.uint64]:
+    """Permute range(size) as `permute`, but only within windows of `window` slots; the last one may be smaller."""
+    if window >= size:
+        return permute(slots, keys, size)
+    windows, places = np.divmod(slots, np.uint64(window))
+    keys = mix(keys + (windows + np.uint64(1)) * _GOLDEN)
+    last = windows == np.uint64((size - 1) // window)
+    for chosen, length in ((~last, window), (last, (size - 1) % window + 1)):
+        places[chosen] = permute(places[chosen], keys[chosen], length)
+    return windows * np.uint64(window) + places
 
 
 def sampler_key(seed: int, phase: str, position: int) -> int:

@@ -16,6 +16,7 @@ def _three_digits(value: float) -> str:
 
 
 Field = tuple[str, Callable[[Any], str]]  # the key of a value, and how to show the value
+MOST_DATASETS = 20  # whose losses are shown
 LOSSES: tuple[Field, ...] = (("loss", "loss {:.4f}".format), ("averaged_loss", "averaged weights {:.4f}".format))
 PROGRESS: tuple[Field, ...] = (
     ("learning_rate", "lr {:.2e}".format),
@@ -70,7 +71,14 @@ class ConsoleLines:
 
     def evaluation(self, values: Mapping[str, Any]) -> str:
         """Return the line of a validation or test: `validation @ iteration 20/1000 | loss 3.1235`."""
-        return " | ".join([f"{values['phase']} @ {_head(values)}", *_shown(LOSSES, values)])
+        return " | ".join([f"{values['phase']} @ {_head(values)}", *_shown(LOSSES, values), *dataset_losses(values)])
+
+
+def dataset_losses(values: Mapping[str, Any]) -> list[str]:
+    """Show the losses of single data sets, `loss/<name>`; those beyond 20 are only in metrics.jsonl."""
+    names = [key for key in values if key.startswith("loss/")]
+    shown = [f"{key.removeprefix('loss/')}: {values[key]:.5f}" for key in names[:MOST_DATASETS]]
+    return [*shown, *([f"{len(names) - MOST_DATASETS:,} more data sets"] if len(names) > MOST_DATASETS else [])]
 
 
 def _shown(fields: Iterable[Field], values: Mapping[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import Config, ModelConfig, PerformanceConfig
+from megatron_lite.monitor.console import dataset_losses
 from megatron_lite.run.progress_line import format_duration
 from megatron_lite.schedules.batch_options import batch_schedule
 
@@ -298,4 +299,4 @@ def format_record(record: Mapping[str, Any], more: Mapping[str, Any] | None = No
         if key == "completion_date" and total and iteration is not None:
             part += f" ({iteration / total:.2%})"
         parts.append(part)
-    return " | ".join(parts)
+    return " | ".join([*parts, *dataset_losses(values)])

@@ -45,8 +45,25 @@ def evaluate_and_export(run: Run, last: bool) -> None:
 
 
 def evaluate(run: Run, phase: str) -> None:
-    """Log the mean loss per token of a phase, always on the same batches, of the weights and of their averages."""
+    """Log the mean loss per token of a phase, always on the same batches, of the weights and of their averages.
+
+    With --validation_by_dataset, do the same for each data set of a blend.
+    """
     refuse_bad_steps(run)
+    record = {
+        "phase": phase,
+        "iteration": run.iteration,
+        "train_iters": run.config.training.train_iters,
+        **_losses(run, phase),
+    }
+    for name, alone in run.data.validations().items() if phase == "validation" else ():
+        record |= {f"{kind}/{name}": loss for kind, loss in _losses(run, alone).items()}
+    run.trackers.log(record)
+    log_both(run.logger, console=run.console.evaluation(record), file=format_record(record))
+
+
+def _losses(run: Run, phase: str) -> dict[str, float]:
+    """Return the mean loss per token of a phase, as `loss`, and of the averaged weights, as `averaged_loss`."""
     batches, device = run.data.evaluation_batches(phase), run.distributed.device
     kinds = ("loss", "averaged_loss") if run.config.averaging.enabled else ("loss",)
     losses, tokens = torch.zeros(len(kinds), dtype=torch.float64, device=device), 0  # summed over tokens, and these
@@ -62,12 +79,4 @@ def evaluate(run: Run, phase: str) -> None:
         run.distributed.end_step()
     summed = run.distributed.sum_in_rank_order(losses)
     run.distributed.wait_for_device()
-    totals = summed.tolist()
-    record = {
-        "phase": phase,
-        "iteration": run.iteration,
-        "train_iters": run.config.training.train_iters,
-        **{kind: total / max(tokens, 1) for kind, total in zip(kinds, totals, strict=True)},
-    }
-    run.trackers.log(record)
-    log_both(run.logger, console=run.console.evaluation(record), file=format_record(record))
+    return {kind: total / max(tokens, 1) for kind, total in zip(kinds, summed.tolist(), strict=True)}

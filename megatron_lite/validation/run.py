@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 
 from megatron_lite.config import Draft
-from megatron_lite.config.structured_values import keep_rules, lr_scale_patterns, size_bytes, weighted_paths
+from megatron_lite.config.structured_values import keep_rules, lr_scale_patterns, size_bytes, weight_stages
 from megatron_lite.config.system import number_of_stages
 from megatron_lite.validation.messages import Problem, default, parsing, problem
 
@@ -98,6 +98,9 @@ def data(draft: Draft) -> Iterator[Problem]:
         yield problem(draft, "split", rule)
         return
     draft.split += (0.0,) * (3 - len(draft.split))
+    if draft.shuffle == "full" and draft.max_epochs is None:
+        rule = "its order depends on the number of epochs; set --max_epochs, or write --shuffle=epoch"
+        yield problem(draft, "shuffle", rule, also="max_epochs")
     if draft.dataset_source != "list":
         if draft.validation_iters == "all":
             rule = "random samples have no end; write a number of batches"
@@ -112,7 +115,8 @@ def data(draft: Draft) -> Iterator[Problem]:
             "or --dataset_source=random for random tokens",
         )
     else:
-        yield from parsing("data_path", weighted_paths, draft.data_path)
+        names = "data_path data_weights_schedule"
+        yield from parsing(names, weight_stages, draft.data_path, draft.data_weights_schedule)
     phases = {"train_iters": "training", "validation_iters": "validation", "test_iters": "test"}
     for share, (name, phase) in zip(draft.split, phases.items(), strict=True):
         if getattr(draft, name) != 0 and share == 0:

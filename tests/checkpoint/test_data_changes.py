@@ -38,6 +38,9 @@ def loaded(data: Any = IDENTITY, **changes: Any) -> Manifest:
         {"tokenizer_file": "elsewhere/t.json"},
         {"train_iters": 20, "batch_size": 8, "num_workers": 0},
         {"train_iters": 0, "seed": 5},
+        {"data_weights_schedule": ("5:1/1", "9:0/1")},  # after the iterations that are done, which are 5
+        {"data_path": ("a", "b"), "data_weights_schedule": ("0:1/3",)},
+        {"max_epochs": 3},
     ],
 )
 def test_no_change(changes: dict[str, Any]) -> None:
@@ -60,6 +63,15 @@ def test_no_change(changes: dict[str, Any]) -> None:
         ({"data_path": ("1", "a", "1", "b")}, {}, "data set 0: a (60 documents"),
         ({"data_path": ("a",)}, {"sets": [ROW]}, "data set 1: b (61 documents"),
         ({}, {"tokenizer": "00000000000000bb"}, "--tokenizer_file: t.json (digest 00000000000000aa) in the checkpoint"),
+        ({"shuffle": "none"}, {}, "--shuffle: epoch in the checkpoint, none now"),
+        ({"shuffle_era": 100}, {}, "--shuffle_era: none in the checkpoint, 100 now"),
+        ({"shuffle_documents": True}, {}, "--shuffle_documents: 0 in the checkpoint, 1 now"),
+        ({"shuffle": "full", "max_epochs": 2}, {}, "--max_epochs: none in the checkpoint, 2 now"),
+        (
+            {"data_weights_schedule": ("4:1/1", "9:0/1")},
+            {},
+            "--data_weights_schedule: none in the checkpoint, 4:1/1 9:0/1 now, in the iterations that are done",
+        ),
         ({"dataset_source": "random"}, {"sets": []}, "--dataset_source: list in the checkpoint, random now"),
     ],
 )
@@ -71,6 +83,17 @@ def test_changes(changes: dict[str, Any], identity: dict[str, Any], line: str) -
     assert line in str(caught.value) and "--allow_data_change=1" in str(caught.value) and caught.value.exit_code == 4
     lines = check_data(loaded(), config(**changes, allow_data_change=True), now, "here")
     assert any(item.startswith(line) for item in lines)
+
+
+def test_checkpoints_from_before_the_order_of_samples_was_an_option() -> None:
+    """They were trained with the defaults."""
+    older = loaded()
+    for name in ("shuffle", "shuffle_era", "shuffle_documents", "max_epochs", "data_weights_schedule"):
+        del older.config[name]
+    assert check_data(older, config(), IDENTITY, "here") == []
+    assert check_data(older, config(shuffle="none", allow_data_change=True), IDENTITY, "here") == [
+        "--shuffle: epoch in the checkpoint, none now"
+    ]
 
 
 def test_checkpoints_of_older_versions_and_strange_ones() -> None:

@@ -60,3 +60,52 @@ def test_indices_beyond_the_range_are_refused() -> None:
     """Beyond MAX_SAMPLES the arithmetic would overflow: it stops instead."""
     with pytest.raises(AssertionError):
         Blend([1, 1]).locate(np.array([MAX_SAMPLES]))
+
+
+def changing(case: int) -> Blend:
+    """A blend whose weights change at random samples, with data sets that come and go."""
+    generator = random.Random(case)
+    count = generator.randint(1, [2, 3, 8, 30][case % 4])
+
+    def weights() -> list[float]:
+        drawn = [generator.choice([0.0, 1.0, generator.random() ** 4, 1e-9]) for _ in range(count)]
+        return drawn if sum(drawn) > 0 else [1.0] * count
+
+    firsts = sorted(generator.sample(range(1, generator.choice([30, 400, 2500])), generator.randint(1, 8)))
+    return Blend(weights(), [(first, weights()) for first in firsts])
+
+
+@pytest.mark.parametrize("cases", [range(60), pytest.param(range(60, 3000), marks=pytest.mark.slow)])
+def test_weights_that_change(cases: range) -> None:
+    """In every prefix each data set has the sum of its weights within `max_error`, and its indices run 0, 1, 2."""
+    for case in cases:
+        blend, count = changing(case), 3000
+        datasets, indices = blend.locate(np.arange(count))
+        counts = np.cumsum(datasets[:, None] == np.arange(blend.num_datasets), axis=0)
+        assert (counts[np.arange(count), datasets] - 1 == indices).all()
+        errors = [np.abs(counts[place - 1] - blend.due(place)).max() for place in range(1, count + 1, 53)]
+        assert max(errors) <= blend.max_error(count)
+        if blend.num_datasets <= 3:
+            assert blend.max_error(count) < 1.01
+
+
+def test_a_change_of_two_weights_is_exact() -> None:
+    """A data set begins and ends at the very sample; far out, where the shares are rounded, the counts still fit."""
+    blend = Blend([1, 0], [(1000, [0, 1]), (3000, [1, 1])])
+    datasets, _ = blend.locate(np.arange(4000))
+    assert (datasets[:1000] == 0).all() and (datasets[1000:3000] == 1).all() and datasets[3000:].sum() == 500
+    blend = Blend([0.3, 0.5, 0.2], [(10**9, [0.1, 0.2, 0.7]), (3 * 10**9, [1, 1, 1])])
+    first = MAX_SAMPLES - 1000
+    datasets, indices = blend.locate(np.arange(first, MAX_SAMPLES))
+    for dataset in range(3):
+        due = np.array([blend.due(place)[dataset] for place in range(first, MAX_SAMPLES)])
+        chosen = datasets == dataset
+        assert np.abs(indices - due)[chosen].max() <= blend.max_error(MAX_SAMPLES) < 3
+        assert (np.diff(indices[chosen]) == 1).all()
+
+
+def test_a_change_leaves_the_samples_before_it_alone() -> None:
+    """A run may get a change for later; of two data sets not one sample before it moves."""
+    plain, changed = Blend([0.37, 0.63]), Blend([0.37, 0.63], [(2000, [0.9, 0.1])])
+    for whole, part in zip(plain.locate(np.arange(2000)), changed.locate(np.arange(2000)), strict=True):
+        assert (whole == part).all()

@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 
 from megatron_lite.data.open_data import split_documents
-from megatron_lite.data.sampling import PHASES, StreamSampler, mix, permute, random_tokens, sampler_key
+from megatron_lite.data.sampling import (
+    PHASES,
+    SampleOrder,
+    StreamSampler,
+    mix,
+    permute,
+    permute_within,
+    random_tokens,
+    sampler_key,
+)
 
 SIZES = [*range(1, 40), 63, 64, 65, 99, 100, 101, 1023, 1024, 1025, 4099]
 
@@ -58,6 +67,52 @@ def test_every_epoch_covers_the_stream_once(num_tokens: int, length: int) -> Non
         assert 0 <= starts[0] and starts[-1] + length + 1 <= num_tokens
 
 
+FROZEN = {
+    SampleOrder("full", epochs=3): [530, 862, 450, 107, 492, 702, 227, 787],
+    SampleOrder("skip_first_epoch"): [0, 10, 20, 30, 990, 277, 182, 96],
+    SampleOrder("epoch", era=16): [50, 120, 90, 150, 960, 157, 562, 66],
+    SampleOrder("none"): [0, 10, 20, 30, 990, 7, 502, 6],
+}
+ORDERS = [
+    *(SampleOrder(shuffle, epochs=3) for shuffle in ("epoch", "full", "skip_first_epoch", "none")),
+    *(SampleOrder(shuffle, era=era) for shuffle in ("epoch", "skip_first_epoch") for era in (1, 2, 7, 10**9)),
+]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize(("num_tokens", "length"), [(33, 32), (65, 32), (1000, 7), (1001, 1)])
+def test_every_order_visits_every_slot_of_an_epoch_once(order: SampleOrder, num_tokens: int, length: int) -> None:
+    """In each epoch, or in each three of `full`, the samples tile the stream, and the order is that of its name."""
+    sampler = StreamSampler(num_tokens, length, 9, order)
+    size, together = sampler.samples_per_epoch, 3 if order.shuffle == "full" else 1
+    for first in range(0, 6, together):
+        epochs, starts = sampler.places(np.arange(first * size, (first + together) * size))
+        assert epochs.min() >= 0 and set(epochs.tolist()) == set(range(first, first + together))
+        for epoch in range(first, first + together):
+            own = starts[epochs == epoch]
+            assert len(own) == size and (np.diff(np.sort(own)) == length).all()
+            assert 0 <= own.min() and own.max() + length + 1 <= num_tokens
+            in_order = order.shuffle == "none" or (order.shuffle == "skip_first_epoch" and epoch == 0)
+            if in_order:
+                assert (np.diff(own) == length).all() and (epoch > 0 or own[0] == 0)
+            elif size > 20 and order.era != 1:
+                assert (np.diff(own) != length).any()
+    if order.shuffle == "full" and size > 20:
+        assert len(set(sampler.places(np.arange(size))[0].tolist())) == 3  # not one epoch after the other
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 10, 11, 12, 100])
+@pytest.mark.parametrize("size", [1, 2, 10, 11, 99])
+def test_windows_stay_in_their_place(size: int, window: int) -> None:
+    """A permutation within windows is a bijection that leaves every slot in its window, each one in its own way."""
+    slots = np.arange(size, dtype=np.uint64)
+    found = permute_within(slots, np.full(size, 5, dtype=np.uint64), size, window).astype(np.int64)
+    assert sorted(found.tolist()) == list(range(size))
+    assert (found // window == np.arange(size) // window).all()
+    if size == 99 and window == 10:
+        assert len({tuple((found[first : first + 10] - first).tolist()) for first in range(0, 90, 10)}) == 9
+
+
 def test_left_over_tokens_are_used_in_other_epochs() -> None:
     """The shift of the epochs reaches both ends of the stream."""
     sampler = StreamSampler(100, 8, key=4)  # 12 samples and 3 tokens left over
@@ -86,6 +141,13 @@ def test_order_is_frozen() -> None:
     sampler = StreamSampler(1008, 10, sampler_key(1234, "training", 0))
     assert sampler.starts(np.array([0, 1, 2, 3, 99, 100, 10**12])).tolist() == [72, 802, 42, 52, 292, 963, 184]
     assert random_tokens(np.array([0, 7]), 4, 1000, key=5).tolist() == [[416, 536, 783, 768], [478, 362, 643, 813]]
+
+
+def test_other_orders_are_frozen() -> None:
+    """As above."""
+    indices = np.array([0, 1, 2, 3, 99, 100, 250, 10**12])
+    found = [StreamSampler(1008, 10, 77, order).starts(indices).tolist() for order in FROZEN]
+    assert found == list(FROZEN.values())
 
 
 def test_resume_is_immediate_at_any_index() -> None:

@@ -247,6 +247,24 @@ def test_the_whole_validation_split_counts_once(ranks: int, corpus: str, tmp_pat
     assert lines[0]["loss"] == pytest.approx(expected, rel=1e-6)
 
 
+def test_each_data_set_is_validated_by_itself(corpus: str, tmp_path: Path) -> None:
+    """Over the whole validation data, the losses of the data sets add up to the loss of the blend, in every output."""
+    other = tmp_path / "other"
+    with IndexedDatasetWriter(str(other), "<u2") as writer:
+        for _ in range(4):
+            writer.add_document(np.arange(100) % 64)
+    flags = [*TINY, "--dataset_source=list", "--data_path", corpus, str(other), "--split=1,3", "--train_iters=1"]
+    flags += ["--validation_iters=all", "--validation_by_dataset=1", f"--experiment_dir={tmp_path / 'run'}"]
+    outcome = run(flags)
+    assert outcome.codes == [0], outcome.output
+    (line,) = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["phase"] == "validation"]
+    samples = {"corpus": 23, "other": 18}
+    total = sum(line[f"loss/{name}"] * count for name, count in samples.items())
+    assert line["loss"] == pytest.approx(total / 41, rel=1e-6)
+    assert line["loss/corpus"] != pytest.approx(line["loss/other"], rel=1e-4)
+    assert f" | corpus: {line['loss/corpus']:.5f} | other: {line['loss/other']:.5f}" in outcome.output
+
+
 def test_a_restored_log_window_continues() -> None:
     """The mean loss covers the tokens before and after a restart; a dropped update counts in neither."""
     window = LogWindow(torch.device("cpu"))

@@ -380,6 +380,8 @@ def test_pairs_of_options() -> None:
         "clip_update_norm_sigma",
         "weight_decay_default_mask",
         "eval_micro_batch_size",
+        "shuffle_era",
+        "max_epochs",
         "model",
         "pretrained_checkpoint_path",
         "pretrained_checkpoint_type",

@@ -35,7 +35,7 @@ _FILES = "--data_path=<prefix>"
 TRAINER = (
     # Length, batch, learning rate
     Row(
-        "num_train_epochs epochs num_epochs max_epochs",
+        "num_train_epochs epochs num_epochs",
         "--train_iters=<epochs * samples / batch_size>",
         "a sample has --sequence_length tokens, and the data repeats until then",
     ),

@@ -210,7 +210,7 @@ MEGATRON = (
     Row("tokenizer_type tokenizer_model", "--tokenizer_file=<tokenizer.json>", f"{TOKENIZED}; exports get a copy"),
     Row("vocab_file merge_file", "--tokenizer_file=<tokenizer.json>", TOKENIZED),
     Row("vocab_extra_ids tiktoken_* tokenizer_* special_tokens", "--tokenizer_file=<tokenizer.json>", TOKENIZED),
-    Row("dataloader_type", remark="samples are always shuffled, in an order set by --seed"),
+    Row("dataloader_type", "--shuffle", "single is epoch, cyclic is skip_first_epoch or epoch; --seed sets the order"),
     Row("reset_attention_mask dataloader_inter_document_masking", "--cross_document_attention=0"),
     Row("no_create_attention_mask_in_dataloader", remark="no mask is ever made; see --attention_backend"),
     # Checkpoints

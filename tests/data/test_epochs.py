@@ -1,0 +1,154 @@
+"""How often data is read: the banner, the warning beyond four epochs, the limit, and weights that change."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lite.config import Config, unflatten
+from megatron_lite.config.structured_values import short_names, weight_stages
+from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.data.open_data import open_data
+from megatron_lite.errors import UsageError
+from megatron_lite.validation import resolve
+
+LENGTH = 16
+
+
+@pytest.fixture
+def prefixes(tmp_path: Path) -> tuple[str, str]:
+    """Two data sets of 60 and 30 samples, one from 0, one from 10,000 on."""
+    for name, base, samples in (("a", 0, 60), ("b", 10_000, 30)):
+        with IndexedDatasetWriter(str(tmp_path / name), "<u2") as writer:
+            for number in range(samples):
+                writer.add_document(np.arange(base + number * LENGTH, base + (number + 1) * LENGTH))
+            writer.add_document(np.array([base]))
+    return str(tmp_path / "a"), str(tmp_path / "b")
+
+
+def config(*data_path: str, **values: Any) -> Config:
+    """A resolved configuration with the options that the data room reads."""
+    defaults: dict[str, Any] = {
+        "data_path": data_path,
+        "split": (1.0,),
+        "num_workers": 0,
+        "batch_size": 6,
+        "micro_batch_size": 6,
+        "sequence_length": LENGTH,
+        "vocab_size": 20_000,
+    }
+    return unflatten({**defaults, **values})
+
+
+def test_the_banner_and_the_warning(prefixes: tuple[str, str]) -> None:
+    """Every data set has its epochs in the banner; those beyond four give one warning with the worst of them."""
+    source = open_data(config("2", prefixes[0], "1", prefixes[1], train_iters=40), 0, 1)
+    assert source.describe()["data 0"].endswith("66.67% of the samples, 2.67 epochs")
+    assert source.describe()["data 1"].endswith("33.33% of the samples, 2.67 epochs")
+    assert source.warnings == ()
+    source = open_data(config(*prefixes, train_iters=100), 0, 1)
+    (warning,) = source.warnings
+    assert f"training reads {prefixes[1]} 10 times (and 1 other data sets more than 4 times)" in warning
+    assert open_data(config(prefixes[0], train_iters=40), 0, 1).warnings == ()  # four
+
+
+def test_the_limit(prefixes: tuple[str, str]) -> None:
+    """--max_epochs allows the iterations that its message names, and not one more."""
+    with pytest.raises(UsageError) as caught:
+        open_data(config(*prefixes, train_iters=50, max_epochs=2), 0, 1)
+    assert f"--max_epochs=2, --train_iters=50: {prefixes[1]} would be read 5 times; write --train_iters=20" in str(
+        caught.value
+    )
+    open_data(config(*prefixes, train_iters=20, max_epochs=2), 0, 1)
+    with pytest.raises(UsageError, match="--train_iters=20 or less"):
+        open_data(config(*prefixes, train_iters=21, max_epochs=2), 0, 1)
+
+
+@pytest.mark.parametrize("iterations", [0, 5, 9, 10, 11, 25, 26, 30])
+def test_weights_change_at_their_iterations(prefixes: tuple[str, str], iterations: int) -> None:
+    """Of two data sets every iteration has the share of its own weights, also where a run resumes."""
+    schedule = ("10:1/0", "25:1/2")
+    values = config("0.5", prefixes[0], "0.5", prefixes[1], train_iters=40, data_weights_schedule=schedule)
+    batches = open_data(values, 0, 1).batches("training", iterations, 40 - iterations)
+    found = [int((batch[0].tokens[:, 0] >= 10_000).sum()) for batch in batches]
+    expected = [3] * 10 + [0] * 15 + [4] * 15
+    assert found == expected[iterations:]
+
+
+def test_a_schedule_moves_with_the_batch_size(prefixes: tuple[str, str]) -> None:
+    """The change comes at its iteration, whatever the sizes of the batches before it."""
+    values = config(
+        *prefixes,
+        train_iters=8,
+        data_weights_schedule=("0:1/0", "4:0/1"),
+        batch_size_schedule=("0:2", "2:6"),
+        allow_nondivisible_batch_size=True,
+    )
+    for number, batch in enumerate(open_data(values, 0, 1).batches("training", 0, 8)):
+        samples = torch.cat([part.tokens[: len(part.tokens) - part.padding] for part in batch])
+        assert len(samples) == (2 if number < 2 else 6) and ((samples[:, 0] >= 10_000) == (number >= 4)).all()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (("x",), "write <iteration>:<weight>/<weight>"),
+        (("10:1",), "1 weights for 2 data sets"),
+        (("10:1/x",), "write <iteration>:<weight>/<weight>"),
+        (("10:1/nan",), "10:1/nan"),
+        (("10:0/0",), "with a positive sum"),
+        (("10:1/-1",), "write finite weights >= 0"),
+        (("10:1/1", "10:1/2"), "10 follows 10"),
+        (("10:1/1", "0:1/2"), "0 follows 10"),
+    ],
+)
+def test_schedules_that_cannot_be(schedule: tuple[str, ...], message: str) -> None:
+    """The item, and what to write."""
+    with pytest.raises(UsageError) as caught:
+        weight_stages(("a", "b"), schedule)
+    assert message in str(caught.value) and str(caught.value).startswith("--data_weights_schedule=")
+    options = {"data_path": ("a", "b"), "data_weights_schedule": schedule, "train_iters": 1}
+    with pytest.raises(UsageError, match="--data_weights_schedule"):
+        resolve(unflatten(options), 1)
+
+
+def test_weights_twice_are_refused() -> None:
+    """A change at 0 stands for the weights of --data_path."""
+    with pytest.raises(UsageError, match="--data_path has weights, too"):
+        weight_stages(("1", "a", "2", "b"), ("0:1/1",))
+    assert [stage.weights for stage in weight_stages(("a", "b"), ("0:3/1", "5:0/1"))] == [(0.75, 0.25), (0.0, 1.0)]
+
+
+def test_full_needs_a_number_of_epochs() -> None:
+    """Its order would otherwise depend on the length of the run."""
+    options = {"data_path": ("a",), "shuffle": "full", "train_iters": 1}
+    with pytest.raises(UsageError, match="--shuffle=full: its order depends on the number of epochs; set --max_epochs"):
+        resolve(unflatten(options), 1)
+    resolve(unflatten({**options, "max_epochs": 2}), 1)
+
+
+def test_short_names() -> None:
+    """The shortest end of a path that no other one has."""
+    assert short_names(["x/a", "x/b"]) == {"x/a": "a", "x/b": "b"}
+    assert short_names(["/x/a", "y/a", "a"]) == {"/x/a": "x/a", "y/a": "y/a", "a": "a"}
+
+
+def test_each_data_set_alone(prefixes: tuple[str, str]) -> None:
+    """The batches of a data set alone are its own; the blend's are those of a run without this option."""
+    options: dict[str, Any] = dict(split=(0.5, 0.5), validation_iters=2, batch_size=4, micro_batch_size=4)
+    whole, plain = (
+        open_data(config(*prefixes, prefixes[0], **options, validation_by_dataset=by), 0, 1) for by in (True, False)
+    )
+    assert whole.validations() == {"a": "validation/a", "b": "validation/b"} and plain.validations() == {}
+    for name, phase in whole.validations().items():
+        batches = [batch for (batch,) in whole.evaluation_batches(phase)]
+        assert len(batches) == 2
+        assert all(((batch.tokens >= 10_000) == (name == "b")).all() for batch in batches)
+    for (one,), (other,) in zip(
+        whole.evaluation_batches("validation"), plain.evaluation_batches("validation"), strict=True
+    ):
+        assert torch.equal(one.tokens, other.tokens)
+    alone = open_data(config(prefixes[0], **options, validation_by_dataset=True), 0, 1)
+    assert alone.validations() == {}
