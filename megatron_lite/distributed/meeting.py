@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
+import ipaddress
 import json
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +35,7 @@ class MeetingPoint:
     port: int
     hosted: bool  # by rank 0; otherwise by torchrun
     prefix: str  # of all keys
+    one_machine: bool = False  # whether all ranks are on one
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
@@ -43,12 +47,28 @@ class MeetingPoint:
 
 
 def open_store(point: MeetingPoint, rank: int, world_size: int, timeout_s: float) -> Any:
-    """Return this rank's connection to the store; rank 0 opens the store if torchrun has none."""
-    return connect(point, world_size, timeout_s, hosts=point.hosted and rank == 0)
+    """Return this rank's connection to the store; rank 0 opens the store if torchrun has none.
+
+    Raises:
+        OSError: EADDRINUSE, or RuntimeError with that word, if the port is in use.
+    """
+    if not point.hosted or rank != 0:
+        return connect(point, world_size, timeout_s)
+    with _listening(point) as server:
+        descriptor = None if server is None else server.fileno()
+        store = connect(point, world_size, timeout_s, hosts=True, descriptor=descriptor)
+        if server is not None:
+            server.detach()  # the store closes it
+    return store
 
 
-def connect(point: MeetingPoint, world_size: int, timeout_s: float, hosts: bool = False) -> Any:
-    """Return a connection. A thread that waits in it blocks all others in it, but in no other connection."""
+def connect(
+    point: MeetingPoint, world_size: int, timeout_s: float, hosts: bool = False, descriptor: int | None = None
+) -> Any:
+    """Return a connection. A thread that waits in it blocks all others in it, but in no other connection.
+
+    hosts: open the store first, at the socket `descriptor` or at all addresses of this machine.
+    """
     store = dist.TCPStore(
         point.host,
         point.port,
@@ -57,8 +77,42 @@ def connect(point: MeetingPoint, world_size: int, timeout_s: float, hosts: bool 
         timeout=datetime.timedelta(seconds=timeout_s),
         wait_for_workers=False,
         multi_tenant=True,
+        master_listen_fd=descriptor,
     )
     return dist.PrefixStore(point.prefix, store)
+
+
+@contextlib.contextmanager
+def _listening(point: MeetingPoint) -> Iterator[socket.socket | None]:
+    """Yield a socket for the store at the address of its host only; None if other machines may look for it elsewhere.
+
+    torch itself would listen at all addresses, for anybody. Where ranks are on several machines, the name of rank 0's
+    may mean loopback on that machine alone.
+    """
+    family, address = _address(point)
+    here_only = point.host in ("localhost", address) and address and ipaddress.ip_address(address).is_loopback
+    if not address or not (here_only or point.one_machine):
+        yield None
+        return
+    with socket.socket(family, socket.SOCK_STREAM) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a start that has just ended
+        try:
+            server.bind((address, point.port))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            address = ""  # of another machine, or of none, which passes connections on
+        yield server if address else None
+
+
+def _address(point: MeetingPoint) -> tuple[socket.AddressFamily, str]:
+    """Return the address of the store's host, IPv4 if it has one; an empty one if its name is unknown."""
+    try:
+        found = socket.getaddrinfo(point.host, point.port, type=socket.SOCK_STREAM)
+    except OSError:
+        return socket.AF_INET, ""
+    family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    return family, str(address[0])
 
 
 class Meeting:

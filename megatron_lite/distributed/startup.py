@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -66,7 +67,8 @@ def meeting_point() -> MeetingPoint:
     alone = environment.get("GROUP_WORLD_SIZE", "1") == "1"
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    return MeetingPoint(host, port, hosted, f"megatron_lite/{attempt}")
+    one_machine = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
+    return MeetingPoint(host, port, hosted, f"megatron_lite/{attempt}", one_machine)
 
 
 def join(
@@ -227,7 +229,7 @@ def _port_in_use() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if "EADDRINUSE" not in str(error):
+        if "EADDRINUSE" not in str(error) and getattr(error, "errno", None) != errno.EADDRINUSE:
             raise
         raise UsageError(
             f"MASTER_PORT={os.environ.get('MASTER_PORT')} is in use by another program on this machine; choose another "

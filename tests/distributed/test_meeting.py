@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -62,6 +63,37 @@ def dead_process() -> int:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     return child.pid
+
+
+def hosts_of(server: Any) -> str:
+    return "all" if server is None else str(server.getsockname()[0])
+
+
+@pytest.mark.parametrize(
+    ("host", "resolved", "one_machine", "listens"),
+    [
+        ("localhost", ["::1", "127.0.0.1"], False, "127.0.0.1"),
+        ("127.0.0.1", ["127.0.0.1"], False, "127.0.0.1"),
+        ("node1", ["127.0.1.1"], True, "127.0.1.1"),  # as Debian calls itself
+        ("node1", ["127.0.1.1"], False, "all"),  # the others know it by another address
+        ("node1", ["192.0.2.1"], True, "all"),  # not an address of this machine
+        ("node1", [], True, "all"),
+    ],
+)
+def test_where_the_store_of_rank_0_listens(
+    host: str, resolved: list[str], one_machine: bool, listens: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the address of its host only, where all ranks must find it: no stranger in the network reaches the store."""
+
+    def look_up(name: str, port: int, type: int) -> list[Any]:
+        if name != host or not resolved:
+            raise socket.gaierror(-2, "unknown")
+        families = {True: socket.AF_INET6, False: socket.AF_INET}
+        return [(families[":" in address], type, 6, "", (address, port)) for address in resolved]
+
+    monkeypatch.setattr(meeting.socket, "getaddrinfo", look_up)
+    with meeting._listening(MeetingPoint(host, 0, True, "test", one_machine)) as server:
+        assert hosts_of(server) == listens
 
 
 def test_every_rank_knows_the_places_of_all(point: MeetingPoint) -> None:

@@ -103,6 +103,7 @@ class Start:
         see; `faults` by rank."""
         self.marker = uuid.uuid4().hex
         self._folder = tempfile.TemporaryDirectory(prefix="megatron_lite_test_")
+        self._port: socket.socket | None = None
         self._begun = time.monotonic()
         environment = {name: value for name, value in os.environ.items() if not DROPPED.fullmatch(name)}
         environment |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", MARKER: self.marker}
@@ -116,7 +117,8 @@ class Start:
         if how == "torchrun":
             self._start([*TORCHRUN, *launcher, f"--nproc-per-node={ranks}", *command], {}, subprocess_start)
             return
-        port = str(free_port())
+        self._port = reserved_port()
+        port = str(self._port.getsockname()[1])
         for rank in range(ranks):
             place = {
                 "RANK": str(rank),
@@ -206,6 +208,8 @@ class Start:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.kill()
+        if self._port is not None:
+            self._port.close()
         self._folder.cleanup()
 
 
@@ -321,11 +325,22 @@ def _inject(fault: Fault) -> None:
     intercept(before)
 
 
+def reserved_port() -> socket.socket:
+    """A socket whose TCP port nobody gets by chance while it is open: neither another start nor any connection.
+
+    Without that, rank 0 would now and then find its port in use, and the others would wait for it. A store that also
+    sets SO_REUSEADDR can listen at the port, because this socket does not.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("localhost", 0))
+    return holder
+
+
 def free_port() -> int:
     """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
+    with reserved_port() as holder:
+        return int(holder.getsockname()[1])
 
 
 def find_marked(marker: str, sessions: Sequence[int] = ()) -> list[int]:

@@ -613,8 +613,8 @@ def is_loopback(address: str) -> bool:
 
 
 def test_secrets_stay_secret(tmp_path: Path) -> None:
-    """No file, output or command line holds a key from the environment, however a run ends; but for torch's store of
-    rank 0 (MASTER_PORT), no socket listens beyond loopback."""
+    """No file, output or command line holds a key from the environment, however a run ends; no socket listens beyond
+    loopback."""
     experiment = tmp_path / "run"
     variables = {"WANDB_API_KEY": CANARY, "HF_TOKEN": CANARY}
     good = train(experiment, "--export_interval=6", "--enable_all_loggers")
@@ -629,7 +629,7 @@ def test_secrets_stay_secret(tmp_path: Path) -> None:
         assert len(processes) >= RANKS
         assert not [number for number in processes if CANARY.encode() in Path(f"/proc/{number}/cmdline").read_bytes()]
         sockets = [place for number in processes for place in listening(number)]
-        assert len([place for place in sockets if not is_loopback(place)]) <= 1 < len(sockets), sockets
+        assert len(sockets) > RANKS and all(map(is_loopback, sockets)), sockets
         start.signal(signal.SIGKILL, 0)
         assert CANARY not in start.wait().output
     files = [path for path in experiment.rglob("*") if path.is_file()]
