@@ -6,7 +6,7 @@ that saved the checkpoint (its manifest has that) or of the current start. All o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from megatron_lite.config.structured_values import KeepRule, keep_rules
@@ -47,7 +47,11 @@ def num_permanent(first: int, last: int, rules: Sequence[KeepRule]) -> int:
 
 
 def checkpoints_to_delete(
-    saved: Sequence[Saved], keep: int | None, newest: int | None = None, after: int | None = None
+    saved: Sequence[Saved],
+    keep: int | None,
+    newest: int | None = None,
+    after: int | None = None,
+    held: Collection[int] = (),
 ) -> list[int]:
     """Return the iterations to delete, oldest first: the temporary ones that are not among the newest `keep`.
 
@@ -57,6 +61,7 @@ def checkpoints_to_delete(
         newest: the iteration just saved. Later ones belong to an abandoned or damaged continuation and are neither
             counted nor deleted, so that the checkpoint just saved always stays.
         after: delete none of iterations up to this one, which earlier starts have saved; None: those, too.
+        held: iterations that stay beside the newest, for a replay of a bad step.
 
     Raises:
         ValueError: if `keep` is below 1.
@@ -66,5 +71,5 @@ def checkpoints_to_delete(
     if keep < 1:
         raise ValueError(f"max_checkpoints must be at least 1, not {keep}: a run without a checkpoint cannot resume")
     counted = sorted({item.iteration for item in saved if newest is None or item.iteration <= newest})
-    stays = {*counted[-keep:], *(item.iteration for item in saved if item.permanent)}
+    stays = {*counted[-keep:], *held, *(item.iteration for item in saved if item.permanent)}
     return [iteration for iteration in counted if iteration not in stays and (after is None or iteration > after)]

@@ -12,7 +12,7 @@ the next older one then overwrites what was read of it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,7 +87,12 @@ def _check_parameters(folder: Path, content: Manifest, model: MultiStage) -> Non
 
 
 def prune(
-    root: Path, keep: int | None, newest: int | None = None, rules: Sequence[KeepRule] = (), after: int | None = None
+    root: Path,
+    keep: int | None,
+    newest: int | None = None,
+    rules: Sequence[KeepRule] = (),
+    after: int | None = None,
+    held: Collection[int] = (),
 ) -> None:
     """Delete the temporary checkpoints beyond the newest `keep`; rank 0 calls this after a successful save.
 
@@ -101,7 +106,7 @@ def prune(
         if folder.name == str(iteration) and (content := complete_manifest(folder)) is not None:
             permanent = is_permanent(iteration, rules) or was_permanent(iteration, content.config)
             saved.append(Saved(iteration, permanent))
-    for iteration in checkpoints_to_delete(saved, keep, newest, after):
+    for iteration in checkpoints_to_delete(saved, keep, newest, after, held):
         folder = root / str(iteration)
         trash = work_path(folder, "trash", new_nonce())
         try:

@@ -7,15 +7,17 @@ newest step, which nobody reads any more.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint.names import newest_before
+from megatron_lite.checkpoint.names import newest_before, parse_json, read_bytes
 from megatron_lite.config import flatten
 from megatron_lite.distributed.agreement import together
 from megatron_lite.optimizer.bad_steps import BadStep
@@ -27,6 +29,7 @@ from megatron_lite.setup_run import Run
 from megatron_lite.zero.stage import Observer
 
 FILE_NAME = "bad_step.json"
+LARGEST_FILE_BYTES = 2**24
 MOST_FOLDERS = 3  # of a start, some 10 KB each; every one costs a step
 logger = logging.getLogger("megatron_lite")
 
@@ -98,6 +101,20 @@ def content(run: Run, step: BadStep, found: dict[str, Any]) -> dict[str, Any]:
         "checkpoint": None if older is None else str(older),
         "config": flatten(run.config),
     }
+
+
+def held_checkpoints(root: Path) -> set[int]:
+    """Return the iterations of the checkpoints that the newest folders of a run name, from which a replay begins.
+
+    root: the experiment directory. As many folders count as one start leaves: many starts must not fill the disk.
+    """
+    held: set[int] = set()
+    with contextlib.suppress(OSError):  # somebody deletes a folder at this moment
+        paths = (root / "runs").glob(f"*/artifacts/bad_step_*/{FILE_NAME}")
+        for path in sorted(paths, key=lambda path: path.stat().st_mtime)[-MOST_FOLDERS:]:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none, or not as we wrote it
+                held.add(int(Path(parse_json(read_bytes(path, LARGEST_FILE_BYTES))["checkpoint"]).name))
+    return held
 
 
 def examine(run: Run, iteration: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from megatron_lite.checkpoint.writing import Save, prepared, write_now
 from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.errors import EXIT_PREEMPTED, FolderLostError, NumericsError, StorageError
 from megatron_lite.huggingface.export import export_weights, save_huggingface
-from megatron_lite.outputs.bad_steps import leave_bad_step
+from megatron_lite.outputs.bad_steps import held_checkpoints, leave_bad_step
 from megatron_lite.setup_run import Run
 
 T = TypeVar("T")
@@ -135,7 +135,7 @@ def _settle(run: Run, finished: Finished, waited_s: float = 0.0) -> None:
         rules, after = keep_rules(checkpoint.keep_checkpoints), None
         if not checkpoint.delete_old_temp_checkpoints:
             after = run.resumed_at
-        sharded.prune(root, checkpoint.max_checkpoints, finished.iteration, rules, after)
+        sharded.prune(root, checkpoint.max_checkpoints, finished.iteration, rules, after, held_checkpoints(root.parent))
     blocked = f", training waited {finished.blocked_s + waited_s:.2f} s" if run.background is not None else ""
     size = f"{finished.num_bytes / 1e6:,.1f} MB"
     run.logger.info("saved %s (%s, %.1f s%s)", finished.folder, size, finished.seconds, blocked)

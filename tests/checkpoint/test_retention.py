@@ -85,20 +85,22 @@ def test_rules_that_cannot_be_understood_delete_nothing(items: object) -> None:
 
 RULES = st.sampled_from([(), ("4",), ("6:24",), ("2:10", "5:20", "12")])
 STARTS = st.tuples(RULES, st.none() | st.integers(1, 4), st.booleans(), st.integers(1, 5))
-EVENTS = st.lists(st.sampled_from(["save", "save", "save", "damage", "start"]), max_size=60)
+EVENTS = st.lists(st.sampled_from(["save", "save", "save", "damage", "start", "bad step"]), max_size=60)
 
 
 @hypothesis.settings(max_examples=300)
 @hypothesis.given(st.data(), EVENTS)
 def test_random_histories(data: st.DataObject, events: list[str]) -> None:
-    """Starts with other rules, saves and damage in any order: a good checkpoint, once there, always remains.
+    """Starts with other rules, saves, damage and bad steps in any order: a good checkpoint, once there, always remains.
 
-    Neither the newest good checkpoint nor one that was permanent when it was saved is ever deleted. At most
-    --max_checkpoints temporary ones up to the newest remain, besides those that belong to earlier starts.
+    Neither the newest good checkpoint nor one that was permanent when it was saved, or from which one of the last bad
+    steps can be repeated, is ever deleted. At most --max_checkpoints temporary ones up to the newest remain besides,
+    and those that belong to earlier starts.
     """
     good: dict[int, bool] = {}  # iteration -> permanent when it was saved
     rules, keep, deletes_old, step = keep_rules(()), None, True, 1
     iteration = resumed_at = 0
+    held: list[int] = []
     for event in events:
         if event == "start":
             items, keep, deletes_old, step = data.draw(STARTS)
@@ -106,18 +108,21 @@ def test_random_histories(data: st.DataObject, events: list[str]) -> None:
             iteration = resumed_at = max(good, default=0)  # a run resumes from its newest good checkpoint
         elif event == "damage" and len(good) > 1:
             del good[data.draw(st.sampled_from(sorted(good)))]  # is seen by the manifest or the sizes
+        elif event == "bad step" and good:
+            held = [*held, max(good)][-3:]
         elif event == "save":
             iteration += step
             good[iteration] = is_permanent(iteration, rules)
             saved = [Saved(number, kept or is_permanent(number, rules)) for number, kept in good.items()]
-            deleted = checkpoints_to_delete(saved, keep, iteration, None if deletes_old else resumed_at)
+            deleted = checkpoints_to_delete(saved, keep, iteration, None if deletes_old else resumed_at, held)
             assert iteration not in deleted and max(good) not in deleted
+            assert not set(deleted) & set(held)
             assert not any(good[number] or is_permanent(number, rules) for number in deleted)
             assert deletes_old or all(number > resumed_at for number in deleted)
             for number in deleted:
                 del good[number]
             temporary = [n for n, kept in good.items() if not kept and not is_permanent(n, rules) and n <= iteration]
-            own = [number for number in temporary if deletes_old or number > resumed_at]
+            own = [n for n in temporary if (deletes_old or n > resumed_at) and n not in held]
             assert keep is None or len(own) <= keep
             assert good
 

@@ -95,7 +95,8 @@ def spikes(distributed: Distributed, root: str) -> list[str]:
     """Two runs that drop many updates, one with folders and one without; the digests of their state."""
     options = dict(skip_bad_steps=True, skip_bad_steps_window=8, skip_bad_steps_sigma=1.0, train_iters=24)
     states = []
-    for directory in ({"experiment_dir": root}, {}):
+    saving = {"experiment_dir": root, "checkpoint_interval": 2, "max_checkpoints": 1}
+    for directory in (saving, {}):
         run = opened(distributed, tiny_config(distributed.world_size, **options, **directory), fault=False)
         train(run)
         states.append(digest(part.read(kind) for _, part in run.model.parts() for kind in part.kinds()))
@@ -106,11 +107,15 @@ def spikes(distributed: Distributed, root: str) -> list[str]:
 
 
 def test_folders_are_few_and_change_no_number(tmp_path: Path) -> None:
-    """A run with many bad steps leaves three folders, and ends with the same bits as one that leaves none."""
+    """A run with many bad steps leaves three folders, and ends with the same bits as one that leaves none. The
+    checkpoints that the folders name stay, beside the newest one."""
     ((first, second),) = run_distributed(1, spikes, str(tmp_path))
     assert first == second
     folders = sorted((tmp_path / "runs" / "0" / "artifacts").iterdir())
     assert len(folders) == 3
+    named = {str(read_folder(folder)["checkpoint"]) for folder in folders} - {"None"}
+    kept = {str(path) for path in (tmp_path / "checkpoints").iterdir()}
+    assert named and named < kept and len(kept) < len(named) + 4, "of twelve"
     content = read_folder(folders[0])
     assert content["found"]["largest_gradient"] and 0 < content["found"]["share"] <= 1
     with pytest.raises(UsageError, match="bad_step.json"):
