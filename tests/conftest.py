@@ -10,9 +10,9 @@ Tests that the catalogue of faults names get the marker `faults`.
 import os
 
 import pytest
-import torch
 
 from tests.faults.catalogue import read_catalogue
+from tests.support.short_spins import torch
 from tests.support.threads import THREADS
 
 if not torch.cuda.is_available():

@@ -335,10 +335,10 @@ def hostile_id(text: str) -> str:
 
 @pytest.mark.parametrize("hostile", HOSTILE, ids=hostile_id)
 def test_every_flag_survives_hostile_values(hostile: str) -> None:
-    """Any value of any flag, behind `=`. A sixth of the flags, others for each value, also get it as the next word, and
+    """Each value for a third of the flags, others for each value, behind `=`. A sixth also get it as the next word, and
     so do other spellings, which are refused or mean a flag.
     """
-    for name in FLAGS:
+    for name in [*FLAGS][HOSTILE.index(hostile) % 3 :: 3]:
         survives(name, f"--{name}={hostile}")
     turn = HOSTILE.index(hostile) % 6
     for name in [*FLAGS][turn::6]:

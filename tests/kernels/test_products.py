@@ -316,8 +316,10 @@ def report_of(**variables: str) -> dict[str, tuple[bool, bool]]:
     "variables",
     [
         {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
-        {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
-        {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},  # oneDNN calls bf16 supported there, and imitates it
+        pytest.param({"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, marks=pytest.mark.slow
+        ),  # oneDNN calls bf16 supported there, and imitates it
     ],
     ids=lambda variables: variables["ONEDNN_MAX_CPU_ISA"],
 )

@@ -68,7 +68,11 @@ POISONS: list[tuple[float, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("poison", "options"), POISONS, ids=str)
+@pytest.mark.parametrize(
+    ("poison", "options"),
+    [pytest.param(*case, marks=[pytest.mark.slow] if "enable_triton_kernels" in case[1] else []) for case in POISONS],
+    ids=str,
+)
 def test_a_bad_gradient_on_one_rank_changes_nothing_on_any(poison: float, options: dict[str, Any]) -> None:
     """NaN and infinities never reach weights or moments, on no rank; the next update goes on as if nothing was."""
     for result in run_distributed(2, poisoned_update, poison, options):
@@ -132,7 +136,7 @@ def compare(reference: Engine, with_triton: Engine) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(form, marks=[pytest.mark.slow] if i in (1, 4, 5) else []) for i, form in enumerate(FORMS)],
+    [pytest.param(form, marks=[] if i in (2, 6) else [pytest.mark.slow]) for i, form in enumerate(FORMS)],
     ids=str,
 )
 def test_runs_with_triton_kernels_are_those_with_references(options: dict[str, Any]) -> None:

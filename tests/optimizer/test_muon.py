@@ -117,11 +117,18 @@ def split_rows(spec: ParameterSpec, options: Options) -> list[int]:
     return [spec.shape[0]]
 
 
-@pytest.fixture(scope="module")
-def updates() -> dict[tuple[int, int], list[tuple[Weights, Weights, list[ParameterSpec]]]]:
+LAYOUTS = {"some layouts": ((1, 1), (2, 3), (3, 1)), "all layouts": tuple(itertools.product((1, 2, 3), (1, 3)))}
+
+
+@pytest.fixture(
+    scope="module", params=[name if "some" in name else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
+def updates(
+    request: pytest.FixtureRequest,
+) -> dict[tuple[int, int], list[tuple[Weights, Weights, list[ParameterSpec]]]]:
     """(ranks, ZeRO stage) -> of each case: whole masters before and after, specs."""
     results = {}
-    for ranks, zero_stage in itertools.product((1, 2, 3), (1, 3)):
+    for ranks, zero_stage in LAYOUTS[request.param]:
         of_ranks = run_distributed(ranks, update, [options | {"zero_stage": zero_stage} for options in CASES])
         results[ranks, zero_stage] = [
             (together([rank[0] for rank in case]), together([rank[1] for rank in case]), case[0][2])

@@ -111,7 +111,7 @@ def after_preparing(code: str, **variables: str) -> list[str]:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity")
-@pytest.mark.parametrize("variable", ["OMP_PROC_BIND=true", "OMP_PLACES=cores"])
+@pytest.mark.parametrize("variable", ["OMP_PROC_BIND=true", pytest.param("OMP_PLACES=cores", marks=pytest.mark.slow)])
 def test_cores_are_counted_before_openmp_binds_this_thread(variable: str) -> None:
     code = "from megatron_lite.run.threads import available_cores, _quota; "
     code += "print(available_cores() == max(1, min(cores, int(_quota() or cores))))"
@@ -119,7 +119,17 @@ def test_cores_are_counted_before_openmp_binds_this_thread(variable: str) -> Non
 
 
 @pytest.mark.skipif(not onednn_is_exact(), reason="oneDNN rounds fp32 factors on this processor")
-@pytest.mark.parametrize("variables", [{}, {"OMP_MAX_ACTIVE_LEVELS": "0"}, {"OMP_DYNAMIC": "true"}], ids=str)
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"OMP_MAX_ACTIVE_LEVELS": "0", "OMP_DYNAMIC": "true"},
+        *(
+            pytest.param(some, marks=pytest.mark.slow)
+            for some in ({}, {"OMP_MAX_ACTIVE_LEVELS": "0"}, {"OMP_DYNAMIC": "true"})
+        ),
+    ],
+    ids=str,
+)
 def test_openmp_gives_all_threads_or_onednn_computes_nonsense(variables: dict[str, str]) -> None:
     """With fewer threads than asked, oneDNN leaves blocks of a product as they were in memory."""
     code = "from megatron_lite.kernels.products import onednn_is_exact; print(onednn_is_exact())"
@@ -219,7 +229,7 @@ def test_every_command_that_computes_prepares_libraries_before_torch_is_imported
 
 
 def test_the_log_says_how_many_threads_and_why() -> None:
-    outcome = run([*TINY, "--device=cpu"], 1, "processes")
+    outcome = run([*TINY, "--device=cpu"])
     assert f"{THREADS} thread{'s' if THREADS > 1 else ''} per rank (OMP_NUM_THREADS)" in outcome.output
 
 

@@ -248,6 +248,7 @@ def test_usage_errors_name_the_flag(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_terminated_race_leaves_no_programs(tmp_path: Path) -> None:
     """SIGTERM, which `timeout` sends, ends the stopped programs, too."""
     environment = os.environ | {"TMPDIR": str(tmp_path)}

@@ -32,7 +32,13 @@ if TYPE_CHECKING:
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the program does before it imports torch
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
-    ["megatron_lite.train", "pytest", "torch.fx.experimental.symbolic_shapes", "tests.support.engine_runs"]
+    [
+        "tests.support.short_spins",
+        "megatron_lite.train",
+        "pytest",
+        "torch.fx.experimental.symbolic_shapes",
+        "tests.support.engine_runs",
+    ]
 )
 
 TIMEOUT_S = 120.0

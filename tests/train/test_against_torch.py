@@ -126,8 +126,15 @@ def plain_learning_rate(options: dict[str, Any], iteration: int) -> float:
     return options["min_lr"] + (1e-3 - options["min_lr"]) * 0.5 * (1 + np.cos(np.pi * progress))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("layout", [(1, 1), (2, 3)], ids=["one rank", "two ranks, ZeRO 3"])
+# Every architecture by default, in one layout or the other; in both with -m slow.
+@pytest.mark.parametrize(
+    ("architecture", "layout"),
+    [
+        pytest.param(name, layout, id=f"{name}, {words}", marks=[] if i % 2 == j else [pytest.mark.slow])
+        for i, name in enumerate(ARCHITECTURES)
+        for j, (layout, words) in enumerate({(2, 3): "two ranks, ZeRO 3", (1, 1): "one rank"}.items())
+    ],
+)
 def test_training_equals_plain_torch(architecture: str, layout: tuple[int, int]) -> None:
     """Losses agree to 1e-6 relative, weights to 1e-5 absolute, except key biases: their exact gradient is zero."""
     ranks, zero_stage = layout
@@ -156,7 +163,7 @@ def test_clipping_is_active_in_these_runs() -> None:
     np.testing.assert_allclose(ours.losses, losses, rtol=1e-6)
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+@pytest.mark.parametrize("architecture", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_recomputation_changes_no_bit_of_a_run(architecture: str) -> None:
     """Losses, gradient norms and weights of 2 ranks with ZeRO 3, dropout and accumulation are equal at every level."""
     options = {
@@ -199,7 +206,10 @@ PARTS: dict[str, tuple[str, dict[str, Any], dict[str, float]]] = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("layout", [(1, 1), (2, 3)], ids=["one rank", "two ranks, ZeRO 3"])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param((1, 1), id="one rank", marks=pytest.mark.slow), pytest.param((2, 3), id="two ranks, ZeRO 3")],
+)
 def test_training_a_part_equals_plain_torch(part: str, layout: tuple[int, int]) -> None:
     """Frozen weights stay; the others follow torch, each at its own learning rate."""
     architecture, flags, scales = PARTS[part]

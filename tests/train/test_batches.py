@@ -110,10 +110,14 @@ def in_every_zero_stage(distributed: Distributed, options: dict[str, Any]) -> li
     ("options", "same"),
     [
         # One round of micro-batches in every iteration, more or less full: no bit differs.
-        (dict(batch_size_schedule=("0:3", "1:4", "3:1"), micro_batch_size=2), (1, 2, 3)),
+        pytest.param(
+            dict(batch_size_schedule=("0:3", "1:4", "3:1"), micro_batch_size=2), (1, 2, 3), marks=pytest.mark.slow
+        ),
         (dict(batch_size_schedule=("0:6", "2:8"), micro_batch_size=2, breadth_first_micro_batches=2), (1, 2, 3)),
         # Several: their gradients are added up in buffers (ZeRO 1) or in shards (ZeRO 2 and 3).
-        (dict(batch_size_schedule=("0:4", "2:12", "3:7"), micro_batch_size=2), (2, 3)),
+        pytest.param(
+            dict(batch_size_schedule=("0:4", "2:12", "3:7"), micro_batch_size=2), (2, 3), marks=pytest.mark.slow
+        ),
         (dict(batch_size_schedule=("0:4", "2:11"), micro_batch_size=1, breadth_first_micro_batches=2), (2, 3)),
     ],
     ids=str,

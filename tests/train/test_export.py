@@ -171,7 +171,9 @@ FREEZING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", FREEZING)
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=[pytest.mark.slow] if i else []) for i, how in enumerate(FREEZING)]
+)
 def test_exports_of_frozen_models_are_whole(transformers: Any, tmp_path: Path, how: str) -> None:
     """Two ranks, embedding and one block frozen: an export has every parameter, the frozen ones at the values of an
     export before training, the others at new ones, all in the training dtype."""

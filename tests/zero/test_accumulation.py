@@ -86,7 +86,7 @@ def evaluated_runs(distributed: Distributed, options: Options) -> list[Outcome]:
     [
         pytest.param({}, marks=pytest.mark.slow),
         {"tie_word_embeddings": False, "training_dtype": "bf16"},
-        {"freeze": ("embedding",), "training_dtype": "bf16"},
+        pytest.param({"freeze": ("embedding",), "training_dtype": "bf16"}, marks=pytest.mark.slow),
         {"depth_first_micro_batches": 1, "breadth_first_micro_batches": 2},
     ],
     ids=str,

@@ -237,10 +237,10 @@ def torch_threads(number: int) -> Iterator[None]:
 @pytest.mark.parametrize("case", THREADED_CASES, ids=str)
 @pytest.mark.parametrize("backend", ["math", "flash"])
 def test_attention_with_threads(backend: str, case: Case) -> None:
-    """Both implementations equal the formula with 1, 2 and 4 threads, and repeat their bits with as many threads."""
+    """Both implementations equal the formula with 2 and 3 threads, and repeat their bits with as many threads."""
     if backend == "flash" and (case.window or case.lengths):
         pytest.skip("flash takes neither windows nor documents")
-    for threads in (1, 2, 4):
+    for threads in (2, 3):
         with torch_threads(threads):
             for dtype in (FP32, BF16, torch.float16) if backend == "math" else (FP32,):
                 compare(case, dtype, backend)
