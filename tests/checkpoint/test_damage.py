@@ -380,8 +380,9 @@ def test_an_enormous_manifest_is_not_read(tmp_path: Path) -> None:
     [("pair", {}), ("frozen_pair", FROZEN), ("averaged_pair", AVERAGED)],
     ids=["trained", "frozen", "averaged"],
 )
+@pytest.mark.parametrize("changes", [120, pytest.param(1000, marks=pytest.mark.slow)])
 def test_random_changes_never_give_another_error(
-    which: str, layout: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path
+    which: str, layout: dict[str, Any], changes: int, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """Structure-aware fuzzing: a changed manifest is either refused, or loads without reading outside its files."""
     junk: tuple[Any, ...] = (
@@ -407,7 +408,7 @@ def test_random_changes_never_give_another_error(
     root, pair = tmp_path / "root", request.getfixturevalue(which)
     shutil.copytree(pair, root)
     accepted = 0
-    for _ in range(400):
+    for _ in range(changes):
         values = json.loads((pair / "20" / "manifest.json").read_bytes())
         node: Any = values
         while True:  # walk to a random place
@@ -427,7 +428,7 @@ def test_random_changes_never_give_another_error(
             continue
         assert loaded is not None and (loaded.iteration == 10) == any("; skipped, " in line for line in lines)
         accepted += loaded.iteration == 20
-    assert 0 < accepted < 300
+    assert 0 < accepted < 0.75 * changes
     assert names(root) == {"10", "20"}
 
 

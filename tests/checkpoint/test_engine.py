@@ -119,7 +119,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] if i in (1, 4) else []) for i, case in enumerate(CASES)]
+    "case", [pytest.param(case, marks=[] if i in (3, 5) else [pytest.mark.slow]) for i, case in enumerate(CASES)]
 )
 def test_continued_training_is_bit_identical(case: str, tmp_path: Path) -> None:
     """Resuming at iteration 4 gives iteration 8 and the losses of an uninterrupted run; frozen weights never change and
@@ -151,7 +151,9 @@ OTHERS: tuple[tuple[int, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.parametrize("case", ["mixed, low precision, zero 3", "frozen embedding, fp32, zero 1"])
+@pytest.mark.parametrize(
+    "case", ["mixed, low precision, zero 3", pytest.param("frozen embedding, fp32, zero 1", marks=pytest.mark.slow)]
+)
 def test_any_layout_reads_the_engines_checkpoints(case: str, tmp_path: Path) -> None:
     """Loading and saving with other world sizes, ZeRO stages, layers per stage and padding changes no bit."""
     options = {**CASES[case], "experiment_dir": str(tmp_path / "run"), "batch_size": 6}
@@ -175,7 +177,10 @@ def test_padding_of_the_vocabulary_may_change(tmp_path: Path) -> None:
     assert saved["embedding.word.weight"].shape == saved["head.output.weight"].shape == (64, 32)
 
 
-@pytest.mark.parametrize("split_first", [True, False], ids=["joined later", "split later"])
+@pytest.mark.parametrize(
+    "split_first",
+    [pytest.param(True, id="joined later", marks=pytest.mark.slow), pytest.param(False, id="split later")],
+)
 def test_masters_are_the_same_bits_split_or_not(split_first: bool, tmp_path: Path) -> None:
     """--split_master_weights changes the storage of fp32 masters, not their values: either run loads the other's."""
     options = {**EMBEDDING, **BF16, "experiment_dir": str(tmp_path / "run"), "zero_stage": 2}

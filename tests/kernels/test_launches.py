@@ -81,7 +81,7 @@ LLAMA = dict(
     ("model", "expected"),
     [
         ({}, {"addmm": 4, "mm": 8, "sum": 4, "add": 1, "cat": 1, "kernels": 10}),
-        (LLAMA, {"mm": 12, "add": 1, "kernels": 10}),
+        pytest.param(LLAMA, {"mm": 12, "add": 1, "kernels": 10}, marks=pytest.mark.slow),
     ],
     ids=["GPT-2", "Llama"],
 )

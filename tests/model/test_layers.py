@@ -273,7 +273,9 @@ def test_each_recomputation_level_keeps_less_by_the_stated_bytes(architecture: s
 
 
 @pytest.mark.skipif(not is_interpreted(), reason="kernels run natively here: tests/test_gpu.py")
-@architectures
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(name, marks=[pytest.mark.slow] if name == "gpt2" else []) for name in ARCHITECTURES]
+)
 def test_triton_kernels_give_the_gradients_of_the_references(architecture: str) -> None:
     """A model of one block with every kernel that there is, and with the references: to rounding."""
     options = dict(mlp_recompute_level="activation", num_layers=1)

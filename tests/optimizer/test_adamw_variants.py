@@ -120,7 +120,7 @@ class Exact:
         return factor
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.fixture(scope="module", params=[*(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 2)), 3])
 def runs(request: pytest.FixtureRequest) -> list[Any]:
     """For each case with ZeRO 1, then with ZeRO 3, on some ranks: whole masters at first and after each step, specs and
     what the log has.

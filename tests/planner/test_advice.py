@@ -19,6 +19,7 @@ from megatron_lite.planner.plan import make_plan, needed_bytes
 from megatron_lite.planner.runtime import GIB
 from megatron_lite.validation import resolve
 from pretrain_gpt import main
+from tests.support import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 # Fast-LLM's guide for a Mistral-7B, word for word: its run took 16 machines of 8 H100 cards.
@@ -113,8 +114,8 @@ def test_the_guides_run_fits_its_own_cluster(capsys: pytest.CaptureFixture[str])
 
 def test_the_example_job_fits_its_16_machines(tmp_path: Path) -> None:
     """The multi-node example, planned for the 128 ranks that it asks Slurm for, fits."""
-    torchrun = tmp_path / "torchrun"
-    torchrun.write_text(f'#!/bin/sh\nwhile [ "${{1%%.py}}" = "$1" ]; do shift; done\nexec {sys.executable} "$@"\n')
+    torchrun, python = tmp_path / "torchrun", warm_python.folder() / "python"
+    torchrun.write_text(f'#!/bin/sh\nwhile [ "${{1%%.py}}" = "$1" ]; do shift; done\nexec {python} "$@"\n')
     torchrun.chmod(0o755)
     job = (ROOT / "scripts/examples/slurm_multi_node.sbatch").read_text()
     (nodes,), (gpus,) = re.findall(r"--nodes=(\d+)\n", job), re.findall(r"#SBATCH --gpus-per-node=(\d+)", job)

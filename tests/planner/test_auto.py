@@ -165,7 +165,7 @@ def test_a_resumed_run_keeps_the_library_of_its_checkpoint(tmp_path: Path) -> No
     sizes = [f"--{name}={value}" for name, value in LARGE.items()]
     flags = [*TINY, *sizes, "--device=cpu", f"--experiment_dir={tmp_path}"]
     for more in (["--train_iters=1", "--cpu_matmul=onednn"], ["--train_iters=2"]):
-        outcome = run([*flags, *more], 1, "processes")
+        outcome = run([*flags, *more])
         assert outcome.codes == [0], outcome.output
         assert json.loads((tmp_path / "config.json").read_text())["cpu_matmul"] == "onednn"
     assert "--cpu_matmul=auto is onednn: as in the checkpoint" in outcome.output

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_lite.zero.layout import round_up
 from pretrain_gpt import main
+from tests.support import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,8 +70,10 @@ def numbers(text: str, row: str) -> list[str]:
 def test_mistral_on_gpus(tmp_path: Path) -> None:
     """The README's command plans for any number of GPUs on a machine without GPUs and with little memory."""
     flags = ["--dry_run=1", *MISTRAL, "--micro_batch_size=1", f"--experiment_dir={tmp_path / 'run'}"]
-    command = [sys.executable, "-c", WATCHED, "4,8,64,128", *flags]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    command = [str(warm_python.folder() / "python"), "-c", WATCHED, "4,8,64,128", *flags]
+    result = subprocess.run(
+        command, cwd=ROOT, env=warm_python.environment(), capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0 and not result.stderr, result.stdout + result.stderr
     *pages, grown_by_mib = result.stdout.split("<<next>>")
     for ranks, text in zip((4, 8, 64, 128), pages, strict=True):

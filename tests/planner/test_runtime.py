@@ -39,10 +39,10 @@ SMALL_MISTRAL: dict[str, Any] = dict(
     "options",
     [
         {},
-        dict(mlp_recompute_level="full"),
+        pytest.param(dict(mlp_recompute_level="full"), marks=pytest.mark.slow),
         dict(mlp_recompute_level="full", vocab_size=8000),
         dict(mlp_recompute_level="activation", batch_size=3, breadth_first_micro_batches=3),
-        dict(mlp_recompute_level="full", recompute_layers=4),
+        pytest.param(dict(mlp_recompute_level="full", recompute_layers=4), marks=pytest.mark.slow),
         dict(mlp_recompute_level="full", gated=False, normalization_type="layer_norm", use_rotary_embeddings=False),
         dict(full_precision_residual=True, qk_layernorm=True, training_dtype="fp32", batch_size=2),
     ],

@@ -201,7 +201,7 @@ TINY = (
 def test_our_program_races_and_missing_peers_are_named(tmp_path: Path) -> None:
     """Without checkouts and packages only our row trains; the others say what they lack, and the exit code is 0."""
     output = tmp_path / "results.json"
-    words = [*TINY.split(), "--turns=2", "--steps_per_turn=3", "--threads=1", "--isa=avx2", f"--output={output}"]
+    words = [*TINY.split(), "--turns=2", "--steps_per_turn=10", "--threads=1", "--isa=avx2", f"--output={output}"]
     python = tmp_path / "python"  # an interpreter without the peers' packages
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
     python.chmod(0o755)

@@ -25,7 +25,8 @@ import tempfile
 import threading
 import time
 import traceback
-from multiprocessing import connection, current_process, parent_process
+from multiprocessing import connection, parent_process, process
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,20 @@ sys.exit(server.recv(1)[0])
 """
 
 
-@functools.cache
 def folder() -> Path:
     """Start the server of this process once; return the folder of its `python`."""
+    return _started()[0]
+
+
+@functools.cache
+def _started() -> tuple[Path, BaseProcess]:
+    """The folder, and the server, which ends when this process has ended or forgotten it."""
     path = Path(tempfile.mkdtemp(prefix="megatron_lite_python_"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     address = str(path / "server")
-    FORKSERVER.Process(target=_serve, args=(address,), daemon=True).start()
+    server = FORKSERVER.Process(target=_serve, args=(address,))
+    server.start()
+    process._children.discard(server)  # type: ignore[attr-defined]  # nobody's left-over, nor to be waited for
     client = path / "python"
     client.write_text(CLIENT.format(interpreter=sys.executable, address=address))
     client.chmod(0o755)
@@ -62,7 +70,7 @@ def folder() -> Path:
     while not os.path.exists(address):
         assert time.monotonic() < deadline, "the server of warm interpreters did not start"
         time.sleep(0.005)
-    return path
+    return path, server
 
 
 def search_path() -> str:
@@ -125,7 +133,6 @@ def _become(words: list[str], place: str, environment: dict[str, str], streams: 
     """Be what `python <words>` would be, in a session of its own."""
     os.setsid()
     atexit._clear()  # functions of the server
-    current_process().daemon = False  # or it could start no workers
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, stream in enumerate(streams):

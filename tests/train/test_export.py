@@ -89,8 +89,8 @@ def options_for(folder: Path, architecture: str) -> dict[str, Any]:
         "data_path": (a_corpus(folder),),
         "split": (8.0, 2.0, 0.0),
         "experiment_dir": str(folder / "run"),
-        "export_interval": 30,
-        "train_iters": 30,
+        "export_interval": 12,
+        "train_iters": 12,
         "validation_iters": 3,
         "lr": 3e-3,
         "zero_stage": 3,
@@ -109,7 +109,7 @@ def test_transformers_computes_the_same_logits_and_validation_loss(
     """Logits agree to 1e-5 and the mean validation loss to 1e-5 relative in fp32, after two ranks with ZeRO 3."""
     options = options_for(tmp_path, architecture)
     results = run_distributed(2, train_and_export, options)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export" / "30").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export" / "12").eval()
     assert type(model).__name__.lower().startswith(architecture)
     for result in results:
         tokens = torch.from_numpy(result["tokens"])
@@ -140,11 +140,11 @@ def test_an_averaged_export_has_the_averaged_loss(transformers: Any, tmp_path: P
     frozen block. The loss of the weights is another one."""
     options = {**options_for(tmp_path, "mistral"), "hidden_dropout": 0.0, "attention_dropout": 0.0}
     options |= {"freeze": ("blocks.0",)}
-    options |= {"ema_type": "ema_decay_sqrt", "ema_switch_iter": 15, "ema_decay_iters": 20, "export_weights": "average"}
+    options |= {"ema_type": "ema_decay_sqrt", "ema_switch_iter": 5, "ema_decay_iters": 8, "export_weights": "average"}
     run_distributed(2, train_and_export, options)
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     (validation,) = (record for record in records if record["phase"] == "validation")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export" / "30").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export" / "12").eval()
     found = validation_loss(model, {**options, "export_weights": "raw"})
     np.testing.assert_allclose(found, validation["averaged_loss"], rtol=1e-5)
     assert abs(found - validation["loss"]) > 1e-3
@@ -160,7 +160,7 @@ def test_exports_are_the_same_bits_for_every_zero_stage(tmp_path: Path) -> None:
         folder.mkdir()
         options = {**options_for(folder, "llama"), "zero_stage": zero_stage, "hidden_dropout": 0.0}
         run_distributed(2, train_and_export, {**options, "attention_dropout": 0.0})
-        weights.append(load_file(folder / "run" / "export" / "30" / "model.safetensors"))
+        weights.append(load_file(folder / "run" / "export" / "12" / "model.safetensors"))
     assert same_weights(weights[0], weights[1]) and same_weights(weights[0], weights[2])
 
 
@@ -184,13 +184,13 @@ def test_exports_of_frozen_models_are_whole(transformers: Any, tmp_path: Path, h
     run_distributed(2, train_and_export, start)
     run_distributed(2, train_and_export, options)
     before = load_file(tmp_path / "start" / "export" / "0" / "model.safetensors")
-    after = load_file(tmp_path / "run" / "export" / "30" / "model.safetensors")
+    after = load_file(tmp_path / "run" / "export" / "12" / "model.safetensors")
     assert before.keys() == after.keys() and {value.dtype for value in after.values()} == {torch.bfloat16}
     frozen = {name for name in after if name.startswith(("model.embed_tokens.", "model.layers.1."))}
     assert len(frozen) == 10
     unchanged = {name for name in after if torch.equal(before[name], after[name])}
     assert unchanged == frozen
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export" / "30", dtype="bfloat16")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export" / "12", dtype="bfloat16")
     state = model.state_dict()
     assert all(torch.equal(state[name], value) for name, value in after.items())
 
@@ -200,7 +200,7 @@ def test_a_frozen_model_computes_what_its_export_computes(transformers: Any, tmp
     """Logits agree to 1e-5 in fp32 with a frozen embedding tied to the head and frozen norms in every stage."""
     options = {**options_for(tmp_path, "mistral"), "zero_stage": zero_stage, "freeze": ("embedding", "*_norm.weight")}
     results = run_distributed(2, train_and_export, options)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export" / "30").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export" / "12").eval()
     for result in results:
         with torch.no_grad():
             logits = model(torch.from_numpy(result["tokens"])[:, :-1]).logits
@@ -209,11 +209,11 @@ def test_a_frozen_model_computes_what_its_export_computes(transformers: Any, tmp
 
 def test_a_distributed_export_resumes(tmp_path: Path) -> None:
     """--export_format=distributed leaves a whole checkpoint, moments included, that training can start from."""
-    options = {**options_for(tmp_path, "gpt2"), "export_format": "distributed", "export_interval": 15}
+    options = {**options_for(tmp_path, "gpt2"), "export_format": "distributed", "export_interval": 6}
     run_distributed(2, train_and_export, options)
-    (tmp_path / "run" / "export" / "15").rename(tmp_path / "fifteen")
+    (tmp_path / "run" / "export" / "6").rename(tmp_path / "six")
     (tmp_path / "again" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "fifteen").rename(tmp_path / "again" / "checkpoints" / "15")
+    (tmp_path / "six").rename(tmp_path / "again" / "checkpoints" / "6")
     run_distributed(2, train_and_export, {**options, "experiment_dir": str(tmp_path / "again")})
     first, second = (
         {
@@ -222,4 +222,4 @@ def test_a_distributed_export_resumes(tmp_path: Path) -> None:
         }
         for name in ("run", "again")
     )
-    assert len(second) == 16 and all(first[key] == loss for key, loss in second.items())
+    assert len(second) == 7 and all(first[key] == loss for key, loss in second.items())

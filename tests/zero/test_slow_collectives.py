@@ -136,7 +136,7 @@ def test_slow_collectives_change_no_bit(ranks: int) -> None:
 
     All of them are held against late collectives of simulated ranks below.
     """
-    compare(ranks, SOME[::5] if ranks == 2 else SOME[1::12])
+    compare(ranks, SOME[::7] if ranks == 2 else SOME[1::14])
 
 
 @pytest.mark.slow
