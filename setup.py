@@ -30,6 +30,7 @@ setup(
     ],
     extras_require={
         "plot": ["matplotlib"],
+        "data": ["pyarrow", "zstandard"],
         "test": ["pytest", "pytest-xdist", "transformers", "hypothesis"],
         "dev": ["ruff", "mypy"],
     },

@@ -21,7 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("outputs",),
     ("setup_run",),
     ("cli", "generation", "planner"),
-    ("huggingface",),
+    ("corpus", "huggingface"),
     ("checkpoint", "data", "monitor"),
     ("optimizer",),
     ("zero", "model"),

@@ -41,6 +41,7 @@ class IndexedDatasetWriter:
         self._code = codes[self.dtype]
         self._sizes = array("i")
         self.num_tokens = 0
+        self._is_written = False
         self._bin_tmp, self._index_tmp = Path(prefix + ".bin.tmp"), Path(prefix + ".idx.tmp")
         with _writing(self._bin_tmp):
             self._bin: IO[bytes] = open(self._bin_tmp, "ab")
@@ -76,18 +77,31 @@ class IndexedDatasetWriter:
             raise DataError(f"{self.prefix}: a token id of document {len(self._sizes)} does not fit {self.dtype.name}")
         if tokens.size > np.iinfo(np.int32).max:
             raise DataError(f"{self.prefix}: document {len(self._sizes)} has {tokens.size:,} tokens, over 2**31 - 1")
+        self.add_documents(tokens.astype(self.dtype, copy=False), np.array([tokens.size], dtype=np.int32))
+
+    def add_documents(self, tokens: NDArray[Any], sizes: NDArray[np.int32]) -> None:
+        """Append documents that lie back to back in `tokens`, already of the pair's dtype, with these sizes."""
+        assert tokens.dtype == self.dtype and sizes.dtype == np.int32, (tokens.dtype, sizes.dtype)
         with _writing(self._bin_tmp):
-            self._bin.write(tokens.astype(self.dtype, copy=False).tobytes())
-        self._sizes.append(tokens.size)
+            self._bin.write(tokens.tobytes())
+        self._sizes.frombytes(sizes.tobytes())
         self.num_tokens += tokens.size
+
+    def write_index(self) -> Path:
+        """Write and sync both files under their temporary names; return that of the index."""
+        if not self._is_written:
+            with _writing(self.prefix):
+                _sync(self._bin)
+                with open(self._index_tmp, "wb") as index:
+                    index.writelines(self._index_parts())
+                    _sync(index)
+            self._is_written = True
+        return self._index_tmp
 
     def commit(self) -> None:
         """Write the index and publish both files."""
+        self.write_index()
         with _writing(self.prefix):
-            _sync(self._bin)
-            with open(self._index_tmp, "wb") as index:
-                index.writelines(self._index_parts())
-                _sync(index)
             bin_path, index_path = Path(self.prefix + ".bin"), Path(self.prefix + ".idx")
             index_path.unlink(missing_ok=True)  # so that a new .bin never lies beside an old .idx
             os.replace(self._bin_tmp, bin_path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -78,11 +79,13 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A `tokenizer.json`; special tokens spelled out in a text are plain text unless `special_tokens` is set."""
 
-    def __init__(self, path: str, end_of_document: str | None = None, special_tokens: bool = False) -> None:
+    def __init__(
+        self, path: str, end_of_document: str | None = None, special_tokens: bool = False, needs_end: bool = True
+    ) -> None:
         """Load a tokenizer whose documents end with the token `end_of_document`.
 
         By default that is the `eos_token` of a tokenizer_config.json beside the file, or else the first of
-        END_OF_DOCUMENT_NAMES in the vocabulary.
+        END_OF_DOCUMENT_NAMES in the vocabulary. Unless `needs_end`, a tokenizer without any has the id -1.
 
         Raises: DataError if the file cannot be read or has no such token; UsageError if `end_of_document` is unknown.
         """
@@ -97,17 +100,22 @@ class JsonTokenizer:
         if end_of_document is not None and self._tokenizer.token_to_id(end_of_document) is None:
             raise UsageError(f"{path}: has no token {end_of_document!r} to end documents with")
         token = end_of_document or _find_end_of_document(self._tokenizer, path)
-        if token is None:
+        if token is None and needs_end:
             raise DataError(f"{path}: has no usual end-of-document token like {END_OF_DOCUMENT}; name the one to take")
-        self.end_of_document_token = token
-        self.end_of_document = int(self._tokenizer.token_to_id(token))
+        self.end_of_document = -1 if token is None else int(self._tokenizer.token_to_id(token))
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token; None if the vocabulary lacks it."""
+        number = self._tokenizer.token_to_id(token)
+        return None if number is None else int(number)
 
     def encode(self, text: str, template: bool = False) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=template).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+        # The array takes a quarter of the time that NumPy takes to read a list.
+        return [np.asarray(array("I", encoding.ids)) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
         kept = [int(number) for number in ids if number != self.end_of_document]
@@ -137,7 +145,9 @@ class JsonTokenizer:
         return counts
 
 
-def load_tokenizer(path: str, end_of_document: str | None = None, special_tokens: bool = False) -> Tokenizer:
+def load_tokenizer(
+    path: str, end_of_document: str | None = None, special_tokens: bool = False, needs_end: bool = True
+) -> Tokenizer:
     """Load the tokenizer named `byte`, a `tokenizer.json`, or the one in a folder.
 
     Raises: the errors of JsonTokenizer.
@@ -146,7 +156,7 @@ def load_tokenizer(path: str, end_of_document: str | None = None, special_tokens
         return ByteTokenizer()
     if Path(path).is_dir():
         path = str(Path(path) / "tokenizer.json")
-    return JsonTokenizer(path, end_of_document, special_tokens)
+    return JsonTokenizer(path, end_of_document, special_tokens, needs_end)
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, path: str) -> JsonTokenizer:

@@ -1,0 +1,233 @@
+"""The pieces of the work: parts of the input of a fixed size, whatever the number of processes.
+
+A finished piece lies in the work folder as `<key>.bin` (tokens), `<key>.sizes` (tokens of each document, i32),
+`<key>.hashes` (128 bits of each document's text, where duplicates are searched) and `<key>.json`, the record, which
+appears last and holds the digests of the others. The key depends on all that the tokens depend on: so a later start
+keeps every piece that it needs too, even if other files or options have changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from megatron_lite.corpus import tables
+from megatron_lite.corpus.documents import Reading, Span
+from megatron_lite.corpus.encoding import DocumentEncoder, Encoding, batches
+from megatron_lite.corpus.faults import BadDocument, Fault
+from megatron_lite.corpus.fields import TextFields
+from megatron_lite.corpus.inputs import InputFile
+from megatron_lite.errors import DataError, StorageError
+from megatron_lite.run.durable_files import replace_file
+
+SMALLEST_PIECE_BYTES = 8 << 20
+LARGEST_PIECE_BYTES = 512 << 20
+USUAL_PIECES = 4096  # of a corpus between 32 GB and 2 TB
+MOST_SPANS = 4096  # of one piece
+FORMAT = 1  # of a piece; a change makes older pieces useless
+HASH_BYTES = 16
+CHUNK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All but the input that the content of a piece depends on."""
+
+    encoding: Encoding
+    tokenizer_digest: str
+    library_version: str  # of tokenizers
+    fields: TextFields
+    strict: bool
+    hashes: bool
+    most_documents: int | None  # that any piece needs to hold
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of the work: spans that follow each other."""
+
+    number: int
+    key: str
+    spans: tuple[Span, ...]
+
+
+@dataclass
+class Record:
+    """The result of a piece. `stopped`: at a fault with --strict, so that nothing was kept."""
+
+    documents: int
+    tokens: int
+    text_bytes: int
+    lines: list[int]  # or rows, of each span
+    fault_counts: dict[str, int]
+    first_faults: list[Fault]
+    digests: dict[str, str]  # of the files, by their ending
+    stopped: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Record:
+        return cls(**{**values, "first_faults": [Fault(**fault) for fault in values["first_faults"]]})
+
+
+def plan_pieces(files: Sequence[InputFile], recipe: Recipe, piece_bytes: int | None = None) -> list[Piece]:
+    """Cut the input into pieces: a pure function of the files, their sizes and the recipe.
+
+    Raises:
+        DataError: if a parquet file is damaged.
+    """
+    total = sum(file.size_bytes for file in files)
+    goal = piece_bytes or min(max(total // USUAL_PIECES, SMALLEST_PIECE_BYTES), LARGEST_PIECE_BYTES)
+    pieces: list[Piece] = []
+    spans: list[Span] = []
+    size = 0
+    for span in (span for file in files for span in cut_file(file, goal)):
+        if spans and (size + span.size_bytes > goal or len(spans) == MOST_SPANS):
+            pieces.append(_piece(len(pieces), spans, recipe))
+            spans, size = [], 0
+        spans.append(span)
+        size += span.size_bytes
+    if spans:
+        pieces.append(_piece(len(pieces), spans, recipe))
+    return pieces
+
+
+def cut_file(file: InputFile, goal: int) -> list[Span]:
+    """Cut a file into spans of about `goal` bytes where its kind can be read from the middle."""
+    if file.kind == "jsonl" and not file.compression and file.regular:
+        starts = range(0, max(file.size_bytes, 1), goal)
+        ends = [min(start + goal, file.size_bytes) for start in starts]
+        return [Span(file, start, end, end - start) for start, end in zip(starts, ends, strict=True)]
+    if file.kind == "parquet":
+        spans, first, size = [], 0, 0
+        sizes = tables.row_group_bytes(file.path)
+        for group, group_bytes in enumerate(sizes):
+            size += group_bytes
+            if size >= goal or group == len(sizes) - 1:
+                spans.append(Span(file, first, group + 1, size))
+                first, size = group + 1, 0
+        return spans
+    return [Span(file, 0, 0, file.size_bytes)]
+
+
+def _piece(number: int, spans: list[Span], recipe: Recipe) -> Piece:
+    content = json.dumps([FORMAT, asdict(recipe), [asdict(span) for span in spans]], sort_keys=True)
+    return Piece(number, hashlib.sha256(content.encode()).hexdigest()[:32], tuple(spans))
+
+
+def finished(folder: Path, key: str) -> Record | None:
+    """Return the record of a finished piece whose files are as they were written, else None."""
+    try:
+        record = Record.from_json(json.loads((folder / f"{key}.json").read_bytes()))
+        whole = all(digest_of(folder / f"{key}{ending}") == value for ending, value in record.digests.items())
+        return record if whole else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while data := file.read(CHUNK_BYTES):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+class PieceWriter:
+    """Makes pieces in a work folder.
+
+    on_progress: called after each batch with (bytes read, documents, tokens) since the last call.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe, on_progress: Callable[[int, int, int], None]) -> None:
+        self.folder, self.recipe, self.on_progress = folder, recipe, on_progress
+        self._encoder: DocumentEncoder | None = None
+
+    def make(self, piece: Piece) -> Record:
+        """Return the record of a piece, which is made unless it is finished.
+
+        Raises:
+            DataError: if an input cannot be read.
+            StorageError: if the work folder cannot be written.
+        """
+        record = finished(self.folder, piece.key)
+        if record is not None:
+            self.on_progress(sum(span.size_bytes for span in piece.spans), record.documents, record.tokens)
+            return record
+        if self._encoder is None:
+            self._encoder = DocumentEncoder(self.recipe.encoding)
+        reading = Reading(piece.spans, self.recipe.fields, self.recipe.strict)
+        names = [".bin", ".sizes", *([".hashes"] if self.recipe.hashes else [])]
+        paths = {name: self.folder / f"{piece.key}{name}" for name in names}
+        files: dict[str, _Output] = {}
+        try:
+            files = {name: _Output(path) for name, path in paths.items()}
+            record = self._write(reading, files, self._encoder)
+            for file in files.values():
+                file.finish()
+            record.digests = {name: file.digest.hexdigest() for name, file in files.items()}
+            replace_file(self.folder / f"{piece.key}.json", json.dumps(record.to_json()).encode(), sync=True)
+            return record
+        except BadDocument:
+            faults = reading.faults
+            return Record(0, 0, 0, reading.lines, faults.counts, faults.first, {}, stopped=True)
+        except OSError as error:
+            raise StorageError(f"{self.folder}: cannot be written: {error.strerror}") from error
+        finally:
+            for file in files.values():
+                file.close()
+
+    def _write(self, reading: Reading, files: dict[str, _Output], encoder: DocumentEncoder) -> Record:
+        documents = tokens = text_bytes = read_bytes = 0
+        most = self.recipe.most_documents
+        for texts in batches(reading.documents()):
+            if most is not None:
+                texts = texts[: most - documents]
+            encoded = [text.encode() for text in texts]
+            flat, sizes = encoder.encode(texts)
+            if len(sizes) and sizes.max() > np.iinfo(np.int32).max:
+                raise DataError(f"{reading.spans[0].file.path}: a document has {sizes.max():,} tokens, over 2**31 - 1")
+            files[".bin"].write(flat.tobytes())
+            files[".sizes"].write(sizes.astype("<i4").tobytes())
+            if ".hashes" in files:
+                files[".hashes"].write(b"".join(hashlib.blake2b(e, digest_size=HASH_BYTES).digest() for e in encoded))
+            documents += len(texts)
+            tokens += len(flat)
+            text_bytes += sum(map(len, encoded))
+            self.on_progress(reading.read_bytes - read_bytes, len(texts), len(flat))
+            read_bytes = reading.read_bytes
+            if most is not None and documents == most:
+                break
+        total = sum(span.size_bytes for span in reading.spans)
+        self.on_progress(total - read_bytes, 0, 0)  # trailing faults, and what --max_documents leaves out
+        return Record(documents, tokens, text_bytes, reading.lines, reading.faults.counts, reading.faults.first, {})
+
+
+class _Output:
+    """A file that is written and summed."""
+
+    def __init__(self, path: Path) -> None:
+        self.digest = hashlib.sha256()
+        self._file: IO[bytes] = open(path, "wb")
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self.digest.update(data)
+
+    def finish(self) -> None:
+        """Put the content on disk; the record, which follows, makes the name durable."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,270 @@
+"""Prepare a corpus: plan the pieces, make them, assemble the pair. A second start goes on where the first one stopped.
+
+Nothing in the result depends on the number of processes, nor on how often the work was interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_lite.corpus import corpus_manifest, work_folder
+from megatron_lite.corpus.assemble import Assembled, read_hashes, select, write_pairs
+from megatron_lite.corpus.faults import Faults
+from megatron_lite.corpus.fields import TextFields
+from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, InputFile, find_inputs
+from megatron_lite.corpus.pieces import FORMAT, Piece, Recipe, Record, digest_of, plan_pieces
+from megatron_lite.corpus.pool import make_pieces
+from megatron_lite.corpus.progress import CorpusProgress
+from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
+from megatron_lite.data.dataset_writer import IndexedDatasetWriter, replace_file
+from megatron_lite.errors import DataError, StorageError, UsageError
+
+PUBLISHED = "publishing"  # in the work folder: from here on, files under the final names are this work's own
+
+
+@dataclass(frozen=True)
+class CorpusOptions:
+    """Everything that the user chooses."""
+
+    inputs: tuple[str, ...]
+    output_prefix: str
+    tokenizer: TokenizerChoice
+    fields: TextFields = TextFields(("text",))
+    suffixes: tuple[str, ...] = DEFAULT_SUFFIXES
+    strict: bool = False
+    overwrite: bool = False
+    num_processes: int = 1
+    max_documents: int | None = None
+    validation_documents: int = 0
+    shards: int = 1
+    deduplicate: bool = False
+    piece_bytes: int | None = None  # None: chosen by the size of the input
+    on_wait: Callable[[], None] | None = None  # for another process that prepares the same; None: refuse
+
+    @property
+    def outputs(self) -> list[str]:
+        """The prefix of each pair."""
+        prefix, count = self.output_prefix, self.shards
+        shards = [prefix] if count == 1 else [f"{prefix}-{n:05d}-of-{count:05d}" for n in range(count)]
+        return [*shards, *([prefix + "_validation"] if self.validation_documents else [])]
+
+
+def prepare(options: CorpusOptions) -> tuple[dict[str, Any], bool]:
+    """Write the pairs of a corpus; return its summary, and whether there was anything to do.
+
+    Raises:
+        RunError: usage, data, storage, or a worker that died. Finished pieces are kept.
+    """
+    _check_output(options)
+    files = find_inputs(options.inputs, options.suffixes)
+    fingerprint = _fingerprint(options, files)
+    if not options.overwrite and (summary := corpus_manifest.is_complete(options.output_prefix, fingerprint)):
+        return summary, False
+    folder = work_folder.work_folder(options.output_prefix)
+    _check_free(options, folder, fingerprint)
+    with work_folder.held(folder, options.on_wait):
+        if not options.overwrite and (summary := corpus_manifest.is_complete(options.output_prefix, fingerprint)):
+            work_folder.remove(folder)
+            return summary, False
+        try:
+            summary = _Work(options, files, folder, fingerprint).run()
+        except (DataError, UsageError):
+            if not _has_pieces(folder):
+                work_folder.remove(folder)
+            raise
+        work_folder.remove(folder)
+        return summary, True
+
+
+class _Work:
+    """One start of the work on a corpus, inside of its folder."""
+
+    def __init__(self, options: CorpusOptions, files: list[InputFile], folder: Path, fingerprint: str) -> None:
+        self.options, self.files, self.folder, self.fingerprint = options, files, folder, fingerprint
+        self.faults = Faults(options.strict)
+        self.lines: dict[str, int] = {}  # of each file, in the pieces so far
+
+    def run(self) -> dict[str, Any]:
+        options = self.options
+        tokenizer = options.tokenizer.open(self.folder, self.files, options.fields, options.strict)
+        limit = None if options.deduplicate else options.max_documents
+        recipe = Recipe(
+            encoding=tokenizer.encoding,
+            tokenizer_digest=tokenizer.digest,
+            library_version=corpus_manifest.versions()["tokenizers"],
+            fields=options.fields,
+            strict=options.strict,
+            hashes=options.deduplicate,
+            most_documents=limit,
+        )
+        pieces = plan_pieces(self.files, recipe, options.piece_bytes)
+        work_folder.sweep(self.folder, {*(piece.key for piece in pieces), tokenizer.path.stem, PUBLISHED})
+        records = self._make(pieces, recipe, limit)
+        pieces = pieces[: len(records)]
+        if not sum(record.documents for record in records):
+            skipped = f"({self.faults.total} skipped)"
+            raise DataError(f"{', '.join(options.inputs)}: no documents left to write {skipped}")
+        with contextlib.ExitStack() as stack:
+            writers = [
+                stack.enter_context(_unpublished(IndexedDatasetWriter(prefix, recipe.encoding.dtype)))
+                for prefix in options.outputs
+            ]
+            assembled, duplicates = self._assemble(pieces, records, writers, tokenizer.vocab_size)
+            summary = corpus_manifest.describe_result(
+                assembled, sum(record.text_bytes for record in records), duplicates, self.faults
+            )
+            summary |= {
+                "vocab_size": tokenizer.vocab_size,
+                "begin_of_document": tokenizer.encoding.begin,
+                "end_of_document": tokenizer.encoding.end,
+                "dtype": np.dtype(recipe.encoding.dtype).name,
+                "inputs": corpus_manifest.describe_inputs(self.files),
+                "tokenizer_sha256": tokenizer.digest,
+                "options": _options_of_the_result(options),
+                "versions": corpus_manifest.versions(),
+                "fingerprint": self.fingerprint,
+            }
+            self._publish(writers, assembled, summary, tokenizer.path)
+        return summary
+
+    def _make(self, pieces: Sequence[Piece], recipe: Recipe, limit: int | None) -> list[Record]:
+        """Make the pieces, as many as the limit of documents needs; return their records."""
+        progress = CorpusProgress("tokenizing", sum(span.size_bytes for piece in pieces for span in piece.spans))
+        records: list[Record] = []
+        documents = 0
+        made = make_pieces(pieces, self.folder, recipe, self.options.num_processes, progress.add)
+        with contextlib.closing(made):  # type: ignore[type-var]
+            for piece, record in zip(pieces, made, strict=False):
+                self._add_faults(piece, record)
+                records.append(record)
+                documents += record.documents
+                if limit is not None and documents >= limit:
+                    break
+        progress.close()
+        return records
+
+    def _add_faults(self, piece: Piece, record: Record) -> None:
+        starts = []
+        for span, lines in zip(piece.spans, record.lines, strict=True):
+            starts.append(self.lines.get(span.file.path, 0))
+            self.lines[span.file.path] = starts[-1] + lines
+        named = []
+        for fault in record.first_faults:
+            number = starts[fault.span] + fault.number if fault.number else 0
+            named.append((piece.spans[fault.span].file.place(number), fault))
+        self.faults.add(record.fault_counts, named)
+
+    def _assemble(
+        self,
+        pieces: Sequence[Piece],
+        records: Sequence[Record],
+        writers: Sequence[IndexedDatasetWriter],
+        vocab_size: int,
+    ) -> tuple[Assembled, int]:
+        options = self.options
+        total = sum(record.tokens for record in records) * writers[0].dtype.itemsize
+        progress = CorpusProgress("writing", total)
+        hashes = read_hashes(self.folder, pieces) if options.deduplicate else None
+        count = sum(record.documents for record in records)
+        selection = select(count, hashes, options.max_documents, options.validation_documents, options.shards)
+        digests = [record.digests for record in records]
+        assembled = write_pairs(self.folder, pieces, digests, selection, writers, vocab_size, progress.add)
+        progress.close()
+        return assembled, selection.duplicates
+
+    def _publish(
+        self, writers: Sequence[IndexedDatasetWriter], assembled: Assembled, summary: dict[str, Any], tokenizer: Path
+    ) -> None:
+        """Give all files their names: each .idx after its .bin, and all after the summary and the tokenizer."""
+        prefix = self.options.output_prefix
+        files: dict[str, Any] = {}
+        for writer, digest in zip(writers, assembled.bin_digests, strict=True):
+            index, name = writer.write_index(), Path(writer.prefix).name
+            files[name + ".bin"] = {"bytes": writer.num_tokens * writer.dtype.itemsize, "sha256": digest}
+            files[name + ".idx"] = {"bytes": index.stat().st_size, "sha256": digest_of(index)}
+        summary["files"] = files
+        replace_file(self.folder / PUBLISHED, self.fingerprint.encode())
+        # Remove the old .idx first: old tokens beside a new tokenizer must not be usable.
+        for writer in writers:
+            _remove(Path(writer.prefix + ".idx"))
+        replace_file(Path(prefix + ".tokenizer.json"), tokenizer.read_bytes())
+        replace_file(Path(prefix + corpus_manifest.ENDING), (json.dumps(summary, indent=2) + "\n").encode())
+        for writer in writers:
+            writer.commit()
+
+
+def _has_pieces(folder: Path) -> bool:
+    """Whether a work folder holds finished pieces with documents."""
+    return any(path.stat().st_size and path.with_suffix(".json").exists() for path in folder.glob("*.sizes"))
+
+
+@contextlib.contextmanager
+def _unpublished(writer: IndexedDatasetWriter) -> Iterator[IndexedDatasetWriter]:
+    """Discard the files of a writer if the block fails; the block commits them."""
+    try:
+        yield writer
+    except BaseException:
+        writer.discard()
+        raise
+
+
+def _options_of_the_result(options: CorpusOptions) -> dict[str, Any]:
+    return {
+        "tokenizer": options.tokenizer.described(),
+        "json_keys": list(options.fields.keys),
+        "separator": options.fields.separator,
+        "max_documents": options.max_documents,
+        "validation_documents": options.validation_documents,
+        "shards": options.shards,
+        "deduplicate": options.deduplicate,
+    }
+
+
+def _fingerprint(options: CorpusOptions, files: Sequence[InputFile]) -> str:
+    """Return a digest of all that the result depends on."""
+    digest = hashlib.sha256()
+    content = [FORMAT, corpus_manifest.versions(), options.tokenizer.identity(), _options_of_the_result(options)]
+    digest.update(json.dumps(content, sort_keys=True).encode())
+    for file in files:
+        digest.update(json.dumps(asdict(file), sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _check_output(options: CorpusOptions) -> None:
+    """Create the folder of the output."""
+    prefix = options.output_prefix
+    if Path(prefix).name in ("", ".", ".."):
+        raise UsageError(f"--output_prefix={prefix}: names a folder; add a name for the files, such as data/mine")
+    try:
+        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{Path(prefix).parent}: cannot be created: {error.strerror}") from error
+
+
+def _check_free(options: CorpusOptions, folder: Path, fingerprint: str) -> None:
+    """Refuse to overwrite files, except those that this very work was publishing when it was interrupted."""
+    if options.overwrite:
+        return
+    with contextlib.suppress(OSError):
+        if (folder / PUBLISHED).read_text("utf-8") == fingerprint:
+            return
+    for prefix in options.outputs:
+        for path in (prefix + ".idx", prefix + ".bin"):
+            if os.path.lexists(path):
+                raise UsageError(f"{path}: exists; choose another --output_prefix, or replace it with --overwrite")
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be removed: {error.strerror}") from error

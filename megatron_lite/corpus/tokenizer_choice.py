@@ -1,0 +1,147 @@
+"""The tokenizer of a corpus: given or trained on the input, with its begin and end of documents."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_lite.corpus.documents import Reading, Span
+from megatron_lite.corpus.encoding import ABSENT, Encoding
+from megatron_lite.corpus.faults import BadDocument
+from megatron_lite.corpus.fields import TextFields
+from megatron_lite.corpus.inputs import InputFile
+from megatron_lite.corpus.pieces import cut_file, digest_of
+from megatron_lite.corpus.progress import CorpusProgress
+from megatron_lite.data.dataset_writer import replace_file
+from megatron_lite.data.indexed_dataset import smallest_dtype
+from megatron_lite.data.tokenizing import (
+    END_OF_DOCUMENT,
+    ByteTokenizer,
+    JsonTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    save_byte_tokenizer,
+    train_tokenizer,
+)
+from megatron_lite.errors import DataError, UsageError
+
+
+@dataclass(frozen=True)
+class OpenTokenizer:
+    """A tokenizer as a file in the work folder, which no longer changes."""
+
+    path: Path
+    digest: str
+    vocab_size: int
+    encoding: Encoding
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """The user's choice.
+
+    begin, end: a token, `none`, or None for the default: no token at the begin, the tokenizer's own one at the end.
+    """
+
+    name: str = "byte"  # or a path
+    train: int | None = None  # vocabulary size of a tokenizer to train
+    begin: str | None = None
+    end: str | None = None
+    special_tokens: bool = False
+
+    @property
+    def source(self) -> Path:
+        """The file of a given tokenizer."""
+        path = Path(self.name)
+        return path / "tokenizer.json" if path.is_dir() else path
+
+    def described(self) -> dict[str, object]:
+        """Return the choice for the summary."""
+        kind = "byte" if self.name == "byte" else "file"
+        if self.train is not None:
+            kind = f"trained, {self.train}"
+        return {"kind": kind, "begin": self.begin, "end": self.end, "special_tokens": self.special_tokens}
+
+    def identity(self) -> str:
+        """Return what tells this tokenizer from others, without training it."""
+        if self.train is not None or self.name == "byte":
+            return str(self.described()["kind"])
+        if not self.source.is_file():
+            load_tokenizer(self.name)  # the error that names it
+        # The configuration beside it may name the end of a document.
+        beside = self.source.with_name("tokenizer_config.json")
+        return digest_of(self.source) + (digest_of(beside) if beside.is_file() else "")
+
+    def open(self, folder: Path, files: Sequence[InputFile], fields: TextFields, strict: bool) -> OpenTokenizer:
+        """Train the tokenizer if need be, put its file into the work folder, and find its tokens.
+
+        Raises:
+            DataError: if it cannot be read or has no end of documents.
+            UsageError: if it lacks a token that the user names, or the vocabulary to train has no possible size.
+        """
+        given: Tokenizer
+        if self.train is not None:
+            path = folder / f"trained-{_training_key(self.train, files, fields)}.json"
+            if not path.is_file():
+                self._train(path, files, fields, strict)
+            given = JsonTokenizer(str(path), END_OF_DOCUMENT, self.special_tokens)
+        elif self.name == "byte":
+            path = folder / "tokenizer.json"
+            save_byte_tokenizer(str(path))
+            given = ByteTokenizer()
+        else:
+            path = folder / "tokenizer.json"
+            given = load_tokenizer(self.name, special_tokens=self.special_tokens, needs_end=self.end is None)
+            replace_file(path, self.source.read_bytes())
+        end = given.end_of_document if self.end is None else self._token(given, "end_of_document", self.end)
+        begin = None if self.begin is None else self._token(given, "begin_of_document", self.begin)
+        encoding = Encoding(
+            "byte" if isinstance(given, ByteTokenizer) else str(path),
+            begin,
+            end,
+            self.special_tokens,
+            smallest_dtype(given.vocab_size),
+        )
+        return OpenTokenizer(path, digest_of(path), given.vocab_size, encoding)
+
+    def _token(self, tokenizer: Tokenizer, flag: str, token: str) -> int | None:
+        if token == ABSENT:
+            return None
+        if isinstance(tokenizer, JsonTokenizer):
+            number = tokenizer.token_id(token)
+        else:
+            number = tokenizer.end_of_document if token == END_OF_DOCUMENT else None
+        if number is None:
+            raise UsageError(
+                f"--{flag}={token}: {self.name}: has no such token; name one of its vocabulary, or {ABSENT}"
+            )
+        return number
+
+    def _train(self, path: Path, files: Sequence[InputFile], fields: TextFields, strict: bool) -> None:
+        assert self.train is not None
+        trained = train_tokenizer(_all_texts(files, fields, strict), self.train, str(path))
+        if trained.vocab_size < self.train:
+            print(f"the texts are too small for a vocabulary of {self.train}", file=sys.stderr)
+
+
+def _training_key(vocab_size: int, files: Sequence[InputFile], fields: TextFields) -> str:
+    return hashlib.sha256(repr((vocab_size, files, fields)).encode(errors="surrogateescape")).hexdigest()[:32]
+
+
+def _all_texts(files: Sequence[InputFile], fields: TextFields, strict: bool) -> Iterator[str]:
+    """Yield all documents in one pass. Faults are counted in the second pass; with --strict the first one ends this."""
+    spans: list[Span] = [span for file in files for span in cut_file(file, max(1, file.size_bytes))]
+    progress = CorpusProgress("reading for the tokenizer", sum(span.size_bytes for span in spans))
+    reading = Reading(spans, fields, strict)
+    try:
+        for text in reading.documents():
+            progress.add(reading.read_bytes - progress.read_bytes)
+            yield text
+    except BadDocument:
+        fault = reading.faults.first[-1]
+        raise DataError(fault.message(spans[fault.span].file.place(fault.number))) from None
+    finally:
+        progress.close()

@@ -1,0 +1,262 @@
+"""A corpus is the same for any number of processes, and after any number of kills."""
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.corpus import work_folder
+from megatron_lite.corpus.fields import TextFields
+from megatron_lite.corpus.prepare import CorpusOptions, prepare
+from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
+from megatron_lite.data.indexed_dataset import IndexedDataset
+from megatron_lite.errors import DataError, PeerError, StorageError, UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+ENDINGS = (".bin", ".idx", ".summary.json", ".tokenizer.json")
+
+
+def write_inputs(folder: Path, lines: int = 60) -> Path:
+    """Files of several kinds, with bad lines, empty lines and a document that occurs twice."""
+    folder.mkdir()
+    generator = random.Random(0)
+
+    def document(number: int) -> bytes:
+        words = " ".join(
+            generator.choice(["alpha", "beta", "é", "gamma\\n"]) for _ in range(generator.randrange(1, 40))
+        )
+        return f'{{"text": "{number} {words}"}}\n'.encode()
+
+    for name in ("a.jsonl", "b.jsonl"):
+        content = [document(number) for number in range(lines)]
+        content[lines // 2] = b"broken\n"
+        content[lines // 3] = content[0]
+        (folder / name).write_bytes(b"".join(content).rstrip(b"\n"))
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(b"".join(document(number) for number in range(lines))))
+    (folder / "d.txt.xz").write_bytes(lzma.compress(b"a text\n" * 30))
+    (folder / "e.txt.bz2").write_bytes(bz2.compress(b"another text\n" * 30))
+    (folder / "f.txt").write_bytes("ein Text über nichts".encode())
+    return folder
+
+
+def options(inputs: Path, output: Path, **changes: object) -> CorpusOptions:
+    plain = CorpusOptions((str(inputs),), str(output / "x"), TokenizerChoice(), piece_bytes=700)
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def files(output: Path, prefix: str = "x") -> dict[str, bytes]:
+    return {ending: (output / f"{prefix}{ending}").read_bytes() for ending in ENDINGS}
+
+
+def texts(prefix: Path) -> list[str]:
+    dataset = IndexedDataset(str(prefix))
+    return [bytes(dataset.document(n)[:-1].astype("u1")).decode() for n in range(dataset.num_documents)]
+
+
+def test_result_does_not_depend_on_processes_or_pieces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One, two and five processes, and other pieces, give the same four files and the same messages."""
+    inputs = write_inputs(tmp_path / "in")
+    results, messages = [], []
+    for number, changes in enumerate(({}, {"num_processes": 2}, {"num_processes": 5}, {"piece_bytes": None})):
+        output = tmp_path / str(number)
+        _, is_new = prepare(options(inputs, output, deduplicate=True, **changes))
+        assert is_new and sorted(path.name for path in output.iterdir()) == sorted(f"x{ending}" for ending in ENDINGS)
+        results.append(files(output))
+        messages.append(capsys.readouterr().err)
+    assert all(result == results[0] for result in results[1:])
+    assert messages == [messages[0]] * 4 and "b.jsonl: line 31: not JSON" in messages[0]
+    summary = json.loads(results[0][".summary.json"])
+    # Each .jsonl file has one bad line and one repeated document.
+    assert (summary["documents"], summary["duplicates"], summary["skipped"]) == (60 * 3 - 4 + 3, 2, {"not JSON": 2})
+
+
+SCRIPT = """
+import sys
+from dataclasses import replace
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from megatron_lite.corpus.prepare import CorpusOptions, prepare
+from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
+options = CorpusOptions((sys.argv[2],), sys.argv[3], TokenizerChoice(), num_processes=int(sys.argv[4]), piece_bytes=700)
+prepare(options)
+"""
+
+
+def start(inputs: Path, output: Path, processes: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", SCRIPT, str(ROOT), str(inputs), str(output / "x"), str(processes)]
+    return subprocess.Popen(command, cwd=output.parent, stderr=subprocess.DEVNULL)
+
+
+def children_in(folder: Path) -> list[int]:
+    """Processes whose working folder this is."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(process / "cwd") == str(folder):
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+def kill_and_finish(tmp_path: Path, kills: int, processes: int) -> None:
+    """Kill starts of one command at random points, then let one finish; compare with an undisturbed result."""
+    inputs = write_inputs(tmp_path / "in")
+    prepare(options(inputs, tmp_path / "undisturbed"))
+    output, generator = tmp_path / "out" / "files", random.Random(kills)
+    output.parent.mkdir()
+    for _ in range(kills):
+        process = start(inputs, output, processes)
+        while process.poll() is None and not work_folder.work_folder(str(output / "x")).exists():
+            time.sleep(0.002)
+        time.sleep(generator.uniform(0, 0.5))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if (output / "x.idx").exists():  # then the whole pair is there
+            assert files(output) == files(tmp_path / "undisturbed")
+            for path in output.glob("x.*"):
+                if path.is_file():
+                    path.unlink()
+        deadline_s = time.monotonic() + 10
+        while children_in(output.parent) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert not children_in(output.parent)
+    assert start(inputs, output, processes).wait() == 0
+    assert files(output) == files(tmp_path / "undisturbed")
+    assert not list(output.glob("*.partial")) and not list(output.glob("*.tmp"))
+
+
+def test_killed_starts_change_nothing(tmp_path: Path) -> None:
+    """Five kills at random points, with workers: none survives, and the next start ends with the same files."""
+    kill_and_finish(tmp_path, 5, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 3])
+def test_killed_a_hundred_times(tmp_path: Path, processes: int) -> None:
+    """A hundred kills, half of them with one process and half with three."""
+    kill_and_finish(tmp_path, 50, processes)
+
+
+def test_finished_pieces_are_kept_and_damaged_ones_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an interruption only what is missing or damaged is read; the result is the same."""
+    inputs = write_inputs(tmp_path / "in")
+    prepare(options(inputs, tmp_path / "undisturbed"))
+    output = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_lite.corpus.prepare.write_pairs", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(options(inputs, output))
+    folder = work_folder.work_folder(str(output / "x"))
+    pieces = sorted(folder.glob("*.bin"))
+    assert len(pieces) > 10 and not (output / "x.idx").exists()
+    pieces[3].write_bytes(pieces[3].read_bytes()[:-1] + b"\xff")
+    before = {path: path.stat().st_mtime_ns for path in pieces}
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_lite.corpus.prepare.work_folder.remove", lambda folder: None)
+        prepare(options(inputs, output))
+    assert [path for path, mtime in before.items() if path.stat().st_mtime_ns != mtime] == [pieces[3]]
+    assert files(output) == files(tmp_path / "undisturbed")
+
+
+def test_a_worker_that_dies_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed worker ends the command with its name, its signal and what helps; a second start finishes."""
+    inputs = write_inputs(tmp_path / "in")
+    started: list[subprocess.Popen[str]] = []
+    popen = subprocess.Popen
+
+    def popen_and_kill(*arguments: object, **named: object) -> subprocess.Popen[str]:
+        started.append(popen(*arguments, **named))  # type: ignore[call-overload]
+        if len(started) == 2:
+            started[1].kill()
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", popen_and_kill)
+    with pytest.raises(PeerError) as caught:
+        prepare(options(inputs, tmp_path / "out", num_processes=2))
+    words = r"worker process \d+ was killed by SIGKILL, often for memory: .*; finished pieces are kept: start .* again"
+    assert re.fullmatch(words, str(caught.value)), caught.value
+    assert all(process.returncode is not None for process in started)
+    prepare(options(inputs, tmp_path / "out"))
+    assert texts(tmp_path / "out" / "x")
+
+
+def test_inputs_that_change_and_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that changes after the plan is an error, and so is a second process at work on the same prefix."""
+    inputs = write_inputs(tmp_path / "in")
+    run = "megatron_lite.corpus.prepare._Work.run"
+    with monkeypatch.context() as patch:
+        original = __import__("megatron_lite.corpus.prepare", fromlist=["_Work"])._Work.run
+
+        def change_then_run(work: object) -> object:
+            with open(inputs / "b.jsonl", "ab") as file:
+                file.write(b"\n{}")
+            return original(work)
+
+        patch.setattr(run, change_then_run)
+        with pytest.raises(DataError, match="b.jsonl: has changed since the work was planned"):
+            prepare(options(inputs, tmp_path / "out"))
+    with work_folder.held(work_folder.work_folder(str(tmp_path / "out" / "x"))):
+        with pytest.raises(StorageError, match="another process is writing it"):
+            prepare(options(inputs, tmp_path / "out"))
+    assert prepare(options(inputs, tmp_path / "out"))[1]
+
+
+def test_documents_are_chosen(tmp_path: Path) -> None:
+    """--max_documents, --validation_documents, --shards and --deduplicate keep order and lose nothing."""
+    inputs = tmp_path / "x.jsonl"
+    inputs.write_text("".join(json.dumps({"text": f"document {number % 40}"}) + "\n" for number in range(50)))
+    every = [f"document {number}" for number in range(40)]
+    prepare(options(inputs, tmp_path / "d", deduplicate=True))
+    assert texts(tmp_path / "d" / "x") == every
+    summary, _ = prepare(options(inputs, tmp_path / "m", max_documents=7, num_processes=2))
+    assert texts(tmp_path / "m" / "x") == every[:7] and summary["documents"] == 7
+    prepare(options(inputs, tmp_path / "dm", deduplicate=True, max_documents=39))
+    assert texts(tmp_path / "dm" / "x") == every[:39]
+    prepare(options(inputs, tmp_path / "v", deduplicate=True, validation_documents=4, shards=3))
+    validation = texts(tmp_path / "v" / "x_validation")
+    assert validation == [every[5], every[15], every[25], every[35]]
+    shards = [texts(tmp_path / "v" / f"x-{number:05d}-of-00003") for number in range(3)]
+    assert [len(shard) for shard in shards] == [12, 12, 12]
+    assert sum(shards, []) == [text for text in every if text not in validation]
+
+
+def test_begin_and_end_of_documents(tmp_path: Path) -> None:
+    """A token before each document, none after it; a token that the tokenizer lacks is refused."""
+    (tmp_path / "a.txt").write_text("ab")
+    (tmp_path / "b.txt").write_text("c")
+    for number, (begin, end, expected) in enumerate(
+        [
+            (None, None, [97, 98, 256, 99, 256]),
+            ("<|endoftext|>", "none", [256, 97, 98, 256, 99]),
+            ("none", "<|endoftext|>", [97, 98, 256, 99, 256]),
+        ]
+    ):
+        output = tmp_path / str(number)
+        prepare(options(tmp_path / "{a,b}.txt", output, tokenizer=TokenizerChoice(begin=begin, end=end)))
+        dataset = IndexedDataset(str(output / "x"))
+        assert dataset.tokens.read(0, dataset.num_tokens).tolist() == expected
+    with pytest.raises(UsageError, match="--begin_of_document=<s>: byte: has no such token"):
+        prepare(options(tmp_path / "a.txt", tmp_path / "n", tokenizer=TokenizerChoice(begin="<s>")))
+
+
+def test_keys(tmp_path: Path) -> None:
+    """A path of keys, a key with a dot in its name, and several keys that are joined."""
+    lines = [{"a": {"b": "inner"}, "t": "title"}, {"a.b": "dotted"}, {"t": "alone", "a": None}, {"t": 5}]
+    path = tmp_path / "x.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    prepare(options(path, tmp_path / "one", fields=TextFields(("a.b",))))
+    assert texts(tmp_path / "one" / "x") == ["inner", "dotted"]
+    prepare(options(path, tmp_path / "two", fields=TextFields(("t", "a.b"), " / ")))
+    assert texts(tmp_path / "two" / "x") == ["title / inner", "dotted", "alone"]
