@@ -21,6 +21,25 @@ def test_by_time_and_by_rules(tmp_path: Path) -> None:
     assert_all_good(tmp_path)
 
 
+def test_by_time_in_the_background(tmp_path: Path) -> None:
+    """Saves by rank 0's clock that each wait for the one before, on two ranks; then a start that deletes only its own.
+
+    A save is published at the next look, so a checkpoint becomes old only after the next one is whole: the second start
+    keeps the last of the first one, its own last one, and nothing between them.
+    """
+    flags = [*TINY, f"--experiment_dir={tmp_path}", "--checkpoint_minutes=1e-9", "--async_checkpoint=1"]
+    flags += ["--max_checkpoints=1"]
+    outcome = run([*flags, "--train_iters=5"], ranks=2)
+    assert outcome.codes == [0, 0] and outcome.output.count("saved ") == 5, outcome.output
+    assert outcome.output.count("training waited") == 5 and checkpoints(tmp_path) == [5]
+    outcome = run([*flags, "--train_iters=8", "--delete_old_temp_checkpoints=0"], ranks=2)
+    assert outcome.codes == [0, 0] and outcome.output.count("saved ") == 3, outcome.output
+    assert checkpoints(tmp_path) == [5, 8]
+    assert_all_good(tmp_path)
+    outcome = run([*flags, "--train_iters=9"], ranks=2)
+    assert outcome.codes == [0, 0] and checkpoints(tmp_path) == [9], outcome.output
+
+
 def test_going_back_and_on(tmp_path: Path) -> None:
     """--resume_iteration repeats the same iterations, to the bit, without the newer checkpoints; then it goes on."""
     flags = [*TINY, f"--experiment_dir={tmp_path / 'run'}", "--checkpoint_interval=2"]
