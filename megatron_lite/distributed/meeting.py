@@ -139,9 +139,13 @@ class Meeting:
         mine = json.dumps(self._own.fields())
         entered = self.store.compare_set(_key(self.rank), "", mine).decode()
         if entered != mine:
+            question = "does another run use the same MASTER_PORT?"
+            if not self.point.hosted:  # the store outlives the ranks
+                question += " Or did torchrun start the ranks again (--max-restarts)? That works on one node only"
+                question += "; on several, start the whole job again"
             error = UsageError(
                 f"two processes say that they are rank {self.rank} at {self.point}: this one and {_parsed(entered)}; "
-                "does another run use the same MASTER_PORT?"
+                f"{question}"
             )
             error.agreed = False
             raise error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import subprocess
@@ -139,9 +140,13 @@ def test_ranks_that_do_not_come_are_named(point: MeetingPoint) -> None:
 
 
 def test_a_second_process_of_one_rank_is_refused(point: MeetingPoint) -> None:
-    """Two jobs with one MASTER_PORT would otherwise train with each other's ranks, or wait for each other."""
+    """Two jobs with one MASTER_PORT would otherwise train with each other's ranks, or wait for each other. The store
+    of a torchrun on several nodes still knows the ranks that it started first."""
     store = open_store(point, 0, 3, TIMEOUT_S)
     meet(point, store, own_place(0), 3, timeout_s=0.5)
     time.sleep(0.1)
-    with pytest.raises(UsageError, match=r"two processes say that they are rank 0 .* same MASTER_PORT"):
+    of_torchrun = dataclasses.replace(point, hosted=False)
+    with pytest.raises(UsageError, match=r"two processes say that they are rank 0 .* same MASTER_PORT\?$"):
         meet(point, connect(point, 3, TIMEOUT_S), Place(0, "elsewhere", "b", 1), 3)()
+    with pytest.raises(UsageError, match=r"\(--max-restarts\)\? That works on one node only; .* the whole job again$"):
+        meet(of_torchrun, connect(point, 3, TIMEOUT_S), Place(0, "elsewhere", "b", 1), 3)()
