@@ -19,7 +19,8 @@ from megatron_lite.outputs.bad_steps import held_checkpoints, leave_bad_step
 from megatron_lite.setup_run import Run
 
 T = TypeVar("T")
-_POLL_S = 0.25
+_POLL_S = 0.25  # in pauses
+_LOOK_S = 0.01  # at a save in the background that the ranks wait for
 
 
 def is_due(iteration: int, interval: int | None, offset: int = 0) -> bool:
@@ -113,10 +114,16 @@ def save(run: Run, evaluation_due: bool = False, stopping: bool = False) -> None
 
 
 def finish_save(run: Run, hurry: bool = False) -> None:
-    """Wait for the save in the background, if there is one, and publish it."""
+    """Wait for the save in the background, if there is one, and publish it.
+
+    The ranks ask each other meanwhile, so that a stop signal ends pauses of any rank, and long ones no rank's patience.
+    """
     if run.background is None or not run.background.is_pending:
         return
     start_s = time.perf_counter()
+    while not hurry and not run.background.advance():
+        hurry = bool(run.distributed.agree_max(run.stop.received))
+        time.sleep(_LOOK_S)
     finished = run.background.finish(hurry)
     if finished is not None:
         _settle(run, finished, time.perf_counter() - start_s)

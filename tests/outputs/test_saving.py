@@ -65,6 +65,24 @@ def test_a_stop_signal_ends_the_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried(monkeypatch, failures=1, retries=4, received=15) == (2, [], False)
 
 
+def test_a_stop_signal_ends_the_wait_for_a_save_in_the_background() -> None:
+    """A rank pauses before it writes again, and all wait for it: at a signal to any rank it hurries, and no rank waits
+    in one exchange for the whole of the pauses, for which there is a time-out."""
+    for received, looks in ((0, 3), (15, 1)):
+        told: list[bool] = []
+        states = iter([False, False, True])
+        background: Any = SimpleNamespace(
+            is_pending=True,
+            advance=lambda states=states: next(states),
+            finish=lambda hurry, told=told: told.append(hurry),
+        )
+        fake: Any = SimpleNamespace(
+            background=background, distributed=FakeDistributed(World(1), 0), stop=SimpleNamespace(received=received)
+        )
+        saving.finish_save(fake)
+        assert told == [received > 0] and len(list(states)) == 3 - looks
+
+
 def test_a_lost_folder_is_no_reason_to_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried(monkeypatch, failures=9, retries=4, kind=FolderLostError) == (1, [], True)
 
