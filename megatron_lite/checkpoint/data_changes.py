@@ -66,6 +66,11 @@ def data_changes(loaded: Manifest, config: Config, identity: dict[str, Any]) -> 
     for number, (old, new) in enumerate(pairs):
         if old is None or new is None or old[1] != new[1] or not math.isclose(old[2], new[2]):
             yield f"data set {number}: {_described(old)} in the checkpoint, {_described(new)} now"
+    masks = itertools.zip_longest(before.get("masks", ()), identity.get("masks", ()))
+    for number, (old_mask, mask) in enumerate(masks):
+        if old_mask != mask:
+            described = [f"fingerprint {mark}" if mark else "none" for mark in (old_mask, mask)]
+            yield f"--loss_mask of data set {number}: {described[0]} in the checkpoint, {described[1]} now"
     old_tokenizer, tokenizer = before["tokenizer"], identity["tokenizer"]
     if None not in (old_tokenizer, tokenizer) and old_tokenizer != tokenizer:
         files = f"{saved.get('tokenizer_file')} (digest {old_tokenizer})", f"{config.data.tokenizer_file} ({tokenizer})"

@@ -75,6 +75,13 @@ def _is_set(value: Any) -> bool:
     return is_count(documents) and is_count(tokens) and dtype in _TOKEN_DTYPES and _is_digest(mark)
 
 
+def _is_masks(value: Any) -> bool:
+    """Whether a value lists the fingerprints of loss masks, or null for a data set without one."""
+    return (
+        isinstance(value, list) and len(value) <= MOST_SETS and all(mark is None or _is_digest(mark) for mark in value)
+    )
+
+
 def _rows(width: int) -> _Value:
     def is_rows(value: Any) -> bool:
         return (
@@ -95,6 +102,7 @@ _HEX = _Value("a hexadecimal float", _is_hex)
 _STEP = _Value("five hexadecimal floats that end with an iteration", _is_step)
 _SETS = _Value("a list of at most 100,000 data sets", _is_sets)
 _DIGEST = _Value("16 hexadecimal digits or null", lambda value: value is None or _is_digest(value))
+_MASKS = _Value("a list of at most 100,000 digests or nulls", _is_masks)
 _EMA_TYPE = _Value(f"one of {', '.join(EMA_TYPES)}", lambda value: type(value) is str and value in EMA_TYPES)
 
 _LOSS_SCALE = {"dynamic": _FLAG, "scale": _SCALE, "good": _COUNT, "patience": _INTEGER}
@@ -111,7 +119,7 @@ _STATE: Mapping[str, Any] = MappingProxyType(
         },
         "window": {"loss": _HEX, "tokens": _COUNT},
         "evaluation_due?": _FLAG,
-        "data?": {"sets": _SETS, "tokenizer": _DIGEST},
+        "data?": {"sets": _SETS, "tokenizer": _DIGEST, "masks?": _MASKS},
     }
 )
 

@@ -42,7 +42,7 @@ from megatron_lite.validation.messages import Note
 MOST_FILES = 100
 # Options whose ~ is expanded here, because the shell leaves --flag=~/folder alone.
 PATHS = frozenset(
-    "experiment_dir data_path tokenizer_file pretrained_checkpoint_path load_checkpoint_path sample_prompts "
+    "experiment_dir data_path loss_mask tokenizer_file pretrained_checkpoint_path load_checkpoint_path sample_prompts "
     "export_callback_script".split()
 )
 LARGEST_FILE_BYTES = 2**20

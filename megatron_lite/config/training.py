@@ -97,6 +97,11 @@ class DataConfig(Area):
         "leave the first token of each document out of the loss: the end of another document does not predict it",
         aliases="eod_mask_loss",
     )
+    loss_mask: tuple[str, ...] = file_option(
+        (),
+        "prefixes of .bin/.idx pairs, one for each data set of data_path in its order, with 1 for each token that "
+        "counts in the loss and 0 for each that does not; none: every token of that data set counts",
+    )
     tokenizer_file: str | None = optional(
         "tokenizer.json for samples; exports get a copy",
         "none",

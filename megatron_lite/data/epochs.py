@@ -71,6 +71,8 @@ def describe(opened: Opened, phases: dict[str, Phase]) -> dict[str, str]:
     for number, prefix in enumerate(opened.prefixes[:MOST_DESCRIBED]):
         dataset = opened.datasets[prefix]
         parts = [f"{dataset.num_documents:,} documents", f"{dataset.num_tokens:,} tokens"]
+        if opened.config.data.loss_mask:
+            parts.append(f"loss mask {opened.config.data.loss_mask[number]}")
         if len(opened.prefixes) > 1:
             parts.append(f"{100 * weights[number]:.4g}% of the samples")
             parts += [] if epochs is None else [f"{epochs[number]:.3g} epochs"]

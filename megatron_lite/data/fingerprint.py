@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,14 @@ def fingerprint(dataset: IndexedDataset) -> str:
     return digest.hexdigest()
 
 
-def identity(datasets: list[IndexedDataset], tokenizer_file: str | None) -> dict[str, Any]:
+def identity(
+    datasets: list[IndexedDataset], tokenizer_file: str | None, masks: Sequence[IndexedDataset | None] = ()
+) -> dict[str, Any]:
     """Return what a checkpoint holds about its data, as JSON.
 
     `sets`: [documents, tokens, dtype, fingerprint] of each data set, in the order of --data_path. `tokenizer`: a
-    digest of the tokenizer's file, or None.
+    digest of the tokenizer's file, or None. `masks`: the fingerprint of each data set's loss mask, or None; left out
+    if there is no mask.
 
     Raises:
         DataError: if a file cannot be read.
@@ -58,7 +62,10 @@ def identity(datasets: list[IndexedDataset], tokenizer_file: str | None) -> dict
             tokenizer = hashlib.blake2b(Path(tokenizer_file).read_bytes(), digest_size=8).hexdigest()
         except OSError as error:
             raise DataError(f"--tokenizer_file: {tokenizer_file}: cannot be read: {error.strerror}") from error
-    return {"sets": [known[dataset.prefix] for dataset in datasets], "tokenizer": tokenizer}
+    found: dict[str, Any] = {"sets": [known[dataset.prefix] for dataset in datasets], "tokenizer": tokenizer}
+    if any(mask is not None for mask in masks):
+        found["masks"] = [None if mask is None else fingerprint(mask) for mask in masks]
+    return found
 
 
 def check_same(own: dict[str, Any], distributed: Distributed) -> None:
@@ -72,8 +79,8 @@ def check_same(own: dict[str, Any], distributed: Distributed) -> None:
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if others:
         error = DataError(
-            f"rank {others[0]} reads other files than rank 0 under the same --data_path or --tokenizer_file; every "
-            "rank needs the same data"
+            f"rank {others[0]} reads other files than rank 0 under the same --data_path, --loss_mask or "
+            "--tokenizer_file; every rank needs the same data"
         )
         error.agreed = True
         raise error

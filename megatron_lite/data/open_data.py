@@ -14,6 +14,7 @@ from megatron_lite.data.epochs import Opened, check_epochs, describe, repeats
 from megatron_lite.data.fingerprint import identity
 from megatron_lite.data.indexed_dataset import DocumentBorders, IndexedDataset
 from megatron_lite.data.loader import DataSource, Phase
+from megatron_lite.data.loss_masks import open_masks
 from megatron_lite.data.reading import RandomReader, Stream, StreamReader
 from megatron_lite.data.sampling import PHASES, SampleOrder, StreamSampler, sampler_key
 from megatron_lite.data.shuffled_documents import ShuffledDocuments
@@ -54,12 +55,16 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
         )
     datasets = {prefix: IndexedDataset(prefix) for _, prefix in weighted}
     opened = Opened(config, [prefix for _, prefix in weighted], datasets)
+    masks = open_masks(config.data.loss_mask, [datasets[prefix] for prefix in opened.prefixes])
     for phase, count in needed.items():
-        streams = [_stream(config, phase, number, datasets[prefix]) for number, prefix in enumerate(opened.prefixes)]
+        streams = [
+            _stream(config, phase, number, datasets[prefix], masks[number])
+            for number, prefix in enumerate(opened.prefixes)
+        ]
         phases[phase] = _whole_split(config, streams) if count == "all" else _blended(config, phase, count, streams)
         if phase == "validation" and config.training.validation_by_dataset:
             phases |= _each_alone(config, opened.prefixes, streams, count)
-    own = identity([datasets[prefix] for prefix in opened.prefixes], tokenizer)
+    own = identity([datasets[prefix] for prefix in opened.prefixes], tokenizer, masks)
     return DataSource(config, rank, world_size, phases, describe(opened, phases), own, repeats(opened, phases))
 
 
@@ -100,7 +105,7 @@ def _weight_stages(config: Config) -> tuple[WeightStage, ...]:
 def _whole_split(config: Config, streams: list[Stream]) -> Phase:
     """Read each data set once from end to end."""
     assert config.batch.batch_size is not None, "resolved"
-    streams = list({stream.prefix: stream for stream in streams}.values())
+    streams = list({(stream.prefix, stream.mask and stream.mask.path): stream for stream in streams}.values())
     order = Concatenation([stream.sampler.samples_per_epoch for stream in streams])
     reader = _reader(config, streams, order)
     return Phase(reader, *once_through(order.num_samples, config.batch.batch_size))
@@ -143,7 +148,7 @@ def split_documents(num_documents: int, split: Sequence[float]) -> list[tuple[in
     return list(zip(bounds[:-1], bounds[1:], strict=True))
 
 
-def _stream(config: Config, phase: str, number: int, dataset: IndexedDataset) -> Stream:
+def _stream(config: Config, phase: str, number: int, dataset: IndexedDataset, mask: IndexedDataset | None) -> Stream:
     """Cut the split of `phase` out of a data set."""
     if dataset.num_documents == 0:
         raise DataError(f"{dataset.index_path}: an empty data set: it holds no documents")
@@ -172,7 +177,9 @@ def _stream(config: Config, phase: str, number: int, dataset: IndexedDataset) ->
         keep = sampler.order.epochs + 1  # an epoch and the next one, or all that are shuffled together
         split_of = range(first, end)
         documents = ShuffledDocuments(dataset.pointers, dataset.sizes, split_of, num_tokens, itemsize, key, keep)
-    return Stream(dataset.prefix, dataset.tokens, first_token, sampler, borders, documents)
+    return Stream(
+        dataset.prefix, dataset.tokens, first_token, sampler, borders, documents, None if mask is None else mask.tokens
+    )
 
 
 def _order(config: Config, phase: str) -> SampleOrder:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from megatron_lite.data.blending import Blend, Concatenation
 from megatron_lite.data.disk_array import DiskArray
 from megatron_lite.data.indexed_dataset import DocumentBorders, IndexedDataset
+from megatron_lite.data.loss_masks import masked_labels
 from megatron_lite.data.sampling import StreamSampler, random_tokens
 from megatron_lite.data.shuffled_documents import Run, ShuffledDocuments
 from megatron_lite.errors import DataError
@@ -65,6 +66,7 @@ class Stream:
     sampler: StreamSampler
     borders: DocumentBorders | None = None  # set to return `Samples.lengths`
     documents: ShuffledDocuments | None = None  # set to shuffle documents as `sampler.order` says
+    mask: DiskArray | None = None  # see loss_masks.py; as long as `file`
 
     def read(self, epoch: int, start: int, tokens: NDArray[Any]) -> NDArray[np.int32] | None:
         """Fill a sample, (s + 1,), from a place in the stream of an epoch.
@@ -81,6 +83,12 @@ class Stream:
             tokens[filled : filled + length] = self.file.read(first, length)
             filled += length
         return None if self.borders is None else np.array([length for _, length in runs], dtype=np.int32)
+
+    def masked(self, epoch: int, start: int, count: int) -> NDArray[np.bool_]:
+        """Return which of the labels of a sample the mask leaves out, (count,): the tokens after its first one."""
+        assert self.mask is not None
+        runs = self._runs(epoch, start + 1, count) or [(self.first_token + start + 1, count)]
+        return np.concatenate([masked_labels(self.mask, first, length) for first, length in runs])
 
     def place(self, epoch: int, start: int, offset: int) -> int:
         """Return the place in the file of a token of a sample: `offset` tokens after `start`."""
@@ -100,6 +108,8 @@ class Stream:
             arrays.append(self.borders.starts)
         if self.documents is not None:
             arrays.append(self.documents.sizes)
+        if self.mask is not None:
+            arrays.append(self.mask)
         files = dict.fromkeys(array.file for array in arrays)
         return [warning for file in files if (warning := file.check()) is not None]
 
@@ -122,6 +132,7 @@ class StreamReader:
         self.vocab_size = vocab_size
         self.slow_ms = slow_ms
         self.mask_starts = mask_starts
+        self.has_masks = mask_starts or any(stream.mask is not None for stream in streams)
         self.sequence_length = streams[0].sampler.sequence_length
         self.dtype = np.result_type(*(stream.file.dtype for stream in streams))
 
@@ -132,14 +143,16 @@ class StreamReader:
         """
         datasets, epochs, starts = places = self._locate(np.arange(first, first + count, dtype=np.int64))
         tokens = np.empty((count, self.sequence_length + 1), dtype=self.dtype)
-        masked = np.zeros((count, self.sequence_length), dtype=np.bool_) if self.mask_starts else None
+        masked = np.zeros((count, self.sequence_length), dtype=np.bool_) if self.has_masks else None
         warnings, lengths = [], []
         for row, (dataset, epoch, start) in enumerate(zip(*(place.tolist() for place in places), strict=True)):
             begun = time.perf_counter()
             stream = self.streams[dataset]
+            if stream.mask is not None and masked is not None:
+                masked[row] = stream.masked(epoch, start, self.sequence_length)
             if (pieces := stream.read(epoch, start, tokens[row])) is not None:
                 lengths.append(without_last_token(pieces))
-                if masked is not None:
+                if self.mask_starts and masked is not None:
                     masked[row, np.cumsum(pieces[:-1]) - 1] = True
             taken_ms = (time.perf_counter() - begun) * 1000
             if taken_ms > self.slow_ms:

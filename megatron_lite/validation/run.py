@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from megatron_lite.config import Draft
 from megatron_lite.config.structured_values import keep_rules, lr_scale_patterns, size_bytes, weight_stages
 from megatron_lite.config.system import number_of_stages
+from megatron_lite.config.values import is_number
 from megatron_lite.validation.messages import Problem, default, parsing, problem
 
 PREFETCH_FACTOR = 2
@@ -117,11 +118,21 @@ def data(draft: Draft) -> Iterator[Problem]:
     else:
         names = "data_path data_weights_schedule"
         yield from parsing(names, weight_stages, draft.data_path, draft.data_weights_schedule)
+        yield from _loss_masks(draft)
     phases = {"train_iters": "training", "validation_iters": "validation", "test_iters": "test"}
     for share, (name, phase) in zip(draft.split, phases.items(), strict=True):
         if getattr(draft, name) != 0 and share == 0:
             rule = f"no documents are left for {phase}; give it a share in --split or write --{name}=0"
             yield problem(draft, f"split {name}", rule)
+
+
+def _loss_masks(draft: Draft) -> Iterator[Problem]:
+    """Check that there is a mask for each data set."""
+    masks, words = len(draft.loss_mask), draft.data_path
+    sets = sum(not is_number(word) for word in words)
+    if masks and masks != sets:
+        rule = f"{masks} for {sets} data sets; write one for each, in the order of --data_path, or the word none"
+        yield problem(draft, "loss_mask", rule, also="data_path")
 
 
 def files(draft: Draft) -> Iterator[Problem]:

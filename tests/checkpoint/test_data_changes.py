@@ -72,6 +72,11 @@ def test_no_change(changes: dict[str, Any]) -> None:
             {},
             "--data_weights_schedule: none in the checkpoint, 4:1/1 9:0/1 now, in the iterations that are done",
         ),
+        (
+            {},
+            {"masks": [None, "00000000000000cc"]},
+            "--loss_mask of data set 1: none in the checkpoint, fingerprint 00000000000000cc now",
+        ),
         ({"dataset_source": "random"}, {"sets": []}, "--dataset_source: list in the checkpoint, random now"),
     ],
 )

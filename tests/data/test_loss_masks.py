@@ -1,0 +1,111 @@
+"""--loss_mask: labels that a second pair of files leaves out, compared with the files' bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_lite.config import Config, unflatten
+from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.data.open_data import open_data
+from megatron_lite.errors import DataError, UsageError
+from megatron_lite.validation import resolve
+
+LENGTH = 16
+SIZES = [7, 0, 30, 1, 1, 16, 5, 17, 0, 0, 40, 2, 3, 64, 11, 16, 9, 50]
+
+
+def write(prefix: Path, documents: list[np.ndarray], dtype: str) -> str:
+    with IndexedDatasetWriter(str(prefix), dtype) as writer:
+        for document in documents:
+            writer.add_document(document)
+    return str(prefix)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[str, str]:
+    """Return a data set whose tokens count up, and a random mask of it."""
+    ends = np.cumsum(SIZES)[:-1]
+    mask = np.random.default_rng(0).integers(0, 2, sum(SIZES))
+    tokens = write(tmp_path / "tokens", np.split(np.arange(sum(SIZES)), ends), "<u2")
+    return tokens, write(tmp_path / "mask", np.split(mask, ends), "|u1")
+
+
+def config(*data_path: str, **values: Any) -> Config:
+    defaults: dict[str, Any] = {
+        "data_path": data_path,
+        "split": (1.0,),
+        "num_workers": 0,
+        "batch_size": 8,
+        "micro_batch_size": 4,
+        "sequence_length": LENGTH,
+        "train_iters": 10,
+        "vocab_size": 10_000,
+    }
+    return resolve(unflatten({**defaults, **values}), 1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("mask_starts", [False, True])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_each_label_has_its_entry(pair: tuple[str, str], workers: int, mask_starts: bool, shuffled: bool) -> None:
+    """A label counts if its entry is 1, in every epoch; the labels that begin documents are left out as well."""
+    tokens, mask = pair
+    entries = np.fromfile(mask + ".bin", np.uint8)
+    first = np.zeros(sum(SIZES), dtype=bool)
+    first[np.cumsum([0, *SIZES[:-1]])] = True
+    options: dict[str, Any] = {"loss_mask": (mask,), "mask_document_starts": mask_starts, "num_workers": workers}
+    options["shuffle_documents"] = shuffled
+    data = open_data(config(tokens, **options, multiprocessing_context="fork"), 0, 1)
+    for micro_batches in data.batches("training", 0, 10):
+        for batch in micro_batches:
+            labels = batch.tokens[:, 1:].numpy()
+            assert batch.masked is not None
+            expected = (entries[labels] == 0) | (first[labels] & mask_starts)
+            np.testing.assert_array_equal(batch.masked.numpy(), expected)
+            assert batch.counted == (~expected).sum()
+    data.close()
+
+
+def test_of_a_blend_some_have_masks(pair: tuple[str, str], tmp_path: Path) -> None:
+    """Every token of a data set without a mask counts; a batch has a mask in any case, so that all ranks agree."""
+    tokens, mask = pair
+    entries = np.fromfile(mask + ".bin", np.uint8)
+    other = write(tmp_path / "other", [np.arange(1000, 1500)], "<u2")
+    data = open_data(config("0.5", other, "0.5", tokens, loss_mask=("none", mask)), 0, 1)
+    counted = np.concatenate([np.ones(0), entries])
+    for micro_batches in data.batches("training", 0, 10):
+        for batch in micro_batches:
+            labels = batch.tokens[:, 1:].numpy()
+            expected = np.where(labels < 1000, counted[np.minimum(labels, len(entries) - 1)] == 0, False)
+            assert batch.masked is not None
+            np.testing.assert_array_equal(batch.masked.numpy(), expected)
+    assert data.identity["masks"][0] is None and len(data.identity["masks"][1]) == 16
+    assert "masks" not in open_data(config(tokens), 0, 1).identity
+
+
+def test_a_mask_of_other_documents_is_refused(pair: tuple[str, str], tmp_path: Path) -> None:
+    """One line that names the file and the first difference; bad entries are found where they are read."""
+    tokens, _ = pair
+    document = [np.ones(size, dtype=np.uint8) for size in SIZES]
+    fewer = write(tmp_path / "fewer", document[:-1], "|u1")
+    with pytest.raises(DataError, match=r"fewer.idx \(--loss_mask\): 17 documents, but .*tokens.idx has 18"):
+        open_data(config(tokens, loss_mask=(fewer,)), 0, 1)
+    moved = write(tmp_path / "moved", [*document[:4], document[4][:0], np.ones(17, np.uint8), *document[6:]], "|u1")
+    with pytest.raises(DataError, match="document 4 has 0 entries, but 1 tokens in .*tokens.idx"):
+        open_data(config(tokens, loss_mask=(moved,)), 0, 1)
+    strange = write(tmp_path / "strange", [array + (number == 10) for number, array in enumerate(document)], "|u1")
+    data = open_data(config(tokens, loss_mask=(strange,)), 0, 1)
+    with pytest.raises(DataError, match=r"strange.bin \(--loss_mask\): entry 77 is 2; 1 lets a token count"):
+        list(data.batches("training", 0, 10))
+    with pytest.raises(DataError, match="absent.idx: no such file"):
+        open_data(config(tokens, loss_mask=(str(tmp_path / "absent"),)), 0, 1)
+
+
+def test_there_is_a_mask_for_each_data_set() -> None:
+    """Weights are no data sets."""
+    with pytest.raises(UsageError, match=r"--loss_mask=m: 1 for 2 data sets; write one for each"):
+        config("0.5", "a", "0.5", "b", loss_mask=("m",))
