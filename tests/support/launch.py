@@ -359,6 +359,22 @@ def find_marked(marker: str, sessions: Sequence[int] = ()) -> list[int]:
     return found
 
 
+def listening(process: int) -> list[str]:
+    """Return the addresses, as in /proc/net/tcp, of the sockets on which a process waits for connections."""
+    own = set()
+    for path in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(path).removeprefix("socket:[").removesuffix("]"))
+    tables = (Path(f"/proc/{process}/net/{kind}").read_text() for kind in ("tcp", "tcp6"))
+    rows = [line.split() for table in tables for line in table.splitlines()]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in own]
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address is 127.0.0.0/8 or ::1, also when it is written for IPv6; words are in the order of bytes."""
+    return address[-2:] == "7F" or address == "0" * 24 + "01000000"
+
+
 def command_line(pid: int) -> str:
     """For messages."""
     try:

@@ -5,7 +5,6 @@ Exit codes: 2 usage, 3 data, 4 checkpoint, 5 numerics, 6 a lost peer, 8 storage;
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
@@ -27,7 +26,7 @@ from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.distributed import peer_watch
 from megatron_lite.distributed.meeting import MeetingPoint, connect
 from megatron_lite.monitor.trackers import read_metrics
-from tests.support.launch import TINY, Outcome, Start, command_line, free_port, read_exit, run
+from tests.support.launch import TINY, Outcome, Start, command_line, free_port, is_loopback, listening, read_exit, run
 
 RANKS = 2
 CANARY = "a5ecretc0deca5ecretc0deca5ecretc0deca5ec"
@@ -594,22 +593,6 @@ def test_usage_errors(tmp_path: Path, wrong: list[str], facts: list[str]) -> Non
     assert_one_error(outcome, *facts, codes=[2], experiment=experiment)
     assert outcome.stdouts == ["", ""]
     assert sorted(os.listdir(experiment)) == ["exit.json"]
-
-
-def listening(process: int) -> list[str]:
-    """Return the addresses, as in /proc/net/tcp, of the sockets on which a process waits for connections."""
-    own = set()
-    for path in Path(f"/proc/{process}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            own.add(os.readlink(path).removeprefix("socket:[").removesuffix("]"))
-    tables = (Path(f"/proc/{process}/net/{kind}").read_text() for kind in ("tcp", "tcp6"))
-    rows = [line.split() for table in tables for line in table.splitlines()]
-    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in own]
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an address is 127.0.0.0/8 or ::1, also when it is written for IPv6; words are in the order of bytes."""
-    return address[-2:] == "7F" or address == "0" * 24 + "01000000"
 
 
 def test_secrets_stay_secret(tmp_path: Path) -> None:

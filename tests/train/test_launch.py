@@ -27,6 +27,8 @@ from tests.support.launch import (
     Start,
     find_marked,
     free_port,
+    is_loopback,
+    listening,
     python_warnings,
     read_exit,
     run,
@@ -292,6 +294,8 @@ def test_kill_under_torchrun(tmp_path: Path, victim: str) -> None:
         launcher = start.processes[0].pid
         ranks = [pid for pid in start.left_over() if pid != launcher]
         assert len(ranks) == 2
+        sockets = [place for rank in ranks for place in listening(rank)]  # torchrun itself listens at all addresses
+        assert len(sockets) > 2 and all(map(is_loopback, sockets)), sockets
         os.kill(launcher if victim == "launcher" else ranks[0], signal.SIGKILL)
         outcome = start.wait(60)
         start.assert_nothing_left(5 if victim == "launcher" else 20)
