@@ -13,6 +13,9 @@ the token files. The .idx file appears last: without it the data are incomplete.
 finished ones are kept in <output_prefix>.partial: after an interruption the same command goes on where it stopped.
 The result does not depend on the number of processes.
 
+    python scripts/prepare_data.py --inspect data/mine    counts, lengths, frequent tokens, some documents
+    python scripts/prepare_data.py --verify data/mine     everything that can be checked; exit code 0 or 3
+
 Exit codes: 0 done, 2 usage, 3 data, 6 a worker died, 8 storage.
 """
 
@@ -31,8 +34,10 @@ import scripts  # noqa: F401  names a missing package
 # isort: split
 from megatron_lite.corpus.fields import TextFields, parse_keys
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES
+from megatron_lite.corpus.inspection import inspect
 from megatron_lite.corpus.prepare import CorpusOptions, prepare
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
+from megatron_lite.corpus.verification import verify
 from megatron_lite.errors import EXIT_DONE, RunError, StorageError, UsageError
 from megatron_lite.run.threads import available_cores
 
@@ -93,9 +98,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add(
-        "inputs", nargs="+", help="files, folders, patterns such as 'x/**/*.txt', lists such as 'x/{a,b}{00..31}.jsonl'"
+        "inputs", nargs="*", help="files, folders, patterns such as 'x/**/*.txt', lists such as 'x/{a,b}{00..31}.jsonl'"
     )
-    add("--output_prefix", required=True, metavar="PREFIX", help="write <PREFIX>.bin, <PREFIX>.idx, ...")
+    add("--output_prefix", metavar="PREFIX", help="write <PREFIX>.bin, <PREFIX>.idx, ...")
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument(
         "--tokenizer",
@@ -138,7 +143,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--deduplicate", action="store_true", help="keep only the first of identical documents")
     add("--strict", action="store_true", help="stop at a bad document instead of skipping it")
     add("--overwrite", action="store_true", help="replace existing token files")
-    return parser.parse_args(argv)
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--inspect", metavar="PREFIX", help="show what is in a pair, and write nothing")
+    mode.add_argument("--verify", metavar="PREFIX", help="check a pair from end to end, and write nothing")
+    options = parser.parse_args(argv)
+    if options.inspect is None and options.verify is None and not (options.inputs and options.output_prefix):
+        parser.error("give inputs and --output_prefix, or --inspect or --verify with the prefix of a pair")
+    return options
 
 
 def _positive(text: str) -> int:
@@ -159,6 +170,13 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     words = parse(argv)
     try:
+        if words.verify is not None:
+            print(verify(words.verify))
+            return EXIT_DONE
+        if words.inspect is not None:
+            for line in inspect(words.inspect):
+                print(line)
+            return EXIT_DONE
         options = read_options(words)
         report(options, *prepare(options))
     except RunError as error:

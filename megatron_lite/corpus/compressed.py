@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from megatron_lite.corpus.inputs import InputFile
-from megatron_lite.corpus.packages import optional_package
+from megatron_lite.corpus.packages import zstd_package
 from megatron_lite.errors import DataError
 
 CHUNK_BYTES = 1 << 17
@@ -35,7 +35,7 @@ def opened(file: IO[bytes], described: InputFile) -> Iterator[Any]:
         elif ending == ".xz":
             yield lzma.LZMAFile(file)
         elif ending == ".zst":
-            zstandard = optional_package("zstandard", f"{described.path} is compressed with zstd")
+            zstandard = zstd_package(described.path)
             damage += (zstandard.ZstdError,)
             yield io.BufferedReader(_ZstdStream(file, zstandard), CHUNK_BYTES)
         else:

@@ -24,6 +24,7 @@ from megatron_lite.corpus.encoding import DocumentEncoder, Encoding, batches
 from megatron_lite.corpus.faults import BadDocument, Fault
 from megatron_lite.corpus.fields import TextFields
 from megatron_lite.corpus.inputs import InputFile
+from megatron_lite.corpus.packages import check_packages
 from megatron_lite.errors import DataError, StorageError
 from megatron_lite.run.durable_files import replace_file
 
@@ -84,7 +85,9 @@ def plan_pieces(files: Sequence[InputFile], recipe: Recipe, piece_bytes: int | N
 
     Raises:
         DataError: if a parquet file is damaged.
+        UsageError: if a package that a file needs is not installed.
     """
+    check_packages(files)
     total = sum(file.size_bytes for file in files)
     goal = piece_bytes or min(max(total // USUAL_PIECES, SMALLEST_PIECE_BYTES), LARGEST_PIECE_BYTES)
     pieces: list[Piece] = []

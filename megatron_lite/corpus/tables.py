@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 from megatron_lite.corpus.fields import top_columns
-from megatron_lite.corpus.packages import optional_package
+from megatron_lite.corpus.packages import arrow_package, parquet_package
 from megatron_lite.errors import DataError
 
 ROWS_PER_READ = 1024
@@ -18,7 +18,7 @@ def row_group_bytes(path: str) -> list[int]:
     Raises:
         DataError: if the file is damaged.
     """
-    parquet = optional_package("pyarrow.parquet", f"{path} is a parquet file")
+    parquet = parquet_package(path)
     with _damage(path):
         metadata = parquet.read_metadata(path)
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
@@ -33,7 +33,7 @@ def parquet_rows(file: IO[bytes], path: str, keys: Sequence[str], start: int, en
     Raises:
         DataError: if the file is damaged or lacks the columns.
     """
-    parquet = optional_package("pyarrow.parquet", f"{path} is a parquet file")
+    parquet = parquet_package(path)
     with _damage(path):
         table = parquet.ParquetFile(file)
         columns = _columns(path, keys, table.schema_arrow.names)
@@ -48,7 +48,7 @@ def arrow_rows(file: IO[bytes], path: str, keys: Sequence[str], start: int, end:
     Raises:
         DataError: if the file is damaged or lacks the columns.
     """
-    arrow = optional_package("pyarrow", f"{path} is an arrow file")
+    arrow = arrow_package(path)
     magic = file.read(6)
     file.seek(0)
     with _damage(path):

@@ -104,6 +104,10 @@ class JsonTokenizer:
             raise DataError(f"{path}: has no usual end-of-document token like {END_OF_DOCUMENT}; name the one to take")
         self.end_of_document = -1 if token is None else int(self._tokenizer.token_to_id(token))
 
+    def decode_all(self, ids: Iterable[int]) -> str:
+        """Decode ids, the end-of-document token too."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a token; None if the vocabulary lacks it."""
         number = self._tokenizer.token_to_id(token)

@@ -1,0 +1,101 @@
+"""--inspect and --verify; pairs that megatron-core reads, and pairs that it wrote."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_lite.corpus.inspection import inspect
+from megatron_lite.corpus.pieces import digest_of
+from megatron_lite.corpus.prepare import CorpusOptions, prepare
+from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
+from megatron_lite.corpus.verification import verify
+from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.data.indexed_dataset import TOKEN_DTYPES, IndexedDataset
+from megatron_lite.errors import DataError
+from tests.support.loading import loaded
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    lines = [{"text": "ab" * (10 + number)} for number in range(20)] + [{"text": "\x1b[31m red\nline"}]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    options = CorpusOptions((str(tmp_path / "x.jsonl"),), str(tmp_path / "x"), TokenizerChoice(begin="<|endoftext|>"))
+    prepare(options)
+    return str(tmp_path / "x")
+
+
+def test_inspect(prefix: str) -> None:
+    """Counts, lengths, frequent tokens, and documents whose control characters cannot steer a terminal."""
+    shown = "\n".join(inspect(prefix))
+    assert "documents         21" in shown and "bytes per token   0.950" in shown
+    assert "  up to          64            14  ####" in shown and "  up to          16             1  ###" in shown
+    assert "       97   46.65%  'a'" in shown and "document 20: 16 tokens" in shown
+    assert r"<|endoftext|>\x1b[31m red\nline<|endoftext|>" in shown and "\x1b" not in shown
+
+
+def test_verify_finds_every_changed_byte(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A flipped bit anywhere in the four files is found, with exit code 3; an untouched pair gives 0."""
+    assert verify(prefix).endswith(
+        "21 documents, 836 tokens: index, digests, tokens and tokenizer are as they were written"
+    )
+    generator = random.Random(0)
+    for ending in (".bin", ".idx", ".tokenizer.json"):
+        path = Path(prefix + ending)
+        data = path.read_bytes()
+        for _ in range(10):
+            damaged = bytearray(data)
+            damaged[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
+            path.write_bytes(damaged)
+            with pytest.raises(DataError):
+                verify(prefix)
+        path.write_bytes(data)
+    with loaded("prepare_data") as module:
+        assert module.main(["--verify", prefix]) == 0
+        Path(prefix + ".bin").write_bytes(b"\0" * Path(prefix + ".bin").stat().st_size)
+        assert module.main(["--verify", prefix]) == 3
+    assert "x.bin: its SHA-256 is" in capsys.readouterr().err
+
+
+def test_verify_checks_tokens_too(prefix: str) -> None:
+    """A summary with the digest of wrong tokens does not help: ids and the ends of documents are checked."""
+    summary, path = Path(prefix + ".summary.json"), Path(prefix + ".bin")
+    values, tokens = json.loads(summary.read_text()), np.fromfile(path, dtype="<u2")
+    for position, token, complaint in (
+        (5, 257, "token 257 of document 0 is not below the vocabulary of 257"),
+        (0, 97, "document 0 does not begin with token 256"),
+        (len(tokens) - 1, 97, "document 20 does not end with token 256"),
+    ):
+        wrong = tokens.copy()
+        wrong[position] = token
+        path.write_bytes(wrong.tobytes())
+        values["files"]["x.bin"]["sha256"] = digest_of(path)
+        summary.write_text(json.dumps(values))
+        with pytest.raises(DataError, match=complaint):
+            verify(prefix)
+
+
+@pytest.mark.slow  # megatron-core takes 10 s to import
+@pytest.mark.parametrize("dtype", TOKEN_DTYPES.values())
+def test_megatron_reads_what_we_write_and_the_reverse(dtype: str, tmp_path: Path) -> None:
+    """Every dtype, both ways: the same documents, empty ones too."""
+    peer = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    torch = pytest.importorskip("torch")
+    generator, limits = np.random.default_rng(0), np.iinfo(dtype)
+    documents = [generator.integers(limits.min, limits.max, size=size, dtype=dtype) for size in (3, 0, 1, 500, 2)]
+    with IndexedDatasetWriter(str(tmp_path / "ours"), dtype) as writer:
+        for document in documents:
+            writer.add_document(document)
+    theirs = peer.IndexedDataset(str(tmp_path / "ours"))
+    assert len(theirs) == 5 and all((theirs[n] == document).all() for n, document in enumerate(documents))
+    assert theirs.index.sequence_lengths.tolist() == [3, 0, 1, 500, 2]
+    builder = peer.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.dtype(dtype).type)
+    for document in documents:
+        builder.add_document(torch.from_numpy(document), [len(document)])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    ours = IndexedDataset(str(tmp_path / "theirs"))
+    assert ours.num_documents == 5 and all((ours.document(n) == d).all() for n, d in enumerate(documents))
+    for ending in (".bin", ".idx"):
+        assert (tmp_path / f"ours{ending}").read_bytes() == (tmp_path / f"theirs{ending}").read_bytes()
