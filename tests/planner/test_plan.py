@@ -104,9 +104,9 @@ def planned(ranks: int, options: dict[str, Any]) -> Books:
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (1, STATE_CASES[::4]),
-        (2, STATE_CASES[1::2]),
-        (3, STATE_CASES[2::4]),
+        (1, STATE_CASES[::6]),
+        (2, STATE_CASES[1::3]),
+        (3, STATE_CASES[2::6]),
         *(pytest.param(ranks, STATE_CASES, marks=pytest.mark.slow) for ranks in (1, 2, 3)),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else f"{len(value)} cases",

@@ -141,7 +141,7 @@ FORMS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=[] if i in (1, 2) else [pytest.mark.slow]) for i, form in enumerate(FORMS)]
+    "form", [pytest.param(form, marks=[] if i == 2 else [pytest.mark.slow]) for i, form in enumerate(FORMS)]
 )
 def test_bad_steps_are_dropped_on_all_ranks_and_again_after_a_resume(tmp_path: Path, form: str) -> None:
     """Spikes, NaN and infinities of one rank's gradient or loss change no bit of any rank's weights and moments; the

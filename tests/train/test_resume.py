@@ -155,13 +155,14 @@ FREEZING: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("how", [pytest.param("low precision", marks=pytest.mark.slow), "split masters"])
+@pytest.mark.slow  # by default, without kills: tests/checkpoint/test_engine.py
+@pytest.mark.parametrize("how", FREEZING)
 def test_killed_run_with_frozen_parameters(corpus: str, tmp_path: Path, how: str) -> None:
     """Frozen parameters, which have no moments, and split masters, which no buffer holds in full, resume too."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     outcome = run(flags(corpus, whole, *FREEZING[how]), RANKS)
     assert outcome.codes == [0, 0], outcome.output
-    story = run_with_kills(flags(corpus, killed, *FREEZING[how]), killed, 1, kills=1)
+    story = run_with_kills(flags(corpus, killed, *FREEZING[how]), killed, 1, kills=2)
     try:
         assert_same_run(killed, whole)
     except AssertionError as error:
