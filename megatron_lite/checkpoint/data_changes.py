@@ -80,7 +80,7 @@ def data_changes(loaded: Manifest, config: Config, identity: dict[str, Any]) -> 
 def _order_changes(saved: dict[str, Any], config: Config) -> Iterator[str]:
     """Yield the options of the order of samples that differ; a checkpoint without them has the defaults."""
     defaults, current = vars(DataConfig()), vars(config.data)
-    names = ["shuffle", "shuffle_era", "shuffle_documents"]
+    names = ["shuffle", "shuffle_era", "shuffle_documents", "truncate_documents"]
     if "full" in (saved.get("shuffle"), config.data.shuffle):
         names.append("max_epochs")
     for name in names if config.data.dataset_source == "list" else ():

@@ -13,7 +13,7 @@ MODEL_TYPES = ("llama", "mistral", "gpt2", "gpt_bigcode", "starcoder2", "qwen2",
 
 # Options that have no effect unless another one has this value.
 file_option = idle_unless("dataset_source!=random")
-shuffled_option = idle_unless("dataset_source!=random and shuffle!=none")
+shuffled_option = idle_unless("dataset_source!=random and shuffle!=none and truncate_documents")
 worker_option = idle_unless("dataset_source!=random and num_workers")
 export_option = idle_unless("export_interval")
 validation_option = idle_unless("validation_iters")
@@ -90,6 +90,11 @@ class DataConfig(Area):
         True,
         "let attention cross document boundaries within a sample; 0: each document attends only to itself (positions "
         "still count from the start of the sample; a random sample is one document)",
+    )
+    truncate_documents: bool = file_option(
+        True,
+        "cut documents where samples end; 0: fill samples with whole documents and pad the rest, which counts in no "
+        "loss; documents longer than sequence_length + 1 are left out",
     )
     reset_position_ids: bool = file_option(False, "count positions from the start of each document, not of the sample")
     mask_document_starts: bool = file_option(

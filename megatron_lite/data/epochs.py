@@ -105,6 +105,21 @@ def repeats(opened: Opened, phases: dict[str, Phase]) -> list[str]:
     ]
 
 
+def left_out(phases: dict[str, Phase]) -> list[str]:
+    """Return warnings about documents that do not fit into a sample and cannot be cut."""
+    found = []
+    for name, phase in phases.items():
+        streams = phase.reader.streams if isinstance(phase.reader, StreamReader) and "/" not in name else ()
+        for stream in dict.fromkeys(streams):
+            if stream.packed is not None and (many := stream.packed.plan.too_long):
+                plan = stream.packed.plan
+                found.append(
+                    f"{stream.prefix}: {many:,} of {plan.num_documents:,} documents for {name} have more than "
+                    f"{plan.capacity:,} tokens and are left out (--truncate_documents=0)"
+                )
+    return found
+
+
 def _weights(phases: dict[str, Phase], count: int) -> list[float]:
     """Return the shares of the data sets in the samples of training, or of the first phase that blends them."""
     for phase in phases.values():
@@ -117,9 +132,13 @@ def _weights(phases: dict[str, Phase], count: int) -> list[float]:
 def _phase_line(phase: Phase) -> str:
     reader, samples = phase.reader, phase.schedule.consumed_samples(phase.iterations)
     assert isinstance(reader, StreamReader), reader
-    tokens = sum(stream.sampler.num_tokens for stream in reader.streams)
+    tokens = sum(stream.num_tokens for stream in reader.streams)
+    padded = ""
+    if reader.packed:
+        room = sum(stream.sampler.samples_per_epoch for stream in reader.streams) * (reader.sequence_length + 1)
+        padded = f"; whole documents, {100 * (1 - tokens / room):.2g}% padding"
     if not isinstance(reader.blend, Blend):
-        return f"{samples:,} samples out of {tokens:,} tokens: each sample once"
+        return f"{samples:,} samples out of {tokens:,} tokens: each sample once{padded}"
     epochs = epochs_of(phase, phase.iterations)
     many = f"{min(epochs):.3g} to {max(epochs):.3g}" if len(set(epochs)) > 1 else f"{epochs[0]:.3g}"
-    return f"{samples:,} samples out of {tokens:,} tokens: {many} epochs"
+    return f"{samples:,} samples out of {tokens:,} tokens: {many} epochs{padded}"

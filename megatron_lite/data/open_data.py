@@ -10,11 +10,12 @@ from megatron_lite.config import Config
 from megatron_lite.config.option import All
 from megatron_lite.config.structured_values import WeightStage, short_names, weight_stages
 from megatron_lite.data.blending import MAX_SAMPLES, Blend, Concatenation
-from megatron_lite.data.epochs import Opened, check_epochs, describe, repeats
+from megatron_lite.data.epochs import Opened, check_epochs, describe, left_out, repeats
 from megatron_lite.data.fingerprint import identity
 from megatron_lite.data.indexed_dataset import DocumentBorders, IndexedDataset
 from megatron_lite.data.loader import DataSource, Phase
 from megatron_lite.data.loss_masks import open_masks
+from megatron_lite.data.packing import PackedDocuments, PackedFile, read_sizes
 from megatron_lite.data.reading import RandomReader, Stream, StreamReader
 from megatron_lite.data.sampling import PHASES, SampleOrder, StreamSampler, sampler_key
 from megatron_lite.data.shuffled_documents import ShuffledDocuments
@@ -64,8 +65,9 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
         phases[phase] = _whole_split(config, streams) if count == "all" else _blended(config, phase, count, streams)
         if phase == "validation" and config.training.validation_by_dataset:
             phases |= _each_alone(config, opened.prefixes, streams, count)
+    notes = [*repeats(opened, phases), *left_out(phases)]
     own = identity([datasets[prefix] for prefix in opened.prefixes], tokenizer, masks)
-    return DataSource(config, rank, world_size, phases, describe(opened, phases), own, repeats(opened, phases))
+    return DataSource(config, rank, world_size, phases, describe(opened, phases), own, notes)
 
 
 def _random_reader(config: Config, phase: str) -> RandomReader:
@@ -126,9 +128,9 @@ def _each_alone(config: Config, prefixes: list[str], streams: list[Stream], coun
 
 
 def _reader(config: Config, streams: list[Stream], order: Blend | Concatenation) -> StreamReader:
-    data = config.data
+    data, length = config.data, config.batch.sequence_length
     return StreamReader(
-        streams, order, config.model.vocab_size, data.data_sample_warn_time_ms, mask_starts=data.mask_document_starts
+        streams, order, length, config.model.vocab_size, data.data_sample_warn_time_ms, data.mask_document_starts
     )
 
 
@@ -162,13 +164,14 @@ def _stream(config: Config, phase: str, number: int, dataset: IndexedDataset, ma
         )
     first_token = dataset.first_token(first)
     num_tokens = dataset.first_token(end) - first_token
-    needed = config.batch.sequence_length + 1
+    needed, key = config.batch.sequence_length + 1, sampler_key(config.distributed.seed, phase, number)
+    if not config.data.truncate_documents:
+        return _packed_stream(config, phase, dataset, mask, range(first, end), key)
     if num_tokens < needed:
         raise DataError(
             f"{dataset.tokens.path}: {num_tokens:,} tokens for {phase} ({end - first:,} of {dataset.num_documents:,} "
             f"documents, --split={split}), but one sample needs {needed:,} (--sequence_length + 1)"
         )
-    key = sampler_key(config.distributed.seed, phase, number)
     sampler = StreamSampler(num_tokens, config.batch.sequence_length, key, _order(config, phase))
     itemsize = dataset.tokens.dtype.itemsize
     borders = DocumentBorders(dataset.pointers, dataset.tokens.dtype) if config.data.needs_borders else None
@@ -182,6 +185,25 @@ def _stream(config: Config, phase: str, number: int, dataset: IndexedDataset, ma
     )
 
 
+def _packed_stream(
+    config: Config, phase: str, dataset: IndexedDataset, mask: IndexedDataset | None, documents: range, key: int
+) -> Stream:
+    """Pack the documents of a split into samples."""
+    capacity = config.batch.sequence_length + 1
+    first_token = dataset.first_token(documents.start)
+    num_tokens = dataset.first_token(documents.stop) - first_token
+    plan = PackedDocuments(read_sizes(dataset.sizes, documents, num_tokens), capacity, key)
+    if not plan.samples_per_epoch:
+        raise DataError(
+            f"{dataset.tokens.path}: none of its {len(documents):,} documents for {phase} has 1 to {capacity:,} tokens "
+            "(--sequence_length + 1), and --truncate_documents=0 cuts none; write a larger --sequence_length"
+        )
+    packed = PackedFile(plan, dataset.pointers, documents.start, dataset.tokens.dtype.itemsize, dataset.sizes)
+    slots = StreamSampler(plan.samples_per_epoch + 1, 1, key, _order(config, phase))
+    masks = None if mask is None else mask.tokens
+    return Stream(dataset.prefix, dataset.tokens, first_token, slots, mask=masks, packed=packed)
+
+
 def _order(config: Config, phase: str) -> SampleOrder:
     """Return the order of a phase: validation and test keep the default, so that their results compare."""
     data = config.data
@@ -192,5 +214,5 @@ def _order(config: Config, phase: str) -> SampleOrder:
         data.shuffle,
         data.shuffle_era if windows else None,
         (data.max_epochs or 1) if data.shuffle == "full" else 1,
-        data.shuffle_documents and data.shuffle != "none",
+        data.shuffle_documents and data.shuffle != "none" and data.truncate_documents,
     )

@@ -6,6 +6,7 @@ second and take a tenth of the memory.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from megatron_lite.data.blending import Blend, Concatenation
 from megatron_lite.data.disk_array import DiskArray
 from megatron_lite.data.indexed_dataset import DocumentBorders, IndexedDataset
 from megatron_lite.data.loss_masks import masked_labels
+from megatron_lite.data.packing import PackedFile
 from megatron_lite.data.sampling import StreamSampler, random_tokens
 from megatron_lite.data.shuffled_documents import Run, ShuffledDocuments
 from megatron_lite.errors import DataError
@@ -67,11 +69,17 @@ class Stream:
     borders: DocumentBorders | None = None  # set to return `Samples.lengths`
     documents: ShuffledDocuments | None = None  # set to shuffle documents as `sampler.order` says
     mask: DiskArray | None = None  # see loss_masks.py; as long as `file`
+    packed: PackedFile | None = None  # set to pack whole documents; a "token" of the sampler is then a sample
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of an epoch."""
+        return self.sampler.num_tokens if self.packed is None else self.packed.plan.num_tokens
 
     def read(self, epoch: int, start: int, tokens: NDArray[Any]) -> NDArray[np.int32] | None:
-        """Fill a sample, (s + 1,), from a place in the stream of an epoch.
+        """Fill a sample, (s + 1,), from a place in the stream of an epoch; what packed documents leave stays as it is.
 
-        Returns: the lengths of its pieces of documents, if there are `borders`.
+        Returns: the lengths of its pieces of documents, if there are `borders`, or they are packed.
         """
         if (runs := self._runs(epoch, start, len(tokens))) is None:
             tokens[:] = self.file.read(self.first_token + start, len(tokens))
@@ -82,21 +90,27 @@ class Stream:
         for first, length in runs:
             tokens[filled : filled + length] = self.file.read(first, length)
             filled += length
-        return None if self.borders is None else np.array([length for _, length in runs], dtype=np.int32)
+        known = self.borders is not None or self.packed is not None
+        return np.array([length for _, length in runs], dtype=np.int32) if known else None
 
-    def masked(self, epoch: int, start: int, count: int) -> NDArray[np.bool_]:
-        """Return which of the labels of a sample the mask leaves out, (count,): the tokens after its first one."""
+    def masked(self, epoch: int, start: int, width: int) -> NDArray[np.bool_]:
+        """Return which tokens of a sample the mask leaves out of the loss, (width,), or fewer before padding."""
         assert self.mask is not None
-        runs = self._runs(epoch, start + 1, count) or [(self.first_token + start + 1, count)]
+        runs = self._runs(epoch, start, width) or [(self.first_token + start, width)]
         return np.concatenate([masked_labels(self.mask, first, length) for first, length in runs])
 
     def place(self, epoch: int, start: int, offset: int) -> int:
         """Return the place in the file of a token of a sample: `offset` tokens after `start`."""
-        runs = self._runs(epoch, start + offset, 1)
-        return self.first_token + start + offset if runs is None else runs[0][0]
+        runs = self._runs(epoch, start, offset + 1)
+        if runs is None:
+            return self.first_token + start + offset
+        places = itertools.chain(*(range(first, first + length) for first, length in runs))
+        return next(itertools.islice(places, offset, None))
 
     def _runs(self, epoch: int, start: int, length: int) -> list[Run] | None:
         """Return where in the file the tokens are; None if documents are in file order."""
+        if self.packed is not None:
+            return self.packed.runs(epoch, start)
         if self.documents is None or (self.sampler.order.shuffle == "skip_first_epoch" and epoch == 0):
             return None
         return self.documents.runs(epoch, start, length)
@@ -106,8 +120,9 @@ class Stream:
         arrays = [self.file]
         if self.borders is not None:
             arrays.append(self.borders.starts)
-        if self.documents is not None:
-            arrays.append(self.documents.sizes)
+        for index in (self.documents, self.packed):
+            if index is not None:
+                arrays.append(index.sizes)
         if self.mask is not None:
             arrays.append(self.mask)
         files = dict.fromkeys(array.file for array in arrays)
@@ -121,6 +136,7 @@ class StreamReader:
         self,
         streams: Sequence[Stream],
         blend: Blend | Concatenation,
+        sequence_length: int,
         vocab_size: int,
         slow_ms: float,
         mask_starts: bool = False,
@@ -132,8 +148,9 @@ class StreamReader:
         self.vocab_size = vocab_size
         self.slow_ms = slow_ms
         self.mask_starts = mask_starts
-        self.has_masks = mask_starts or any(stream.mask is not None for stream in streams)
-        self.sequence_length = streams[0].sampler.sequence_length
+        self.sequence_length = sequence_length
+        self.packed = any(stream.packed is not None for stream in streams)
+        self.has_masks = mask_starts or self.packed or any(stream.mask is not None for stream in streams)
         self.dtype = np.result_type(*(stream.file.dtype for stream in streams))
 
     def read(self, first: int, count: int) -> Samples:
@@ -142,18 +159,24 @@ class StreamReader:
         Raises: DataError if a file has changed, cannot be read any more or holds a token id outside the vocabulary.
         """
         datasets, epochs, starts = places = self._locate(np.arange(first, first + count, dtype=np.int64))
-        tokens = np.empty((count, self.sequence_length + 1), dtype=self.dtype)
+        tokens = np.zeros((count, self.sequence_length + 1), dtype=self.dtype)
         masked = np.zeros((count, self.sequence_length), dtype=np.bool_) if self.has_masks else None
         warnings, lengths = [], []
         for row, (dataset, epoch, start) in enumerate(zip(*(place.tolist() for place in places), strict=True)):
             begun = time.perf_counter()
             stream = self.streams[dataset]
             if stream.mask is not None and masked is not None:
-                masked[row] = stream.masked(epoch, start, self.sequence_length)
+                left_out = stream.masked(epoch, start, self.sequence_length + 1)
+                masked[row, : len(left_out) - 1] = left_out[1:]  # a label is the token after an input
             if (pieces := stream.read(epoch, start, tokens[row])) is not None:
+                filled = int(pieces.sum())
+                if filled < tokens.shape[1]:
+                    pieces = np.append(pieces, np.int32(tokens.shape[1] - filled))
                 lengths.append(without_last_token(pieces))
-                if self.mask_starts and masked is not None:
-                    masked[row, np.cumsum(pieces[:-1]) - 1] = True
+                if masked is not None:
+                    masked[row, filled - 1 :] = True  # the padding is no label
+                    if self.mask_starts:
+                        masked[row, np.cumsum(pieces[:-1]) - 1] = True
             taken_ms = (time.perf_counter() - begun) * 1000
             if taken_ms > self.slow_ms:
                 warnings.append(

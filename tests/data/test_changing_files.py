@@ -28,7 +28,7 @@ def reader(tmp_path: Path) -> StreamReader:
     dataset = IndexedDataset(str(tmp_path / "x"))
     borders = DocumentBorders(dataset.pointers, dataset.tokens.dtype)
     stream = Stream(dataset.prefix, dataset.tokens, 0, StreamSampler(dataset.num_tokens, LENGTH, 1), borders)
-    return StreamReader([stream], Blend([1.0]), 50, 1e6)
+    return StreamReader([stream], Blend([1.0]), LENGTH, 50, 1e6)
 
 
 def overwrite(path: Path) -> None:

@@ -73,7 +73,7 @@ def test_samples_of_shuffled_documents(tmp_path: Path, shuffle: str) -> None:
     borders = DocumentBorders(dataset.pointers, dataset.tokens.dtype)
     stream = Stream(dataset.prefix, dataset.tokens, 0, sampler, borders, documents)
     size = sampler.samples_per_epoch
-    reader = StreamReader([stream], Blend([1.0]), 10_000, 1e6)
+    reader = StreamReader([stream], Blend([1.0]), stream.sampler.sequence_length, 10_000, 1e6)
     samples = reader.read(0, 3 * size)
     assert samples.lengths is not None
     tokens = samples.tokens.astype(np.int64)
@@ -98,7 +98,7 @@ def test_a_bad_token_is_named_where_it_is_in_the_file(tmp_path: Path) -> None:
         dataset.prefix, dataset.tokens, 0, StreamSampler(600, LENGTH, 7, SampleOrder(documents=True)), None, documents
     )
     with pytest.raises(DataError) as caught:
-        StreamReader([stream], Blend([1.0]), 407, 1e6).read(0, 37)
+        StreamReader([stream], Blend([1.0]), stream.sampler.sequence_length, 407, 1e6).read(0, 37)
     (document, offset, token) = (
         int(str(caught.value).split(word)[1].split()[0].strip(",:")) for word in ("document ", "offset ", "token id ")
     )
