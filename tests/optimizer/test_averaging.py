@@ -264,7 +264,7 @@ CASES: list[Options] = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_evaluating_averages_changes_nothing(ranks: int) -> None:
     """After every iteration or never: losses, norms, weights, moments and averages are the same bits. Collectives send
     nothing before a rank waits for them, so that gathers of weights are under way all the time."""

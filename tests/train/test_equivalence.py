@@ -36,7 +36,6 @@ def relative_difference(a: Trajectory, b: Trajectory) -> float:
     ("training_dtype", "tied", "breadth_first", "iterations"),
     [
         ("bf16", True, 2, 3),
-        ("fp32", False, 1, 3),
         *(
             pytest.param(*case, 20, marks=pytest.mark.slow)
             for case in itertools.product(("fp32", "bf16"), (True, False), (1, 2))
@@ -74,7 +73,7 @@ def test_depth_first_accumulation_agrees_to_rounding(tied: bool) -> None:
     ]
     runs += [{"depth_first_micro_batches": 1, "batch_size": 8, "tie_word_embeddings": tied}]
     for ranks in (1, 2):
-        *accumulated, reference = run_distributed(ranks, several, runs, 10)[0]
+        *accumulated, reference = run_distributed(ranks, several, runs, 6)[0]
         for trajectory in accumulated:
             assert relative_difference(trajectory, reference) < 1e-6
         assert accumulated[1].losses == accumulated[2].losses and same_weights(

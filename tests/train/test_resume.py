@@ -203,14 +203,15 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "muon"])
+@pytest.mark.slow  # by default each by itself: test_bad_steps.py, test_batches.py, and the engines of tests/checkpoint
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_killed_run_with_every_guard_and_schedule(corpus: str, tmp_path: Path, optimizer: str) -> None:
-    """Cycles, rewarmup, averages, AdamC, dropped steps and a batch schedule, killed: nothing differs in the end;
+    """Cycles, rewarmup, averages, AdamC, dropped steps and a batch schedule, killed twice: nothing differs in the end;
     what was dropped, and why, is decided again as it was."""
     more, whole, killed = (*EVERYTHING, *OPTIMIZERS[optimizer]), tmp_path / "whole", tmp_path / "killed"
     outcome = run(flags(corpus, whole, *more), RANKS)
     assert outcome.codes == [0, 0], outcome.output
-    story = run_with_kills(flags(corpus, killed, *more), killed, 3, kills=1)
+    story = run_with_kills(flags(corpus, killed, *more), killed, 3, kills=2)
     try:
         assert_same_run(killed, whole)
     except AssertionError as error:

@@ -130,7 +130,7 @@ def compare(ranks: int, layouts: list[Options]) -> None:
             assert len(set(normal.losses)) == 3, "nothing is trained"
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_slow_collectives_change_no_bit(ranks: int) -> None:
     """Some buffer counts, orders and kinds of parameters, with an evaluation in between: the same numbers.
 
