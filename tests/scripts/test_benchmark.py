@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from scripts.benchmarks import checkpoint
+from scripts.benchmarks import checkpoint, data
 from scripts.benchmarks.training import memory, optimizer, profile, report, settings
 from tests.support import warm_python
 from tests.support.launch import free_port
@@ -186,10 +186,10 @@ COMMANDS = [
 
 
 def test_every_command_of_the_document_is_checked() -> None:
-    """Three tables of training, two each of optimizer and memory, one of checkpoints; reports and races have tests of
-    their own."""
+    """Three tables of training, two each of optimizer and memory, one each of checkpoints and data; reports and races
+    have tests of their own."""
     text = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
-    assert len(COMMANDS) == 8 and text.count("```bash\n") == 11
+    assert len(COMMANDS) == 9 and text.count("```bash\n") == 12
     assert "bash scripts/gpu_report.sh --output=docs/gpu_report.json\n" in text
 
 
@@ -206,6 +206,8 @@ def test_commands_of_the_document_make_its_tables(command: list[str], names: lis
     elif program.endswith(".checkpoint"):
         compared = {name for first, second, _, _ in checkpoint.GOALS for name in (first, second)}
         assert checkpoint.parse(arguments).turns == 8 and compared <= set(names)
+    elif program.endswith(".data"):
+        assert data.parse(arguments).documents == 10**7 and names == list(data.OPENING)
     else:
         ranks = int(command[1].removeprefix("--nproc-per-node="))
         rows = list(settings.chosen(settings.parse(arguments), ranks))
@@ -293,6 +295,21 @@ def test_operations_are_sorted_by_name() -> None:
         "gloo:all_reduce": None,
     }
     assert {name: profile.kind_of(name) for name in kinds} == kinds
+
+
+@pytest.mark.slow
+def test_data_sets_are_timed_beside_their_peers(tmp_path: Path) -> None:
+    """The benchmark of data runs with a small set, has every row of the document, and leaves nothing in its folder."""
+    folder, output = tmp_path / "scratch", tmp_path / "data.json"
+    small = ["--documents=20000", "--batches=5", "--turns=1", f"--folder={folder}", f"--output={output}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.benchmarks.data", *small], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0 and not folder.exists(), done.stderr
+    found = json.loads(output.read_text())
+    has_peer = find_spec("megatron") is not None
+    assert list(found["opening"]) == list(data.OPENING if has_peer else data.OPENING[:1])
+    assert len(found["loading"]) == (6 if has_peer else 4)
 
 
 @pytest.mark.slow

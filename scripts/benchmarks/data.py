@@ -1,0 +1,287 @@
+"""Time opening a large data set and loading samples beside megatron-core's GPTDataset and a memory map of the tokens.
+
+    python -m scripts.benchmarks.data --folder=/data/scratch --output=data.json
+
+Opening: a set of 10 billion tokens in 10 million documents, whose `.bin` is sparse; from the call to the first batch of
+8 samples of 2,048 tokens, with the memory that the process gained. megatron-core builds its index for 1,000 iterations,
+and finds it in its cache the second time. Loading: samples of 2,048 tokens in batches of 32 out of 100 million tokens,
+by 1 and 2 worker processes of each loader; the others in torch's DataLoader. Every measurement is a process of its own,
+and its time begins after its imports. Each turn measures every row once, in another order each time; a row's ratio is
+taken within a turn. megatron-core (`pip install --no-deps megatron-core`) is left out where it is not installed. Prints
+Markdown tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_lite.data.indexed_dataset import HEADER, MAGIC, VERSION
+from scripts.benchmarks.common import (
+    ROOT,
+    argument_parser,
+    commit,
+    cores,
+    markdown_table,
+    spread_cell,
+    spread_of,
+    write_json,
+)
+
+MIB = 2**20
+LENGTH = 2048
+VOCABULARY = 50_000
+OPENED, LOADED = 8, 32  # samples of a batch
+ITERATIONS = 1000  # of the run that opens the large set
+OPENING = ("ours", "megatron-core", "megatron-core, cached")
+LOADERS = ("ours", "megatron-core", "memory map")
+WARM_UP = 20  # batches before the time counts
+
+
+def write_set(prefix: Path, documents: int, tokens: int, filled: bool) -> None:
+    """Write a .bin/.idx pair of 16-bit tokens in documents of equal length; the tokens are random, or a hole."""
+    size, generator = tokens // documents, np.random.default_rng(0)
+    with open(f"{prefix}.bin", "wb") as file:
+        if filled:
+            for _ in range(10):
+                file.write(generator.integers(1, VOCABULARY, documents * size // 10, dtype=np.uint16).tobytes())
+        file.truncate(2 * documents * size)
+    with open(f"{prefix}.idx", "wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, 8, documents, documents + 1))
+        file.write(np.full(documents, size, dtype="<i4").tobytes())
+        file.write((np.arange(documents, dtype="<i8") * (2 * size)).tobytes())
+        file.write(np.arange(documents + 1, dtype="<i8").tobytes())
+
+
+def our_batches(prefix: str, samples: int, iterations: int, workers: int) -> Iterator[Any]:
+    """Yield the batches of this program."""
+    from megatron_lite.config import unflatten
+    from megatron_lite.data.open_data import open_data
+    from megatron_lite.validation import resolve
+
+    options: dict[str, Any] = dict(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=VOCABULARY)
+    options |= dict(sequence_length=LENGTH, batch_size=samples, data_path=(prefix,), split=(1.0,), num_workers=workers)
+    config = resolve(unflatten({**options, "train_iters": iterations, "device": "cpu"}), 1)
+    source = open_data(config, 0, 1)
+    yield from source.batches("training", 0, iterations)
+
+
+def their_set(prefix: str, samples: int, cache: str | None) -> Any:
+    """Return megatron-core's data set of so many samples, without attention masks, which are (s, s) numbers each."""
+    import torch
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.utils import Split
+
+    class Tokenizer:
+        eod, pad, vocab_size, unique_identifiers = 0, -1, VOCABULARY, {"class": "none"}  # noqa: RUF012
+        special_tokens_dict: dict[str, str] = {}  # noqa: RUF012
+
+    if not torch.distributed.is_initialized():  # it asks for its rank
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=LENGTH,
+        blend=([prefix], None),
+        split="1,0,0",
+        path_to_cache=cache,
+        tokenizer=Tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    low_level = GPTDataset.build_low_level_dataset(prefix, config)
+    documents = np.arange(GPTDataset.numel_low_level_dataset(low_level), dtype=np.int32)
+    return GPTDataset(low_level, prefix, documents, samples, Split.train, config)
+
+
+def mapped_set(prefix: str, samples: int) -> Any:
+    """Return the plainest data set: random windows of a memory map."""
+    import torch
+
+    class Mapped(torch.utils.data.Dataset):
+        def __init__(self) -> None:
+            self.tokens = np.memmap(f"{prefix}.bin", dtype=np.uint16, mode="r")
+            self.order = np.random.default_rng(0).permutation((len(self.tokens) - 1) // LENGTH)
+
+        def __len__(self) -> int:
+            return samples
+
+        def __getitem__(self, index: int) -> tuple[Any, Any]:
+            start = int(self.order[index % len(self.order)]) * LENGTH
+            tokens = torch.from_numpy(self.tokens[start : start + LENGTH + 1].astype(np.int64))
+            return tokens[:-1], tokens[1:]
+
+    return Mapped()
+
+
+def opened(row: str, prefix: str, cache: str) -> dict[str, float]:
+    """Open a set and read its first batch; return the time and the memory."""
+    prepare = _import_ours if row == "ours" else _import_theirs
+    prepare()
+    before, begun_s = resident_bytes(reset=True), time.perf_counter()
+    if row == "ours":
+        assert len(next(our_batches(prefix, OPENED, ITERATIONS, 0))[0].tokens) == OPENED
+    else:
+        dataset = their_set(prefix, OPENED * ITERATIONS, cache)
+        assert len([dataset[index] for index in range(OPENED)]) == OPENED
+    seconds = time.perf_counter() - begun_s
+    return {"seconds": seconds, "memory_mib": (resident_bytes() - before) / MIB}
+
+
+def loaded(row: str, workers: int, prefix: str, batches: int) -> dict[str, float]:
+    """Return the samples per second of a loader, after some batches."""
+    import torch
+
+    torch.set_num_threads(1)
+    total = WARM_UP + batches
+    if row == "ours":
+        stream: Iterator[Any] = our_batches(prefix, LOADED, total, workers)
+    else:
+        dataset = (
+            their_set(prefix, LOADED * total, None) if row == "megatron-core" else mapped_set(prefix, LOADED * total)
+        )
+        loader = torch.utils.data.DataLoader(dataset, LOADED, num_workers=workers, prefetch_factor=2)
+        stream = iter(loader)
+    for _ in range(WARM_UP):
+        next(stream)
+    begun_s = time.perf_counter()
+    for _ in range(batches):
+        next(stream)
+    return {"samples_per_s": LOADED * batches / (time.perf_counter() - begun_s)}
+
+
+def _import_ours() -> None:
+    import megatron_lite.data.open_data
+    import megatron_lite.validation  # noqa: F401
+
+
+def _import_theirs() -> None:
+    import megatron.core.datasets.gpt_dataset  # noqa: F401
+
+
+def resident_bytes(reset: bool = False) -> int:
+    """Return the highest resident memory since the last reset, or the present one and reset."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    name = "VmRSS:" if reset else "VmHWM:"
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def measured(action: str, *words: object) -> dict[str, float]:
+    """Run one measurement in a process of its own."""
+    command = [sys.executable, "-m", "scripts.benchmarks.data", "--measure", action, *map(str, words)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}:\n{done.stderr[-2000:]}")
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def measure(words: Sequence[str]) -> None:
+    """Do one measurement and print its result as the last line."""
+    warnings.simplefilter("ignore")
+    if words[0] == "open":
+        result = opened(*words[1:])
+    else:
+        result = loaded(words[1], int(words[2]), words[3], int(words[4]))
+    print(json.dumps(result), flush=True)
+    os._exit(0)  # without waiting for workers
+
+
+def turns(options: argparse.Namespace, rows: Sequence[Any], measure_row: Callable[[Any], dict[str, float]]) -> Any:
+    """Return the measurements of each row, one of every turn; the first turn warms up."""
+    found: dict[Any, list[dict[str, float]]] = {row: [] for row in rows}
+    for turn in range(options.turns + 1):
+        for row in (*rows[turn % len(rows) :], *rows[: turn % len(rows)]):
+            result = measure_row(row)
+            if turn:
+                found[row].append(result)
+    return found
+
+
+def opening(options: argparse.Namespace, peers: bool) -> dict[str, Any]:
+    """Measure and print the table of opening."""
+    prefix, cache = options.folder / "large", options.folder / "cache"
+    write_set(prefix, options.documents, 1000 * options.documents, filled=False)
+
+    def one(row: str) -> dict[str, float]:
+        if row == "megatron-core":
+            shutil.rmtree(cache, ignore_errors=True)
+        if row == "megatron-core, cached" and not cache.exists():
+            measured("open", row, prefix, cache)
+        return measured("open", row, prefix, cache)
+
+    found = turns(options, OPENING if peers else OPENING[:1], one)
+    lines, result = [], {}
+    for row, values in found.items():
+        seconds, memory = (spread_of([value[key] for value in values]) for key in ("seconds", "memory_mib"))
+        pairs = zip(values, found["ours"], strict=True)
+        ratio = spread_of([value["seconds"] / ours["seconds"] for value, ours in pairs])
+        result[row] = {"seconds": seconds, "memory_mib": memory, "ratio": ratio}
+        lines.append([row, spread_cell(seconds, 3), spread_cell(memory, 0), spread_cell(ratio, 1)])
+    print("\n".join(markdown_table(["opening", "s", "MiB", "time / ours"], lines)), end="\n\n")
+    return result
+
+
+def loading(options: argparse.Namespace, peers: bool) -> dict[str, Any]:
+    """Measure and print the table of loading."""
+    prefix = options.folder / "filled"
+    write_set(prefix, options.documents // 100, 10 * options.documents, filled=True)
+    names = LOADERS if peers else ("ours", "memory map")
+    rows = [(name, workers) for workers in (1, 2) for name in names]
+    found = turns(options, rows, lambda row: measured("load", row[0], row[1], prefix, options.batches))
+    lines, result = [], {}
+    for (name, workers), values in found.items():
+        rates = [value["samples_per_s"] for value in values]
+        ours = [value["samples_per_s"] for value in found["ours", workers]]
+        rate, ratio = spread_of(rates), spread_of([own / other for own, other in zip(ours, rates, strict=True)])
+        result[f"{name}, {workers} workers"] = {"samples_per_s": rate, "ratio": ratio}
+        lines.append([name, str(workers), spread_cell(rate, 0), spread_cell(ratio, 2)])
+    print("\n".join(markdown_table(["loading", "workers", "samples/s", "ours / this"], lines)), end="\n\n")
+    return result
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argument_parser(__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="new folder for the data; deleted at the end")
+    parser.add_argument("--documents", type=int, default=10_000_000, help="of the large set, 1,000 tokens each")
+    parser.add_argument("--batches", type=int, default=300, help="batches that each loader is timed with")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, print and write; return the exit code."""
+    if argv[:1] == ["--measure"]:
+        measure(argv[1:])
+    options = parse(argv)
+    peers = importlib.util.find_spec("megatron") is not None
+    options.folder.mkdir(parents=True)
+    try:
+        result: dict[str, Any] = {"commit": commit(), "cores": len(cores()), "turns": options.turns}
+        result |= {"opening": opening(options, peers), "loading": loading(options, peers)}
+    finally:
+        shutil.rmtree(options.folder, ignore_errors=True)
+    write_json(options.output, result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
