@@ -15,6 +15,7 @@ MODEL_TYPES = ("llama", "mistral", "gpt2", "gpt_bigcode", "starcoder2", "qwen2",
 file_option = idle_unless("dataset_source!=random")
 shuffled_option = idle_unless("dataset_source!=random and shuffle!=none and truncate_documents")
 worker_option = idle_unless("dataset_source!=random and num_workers")
+fim_option = idle_unless("fim_rate")
 export_option = idle_unless("export_interval")
 validation_option = idle_unless("validation_iters")
 
@@ -107,10 +108,42 @@ class DataConfig(Area):
         "prefixes of .bin/.idx pairs, one for each data set of data_path in its order, with 1 for each token that "
         "counts in the loss and 0 for each that does not; none: every token of that data set counts",
     )
+    fim_rate: float = file_option(
+        0.0,
+        "share of documents that are rearranged for fill-in-the-middle: prefix, suffix, then the middle, each after "
+        "its token of tokenizer_file",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    fim_max_middle_len: PositiveInt | None = optional(
+        "longest middle in characters; its length is then drawn uniformly", "no limit", idle_unless="fim_rate"
+    )
+    fim_spm_rate: float = fim_option(
+        0.5, "share of rearranged documents with the suffix before the prefix", minimum=0.0, maximum=1.0
+    )
+    fim_split_sample: str | None = optional(
+        "token that separates the files of a document: if fim_rate selects the document, fim_fragment_rate of its "
+        "files are rearranged, each by itself",
+        "documents are rearranged as a whole",
+        idle_unless="fim_rate",
+    )
+    fim_fragment_rate: float = option(
+        0.0,
+        "share of files that are rearranged in a selected document",
+        minimum=0.0,
+        maximum=1.0,
+        idle_unless="fim_rate and fim_split_sample",
+    )
+    fim_ignore_prefix: str | None = optional(
+        "leave documents that begin with this text as they are", "none", idle_unless="fim_rate", aliases="fim_no_prefix"
+    )
+    fim_truncate_or_pad: bool = fim_option(
+        False, "keep the length of each rearranged document: cut its suffix, or pad it"
+    )
     tokenizer_file: str | None = optional(
-        "tokenizer.json for samples; exports get a copy",
+        "tokenizer.json for samples and fill-in-the-middle; exports get a copy",
         "none",
-        idle_unless="export_interval or sample_interval",
+        idle_unless="export_interval or sample_interval or fim_rate",
         basic=True,
     )
     num_workers: int = file_option(2, "processes per rank that read data", minimum=0, maximum=1024, basic=True)
@@ -124,7 +157,12 @@ class DataConfig(Area):
     @property
     def needs_borders(self) -> bool:
         """Whether the run has to know where documents begin."""
-        return not self.cross_document_attention or self.reset_position_ids or self.mask_document_starts
+        return (
+            not self.cross_document_attention
+            or self.reset_position_ids
+            or self.mask_document_starts
+            or self.fim_rate > 0
+        )
 
 
 @dataclass

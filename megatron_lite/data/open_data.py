@@ -11,6 +11,7 @@ from megatron_lite.config.option import All
 from megatron_lite.config.structured_values import WeightStage, short_names, weight_stages
 from megatron_lite.data.blending import MAX_SAMPLES, Blend, Concatenation
 from megatron_lite.data.epochs import Opened, check_epochs, describe, left_out, repeats
+from megatron_lite.data.fill_in_the_middle import FillInTheMiddle
 from megatron_lite.data.fingerprint import identity
 from megatron_lite.data.indexed_dataset import DocumentBorders, IndexedDataset
 from megatron_lite.data.loader import DataSource, Phase
@@ -23,6 +24,7 @@ from megatron_lite.data.tokenizing import read_tokenizer_file
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.schedules.batch_options import batch_schedule
 from megatron_lite.schedules.batch_size import BatchSchedule, Segment, once_through
+from megatron_lite.seeds import derive_seed
 from megatron_lite.validation import weighted_paths
 
 
@@ -56,15 +58,21 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
         )
     datasets = {prefix: IndexedDataset(prefix) for _, prefix in weighted}
     opened = Opened(config, [prefix for _, prefix in weighted], datasets)
+    fill = None
+    if needed and config.data.fim_rate > 0:
+        key = derive_seed("fill in the middle", config.distributed.seed)
+        fill = FillInTheMiddle(config.data, config.model.vocab_size, key)
     masks = open_masks(config.data.loss_mask, [datasets[prefix] for prefix in opened.prefixes])
     for phase, count in needed.items():
         streams = [
             _stream(config, phase, number, datasets[prefix], masks[number])
             for number, prefix in enumerate(opened.prefixes)
         ]
-        phases[phase] = _whole_split(config, streams) if count == "all" else _blended(config, phase, count, streams)
+        phases[phase] = (
+            _whole_split(config, streams, fill) if count == "all" else _blended(config, phase, count, streams, fill)
+        )
         if phase == "validation" and config.training.validation_by_dataset:
-            phases |= _each_alone(config, opened.prefixes, streams, count)
+            phases |= _each_alone(config, opened.prefixes, streams, count, fill)
     notes = [*repeats(opened, phases), *left_out(phases)]
     own = identity([datasets[prefix] for prefix in opened.prefixes], tokenizer, masks)
     return DataSource(config, rank, world_size, phases, describe(opened, phases), own, notes)
@@ -87,14 +95,14 @@ def _schedule(config: Config, phase: str) -> BatchSchedule:
     return BatchSchedule((Segment(0, config.batch.batch_size),))
 
 
-def _blended(config: Config, phase: str, count: int, streams: list[Stream]) -> Phase:
+def _blended(config: Config, phase: str, count: int, streams: list[Stream], fill: FillInTheMiddle | None) -> Phase:
     """Blend `count` batches of all data sets by their weights."""
     schedule, (first, *later) = _schedule(config, phase), _weight_stages(config)
     changes = [(schedule.consumed_samples(start), weights) for start, weights in later] if phase == "training" else []
     samples, blend = schedule.consumed_samples(count), Blend(first.weights, changes)
     if len(streams) > 1 and samples > MAX_SAMPLES:
         raise UsageError(f"--data_path: a blend gives at most {MAX_SAMPLES:,} samples, not {samples:,}")
-    phase_of = Phase(_reader(config, streams, blend), schedule, count)
+    phase_of = Phase(_reader(config, streams, blend, fill), schedule, count)
     if phase == "training":
         check_epochs(config, phase_of)
     return phase_of
@@ -104,33 +112,37 @@ def _weight_stages(config: Config) -> tuple[WeightStage, ...]:
     return weight_stages(config.data.data_path, config.data.data_weights_schedule)
 
 
-def _whole_split(config: Config, streams: list[Stream]) -> Phase:
+def _whole_split(config: Config, streams: list[Stream], fill: FillInTheMiddle | None) -> Phase:
     """Read each data set once from end to end."""
     assert config.batch.batch_size is not None, "resolved"
     streams = list({(stream.prefix, stream.mask and stream.mask.path): stream for stream in streams}.values())
     order = Concatenation([stream.sampler.samples_per_epoch for stream in streams])
-    reader = _reader(config, streams, order)
+    reader = _reader(config, streams, order, fill)
     return Phase(reader, *once_through(order.num_samples, config.batch.batch_size))
 
 
-def _each_alone(config: Config, prefixes: list[str], streams: list[Stream], count: int | All) -> dict[str, Phase]:
+def _each_alone(
+    config: Config, prefixes: list[str], streams: list[Stream], count: int | All, fill: FillInTheMiddle | None
+) -> dict[str, Phase]:
     """Return a validation of each data set by itself, called validation/<name>; none without a blend."""
     alone = {stream.prefix: stream for stream in streams}
     if len(alone) < 2:
         return {}
     names = short_names(list(alone))
     return {
-        f"validation/{names[prefix]}": _whole_split(config, [stream])
+        f"validation/{names[prefix]}": _whole_split(config, [stream], fill)
         if count == "all"
-        else Phase(_reader(config, [stream], Blend([1.0])), _schedule(config, "validation"), count)
+        else Phase(_reader(config, [stream], Blend([1.0]), fill), _schedule(config, "validation"), count)
         for prefix, stream in alone.items()
     }
 
 
-def _reader(config: Config, streams: list[Stream], order: Blend | Concatenation) -> StreamReader:
+def _reader(
+    config: Config, streams: list[Stream], order: Blend | Concatenation, fill: FillInTheMiddle | None
+) -> StreamReader:
     data, length = config.data, config.batch.sequence_length
     return StreamReader(
-        streams, order, length, config.model.vocab_size, data.data_sample_warn_time_ms, data.mask_document_starts
+        streams, order, length, config.model.vocab_size, data.data_sample_warn_time_ms, data.mask_document_starts, fill
     )
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from megatron_lite.data.blending import Blend, Concatenation
 from megatron_lite.data.disk_array import DiskArray
+from megatron_lite.data.fill_in_the_middle import FillInTheMiddle
 from megatron_lite.data.indexed_dataset import DocumentBorders, IndexedDataset
 from megatron_lite.data.loss_masks import masked_labels
 from megatron_lite.data.packing import PackedFile
@@ -140,6 +141,7 @@ class StreamReader:
         vocab_size: int,
         slow_ms: float,
         mask_starts: bool = False,
+        fill: FillInTheMiddle | None = None,
     ) -> None:
         """slow_ms: reading time of one sample above which to warn. mask_starts: see --mask_document_starts."""
         assert len(streams) == blend.num_datasets, (len(streams), blend.num_datasets)
@@ -148,10 +150,12 @@ class StreamReader:
         self.vocab_size = vocab_size
         self.slow_ms = slow_ms
         self.mask_starts = mask_starts
+        self.fill = fill
         self.sequence_length = sequence_length
         self.packed = any(stream.packed is not None for stream in streams)
-        self.has_masks = mask_starts or self.packed or any(stream.mask is not None for stream in streams)
-        self.dtype = np.result_type(*(stream.file.dtype for stream in streams))
+        has_masks = any(stream.mask is not None for stream in streams)
+        self.has_masks = mask_starts or self.packed or has_masks or fill is not None
+        self.dtype = np.dtype(np.int64) if fill else np.result_type(*(stream.file.dtype for stream in streams))
 
     def read(self, first: int, count: int) -> Samples:
         """Read `count` samples from the streams that the blend names.
@@ -161,22 +165,14 @@ class StreamReader:
         datasets, epochs, starts = places = self._locate(np.arange(first, first + count, dtype=np.int64))
         tokens = np.zeros((count, self.sequence_length + 1), dtype=self.dtype)
         masked = np.zeros((count, self.sequence_length), dtype=np.bool_) if self.has_masks else None
-        warnings, lengths = [], []
+        warnings, pieces, lengths = [], [], []
         for row, (dataset, epoch, start) in enumerate(zip(*(place.tolist() for place in places), strict=True)):
             begun = time.perf_counter()
             stream = self.streams[dataset]
             if stream.mask is not None and masked is not None:
                 left_out = stream.masked(epoch, start, self.sequence_length + 1)
                 masked[row, : len(left_out) - 1] = left_out[1:]  # a label is the token after an input
-            if (pieces := stream.read(epoch, start, tokens[row])) is not None:
-                filled = int(pieces.sum())
-                if filled < tokens.shape[1]:
-                    pieces = np.append(pieces, np.int32(tokens.shape[1] - filled))
-                lengths.append(without_last_token(pieces))
-                if masked is not None:
-                    masked[row, filled - 1 :] = True  # the padding is no label
-                    if self.mask_starts:
-                        masked[row, np.cumsum(pieces[:-1]) - 1] = True
+            pieces.append(stream.read(epoch, start, tokens[row]))
             taken_ms = (time.perf_counter() - begun) * 1000
             if taken_ms > self.slow_ms:
                 warnings.append(
@@ -186,7 +182,31 @@ class StreamReader:
             warnings += self.streams[dataset].check()
         if count and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size):
             raise self._bad_token(tokens, datasets, epochs, starts)
+        for row, own in enumerate(pieces):
+            if own is not None:
+                lengths.append(self._finish(first + row, tokens[row], own, None if masked is None else masked[row]))
         return Samples(tokens, tuple(warnings), np.concatenate(lengths) if lengths else None, masked)
+
+    def _finish(
+        self, index: int, tokens: NDArray[Any], pieces: NDArray[np.int32], masked: NDArray[np.bool_] | None
+    ) -> NDArray[np.int32]:
+        """Rearrange the documents of a sample, (s + 1,), and mask its labels, (s,), as the options say, in place.
+
+        pieces: lengths of the pieces of documents; padding follows them.
+
+        Returns: the lengths of the pieces of the first s tokens.
+        """
+        filled = int(pieces.sum())
+        if self.fill is not None and masked is not None:
+            tokens[:filled], pieces, padding = self.fill.sample(tokens[:filled], pieces, index)
+            masked[: filled - 1] = padding[1:]
+        if filled < len(tokens):
+            pieces = np.append(pieces, np.int32(len(tokens) - filled))
+        if masked is not None:
+            masked[filled - 1 :] = True  # the padding is no label
+            if self.mask_starts:
+                masked[np.cumsum(pieces[:-1]) - 1] = True
+        return without_last_token(pieces)
 
     def _locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the data set of each sample, and the epoch and the position of its first token in that stream."""

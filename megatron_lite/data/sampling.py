@@ -159,12 +159,17 @@ def sampler_key(seed: int, phase: str, position: int) -> int:
     return derive_seed("sample order", seed, phase, position)
 
 
+def sample_words(indices: NDArray[np.int64], length: int, key: int) -> NDArray[np.uint64]:
+    """Return pseudo-random words for samples: (k,) indices -> (k, length). Word j is a function of (key, index, j)."""
+    rows = mix(np.uint64(key) + indices.astype(np.uint64) * _GOLDEN)
+    return mix(rows[:, None] + np.arange(1, length + 1, dtype=np.uint64)[None, :] * _GOLDEN)
+
+
 def random_tokens(indices: NDArray[np.int64], length: int, vocab_size: int, key: int) -> NDArray[np.int64]:
     """Make up samples, uniform over the vocabulary: (k,) indices -> (k, length).
 
     Token j of a sample is a pure function of (key, index, j).
     """
-    rows = mix(np.uint64(key) + indices.astype(np.uint64) * _GOLDEN)
-    words = mix(rows[:, None] + np.arange(1, length + 1, dtype=np.uint64)[None, :] * _GOLDEN) >> np.uint64(32)
+    words = sample_words(indices, length, key) >> np.uint64(32)
     # Multiply and shift maps 32 bits onto range(vocab_size); its bias, below vocab_size / 2**32, does not matter here.
     return ((words * np.uint64(vocab_size)) >> np.uint64(32)).astype(np.int64)

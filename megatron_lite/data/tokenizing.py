@@ -103,6 +103,11 @@ class JsonTokenizer:
         if token is None and needs_end:
             raise DataError(f"{path}: has no usual end-of-document token like {END_OF_DOCUMENT}; name the one to take")
         self.end_of_document = -1 if token is None else int(self._tokenizer.token_to_id(token))
+        begin = self.token_id(_special_tokens(Path(path)).get("bos_token", ""))
+        self.begin_of_document = -1 if begin is None else begin  # -1: its files name none
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = (number for number, token in added.items() if token.special)
+        self.special_ids = frozenset((*special, self.begin_of_document, self.end_of_document)) - {-1}
 
     def decode_all(self, ids: Iterable[int]) -> str:
         """Decode ids, the end-of-document token too."""

@@ -119,11 +119,27 @@ def data(draft: Draft) -> Iterator[Problem]:
         names = "data_path data_weights_schedule"
         yield from parsing(names, weight_stages, draft.data_path, draft.data_weights_schedule)
         yield from _loss_masks(draft)
+        yield from _fill_in_the_middle(draft)
     phases = {"train_iters": "training", "validation_iters": "validation", "test_iters": "test"}
     for share, (name, phase) in zip(draft.split, phases.items(), strict=True):
         if getattr(draft, name) != 0 and share == 0:
             rule = f"no documents are left for {phase}; give it a share in --split or write --{name}=0"
             yield problem(draft, f"split {name}", rule)
+
+
+def _fill_in_the_middle(draft: Draft) -> Iterator[Problem]:
+    """Check that documents can be rearranged."""
+    if draft.fim_rate == 0:
+        return
+    if draft.tokenizer_file is None:
+        rule = "text is cut between characters; name the tokenizer of the data with --tokenizer_file"
+        yield problem(draft, "fim_rate", rule, also="tokenizer_file")
+    if not draft.truncate_documents and not draft.fim_truncate_or_pad:
+        rule = "rearranged documents would be longer than their place in a sample; write --fim_truncate_or_pad=1"
+        yield problem(draft, "truncate_documents fim_rate", rule, also="fim_truncate_or_pad")
+    if draft.loss_mask:
+        rule = "a mask does not fit documents that are rearranged; leave one of the two out"
+        yield problem(draft, "fim_rate loss_mask", rule)
 
 
 def _loss_masks(draft: Draft) -> Iterator[Problem]:

@@ -556,14 +556,13 @@ def test_accepted_values_in_other_notations() -> None:
     """1, 1.0 and true are the same, and so are an empty value and none."""
     for text in (
         "tensor_parallel=1.0",
-        "fim_rate=0.0",
+        "expert_z_loss_coefficient=0.0",
         "imported_model_type=",
         "profile_ranks=[]",
         "reproducible_init=true",
         "compile_all=False",
         "optimization_dtype=FP32",
-        "fim_spm_rate=.5",
-        "fim_spm_rate=5e-1",
+        "expert_auxiliary_loss_coefficient=1e-2",
         "expert_auxiliary_loss_coefficient=.01",
     ):
         assert parse([f"--{text}"]).given == {}

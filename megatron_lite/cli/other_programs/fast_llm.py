@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_lite.cli.other_programs.row import COMPILE, EXPERTS, PARALLEL, PROFILE, TORCHRUN, Row, switch
 
 _SEEDS = "random numbers derive from --seed and their position (weight, sample, layer), not from shifted seeds"
-_FIM = "fill-in-the-middle is not supported; prepare such documents beforehand, for --data_path"
+_FIM = "--fim_rate=<share> switches fill-in-the-middle on; its tokens have the usual names in --tokenizer_file"
 _WHOLE_CONFIG = "only the architecture is taken from a pretrained folder; write everything else as flags"
 _TOOL = "Fast-LLM's conversion tool is scripts/convert_checkpoint.py here"
 _CONVERT = "a flag of Fast-LLM's conversion tool; here use scripts/convert_checkpoint.py"
@@ -82,10 +82,6 @@ FAST_LLM = (
         "0",
         "matrix products use the vendor's library; --enable_triton_kernels covers everything else",
     ),
-    Row("fim_rate fim_fragment_rate", remark=_FIM, only="0"),
-    Row("fim_max_middle_len fim_split_sample fim_ignore_prefix", remark=_FIM, only="none"),
-    Row("fim_spm_rate", remark=_FIM, only="0.5"),
-    switch("fim_truncate_or_pad", "0", _FIM),
     Row("fim_*", remark=_FIM),
     Row("imported_model_type", remark="the folder's config.json names the model type", only="none"),
     switch("load_full_base_model_config load_full_fast_llm_config", "0", _WHOLE_CONFIG),

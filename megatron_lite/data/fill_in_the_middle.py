@@ -1,0 +1,230 @@
+"""Fill-in-the-middle: some documents become prefix, suffix and middle, each after a sentinel, as in Fast-LLM.
+
+A document is cut between characters, as an editor's cursor cuts a line, and the text around a cut is tokenized again.
+No character is lost or added: where a tokenizer cannot cut so, the cut moves to the border of a token. Sentinels make
+samples longer; their last tokens no longer fit.
+
+Source: Bavarian et al. 2022, "Efficient Training of Language Models to Fill in the Middle".
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_lite.config.training import DataConfig
+from megatron_lite.data.sampling import sample_words
+from megatron_lite.data.tokenizing import JsonTokenizer
+from megatron_lite.errors import DataError, UsageError
+
+SPELLINGS = ("<{}>", "<|{}|>")  # of StarCoder and of Qwen
+_LOST = "\ufffd"  # bytes that are no character, as at the start of a sample in the middle of one
+
+
+class _Sentinels(NamedTuple):
+    prefix: int
+    middle: int
+    suffix: int
+    pad: int
+
+
+class _Run(NamedTuple):
+    """Tokens of a document that are cut together, or one special token, which is never cut."""
+
+    ids: list[int]
+    text: str
+    length: int  # in characters; a special token counts as one
+
+
+class Draws:
+    """Random numbers of one sample: a pure function of key and sample index."""
+
+    def __init__(self, key: int, index: int) -> None:
+        self._key, self._index = key, index
+        self._words: list[int] = []
+        self._used = 0
+
+    def below(self, limit: int) -> int:
+        """Draw an integer from range(limit)."""
+        return self._bits() * limit >> 53
+
+    def happens(self, probability: float) -> bool:
+        """Draw True with a probability; 0 is never, 1 is always."""
+        return self._bits() < probability * 2**53
+
+    def _bits(self) -> int:
+        if self._used == len(self._words):
+            count = 2 * self._used or 64
+            self._words = sample_words(np.array([self._index]), count, self._key)[0].tolist()
+        self._used += 1
+        return self._words[self._used - 1] >> 11
+
+
+@dataclass
+class FillInTheMiddle:
+    """The transformation of samples. A worker opens the tokenizer itself, at its first sample.
+
+    options: the `fim_*` options and the tokenizer. key: of the draws.
+    """
+
+    options: DataConfig
+    vocab_size: int
+    key: int
+
+    def __post_init__(self) -> None:
+        """Check the tokenizer.
+
+        Raises: DataError if it cannot be read or has no sentinels; UsageError if its tokens exceed the vocabulary.
+        """
+        self._opened: tuple[JsonTokenizer, _Sentinels] | None = None
+        self._open()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None}
+
+    def sample(
+        self, tokens: NDArray[Any], pieces: NDArray[np.int32], index: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.bool_]]:
+        """Transform one sample.
+
+        tokens: (s + 1,). pieces: lengths of its pieces of documents. index: of the sample in its phase.
+
+        Returns: (s + 1,) tokens, the lengths of their pieces, and which tokens are padding, (s + 1,).
+        """
+        draws, parts, lengths = Draws(self.key, index), [], []
+        for piece in np.split(tokens, np.cumsum(pieces)[:-1]):
+            parts.append(self.document(piece.tolist(), draws))
+            lengths.append(len(parts[-1]))
+        pad, size = self._open()[1].pad, len(tokens)
+        filled = np.array([token for part in parts for token in part][:size], dtype=np.int64)
+        result = np.pad(filled, (0, size - len(filled)), constant_values=pad)
+        ends = np.unique([*np.minimum(np.cumsum(lengths), size).tolist(), size])
+        return result, np.diff(ends, prepend=0).astype(np.int32), result == pad
+
+    def document(self, ids: list[int], draws: Draws) -> list[int]:
+        """Transform a document or a piece of one; an end-of-document token inside separates two."""
+        end = self._open()[0].end_of_document
+        return [token for part, ended in _split(ids, end) for token in [*self._ordered(part, draws), *[end] * ended]]
+
+    def _ordered(self, ids: list[int], draws: Draws) -> list[int]:
+        """Transform a document without its end; the token that begins documents stays in front."""
+        tokenizer, _ = self._open()
+        if ids and ids[0] == tokenizer.begin_of_document:
+            return [ids[0], *self._ordered(ids[1:], draws)]
+        name = self.options.fim_split_sample
+        border = None if name is None else tokenizer.token_id(name)
+        if border is None or border not in ids:
+            return self._permuted(ids, self.options.fim_rate, draws)
+        if not draws.happens(self.options.fim_rate):
+            return ids
+        result = []
+        for part, ended in _split(ids, border):
+            result += [*self._permuted(part, self.options.fim_fragment_rate, draws), *[border] * ended]
+        return result
+
+    def _permuted(self, ids: list[int], rate: float, draws: Draws) -> list[int]:
+        """Transform the tokens with a probability of `rate`."""
+        if not ids or not draws.happens(rate):
+            return ids
+        options, sentinels = self.options, self._open()[1]
+        runs = self._runs(ids)
+        if options.fim_ignore_prefix and "".join(run.text for run in runs).startswith(options.fim_ignore_prefix):
+            return ids
+        prefix, middle, suffix = self._cut(runs, self._boundaries(sum(run.length for run in runs), draws))
+        if options.fim_truncate_or_pad:
+            too_long = len(prefix) + len(middle) + len(suffix) + 3 - len(ids)
+            if too_long > 0 and len(suffix) <= too_long:
+                return ids
+            suffix = suffix[: len(suffix) - too_long] if too_long > 0 else [*suffix, *[sentinels.pad] * -too_long]
+        if draws.happens(options.fim_spm_rate):
+            return [sentinels.prefix, sentinels.suffix, *suffix, sentinels.middle, *prefix, *middle]
+        return [sentinels.prefix, *prefix, sentinels.suffix, *suffix, sentinels.middle, *middle]
+
+    def _boundaries(self, length: int, draws: Draws) -> list[int]:
+        """Draw where the middle of a text of `length` characters begins and ends; each part may be empty."""
+        if self.options.fim_max_middle_len is None:
+            return sorted((draws.below(length + 1), draws.below(length + 1)))
+        middle = draws.below(min(self.options.fim_max_middle_len, length) + 1)
+        first = draws.below(length - middle + 1)
+        return [first, first + middle]
+
+    def _runs(self, ids: list[int]) -> list[_Run]:
+        """Separate special tokens from what is text."""
+        tokenizer, _ = self._open()
+        special = np.isin(ids, list(tokenizer.special_ids)) | (np.array(ids) >= tokenizer.vocab_size)
+        borders = (np.flatnonzero(special[1:] | special[:-1]) + 1).tolist()
+        runs: list[_Run] = []
+        for first, last in zip([0, *borders], [*borders, len(ids)], strict=True):
+            text = tokenizer.decode(ids[first:last])
+            runs.append(_Run(ids[first:last], text, 1 if special[first] else len(text)))
+        return runs
+
+    def _cut(self, runs: Sequence[_Run], boundaries: Sequence[int]) -> list[list[int]]:
+        """Cut at two places, counted in characters, into the tokens of three parts."""
+        parts: list[list[int]] = [[], [], []]
+        start = 0
+        for run in runs:
+            end = start + run.length
+            part = sum(boundary <= start for boundary in boundaries)
+            for tokens in self._cut_run(run, [place - start for place in boundaries if start < place < end]):
+                parts[part] += tokens
+                part += 1
+            start = end
+        return parts
+
+    def _cut_run(self, run: _Run, places: list[int]) -> list[list[int]]:
+        """Cut the text of a run at rising places, or between tokens if tokenizing the parts would change the text."""
+        if not places:
+            return [run.ids]
+        tokenizer, _ = self._open()
+        texts = [run.text[first:last] for first, last in zip([0, *places], [*places, None], strict=True)]
+        if _LOST not in run.text:
+            parts = [tokenizer.encode(text) for text in texts]
+            before = run.ids[-1:]  # some token: what begins a text may be decoded without a space before it
+            if tokenizer.decode(sum(parts, before)) == tokenizer.decode(before + run.ids):
+                return parts
+        counts = range(1, len(run.ids) + 1)
+        borders = [
+            bisect.bisect_right(counts, place, key=lambda n: len(tokenizer.decode(run.ids[:n]))) for place in places
+        ]
+        return [run.ids[first:last] for first, last in zip([0, *borders], [*borders, None], strict=True)]
+
+    def _open(self) -> tuple[JsonTokenizer, _Sentinels]:
+        """Open the tokenizer and find its sentinels, once."""
+        if self._opened is not None:
+            return self._opened
+        path = self.options.tokenizer_file
+        assert path is not None, "checked by validation"
+        tokenizer = JsonTokenizer(path, needs_end=False)
+        if tokenizer.vocab_size > self.vocab_size:
+            raise UsageError(
+                f"--vocab_size={self.vocab_size}: {path} (--tokenizer_file) has ids up to {tokenizer.vocab_size - 1}, "
+                f"which --fim_rate may produce; write {tokenizer.vocab_size} or more"
+            )
+        sentinels = []
+        for name in _Sentinels._fields:
+            spellings = [spelling.format(f"fim_{name}") for spelling in SPELLINGS]
+            found = [number for token in spellings if (number := tokenizer.token_id(token)) is not None]
+            if not found:
+                raise DataError(f"{path} (--tokenizer_file): has no {' or '.join(spellings)}, which --fim_rate needs")
+            sentinels.append(found[0])
+        border = self.options.fim_split_sample
+        if border is not None and tokenizer.token_id(border) is None:
+            raise UsageError(f"--fim_split_sample={border}: not a token of {path} (--tokenizer_file)")
+        self._opened = tokenizer, _Sentinels(*sentinels)
+        return self._opened
+
+
+def _split(ids: list[int], border: int) -> list[tuple[list[int], bool]]:
+    """Split at each `border`; return the parts, and whether a border follows each. Only the last has none."""
+    parts, start = [], 0
+    for place, token in enumerate(ids):
+        if token == border:
+            parts.append((ids[start:place], True))
+            start = place + 1
+    return [*parts, (ids[start:], False)]
