@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_lite.config import Config
 from megatron_lite.data.loader import HostBatch, next_batch
+from megatron_lite.data.waiting import Waiting
 from megatron_lite.errors import EXIT_DONE
 from megatron_lite.monitor.logging import ProgressBar
 from megatron_lite.optimizer.optimizer import Update
@@ -61,12 +62,15 @@ def train(run: Run) -> tuple[int, str]:
         if first > training.train_iters:
             return EXIT_DONE, f"the run is complete: iteration {run.iteration} of {training.train_iters}; nothing to do"
         batches = run.data.batches("training", run.iteration, training.train_iters - run.iteration)
+        waiting = Waiting(config.data)
         with contextlib.closing(ProgressBar(training.train_iters, run.iteration, run.distributed.rank == 0)) as bar:
             for iteration in range(first, training.train_iters + 1):
                 # The second iteration's data may wait for the start of the workers, which is no reason to warn.
                 run.distributed.progress.at("the wait for data", iteration)
                 warn_ms = config.data.data_batch_warn_time_ms if iteration > first + 1 else None
                 batch = next_batch(batches, run.distributed, run.stop, warn_ms, is_time_to_save(run))
+                if warn_ms is not None and (warning := waiting.add(batch.waited_s)) is not None:
+                    run.logger.warning(warning)
                 run.save_requested = batch.save
                 run.distributed.progress.at("the step", iteration)
                 update = train_step(run, batch.micro_batches, iteration)

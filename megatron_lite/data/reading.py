@@ -178,7 +178,7 @@ class StreamReader:
                 warnings.append(
                     f"{stream.file.path}: reading one sample took {taken_ms:,.0f} ms (--data_sample_warn_time_ms)"
                 )
-        for dataset in np.unique(datasets).tolist():
+        for dataset in set(datasets.tolist()):
             warnings += self.streams[dataset].check()
         if count and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size):
             raise self._bad_token(tokens, datasets, epochs, starts)
@@ -211,9 +211,8 @@ class StreamReader:
     def _locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the data set of each sample, and the epoch and the position of its first token in that stream."""
         if len(self.streams) == 1:
-            datasets, own = np.zeros_like(indices), indices
-        else:
-            datasets, own = self.blend.locate(indices)
+            return np.zeros_like(indices), *self.streams[0].sampler.places(indices)
+        datasets, own = self.blend.locate(indices)
         epochs, starts = np.empty_like(indices), np.empty_like(indices)
         for dataset in np.unique(datasets).tolist():
             rows = datasets == dataset

@@ -22,6 +22,9 @@ PHASES = ("training", "validation", "test")  # in the order of --split
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: consecutive counters land far apart
 _ROUNDS = 8
+# Of `mix`. Making a scalar takes as long as adding two short arrays.
+_30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _SHIFT_SALT = np.uint64(0xD1B54A32D192ED03)  # arbitrary: an epoch's shift must not reuse the bits of its permutation
 _ALL_SALT = np.uint64(0x8CB92BA72F3D8DD7)  # arbitrary, too: of the permutation of all epochs together
 
@@ -31,11 +34,11 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
     Source: the output function of SplitMix64 (Steele, Lea & Flood 2014, constants: Stafford's variant 13).
     """
-    values = values ^ (values >> np.uint64(30))
-    values = values * np.uint64(0xBF58476D1CE4E5B9)  # uint64 arrays wrap around silently, as intended
-    values = values ^ (values >> np.uint64(27))
-    values = values * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    values = values ^ (values >> _30)
+    values = values * _FIRST  # uint64 arrays wrap around silently, as intended
+    values = values ^ (values >> _27)
+    values = values * _SECOND
+    return values ^ (values >> _31)
 
 
 def permute(slots: NDArray[np.uint64], keys: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
@@ -47,24 +50,27 @@ def permute(slots: NDArray[np.uint64], keys: NDArray[np.uint64], size: int) -> N
     Source: Black & Rogaway 2002, "Ciphers with arbitrary finite domains": generalised Feistel cipher and cycle walking.
     """
     assert size >= 1 and slots.shape == keys.shape, (size, slots.shape, keys.shape)
-    result = _encrypt(slots, keys, size)
+    if keys.size and (keys == keys[0]).all():
+        keys = keys[:1]  # nearly always: the samples are of one epoch
+    schedule = mix(keys + np.arange(1, _ROUNDS + 1, dtype=np.uint64)[:, None] * _GOLDEN)
+    result = _encrypt(slots, schedule, size)
     outside = np.flatnonzero(result >= size)
     while outside.size:
-        result[outside] = _encrypt(result[outside], keys[outside], size)
+        own = schedule if len(keys) == 1 else schedule[:, outside]
+        result[outside] = _encrypt(result[outside], own, size)
         outside = outside[result[outside] >= size]
     return result
 
 
-def _encrypt(values: NDArray[np.uint64], keys: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
-    """One pass of the network of `permute`: a bijection of range(a * b)."""
+def _encrypt(values: NDArray[np.uint64], schedule: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
+    """One pass of the network of `permute`: a bijection of range(a * b). schedule: (rounds, k), or (rounds, 1)."""
     a = math.isqrt(size - 1) + 1  # ceil(sqrt(size)) for size >= 1
     b = -(-size // a)
     widths = (np.uint64(a), np.uint64(b))
     left, right = values % widths[0], values // widths[0]
-    for step in range(_ROUNDS):
-        keys = keys + _GOLDEN
+    for step, keys in enumerate(schedule):
         width = widths[step % 2]
-        left, right = right, (left + mix(right ^ mix(keys)) % width) % width
+        left, right = right, (left + mix(right ^ keys) % width) % width
     return right * widths[0] + left  # an even number of rounds: left is below a again
 
 

@@ -66,6 +66,7 @@ def test_no_change(changes: dict[str, Any]) -> None:
         ({"shuffle": "none"}, {}, "--shuffle: epoch in the checkpoint, none now"),
         ({"shuffle_era": 100}, {}, "--shuffle_era: none in the checkpoint, 100 now"),
         ({"shuffle_documents": True}, {}, "--shuffle_documents: 0 in the checkpoint, 1 now"),
+        ({"truncate_documents": False}, {}, "--truncate_documents: 1 in the checkpoint, 0 now"),
         ({"shuffle": "full", "max_epochs": 2}, {}, "--max_epochs: none in the checkpoint, 2 now"),
         (
             {"data_weights_schedule": ("4:1/1", "9:0/1")},

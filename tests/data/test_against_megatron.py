@@ -1,0 +1,76 @@
+"""The same files as megatron-core's, where megatron-core is installed."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lite.data.dataset_writer import IndexedDatasetWriter
+from megatron_lite.data.indexed_dataset import TOKEN_DTYPES, IndexedDataset
+from megatron_lite.errors import DataError
+
+pytest.importorskip("megatron")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*__array__:DeprecationWarning")]  # slow to import
+
+# Each document has one or more sequences; some are empty.
+DOCUMENTS: list[list[list[int]]] = [[[5, 1, 2], [7]], [[]], [[9, 8, 7, 6, 5, 4]], [[3, 3], [], [1]], [[]]]
+SEQUENCES = [sequence for document in DOCUMENTS for sequence in document]
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    """megatron-core's module; its import warns about packages that are not installed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets import indexed_dataset
+    return indexed_dataset
+
+
+def build(theirs: Any, prefix: Path, dtype: str) -> None:
+    """Write the documents with megatron-core."""
+    builder = theirs.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.dtype(dtype).type)
+    for document in DOCUMENTS:
+        builder.add_document(torch.tensor([token for one in document for token in one]), [len(one) for one in document])
+    builder.finalize(f"{prefix}.idx")
+
+
+@pytest.mark.parametrize("dtype", TOKEN_DTYPES.values())
+def test_both_read_what_the_other_writes(theirs: Any, tmp_path: Path, dtype: str) -> None:
+    """Every sequence, of every dtype; from documents of one sequence each, both write the same bytes."""
+    build(theirs, tmp_path / "theirs", dtype)
+    ours = IndexedDataset(str(tmp_path / "theirs"))
+    assert [ours.document(number).tolist() for number in range(ours.num_documents)] == SEQUENCES
+    assert ours.tokens.dtype == np.dtype(dtype)
+    assert ours.document_index.read(0, len(DOCUMENTS) + 1).tolist() == [0, 2, 3, 4, 7, 8]
+    with IndexedDatasetWriter(str(tmp_path / "ours"), dtype) as writer:
+        for sequence in SEQUENCES:
+            writer.add_document(np.array(sequence, dtype=np.int64))
+    read = theirs.IndexedDataset(str(tmp_path / "ours"))
+    assert [read[number].tolist() for number in range(len(read))] == SEQUENCES
+    assert read[0].dtype == np.dtype(dtype)
+    assert (tmp_path / "ours.bin").read_bytes() == (tmp_path / "theirs.bin").read_bytes()
+    builder = theirs.IndexedDatasetBuilder(str(tmp_path / "same.bin"), dtype=np.dtype(dtype).type)
+    for sequence in SEQUENCES:
+        builder.add_document(torch.tensor(sequence), [len(sequence)])
+    builder.finalize(str(tmp_path / "same.idx"))
+    assert (tmp_path / "ours.idx").read_bytes() == (tmp_path / "same.idx").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["<f4", "<f8"])
+def test_numbers_that_are_no_tokens_are_refused(theirs: Any, tmp_path: Path, dtype: str) -> None:
+    """The two other dtypes of the format."""
+    build(theirs, tmp_path / "x", dtype)
+    with pytest.raises(DataError, match=r"x\.idx: holds floating point numbers"):
+        IndexedDataset(str(tmp_path / "x"))
+
+
+def test_modes_of_sequences_are_refused(theirs: Any, tmp_path: Path) -> None:
+    """Data sets of text and images have a mode for each sequence."""
+    builder = theirs.IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=np.uint16, multimodal=True)
+    builder.add_document(torch.tensor([1, 2, 3]), [2, 1], [0, 1])
+    builder.finalize(str(tmp_path / "x.idx"))
+    with pytest.raises(DataError, match=r"x\.idx: has a mode for each sequence"):
+        IndexedDataset(str(tmp_path / "x"))
