@@ -17,6 +17,7 @@ from megatron_lite.checkpoint.choice import Choice, choose_together
 from megatron_lite.checkpoint.resume import check_early, resume
 from megatron_lite.cli.help import banner, short_banner
 from megatron_lite.config import Config
+from megatron_lite.corpus.from_text import resolve_data
 from megatron_lite.data.fingerprint import check_same
 from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data
@@ -119,6 +120,7 @@ def build(
     check_exports(config)
     config, choices = _resolve_auto(config, distributed)
     start = Start(config, distributed, experiment, logger)
+    start.config = config = resolve_data(config, distributed, experiment.root, logger)
     choice = choose_together(experiment.checkpoints, config.checkpoint, distributed)
     config, library = _choose_products(start, choice)
     start.config = config

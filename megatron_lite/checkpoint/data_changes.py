@@ -83,7 +83,7 @@ def _order_changes(saved: dict[str, Any], config: Config) -> Iterator[str]:
     names = ["shuffle", "shuffle_era", "shuffle_documents", "truncate_documents"]
     if "full" in (saved.get("shuffle"), config.data.shuffle):
         names.append("max_epochs")
-    for name in names if config.data.dataset_source == "list" else ():
+    for name in names if config.data.dataset_source != "random" else ():
         before = saved.get(name, defaults[name])
         if before != current[name]:
             yield f"--{name}: {abridged(before) or 'none'} in the checkpoint, {abridged(current[name]) or 'none'} now"

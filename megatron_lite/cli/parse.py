@@ -42,8 +42,8 @@ from megatron_lite.validation.messages import Note
 MOST_FILES = 100
 # Options whose ~ is expanded here, because the shell leaves --flag=~/folder alone.
 PATHS = frozenset(
-    "experiment_dir data_path loss_mask tokenizer_file pretrained_checkpoint_path load_checkpoint_path sample_prompts "
-    "export_callback_script".split()
+    "experiment_dir data_path dataset_cache loss_mask tokenizer_file pretrained_checkpoint_path load_checkpoint_path "
+    "sample_prompts export_callback_script".split()
 )
 LARGEST_FILE_BYTES = 2**20
 # Group 1 is kept: quoted text and escaped characters. Comments and escaped line breaks are dropped.

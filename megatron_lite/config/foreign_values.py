@@ -24,8 +24,6 @@ def _gated(activation: str) -> str:
 # `option=value`, in lower case, as other programs have it or as a user may well try.
 REFUSED_VALUES: Mapping[str, str] = MappingProxyType(
     {
-        "dataset_source=file": "a JSON file cannot describe a blend yet; write the weights and prefixes: "
-        "--data_path 0.3 first 0.7 second",
         "dataset_source=sample": "there is no sample data set; write --dataset_source=random for random tokens",
         "mlp_recompute_level=offload": "activations are not moved to host memory; write --mlp_recompute_level=full",
         "mlp_recompute_level=nested": "write --mlp_recompute_level=full, or --recompute_layers=<N> for whole blocks",

@@ -56,9 +56,21 @@ class DataConfig(Area):
     """Data"""
 
     dataset_source: str = option(
-        "list", "list: read the files of data_path; random: draw random tokens", choices=("list", "random"), basic=True
+        "list",
+        "list: read the files of data_path; file: those of a JSON list that scripts/concatenate_dataset.py writes; "
+        "random: draw random tokens",
+        choices=("list", "file", "random"),
+        basic=True,
     )
-    data_path: tuple[str, ...] = file_option((), ".bin/.idx prefixes, optionally with a weight before each", basic=True)
+    data_path: tuple[str, ...] = file_option(
+        (),
+        ".bin/.idx prefixes, or text (folders, .jsonl, parquet, patterns) to prepare once, optionally with a weight "
+        "before each",
+        basic=True,
+    )
+    dataset_cache: str = file_option(
+        "", "folder for the tokens of text in data_path; runs may share it (default: dataset_cache in experiment_dir)"
+    )
     split: tuple[NonNegativeFloat, ...] = file_option(
         (969.0, 30.0, 1.0), "proportions of documents for training, validation and test", basic=True
     )
@@ -141,9 +153,9 @@ class DataConfig(Area):
         False, "keep the length of each rearranged document: cut its suffix, or pad it"
     )
     tokenizer_file: str | None = optional(
-        "tokenizer.json for samples and fill-in-the-middle; exports get a copy",
+        "tokenizer.json for text in data_path, samples and fill-in-the-middle; exports get a copy",
         "none",
-        idle_unless="export_interval or sample_interval or fim_rate",
+        idle_unless="dataset_source!=random or export_interval or sample_interval",
         basic=True,
     )
     num_workers: int = file_option(2, "processes per rank that read data", minimum=0, maximum=1024, basic=True)

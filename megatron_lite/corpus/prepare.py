@@ -85,6 +85,11 @@ def prepare(options: CorpusOptions) -> tuple[dict[str, Any], bool]:
         return summary, True
 
 
+def fingerprint_of(options: CorpusOptions) -> str:
+    """Return a digest of all that the result depends on: names, sizes and times of the inputs, tokenizer, options."""
+    return _fingerprint(options, find_inputs(options.inputs, options.suffixes))
+
+
 class _Work:
     """One start of the work on a corpus, inside of its folder."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -12,6 +13,7 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DamagedError, RunError, StorageError, as_run_error
 
 T = TypeVar("T")
+MEETING_S = 5.0  # between the meetings of ranks that wait for rank 0
 
 
 def together(distributed: Distributed, action: Callable[[], T]) -> T:
@@ -22,6 +24,37 @@ def together(distributed: Distributed, action: Callable[[], T]) -> T:
     result, failures = _attempt(distributed, action, _describe_expected)
     _raise_first(failures)
     return cast(T, result)
+
+
+def rank_0_works(distributed: Distributed, action: Callable[[], T]) -> T:
+    """Run a long action on rank 0 and return its JSON-able result on every rank, which wait as long as it takes.
+
+    The ranks meet every few seconds, so that no time-out of a collective limits the action, and a lost rank is noticed.
+    """
+    done: list[T] = []
+    failures: list[BaseException] = []
+
+    def act() -> None:
+        try:
+            done.append(action())
+        except BaseException as error:
+            failures.append(error)
+
+    worker = threading.Thread(target=act, daemon=True, name="rank-0-works") if distributed.rank == 0 else None
+    if worker is not None:
+        worker.start()
+    while True:
+        if worker is not None:
+            worker.join(MEETING_S)
+        if distributed.broadcast_object(worker is not None and not worker.is_alive()):
+            break
+
+    def outcome() -> T | None:
+        if failures:
+            raise failures[0]
+        return done[0] if done else None
+
+    return cast(T, distributed.broadcast_object(together(distributed, outcome)))
 
 
 def raise_first(distributed: Distributed, failure: RunError | None) -> None:

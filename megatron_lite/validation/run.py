@@ -102,7 +102,7 @@ def data(draft: Draft) -> Iterator[Problem]:
     if draft.shuffle == "full" and draft.max_epochs is None:
         rule = "its order depends on the number of epochs; set --max_epochs, or write --shuffle=epoch"
         yield problem(draft, "shuffle", rule, also="max_epochs")
-    if draft.dataset_source != "list":
+    if draft.dataset_source == "random":
         if draft.validation_iters == "all":
             rule = "random samples have no end; write a number of batches"
             yield problem(draft, "validation_iters dataset_source", rule)
@@ -115,6 +115,13 @@ def data(draft: Draft) -> Iterator[Problem]:
             "--data_path is missing: write the prefix of a .bin/.idx pair (scripts/prepare_data.py makes them), "
             "or --dataset_source=random for random tokens",
         )
+    elif draft.dataset_source == "file":
+        if len(draft.data_path) != 1:
+            yield problem(draft, "dataset_source data_path", "name one JSON file, which holds the prefixes")
+        for name in ("data_weights_schedule", "loss_mask"):
+            if getattr(draft, name):
+                rule = "needs the data sets on the command line; write --dataset_source=list"
+                yield problem(draft, f"{name} dataset_source", rule)
     else:
         names = "data_path data_weights_schedule"
         yield from parsing(names, weight_stages, draft.data_path, draft.data_weights_schedule)

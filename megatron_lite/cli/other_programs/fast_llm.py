@@ -33,7 +33,7 @@ FAST_LLM = (
     Row("rotary_embedding_scale", remark="the same number; or --rotary_base"),
     Row("export_interval", remark="Fast-LLM requires a multiple of --checkpoint_interval"),
     Row("enable_triton_kernels", remark="1 is an error where Triton cannot run"),
-    Row("dataset_source", remark="list or random; file and sample are refused"),
+    Row("dataset_source", remark="list, file or random; sample is refused"),
     Row("pretrained_checkpoint_type", remark="huggingface or distributed"),
     # Flags that do not exist here: accepted with the values that change nothing, else refused
     Row("micro_sequence_length", remark="a micro-batch holds whole samples of --sequence_length tokens", only="none"),

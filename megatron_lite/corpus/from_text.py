@@ -1,0 +1,89 @@
+"""The data of a run straight from text: prepared once into a cache, and found again by its fingerprint."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+from megatron_lite.config import Config
+from megatron_lite.config.structured_values import weighted_paths
+from megatron_lite.corpus.dataset_list import read_list
+from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES, bare_name
+from megatron_lite.corpus.prepare import CorpusOptions, fingerprint_of, prepare
+from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
+from megatron_lite.data.tokenizing import load_tokenizer
+from megatron_lite.distributed.agreement import rank_0_works
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.errors import DataError, UsageError
+from megatron_lite.run.threads import available_cores
+
+CACHE = "dataset_cache"  # in the experiment directory
+FINGERPRINT_DIGITS = 16  # of a folder's name
+
+
+def resolve_data(config: Config, distributed: Distributed, root: Path | None, logger: logging.Logger) -> Config:
+    """Replace text and lists in --data_path by prefixes of pairs; rank 0 prepares what is not prepared yet.
+
+    All ranks call this and wait as long as it takes. root: the experiment directory.
+
+    Raises:
+        RunError: on every rank: usage, data, storage, or a worker that died.
+    """
+    data = config.data
+    if data.dataset_source == "random" or not data.data_path:
+        return config
+    words = rank_0_works(distributed, lambda: _resolved(config, root, logger))
+    return dataclasses.replace(config, data=dataclasses.replace(data, dataset_source="list", data_path=tuple(words)))
+
+
+def is_text(path: str) -> bool:
+    """Whether a path of --data_path stands for text instead of the prefix of a pair."""
+    if Path(path + ".idx").exists() or Path(path + ".bin").exists():
+        return False
+    name = bare_name(Path(path).name)
+    is_file = Path(path).is_file() and name.endswith(DEFAULT_SUFFIXES)
+    return Path(path).is_dir() or is_file or any(sign in path for sign in "*?[{")
+
+
+def _resolved(config: Config, root: Path | None, logger: logging.Logger) -> list[str]:
+    words = list(config.data.data_path)
+    if config.data.dataset_source == "file":
+        words = read_list(Path(words[0]))
+    texts = [path for _, path in weighted_paths(words) if is_text(path)]
+    prepared = {path: _prepared(path, config, root, logger) for path in dict.fromkeys(texts)}
+    return [prepared.get(word, word) for word in words]
+
+
+def _prepared(path: str, config: Config, root: Path | None, logger: logging.Logger) -> str:
+    """Return the prefix of a text's pair, which is made unless it is there."""
+    if config.data.tokenizer_file is None:
+        raise UsageError(f"--data_path={path}: is text; name its tokenizer with --tokenizer_file=<tokenizer.json>")
+    folder = config.data.dataset_cache or (str(root / CACHE) if root is not None else None)
+    if folder is None:
+        raise UsageError(
+            f"--data_path={path}: is text, and there is no place for its tokens; give --dataset_cache or "
+            "--experiment_dir, or prepare it with scripts/prepare_data.py"
+        )
+    vocab_size = load_tokenizer(config.data.tokenizer_file).vocab_size
+    if vocab_size > config.model.vocab_size:
+        raise DataError(
+            f"--tokenizer_file={config.data.tokenizer_file}: has {vocab_size:,} tokens, more than "
+            f"--vocab_size={config.model.vocab_size:,}"
+        )
+    options = CorpusOptions((path,), "", TokenizerChoice(config.data.tokenizer_file))
+    name = bare_name(Path(path).name).partition(".")[0].strip("*?[]{},") or "text"
+    prefix = str(Path(folder, fingerprint_of(options)[:FINGERPRINT_DIGITS], name))
+    options = dataclasses.replace(
+        options,
+        output_prefix=prefix,
+        num_processes=available_cores(),
+        on_wait=lambda: logger.info("waiting for another run, which prepares %s as %s", path, prefix),
+    )
+    summary, is_new = prepare(options)
+    size = f"{summary['documents']:,} documents, {summary['tokens']:,} tokens"
+    logger.info("%s %s as %s: %s", "prepared" if is_new else "found", path, prefix, size)
+    if is_new and summary["skipped"]:
+        bad = ", ".join(f"{count:,} {kind}" for kind, count in summary["skipped"].items())
+        logger.warning("%s: skipped documents: %s; see %s.summary.json", path, bad, prefix)
+    return prefix

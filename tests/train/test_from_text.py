@@ -1,0 +1,90 @@
+"""A run straight from text, and one from a list of data sets."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.corpus.dataset_list import read_list
+from megatron_lite.corpus.from_text import is_text
+from megatron_lite.data.indexed_dataset import IndexedDataset
+from megatron_lite.data.tokenizing import save_byte_tokenizer
+from megatron_lite.errors import DataError
+from tests.support.launch import TINY, run
+from tests.support.loading import loaded
+
+FLAGS = [*TINY, "--num_workers=0", "--split=1,0,0", "--train_iters=3", "--vocab_size=320"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.txt").write_text("some words " * 300)
+    (folder / "b.jsonl").write_text('{"text": "other words, in a line"}\n' * 200 + "broken\n")
+    save_byte_tokenizer(str(tmp_path / "tokenizer.json"))
+    return folder
+
+
+def flags(source: str, experiment: Path, *more: str) -> list[str]:
+    return [*FLAGS, f"--dataset_source={source}", f"--experiment_dir={experiment}", *more]
+
+
+def losses(experiment: Path) -> list[float]:
+    lines = map(json.loads, (experiment / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if line["phase"] == "training"]
+
+
+def test_text_is_prepared_once(text: Path, tmp_path: Path) -> None:
+    """Two ranks train on a folder of text; another run finds the tokens again, and a list of the pair is the same."""
+    tokenizer, cache = f"--tokenizer_file={tmp_path / 'tokenizer.json'}", tmp_path / "cache"
+    data = [f"--data_path={text}", tokenizer, f"--dataset_cache={cache}"]
+    outcome = run(flags("list", tmp_path / "a", *data), ranks=2)
+    assert outcome.codes == [0, 0], outcome.output
+    (index,) = cache.glob("*/text.idx")
+    assert f"prepared {text} as {cache}" in outcome.output and "skipped documents: 1 not JSON" in outcome.output
+    assert IndexedDataset(str(index)[:-4]).num_documents == 201
+    outcome = run(flags("list", tmp_path / "b", *data))
+    assert outcome.codes == [0] and f"found {text} as {cache}" in outcome.output, outcome.output
+    with loaded("concatenate_dataset") as module:
+        assert module.main([str(cache), "--output", str(tmp_path / "all.json")]) == 0
+    outcome = run(flags("file", tmp_path / "c", f"--data_path={tmp_path / 'all.json'}"))
+    assert outcome.codes == [0], outcome.output
+    assert losses(tmp_path / "a") == pytest.approx(losses(tmp_path / "b"), rel=1e-5)
+    assert losses(tmp_path / "b") == losses(tmp_path / "c") and len(losses(tmp_path / "c")) == 3
+
+
+def test_text_needs_a_tokenizer_and_a_place(text: Path, tmp_path: Path) -> None:
+    """What is missing is named, with exit code 2; a vocabulary that is too small, with 3."""
+    (tmp_path / "t.json").write_bytes((tmp_path / "tokenizer.json").read_bytes())
+    tokenizer = f"--tokenizer_file={tmp_path / 't.json'}"
+    cases = [
+        (2, "is text; name its tokenizer with --tokenizer_file", flags("list", tmp_path / "x")),
+        (2, "no place for its tokens", [*FLAGS, tokenizer]),
+        (3, "has 257 tokens, more than --vocab_size=256", flags("list", tmp_path / "y", tokenizer, "--vocab_size=256")),
+    ]
+    for code, words, command in cases:
+        outcome = run([*command, "--dataset_source=list", f"--data_path={text}"])
+        assert outcome.codes == [code] and words in outcome.output, outcome.output
+
+
+def test_text_and_prefixes_are_told_apart(text: Path, tmp_path: Path) -> None:
+    """A pair wins over a folder of the same name; what does not exist is a prefix, whose error says so."""
+    assert is_text(str(text)) and is_text(str(text / "*.txt")) and is_text(str(text / "b.jsonl"))
+    assert not is_text(str(tmp_path / "missing")) and not is_text(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text.idx").touch()
+    assert not is_text(str(text))
+
+
+def test_lists_that_are_damaged_are_named(tmp_path: Path) -> None:
+    """Each kind of damage is one line with the path; weights of zero leave a set out."""
+    path = tmp_path / "x.json"
+    path.write_text('{"datasets": [{"prefix": "a", "weight": 0}, {"prefix": "b/c", "weight": 2}]}')
+    assert read_list(path) == ["2.0", str(tmp_path / "b/c")]
+    for content in ("", "[]", "{}", '{"datasets": [5]}', '{"datasets": [{"prefix": "a", "weight": -1}]}'):
+        path.write_text(content)
+        with pytest.raises(DataError, match="--data_path=.*x.json: "):
+            read_list(path)
+    path.write_text('{"datasets": [{"prefix": "a", "weight": 0}]}')
+    with pytest.raises(DataError, match="names no data set with a weight"):
+        read_list(path)
