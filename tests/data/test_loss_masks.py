@@ -30,6 +30,7 @@ def pair(tmp_path: Path) -> tuple[str, str]:
     """Return a data set whose tokens count up, and a random mask of it."""
     ends = np.cumsum(SIZES)[:-1]
     mask = np.random.default_rng(0).integers(0, 2, sum(SIZES))
+    mask[0] = 0
     tokens = write(tmp_path / "tokens", np.split(np.arange(sum(SIZES)), ends), "<u2")
     return tokens, write(tmp_path / "mask", np.split(mask, ends), "|u1")
 
@@ -50,15 +51,20 @@ def config(*data_path: str, **values: Any) -> Config:
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("mask_starts", [False, True])
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_each_label_has_its_entry(pair: tuple[str, str], workers: int, mask_starts: bool, shuffled: bool) -> None:
-    """A label counts if its entry is 1, in every epoch; the labels that begin documents are left out as well."""
+@pytest.mark.parametrize(
+    "order", [{}, {"shuffle_documents": True}, {"truncate_documents": False, "sequence_length": 64}]
+)
+def test_each_label_has_its_entry(
+    pair: tuple[str, str], workers: int, mask_starts: bool, order: dict[str, Any]
+) -> None:
+    """A label counts if its entry is 1, in every epoch and order; the labels that begin documents are left out as
+    well. Padding consists of token 0, whose entry is 0."""
     tokens, mask = pair
     entries = np.fromfile(mask + ".bin", np.uint8)
     first = np.zeros(sum(SIZES), dtype=bool)
     first[np.cumsum([0, *SIZES[:-1]])] = True
     options: dict[str, Any] = {"loss_mask": (mask,), "mask_document_starts": mask_starts, "num_workers": workers}
-    options["shuffle_documents"] = shuffled
+    options |= order
     data = open_data(config(tokens, **options, multiprocessing_context="fork"), 0, 1)
     for micro_batches in data.batches("training", 0, 10):
         for batch in micro_batches:

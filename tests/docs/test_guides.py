@@ -79,7 +79,7 @@ def test_dry_runs_are_shown_with_their_numbers(command: str, shown: str, tmp_pat
     assert run(command, tmp_path).rstrip("\n") == shown
 
 
-@pytest.mark.parametrize("guide", ["models", "pretrained", "exports", "generation", "samples"])
+@pytest.mark.parametrize("guide", ["data", "models", "pretrained", "exports", "generation", "samples"])
 def test_flags_of_guides_exist(guide: str) -> None:
     """No guide names an option that neither the program has nor a script of ours or another program that it shows."""
     known = {*SPELLINGS, "nproc", "local"}  # of torchrun --nproc-per-node, hf download --local-dir
