@@ -44,13 +44,19 @@ def a_model(config: Config, layers: list[Layer] | None = None) -> MultiStage:
 
 
 def micro_batches(config: Config) -> list[MicroBatch]:
-    """The micro-batches of one step, of random tokens."""
+    """The micro-batches of one step, of random tokens; with --reset_position_ids=1 each has positions of its own."""
     batch = config.batch
     assert batch.micro_batch_size and batch.sequential_micro_batches
     generator = torch.Generator().manual_seed(1)
     shape = (batch.micro_batch_size, batch.sequence_length)
+    positions = torch.arange(batch.sequence_length).repeat(batch.micro_batch_size, 1)
     return [
-        MicroBatch(*torch.randint(config.model.vocab_size, (2, *shape), generator=generator), torch.tensor(1.0), 7)
+        MicroBatch(
+            *torch.randint(config.model.vocab_size, (2, *shape), generator=generator),
+            torch.tensor(1.0),
+            7,
+            positions=positions if config.data.reset_position_ids else None,
+        )
         for _ in range(batch.sequential_micro_batches)
     ]
 
