@@ -107,6 +107,7 @@ def data(draft: Draft) -> Iterator[Problem]:
             rule = "random samples have no end; write a number of batches"
             yield problem(draft, "validation_iters dataset_source", rule)
         return
+    yield from _fill_in_the_middle(draft)
     if not draft.data_path:
         if draft.dry_run:  # a dry run reads no data
             return
@@ -126,7 +127,6 @@ def data(draft: Draft) -> Iterator[Problem]:
         names = "data_path data_weights_schedule"
         yield from parsing(names, weight_stages, draft.data_path, draft.data_weights_schedule)
         yield from _loss_masks(draft)
-        yield from _fill_in_the_middle(draft)
     phases = {"train_iters": "training", "validation_iters": "validation", "test_iters": "test"}
     for share, (name, phase) in zip(draft.split, phases.items(), strict=True):
         if getattr(draft, name) != 0 and share == 0:

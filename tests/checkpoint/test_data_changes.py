@@ -9,8 +9,9 @@ import pytest
 
 from megatron_lite.checkpoint.data_changes import check_data
 from megatron_lite.checkpoint.manifest import Manifest
+from megatron_lite.checkpoint.saved_state import check_state
 from megatron_lite.config import Config, flatten, unflatten
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, DamagedError
 from tests.support.fakes import run_state
 
 ROW, OTHER = [60, 2931, "uint16", "0123456789abcdef"], [61, 3000, "uint16", "fedcba9876543210"]
@@ -100,6 +101,14 @@ def test_checkpoints_from_before_the_order_of_samples_was_an_option() -> None:
     assert check_data(older, config(shuffle="none", allow_data_change=True), IDENTITY, "here") == [
         "--shuffle: epoch in the checkpoint, none now"
     ]
+
+
+def test_the_record_of_masks_is_checked() -> None:
+    """A list of digests or nulls, and nothing else."""
+    check_state({**run_state(), "data": {**IDENTITY, "masks": [None, "00000000000000cc"]}})
+    for masks in (None, ["x"], [0], {"0": None}):
+        with pytest.raises(DamagedError, match="masks"):
+            check_state({**run_state(), "data": {**IDENTITY, "masks": masks}})
 
 
 def test_checkpoints_of_older_versions_and_strange_ones() -> None:

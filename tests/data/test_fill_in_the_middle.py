@@ -289,5 +289,7 @@ def test_what_is_missing_is_named(prefix: str, tokenizers: dict[str, str], tmp_p
         batches(config(prefix, path, fim_split_sample="<x>"))
     with pytest.raises(UsageError, match="--fim_rate=0.7: .*name the tokenizer of the data with --tokenizer_file"):
         config(prefix, None)
+    with pytest.raises(UsageError, match="name the tokenizer of the data"):
+        config(prefix, None, dataset_source="file")
     with pytest.raises(UsageError, match="--fim_rate=0.7, --loss_mask=mask: a mask does not fit"):
         config(prefix, path, loss_mask=("mask",))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_lite.config import Config, unflatten
+from megatron_lite.config import Config, flatten, unflatten
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.open_data import open_data
 from megatron_lite.errors import DataError, UsageError
@@ -76,17 +76,34 @@ def test_each_label_has_its_entry(
     data.close()
 
 
+def test_padded_rows_have_masks(pair: tuple[str, str]) -> None:
+    """Also a micro-batch without any sample, which a worker sends like the others."""
+    tokens, mask = pair
+    options: dict[str, Any] = {"loss_mask": (mask,), "batch_size": 5, "micro_batch_size": 2, "num_workers": 1}
+    both = resolve(unflatten({**flatten(config(tokens)), **options, "allow_nondivisible_batch_size": True}), 2)
+    counted = []
+    for rank in (0, 1):
+        data = open_data(both, rank, 2)
+        steps = list(data.batches("training", 0, 3))
+        assert all(batch.masked is not None and batch.tokens.shape[0] == 2 for step in steps for batch in step)
+        counted.append([[batch.counted for batch in step] for step in steps])
+        data.close()
+    assert all(step[1] == 0 for step in counted[1])  # of 5 samples, rank 1 has the third and fourth
+    whole = open_data(config(tokens, loss_mask=(mask,), batch_size=5, micro_batch_size=5), 0, 1)
+    for number, (batch,) in enumerate(whole.batches("training", 0, 3)):
+        assert batch.counted == sum(sum(rank[number]) for rank in counted)
+
+
 def test_of_a_blend_some_have_masks(pair: tuple[str, str], tmp_path: Path) -> None:
     """Every token of a data set without a mask counts; a batch has a mask in any case, so that all ranks agree."""
     tokens, mask = pair
     entries = np.fromfile(mask + ".bin", np.uint8)
     other = write(tmp_path / "other", [np.arange(1000, 1500)], "<u2")
     data = open_data(config("0.5", other, "0.5", tokens, loss_mask=("none", mask)), 0, 1)
-    counted = np.concatenate([np.ones(0), entries])
     for micro_batches in data.batches("training", 0, 10):
         for batch in micro_batches:
             labels = batch.tokens[:, 1:].numpy()
-            expected = np.where(labels < 1000, counted[np.minimum(labels, len(entries) - 1)] == 0, False)
+            expected = np.where(labels < 1000, entries[np.minimum(labels, len(entries) - 1)] == 0, False)
             assert batch.masked is not None
             np.testing.assert_array_equal(batch.masked.numpy(), expected)
     assert data.identity["masks"][0] is None and len(data.identity["masks"][1]) == 16
