@@ -8,7 +8,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 enter_environment
-install_project dev,plot,test
+install_project dev,plot,data,test
 cd "$ROOT"
 say "linter"
 run "ruff check" "$PYTHON" -m ruff check .

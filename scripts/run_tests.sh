@@ -10,7 +10,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 enter_environment
-install_project plot,test
+install_project plot,data,test
 cd "$ROOT"
 if [ "$#" -gt 0 ]; then
     say "running the tests"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import importlib.util
 import json
 import re
 import subprocess
@@ -22,6 +24,14 @@ SMALLER = {
     "--sequence_length=2048": "--sequence_length=64",
     "--train_iters=1000": "--train_iters=2 --split=1",
 }
+
+QUICKER = {"--train_iters=400": "--train_iters=2", "--hidden_size=128": "--hidden_size=32"}
+PREPARING = (
+    "From a folder to a model in two commands",
+    "Tokens",
+    "What is in a pair, and whether it is whole",
+    "Several data sets",
+)
 
 
 def programs(title: str) -> list[tuple[str, str]]:
@@ -72,3 +82,25 @@ def test_sentinels_for_a_tokenizer(checkout: Path) -> None:
     run(language, program, checkout)
     tokenizer = JsonTokenizer(str(checkout / "tokenizer.json"))
     assert None not in [tokenizer.token_id(f"<fim_{name}>") for name in ("prefix", "middle", "suffix", "pad")]
+
+
+def test_preparing(checkout: Path) -> None:
+    """From a folder of mixed files to trained models, in the order of the guide."""
+    corpus = checkout / "corpus"
+    corpus.mkdir()
+    texts = [f"Once upon a time there were {number} models. " * 20 for number in range(100)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    (corpus / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    (corpus / "b.txt").write_text("Then they were trained.\n" * 40)
+    if importlib.util.find_spec("zstandard") is not None:
+        (corpus / "c.jsonl.zst").write_bytes(importlib.import_module("zstandard").compress(lines))
+    if importlib.util.find_spec("pyarrow") is not None:
+        table = importlib.import_module("pyarrow").table({"text": texts})
+        importlib.import_module("pyarrow.parquet").write_table(table, corpus / "d.parquet")
+    for title in PREPARING:
+        for language, text in programs(title):
+            for written, smaller in QUICKER.items():
+                text = text.replace(written, smaller)
+            run(language, f"set -e\n{text}", checkout)
+    assert len(list((checkout / "experiments").glob("*/checkpoints/2"))) == 3
+    assert len(list((checkout / "data").glob("*.idx"))) == 4
