@@ -43,7 +43,6 @@ def check(cache: Path, *flags: str) -> None:
     assert not spilled, f"registers spill to memory at ordinary sizes: {spilled}"
 
 
-@pytest.mark.slow
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     """Compile in bf16 at the shapes of a large model."""
     check(tmp_path)
