@@ -6,6 +6,8 @@ again, once per micro-batch.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import os
 import stat
@@ -15,6 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.errors import DataError
+
+try:
+    import resource
+except ImportError:  # on Windows, which has another limit
+    resource = None  # type: ignore[assignment]
 
 BLOCKS = 8  # of a file, from its first to its last byte, by which its content is known
 BLOCK_BYTES = 4096
@@ -91,11 +98,18 @@ class DataFile:
                 "to its last batch: restore the file, then start again"
             )
         moved = (now.device, now.inode) != (self._mark.device, self._mark.inode)
-        self._mark, self._file = now, None
+        self._mark = now
+        self.close()
         return (
             f"{self.path}: {'replaced' if moved else 'modified'} while the run reads it; its size and {BLOCKS} blocks "
             "of it are the same, so the run goes on"
         )
+
+    def close(self) -> None:
+        """Close the file until the next read."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _look(self) -> _Mark:
         found = os.stat(self.path)
@@ -111,7 +125,8 @@ class DataFile:
     def _unreadable(self, error: OSError) -> DataError:
         if isinstance(error, FileNotFoundError):
             return DataError(f"{self.path}: is gone: it was deleted or moved while the run reads it")
-        return DataError(f"{self.path}: cannot be read: {error.strerror}")
+        hint = "; raise the limit with ulimit -n" if error.errno == errno.EMFILE else ""
+        return DataError(f"{self.path}: cannot be read: {error.strerror}{hint}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None}  # an open file stays with its process
@@ -146,6 +161,20 @@ class DiskArray:
         itemsize = self.dtype.itemsize
         data = self.file.read(self.offset + start * itemsize, count * itemsize)
         return np.frombuffer(data, dtype=self.dtype)
+
+
+def allow_open_files(count: int) -> None:
+    """Let this process, and the workers that it starts, have `count` open files, as far as the system permits.
+
+    A blend keeps the files of its data sets open; many systems begin with a limit of 1,024, which a program may raise.
+    """
+    if resource is None:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and wanted > soft:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def sampled_blocks(descriptor: int, size: int) -> list[bytes]:

@@ -69,6 +69,7 @@ class IndexedDataset:
         itemsize = np.dtype(dtype).itemsize
         end = self._check_sequences(itemsize)
         self._check_document_index()
+        index.close()  # few runs read it again, and some have thousands of data sets
         if tokens.size != end:
             raise DataError(
                 f"{tokens.path}: {tokens.size:,} bytes, but {index.path} describes {end:,}; copy both files again"

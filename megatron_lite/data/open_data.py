@@ -10,6 +10,7 @@ from megatron_lite.config import Config
 from megatron_lite.config.option import All
 from megatron_lite.config.structured_values import WeightStage, short_names, weight_stages
 from megatron_lite.data.blending import MAX_SAMPLES, Blend, Concatenation
+from megatron_lite.data.disk_array import allow_open_files
 from megatron_lite.data.epochs import Opened, check_epochs, describe, left_out, repeats
 from megatron_lite.data.fill_in_the_middle import FillInTheMiddle
 from megatron_lite.data.fingerprint import identity
@@ -26,6 +27,9 @@ from megatron_lite.schedules.batch_options import batch_schedule
 from megatron_lite.schedules.batch_size import BatchSchedule, Segment, once_through
 from megatron_lite.seeds import derive_seed
 from megatron_lite.validation import weighted_paths
+
+FILES_OF_A_SET = 3  # tokens, index, loss mask
+OTHER_FILES = 1024
 
 
 def open_data(config: Config, rank: int, world_size: int) -> DataSource:
@@ -56,6 +60,7 @@ def open_data(config: Config, rank: int, world_size: int) -> DataSource:
         raise UsageError(
             "--data_path: names no data set; give the prefix of a .bin/.idx pair, or use --dataset_source=random"
         )
+    allow_open_files(FILES_OF_A_SET * len(weighted) + OTHER_FILES)
     datasets = {prefix: IndexedDataset(prefix) for _, prefix in weighted}
     opened = Opened(config, [prefix for _, prefix in weighted], datasets)
     fill = None

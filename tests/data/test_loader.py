@@ -5,6 +5,7 @@ import logging
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -449,3 +450,28 @@ def test_description_of_a_blend(prefixes: tuple[str, str]) -> None:
     assert lines["data 1"].startswith(f"{prefixes[1]}: 100 documents, ")
     assert re.search(r" tokens, 75% of the samples, [0-9.]+ epochs$", lines["data 1"])
     assert set(lines) == {"data 0", "data 1", "training data", "validation data", "test data"}
+
+
+def test_more_data_sets_than_files_may_be_open(tmp_path: Path) -> None:
+    """The limit that a system begins with, here very low, is raised as far as needed, for workers too."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for number in range(80):
+        with IndexedDatasetWriter(str(tmp_path / str(number)), "<u2") as writer:
+            writer.add_document(np.arange(2 * LENGTH))
+    few = len(os.listdir("/proc/self/fd")) + 40
+    values = config(
+        tuple(f"{tmp_path}/{number}" for number in range(80)),
+        split=(1.0,),
+        validation_iters=0,
+        test_iters=0,
+        batch_size=80,
+        micro_batch_size=80,
+        train_iters=2,
+        num_workers=1,
+        cross_document_attention=False,
+    )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, before[1]))
+    try:
+        assert len(micro_batches(open_data(values, 0, 1), "training", 0, 2)) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
