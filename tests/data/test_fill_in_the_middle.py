@@ -149,6 +149,7 @@ def test_the_shares_are_those_asked_for(tokenizers: dict[str, str]) -> None:
     assert abs(sum(counts) - 6000 * 0.5 * 3 * 0.25) < 4 * np.sqrt(6000 * 3 * 0.125)
     assert all(files.document(document, Draws(4, index)).count(separator) == 3 for index in range(50))
     never, always = Draws(5, 0), Draws(5, 0)
+    never._words = [0, *[2**64 - 1] * 999]
     assert not any(never.happens(0.0) for _ in range(1000)) and all(always.happens(1.0) for _ in range(1000))
 
 
@@ -178,6 +179,7 @@ def test_documents_may_keep_their_length(tokenizers: dict[str, str], kind: str) 
             back = [number for number in ordered(changed, tokenizer)[0] if number != tokenizer.token_id("<fim_pad>")]
             assert text.startswith(tokenizer.decode(back).rstrip("\ufffd"))
     assert 100 <= kept < 400  # the text of one character always
+    assert all(fill.document([65, 66, 67], Draws(1, index)) == [65, 66, 67] for index in range(100))
 
 
 LENGTH = 32
@@ -258,6 +260,26 @@ def test_borders_and_padding_follow_the_tokens(prefix: str, tokenizers: dict[str
         for sample, before in zip(batch.tokens.tolist(), plain.tokens.tolist(), strict=True):
             letters = [number for number in sample if number < 256]
             assert set(letters) <= set(before) and len(sample) == len(before)
+
+
+def test_padding_does_not_count(tokenizers: dict[str, str], tmp_path: Path) -> None:
+    """Documents that were tokenized into single bytes get shorter where they are cut: the sample is padded."""
+    tokenizer = JsonTokenizer(tokenizers["merged"])
+    ids = [number for character in TEXTS[0] for number in tokenizer.encode(character)]
+    with IndexedDatasetWriter(str(tmp_path / "single"), "<u2") as writer:
+        for _ in range(100):
+            writer.add_document(np.array(ids))
+    values: dict[str, Any] = {"vocab_size": 512, "micro_batch_size": 8, "mask_document_starts": False, "fim_rate": 1.0}
+    found, pad = 0, tokenizer.token_id("<|fim_pad|>")
+    for (batch,) in batches(config(str(tmp_path / "single"), tokenizers["merged"], **values)):
+        assert batch.masked is not None and batch.starts is not None
+        padded = batch.tokens.numpy() == pad
+        np.testing.assert_array_equal(batch.masked, padded[:, 1:])
+        for row, column in np.argwhere(padded[:, 1:-1] & ~padded[:, :-2]):
+            assert row * LENGTH + column + 1 in batch.starts  # a document of its own
+            found += 1
+        assert batch.starts[-1] == 8 * LENGTH
+    assert found > 10
 
 
 def test_packed_documents_keep_their_place(prefix: str, tokenizers: dict[str, str]) -> None:
