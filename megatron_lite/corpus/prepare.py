@@ -181,6 +181,12 @@ class _Work:
         hashes = read_hashes(self.folder, pieces) if options.deduplicate else None
         count = sum(record.documents for record in records)
         selection = select(count, hashes, options.max_documents, options.validation_documents, options.shards)
+        kept = np.bincount(selection.output[selection.output >= 0], minlength=len(writers))
+        if not kept.all():
+            raise UsageError(
+                f"--shards={options.shards} --validation_documents={options.validation_documents}: a pair would be "
+                f"empty with {int(kept.sum()):,} documents in all; write smaller numbers"
+            )
         digests = [record.digests for record in records]
         assembled = write_pairs(self.folder, pieces, digests, selection, writers, vocab_size, progress.add)
         progress.close()
@@ -247,7 +253,7 @@ def _fingerprint(options: CorpusOptions, files: Sequence[InputFile]) -> str:
 def _check_output(options: CorpusOptions) -> None:
     """Create the folder of the output."""
     prefix = options.output_prefix
-    if Path(prefix).name in ("", ".", ".."):
+    if Path(prefix).name in ("", ".", "..") or prefix.endswith(os.sep):
         raise UsageError(f"--output_prefix={prefix}: names a folder; add a name for the files, such as data/mine")
     try:
         Path(prefix).parent.mkdir(parents=True, exist_ok=True)

@@ -38,6 +38,9 @@ def held(folder: Path, on_wait: Callable[[], None] | None = None) -> Iterator[No
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"{folder}: cannot be created: {error.strerror}") from error
+        try:
             descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             if _lock(descriptor) and _is_there(descriptor, folder):
                 break

@@ -232,6 +232,21 @@ def test_documents_are_chosen(tmp_path: Path) -> None:
     assert sum(shards, []) == [text for text in every if text not in validation]
 
 
+def test_outputs_that_cannot_be_written(tmp_path: Path) -> None:
+    """A folder where nobody can make one, a folder in place of a name, and more pairs than documents are one line each;
+    the first was once tried again without an end."""
+    inputs = tmp_path / "x.jsonl"
+    inputs.write_text('{"text": "a"}\n{"text": "b"}\n')
+    with pytest.raises(StorageError, match=r"/proc/x.partial: cannot be created: No such file or directory"):
+        prepare(replace(options(inputs, tmp_path), output_prefix="/proc/x"))
+    with pytest.raises(UsageError, match="names a folder; add a name for the files"):
+        prepare(replace(options(inputs, tmp_path), output_prefix=f"{tmp_path}/out/"))
+    for more in ({"shards": 3}, {"validation_documents": 2}):
+        with pytest.raises(UsageError, match="a pair would be empty with 2 documents in all; write smaller numbers"):
+            prepare(options(inputs, tmp_path / "many", **more))
+        assert not (tmp_path / "many" / "x.bin").exists()
+
+
 def test_begin_and_end_of_documents(tmp_path: Path) -> None:
     """A token before each document, none after it; a token that the tokenizer lacks is refused."""
     (tmp_path / "a.txt").write_text("ab")
