@@ -28,9 +28,9 @@ from megatron_lite.corpus.packages import check_packages
 from megatron_lite.errors import DataError, StorageError
 from megatron_lite.run.durable_files import replace_file
 
-SMALLEST_PIECE_BYTES = 8 << 20
+SMALLEST_PIECE_BYTES = 2 << 20
 LARGEST_PIECE_BYTES = 512 << 20
-USUAL_PIECES = 4096  # of a corpus between 32 GB and 2 TB
+USUAL_PIECES = 4096  # of a corpus between 8 GB and 2 TB
 MOST_SPANS = 4096  # of one piece
 FORMAT = 1  # of a piece; a change makes older pieces useless
 HASH_BYTES = 16

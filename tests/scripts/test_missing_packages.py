@@ -23,6 +23,7 @@ MODULES = sorted(
 NEED_NO_PACKAGE = {"scripts/build_corpus.py", "scripts/check_installed.py", "scripts/plot_schedule.py"}
 NEED_NO_PACKAGE |= {"scripts.docs.flags", "scripts.benchmarks.gpu.render", "scripts.benchmarks.gpu.report"}
 NEED_NO_PACKAGE |= {"scripts.benchmarks.cpu", "scripts.benchmarks.cpu.render", "scripts.docs.reliability"}
+NEED_NO_PACKAGE |= {"scripts.benchmarks.preparing"}
 LACKS = re.compile(r"lacks the package (torch|numpy); \w+ .* and repeat the command: (.*)")
 
 

@@ -1,0 +1,214 @@
+"""Time the preparation of a .jsonl corpus beside other ways to tokenize it, with the same tokenizer and processes.
+
+    python -m scripts.benchmarks.preparing corpus.jsonl --folder=/data/scratch --output=preparing.json
+
+Rows: this program's command from end to end, with its digests and files; a loop over lines that calls `encode_batch`,
+or `encode_batch_fast`, of the `tokenizers` library with as many threads, and writes nothing; the recipe of
+Megatron-LM's tools/preprocess_data.py, a pool that tokenizes line by line for megatron-core's IndexedDatasetBuilder;
+and `datasets.map` with batches of 1,000. Each is a process of its own, and its time includes its imports. Each turn
+measures every row once, in another order each time; a row's ratio is taken within a turn. Peers that are not installed
+are left out. Prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.benchmarks.common import (
+    ROOT,
+    argument_parser,
+    commit,
+    cores,
+    markdown_table,
+    names_in,
+    spread_cell,
+    spread_of,
+    write_json,
+)
+
+ROWS = {  # row -> the package that it needs
+    "ours": "tokenizers",
+    "encode_batch": "tokenizers",
+    "encode_batch_fast": "tokenizers",
+    "megatron-core": "megatron",
+    "datasets.map": "datasets",
+}
+BATCH = 1000  # documents of one call
+
+
+def texts(corpus: str) -> Iterator[str]:
+    """Yield the documents of a .jsonl file."""
+    with open(corpus, encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)["text"]
+
+
+def library_loop(corpus: str, tokenizer_file: str, method: str) -> int:
+    """Tokenize batch by batch with the library's own threads; return the tokens."""
+    from tokenizers import Tokenizer
+
+    encode = getattr(Tokenizer.from_file(tokenizer_file), method)
+    documents, tokens = texts(corpus), 0
+    while batch := list(itertools.islice(documents, BATCH)):
+        tokens += sum(len(encoding.ids) for encoding in encode(batch, add_special_tokens=False))
+    return tokens
+
+
+class LineEncoder:
+    """Tokenizes one line in a process of a pool, as Megatron-LM's Encoder does."""
+
+    tokenizer: Any = None
+
+    @classmethod
+    def start(cls, tokenizer_file: str) -> None:
+        """Load the tokenizer in a process of the pool."""
+        from tokenizers import Tokenizer
+
+        cls.tokenizer = Tokenizer.from_file(tokenizer_file)
+
+    @classmethod
+    def encode(cls, line: str) -> list[int]:
+        """Return the tokens of a line."""
+        ids: list[int] = cls.tokenizer.encode(json.loads(line)["text"], add_special_tokens=False).ids
+        return [*ids, 0]
+
+
+def megatron_recipe(corpus: str, tokenizer_file: str, output: str, processes: int) -> int:
+    """Tokenize with a pool and write with megatron-core's builder; return the tokens."""
+    import torch
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+    from tokenizers import Tokenizer
+
+    vocabulary = Tokenizer.from_file(tokenizer_file).get_vocab_size()
+    builder = IndexedDatasetBuilder(f"{output}.bin", dtype=DType.optimal_dtype(vocabulary))
+    tokens = 0
+    pool = multiprocessing.get_context("fork").Pool(processes, LineEncoder.start, (tokenizer_file,))
+    with pool, open(corpus, encoding="utf-8") as file:
+        for ids in pool.imap(LineEncoder.encode, file, 32):
+            builder.add_document(torch.IntTensor(ids), [len(ids)])
+            tokens += len(ids) - 1
+    builder.finalize(f"{output}.idx")
+    return tokens
+
+
+def datasets_map(corpus: str, tokenizer_file: str, output: str, processes: int) -> int:
+    """Tokenize with `datasets.map`, which writes an arrow file; return the tokens."""
+    from tokenizers import Tokenizer
+
+    datasets: Any = importlib.import_module("datasets")
+    tokenizer = Tokenizer.from_file(tokenizer_file)
+
+    def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        encodings = tokenizer.encode_batch(batch["text"], add_special_tokens=False)
+        return {"ids": [encoding.ids for encoding in encodings]}
+
+    datasets.disable_progress_bars()
+    data = datasets.load_dataset("json", data_files=corpus, split="train", cache_dir=output)
+    data = data.map(encode, batched=True, batch_size=BATCH, num_proc=processes, remove_columns=data.column_names)
+    return sum(len(column) for chunk in data.data["ids"].chunks for column in chunk)
+
+
+def measure(words: Sequence[str]) -> None:
+    """Tokenize in this process; print the tokens."""
+    row, corpus, tokenizer_file, output, processes = words
+    if row.startswith("encode_batch"):
+        print(library_loop(corpus, tokenizer_file, row))
+    elif row == "megatron-core":
+        print(megatron_recipe(corpus, tokenizer_file, output, int(processes)))
+    else:
+        print(datasets_map(corpus, tokenizer_file, output, int(processes)))
+
+
+def seconds(row: str, options: argparse.Namespace, tokenizer_file: str) -> float:
+    """Start a row in an empty folder; return its time."""
+    folder, corpus, processes = options.folder / "preparing", str(options.corpus), str(options.num_processes)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    threads = {"RAYON_NUM_THREADS": processes, "TOKENIZERS_PARALLELISM": "true"}
+    if row == "ours":
+        command = ["scripts/prepare_data.py", corpus, f"--output_prefix={folder / 'x'}"]
+        command += [f"--tokenizer={tokenizer_file}", f"--num_processes={processes}"]
+    else:
+        command = ["-m", "scripts.benchmarks.preparing", "--measure", row, corpus, tokenizer_file, str(folder / "x")]
+        command.append(processes)
+        if not row.startswith("encode_batch"):
+            threads["TOKENIZERS_PARALLELISM"] = "false"
+    environment = {**os.environ, **threads, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
+    begun_s = time.monotonic()
+    result = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    taken_s = time.monotonic() - begun_s
+    if result.returncode:
+        sys.exit(f"{row} failed with exit code {result.returncode}: {result.stderr[-2000:]}")
+    print(f"{row}: {taken_s:.1f} s", file=sys.stderr, flush=True)
+    shutil.rmtree(folder)
+    return taken_s
+
+
+def tokenizer_of(options: argparse.Namespace) -> str:
+    """Return the tokenizer to use: a given one, or one trained on the first documents of the corpus."""
+    from megatron_lite.data.tokenizing import train_tokenizer
+
+    if options.tokenizer:
+        return str(Path(options.tokenizer).absolute())
+    path = options.folder / "tokenizer.json"
+    train_tokenizer(itertools.islice(texts(str(options.corpus)), 1000), 32_000, str(path))
+    return str(path)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argument_parser(__doc__)
+    parser.add_argument("corpus", type=Path, help=".jsonl file with the key text")
+    parser.add_argument("--folder", type=Path, required=True, help="where the rows may write")
+    parser.add_argument("--tokenizer", help="tokenizer.json (default: a BPE of 32,000 tokens, trained on the corpus)")
+    parser.add_argument("--num_processes", type=int, default=2, help="processes, or threads of the library (2)")
+    parser.add_argument("--rows", default=",".join(ROWS), help="rows to measure, ours among them (all)")
+    parser.add_argument("--turns", type=int, default=3, help="measurements of each row (3)")
+    parser.add_argument("--output", type=Path, help="write the result as JSON, too")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return the exit code."""
+    if argv[:1] == ["--measure"]:
+        measure(argv[1:])
+        return 0
+    options = parse(argv)
+    options.corpus, options.folder = options.corpus.absolute(), options.folder.absolute()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    tokenizer_file = tokenizer_of(options)
+    chosen = names_in(options.rows)
+    rows = [row for row in chosen if importlib.util.find_spec(ROWS[row]) is not None]
+    times: dict[str, list[float]] = {row: [] for row in rows}
+    for turn in range(options.turns):
+        order = rows[turn % len(rows) :] + rows[: turn % len(rows)]
+        for row in order:
+            times[row].append(seconds(row, options, tokenizer_file))
+    megabytes = options.corpus.stat().st_size / 1e6
+    result: dict[str, Any] = {"commit": commit(), "cores": len(cores()), "megabytes": megabytes, "rows": {}}
+    table = []
+    for row in rows:
+        ratios = [other / own for other, own in zip(times[row], times["ours"], strict=True)]
+        result["rows"][row] = {"seconds": spread_of(times[row]), "time / ours": spread_of(ratios), "all": times[row]}
+        spreads = [(times[row], 1), ([megabytes / taken_s for taken_s in times[row]], 2), (ratios, 2)]
+        table.append([row, *(spread_cell(spread_of(values), digits) for values, digits in spreads)])
+    write_json(options.output, result)
+    print("\n".join(markdown_table(["preparing", "s", "MB/s", "time / ours"], table)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
