@@ -153,8 +153,8 @@ class StreamReader:
         self.fill = fill
         self.sequence_length = sequence_length
         self.packed = any(stream.packed is not None for stream in streams)
-        has_masks = any(stream.mask is not None for stream in streams)
-        self.has_masks = mask_starts or self.packed or has_masks or fill is not None
+        masks = any(stream.mask is not None for stream in streams)
+        self.has_masks = masks or mask_starts or self.packed or fill is not None
         self.dtype = np.dtype(np.int64) if fill else np.result_type(*(stream.file.dtype for stream in streams))
 
     def read(self, first: int, count: int) -> Samples:

@@ -44,7 +44,16 @@ from megatron_lite.monitor.metrics import LogWindow
 from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.validation import resolve
 from megatron_lite.zero.multi_stage import MultiStage
-from scripts.benchmarks.common import argument_parser, commit, cores, markdown_table, spread_cell, spread_of, write_json
+from scripts.benchmarks.common import (
+    argument_parser,
+    commit,
+    cores,
+    markdown_table,
+    resident_bytes,
+    spread_cell,
+    spread_of,
+    write_json,
+)
 
 MIB = 2**20
 BYTES_PER_PARAMETER = 12
@@ -234,15 +243,6 @@ class Bench:
 
     def _plain(self) -> Path:
         return self.folder / f"plain_{self.distributed.rank}"
-
-
-def resident_bytes(reset: bool = False) -> int:
-    """Return the highest resident memory since the last reset, or the present one and reset."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    name = "VmRSS:" if reset else "VmHWM:"
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -60,6 +60,15 @@ def busy_seconds() -> float:
     return sum(sum(map(int, (*fields[1:4], *fields[6:9]))) for fields in used) / os.sysconf("SC_CLK_TCK")
 
 
+def resident_bytes(reset: bool = False) -> int:
+    """Return the highest resident memory since the last reset, or the present one and reset."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    name = "VmRSS:" if reset else "VmHWM:"
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
 def reason_of(error: Exception) -> str:
     """Describe an error in at most 500 characters."""
     return f"{type(error).__name__}: {error}"[:500]

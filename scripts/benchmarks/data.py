@@ -35,6 +35,7 @@ from scripts.benchmarks.common import (
     commit,
     cores,
     markdown_table,
+    resident_bytes,
     spread_cell,
     spread_of,
     write_json,
@@ -171,15 +172,6 @@ def _import_ours() -> None:
 
 def _import_theirs() -> None:
     import megatron.core.datasets.gpt_dataset  # noqa: F401
-
-
-def resident_bytes(reset: bool = False) -> int:
-    """Return the highest resident memory since the last reset, or the present one and reset."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    name = "VmRSS:" if reset else "VmHWM:"
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def measured(action: str, *words: object) -> dict[str, float]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_lite.config import ModelConfig
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.loader import HostBatch, micro_batch
 from megatron_lite.data.open_data import open_data
@@ -131,6 +132,16 @@ def test_positions_and_labels_by_document_equal_plain_torch(
         assert np.abs(np.array(other.losses) / np.array(one.losses) - 1).max() > 1e-5, option
 
 
+def random_layers(config: ModelConfig, length: int, std: float) -> list[Layer]:
+    torch.manual_seed(0)
+    layers = build_gpt(config, length)
+    for layer in layers:
+        layer.to_empty(device="cpu")
+        for parameter in layer.parameters():
+            parameter.data = torch.randn(parameter.shape) * std
+    return layers
+
+
 PATHS: dict[str, dict[str, Any]] = {"long": {}, "equal": {"lengths": (16, 16, 16, 16)}, "windows": {"window_size": 5}}
 
 
@@ -143,12 +154,7 @@ def test_each_document_has_the_loss_that_it_has_alone(model: str, path: str, res
     more = dict(PATHS[path])
     lengths: tuple[int, ...] = more.pop("lengths", (1, 9, 22, 3, 29))  # of two samples
     config = tiny_config(**{**MODELS[model], **more}).model
-    torch.manual_seed(0)
-    layers = build_gpt(config, 32)
-    for layer in layers:
-        layer.to_empty(device="cpu")
-        for parameter in layer.parameters():
-            parameter.data = torch.randn(parameter.shape) * 0.1
+    layers = random_layers(config, 32, 0.1)
     tokens = torch.randint(config.vocab_size, (64,))
     labels = torch.randint(config.vocab_size, (64,))
     starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -225,12 +231,7 @@ def test_a_changed_document_changes_no_other(model: str, apart: bool) -> None:
     """Two samples of three documents each: other tokens in the second document of the first sample change every
     position after them if attention crosses borders, and nothing but that document if it does not, to the last bit."""
     config = tiny_config(**MODELS[model]).model
-    torch.manual_seed(0)
-    layers = build_gpt(config, 16)
-    for layer in layers:
-        layer.to_empty(device="cpu")
-        for parameter in layer.parameters():
-            parameter.data = torch.randn(parameter.shape) * 0.3
+    layers = random_layers(config, 16, 0.3)
     tokens = torch.randint(config.vocab_size, (2, 17))
     changed = tokens.clone()
     changed[0, 5:9] = (tokens[0, 5:9] + 1) % config.vocab_size
