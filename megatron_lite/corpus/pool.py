@@ -131,10 +131,9 @@ class _Pool:
             process.kill()
         for process in self.processes:
             process.wait()
-            for stream in (process.stdin, process.stdout):
-                with contextlib.suppress(OSError, ValueError):
-                    if stream is not None and stream is process.stdin:
-                        stream.close()
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # what was not sent is no longer wanted
+                process.stdin.close()
 
 
 @contextlib.contextmanager

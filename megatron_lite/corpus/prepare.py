@@ -70,12 +70,12 @@ def prepare(options: CorpusOptions) -> tuple[dict[str, Any], bool]:
     if not options.overwrite and (summary := corpus_manifest.is_complete(options.output_prefix, fingerprint)):
         return summary, False
     folder = work_folder.work_folder(options.output_prefix)
-    _check_free(options, folder, fingerprint)
     with work_folder.held(folder, options.on_wait):
         if not options.overwrite and (summary := corpus_manifest.is_complete(options.output_prefix, fingerprint)):
             work_folder.remove(folder)
             return summary, False
         try:
+            _check_free(options, folder, fingerprint)  # not before: another process may have been about to publish
             summary = _Work(options, files, folder, fingerprint).run()
         except (DataError, UsageError):
             if not _has_pieces(folder):

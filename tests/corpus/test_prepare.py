@@ -7,9 +7,11 @@ import lzma
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +85,7 @@ def test_result_does_not_depend_on_processes_or_pieces(tmp_path: Path, capsys: p
 
 SCRIPT = """
 import sys
+import threading
 from dataclasses import replace
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
@@ -275,3 +278,38 @@ def test_keys(tmp_path: Path) -> None:
     assert texts(tmp_path / "one" / "x") == ["inner", "dotted"]
     prepare(options(path, tmp_path / "two", fields=TextFields(("t", "a.b"), " / ")))
     assert texts(tmp_path / "two" / "x") == ["title / inner", "dotted", "alone"]
+
+
+def test_an_interrupt_ends_the_workers(tmp_path: Path) -> None:
+    """SIGINT, as Ctrl-C sends it: code 130, one line, no worker left; the pieces stay."""
+    inputs = write_inputs(tmp_path / "in", lines=40_000)
+    script = ROOT / "scripts" / "prepare_data.py"
+    command = [sys.executable, str(script), str(inputs), "--output_prefix", "x", "--num_processes=2"]
+    folder = tmp_path / "here"
+    folder.mkdir()
+    process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not list(folder.glob("x.partial/*.sizes")):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    errors = process.stderr.read().splitlines()
+    assert process.wait() == 130 and errors[-1] == "interrupted; the same command goes on where it stopped"
+    assert not [line for line in errors if "Traceback" in line] and not children_in(folder)
+
+
+def test_two_runs_prepare_the_same_once(tmp_path: Path) -> None:
+    """A start that finds another one at work waits for it, and takes its result."""
+    inputs = write_inputs(tmp_path / "in")
+    waits: list[bool] = []
+    with work_folder.held(work_folder.work_folder(str(tmp_path / "out" / "x"))):
+        result: list[tuple[object, bool]] = []
+        chosen = options(inputs, tmp_path / "out", on_wait=lambda: waits.append(True))
+        other = threading.Thread(target=lambda: result.append(prepare(chosen)))
+        other.start()
+        while not waits:
+            time.sleep(0.005)
+        prepare(options(inputs, tmp_path / "elsewhere"))
+        for ending in ENDINGS:  # as if the holder had published
+            shutil.copy(tmp_path / "elsewhere" / f"x{ending}", tmp_path / "out")
+    other.join()
+    assert [is_new for _, is_new in result] == [False] and not list((tmp_path / "out").glob("*.partial"))
