@@ -141,6 +141,8 @@ def _elsewhere(folder: Path) -> list[tuple[int, Path]]:
             return [(read(folder).iteration, folder)]
     except DamagedError as error:
         raise CheckpointError(f"{_FLAG}={folder}: {error}; restore it, or give another") from None
+    except OSError as error:
+        raise CheckpointError(f"{_FLAG}={folder}: {reason(error)}; give a folder that can be read") from None
     found = find(folder) or find(folder / "checkpoints")
     if not found:
         raise CheckpointError(

@@ -65,6 +65,8 @@ def test_elsewhere_until_there_is_one_of_its_own(tmp_path: Path) -> None:
     for missing in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(CheckpointError, match="--load_checkpoint_path=.*: no checkpoint is there"):
             chosen(None, load_checkpoint_path=str(missing))
+    with pytest.raises(CheckpointError, match="File name too long; give a folder that can be read"):
+        chosen(None, load_checkpoint_path="a" * 300)
 
 
 def test_going_back(tmp_path: Path) -> None:
