@@ -14,7 +14,7 @@ import torch
 from megatron_lite.checkpoint import space
 from megatron_lite.checkpoint.background import BackgroundSaves, open_background
 from megatron_lite.checkpoint.choice import Choice, choose_together
-from megatron_lite.checkpoint.resume import check_early, resume
+from megatron_lite.checkpoint.resume import Resumed, check_early, resume
 from megatron_lite.cli.help import banner, short_banner
 from megatron_lite.config import Config
 from megatron_lite.corpus.from_text import resolve_data
@@ -92,7 +92,7 @@ class Run(Start):
     samples: Samples | None  # None without --sample_interval
     background: BackgroundSaves | None  # None without --async_checkpoint
     checkpoint_bytes: int  # of all ranks together
-    resumed_at: int  # iterations done when this start began
+    resumed: Resumed  # where this start began
     saved_s: float  # time.monotonic() of the last save, or of the start
     save_requested: bool = False  # by the clock of rank 0, after the coming iteration
     ending: Ending | None = None  # None for a run that was set up without `opened`
@@ -145,12 +145,12 @@ def build(
     optimizer = Optimizer(config, model.stages, distributed, inputs.kernels)
 
     window = LogWindow(distributed.device)
-    iteration, evaluation_due = _fill(start, choice, source, model, optimizer, window, inputs.data.identity)
+    resumed = _fill(start, choice, source, model, optimizer, window, inputs.data.identity)
     debugger = _debug(start, model)
     with distributed.traffic.paused():
         model.gather_ahead()  # every iteration ends with this
     root, checkpoint_bytes = experiment.checkpoints, space.checkpoint_bytes(model, distributed.world_size)
-    if distributed.rank == 0 and (lack := space.lack_at_start(root, checkpoint_bytes, config, iteration)):
+    if distributed.rank == 0 and (lack := space.lack_at_start(root, checkpoint_bytes, config, resumed.iteration)):
         logger.warning(lack)
     background = together(distributed, lambda: open_background(config, model, distributed))
     reports = distributed.rank == 0
@@ -162,19 +162,19 @@ def build(
         model=model,
         optimizer=optimizer,
         window=window,
-        timer=StepTimer(config, distributed.world_size, iteration, peak_tflops),
+        timer=StepTimer(config, distributed.world_size, resumed.iteration, peak_tflops),
         console=ConsoleLines(distributed.device.type),
         trackers=trackers,
         stop=stop,
-        iteration=iteration,
-        evaluation_due=evaluation_due,
+        iteration=resumed.iteration,
+        evaluation_due=resumed.evaluation_due,
         collectives_alone_s=collectives_alone_s,
         debugger=debugger,
         callback=inputs.callback,
         samples=samples,
         background=background,
         checkpoint_bytes=checkpoint_bytes,
-        resumed_at=iteration,
+        resumed=resumed,
         saved_s=time.monotonic(),
     )
 
@@ -300,11 +300,8 @@ def _fill(
     optimizer: Optimizer,
     window: LogWindow,
     data: dict[str, Any],
-) -> tuple[int, bool]:
-    """Load the newest good checkpoint, or the pretrained weights, or initialize.
-
-    Returns the iterations done, and whether an evaluation after them is due.
-    """
+) -> Resumed:
+    """Load the newest good checkpoint, or the pretrained weights, or initialize."""
     config, root = start.config, start.experiment.checkpoints
     resumed = resume(
         choice, root, config, model, optimizer, window, data, start.distributed, start.logger, start.experiment.check
@@ -317,7 +314,7 @@ def _fill(
     else:
         iteration = _load_pretrained(start, source, model, optimizer)
     optimizer.averaging.start()
-    return iteration, False
+    return Resumed(iteration)
 
 
 def _load_pretrained(start: Start, source: WeightSource, model: MultiStage, optimizer: Optimizer) -> int:

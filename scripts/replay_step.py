@@ -29,11 +29,12 @@ from megatron_lite.run.launcher_watch import LauncherWatch
 if __name__ == "__main__":
     launcher_watch = LauncherWatch()  # before anything that takes time
 
-from megatron_lite.checkpoint.names import newest_before, read_bytes
+from megatron_lite.checkpoint.names import is_folder, newest_before, read_bytes
+from megatron_lite.checkpoint.saved_options import check_options
 from megatron_lite.config import CheckpointConfig, Config, RunConfig, unflatten
 from megatron_lite.config.values import FLAGS
 from megatron_lite.distributed.agreement import together
-from megatron_lite.errors import RunError, UsageError
+from megatron_lite.errors import DamagedError, RunError, UsageError
 from megatron_lite.monitor.tensor_debug import LEVELS, open_debugger
 from megatron_lite.outputs.bad_steps import FILE_NAME, LARGEST_FILE_BYTES, examine
 from megatron_lite.outputs.session import close, opened
@@ -71,11 +72,14 @@ def read_folder(folder: Path) -> dict[str, Any]:
     path = folder / FILE_NAME
     try:
         content = json.loads(read_bytes(path, LARGEST_FILE_BYTES))
-        iteration, world_size = content["iteration"], content["world_size"]
-        if type(iteration) is not int or type(world_size) is not int or not isinstance(content["config"], dict):
-            raise ValueError("not a description of a bad step")
+        for number in (content["iteration"], content["world_size"]):
+            if type(number) is not int or number < 1:
+                raise ValueError("not a description of a bad step")
+        if not isinstance(content["checkpoint"], str | None):
+            raise ValueError("its checkpoint is not a path")
+        check_options(content["config"])
         content["numbers"] = (float.fromhex(content["loss"]), float.fromhex(content["grad_norm"]))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, DamagedError) as error:
         raise UsageError(f"{path}: {error}; give a folder bad_step_<iteration> of a run") from None
     return dict(content)
 
@@ -96,7 +100,10 @@ def configuration(content: dict[str, Any], checkpoint: Path | None, device: str 
         config.training, sample_interval=None, export_interval=None, export_callback_script="", export_callback_env=""
     )
     distributed = dataclasses.replace(config.distributed, device=device or config.distributed.device)
-    loading = CheckpointConfig(load_checkpoint_path=None if checkpoint is None else str(checkpoint))
+    loading = CheckpointConfig(
+        load_checkpoint_path=None if checkpoint is None else str(checkpoint),
+        allow_data_change=config.checkpoint.allow_data_change,
+    )
     return dataclasses.replace(config, run=quiet, training=training, distributed=distributed, checkpoint=loading)
 
 
@@ -152,7 +159,7 @@ def main(argv: Sequence[str] | None = None, launcher: LauncherWatch | None = Non
 
 
 def checkpoint_of(content: dict[str, Any], wanted: str | None) -> Path | None:
-    """Return the checkpoint to begin with: the wanted one, or the newest from before the bad step that is still there.
+    """Return the checkpoint to begin with: the wanted one, that of the folder, or else the newest before the bad step.
 
     None: the initial weights.
 
@@ -167,7 +174,7 @@ def checkpoint_of(content: dict[str, Any], wanted: str | None) -> Path | None:
     named = content["checkpoint"]
     if named is None or wanted is not None:
         return None
-    found = newest_before(Path(named).parent, content["iteration"])
+    found = Path(named) if is_folder(Path(named)) else newest_before(Path(named).parent, content["iteration"])
     if found is None:
         raise UsageError(
             f"{named} is gone, and no older checkpoint is there; write --checkpoint=<folder>, or --checkpoint=none to "

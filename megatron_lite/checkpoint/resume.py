@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from megatron_lite.checkpoint import compatibility, sharded
 from megatron_lite.checkpoint.choice import Choice, set_aside
@@ -24,6 +24,14 @@ class Sums(Protocol):
     """Running sums of the log."""
 
     def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+class Resumed(NamedTuple):
+    """Where a start begins."""
+
+    iteration: int  # iterations done
+    evaluation_due: bool = False  # whether an evaluation after them is due
+    folder: Path | None = None  # the checkpoint; None: the initial or pretrained weights
 
 
 def check_early(choice: Choice, config: Config, data: dict[str, Any]) -> None:
@@ -51,14 +59,11 @@ def resume(
     distributed: Distributed,
     logger: logging.Logger,
     check: Callable[[], None] = lambda: None,
-) -> tuple[int, bool] | None:
-    """Load the newest good checkpoint of a choice; all ranks call this together.
+) -> Resumed | None:
+    """Load the newest good checkpoint of a choice; all ranks call this together. None: there is no checkpoint.
 
     root: the folder of the run's own checkpoints. data: see `data.fingerprint.identity`. check: rank 0 calls it before
     it moves anything; see `writing.Save`.
-
-    Returns:
-        The iterations done, and whether an evaluation after them is due; None without a checkpoint.
     """
     where, rule = choice.found[0][1].parent if choice.found else None, config.optimizer.optimizer
     found = sharded.load_first_good(choice.found, where, model, distributed, logger.warning, rule)
@@ -82,7 +87,7 @@ def resume(
     for change in other_data:
         logger.warning("  allowed by --allow_data_change=1: %s", change)
     _log_changes(loaded, config, logger)
-    return loaded.iteration, loaded.state.get("evaluation_due", False)
+    return Resumed(loaded.iteration, loaded.state.get("evaluation_due", False), folder)
 
 
 def _set_aside(

@@ -88,6 +88,8 @@ def content(run: Run, step: BadStep, found: dict[str, Any]) -> dict[str, Any]:
     """Return what the folder of a bad step holds, as JSON."""
     schedule = batch_schedule(run.config.batch)
     older = newest_before(run.experiment.checkpoints, step.iteration)
+    if older is None and run.resumed.iteration < step.iteration:
+        older = run.resumed.folder  # of --load_checkpoint_path
     return {
         "iteration": step.iteration,
         "loss": step.numbers[0].hex(),
@@ -98,7 +100,7 @@ def content(run: Run, step: BadStep, found: dict[str, Any]) -> dict[str, Any]:
         "first_sample": schedule.consumed_samples(step.iteration - 1),
         "samples": schedule.batch_size(step.iteration),
         "world_size": run.distributed.world_size,
-        "checkpoint": None if older is None else str(older),
+        "checkpoint": None if older is None else str(older.absolute()),
         "config": flatten(run.config),
     }
 

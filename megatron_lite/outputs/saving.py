@@ -141,7 +141,7 @@ def _settle(run: Run, finished: Finished, waited_s: float = 0.0) -> None:
     if run.distributed.rank == 0 and not run.optimizer.guard.dropped.streak():
         rules, after = keep_rules(checkpoint.keep_checkpoints), None
         if not checkpoint.delete_old_temp_checkpoints:
-            after = run.resumed_at
+            after = run.resumed.iteration
         sharded.prune(root, checkpoint.max_checkpoints, finished.iteration, rules, after, held_checkpoints(root.parent))
     blocked = f", training waited {finished.blocked_s + waited_s:.2f} s" if run.background is not None else ""
     size = f"{finished.num_bytes / 1e6:,.1f} MB"

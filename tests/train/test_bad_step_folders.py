@@ -16,6 +16,8 @@ import torch
 from megatron_lite.config import Config
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import NumericsError, UsageError
+from megatron_lite.optimizer.bad_steps import BadStep
+from megatron_lite.outputs.bad_steps import content
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.stop_signal import StopSignal
 from megatron_lite.seeds import derive_seed
@@ -59,10 +61,10 @@ def story(distributed: Distributed, root: str, zero_stage: int) -> dict[str, Any
     distributed.barrier()  # rank 0 writes the folder
     folder = Path(root) / "runs" / "0" / "artifacts" / f"bad_step_{BAD}"
     for name, fault in (("again", True), ("healthy", False)):
-        content = read_folder(folder)
-        run = opened(distributed, configuration(content, checkpoint_of(content, None)), fault)
+        found = read_folder(folder)
+        run = opened(distributed, configuration(found, checkpoint_of(found, None)), fault)
         told[f"{name} from"] = run.iteration
-        told[name] = replay(run, content, folder / name)
+        told[name] = replay(run, found, folder / name)
         run.model.finish()
         run.stop.restore()
     return told
@@ -76,12 +78,12 @@ def test_a_bad_step_is_found_and_repeated(tmp_path: Path) -> None:
     told = results[0]
     assert told["last"] == BAD and "stopped by --on_bad_step=abort" in told["error"]
     folder = tmp_path / "runs" / "0" / "artifacts" / f"bad_step_{BAD}"
-    content = json.loads((folder / "bad_step.json").read_text())
-    found = content["found"]
+    written = json.loads((folder / "bad_step.json").read_text())
+    found = written["found"]
     assert (found["rank"], found["micro_batch"], found["tensor"]) == (1, 1, "the gradient of the input of head")
     assert (found["first_sample"], found["samples"]) == ((BAD - 1) * 8 + 6, 2)
     assert found["parameters_not_finite"][0] == "embedding.word.weight" and not found["state_not_finite"]
-    assert (content["weights_of_iteration"], Path(content["checkpoint"]).name) == (BAD - 1, "4")
+    assert (written["weights_of_iteration"], Path(written["checkpoint"]).name) == (BAD - 1, "4")
     assert sum(path.stat().st_size for path in folder.glob("*.json")) < 20_000
     code, words = told["again"]
     assert (code, told["again from"]) == (0, 4) and words.startswith("the bad step is the same again: loss")
@@ -116,9 +118,55 @@ def test_folders_are_few_and_change_no_number(tmp_path: Path) -> None:
     named = {str(read_folder(folder)["checkpoint"]) for folder in folders} - {"None"}
     kept = {str(path) for path in (tmp_path / "checkpoints").iterdir()}
     assert named and named < kept and len(kept) < len(named) + 4, "of twelve"
-    content = read_folder(folders[0])
-    assert content["found"]["largest_gradient"] and 0 < content["found"]["share"] <= 1
+    found = read_folder(folders[0])["found"]
+    assert found["largest_gradient"] and 0 < found["share"] <= 1
     with pytest.raises(UsageError, match="bad_step.json"):
+        read_folder(tmp_path)
+
+
+def begun_elsewhere(distributed: Distributed, root: str) -> tuple[str | None, str]:
+    """A run without a checkpoint of its own, that began with another run's; the checkpoints that its replay takes."""
+    first = tiny_config(train_iters=4, checkpoint_interval=2, experiment_dir=f"{root}/first")
+    again = dict(load_checkpoint_path=f"{root}/first/checkpoints/2", allow_data_change=True, seed=7)
+    second = tiny_config(train_iters=8, experiment_dir=f"{root}/second", **again)
+    for config in (first, second):
+        run = opened(distributed, config, fault=False)
+        if config is first:
+            train(run)
+        run.model.finish()
+        run.stop.restore()
+        run.experiment.release()
+    found = content(run, BadStep(BAD, (1.0, 1.0), (math.inf, math.inf)), {})
+    path = checkpoint_of(found, None)
+    replayed = opened(distributed, configuration(json.loads(json.dumps(found)), path), fault=False)
+    replayed.model.finish()
+    replayed.stop.restore()
+    assert replayed.iteration == 2, "not the initial weights, and not refused because of the other seed"
+    return found["checkpoint"], str(path)
+
+
+def test_a_replay_begins_where_the_run_began(tmp_path: Path) -> None:
+    """With the checkpoint of --load_checkpoint_path, although a newer one is beside it; --allow_data_change holds."""
+    ((named, taken),) = run_distributed(1, begun_elsewhere, str(tmp_path))
+    assert named == taken == str(tmp_path / "first" / "checkpoints" / "2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"iteration": 0}, "not a description of a bad step"),
+        ({"checkpoint": 5}, "its checkpoint is not a path"),
+        ({"config": {"batch_size": "x"}}, "config: batch_size: is not of type int"),
+        ({"config": {"optimizer": ["a"]}}, "config: optimizer: "),
+        ({"config": []}, "config is not an object"),
+    ],
+)
+def test_a_damaged_description_is_a_usage_error(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+    good = {"iteration": 3, "world_size": 1, "checkpoint": None, "loss": "0x1p0", "grad_norm": "nan", "config": {}}
+    (tmp_path / "bad_step.json").write_text(json.dumps(good))
+    assert read_folder(tmp_path)["numbers"][0] == 1.0
+    (tmp_path / "bad_step.json").write_text(json.dumps(good | changes))
+    with pytest.raises(UsageError, match=problem):
         read_folder(tmp_path)
 
 
