@@ -101,8 +101,13 @@ def prune(
     """
     if keep is None:
         return
+    try:
+        found = names.find_checkpoints(root)
+    except OSError as error:
+        files.logger.warning("no old checkpoint is deleted: cannot read %s: %s", root, reason(error))
+        return
     saved = []
-    for iteration, folder in names.find_checkpoints(root):
+    for iteration, folder in found:
         if folder.name == str(iteration) and (content := complete_manifest(folder)) is not None:
             permanent = is_permanent(iteration, rules) or was_permanent(iteration, content.config)
             saved.append(Saved(iteration, permanent))

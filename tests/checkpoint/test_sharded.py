@@ -467,6 +467,24 @@ def test_pruning_keeps_the_newest_good_ones(tmp_path: Path) -> None:
     assert names(root) == {"2", "3", "6", "7", "8", "30", "best"}
 
 
+def test_a_list_that_cannot_be_read_deletes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The new checkpoint is there: a storage that fails for a moment afterwards must not end the run."""
+    for iteration in (1, 2):
+        save(tmp_path, iteration, iteration)
+
+    def fail(root: Path) -> list[tuple[int, Path]]:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(root))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sharded.names, "find_checkpoints", fail)
+        sharded.prune(tmp_path, 1, 2)
+    assert names(tmp_path) == {"1", "2"} and "no old checkpoint is deleted: cannot read" in caplog.text
+    sharded.prune(tmp_path, 1, 2)
+    assert names(tmp_path) == {"2"}
+
+
 def test_pruning_leaves_the_files_of_others(tmp_path: Path) -> None:
     """A foreign file in a checkpoint is kept."""
     for iteration in (1, 2):
