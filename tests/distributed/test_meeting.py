@@ -18,7 +18,7 @@ from megatron_lite.distributed import meeting
 from megatron_lite.distributed.meeting import Meeting, MeetingPoint, connect, open_store
 from megatron_lite.distributed.peers import Place, own_place
 from megatron_lite.errors import PeerError, UsageError
-from tests.support.launch import free_port
+from tests.support.launch import ended_process, free_port
 
 TIMEOUT_S = 30.0
 
@@ -58,12 +58,6 @@ def meet(
         return met
 
     return end
-
-
-def dead_process() -> int:
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
-    return child.pid
 
 
 def hosts_of(server: Any) -> str:
@@ -108,7 +102,7 @@ def test_every_rank_knows_the_places_of_all(point: MeetingPoint) -> None:
 def test_a_rank_that_came_and_died_is_named_at_once(point: MeetingPoint) -> None:
     """The third rank may come in an hour: the first need not wait so long to say that the second is gone."""
     store = open_store(point, 0, 3, TIMEOUT_S)
-    gone = Place(1, own_place(1).host, own_place(1).machine, dead_process())
+    gone = Place(1, own_place(1).host, own_place(1).machine, ended_process())
     meet(point, connect(point, 3, TIMEOUT_S), gone, 3)
     begun_s = time.monotonic()
     with pytest.raises(PeerError, match=rf"lost rank 1 \(process {gone.pid} on .*\) while the ranks were meeting"):

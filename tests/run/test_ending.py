@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +15,7 @@ import pytest
 from megatron_lite.distributed.peers import Place, own_place
 from megatron_lite.run import ending, exit_status
 from megatron_lite.run.ending import Ending
+from tests.support.launch import ended_process
 
 
 class LeaveError(Exception):
@@ -59,13 +58,12 @@ def test_a_stop_signal_during_the_set_up(start: Ending, tmp_path: Path) -> None:
 
 def test_a_stop_signal_after_the_death_of_a_peer(start: Ending, tmp_path: Path) -> None:
     """torchrun signals the others when a rank has died: the death is the reason."""
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
-    start.places = [own_place(0), Place(1, own_place(1).host, own_place(1).machine, child.pid)]
+    pid = ended_process()
+    start.places = [own_place(0), Place(1, own_place(1).host, own_place(1).machine, pid)]
     with pytest.raises(LeaveError, match="6"):
         start.stopped(signal.SIGTERM)
     code, status, message = ended(tmp_path)
-    assert (code, status) == (6, "failed") and message.startswith(f"lost rank 1 (process {child.pid} on ")
+    assert (code, status) == (6, "failed") and message.startswith(f"lost rank 1 (process {pid} on ")
 
 
 def test_the_death_of_torchrun_is_named_unless_the_run_is_over(

@@ -7,8 +7,6 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 from megatron_lite.errors import FolderLostError, StorageError
 from megatron_lite.run import folder_lock
 from megatron_lite.run.folder_lock import LOCK_FILE, FolderLock, Holder, is_in_use
+from tests.support.launch import ended_process
 
 
 @pytest.fixture
@@ -41,12 +40,6 @@ def abandoned(root: Path, age_s: float, **changes: object) -> Path:
     path.write_text(json.dumps(dataclasses.asdict(dataclasses.replace(holder, **changes))))
     os.utime(path, times=(time.time() - age_s,) * 2)
     return path
-
-
-def ended_process() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
 
 
 def test_a_second_start_is_told_who_has_the_directory(root: Path) -> None:

@@ -343,6 +343,13 @@ def free_port() -> int:
         return int(holder.getsockname()[1])
 
 
+def ended_process() -> int:
+    """The number of a process that has ended a moment ago."""
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", ""]) as process:
+        process.wait()
+    return process.pid
+
+
 def find_marked(marker: str, sessions: Sequence[int] = ()) -> list[int]:
     """Living processes with this marker in their environment, or of one of these sessions (a fork keeps the
     environment that its server was started with)."""
