@@ -77,8 +77,6 @@ def expand_braces(name: str) -> list[str]:
         alternatives = _alternatives(found[1])
         if alternatives is None:
             continue
-        if len(alternatives) > MOST_ALTERNATIVES:
-            raise UsageError(f"{name}: stands for more than {MOST_ALTERNATIVES:,} names")
         before, after = name[: found.start()], name[found.end() :]
         expanded = [full for text in alternatives for full in expand_braces(before + text + after)]
         if len(expanded) > MOST_ALTERNATIVES:
@@ -92,7 +90,8 @@ def _alternatives(text: str) -> list[str] | None:
     if (numbers := _RANGE.fullmatch(text)) is not None:
         first, last = int(numbers[1]), int(numbers[2])
         width = len(numbers[1]) if numbers[1].startswith("0") else 0
-        last = min(last, first + MOST_ALTERNATIVES)
+        if last - first >= MOST_ALTERNATIVES:
+            raise UsageError(f"{{{text}}}: stands for more than {MOST_ALTERNATIVES:,} names")
         return [f"{number:0{width}d}" for number in range(first, last + 1)]
     return text.split(",") if "," in text else None
 
