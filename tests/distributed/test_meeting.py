@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from megatron_lite.distributed.peers import Place, own_place
 from megatron_lite.errors import PeerError, UsageError
 from tests.support.launch import ended_process, free_port
 
-TIMEOUT_S = 30.0
+TIMEOUT_S, THREAD = 30.0, "meeting of a rank"
 
 
 @pytest.fixture
@@ -32,6 +32,16 @@ def point() -> MeetingPoint:
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "POLL_S", 0.01)
     monkeypatch.setattr(meeting, "LOOK_S", 0.05)
+
+
+@pytest.fixture(autouse=True)
+def all_threads_end() -> Iterator[None]:
+    """A thread that is inside the store while the interpreter ends aborts the process, whose tests all passed."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == THREAD:
+            thread.join(5.0)
+            assert not thread.is_alive(), "a rank still waits in the store"
 
 
 def meet(
@@ -46,7 +56,7 @@ def meet(
         except Exception as error:
             results.append(error)
 
-    thread = threading.Thread(target=work, daemon=True)
+    thread = threading.Thread(target=work, daemon=True, name=THREAD)
     thread.start()
 
     def end() -> Meeting:
@@ -103,7 +113,7 @@ def test_a_rank_that_came_and_died_is_named_at_once(point: MeetingPoint) -> None
     """The third rank may come in an hour: the first need not wait so long to say that the second is gone."""
     store = open_store(point, 0, 3, TIMEOUT_S)
     gone = Place(1, own_place(1).host, own_place(1).machine, ended_process())
-    meet(point, connect(point, 3, TIMEOUT_S), gone, 3)
+    meet(point, connect(point, 3, TIMEOUT_S), gone, 3, timeout_s=0.2)
     begun_s = time.monotonic()
     with pytest.raises(PeerError, match=rf"lost rank 1 \(process {gone.pid} on .*\) while the ranks were meeting"):
         meet(point, store, own_place(0), 3)()
