@@ -152,7 +152,7 @@ def build(
     root, checkpoint_bytes = experiment.checkpoints, space.checkpoint_bytes(model, distributed.world_size)
     if distributed.rank == 0 and (lack := space.lack_at_start(root, checkpoint_bytes, config, resumed.iteration)):
         logger.warning(lack)
-    background = together(distributed, lambda: open_background(config, model, distributed))
+    background = open_background(config, model, distributed)
     reports = distributed.rank == 0
     trackers = together(distributed, lambda: open_trackers(config, experiment.root, experiment.run, reports))
     peak_tflops = config.run.peak_tflops or _device_peak_tflops(distributed.device)

@@ -28,6 +28,7 @@ from megatron_lite.checkpoint.names import reason
 from megatron_lite.checkpoint.space import host_copy_bytes
 from megatron_lite.checkpoint.writing import Save, tensors_of
 from megatron_lite.config import Config
+from megatron_lite.distributed.agreement import together
 from megatron_lite.errors import OutOfMemoryError
 from megatron_lite.run.host_memory import available_bytes
 
@@ -187,13 +188,18 @@ def _copy(source: Tensor, target: Tensor) -> None:
 
 
 def open_background(config: Config, model: MultiStage, distributed: Distributed) -> BackgroundSaves | None:
-    """Allocate the host memory of --async_checkpoint; None without it.
+    """Allocate the host memory of --async_checkpoint; None without it. All ranks call this together.
 
     Raises:
-        OutOfMemoryError: if the ranks of this machine need more than is left.
+        OutOfMemoryError: on every rank, if the ranks of a machine need more than is left.
     """
     if not (own := host_copy_bytes(config, model)):
         return None
+    together(distributed, lambda: _check_memory(own, distributed))  # no rank takes memory before all have looked
+    return together(distributed, lambda: BackgroundSaves(model, distributed, config.checkpoint.save_retries))
+
+
+def _check_memory(own: int, distributed: Distributed) -> None:
     here, free = distributed.local_world_size, available_bytes()
     facts = f"{own / _GIB:.2f} GiB per rank, {own * here / _GIB:.2f} GiB on this machine, of {free / _GIB:.2f} GiB free"
     if own * here > free:
@@ -202,4 +208,3 @@ def open_background(config: Config, model: MultiStage, distributed: Distributed)
             "or use more machines"
         )
     logger.info("asynchronous checkpoints: a copy in host memory, %s", facts)
-    return BackgroundSaves(model, distributed, config.checkpoint.save_retries)

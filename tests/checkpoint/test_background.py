@@ -167,6 +167,24 @@ def test_the_copy_must_fit_into_the_host(tmp_path: Path, monkeypatch: pytest.Mon
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint")], "none until a save"
 
 
+def test_no_rank_counts_the_copy_of_another_one_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that comes late looks at the free memory before the first one takes its part of it."""
+    own, taken = shard_bytes(empty_model(SPECS, LAYOUT, 0)), threading.Event()  # type: ignore[arg-type]
+    run_config = RunConfig(experiment_dir=str(tmp_path))
+    wanted = Config(checkpoint=CheckpointConfig(async_checkpoint=True), run=run_config)
+    monkeypatch.setattr(background, "available_bytes", lambda: 2 * own - own * taken.is_set())
+    monkeypatch.setattr(background, "BackgroundSaves", lambda *_: taken.set() or "opened")
+
+    def start(distributed: Any) -> Any:
+        distributed.local_world_size = 2
+        model: Any = empty_model(SPECS, LAYOUT, distributed.rank)
+        if distributed.rank == 1:
+            taken.wait(0.2)
+        return open_background(wanted, model, distributed)
+
+    assert World(2).run(start) == ["opened"] * 2
+
+
 def test_a_save_replaces_that_of_its_iteration(tmp_path: Path) -> None:
     """As one in place does."""
     save(tmp_path, 20, 3, world_size=2)
