@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -105,7 +106,7 @@ class Save:
             OSError: if it cannot be written.
             RunError: from `check`.
         """
-        if self._distributed.rank != 0:
+        if self._distributed.rank != 0 or self._is_published():
             return
         content = Manifest(
             save_id=self._save_id,
@@ -122,6 +123,17 @@ class Save:
         sync_folder(self._temporary)
         self._check()
         files.publish(self._temporary, self.folder, is_checkpoint)
+
+    def _is_published(self) -> bool:
+        """Whether an attempt that failed has published the checkpoint; undo one that came half way."""
+        if is_folder(self._temporary):
+            return False
+        content = _manifest_of(self.folder, with_files=False)
+        if content is not None and content.save_id == self._save_id:
+            sync_folder(self.root)
+            return True
+        os.rename(work_path(self.folder, "ready", self._save_id), self._temporary)
+        return False
 
     def abandon(self) -> None:
         """Delete what was written. Not collective; never fails."""

@@ -141,6 +141,26 @@ def test_a_failure_that_passes_is_retried(
     ]
 
 
+@pytest.mark.parametrize(("replaces", "failing_call"), [(False, 1), (True, 1), (True, 2)])
+def test_a_failure_after_a_rename_is_retried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaces: bool, failing_call: int
+) -> None:
+    """The folder has another name already: that of a checkpoint, or that of one that waits for the place of another."""
+    save(tmp_path, 20 if replaces else 10, 3, world_size=2)
+    calls, sync_folder = [0], files.sync_folder
+
+    def sync(path: Path) -> None:
+        calls[0] += 1
+        if calls[0] == failing_call:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        sync_folder(path)
+
+    monkeypatch.setattr(files, "sync_folder", sync)
+    for result in in_background(tmp_path, finish, retries=1):
+        assert getattr(result, "iteration", result) == 20
+    assert same(load(tmp_path, 2)[1], VALUES) and calls[0] >= failing_call
+
+
 def test_a_stop_request_ends_the_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait for another attempt would cost the grace time."""
     monkeypatch.setattr(background, "pause_s", lambda attempt: 60.0)
