@@ -59,7 +59,8 @@ def test_programs_take_turns_and_only_one_runs(tmp_path: Path) -> None:
     assert len(rows["slow"]["ours_over_it"]["values"]) == 4 and len(rows["slow"]["start_s"]["values"]) == 2
     for row in rows.values():
         assert row["losses"] == pytest.approx([1 / step for step in range(1, len(row["losses"]) + 1)])
-        assert row["peak_rss_bytes"] > 2**20 and row["failure"] is None and row["cpu_s"]["median"] < row["step_s"]["median"]
+        assert row["peak_rss_bytes"] > 2**20 and row["failure"] is None
+        assert row["cpu_s"]["median"] < row["step_s"]["median"]
 
 
 def test_a_stopped_program_stands_still_with_its_children(tmp_path: Path) -> None:
