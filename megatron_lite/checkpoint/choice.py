@@ -100,9 +100,10 @@ def set_aside(root: Path, iteration: int) -> Path | None:
     """Move the checkpoints after `iteration` to a new folder root/set_aside/<n>; return it, None if there are none.
 
     Raises:
-        StorageError: if the file system refuses.
+        CheckpointError: if `root` cannot be read.
+        StorageError: if the file system refuses to move them.
     """
-    newer = [folder for found, folder in find_checkpoints(root) if found > iteration]
+    newer = [folder for found, folder in find(root) if found > iteration]
     if not newer:
         return None
     parent = root / SET_ASIDE

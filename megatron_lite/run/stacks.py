@@ -30,7 +30,7 @@ class Stacks:
         self._descriptor = 2
         self._written_s = -PAUSE_S
         self._lock = threading.Lock()
-        self._previous = signal.signal(signal.SIGUSR2, lambda number, frame: None)
+        signal.signal(signal.SIGUSR2, lambda number, frame: None)  # for the wake-up descriptor of `StopSignal`
         self._register()
 
     def open(self, folder: Path | None) -> None:

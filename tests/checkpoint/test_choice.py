@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
+from megatron_lite.checkpoint import choice
 from megatron_lite.checkpoint.choice import choose, set_aside
 from megatron_lite.checkpoint.writing import Save, write_now
 from megatron_lite.config import CheckpointConfig, Config
@@ -25,8 +28,8 @@ def save(root: Path, *iterations: int, options: CheckpointConfig = OPTIONS) -> P
 
 
 def chosen(root: Path | None, **options: object) -> list[str]:
-    choice = choose(root, CheckpointConfig(**options))  # type: ignore[arg-type]
-    return [folder.name for _, folder in choice.found]
+    found = choose(root, CheckpointConfig(**options)).found  # type: ignore[arg-type]
+    return [folder.name for _, folder in found]
 
 
 def test_without_options(tmp_path: Path) -> None:
@@ -90,3 +93,17 @@ def test_going_back(tmp_path: Path) -> None:
     assert choose(own, back).goes_back
     again = set_aside(own, 4)
     assert again is not None and again.name == "2" and (moved / "8").is_dir()
+
+
+def test_a_list_that_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stale handle of a network file system, for one, is neither a defect nor a reason to move anything."""
+
+    def fail(root: Path) -> list[tuple[int, Path]]:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(root))
+
+    own = save(tmp_path / "own", 2, 4)
+    monkeypatch.setattr(choice, "find_checkpoints", fail)
+    with pytest.raises(CheckpointError, match="cannot read the checkpoints in .*own: Stale file handle"):
+        set_aside(own, 2)
+    with pytest.raises(CheckpointError, match="cannot read the checkpoints in .*own: Stale file handle"):
+        chosen(own)
