@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import json
 import os
@@ -143,9 +144,14 @@ def write_exit(
 
 
 def _cut(text: str, limit_bytes: int) -> str:
-    """Shorten a text, so that exit.json fits in its space."""
-    data = text.encode("utf-8", "backslashreplace")
-    return text if len(data) <= limit_bytes else data[:limit_bytes].decode("utf-8", "ignore") + " (cut)"
+    """Shorten a text, so that exit.json fits in its space; quotes and control characters take more than one byte."""
+
+    def num_bytes(length: int) -> int:
+        return len(json.dumps(text[:length], ensure_ascii=False).encode("utf-8", "backslashreplace"))
+
+    if num_bytes(len(text)) <= limit_bytes:
+        return text
+    return text[: bisect.bisect_right(range(len(text)), limit_bytes, key=num_bytes) - 1] + " (cut)"
 
 
 def failure_of_peer(experiment_dir: str | None, run: int) -> PeerFailure | None:
