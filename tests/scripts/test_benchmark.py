@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from scripts.benchmarks import checkpoint, data
+from scripts.benchmarks import checkpoint, data, preparing
 from scripts.benchmarks.training import memory, optimizer, profile, report, settings
 from tests.support import warm_python
 from tests.support.launch import free_port
@@ -186,10 +186,10 @@ COMMANDS = [
 
 
 def test_every_command_of_the_document_is_checked() -> None:
-    """Three tables of training, two each of optimizer and memory, one each of checkpoints and data; reports and races
-    have tests of their own."""
+    """Three tables of training, two each of optimizer and memory, one each of checkpoints, of data and of
+    preparing; reports and races have tests of their own."""
     text = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
-    assert len(COMMANDS) == 9 and text.count("```bash\n") == 12
+    assert len(COMMANDS) == 10 and text.count("```bash\n") == 13
     assert "bash scripts/gpu_report.sh --output=docs/gpu_report.json\n" in text
 
 
@@ -208,6 +208,8 @@ def test_commands_of_the_document_make_its_tables(command: list[str], names: lis
         assert checkpoint.parse(arguments).turns == 8 and compared <= set(names)
     elif program.endswith(".data"):
         assert data.parse(arguments).documents == 10**7 and names == list(data.OPENING)
+    elif program.endswith(".preparing"):
+        assert preparing.parse(arguments).turns == 3 and names == list(preparing.ROWS)
     else:
         ranks = int(command[1].removeprefix("--nproc-per-node="))
         rows = list(settings.chosen(settings.parse(arguments), ranks))
