@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from megatron_lite.checkpoint.retention import is_permanent
 from megatron_lite.checkpoint.space import lack_now
 from megatron_lite.checkpoint.writing import Save, prepared, write_now
 from megatron_lite.config.structured_values import keep_rules
+from megatron_lite.distributed.agreement import together
 from megatron_lite.errors import EXIT_PREEMPTED, FolderLostError, NumericsError, StorageError
 from megatron_lite.huggingface.export import export_weights, save_huggingface
 from megatron_lite.outputs.bad_steps import held_checkpoints, leave_bad_step
@@ -124,7 +126,11 @@ def finish_save(run: Run, hurry: bool = False) -> None:
     while not hurry and not run.background.advance():
         hurry = bool(run.distributed.agree_max(run.stop.received))
         time.sleep(_LOOK_S)
-    finished = run.background.finish(hurry)
+    try:
+        finished = run.background.finish(hurry)
+    except StorageError:
+        _refuse_lost_folder(run)
+        raise
     if finished is not None:
         _settle(run, finished, time.perf_counter() - start_s)
 
@@ -166,12 +172,27 @@ def with_retries(run: Run, attempt: Callable[[], T]) -> T:
         except FolderLostError:
             raise
         except StorageError as error:
+            _refuse_lost_folder(run)
             if number > retries or hurry:
                 raise
             text = "%s\nTraining waits; trying again in %.0f s (%d of %d, --save_retries)"
             run.logger.warning(text, error, pause_s(number), number, retries)
         hurry = _pause(run, pause_s(number))
         number += 1
+
+
+def _refuse_lost_folder(run: Run) -> None:
+    """Give the reason of a failed save on every rank, if the directory was moved or removed under it.
+
+    Raises:
+        FolderLostError: on every rank.
+    """
+
+    def look() -> None:
+        with contextlib.suppress(OSError):  # a file system that does not tell
+            run.experiment.check()
+
+    together(run.distributed, look)
 
 
 def _pause(run: Run, seconds: float) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +22,17 @@ from tests.support.launch import TINY, Fault, read_exit, run
 
 
 def tried(
-    monkeypatch: pytest.MonkeyPatch, failures: int, retries: int, received: int = 0, kind: type = StorageError
+    monkeypatch: pytest.MonkeyPatch,
+    failures: int,
+    retries: int,
+    received: int = 0,
+    kind: type = StorageError,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[int, list[float], bool]:
-    """Call `with_retries` on an action that fails some times; return attempts, pauses, and whether it failed."""
+    """Call `with_retries` on an action that fails some times; return attempts, pauses, and whether it failed.
+
+    check: that of the directory.
+    """
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     config = SimpleNamespace(checkpoint=SimpleNamespace(save_retries=retries))
@@ -32,6 +41,7 @@ def tried(
         logger=logging.getLogger("test"),
         distributed=FakeDistributed(World(1), 0),
         stop=SimpleNamespace(received=received),
+        experiment=SimpleNamespace(check=check),
     )
     attempts = 0
 
@@ -85,6 +95,28 @@ def test_a_stop_signal_ends_the_wait_for_a_save_in_the_background() -> None:
 
 def test_a_lost_folder_is_no_reason_to_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried(monkeypatch, failures=9, retries=4, kind=FolderLostError) == (1, [], True)
+
+
+def test_a_save_that_fails_since_its_folder_is_lost_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder may be removed between the check and the last sync: the error of the sync is not the reason. A file
+    system that does not tell whether the folder is lost changes nothing."""
+
+    def lost() -> None:
+        raise FolderLostError("moved")
+
+    def silent() -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    def fail(*_: object) -> None:
+        raise StorageError("cannot save: No such file or directory")
+
+    assert tried(monkeypatch, failures=9, retries=4, check=lost) == (1, [], True)
+    assert tried(monkeypatch, failures=1, retries=4, check=silent)[0] == 2
+    background: Any = SimpleNamespace(is_pending=True, advance=lambda: True, finish=fail)
+    fake: Any = SimpleNamespace(background=background, distributed=FakeDistributed(World(1), 0))
+    fake.experiment, fake.stop = SimpleNamespace(check=lost), SimpleNamespace(received=0)
+    with pytest.raises(FolderLostError, match="moved"):
+        saving.finish_save(fake)
 
 
 @pytest.mark.parametrize("asynchronous", [0, 1])
