@@ -173,7 +173,6 @@ def _forward_kernel(
         tl.store(mean_ptr + row, mean, mask=row < rows)
         x = tl.where(inside, x - mean[:, None], 0.0)
     r = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / COLUMNS + eps)
-    tl.store(r_ptr + row, r, mask=row < rows)
     y = x * r[:, None]
     if WEIGHTED:
         y *= _load_weight(w_ptr, column, COLUMNS, ZERO_CENTERED)
@@ -181,6 +180,7 @@ def _forward_kernel(
             y += tl.load(b_ptr + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
     offsets = _offsets(row, column, y_stride, COLUMNS, HEADS)
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(r_ptr + row, r, mask=row < rows)  # last: earlier, fp32 rows of 4096 would spill a register
 
 
 @jit
