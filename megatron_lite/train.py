@@ -9,7 +9,6 @@ from megatron_lite.config import Config
 from megatron_lite.data.loader import HostBatch, next_batch
 from megatron_lite.data.waiting import Waiting
 from megatron_lite.errors import EXIT_DONE
-from megatron_lite.monitor.logging import ProgressBar
 from megatron_lite.optimizer.optimizer import Update
 from megatron_lite.outputs.evaluation import evaluate_and_export, evaluate_first
 from megatron_lite.outputs.replicas import check_replicas
@@ -25,7 +24,7 @@ from megatron_lite.outputs.saving import (
 )
 from megatron_lite.outputs.session import close, opened
 from megatron_lite.outputs.step_inputs import counted_labels, step_inputs
-from megatron_lite.outputs.training_log import is_early, log_training, show_early
+from megatron_lite.outputs.training_log import is_early, log_training, progress_bar, show_early
 from megatron_lite.run.launcher_watch import LauncherWatch
 from megatron_lite.run.stop_signal import StopRequested
 from megatron_lite.schedules.learning_rate import learning_rate
@@ -53,7 +52,6 @@ def pretrain(
 def train(run: Run) -> tuple[int, str]:
     """Run the remaining iterations; return the exit code and how the run ended."""
     config, training, first = run.config, run.config.training, run.iteration + 1
-    loss: float | None = None
     try:
         if training.train_iters == 0:
             evaluate_and_export(run, last=True)
@@ -63,7 +61,7 @@ def train(run: Run) -> tuple[int, str]:
             return EXIT_DONE, f"the run is complete: iteration {run.iteration} of {training.train_iters}; nothing to do"
         batches = run.data.batches("training", run.iteration, training.train_iters - run.iteration)
         waiting = Waiting(config.data)
-        with contextlib.closing(ProgressBar(training.train_iters, run.iteration, run.distributed.rank == 0)) as bar:
+        with contextlib.closing(progress_bar(run)) as bar:
             for iteration in range(first, training.train_iters + 1):
                 # The second iteration's data may wait for the start of the workers, which is no reason to warn.
                 run.distributed.progress.at("the wait for data", iteration)
@@ -77,16 +75,18 @@ def train(run: Run) -> tuple[int, str]:
                 run.window.add(update.loss, update.tokens, update.verdict.skipped, batch.waited_s)
                 run.iteration = iteration
                 last = iteration == training.train_iters
+                run.timer.end_step(iteration)
                 if last or is_due(iteration, config.run.log_interval, config.run.log_offset):
-                    loss = log_training(run, update)
+                    log_training(run, update)
                 elif is_early(iteration - first + 1, config.run.log_interval):
-                    loss = show_early(run, update)
-                bar.update(iteration, loss)
+                    show_early(run, update)
+                bar.update(iteration)
                 with run.timer.excluded(), run.distributed.traffic.paused():
                     advance_save(run)
                     evaluate_and_export(run, last)
                     if is_save_due(run, last):
-                        save(run)
+                        with run.timer.pause("save"):
+                            save(run)
                 if not last and is_due(iteration, training.stop_interval, training.stop_offset):
                     return EXIT_DONE, planned_stop(run)
         return EXIT_DONE, completion(run)

@@ -28,6 +28,7 @@ SPEED: dict[str, tuple[Field, ...]] = {  # by type of device
     "cuda": (("tokens_per_sec_per_gpu", "{:,.0f} tokens/s/gpu".format), ("mfu", "mfu {:.0%}".format)),
 }
 TIME_LEFT: Field = ("remaining_seconds", lambda seconds: f"{format_duration(seconds)} left")
+BAR: tuple[Field, ...] = (LOSSES[0], *SPEED["cpu"], SPEED["cuda"][1], TIME_LEFT)  # all ranks' tokens, as the time left
 WAITING = 0.1  # of the step time, from which on waiting for data is shown
 # Shown only where they differ from the last line.
 RARELY_CHANGING: tuple[Field, ...] = (
@@ -49,6 +50,7 @@ class ConsoleLines:
     def __init__(self, device_type: str) -> None:
         self._fields = (LOSSES[0], *PROGRESS, STEP_TIME, *SPEED[device_type])
         self._last: dict[str, Any] = {"max_reserved_mib": 0.0, "skipped_iters": 0, "nan_iters": 0}
+        self._last_loss: float | None = None
         self._forecasts = False  # not in the first line: compilation and allocation would spoil it
 
     def training(self, values: Mapping[str, Any]) -> str:
@@ -57,6 +59,8 @@ class ConsoleLines:
         `iteration 20/1000 | loss 3.1235 | lr 3.00e-04 | grad norm 1.25 | 12.3 ms/step | 12,346 tokens/s | 0:01:05 left`
         """
         fields = list(self._fields)
+        if values.get("loss") is not None:
+            self._last_loss = values["loss"]
         if self._forecasts and values["iteration"] < values["train_iters"]:
             fields.append(TIME_LEFT)
         self._forecasts = True
@@ -68,6 +72,13 @@ class ConsoleLines:
                 fields.append((key, show))
         no_loss = ["loss -"] * (values.get("loss") is None)  # every update since the last line was dropped
         return " | ".join([_head(values), *no_loss, *_shown(fields, values)])
+
+    def bar(self, pace: Mapping[str, float]) -> str:
+        """Return the words of the progress bar: `loss 3.1235, 12,346 tokens/s, mfu 41%, 0:01:05 left`.
+
+        The loss is that of the last training line.
+        """
+        return ", ".join(_shown(BAR, {"loss": self._last_loss, **pace}))
 
     def evaluation(self, values: Mapping[str, Any]) -> str:
         """Return the line of a validation or test: `validation @ iteration 20/1000 | loss 3.1235`."""

@@ -11,12 +11,15 @@ import errno
 import logging
 import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_lite.errors import StorageError
 
 MIB = 2**20
+BAR_INTERVAL_S = 0.5
 _FILE_TEXT = "file_text"  # the attribute of a record whose text in the log file is another one
 
 
@@ -109,22 +112,28 @@ def _has_terminal() -> bool:
 
 
 class ProgressBar:
-    """Iterations done, rate and loss; silent where stderr is no terminal, or with `shown` off."""
+    """Iterations done and numbers about them; silent where stderr is no terminal, or with `shown` off.
 
-    def __init__(self, total: int, done: int, shown: bool = True) -> None:
+    Args:
+        words: called with the iteration when the bar is drawn, at most twice a second.
+    """
+
+    def __init__(self, total: int, done: int, words: Callable[[int], str], shown: bool = True) -> None:
         self._bar: Any = None
+        self._words, self._total, self._due_s = words, total, 0.0
         if shown and _has_terminal():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, initial=done, unit="it", dynamic_ncols=True, mininterval=0.5, miniters=1)
+            line = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+            self._bar = tqdm(total=total, initial=done, dynamic_ncols=True, mininterval=0, miniters=1, bar_format=line)
 
-    def update(self, iteration: int, loss: float | None) -> None:
-        """Show that `iteration` iterations are done; a loss of None keeps the last one."""
-        if self._bar is None:
+    def update(self, iteration: int) -> None:
+        """Show that `iteration` iterations are done."""
+        if self._bar is None or (time.monotonic() < self._due_s and iteration < self._total):
             return
+        self._due_s = time.monotonic() + BAR_INTERVAL_S
         try:
-            if loss is not None:
-                self._bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+            self._bar.set_postfix_str(self._words(iteration), refresh=False)
             self._bar.update(iteration - self._bar.n)
         except OSError:  # the terminal is gone
             self._bar = None

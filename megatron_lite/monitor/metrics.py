@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_lite.config import Config, ModelConfig, PerformanceConfig
 from megatron_lite.monitor.console import dataset_losses
+from megatron_lite.monitor.forecast import Forecast
 from megatron_lite.run.progress_line import format_duration
 from megatron_lite.schedules.batch_options import batch_schedule
 
@@ -155,7 +156,6 @@ class StepTimer:
         self, config: Config, world_size: int, iteration: int, peak_tflops: float | None, clock: Clock = perf_counter
     ) -> None:
         self._consumed_samples, length = batch_schedule(config.batch).consumed_samples, config.batch.sequence_length
-        self._train_iters = config.training.train_iters
         # Per sample and device.
         self._tokens = length / world_size
         self._model_tflop = model_flops(config.model, length, length) / world_size / 1e12
@@ -167,6 +167,9 @@ class StepTimer:
         self._glance = (self._lap_start, iteration)
         self._lap_iteration = self._first_iteration = iteration  # at the start of the lap, and of the measured run
         self._laps, self._run_seconds = 0, 0.0
+        self._step_start, self._excluded_s = self._lap_start, 0.0
+        self._pauses_s: dict[str, float] = {}  # since the end of the last step, by kind
+        self._forecast = Forecast(self._consumed_samples, config.training.train_iters, iteration)
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
@@ -176,8 +179,34 @@ class StepTimer:
             yield
         finally:
             excluded = self._clock() - start
+            self._excluded_s += excluded
             self._lap_start += excluded
             self._glance = (self._glance[0] + excluded, self._glance[1])
+
+    @contextlib.contextmanager
+    def pause(self, kind: str) -> Iterator[None]:
+        """Count excluded time as a pause that comes again and again."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._pauses_s[kind] = self._pauses_s.get(kind, 0.0) + self._clock() - start
+
+    def end_step(self, iteration: int) -> None:
+        """Count one step for the forecast. On a GPU the step may still run; the one before it has ended."""
+        end = self._clock()
+        self._forecast.add(iteration, end - self._step_start - self._excluded_s, self._pauses_s)
+        self._step_start, self._excluded_s, self._pauses_s = end, 0.0, {}
+
+    def pace(self, iteration: int) -> dict[str, float]:
+        """Return `tokens_per_sec`, `mfu` and `remaining_seconds` at the usual pace of a step; empty if unknown."""
+        seconds = self._forecast.sample_s()
+        if not seconds:
+            return {}
+        numbers = {"tokens_per_sec": self._tokens * self._world_size / seconds}
+        if self._peak_tflops:
+            numbers["mfu"] = self._model_tflop / seconds / self._peak_tflops
+        return {**numbers, **self._remaining(iteration)}
 
     def lap(self, iteration: int, now: datetime | None = None) -> tuple[dict[str, float], dict[str, Any]]:
         """End the lap that began at the last call.
@@ -201,10 +230,9 @@ class StepTimer:
         record = self._rates(seconds, self._lap_iteration, iteration)
         self._lap_start, self._lap_iteration = end, iteration
         average = self._run_seconds / (iteration - self._first_iteration)
-        remaining = self._remaining(self._run_seconds, self._first_iteration, iteration)
-        more: dict[str, Any] = {"average_step_time_ms": average * 1e3, "remaining_seconds": remaining}
-        with contextlib.suppress(OverflowError):  # a completion date beyond the year 9999 is left out
-            more["completion_date"] = (now or datetime.now()) + timedelta(seconds=remaining)
+        more: dict[str, Any] = {"average_step_time_ms": average * 1e3, **self._remaining(iteration)}
+        with contextlib.suppress(OverflowError, KeyError):  # a completion date beyond the year 9999 is left out
+            more["completion_date"] = (now or datetime.now()) + timedelta(seconds=more["remaining_seconds"])
         return record, more
 
     def glance(self, iteration: int) -> dict[str, float]:
@@ -214,12 +242,8 @@ class StepTimer:
         self._glance = (end, iteration)
         seconds = max(end - start, 1e-9)
         rates = self._rates(seconds, before, iteration)
-        if self._laps:  # forecast from a longer time, but without the first lap
-            seconds, before = end - self._lap_start, self._lap_iteration
-        if self._laps > 1:
-            seconds, before = seconds + self._run_seconds, self._first_iteration
         rates["tokens_per_sec"] = rates["tokens_per_sec_per_gpu"] * self._world_size
-        return {**rates, "remaining_seconds": self._remaining(seconds, before, iteration)}
+        return {**rates, **self._remaining(iteration)}
 
     def _rates(self, seconds: float, before: int, iteration: int) -> dict[str, float]:
         """Return the rates of the iterations after `before`, up to `iteration`, which took `seconds`."""
@@ -234,11 +258,9 @@ class StepTimer:
             record["mfu"] = record["model_tflops"] / self._peak_tflops
         return record
 
-    def _remaining(self, seconds: float, before: int, iteration: int) -> float:
-        """Return the seconds left if the remaining samples take as long as those since `before`."""
-        consumed = self._consumed_samples
-        left = max(consumed(self._train_iters) - consumed(iteration), 0)
-        return seconds / (consumed(iteration) - consumed(before)) * left
+    def _remaining(self, iteration: int) -> dict[str, float]:
+        seconds = self._forecast.remaining_s(iteration)
+        return {} if seconds is None else {"remaining_seconds": seconds}
 
 
 def _tflops(text: str) -> Callable[[Any], str]:

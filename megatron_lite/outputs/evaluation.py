@@ -33,14 +33,17 @@ def evaluate_and_export(run: Run, last: bool) -> None:
     training, iteration = run.config.training, run.iteration
     run.evaluation_due = True
     if training.validation_iters and (last or iteration % training.validation_interval == 0):
-        evaluate(run, "validation")
+        with run.timer.pause("validation"):
+            evaluate(run, "validation")
     if training.test_iters and last:
         evaluate(run, "test")
     if run.samples is not None and (last or is_due(iteration, training.sample_interval)):
         refuse_bad_steps(run)
-        run.samples.write(run.model, iteration, run.logger)
+        with run.timer.pause("samples"):
+            run.samples.write(run.model, iteration, run.logger)
     if training.export_interval is not None and (last or is_due(iteration, training.export_interval)):
-        export(run)
+        with run.timer.pause("export"):
+            export(run)
     run.evaluation_due = False
 
 

@@ -8,7 +8,7 @@ import torch
 
 from megatron_lite.errors import NumericsError
 from megatron_lite.monitor.communication import communication_lines
-from megatron_lite.monitor.logging import MIB, log_both
+from megatron_lite.monitor.logging import MIB, ProgressBar, log_both
 from megatron_lite.monitor.metrics import format_record
 from megatron_lite.optimizer.optimizer import Update
 from megatron_lite.outputs.bad_steps import leave_bad_step
@@ -17,8 +17,17 @@ from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.setup_run import Run
 
 
-def log_training(run: Run, update: Update) -> float | None:
-    """Log one line and one record of metrics.jsonl, and return its loss. Reads the device, so it waits for the step."""
+def progress_bar(run: Run) -> ProgressBar:
+    """Return rank 0's bar: the loss of the last line, speed and time left."""
+
+    def words(iteration: int) -> str:
+        return run.console.bar(run.timer.pace(iteration))
+
+    return ProgressBar(run.config.training.train_iters, run.iteration, words, shown=run.distributed.rank == 0)
+
+
+def log_training(run: Run, update: Update) -> None:
+    """Log one line and one record of metrics.jsonl. Reads the device, so it waits for the step."""
     run.distributed.wait_for_device()
     iterations, config = run.window.iterations, run.config
     suspect = run.optimizer.guard.dropped.suspect()
@@ -58,8 +67,6 @@ def log_training(run: Run, update: Update) -> float | None:
     leave_bad_step(run, suspect)
     if dropped.stop is not None:
         raise NumericsError(dropped.stop)
-    loss: float | None = record["loss"]
-    return loss
 
 
 def is_early(iterations: int, log_interval: int) -> bool:
@@ -67,14 +74,14 @@ def is_early(iterations: int, log_interval: int) -> bool:
     return iterations < log_interval and iterations & (iterations - 1) == 0
 
 
-def show_early(run: Run, update: Update) -> float | None:
-    """Print a line on rank 0's console only, and return its loss; None on other ranks.
+def show_early(run: Run, update: Update) -> None:
+    """Print a line on rank 0's console only.
 
     The log file, metrics.jsonl and the sums of the log window depend on --log_interval alone. Rank 0 reads its device
     here, without any exchange with other ranks.
     """
     if run.distributed.rank != 0:
-        return None
+        return
     run.distributed.wait_for_device()
     values: dict[str, Any] = {
         "iteration": run.iteration,
@@ -85,5 +92,3 @@ def show_early(run: Run, update: Update) -> float | None:
         **run.timer.glance(run.iteration),
     }
     log_both(run.logger, console=run.console.training(values), file="")
-    loss: float | None = values["loss"]
-    return loss

@@ -181,12 +181,19 @@ def make_timer(peak_tflops=None):
     return StepTimer(config, world_size=2, iteration=0, peak_tflops=peak_tflops, clock=clock), clock, model
 
 
+def steps(timer, clock, first, last, seconds):
+    for iteration in range(first, last + 1):
+        clock.now += seconds
+        timer.end_step(iteration)
+
+
 def test_timer_reports_the_lap_and_forecasts_from_all_but_the_first():
     timer, clock, model = make_timer(peak_tflops=1e-3)
-    clock.now += 30.0  # the first iteration compiles
+    steps(timer, clock, 1, 1, 30.0)  # the first iteration compiles
     record, console = timer.lap(1, datetime(2030, 1, 1))
     assert record["step_time_ms"] == pytest.approx(30_000)
-    clock.now += 5.0
+    assert "remaining_seconds" not in console and "completion_date" not in console
+    steps(timer, clock, 2, 11, 0.5)
     record, console = timer.lap(11, datetime(2030, 1, 1))
     assert record["step_time_ms"] == pytest.approx(500)
     assert record["tokens_per_sec_per_gpu"] == pytest.approx(8 * 128 / 0.5 / 2)
@@ -205,8 +212,9 @@ def test_timer_follows_the_batch_size():
     batch = BatchConfig(batch_size=8, batch_size_schedule=("0:2", "3:8"), sequence_length=128)
     clock = Clock()
     timer = StepTimer(Config(model=model, batch=batch, training=TrainingConfig(train_iters=10)), 2, 1, None, clock)
-    clock.now += 4.0
-    record, console = timer.lap(5)  # iterations 2 to 5: 2, 2, 8 and 8 samples
+    for iteration, seconds in ((2, 0.4), (3, 0.4), (4, 1.6), (5, 1.6)):  # of 2, 2, 8 and 8 samples
+        steps(timer, clock, iteration, iteration, seconds)
+    record, console = timer.lap(5)
     assert record["step_time_ms"] == pytest.approx(1000)
     assert record["tokens_per_sec_per_gpu"] == pytest.approx(20 * 128 / 4.0 / 2)
     assert record["model_tflops"] == pytest.approx(model_flops(model, 128, 20 * 128) / 4.0 / 2 / 1e12)
@@ -228,12 +236,14 @@ def test_timer_leaves_out_validation_and_saves():
 
 
 def test_glances_leave_the_laps_alone():
-    """Rates are those since the last glance, the forecast leaves out the first lap; laps are the same without them."""
+    """Rates are those since the last glance; laps are the same without them."""
     (timer, clock, _), (plain, plain_clock, _) = make_timer(), make_timer()
     shown = {}
     for iteration in range(1, 21):
         for some in (clock, plain_clock):
             some.now += 30.0 if iteration == 1 else 0.5 if iteration <= 15 else 1.0
+        timer.end_step(iteration)
+        plain.end_step(iteration)
         if iteration in (1, 2, 4, 10, 16, 20):
             shown[iteration] = timer.glance(iteration)
         if iteration == 3:
@@ -246,9 +256,21 @@ def test_glances_leave_the_laps_alone():
     times = [glance["step_time_ms"] for glance in shown.values()]
     assert times == pytest.approx([30_000, 500, 500, 500, 3500 / 6, 1000])
     assert shown[2]["tokens_per_sec"] == pytest.approx(8 * 128 / 0.5)
-    left = {iteration: glance["remaining_seconds"] for iteration, glance in shown.items()}
-    assert left[4] == pytest.approx(96 * 0.5) and left[10] == pytest.approx(90 * 0.5)
-    assert left[16] == pytest.approx(84 * 3.5 / 6) and left[20] == pytest.approx(80 * 7.5 / 10)
+    assert "remaining_seconds" not in shown[1] and shown[4]["remaining_seconds"] == pytest.approx(96 * 0.5)
+
+
+def test_pace_of_the_bar():
+    """Speed of all ranks, MFU and time left at the usual pace; nothing before a step that counts."""
+    timer, clock, model = make_timer(peak_tflops=1e-3)
+    steps(timer, clock, 1, 1, 30.0)
+    assert timer.pace(1) == {}
+    steps(timer, clock, 2, 11, 0.5)
+    mfu = model_flops(model, 128, 1024) / 0.5 / 2 / 1e12 / 1e-3
+    assert timer.pace(11) == pytest.approx({"tokens_per_sec": 2048, "mfu": mfu, "remaining_seconds": 44.5})
+    with timer.excluded(), timer.pause("save"):
+        clock.now += 22.0
+    steps(timer, clock, 12, 12, 0.5)
+    assert timer.pace(12) == pytest.approx({"tokens_per_sec": 2048, "mfu": mfu, "remaining_seconds": 88 * 2.5})
 
 
 def test_a_look_at_the_mean_loss_leaves_the_window_alone():

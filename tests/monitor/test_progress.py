@@ -15,9 +15,9 @@ PROGRAM = """
 import time
 from megatron_lite.monitor.logging import ProgressBar, start_logging
 logger = start_logging(None, 0, 1, to_console=True, timestamps=False)
-bar = ProgressBar(20, 5)
+bar = ProgressBar(20, 5, lambda iteration: f"loss 2.5000, {20 - iteration} left")
 for iteration in range(6, 21):
-    bar.update(iteration, 2.5 if iteration == 10 else None)
+    bar.update(iteration)
     if iteration % 5 == 0:
         logger.info("line %d", iteration)
 bar.close()
@@ -58,7 +58,7 @@ def test_bar_and_whole_lines_on_a_terminal():
     os.close(ours)
     assert process.wait(60) == 0
     text = output.decode()
-    assert "20/20" in text and "loss 2.5000" in text
+    assert "20/20" in text and ", loss 2.5000, 0 left" in text
     segments = [segment.strip() for segment in text.replace("\r", "\n").split("\n")]
     assert [segment for segment in segments if segment.startswith("line")] == ["line 10", "line 15", "line 20"]
 
@@ -67,16 +67,19 @@ def test_a_terminal_that_goes_away_ends_the_bar_not_the_run():
     class Dead:
         n = 0
 
+        def set_postfix_str(self, text, refresh):
+            pass
+
         def update(self, count):
             raise OSError("gone")
 
-    bar = ProgressBar(20, 0, shown=False)
+    bar = ProgressBar(20, 0, str, shown=False)
     bar._bar = Dead()
-    bar.update(1, None)
-    bar.update(2, None)
+    bar.update(1)
+    bar.update(2)
     bar.close()
 
 
 def test_no_stderr_at_all(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
-    ProgressBar(10, 0).update(1, 1.0)
+    ProgressBar(10, 0, str).update(1)

@@ -121,3 +121,24 @@ def test_a_run_that_waits_for_its_data_says_so_once(tmp_path: Path) -> None:
     assert outcome.codes == [0], outcome.output
     (line,) = [line for line in outcome.output.splitlines() if "data is the bottleneck" in line]
     assert line.endswith("use --num_workers=2")
+
+
+@pytest.mark.slow
+def test_the_log_of_a_long_job_stays_small(tmp_path: Path) -> None:
+    """A job's output without a terminal is under 1 MB in 10,000 iterations, validations and saves included."""
+    iterations, regular = 2000, ["--checkpoint_interval=200", "--validation_interval=100", "--max_checkpoints=2"]
+    flags = [
+        *TINY,
+        "--log_interval=100",
+        "--device=cpu",
+        "--validation_iters=1",
+        *regular,
+        f"--experiment_dir={tmp_path}",
+    ]
+    sizes = []
+    for last in (iterations // 2, iterations):  # the second start resumes the first
+        outcome = run([*flags, f"--train_iters={iterations}", f"--stop_interval={last}"])
+        assert outcome.codes == [0], outcome.output
+        sizes.append(len(outcome.output.encode()))
+    assert sum(sizes) * 10_000 / iterations < 1e6, sizes
+    assert sizes[0] < 10_000, sizes
