@@ -54,7 +54,7 @@ def main(argv: list[str], launcher: LauncherWatch | None = None) -> int:
 
     gc.enable()
     sys.argv[1:] = without_secrets(argv)  # some libraries record the command line
-    return pretrain(config, arguments.notes, arguments.environment, launcher)
+    return pretrain(config, arguments.notes, arguments.environment, launcher, arguments.config)
 
 
 if __name__ == "__main__":

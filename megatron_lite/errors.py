@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from errno import EACCES, EDQUOT, EFBIG, EIO, EISDIR, ENOSPC, ENOTDIR, EPERM, EROFS
+from typing import Any, NamedTuple
 
 EXIT_DONE = 0
 EXIT_PREEMPTED = 75
 
 STORAGE_ERRORS = (EACCES, EDQUOT, EFBIG, EIO, EISDIR, ENOSPC, ENOTDIR, EPERM, EROFS)
+# Of CUDA, cuBLAS and NCCL, which take memory beside torch's allocator.
+_CUDA_WITHOUT_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Cuda failure 2 'out of memory'")
 _LESS_MEMORY = (
     "try a smaller --micro_batch_size, then --zero_stage=2 or 3, more ranks, or a larger --cross_entropy_splits"
 )
@@ -71,10 +74,36 @@ class PeerError(RunError):
     names_rank = False  # whether the message says which rank it was
 
 
+class Remedy(NamedTuple):
+    """An option that saves memory, with what it saves if no other one changes."""
+
+    flag: str  # name of the option; world_size: more ranks
+    value: int | str
+    saving_bytes: int  # of each rank, by the plan
+    append: str  # flags for the end of the command; empty for more ranks
+
+
 class OutOfMemoryError(RunError):
     """The device or the host ran out of memory."""
 
     exit_code = 7
+    remedies: Sequence[Remedy] = ()  # in the order in which to try them
+    snapshot = ""  # file with what was allocated on the GPU
+
+    def lines(self) -> list[str]:
+        """Return what follows the message in a log: each remedy with what it saves, and the snapshot."""
+        lines = ["by the plan, each of these alone saves:"] if self.remedies else []
+        for remedy in self.remedies:
+            name = remedy.append or f"more ranks: {remedy.value}"
+            lines.append(f"  {name:<48} {remedy.saving_bytes / 2**30:>9,.2f} GiB")
+        if self.snapshot:
+            lines.append(f"memory snapshot in {self.snapshot}; https://pytorch.org/memory_viz shows it")
+        return lines
+
+    def details(self) -> dict[str, Any]:
+        """Return what exit.json holds beside the message."""
+        found = {"advice": [remedy._asdict() for remedy in self.remedies], "memory_snapshot": self.snapshot}
+        return {name: value for name, value in found.items() if value}
 
 
 class StorageError(RunError):
@@ -121,7 +150,7 @@ def as_run_error(error: BaseException, less_memory: str = _LESS_MEMORY) -> RunEr
     if isinstance(error, RunError):
         return error
     kind = type(error).__name__
-    signs = ("DefaultCPUAllocator", "Storage size calculation overflowed")
+    signs = ("DefaultCPUAllocator", "Storage size calculation overflowed", *_CUDA_WITHOUT_MEMORY)
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or any(sign in str(error) for sign in signs):
         first_line = (str(error).splitlines() or ["out of memory"])[0]
         return OutOfMemoryError(f"out of memory: {first_line}; {less_memory}")

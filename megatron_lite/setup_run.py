@@ -37,6 +37,7 @@ from megatron_lite.monitor.communication import time_collectives
 from megatron_lite.monitor.console import ConsoleLines
 from megatron_lite.monitor.export_callback import ExportCallback, open_callback
 from megatron_lite.monitor.logging import log_both, start_logging
+from megatron_lite.monitor.memory_history import MemoryHistory, open_history
 from megatron_lite.monitor.metrics import LogWindow, StepTimer, known_peak_tflops
 from megatron_lite.monitor.tensor_debug import TensorDebugger, open_debugger
 from megatron_lite.monitor.trackers import Trackers, open_trackers
@@ -95,6 +96,7 @@ class Run(Start):
     resumed: Resumed  # where this start began
     saved_s: float  # time.monotonic() of the last save, or of the start
     save_requested: bool = False  # by the clock of rank 0, after the coming iteration
+    memory_history: MemoryHistory | None = None  # None without --memory_snapshot
     ending: Ending | None = None  # None for a run that was set up without `opened`
     bad_steps: list[int] = dataclasses.field(default_factory=list)  # iterations that `leave_bad_step` has examined
     agreed_at: int | None = None  # newest iteration at which --check_replicas_interval found all ranks equal
@@ -130,6 +132,7 @@ def build(
     check_same(inputs.data.identity, distributed)
     samples = open_samples(config, distributed, experiment, stop)
     _log_banner(start, inputs, (*choices, *library, *notes))
+    memory_history = open_history(config, experiment.root, distributed, logger)
     together(distributed, lambda: check_early(choice, config, inputs.data.identity) if distributed.rank == 0 else None)
     source = _open_source(start, inputs, choice)
 
@@ -176,6 +179,7 @@ def build(
         checkpoint_bytes=checkpoint_bytes,
         resumed=resumed,
         saved_s=time.monotonic(),
+        memory_history=memory_history,
     )
 
 

@@ -37,13 +37,14 @@ def pretrain(
     notes: tuple[Note, ...],
     environment: Mapping[str, str] | None = None,
     launcher: LauncherWatch | None = None,
+    asked: Config | None = None,
 ) -> int:
     """Train as configured and return the exit code, which exit.json repeats.
 
     notes: of the command line, logged below the banner. environment: variables of --export_callback_env. launcher: ends
-    this process if torchrun dies.
+    this process if torchrun dies. asked: `config` as typed.
     """
-    with opened(config, notes, environment, launcher) as run:
+    with opened(config, notes, environment, launcher, asked) as run:
         code, message = train(run)
         close(run, code, message)
     return code
@@ -82,6 +83,8 @@ def train(run: Run) -> tuple[int, str]:
                     show_early(run, update)
                 bar.update(iteration)
                 with run.timer.excluded(), run.distributed.traffic.paused():
+                    if run.memory_history is not None:
+                        run.memory_history.end_iteration()
                     advance_save(run)
                     evaluate_and_export(run, last)
                     if is_save_due(run, last):

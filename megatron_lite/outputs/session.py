@@ -12,11 +12,9 @@ from megatron_lite.checkpoint.names import newest_checkpoint
 from megatron_lite.config import Config
 from megatron_lite.distributed import startup
 from megatron_lite.distributed.agreement import together
-from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, OutOfMemoryError, RunError, StorageError, as_run_error
+from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, OutOfMemoryError, RunError, StorageError
 from megatron_lite.monitor.export_callback import STOPPED_WAIT_S
-from megatron_lite.planner.advice import less_memory
-from megatron_lite.planner.auto import device_memory_bytes
+from megatron_lite.outputs.memory_errors import with_remedies
 from megatron_lite.run import exit_status
 from megatron_lite.run.ending import Ending
 from megatron_lite.run.experiment import Experiment
@@ -38,12 +36,13 @@ def opened(
     notes: tuple[Note, ...],
     environment: Mapping[str, str] | None = None,
     launcher: LauncherWatch | None = None,
+    asked: Config | None = None,
 ) -> Iterator[Run]:
     """Join the other ranks and set up a run for the block, which ends with `close`.
 
-    An error here or in the block is reported and ends the process.
+    An error here or in the block is reported and ends the process. asked: `config` as typed.
     """
-    rank, run, distributed = launch_rank(), None, None
+    rank, run, distributed, experiment = launch_rank(), None, None, None
     ending = Ending(config.run.experiment_dir, rank)
     stop = StopSignal(ending.stopped, ending.on_request)
     stop.limits = time_limits(config)
@@ -68,8 +67,10 @@ def opened(
             exit_status.write_exit(config.run.experiment_dir, None, "running", "", experiment.run)
         yield run
     except BaseException as raised:
-        code, error = ending.report(_with_advice(raised, config, distributed))
+        code, error = ending.report(with_remedies(raised, config, asked, distributed, experiment))
         if run is not None:
+            if not (isinstance(error, OutOfMemoryError) and error.snapshot):  # which has the history already
+                _finish_history(run)
             run.callback.close(0.0)
             run.trackers.close(code)
             if isinstance(error, RunError) and error.agreed:
@@ -88,26 +89,16 @@ def _finish_background(run: Run, error: RunError) -> None:
                 run.logger.info("saved %s, which was being written", finished.folder)
 
 
+def _finish_history(run: Run) -> None:
+    if run.memory_history is not None:
+        run.memory_history.finish()
+
+
 def _log_limits(run: Run) -> None:
     for limit in run.stop.limits:
         run.logger.info(limit.describe())
     if (warning := idle_limit(run.config)) is not None:
         run.logger.warning(warning)
-
-
-def _with_advice(error: BaseException, config: Config, distributed: Distributed | None) -> BaseException:
-    """Return the error itself, or an error about memory with the flags that need less."""
-    expected = as_run_error(error)
-    if not isinstance(expected, OutOfMemoryError) or distributed is None:
-        return error
-    advice = ""
-    with contextlib.suppress(Exception):  # memory is scarce: the error matters more than the advice
-        device = distributed.device
-        memory_bytes = device_memory_bytes(device, distributed.local_world_size)
-        advice = less_memory(config, distributed.world_size, device.type, memory_bytes)
-    advised = OutOfMemoryError(f"{expected}; {advice}" if advice else str(expected))
-    advised.agreed, advised.recorded = expected.agreed, expected.recorded
-    return advised
 
 
 def close(run: Run, code: int, message: str) -> None:
@@ -119,6 +110,7 @@ def close(run: Run, code: int, message: str) -> None:
     distributed.progress.phase = "the end"
     run.data.close()
     run.model.finish()
+    _finish_history(run)
     limit_s = STOPPED_WAIT_S if code == EXIT_PREEMPTED else run.config.distributed.startup_timeout / 2
     run.callback.close(limit_s, lambda: code != EXIT_PREEMPTED and bool(run.stop.received))
     run.trackers.close(code)

@@ -130,25 +130,9 @@ def _answer(question: Question, said: str) -> list[str]:
     if fit := fewest_ranks(question):
         said += f"; {fit.world_size:,} GPUs are the fewest that fit, with {fit.needed_bytes / GIB:,.1f} GiB; append:"
         return [said, f"  --world_size={fit.world_size} {fit.flags}".rstrip()]
-    if (sizes := _larger_sizes(question)) and (least := least_bytes(question.on(sizes[-1]))) < math.inf:
+    if (sizes := larger_sizes(question)) and (least := least_bytes(question.on(sizes[-1]))) < math.inf:
         said += f", {least / GIB:,.1f} GiB on {sizes[-1]:,} GPUs, the most that share its batch"
     return [f"{said}; no flags fit: use a smaller model, shorter samples, or devices with more memory"]
-
-
-def less_memory(config: Config, world_size: int, device_type: str, device_bytes: int) -> str:
-    """Return what to append to a command that ran out of memory, although its plan may fit: "" if nothing helps.
-
-    config: resolved. The advice needs a tenth less than the plan of `config`.
-    """
-    question = Question(config, config.batch.batch_size or 1, world_size, device_type, device_bytes).limited()
-    asked = question.resolved({})
-    if asked is None:
-        return ""
-    needed = question.needs(asked)(UNCHANGED)
-    fit = cheapest_fit(dataclasses.replace(question, device_bytes=min(device_bytes, needed * 9 // 10)))
-    if fit is None:
-        return ""
-    return f"to plan {fit.needed_bytes / GIB:,.1f} GiB instead of {needed / GIB:,.1f} GiB, append {fit.flags}"
 
 
 def cheapest_fit(question: Question) -> Fit | None:
@@ -173,13 +157,13 @@ def cheapest_fit(question: Question) -> Fit | None:
 
 def fewest_ranks(question: Question) -> Fit | None:
     """Return the cheapest changes for the smallest number of GPUs that fits and shares the batch, or None."""
-    sizes = _larger_sizes(question)
+    sizes = larger_sizes(question)
     first = bisect.bisect_left(sizes, True, key=lambda size: least_bytes(question.on(size)) <= question.device_bytes)
     return cheapest_fit(question.on(sizes[first])) if first < len(sizes) else None
 
 
-def _larger_sizes(question: Question) -> list[int]:
-    """Return the larger numbers of GPUs that share the batch equally. More ranks on one CPU add no memory."""
+def larger_sizes(question: Question) -> list[int]:
+    """Return the larger numbers of GPUs that share the batch equally, rising. More ranks on one CPU add no memory."""
     if question.device_type != "cuda":
         return []
     return [size for size in _divisors(question.batch_size) if question.world_size < size <= MOST_RANKS]
@@ -194,7 +178,7 @@ def _divisors(number: int) -> list[int]:
 
 def least_bytes(question: Question) -> float:
     """Return the memory that a rank needs with every option that saves memory; infinity if these contradict others."""
-    *others, stages, splits = _dimensions(question)
+    *others, stages, splits = dimensions(question)
     least = math.inf
     for ends in ((stages[-1], splits[0]), (stages[-2:][0], splits[-1])):  # ZeRO-3 cannot split master weights
         config = question.resolved(_merged([*(choices[-1] for choices in others), *ends]).changes)
@@ -207,7 +191,7 @@ def least_bytes(question: Question) -> float:
 
 def _combinations(question: Question) -> list[Choice]:
     """Return every combination of choices but recomputation, the cheapest first."""
-    combined = [_merged(choices) for choices in itertools.product(*_dimensions(question))]
+    combined = [_merged(choices) for choices in itertools.product(*dimensions(question))]
     return sorted(combined, key=lambda choice: (choice.cost, len(choice.changes)))
 
 
@@ -216,8 +200,11 @@ def _merged(choices: Sequence[Choice]) -> Choice:
     return Choice(sum(choice.cost for choice in choices), changes)
 
 
-def _dimensions(question: Question) -> list[list[Choice]]:
-    """Return the choices for each option, with more memory saved from left to right."""
+def dimensions(question: Question) -> list[list[Choice]]:
+    """Return the choices for each option, with more memory saved from left to right.
+
+    The options: micro-batches, breadth-first accumulation, evaluation, ZeRO stage, split master weights.
+    """
     batch, stages = question.asked.batch, question.asked.multi_stage
     scheduled = batch.batch_size is not None or batch.batch_size_schedule
     keeps = {} if scheduled else {"batch_size": question.batch_size}
@@ -249,20 +236,26 @@ def _dimensions(question: Question) -> list[list[Choice]]:
 
 def _recomputation(config: Config) -> list[Choice]:
     """Return choices of what the backward pass recomputes: the present one, then ones that save more."""
-    performance, blocks = config.performance, config.model.num_layers
-    present, choices = performance.mlp_levels(blocks), [UNCHANGED]
-    quarter = [-(-blocks * quarters // 4) for quarters in range(1, 4)]
+    present, blocks = config.performance.recompute_layers, config.model.num_layers
+    choices = [UNCHANGED, *level_choices(config)]
+    cost, changes = choices[-1]
+    for quarters in range(1, 5):
+        layers = -(-blocks * quarters // 4)
+        if layers > present:
+            more_forward = ALL_BLOCKS_COST * (layers - present) / blocks
+            choices.append(Choice(cost + more_forward, {**changes, "recompute_layers": layers}))
+    return choices
+
+
+def level_choices(config: Config) -> list[Choice]:
+    """Return the levels of recomputation in the MLPs that save more than the present ones, the cheapest first."""
+    blocks, choices = config.model.num_layers, []
+    present, quarter = config.performance.mlp_levels(blocks), [-(-blocks * quarters // 4) for quarters in range(1, 4)]
     for levels in ("activation", *(f"activation,full:{first}" for first in quarter if first < blocks), "full"):
         pairs = [*zip(present, by_block(levels, blocks), strict=True)]
         more = [LEVEL_COST[new] - LEVEL_COST[old] for old, new in pairs]
         if any(more) and min(more) >= 0:
             choices.append(Choice(sum(more) / blocks, {"mlp_recompute_level": levels}))
-    cost, changes = choices[-1]
-    for quarters in range(1, 5):
-        layers = -(-blocks * quarters // 4)
-        if layers > performance.recompute_layers:
-            more_forward = ALL_BLOCKS_COST * (layers - performance.recompute_layers) / blocks
-            choices.append(Choice(cost + more_forward, {**changes, "recompute_layers": layers}))
     return choices
 
 

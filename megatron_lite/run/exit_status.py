@@ -9,10 +9,12 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
-from megatron_lite.errors import PeerError, as_run_error
+from megatron_lite.errors import OutOfMemoryError, PeerError, RunError, as_run_error
 from megatron_lite.run.durable_files import overwrite_file, replace_file
 from megatron_lite.run.folder_lock import is_in_use
 from megatron_lite.run.launch import tell_torchrun
@@ -20,8 +22,8 @@ from megatron_lite.run.missing_package import missing_package
 
 EXIT_FILE = "exit.json"
 # The space that a running start leaves to its ending, which a full disk cannot refuse then, and what of a message fits.
-RESERVED_BYTES = 4096
-_LONGEST_MESSAGE, _LONGEST_DETAIL = 3000, 500  # bytes
+RESERVED_BYTES = 8192
+_LONGEST_MESSAGE, _LONGEST_DETAIL = 3000, 500  # bytes; advice on memory takes 2,500
 
 
 class PeerFailure(NamedTuple):
@@ -61,10 +63,11 @@ def report(
     if expected is None:
         traceback.print_exception(error)
     print_error(message, rank)
+    if isinstance(expected, OutOfMemoryError) and (rank == 0 or failure_of_peer(experiment_dir, run) is None):
+        print_lines(expected.lines())
     peer_wrote = lost_peer and failure_of_peer(experiment_dir, run) is not None
     if not peer_wrote and (expected is None or expected.recorded):
-        detail = expected.detail if isinstance(expected, PeerError) else ""
-        write_exit(experiment_dir, code, "failed", message, run, detail)
+        write_exit(experiment_dir, code, "failed", message, run, _details(expected))
     return code
 
 
@@ -72,6 +75,12 @@ def print_error(message: str, rank: int) -> None:
     """Print why this rank ends, after others may have closed the terminal."""
     with contextlib.suppress(OSError):
         print(f"ERROR{'' if rank == 0 else f' on rank {rank}'}: {message}", file=sys.stderr, flush=True)
+
+
+def print_lines(lines: Sequence[str]) -> None:
+    """Print lines below an error."""
+    with contextlib.suppress(OSError):
+        print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def print_failure(error: Exception, less_memory: str) -> int:
@@ -116,19 +125,24 @@ def _must_report_lost_peer(experiment_dir: str | None, rank: int, run: int) -> b
 
 
 def write_exit(
-    experiment_dir: str | None, code: int | None, status: str, message: str, run: int = 0, detail: str = ""
+    experiment_dir: str | None,
+    code: int | None,
+    status: str,
+    message: str,
+    run: int = 0,
+    details: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Replace exit.json; never fails, because a second error would hide the one being reported.
 
     While a run goes on (without a code), exit.json takes as much space as its ending may need.
 
-    detail: a library's words, if the message is not made of them.
+    details: more entries, which the reserved space has room for.
     """
     if experiment_dir is None:
         return
     path = Path(experiment_dir) / EXIT_FILE
     content: dict[str, Any] = {"exit_code": code, "status": status, "message": _cut(message, _LONGEST_MESSAGE)}
-    content |= {"detail": _cut(detail, _LONGEST_DETAIL)} if detail else {}
+    content |= details
     content |= {"run": max(run, 0), "time": round(time.time(), 3)}
     data = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
     try:
@@ -141,6 +155,13 @@ def write_exit(
         if os.path.lexists(path):
             text = f"WARNING: cannot write {path}, which tells how an earlier start ended: {error.strerror}"
             print(text, file=sys.stderr, flush=True)
+
+
+def _details(error: RunError | None) -> dict[str, Any]:
+    """Return what exit.json holds of an error beside its message."""
+    if isinstance(error, PeerError) and error.detail:
+        return {"detail": _cut(error.detail, _LONGEST_DETAIL)}  # the backend's words
+    return error.details() if isinstance(error, OutOfMemoryError) else {}
 
 
 def _cut(text: str, limit_bytes: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import random
 import re
@@ -295,8 +296,25 @@ def test_a_run_that_runs_out_of_memory_gets_flags(tmp_path: Path, capsys: pytest
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 7, result.stderr
     found = re.search(r"to plan ([\d.,]+) GiB instead of ([\d.,]+) GiB, append (--.*)", result.stderr)
-    assert found is not None and found[0] in (tmp_path / "run" / "exit.json").read_text()
+    exit_json = json.loads((tmp_path / "run" / "exit.json").read_text())
+    assert found is not None and found[0] in exit_json["message"]
     less, before = (float(number.replace(",", "")) for number in found.groups()[:2])
+    first, *_ = advice = exit_json["advice"]
+    assert [remedy["flag"] for remedy in advice][:3] == [
+        "micro_batch_size",
+        "mlp_recompute_level",
+        "mlp_recompute_level",
+    ]
+    log = (tmp_path / "run" / "runs" / "0" / "logs" / "logs_rank_000.txt").read_text()
+    for text in (result.stderr, log):
+        lines = text.splitlines()[-len(advice) :]
+        for line, remedy in zip(lines, advice, strict=True):
+            assert line.split() == [remedy["append"], f"{remedy['saving_bytes'] / GIB:,.2f}", "GiB"]
+    smaller = [
+        make_plan(resolve(parse([*words, *more]).config, 1), 1, "cpu").needed_bytes()
+        for more in ([], first["append"].split())
+    ]
+    assert smaller[0] - smaller[1] == first["saving_bytes"]
     assert less < 0.9 * before
     (row,) = re.findall(r"^  needed .*", page(capsys, *words, *found[3].split(), "--world_size=1"), re.M)
     assert min(map(float, row.replace(",", "").split()[1:])) / 1024 <= less + 0.1

@@ -41,7 +41,7 @@ def test_a_full_disk_does_not_keep_the_ending_of_an_earlier_start(
     exit_status.write_exit(str(tmp_path), None, "running", "", run=3)
     assert read_exit(tmp_path)["status"] == "running"
     fill_disk(monkeypatch)
-    exit_status.write_exit(str(tmp_path), 8, "failed", message, run=3, detail="x" * 10000)
+    exit_status.write_exit(str(tmp_path), 8, "failed", message, run=3, details={"detail": "x" * 400})
     ended = read_exit(tmp_path)
     assert (ended["exit_code"], ended["status"], ended["run"]) == (8, "failed", 3)
     assert message.startswith(ended["message"].removesuffix(" (cut)")) and len(ended["message"]) >= min(

@@ -263,8 +263,10 @@ MEGATRON = (
     Row("log_batch_size_to_tensorboard no_log_loss_scale_to_tensorboard", remark=TENSORBOARD),
     Row("wandb_save_dir", RUN_FOLDER, "files of Weights & Biases go to <folder>/runs/<k>"),
     Row("wandb_api_key wandb_key", remark=_KEY),
-    Row("profile use_pytorch_profiler use_nsys_profiler record_memory_history", remark=PROFILE),
-    Row("profile_* pytorch_profiler_* memory_snapshot_path nvtx_ranges record_shapes", remark=PROFILE),
+    Row("profile use_pytorch_profiler use_nsys_profiler", remark=PROFILE),
+    Row("profile_* pytorch_profiler_* nvtx_ranges record_shapes", remark=PROFILE),
+    Row("record_memory_history", "--memory_snapshot=2", "records the first 2 iterations of a GPU"),
+    Row("memory_snapshot_path", "--memory_snapshot=2", "writes <experiment_dir>/profiles/memory_<rank>.pickle"),
     Row("log_throughput_to_tensorboard log_runtime_to_tensorboard log_l2_norm_grad_to_tensorboard", remark=TENSORBOARD),
     # Other programs in that repository
     Row("inference_* rl_* grpo_* langrl_*", remark=_TASK),

@@ -1,0 +1,92 @@
+"""The memory of a GPU on file: every allocation of the first iterations, and what was allocated when a run died of it.
+
+Torch writes these files, as pickles of its own; https://pytorch.org/memory_viz shows them, and nothing here reads one.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from megatron_lite.config import Config
+
+# Torch keeps the newest events, each with the Python lines that led to it: several KB each, so 200 MB or so at most.
+MAX_EVENTS = 50_000
+
+
+class Rank(Protocol):
+    """The rank whose device is looked at."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+def snapshot_path(root: Path, rank: int) -> Path:
+    """Return the file for a rank's memory in the experiment directory."""
+    return root / "profiles" / f"memory_{rank}.pickle"
+
+
+def open_history(config: Config, root: Path | None, rank: Rank, logger: logging.Logger) -> MemoryHistory | None:
+    """Record every allocation from now on if --memory_snapshot asks for it; return None if nothing is recorded.
+
+    root: the experiment directory.
+    """
+    iterations = config.run.memory_snapshot
+    if not iterations or root is None:
+        return None
+    if rank.device.type != "cuda":
+        if config.distributed.device != "cpu":  # of an explicit CPU the validation has warned
+            logger.warning("--memory_snapshot=%d has no effect: it is for CUDA, and this run is on CPU", iterations)
+        return None
+    return MemoryHistory(iterations, root, rank, logger)
+
+
+class MemoryHistory:
+    """Every allocation of a GPU since the start, written after a number of iterations or at an earlier end."""
+
+    def __init__(self, iterations: int, root: Path, rank: Rank, logger: logging.Logger) -> None:
+        self._root, self._rank, self._logger = root, rank, logger
+        self._iterations_left = iterations
+        self._recording = True
+        # Lines of C++ would double the time and the size.
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_EVENTS)
+
+    def end_iteration(self) -> None:
+        """Count an iteration; after the last one, write the file and stop recording."""
+        self._iterations_left -= 1
+        if self._iterations_left == 0:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write the file and stop recording, unless that has happened."""
+        if not self._recording:
+            return
+        self._recording = False
+        path, reason = write_snapshot(self._root, self._rank)
+        torch.cuda.memory._record_memory_history(None)
+        if reason:
+            self._logger.warning("--memory_snapshot: cannot write %s: %s", path, reason)
+        else:
+            self._logger.info("memory snapshot in %s; https://pytorch.org/memory_viz shows it", path)
+
+
+def write_snapshot(root: Path, rank: Rank) -> tuple[Path, str]:
+    """Write what is allocated on the rank's GPU, with the history since recording began; never fails.
+
+    Returns:
+        The file, and why it could not be written: "" if it was.
+    """
+    path = snapshot_path(root, rank.rank)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(partial))
+        partial.replace(path)
+    except Exception as error:  # private functions of torch, on a device that may be full
+        return path, f"{type(error).__name__}: {error}"
+    return path, ""

@@ -1,0 +1,55 @@
+"""The end of a run that ran out of memory: the options that save some, and on a GPU a picture of what was allocated."""
+
+from __future__ import annotations
+
+import contextlib
+
+from megatron_lite.config import Config
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.errors import OutOfMemoryError, Remedy, as_run_error
+from megatron_lite.monitor.logging import get_logger, log_both
+from megatron_lite.monitor.memory_history import write_snapshot
+from megatron_lite.planner.advice import Question
+from megatron_lite.planner.auto import device_memory_bytes
+from megatron_lite.planner.savings import less_memory, remedies
+from megatron_lite.run.experiment import Experiment
+
+_LESS_HOST_MEMORY = "try fewer --num_workers, --async_checkpoint=0, or fewer ranks per machine"
+
+
+def with_remedies(
+    error: BaseException,
+    config: Config,
+    asked: Config | None,
+    distributed: Distributed | None,
+    experiment: Experiment | None,
+) -> BaseException:
+    """Return the error itself, or an error about memory with everything that helps to need less.
+
+    config: of the run, resolved. asked: the same as typed.
+    """
+    if isinstance(error, OutOfMemoryError) or distributed is None:  # the program's own words need no more
+        return error
+    expected, on_gpu = as_run_error(error), distributed.device.type == "cuda"
+    if not isinstance(expected, OutOfMemoryError):
+        return error
+    if on_gpu and (isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)):
+        return as_run_error(error, _LESS_HOST_MEMORY) or error  # options of the device do not help the host
+    snapshot, found, advice = "", list[Remedy](), ""
+    if on_gpu and experiment is not None and experiment.root is not None:
+        path, reason = write_snapshot(experiment.root, distributed)
+        snapshot = "" if reason else str(path)
+    with contextlib.suppress(Exception):  # memory is scarce: the error matters more than the advice
+        question = _question(config, config if asked is None else asked, distributed)
+        found = remedies(question)
+        advice = less_memory(question)
+    explained = OutOfMemoryError(f"{expected}; {advice}" if advice else str(expected))
+    explained.remedies, explained.snapshot = found, snapshot
+    log_both(get_logger(), console="", file="\n".join([f"ERROR: {explained}", *explained.lines()]))
+    return explained
+
+
+def _question(config: Config, asked: Config, distributed: Distributed) -> Question:
+    device_bytes = device_memory_bytes(distributed.device, distributed.local_world_size)
+    batch_size = config.batch.batch_size or 1
+    return Question(asked, batch_size, distributed.world_size, distributed.device.type, device_bytes).limited()
