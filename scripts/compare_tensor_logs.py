@@ -14,7 +14,6 @@ Tensors are matched by name, so runs with different schedules can be compared. E
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import sys
@@ -29,6 +28,7 @@ import scripts  # noqa: F401  names a missing package
 # isort: split
 from torch import Tensor
 
+from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.errors import RunError, UsageError
 from megatron_lite.monitor.tensor_log import Statistics, TensorEntry, read_tensor_log
 
@@ -179,7 +179,7 @@ def non_negative(text: str) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare and print; return the exit code."""
-    parser = argparse.ArgumentParser(description="Compare the tensor logs of two runs.", allow_abbrev=False)
+    parser = ScriptParser(description="Compare the tensor logs of two runs.")
     parser.add_argument("run_a", type=Path, help="an --experiment_dir, a folder with tensor logs, or one file")
     parser.add_argument("run_b", type=Path, help="the run to compare with")
     parser.add_argument("--rtol", type=non_negative, default=0.0, help="tolerance as a fraction of the tensor's RMS")

@@ -20,15 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without
 import scripts  # noqa: F401  names a missing package
 
 # isort: split
+from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.corpus.dataset_list import find_pairs, write_list
 from megatron_lite.errors import EXIT_DONE, RunError, StorageError
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", nargs="+", help="folders, prefixes of pairs")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the JSON file to write")
     options = parser.parse_args(argv)

@@ -30,6 +30,7 @@ import scripts  # noqa: F401  names a missing package
 import torch
 
 from megatron_lite.checkpoint import files, names
+from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.config import Config
 from megatron_lite.config.structured_values import size_bytes
 from megatron_lite.errors import EXIT_DONE, CheckpointError, RunError, StorageError, UsageError
@@ -215,10 +216,9 @@ def folder(text: str) -> Path:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
+    parser = ScriptParser(
         description=(__doc__ or "").split("\n")[0],
         epilog="Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 numerics, 8 storage.",
-        allow_abbrev=False,
     )
     source = "Hugging Face folder, checkpoint, or folder of checkpoints"
     parser.add_argument("--from", dest="source", type=folder, required=True, help=source)

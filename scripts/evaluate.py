@@ -30,6 +30,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
 import scripts  # noqa: F401  names a missing package
+from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.run.launcher_watch import LauncherWatch
 from megatron_lite.run.libraries import prepare_libraries
 
@@ -56,10 +57,8 @@ LONGEST_DEFAULT = 2048
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; argparse exits with code 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description="Measure loss, perplexity and bits per byte of a model.",
-        parents=[model_options()],
-        allow_abbrev=False,
+    parser = ScriptParser(
+        description="Measure loss, perplexity and bits per byte of a model.", parents=[model_options()]
     )
     add = parser.add_argument
     data = parser.add_mutually_exclusive_group(required=True)

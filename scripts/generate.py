@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
 import scripts  # noqa: F401  names a missing package
+from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.run.launcher_watch import LauncherWatch
 from megatron_lite.run.libraries import prepare_libraries
 
@@ -71,9 +72,7 @@ def number(kind: Callable[[str], Any], minimum: float, maximum: float = math.inf
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; argparse exits with code 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        description="Continue texts with a model.", parents=[model_options()], allow_abbrev=False
-    )
+    parser = ScriptParser(description="Continue texts with a model.", parents=[model_options()])
     add = parser.add_argument
     add("--prompt", action="append", default=[], help="a text to continue; may be repeated")
     add("--prompts_file", help="a file with one prompt per line, without blank lines; -: standard input")

@@ -8,7 +8,6 @@ Without matplotlib (`pip install matplotlib`) it is a simple SVG.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import itertools
 import math
@@ -22,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
 import scripts  # noqa: F401  names a missing package
+from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.errors import DataError, RunError, StorageError, UsageError
 from megatron_lite.monitor.trackers import METRICS_FILE, read_metrics
 
@@ -355,7 +355,7 @@ def parse_baseline(text: str) -> tuple[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw; return the exit code."""
-    parser = argparse.ArgumentParser(description="Draw the loss curve of a run.", allow_abbrev=False)
+    parser = ScriptParser(description="Draw the loss curve of a run.")
     parser.add_argument("experiment_dir", type=Path, help="the --experiment_dir of the run")
     parser.add_argument("--output", type=Path, help="picture to write (default: loss.png in the experiment directory)")
     parser.add_argument(

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without
 import scripts  # noqa: F401  names a missing package
 
 # isort: split
+from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.corpus.fields import TextFields, parse_keys
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES
 from megatron_lite.corpus.inspection import inspect
@@ -93,9 +94,7 @@ def report(options: CorpusOptions, summary: dict[str, Any], is_new: bool) -> Non
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add(
         "inputs", nargs="*", help="files, folders, patterns such as 'x/**/*.txt', lists such as 'x/{a,b}{00..31}.jsonl'"

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without
 import scripts  # noqa: F401  names a missing package
 
 # isort: split
+from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.run.launcher_watch import LauncherWatch
 
 if __name__ == "__main__":
@@ -49,11 +50,10 @@ LEVEL = 6  # mean, deviation and 8 samples of each tensor
 
 def options(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
+    parser = ScriptParser(
         description=(__doc__ or "").partition("\n\n")[0],
         epilog=(__doc__ or "").partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("folder", type=Path, help="folder of a bad step")
     parser.add_argument(

@@ -24,6 +24,7 @@ import scripts  # noqa: F401  names a missing package
 # isort: split
 from megatron_lite.checkpoint.inspection import Inspection, inspect
 from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, reason
+from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.errors import EXIT_DONE, CheckpointError, RunError, UsageError
 from megatron_lite.huggingface.folder_kind import CONFIG_NAME
 from megatron_lite.run.exit_status import print_failure, print_page
@@ -60,10 +61,9 @@ def row(folder: Path, found: Inspection) -> str:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
+    parser = ScriptParser(
         description=(__doc__ or "").split("\n")[0],
         epilog="Exit codes: 0 all checkpoints are good, 2 usage, 4 a checkpoint is damaged.",
-        allow_abbrev=False,
     )
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="checkpoint, or directory of a run")
     parser.add_argument("--values", action="store_true", help="look for numbers that are not finite, too")

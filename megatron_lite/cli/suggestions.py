@@ -82,7 +82,7 @@ def nearest_flags(name: str, count: int = 3) -> list[str]:
     if not found and (words := {*name.split("_")}) and len(name) > 3:
         found = [other for other in ours if words <= {*other.split("_")}]
     if not found:
-        found = [*_similar(name, ours, 0.8), *_similar(name, FOREIGN, 0.85)]
+        found = [*similar(name, ours, 0.8), *similar(name, FOREIGN, 0.85)]
     return list(dict.fromkeys(found))[:count]
 
 
@@ -100,7 +100,8 @@ def is_one_edit(one: str, other: str) -> bool:
     return one[1:] == other[1:] or (one[:2] == other[1::-1] and one[2:] == other[2:])
 
 
-def _similar(name: str, names: Iterable[str], cutoff: float) -> list[str]:
+def similar(name: str, names: Iterable[str], cutoff: float) -> list[str]:
+    """Return up to three names whose letters agree with those of `name` to this share, the most similar first."""
     import difflib  # only a mistake needs it
 
     return difflib.get_close_matches(name, list(names), n=3, cutoff=cutoff)

@@ -711,3 +711,20 @@ def test_a_wrong_launch_is_said_by_every_process(
         monkeypatch.setenv(name, text)
     assert pretrain_gpt.main(["--dataset_source=random"]) == 2
     assert capsys.readouterr().err.startswith("ERROR: ")
+
+
+@pytest.mark.slow
+def test_every_flag_survives_hostile_values_up_to_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Any value of any flag ends in a plan (0), or in a short message with code 2, for a missing folder 4."""
+    monkeypatch.chdir(tmp_path)
+    tiny = "--num_layers=2 --hidden_size=32 --num_attention_heads=4 --vocab_size=64 --sequence_length=16 --batch_size=4"
+    flags = [*tiny.split(), "--train_iters=10", "--dataset_source=random", "--device=cpu", "--dry_run=1"]
+    for name in FLAGS:
+        codes = {0, 2, 4} if name == "pretrained_checkpoint_path" else {0, 2}
+        for hostile in HOSTILE:
+            assert pretrain_gpt.main([*flags, f"--{name}={hostile}"]) in codes, (name, hostile)
+            error = capsys.readouterr().err
+            assert len(error) < 4000 and len(error.splitlines()) <= 20, (name, hostile)
+    assert not [*tmp_path.iterdir()]  # a plan writes nothing

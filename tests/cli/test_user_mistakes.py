@@ -16,7 +16,7 @@ import pytest
 
 from megatron_lite.cli.foreign_flags import ANY_END, INSTEAD, PROGRAMS, REFUSED
 from megatron_lite.cli.parse import ParseError, parse
-from megatron_lite.cli.suggestions import FOREIGN, HELP, foreign_answer, is_one_edit, nearest_flags
+from megatron_lite.cli.suggestions import FOREIGN, HELP, answer_to_unknown, foreign_answer, is_one_edit, nearest_flags
 from megatron_lite.config.foreign_values import REFUSED_VALUES, refused_value
 from megatron_lite.config.values import FLAGS, SPELLINGS, is_legal
 from megatron_lite.errors import UsageError
@@ -150,6 +150,31 @@ def one_edit_typos(name: str, generator: random.Random, count: int) -> list[str]
     known = {*SPELLINGS, *REFUSED, *INSTEAD, *HELP}
     typos = {typo.strip("_") for typo in typos} - known - {""}
     return generator.sample(sorted(typos), min(count, len(typos)))
+
+
+def every_typo(name: str) -> set[str]:
+    """Return every deletion and transposition, and every insertion and replacement by one of a few letters."""
+    typos = set()
+    for place in range(len(name) + 1):
+        before, after = name[:place], name[place + 1 :]
+        typos |= {before + letter + rest for letter in "aesz_0" for rest in (name[place:], after)}
+        typos |= {before + after, before + name[place : place + 2][::-1] + name[place + 2 :]}
+    return {typo for typo in typos if typo.strip("_") and typo != name}
+
+
+@pytest.mark.slow
+def test_every_typo_gets_the_right_suggestion() -> None:
+    """Over all names in --help_all, aliases included: the answer names the flag in 99.9 %, and first in 99 %."""
+    cases = named_at_all = named_first = 0
+    for name in (*SPELLINGS, *HELP):
+        meant = {other for other in SPELLINGS if SPELLINGS.get(name) is SPELLINGS[other]} or {name}
+        for typo in every_typo(name) - {*SPELLINGS, *REFUSED, *HELP}:
+            said = answer_to_unknown(f"--{typo}", None).replace(f"--{typo}", "", 1)
+            flags = re.findall(r"--([a-z][a-z0-9_]*)", said)
+            cases, named_at_all = cases + 1, named_at_all + (not meant.isdisjoint(flags))
+            named_first += flags[:1] != [] and flags[0] in meant
+    assert cases > 50_000
+    assert named_at_all >= 0.999 * cases and named_first >= 0.99 * cases, (cases, named_at_all, named_first)
 
 
 def test_suggestions_for_typos() -> None:

@@ -204,4 +204,6 @@ def test_nothing_to_compare(script: Any, tmp_path: Path, capsys: pytest.CaptureF
 def test_usage_errors(script: Any, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         script.main(arguments)
-    assert stop.value.code == 2 and "usage:" in capsys.readouterr().err
+    assert stop.value.code == 2 and re.fullmatch(
+        r"[^\n]+: error: [^\n]+ \(--help explains\)\n", capsys.readouterr().err
+    )

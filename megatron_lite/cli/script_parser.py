@@ -1,0 +1,46 @@
+"""The parser of the scripts' flags: both spellings of a flag, and an answer to one that does not exist."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from megatron_lite.cli.suggestions import is_one_edit, similar
+from megatron_lite.config.values import shown
+
+
+class ScriptParser(argparse.ArgumentParser):
+    """An `ArgumentParser` that never abbreviates, reads `--max-tokens` as `--max_tokens`, and suggests flags."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Parse the words of a command line; exit with code 2 at a flag that does not exist, before all else."""
+        words = list(sys.argv[1:] if args is None else args)
+        end = words.index("--") if "--" in words else len(words)
+        return super().parse_known_args([*map(self._spelled, words[:end]), *words[end:]], namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Say in one line what is wrong; the usage would fill the screen."""
+        self.exit(2, f"{self.prog}: error: {message} (--help explains)\n")
+
+    def _spelled(self, word: str) -> str:
+        """Return a word as argparse expects it: a flag with underscores, anything else as it is."""
+        flag, equals, value = word.partition("=")
+        if not flag.startswith("--") or " " in flag:
+            return word
+        name = flag[2:].replace("-", "_")
+        names = [option[2:] for option in self._option_string_actions if option.startswith("--")]
+        if name in names:
+            return f"--{name}{equals}{value}"
+        near = [other for other in names if is_one_edit(name, other)]
+        near = (
+            near or [other for other in names if len(name) > 1 and other.startswith(name)] or similar(name, names, 0.7)
+        )
+        meant = f"did you mean {' or '.join(f'--{other}' for other in near)}?" if near else "no flag has a similar name"
+        self.error(f"unknown flag {shown(flag)}; {meant}")
