@@ -31,7 +31,8 @@ setup(
     extras_require={
         "plot": ["matplotlib"],
         "data": ["pyarrow", "zstandard"],
-        "test": ["pytest", "pytest-xdist", "transformers", "hypothesis"],
+        "tensorboard": ["tensorboard"],
+        "test": ["pytest", "pytest-xdist", "transformers", "hypothesis", "tensorboard"],
         "dev": ["ruff", "mypy"],
     },
 )

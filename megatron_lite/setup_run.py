@@ -40,7 +40,7 @@ from megatron_lite.monitor.logging import log_both, start_logging
 from megatron_lite.monitor.memory_history import MemoryHistory, open_history
 from megatron_lite.monitor.metrics import LogWindow, StepTimer, known_peak_tflops
 from megatron_lite.monitor.tensor_debug import TensorDebugger, open_debugger
-from megatron_lite.monitor.trackers import Trackers, open_trackers
+from megatron_lite.monitor.trackers import Trackers, check_trackers, open_trackers
 from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.optimizer.rules import muon
 from megatron_lite.planner.auto import device_memory_bytes, library_of_products, resolve_auto
@@ -156,8 +156,8 @@ def build(
     if distributed.rank == 0 and (lack := space.lack_at_start(root, checkpoint_bytes, config, resumed.iteration)):
         logger.warning(lack)
     background = open_background(config, model, distributed)
-    reports = distributed.rank == 0
-    trackers = together(distributed, lambda: open_trackers(config, experiment.root, experiment.run, reports))
+    reports, done = distributed.rank == 0, resumed.iteration
+    trackers = together(distributed, lambda: open_trackers(config, experiment.root, experiment.run, reports, done))
     peak_tflops = config.run.peak_tflops or _device_peak_tflops(distributed.device)
     return Run(
         **vars(start),
@@ -230,6 +230,8 @@ def _choose_products(start: Start, choice: Choice) -> tuple[Config, tuple[Note, 
 def _open_inputs(start: Start, variables: Mapping[str, str], kernels: Kernels) -> Inputs:
     """Open everything that one rank can open without the others."""
     config, distributed = start.config, start.distributed
+    if distributed.rank == 0:
+        check_trackers(config)
     script = config.training.export_callback_script if distributed.rank == 0 else ""
     callback = open_callback(script, environment_with(variables), variables)
     data = open_data(config, distributed.rank, distributed.world_size)

@@ -41,7 +41,7 @@ READS_ENVIRONMENT = {
     "run/launch.py",
     "run/launcher_watch.py",
     "run/libraries.py",
-    "monitor/trackers.py",
+    "monitor/trackers/wandb_login.py",
 }
 
 FORBIDDEN_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}

@@ -43,7 +43,7 @@ MOST_FILES = 100
 # Options whose ~ is expanded here, because the shell leaves --flag=~/folder alone.
 PATHS = frozenset(
     "experiment_dir data_path dataset_cache loss_mask tokenizer_file pretrained_checkpoint_path load_checkpoint_path "
-    "sample_prompts export_callback_script".split()
+    "sample_prompts export_callback_script tensorboard_dir".split()
 )
 LARGEST_FILE_BYTES = 2**20
 # Group 1 is kept: quoted text and escaped characters. Comments and escaped line breaks are dropped.
@@ -283,6 +283,8 @@ class _Parser:
             return os.path.expanduser(value) if value and flag.name in PATHS else value
         if not all(values):
             raise BadValueError("the value is empty (an unset variable?); write a value or leave the flag out")
+        if flag.optional and [text.lower() for text in values] == ["none"]:
+            return None
         items = parse_list(flag, values)
         return tuple(os.path.expanduser(text) for text in items) if flag.name in PATHS else items
 

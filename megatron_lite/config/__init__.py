@@ -20,6 +20,7 @@ from megatron_lite.config.optimizer import AveragingConfig, OptimizerConfig
 from megatron_lite.config.option import Area
 from megatron_lite.config.source import SourceConfig
 from megatron_lite.config.system import DistributedConfig, MultiStageConfig, RunConfig
+from megatron_lite.config.tracking import TrackingConfig
 from megatron_lite.config.training import BatchConfig, DataConfig, TrainingConfig
 
 
@@ -40,6 +41,7 @@ class Config:
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
+    tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
 
 
 AREAS: dict[str, type[Area]] = {field.name: type(getattr(Config(), field.name)) for field in dataclasses.fields(Config)}
@@ -59,6 +61,7 @@ class Draft(
     TrainingConfig,
     CheckpointConfig,
     RunConfig,
+    TrackingConfig,
 ):
     """All options of one run in one writable object, as `draft.<name>`: validation checks it and fills it in."""
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from megatron_lite.config.numbers import NonNegativeInt, PositiveFloat, PositiveInt
 from megatron_lite.config.option import Area, Auto, debug_level, idle_unless, low_precision_option, option, optional
+from megatron_lite.config.tracking import WANDB
 
 
 class DtypeNames(NamedTuple):
@@ -23,9 +24,6 @@ DTYPES: Mapping[str, DtypeNames] = MappingProxyType(
     {"fp32": DtypeNames("float32", "F32"), "bf16": DtypeNames("bfloat16", "BF16"), "fp16": DtypeNames("float16", "F16")}
 )
 DTYPE_ALIASES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
-
-# Options that have no effect unless another one has this value.
-wandb_option = idle_unless("wandb_entity_name")
 
 
 @dataclass
@@ -108,7 +106,7 @@ class RunConfig(Area):
     """Run and monitoring"""
 
     experiment_dir: str | None = optional("folder for all files of the run", "nothing is written", basic=True)
-    experiment_name: str | None = wandb_option(
+    experiment_name: str | None = idle_unless(WANDB)(
         None, "name of the run in Weights & Biases", unset="name of experiment_dir", aliases="wandb_exp_name"
     )
     log_interval: PositiveInt = option(100, "iterations between log lines", basic=True)
@@ -137,17 +135,6 @@ class RunConfig(Area):
     show_tensor_logs: bool = option(True, "print logged tensors")
     tensor_logs_show_elements: NonNegativeInt = option(8, "sampled elements to print per tensor")
     peak_tflops: PositiveFloat | None = optional("dense peak TFLOP/s of one device, for mfu", "known for common GPUs")
-    wandb_entity_name: str | None = optional(
-        "Weights & Biases user or team; turns logging there on", "off", aliases="wandb_entity"
-    )
-    wandb_project_name: str = wandb_option("megatron_lite", "Weights & Biases project", aliases="wandb_project")
-    wandb_group_name: str = wandb_option("default", "Weights & Biases group", aliases="wandb_group")
-    wandb_status_interval: PositiveInt | None = wandb_option(
-        None, "iterations between Weights & Biases alerts with metrics", unset="none"
-    )
-    wandb_post_alerts: bool | None = wandb_option(
-        None, "post Weights & Biases alerts when the run starts, ends or fails", unset="on with wandb_status_interval"
-    )
 
 
 def number_of_stages(num_layers: int, layers_per_stage: float) -> int:

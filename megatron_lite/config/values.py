@@ -274,7 +274,7 @@ def parse_list(flag: Flag, words: Sequence[str]) -> tuple[Any, ...]:
         example = "969,30,1" if flag.kind == "list of float" else "one or more items"
         raise BadValueError(f"an item is empty; write {example}")
     if flag.kind == "list of str":
-        return tuple(parse_text(item) for item in items)
+        return tuple(parse_choice(item, flag.option) if flag.option.choices else parse_text(item) for item in items)
     return tuple(_parse_number(flag, item) for item in items)
 
 

@@ -81,4 +81,5 @@ def _cross_check(draft: Draft, world_size: int) -> Iterator[Problem]:
     yield from run.data(draft)
     yield from run.loading(draft)
     yield from run.files(draft)
+    yield from run.tracking(draft)
     yield from sizes(draft)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from megatron_lite.config import Draft
 from megatron_lite.config.structured_values import keep_rules, lr_scale_patterns, size_bytes, weight_stages
 from megatron_lite.config.system import number_of_stages
+from megatron_lite.config.tracking import default_trackers, is_run_id
 from megatron_lite.config.values import is_number
 from megatron_lite.validation.messages import Problem, default, parsing, problem
 
@@ -175,7 +176,29 @@ def files(draft: Draft) -> Iterator[Problem]:
     yield from _samples(draft)
     if draft.experiment_dir is not None:
         draft.experiment_name = default(draft.experiment_name, folder_name(draft.experiment_dir))
+
+
+def tracking(draft: Draft) -> Iterator[Problem]:
+    """Choose the trackers, and check that each has a place."""
     draft.wandb_post_alerts = default(draft.wandb_post_alerts, draft.wandb_status_interval is not None)
+    if draft.wandb_id is not None and not is_run_id(draft.wandb_id):
+        yield problem(draft, "wandb_id", "takes up to 128 letters, digits, - and _")
+    if not (given := draft.trackers):
+        draft.trackers = default_trackers(draft)
+        return
+    if len(set(given)) < len(given):
+        yield problem(draft, "trackers", "one is given twice; leave one out")
+    for tracker, switch in (("wandb", "wandb_entity_name"), ("tensorboard", "tensorboard_dir")):
+        if getattr(draft, switch) is not None and tracker not in given:
+            rule = f"the second turns {tracker} on; add {tracker} to --trackers, or leave {switch} out"
+            yield problem(draft, f"trackers {switch}", rule)
+    if draft.experiment_dir is None and not draft.dry_run:
+        places = {"jsonl": ("experiment_dir",), "tensorboard": ("tensorboard_dir", "experiment_dir")}
+        for tracker, folders in places.items():
+            if tracker in given and not any(getattr(draft, folder) for folder in folders):
+                needs = " or ".join(f"--{folder}" for folder in folders)
+                rule = f"{tracker} has nowhere to write; set {needs}, or leave {tracker} out"
+                yield problem(draft, "trackers", rule, also=" ".join(folders))
 
 
 def _samples(draft: Draft) -> Iterator[Problem]:

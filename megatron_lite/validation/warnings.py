@@ -155,11 +155,13 @@ def unmet(condition: str, options: Draft) -> str:
     for alternative in condition.split(" or "):
         name, sign, values = alternative.partition("!=" if "!=" in alternative else "=")
         value = getattr(options, name)
-        listed = written(value) in values.split("|")
+        listed = (set(value) if isinstance(value, tuple) else {written(value)}) & set(values.split("|"))
         if (sign == "=" and listed) or (sign == "!=" and not listed) or (not sign and value):
             return ""
         if value in (None, ""):
             without.append(f"--{name}")
+        elif isinstance(value, tuple):
+            without.append(f"--{name}={values}" if values else f"--{name}")
         else:
             with_values.append(typed(options, name))
     reasons = [f"with {' and '.join(with_values)}"] if with_values else []

@@ -618,7 +618,7 @@ def test_tutorial_arguments() -> None:
     assert (config.batch.micro_batch_size, config.batch.sequential_micro_batches) == (1, 1)
     assert (config.model.head_groups, config.model.kv_channels, config.model.use_position_embeddings) == (8, 128, False)
     assert (config.learning_rate.min_lr, config.learning_rate.lr_decay_iters) == (3e-6, 500000)
-    assert (config.run.experiment_name, config.run.wandb_entity_name) == ("mistral", "me")
+    assert (config.run.experiment_name, config.tracking.wandb_entity_name) == ("mistral", "me")
     assert (config.checkpoint.max_checkpoints, config.run.log_offset) == (5, 0)
     small = resolve(parse([*argv, *words(PERFORMANCE_ARGS_SMALL_CLUSTER)]).config, 4)
     assert (small.batch.micro_batch_size, small.batch.depth_first_micro_batches) == (1, 32)
@@ -628,7 +628,7 @@ def test_tutorial_arguments() -> None:
 def test_tutorial_arguments_with_unset_variables() -> None:
     """Unset Weights & Biases variables turn it off; an unset experiment directory is noticed."""
     argv = words(WANDB_ARGS, WANDB_ENTITY_NAME="", PROJECT_NAME="", PROJECT_VERSION="")
-    run = parse(argv).config.run
+    run = parse(argv).config.tracking
     assert (run.wandb_entity_name, run.wandb_project_name, run.wandb_group_name) == (None, "megatron_lite", "default")
     unset = parse([*words(MONITORING_ARGS, EXP_BASE_DIR=""), "--dataset_source=random", "--split=1,1"])
     with pytest.raises(UsageError, match="--checkpoint_interval=500: there is nowhere to save"):

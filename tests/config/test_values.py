@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from megatron_lite.config.foreign_values import refused_value
-from megatron_lite.config.values import FLAGS, BadValueError, is_legal, parse_value
+from megatron_lite.config.values import FLAGS, BadValueError, is_legal, parse_list, parse_value
 
 
 def suggested(name: str, text: str) -> tuple[str, ...]:
     """Return the choices that the answer to a value names."""
     with pytest.raises(BadValueError) as caught:
-        parse_value(FLAGS[name], text)
+        parse_list(FLAGS[name], [text]) if FLAGS[name].is_list else parse_value(FLAGS[name], text)
     return caught.value.instead
 
 

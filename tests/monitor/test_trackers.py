@@ -5,11 +5,13 @@ import os
 
 import pytest
 
-from megatron_lite.config import Config
+from megatron_lite.config import Config, TrackingConfig
 from megatron_lite.errors import StorageError
 from megatron_lite.monitor import logging as our_logging
 from megatron_lite.monitor.logging import start_logging, stop_logging
 from megatron_lite.monitor.trackers import Trackers, open_trackers, read_metrics
+
+LINES = Config(tracking=TrackingConfig(trackers=("jsonl",)))
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +21,7 @@ def handlers_removed():
 
 
 def log(directory, *records, run=0):
-    trackers = open_trackers(Config(), directory, run)
+    trackers = open_trackers(LINES, directory, run)
     for record in records:
         trackers.log(record)
     trackers.close(0)
@@ -47,7 +49,7 @@ def test_values_that_json_lacks_are_null(tmp_path):
 
 
 def test_each_record_is_one_write(tmp_path, monkeypatch):
-    trackers = open_trackers(Config(), tmp_path, 0)
+    trackers = open_trackers(LINES, tmp_path, 0)
     writes = []
     write = os.write
     monkeypatch.setattr(our_logging.os, "write", lambda fd, data: writes.append(data) or write(fd, data))
@@ -91,7 +93,7 @@ def test_damaged_content_is_left_out_not_fatal(tmp_path, content):
 
 def test_a_full_disk_is_reported_once_and_counted(tmp_path, capsys, monkeypatch):
     start_logging(None, 0, 1, to_console=True, timestamps=False)
-    trackers = open_trackers(Config(), tmp_path, 0)
+    trackers = open_trackers(LINES, tmp_path, 0)
     trackers.log(training(1, 5.0))
     write = os.write
     with monkeypatch.context() as full:
@@ -121,7 +123,7 @@ def test_real_enospc(capsys):
 
 def test_without_an_experiment_directory_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trackers = open_trackers(Config(), None, 0)
+    trackers = open_trackers(LINES, None, 0)
     trackers.log(training(1, 5.0))
     trackers.close(0)
     Trackers().log(training(1, 5.0))
@@ -131,11 +133,11 @@ def test_without_an_experiment_directory_nothing_is_written(tmp_path, monkeypatc
 def test_a_file_that_cannot_be_opened_is_a_storage_error(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(StorageError, match="metrics.jsonl"):
-        open_trackers(Config(), tmp_path, 0)
+        open_trackers(LINES, tmp_path, 0)
 
 
 def test_close_twice_and_late_records_do_nothing(tmp_path):
-    trackers = open_trackers(Config(), tmp_path, 0)
+    trackers = open_trackers(LINES, tmp_path, 0)
     trackers.close(0)
     trackers.close(0)
     trackers.log(training(1, 1.0))

@@ -9,14 +9,15 @@ import types
 
 import pytest
 
-from megatron_lite.config import Config, RunConfig, flatten
+from megatron_lite.config import Config, RunConfig, TrackingConfig, flatten
 from megatron_lite.errors import EXIT_PREEMPTED, UsageError
-from megatron_lite.monitor import wandb_tracker
 from megatron_lite.monitor.logging import start_logging, stop_logging
-from megatron_lite.monitor.trackers import open_trackers, read_metrics
+from megatron_lite.monitor.trackers import open_trackers, queued_tracker, read_metrics, wandb_tracker
 
 CANARY = "c0ffee00" * 5
-OPTIONS = RunConfig(wandb_entity_name="me", wandb_project_name="project", wandb_group_name="v1", log_interval=10)
+OPTIONS = TrackingConfig(
+    trackers=("jsonl", "wandb"), wandb_entity_name="me", wandb_project_name="project", wandb_group_name="v1"
+)
 
 
 class FakeRun:
@@ -88,8 +89,13 @@ def key(monkeypatch, wandb):
     monkeypatch.setenv("WANDB_API_KEY", CANARY)
 
 
+def settings(experiment_name=None, **options):
+    tracking = dataclasses.replace(OPTIONS, **options)
+    return Config(run=RunConfig(experiment_name=experiment_name), tracking=tracking)
+
+
 def run(directory, *records, exit_code=0, number=0, **options):
-    trackers = open_trackers(Config(run=dataclasses.replace(OPTIONS, **options)), directory, number)
+    trackers = open_trackers(settings(**options), directory, number)
     for record in records:
         trackers.log(record)
     trackers.close(exit_code)
@@ -104,8 +110,8 @@ def test_points_and_settings_that_are_sent(tmp_path, wandb, key):
     run(directory, training(10, 2.5), {"phase": "validation", "iteration": 10, "loss": 2.75}, number=3)
     (init,) = wandb.inits
     assert (init["entity"], init["project"], init["group"], init["name"]) == ("me", "project", "v1", "llama-small")
-    assert init["config"] == flatten(Config(run=OPTIONS))
-    assert init["resume"] == "allow" and init["settings"]["init_timeout"] == 10
+    assert init["config"] == flatten(settings())
+    assert init["resume"] == "allow" and init["settings"]["init_timeout"] == 8
     assert init["dir"] == str(directory / "runs/3")
     assert wandb.metrics == [("iteration", None), ("*", "iteration")]  # our step, which may go back on a resume
     first, second = wandb.logged
@@ -145,7 +151,7 @@ def test_a_damaged_id_file_starts_a_new_run(tmp_path, wandb, key, content):
 
 def test_without_an_entity_the_package_is_not_touched(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would fail
-    trackers = open_trackers(Config(), tmp_path, 0)
+    trackers = open_trackers(settings(trackers=("jsonl",)), tmp_path, 0)
     trackers.log(training(1))
     trackers.close(0)
 
@@ -228,7 +234,7 @@ def test_failures_while_logging_are_reported_once_and_counted(tmp_path, wandb, k
 
 
 def test_a_stuck_library_costs_points_not_time(tmp_path, wandb, key, capsys, monkeypatch):
-    monkeypatch.setattr(wandb_tracker, "MAX_QUEUED_RECORDS", 10)
+    monkeypatch.setattr(queued_tracker, "MAX_QUEUED_RECORDS", 10)
     monkeypatch.setattr(wandb_tracker, "INIT_TIMEOUT_S", 0.1)
     monkeypatch.setattr(wandb_tracker, "FINISH_TIMEOUT_S", 0.1)
     wandb.stuck = threading.Event()

@@ -208,7 +208,7 @@ def test_tutorial_strings_describe_mistral(captured: dict[str, str]) -> None:
     assert (config.model.num_layers, config.model.head_groups, config.model.window_size) == (32, 8, 4096)
     assert (config.batch.micro_batch_size, config.batch.sequential_micro_batches) == (1, 1)
     assert (config.learning_rate.min_lr, config.distributed.training_dtype) == (3e-6, "bf16")
-    assert (config.run.experiment_name, config.run.wandb_entity_name) == ("mistral", "someone")
+    assert (config.run.experiment_name, config.tracking.wandb_entity_name) == ("mistral", "someone")
 
 
 def test_mistral_script_is_the_readme_in_a_file(captured: dict[str, str]) -> None:
@@ -220,7 +220,7 @@ def test_mistral_script_is_the_readme_in_a_file(captured: dict[str, str]) -> Non
     launcher, flags = split_command(captured)
     assert launcher == ["--standalone", "--nproc-per-node=gpu"]
     assert configuration(flags, 128) == expected
-    assert expected.run.wandb_entity_name is None
+    assert expected.tracking.wandb_entity_name is None
 
 
 def test_mistral_flags_are_the_model_and_batch_of_the_script(captured: dict[str, str]) -> None:

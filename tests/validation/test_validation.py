@@ -85,10 +85,10 @@ def test_other_defaults() -> None:
     assert (config.learning_rate.lr_decay_iters, config.learning_rate.min_lr) == (50, 0.0)
     assert (config.optimizer.loss_scale, config.multi_stage.zero_stage) == (1.0, 1)
     assert (config.data.prefetch_factor, config.data.split) == (2, (9.0, 1.0, 0.0))
-    assert (config.run.experiment_name, config.run.wandb_post_alerts) == ("mistral", True)
+    assert (config.run.experiment_name, config.tracking.wandb_post_alerts) == ("mistral", True)
     config = resolved(training_dtype="fp16", num_workers=0)
     assert (config.optimizer.loss_scale, config.data.prefetch_factor) == (None, None)
-    assert (config.run.experiment_name, config.run.wandb_post_alerts) == (None, False)
+    assert (config.run.experiment_name, config.tracking.wandb_post_alerts) == (None, False)
 
 
 # --- Batch arithmetic
@@ -200,6 +200,15 @@ def test_cross_entropy_splits() -> None:
         (dict(dataset_source="list", data_path=("0.5", "a", "b")), "write a weight before every prefix"),
         (dict(checkpoint_interval=5), "--checkpoint_interval=5: there is nowhere to save"),
         (dict(export_interval=5), "set --experiment_dir or leave export_interval out"),
+        (dict(trackers=("jsonl",)), "--trackers=jsonl: jsonl has nowhere to write; set --experiment_dir, or leave"),
+        (
+            dict(trackers=("tensorboard",)),
+            "tensorboard has nowhere to write; set --tensorboard_dir or --experiment_dir",
+        ),
+        (dict(trackers=("wandb",), tensorboard_dir="/t"), "the second turns tensorboard on; add tensorboard"),
+        (dict(trackers=("wandb", "wandb")), "--trackers=wandb wandb: one is given twice"),
+        (dict(trackers=("comet",)), "--trackers=comet: takes jsonl, wandb, tensorboard"),
+        (dict(wandb_id="../x"), "--wandb_id=../x: takes up to 128 letters, digits, - and _"),
         (dict(stop_interval=5), "--stop_interval=5"),
         (dict(max_minutes=5.0), "--max_minutes=5: there is nowhere to save"),
         (dict(zero_stage=0), "--zero_stage=0: every rank would hold and update"),
@@ -310,6 +319,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "attention_backend": ("auto", "flash", "math"),
     "wandb_entity_name": (None, "me"),
     "wandb_status_interval": (None, 2),
+    "trackers": (None, ("jsonl",), ("tensorboard", "wandb")),
+    "tensorboard_dir": (None, "/tb"),
 }
 
 
@@ -360,7 +371,10 @@ def test_pairs_of_options() -> None:
         "stop_before_end_s",
         "experiment_dir",
         "experiment_name",
+        "tensorboard_dir",
         "wandb_entity_name",
+        "wandb_id",
+        "wandb_mode",
         "wandb_status_interval",
         "loss_scale",
         "prefetch_factor",
@@ -511,6 +525,10 @@ def test_bad_weighted_paths(words: str) -> None:
         (dict(train_iters=0, debug_layer_outputs=2), "--debug_layer_outputs has no effect with --train_iters=0"),
         (dict(experiment_name="x"), "--experiment_name has no effect without --wandb_entity_name"),
         (dict(wandb_project_name="x"), "--wandb_project_name has no effect without --wandb_entity_name"),
+        (
+            dict(wandb_tags=("x",), trackers=()),
+            "--wandb_tags has no effect without --wandb_entity_name or --trackers=wandb",
+        ),
         (dict(wandb_status_interval=3, wandb_post_alerts=False), "--wandb_status_interval has no effect"),
     ],
 )

@@ -92,9 +92,7 @@ TRAINER = (
     Row("logging_nan_inf_filter include_num_input_tokens_seen include_tokens_per_second", remark=_LOGGED),
     Row("disable_tqdm", remark=f"a progress bar is only in a terminal; {_LOGGED}"),
     Row(
-        "report_to",
-        "--wandb_entity_name=<team> for wandb",
-        "others are not supported yet; metrics.jsonl has every number",
+        "report_to", "--trackers", "or --wandb_entity_name=<team> for wandb; wandb, tensorboard, or both after a comma"
     ),
     Row("run_name", "--experiment_name", "with --wandb_entity_name"),
     Row("project trackio_*", "--wandb_project_name", "with --wandb_entity_name"),

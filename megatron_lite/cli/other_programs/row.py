@@ -77,7 +77,7 @@ RECOMPUTE = (
     "--mlp_recompute_level=none,full:<N> for the first N MLPs"
 )
 TOKENIZED = "scripts/prepare_data.py makes the files of --data_path from text"
-TENSORBOARD = "TensorBoard is not supported yet; metrics.jsonl in --experiment_dir has every number"
+TENSORBOARD = "TensorBoard gets every number of metrics.jsonl"
 PRETRAINED = "--pretrained_checkpoint_path=<folder of a checkpoint>"
 RUN_FOLDER = "--experiment_dir=<folder>"
 WANDB = "turns Weights & Biases on; metrics.jsonl is always written"

@@ -1,10 +1,12 @@
-"""Weights & Biases in a separate thread, so that it cannot delay training."""
+"""Weights & Biases in a separate thread: a run that every start of an experiment continues, alerts, offline by itself.
+
+If the service is slow, unreachable or dies, points are dropped and counted, and training does not wait.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import queue
 import secrets
 import shlex
 import tempfile
@@ -13,63 +15,58 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import megatron_lite
 from megatron_lite.config import Config, flatten
+from megatron_lite.config.tracking import is_run_id
 from megatron_lite.errors import EXIT_PREEMPTED
 from megatron_lite.monitor.logging import get_logger
 from megatron_lite.monitor.metrics import format_record
+from megatron_lite.monitor.trackers.queued_tracker import QueuedTracker, numbers_of
+from megatron_lite.monitor.watch.values import Watched
 from megatron_lite.run.durable_files import replace_file
 
-INIT_TIMEOUT_S = 10
+INIT_TIMEOUT_S = 8  # of the run online; offline it begins within 10 s
 FINISH_TIMEOUT_S = 20
-MAX_QUEUED_RECORDS = 1000
 ID_FILE = "wandb.json"
 ALSO = {"loss": "language_model_loss"}  # the name of a key in Fast-LLM, whose charts show it
 _STEP = "iteration"  # our own step: the library's must not decrease, and a resumed run goes back a little
 
 
-def _run_id(experiment_dir: Path | None) -> str:
-    """Return the id with which every start of an experiment continues one Weights & Biases run."""
-    if experiment_dir is None:
-        return secrets.token_hex(4)
-    path = experiment_dir / ID_FILE
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))["id"]
-        if isinstance(known, str) and known.isalnum():
-            return known
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, KeyError, TypeError):
-        get_logger().warning("%s is not readable; this start is a new Weights & Biases run", path)
-    new = secrets.token_hex(4)
-    try:
-        replace_file(path, json.dumps({"id": new}).encode() + b"\n")
-    except OSError as error:
-        get_logger().warning("cannot write %s: %s; the next start is a new Weights & Biases run", path, error.strerror)
-    return new
-
-
-class WandbTracker:
-    """A Weights & Biases run fed through a bounded queue. No method blocks for long or raises.
+class WandbTracker(QueuedTracker):
+    """A Weights & Biases run.
 
     Args:
         wandb: the module.
         key: goes to the library only; None lets the library use the key of `wandb login`.
         offline: reason to record the run on disk only, or None to go online.
+        keeps_lines: see `QueuedTracker`.
     """
 
+    title = "Weights & Biases"
+
     def __init__(
-        self, wandb: Any, config: Config, key: str | None, offline: str | None, experiment_dir: Path | None, run: int
+        self,
+        wandb: Any,
+        config: Config,
+        key: str | None,
+        offline: str | None,
+        experiment_dir: Path | None,
+        run: int,
+        keeps_lines: bool = True,
     ) -> None:
-        options, self._wandb, self._key, self._offline = config.run, wandb, key, offline
-        self._name = options.experiment_name or (experiment_dir.absolute().name if experiment_dir else None)
+        super().__init__(keeps_lines, INIT_TIMEOUT_S + FINISH_TIMEOUT_S)
+        options, self._wandb, self._key, self._offline = config.tracking, wandb, key, offline
+        self._name = config.run.experiment_name or (experiment_dir.absolute().name if experiment_dir else None)
         folder = experiment_dir / "runs" / str(run) if experiment_dir else Path(tempfile.mkdtemp(prefix="wandb-"))
         self._directory = folder.absolute()
+        self._mode, self._saves_code = options.wandb_mode, options.wandb_save_code
         self._init_arguments: dict[str, Any] = {
             "entity": options.wandb_entity_name,
             "project": options.wandb_project_name,
             "group": options.wandb_group_name,
             "name": self._name,
-            "id": _run_id(experiment_dir),
+            "id": _run_id(experiment_dir, options.wandb_id),
+            "tags": list(options.wandb_tags) or None,
             "resume": "allow",
             "dir": str(self._directory),
             "config": flatten(config),
@@ -78,98 +75,79 @@ class WandbTracker:
         if self._post_alerts is None:
             self._post_alerts = self._status_interval is not None
         self._last_status: int | None = None
-        self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(MAX_QUEUED_RECORDS)
-        self._dropped = self._failed = 0  # records
-        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self._run: Any = None
         self._thread.start()
         self.alert(f"{self._name} started", f"run {run}")
 
-    def log(self, record: Mapping[str, Any]) -> None:
+    def log(self, record: Mapping[str, Any], watched: Watched | None = None) -> None:
         """Send a record: numbers as `<phase>/<key>` over `iteration`, and an alert at each status interval.
 
         `training/loss` is also `training/language_model_loss`, and so are those of other phases.
         """
-        phase, iteration = record["phase"], record[_STEP]
         record = {**record, **{other: record[key] for key, other in ALSO.items() if key in record}}
-        numbers = {
-            f"{phase}/{key}": value
-            for key, value in record.items()
-            if key not in (_STEP, "train_iters") and isinstance(value, (int, float))
-        }
-        self._put("log", ({**numbers, _STEP: iteration},))
-        if self._status_interval is None or phase != "training":
+        super().log(record, watched)
+        iteration = record["iteration"]
+        if self._status_interval is None or record["phase"] != "training":
             return
         # Records come at log intervals, which may miss the status interval.
         status = iteration // self._status_interval
         if self._last_status is not None and status > self._last_status or iteration % self._status_interval == 0:
-            self._put("alert", (f"{self._name} at iteration {iteration}", format_record(record)))
+            self.alert(f"{self._name} at iteration {iteration}", format_record(record), is_status=True)
         self._last_status = status
 
-    def alert(self, title: str, text: str) -> None:
-        """Post an alert if --wandb_post_alerts is on."""
-        if self._post_alerts:
-            self._put("alert", (title, text))
+    def alert(self, title: str, text: str, is_status: bool = False) -> None:
+        """Post an alert: a status at its interval, any other one if --wandb_post_alerts is on."""
+        if is_status or self._post_alerts:
+            self._put(False, self._post, title, text)
 
     def close(self, exit_code: int) -> None:
         """Send the queued records and finish the run; give up within a minute."""
         how = {0: "ended", EXIT_PREEMPTED: "stopped and saved"}.get(exit_code, f"failed with exit code {exit_code}")
         self.alert(f"{self._name} {how}", f"exit code {exit_code}")
-        try:
-            self._queue.put(("finish", (exit_code,)), timeout=FINISH_TIMEOUT_S)
-            self._thread.join(INIT_TIMEOUT_S + FINISH_TIMEOUT_S)
-        except queue.Full:
-            pass
-        if self._thread.is_alive():
-            # Its exit hook would wait for the hung service forever; tearing down removes the hook.
-            threading.Thread(target=self._wandb.teardown, name="wandb teardown", daemon=True).start()
-            get_logger().warning("Weights & Biases does not answer; to send what is missing: %s", self._sync_command())
-        if lost := self._dropped + self._failed:
-            get_logger().warning("%d points did not reach Weights & Biases; metrics.jsonl has them all", lost)
+        super().close(exit_code)
 
-    def _put(self, action: str, arguments: tuple[Any, ...]) -> None:
-        try:
-            self._queue.put_nowait((action, arguments))
-        except queue.Full:
-            self._dropped += action == "log"
-            if self._dropped == 1:
-                get_logger().warning("Weights & Biases is too slow; points are dropped (metrics.jsonl keeps them)")
+    def _abandon(self) -> None:
+        # Its exit hook would wait for the hung service forever; tearing down removes the hook.
+        threading.Thread(target=self._wandb.teardown, name="wandb teardown", daemon=True).start()
+        get_logger().warning("Weights & Biases does not answer; to send what is missing: %s", self._sync_command())
 
     # -- in the thread ----------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
-        run, action = self._start(), ""
-        while action != "finish":
-            action, arguments = self._queue.get()
-            try:
-                getattr(run, action)(*arguments)
-            except Exception as error:
-                self._failed += action == "log"
-                if run is not None and (self._failed <= 1 or action == "finish"):
-                    get_logger().warning("Weights & Biases: %s", self._describe(error))
-        self._tear_down()
-
-    def _start(self) -> Any | None:
-        """Open the run online, else offline; None if neither works."""
+    def _begin(self) -> bool:
+        """Open the run online, else offline."""
         logger = get_logger()
         if self._offline is None:
             try:
-                run = self._init(None)
-                if url := getattr(run, "url", None):
+                self._run = self._init(self._mode)
+                if url := getattr(self._run, "url", None):
                     logger.info("Weights & Biases: %s", url)
-                return run
+                self._save_code()
+                return True
             except Exception as error:
                 self._offline = self._describe(error)
-                self._tear_down()  # its service still holds the run id
+                self._leave()  # its service still holds the run id
         logger.warning(
             "Weights & Biases is offline (%s); to send the run later: %s", self._offline, self._sync_command()
         )
-        try:
-            return self._init("offline")
-        except Exception as error:
-            logger.warning("no Weights & Biases: %s", self._describe(error))
-            return None
+        self._run = self._init("offline")
+        self._save_code()
+        return True
 
-    def _tear_down(self) -> None:
+    def _send(self, record: Mapping[str, Any], watched: Watched | None) -> None:
+        values: dict[str, Any] = {**numbers_of(record), _STEP: record[_STEP]}
+        if watched is not None:
+            values |= dict(watched.numbers())
+            for tag, histogram in watched.histograms():
+                values[tag] = self._wandb.Histogram(np_histogram=(histogram.counts, histogram.edges))
+        self._run.log(values)
+
+    def _post(self, title: str, text: str) -> None:
+        self._run.alert(title, text)
+
+    def _end(self, exit_code: int) -> None:
+        self._run.finish(exit_code)
+
+    def _leave(self) -> None:
         with contextlib.suppress(Exception):
             self._wandb.teardown()
 
@@ -180,6 +158,7 @@ class WandbTracker:
             "finish_timeout_raises": True,
             "silent": True,  # this class logs what users need
             "console": "off",  # with stdout captured, a hung service would block every print
+            "save_code": self._saves_code,
         }
         if self._key is not None and mode != "offline":
             settings["api_key"] = self._key  # unlike wandb.login(key), this is not stored in the user's netrc
@@ -192,6 +171,11 @@ class WandbTracker:
         run.define_metric("*", step_metric=_STEP)
         return run
 
+    def _save_code(self) -> None:
+        """Add the source of this program to the run (--wandb_save_code)."""
+        if self._saves_code:
+            self._run.log_code(str(Path(megatron_lite.__file__).parent))
+
     def _sync_command(self) -> str:
         runs = "run-*" if self._offline is None else "offline-run-*"
         return f"wandb sync {shlex.quote(str(self._directory))}/wandb/{runs}"
@@ -199,3 +183,27 @@ class WandbTracker:
     def _describe(self, error: Exception) -> str:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         return (text.replace(self._key, "<key>") if self._key else text)[:200]
+
+
+def _run_id(experiment_dir: Path | None, chosen: str | None) -> str:
+    """Return the id with which every start of an experiment continues one Weights & Biases run.
+
+    chosen: of --wandb_id; later starts continue it without the flag.
+    """
+    if experiment_dir is None:
+        return chosen or secrets.token_hex(4)
+    path, known = experiment_dir / ID_FILE, None
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))["id"]
+        if isinstance(known, str) and is_run_id(known) and chosen in (None, known):
+            return known
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError):
+        get_logger().warning("%s is not readable; this start is a new Weights & Biases run", path)
+    new = chosen or secrets.token_hex(4)
+    try:
+        replace_file(path, json.dumps({"id": new}).encode() + b"\n")
+    except OSError as error:
+        get_logger().warning("cannot write %s: %s; the next start is a new Weights & Biases run", path, error.strerror)
+    return new

@@ -1,0 +1,129 @@
+"""All destinations of a run together: which ones --trackers asks for, their packages, and one call that feeds them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_lite.config import Config
+from megatron_lite.errors import UsageError
+from megatron_lite.monitor.trackers.metrics_file import METRICS_FILE, MetricsFile
+from megatron_lite.monitor.trackers.tensorboard_tracker import TensorBoardTracker
+from megatron_lite.monitor.trackers.wandb_login import read_key, send_no_error_reports, why_offline
+from megatron_lite.monitor.trackers.wandb_tracker import WandbTracker
+from megatron_lite.monitor.watch.values import Watched
+
+TENSORBOARD_FOLDER = "tensorboard"
+_PACKAGES = ("wandb", "tensorboard")  # trackers that are packages of this name
+
+
+class Destination(Protocol):
+    """One place for metrics. Neither method blocks for long or raises."""
+
+    def log(self, record: Mapping[str, Any], watched: Watched | None = None) -> None: ...
+
+    def close(self, exit_code: int) -> None: ...
+
+
+class Trackers:
+    """All destinations of metrics; none on ranks that do not report."""
+
+    def __init__(self, destinations: Sequence[Destination] = (), run: int = 0) -> None:
+        self._destinations, self._run = destinations, run
+
+    def log(self, record: Mapping[str, Any], watched: Watched | None = None) -> None:
+        """Record metrics, at least `phase` and `iteration`; adds `run` and `time`, in seconds since 1970.
+
+        Values are plain numbers or text, never tensors. watched: numbers and histograms that go with the record.
+        """
+        record = {**record, "run": self._run, "time": round(time.time(), 3)}
+        for destination in self._destinations:
+            destination.log(record, watched)
+
+    def close(self, exit_code: int) -> None:
+        """Close the files, send what is queued and finish the run in Weights & Biases. A second call does nothing."""
+        destinations, self._destinations = self._destinations, ()
+        for destination in destinations:
+            destination.close(exit_code)
+
+
+def check_trackers(config: Config) -> None:
+    """Check, before any work, that the packages of the trackers are installed and that the key file is usable.
+
+    Raises:
+        UsageError: if not.
+    """
+    for name in _PACKAGES:
+        if name in config.tracking.trackers:
+            try:
+                found = importlib.util.find_spec(name) is not None
+            except ValueError:  # a module without a specification, made by hand
+                found = True
+            if not found:
+                raise _missing(name, config, "it is not installed")
+    if "wandb" in config.tracking.trackers:
+        read_key()
+
+
+def open_trackers(
+    config: Config, experiment_dir: Path | None, run: int, reports: bool = True, iteration: int = 0
+) -> Trackers:
+    """Open every destination of metrics; none unless this rank `reports`.
+
+    Args:
+        config: resolved.
+        experiment_dir: None writes no file.
+        run: number of this start, as in runs/<run>.
+        iteration: iterations done; destinations that can drop what they have of later ones.
+
+    Raises:
+        UsageError: if a package cannot be imported, or the key file of Weights & Biases is unusable.
+        StorageError: if metrics.jsonl cannot be opened.
+    """
+    names = config.tracking.trackers if reports else ()
+    destinations: list[Destination] = []
+    keeps_lines = "jsonl" in names and experiment_dir is not None
+    if "jsonl" in names and experiment_dir is not None:
+        destinations.append(MetricsFile(experiment_dir / METRICS_FILE))
+    if "tensorboard" in names:
+        destinations.append(_open_tensorboard(config, experiment_dir, iteration, keeps_lines))
+    if "wandb" in names:
+        destinations.append(_open_wandb(config, experiment_dir, run, keeps_lines))
+    return Trackers(destinations, run)
+
+
+def _open_wandb(config: Config, experiment_dir: Path | None, run: int, keeps_lines: bool) -> WandbTracker:
+    """Start the thread of Weights & Biases."""
+    send_no_error_reports()
+    wandb, key = _import("wandb", "wandb", config), read_key()
+    offline = why_offline(config.tracking.wandb_mode, key)
+    return WandbTracker(wandb, config, key, offline, experiment_dir, run, keeps_lines)
+
+
+def _open_tensorboard(
+    config: Config, experiment_dir: Path | None, iteration: int, keeps_lines: bool
+) -> TensorBoardTracker:
+    """Start the thread of TensorBoard."""
+    module = _import("torch.utils.tensorboard", "tensorboard", config)
+    folder = config.tracking.tensorboard_dir
+    if folder is None:
+        assert experiment_dir is not None, "tensorboard has no folder"
+        folder = str(experiment_dir / TENSORBOARD_FOLDER)
+    return TensorBoardTracker(module.SummaryWriter, folder, iteration, keeps_lines)
+
+
+def _import(module: str, tracker: str, config: Config) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise _missing(tracker, config, f"it cannot be imported ({error})") from None
+
+
+def _missing(tracker: str, config: Config, reason: str) -> UsageError:
+    entity = config.tracking.wandb_entity_name
+    flag = f"--wandb_entity_name={entity}" if tracker == "wandb" and entity else f"--trackers={tracker}"
+    return UsageError(f"{flag} needs the package {tracker}: {reason}; install it with: python -m pip install {tracker}")

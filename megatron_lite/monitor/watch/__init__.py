@@ -1,0 +1,1 @@
+"""Statistics of gradients, weights, updates and optimizer state (--watch)."""
