@@ -9,7 +9,6 @@ Without matplotlib (`pip install matplotlib`) it is a simple SVG.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -20,10 +19,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
-import scripts  # noqa: F401  names a missing package
+import scripts  # noqa: F401, I001  names a missing package
+import numpy as np
 from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.errors import DataError, RunError, StorageError, UsageError
-from megatron_lite.monitor.trackers import METRICS_FILE, read_metrics
+from megatron_lite.reports.curves import Curve, sparkline
+from megatron_lite.reports.series import read_run
 
 Points = list[tuple[int, float]]  # (iteration, value)
 
@@ -56,60 +57,31 @@ def read_curves(experiment_dir: Path, baselines: list[tuple[str, float]]) -> Cur
     Raises:
         DataError: if the run has no metrics, or no loss among them.
     """
-    path = experiment_dir / METRICS_FILE
-    try:
-        records = read_metrics(path)
-    except OSError as error:
-        raise DataError(
-            f"cannot read {path}: {error.strerror}; give the --experiment_dir of a run that has started training"
-        ) from None
+    metrics = read_run(experiment_dir)
 
-    def series(phase: str, key: str) -> Points:
-        return [
-            (record["iteration"], float(record[key]))
-            for record in records
-            if record.get("phase") == phase
-            and isinstance(record.get("iteration"), int)
-            and isinstance(record.get(key), (int, float))
-        ]
+    def points(phase: str, name: str) -> Points:
+        curve = metrics.curve(phase, name).finite()
+        return list(zip(curve.iterations.tolist(), curve.values.tolist(), strict=True))
 
+    tokens = points("training", "consumed_tokens")
     curves = Curves(
         title=experiment_dir.absolute().name[:60],
-        training=series("training", "loss"),
-        validation=series("validation", "loss"),
-        test=series("test", "loss"),
-        learning_rate=series("training", "learning_rate"),
-        tokens=max((record.get("consumed_tokens") or 0 for record in records), default=0) or None,
+        training=points("training", "loss"),
+        validation=points("validation", "loss"),
+        test=points("test", "loss"),
+        learning_rate=points("training", "learning_rate"),
+        tokens=int(tokens[-1][1]) if tokens else None,
         baselines=baselines,
     )
     if not curves.training and not curves.validation:
-        raise DataError(f"{path} has no loss yet; wait for the first log line of the run")
+        raise DataError(f"{metrics.path} has no loss yet; wait for the first log line of the run")
     return curves
 
 
 def smooth(points: Points) -> Points:
-    """Return a centred moving average over about 1/50 of the curve, narrower at the ends so that it does not lag."""
-    sums = [0.0, *itertools.accumulate(value for _, value in points)]
-    last, widest = len(points) - 1, len(points) // 100
-    result = []
-    for index, (iteration, _) in enumerate(points):
-        radius = max(min(widest, index, last - index), widest // 3)
-        low, high = max(index - radius, 0), min(index + radius, last)
-        result.append((iteration, (sums[high + 1] - sums[low]) / (high + 1 - low)))
-    return result
-
-
-def sparkline(values: Sequence[float], width: int, unicode: bool) -> str:
-    """Draw values as a line of blocks; each column shows the mean of its share."""
-    blocks = "▁▂▃▄▅▆▇█" if unicode else "_.-=+*%#"
-    columns = min(width, len(values))
-    means = []
-    for column in range(columns):
-        share = values[column * len(values) // columns : (column + 1) * len(values) // columns]
-        means.append(sum(share) / len(share))
-    low, high = min(means), max(means)
-    scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
-    return "".join(blocks[round((mean - low) * scale)] for mean in means)
+    """Return a centred moving average over about 1/50 of the curve."""
+    curve = Curve(np.array([point[0] for point in points]), np.array([point[1] for point in points])).smoothed()
+    return list(zip(curve.iterations.tolist(), curve.values.tolist(), strict=True))
 
 
 def format_tokens(tokens: int) -> str:
@@ -376,7 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     for name, points in (("training", curves.training), ("validation", curves.validation)):
         if points:
-            values = [value for _, value in points]
+            values = np.array([value for _, value in points])
             print(f"{name:10} loss {values[0]:.3f} {sparkline(values, 60, unicode)} {values[-1]:.3f}")
     print(f"loss curve: {output}")
     return 0

@@ -21,7 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("outputs",),
     ("setup_run",),
     ("cli", "generation", "planner"),
-    ("corpus", "huggingface"),
+    ("corpus", "huggingface", "reports"),
     ("checkpoint", "data", "monitor"),
     ("optimizer",),
     ("zero", "model"),

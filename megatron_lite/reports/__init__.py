@@ -1,0 +1,1 @@
+"""A run's metrics read back and shown: curves, sparklines, a page, comparisons."""

@@ -1,0 +1,177 @@
+"""metrics.jsonl read back: curves, starts and dropped updates of a run, which may still go on.
+
+The file is opened by its path and read with plain reads each time, so a network file system is as good as any. A start
+of the run that repeats iterations replaces everything that earlier starts logged from there on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_lite.errors import DataError
+from megatron_lite.monitor.trackers import METRICS_FILE
+from megatron_lite.reports.curves import Curve
+
+CHUNK_BYTES = 2**24
+LONGEST_LINE_BYTES = 2**20  # a longer one is no record of ours
+MOST_NAMES = 100_000  # of numbers; a file with more is no metrics.jsonl
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """One start of a run, as its first record shows it."""
+
+    number: int  # as in runs/<number>
+    iteration: int
+    time_s: float | None  # since 1970
+
+
+class Metrics:
+    """The numbers of one run; `update` reads what has been appended since.
+
+    Args:
+        experiment_dir: folder of the run.
+    """
+
+    def __init__(self, experiment_dir: Path) -> None:
+        self.experiment_dir, self.path = experiment_dir, experiment_dir / METRICS_FILE
+        self._clear()
+
+    def _clear(self) -> None:
+        self.starts: list[RunStart] = []
+        self.dropped: dict[int, str] = {}  # why updates up to an iteration were dropped
+        self.last: dict[str, dict[str, Any]] = {}  # newest record of each phase
+        self._columns: dict[tuple[str, str], tuple[array[int], array[float]]] = {}  # 16 bytes a number
+        self._file: tuple[int, int] | None = None  # device and inode
+        self._offset, self._rest = 0, b""
+
+    def update(self) -> bool:
+        """Read what is new; a file that was replaced or became shorter is read anew. Return whether anything is new.
+
+        Raises:
+            DataError: if the file cannot be read, or is no metrics.jsonl.
+        """
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if self._file != (status.st_dev, status.st_ino) or status.st_size < self._offset:
+                    self._clear()
+                    self._file = (status.st_dev, status.st_ino)
+                before = self._offset
+                for line in self._new_lines(file):
+                    self._add_line(line)
+        except OSError as error:
+            fix = "give the --experiment_dir of a run that has started training"
+            raise DataError(f"cannot read {self.path}: {error.strerror}; {fix}") from None
+        return self._offset > before
+
+    def _new_lines(self, file: Any) -> Iterator[bytes]:
+        """Yield the complete new lines; the last, if it is not complete yet, waits for the next call."""
+        file.seek(self._offset)
+        while chunk := file.read(CHUNK_BYTES):
+            self._offset += len(chunk)
+            *lines, self._rest = (self._rest + chunk).split(b"\n")
+            yield from lines
+            self._rest = self._rest[: LONGEST_LINE_BYTES + 1]
+
+    def take_last_line(self) -> None:
+        """Take a last line that lacks only its line break, of a run that has ended."""
+        self._add_line(self._rest)
+        self._rest = b""
+
+    def _add_line(self, line: bytes) -> None:
+        """Take a line; leave out one that is no record, such as a torn one."""
+        if not line.strip() or len(line) > LONGEST_LINE_BYTES:
+            return
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            return
+        if isinstance(record, dict):
+            self.add(record)
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Take one record; leave out one without phase or iteration.
+
+        Raises:
+            DataError: if there are more names of numbers than any run has.
+        """
+        phase, iteration = record.get("phase"), record.get("iteration")
+        if not isinstance(phase, str) or type(iteration) is not int or not 0 <= iteration < 2**62:
+            return
+        self._begin(record, phase, iteration)
+        self.last[phase] = record
+        if isinstance(record.get("skip_reason"), str):
+            self.dropped[iteration] = record["skip_reason"]
+        for name, value in record.items():
+            if (number := _number(value)) is not None:
+                iterations, values = self._columns.setdefault((phase, name), (array("q"), array("d")))
+                iterations.append(iteration)
+                values.append(number)
+        if len(self._columns) > MOST_NAMES:
+            raise DataError(f"{self.path} has more than {MOST_NAMES:,} names of numbers; it is no {METRICS_FILE}")
+
+    def _begin(self, record: dict[str, Any], phase: str, iteration: int) -> None:
+        """Note a new start of the run, and forget what it repeats."""
+        number = record.get("run", 0)
+        if type(number) is not int or (self.starts and number == self.starts[-1].number):
+            return
+        if self.starts:
+            # A start begins with the evaluation that a stop left undone, or with the training after its checkpoint.
+            first = iteration if phase == "training" else iteration + 1
+            for iterations, values in self._columns.values():
+                keep = np.array(iterations) < first
+                iterations[:] = array("q", np.array(iterations)[keep].tobytes())
+                values[:] = array("d", np.array(values)[keep].tobytes())
+            self.dropped = {other: reason for other, reason in self.dropped.items() if other < first}
+        self.starts.append(RunStart(number, iteration, _number(record.get("time"))))
+
+    def names(self, phase: str) -> list[str]:
+        """Return the names of the numbers of a phase, in the order of their first appearance."""
+        return [name for other, name in self._columns if other == phase]
+
+    def phases(self) -> list[str]:
+        """Return the phases: training, validation, test ..."""
+        return list(dict.fromkeys(phase for phase, _ in self._columns))
+
+    def curve(self, phase: str, name: str) -> Curve:
+        """Return a number of a phase; without any record, an empty curve."""
+        iterations, values = self._columns.get((phase, name), (array("q"), array("d")))
+        # The last record of an iteration counts: look for first ones from the end.
+        unique, places = np.unique(np.array(iterations, np.int64)[::-1], return_index=True)
+        return Curve(unique, np.array(values, np.float64)[::-1][places])
+
+
+def read_run(experiment_dir: Path) -> Metrics:
+    """Return all numbers of a run.
+
+    Raises:
+        DataError: if there are none.
+    """
+    metrics = Metrics(experiment_dir)
+    metrics.update()
+    metrics.take_last_line()
+    if not metrics.phases():
+        raise DataError(f"{metrics.path} has no record yet; wait for the first log line of the run")
+    return metrics
+
+
+def _number(value: Any) -> float | None:
+    """Return a JSON number as a float, and null, which stands for a number that was not finite, as NaN."""
+    if value is None:
+        return math.nan
+    if type(value) not in (int, float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else math.nan
+    except OverflowError:
+        return math.nan

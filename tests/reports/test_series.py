@@ -1,0 +1,158 @@
+"""metrics.jsonl is read back as the run was, whatever restarts, crashes and damage left in it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lite.errors import DataError
+from megatron_lite.monitor.trackers import MetricsFile
+from megatron_lite.reports.series import LONGEST_LINE_BYTES, Metrics, RunStart, read_run
+
+
+def line(iteration: Any, loss: Any = 1.0, phase: Any = "training", run: int = 0, **more: Any) -> str:
+    """Return one line as a run writes it."""
+    return (
+        json.dumps({"phase": phase, "iteration": iteration, "loss": loss, "run": run, "time": 7.0 + run, **more}) + "\n"
+    )
+
+
+def write(folder: Path, *lines: str, mode: str = "w") -> Path:
+    """Write or append lines, and return the folder."""
+    with (folder / "metrics.jsonl").open(mode, encoding="utf-8") as file:
+        file.write("".join(lines))
+    return folder
+
+
+def losses(metrics: Metrics, phase: str = "training") -> dict[int, float]:
+    """Return the losses by iteration."""
+    curve = metrics.curve(phase, "loss")
+    return dict(zip(curve.iterations.tolist(), curve.values.tolist(), strict=True))
+
+
+def test_what_the_tracker_writes(tmp_path: Path) -> None:
+    """The program's own file: numbers by phase, text apart, NaN for a number that was not finite."""
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.log({"phase": "training", "iteration": 1, "loss": 3.0, "learning_rate": 1e-3, "skipped_iters": 0})
+    file.log({"phase": "training", "iteration": 2, "loss": math.inf, "skip_reason": "iteration 2: loss inf"})
+    file.log({"phase": "validation", "iteration": 2, "loss": 2.5, "loss/books": 2.25})
+    file.close()
+    run = read_run(tmp_path)
+    assert run.phases() == ["training", "validation"] and run.names("validation") == ["iteration", "loss", "loss/books"]
+    assert losses(run)[1] == 3.0 and math.isnan(losses(run)[2])
+    assert losses(run, "validation") == {2: 2.5} and len(run.curve("test", "loss")) == 0
+    assert run.dropped == {2: "iteration 2: loss inf"} and run.last["validation"]["loss/books"] == 2.25
+    assert run.curve("training", "loss").finite().iterations.tolist() == [1]
+
+
+def test_a_later_start_replaces_what_it_repeats(tmp_path: Path) -> None:
+    """The second start goes on after iteration 20 with another log interval: nothing of the first is left beyond."""
+    first = [line(at, 10.0 + at) for at in (10, 20, 30, 40)] + [
+        line(20, 5.0, "validation"),
+        line(40, 4.0, "validation"),
+    ]
+    second = [line(25, 1.0, run=1), line(50, 2.0, run=1)]
+    run = read_run(write(tmp_path, *first, *second))
+    assert losses(run) == {10: 20.0, 20: 30.0, 25: 1.0, 50: 2.0}
+    assert losses(run, "validation") == {20: 5.0}
+    assert run.starts == [RunStart(0, 10, 7.0), RunStart(1, 25, 8.0)]
+
+
+def test_a_start_that_begins_with_an_evaluation_keeps_its_iteration(tmp_path: Path) -> None:
+    """A stop came before the validation of iteration 20, so the next start makes up for it."""
+    run = read_run(write(tmp_path, line(20), line(30), line(20, 5.0, "validation", run=1), line(30, 2.0, run=1)))
+    assert losses(run) == {20: 1.0, 30: 2.0} and losses(run, "validation") == {20: 5.0}
+
+
+def test_a_file_that_grows(tmp_path: Path) -> None:
+    """Each update reads what is new; half a line waits for its end; a replaced or shorter file is read anew."""
+    metrics = Metrics(write(tmp_path, line(1), line(2)[:30]))
+    assert metrics.update() and losses(metrics) == {1: 1.0}
+    assert not metrics.update()
+    write(tmp_path, line(2)[30:], line(3), mode="a")
+    assert metrics.update() and losses(metrics) == {1: 1.0, 2: 1.0, 3: 1.0}
+    write(tmp_path, line(1, 9.0))  # shorter
+    assert metrics.update() and losses(metrics) == {1: 9.0}
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "old")
+    write(tmp_path, *(line(at, 5.0) for at in range(9)))
+    assert metrics.update() and len(losses(metrics)) == 9
+
+
+def test_a_last_line_without_its_break(tmp_path: Path) -> None:
+    """A whole record at the end of a finished run counts, a torn one does not."""
+    assert losses(read_run(write(tmp_path, line(1), line(2).rstrip()))) == {1: 1.0, 2: 1.0}
+    assert losses(read_run(write(tmp_path, line(1), line(2)[:-3]))) == {1: 1.0}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "\n",
+        "not json\n",
+        "[1, 2]\n",
+        "3\n",
+        "\x00\x00\n",
+        "[" * 100_000 + "\n",
+        "x" * (LONGEST_LINE_BYTES + 1) + "\n",
+        line("one"),
+        line(True),
+        line(-1),
+        line(2**70),
+        line(1.5),
+        line(3, phase=["training"]),
+        line(3, phase=None),
+        '{"phase": "training", "iteration": 3, "loss": "low"}\n',
+        '{"phase": "training", "iteration": 3, "run": "x", "skip_reason": 5}\n',
+    ],
+)
+def test_damaged_lines_are_left_out(tmp_path: Path, damage: str) -> None:
+    """No line keeps the others from being read."""
+    run = read_run(write(tmp_path, line(1), damage, line(2)))
+    assert losses(run) == {1: 1.0, 2: 1.0}
+
+
+def test_numbers_that_json_allows(tmp_path: Path) -> None:
+    """An integer beyond a float, NaN and infinities become NaN."""
+    texts = ("1" + "0" * 400, "NaN", "Infinity", "-1e999", "null")
+    lines = [f'{{"phase": "training", "iteration": {at}, "loss": {text}}}\n' for at, text in enumerate(texts)]
+    assert all(math.isnan(loss) for loss in losses(read_run(write(tmp_path, *lines))).values())
+
+
+def test_runs_without_numbers(tmp_path: Path) -> None:
+    """A missing file, a folder in its place and an empty file are one line."""
+    with pytest.raises(DataError, match=r"metrics.jsonl: No such file or directory; give the --experiment_dir"):
+        read_run(tmp_path)
+    with pytest.raises(DataError, match="has no record yet; wait"):
+        read_run(write(tmp_path, "\n"))
+    (tmp_path / "other" / "metrics.jsonl").mkdir(parents=True)
+    with pytest.raises(DataError, match="Is a directory"):
+        read_run(tmp_path / "other")
+
+
+def test_too_many_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that would fill the memory with columns is refused."""
+    monkeypatch.setattr("megatron_lite.reports.series.MOST_NAMES", 10)
+    with pytest.raises(DataError, match="more than 10 names"):
+        read_run(write(tmp_path, *(line(at, **{f"x{at}": 1}) for at in range(20))))
+
+
+@pytest.mark.slow
+def test_a_million_lines(tmp_path: Path) -> None:
+    """The numbers of a million lines take less than 400 MB."""
+    import resource
+
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for at in range(1, 1_000_001):
+            file.write(line(at, 1.5, learning_rate=1e-3, grad_norm=1.0, tokens_per_sec_per_gpu=1e4))
+    pid = os.fork()
+    if pid == 0:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        run = read_run(tmp_path)
+        grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        os._exit(0 if len(run.curve("training", "loss")) == 10**6 and grown_kib < 400 * 1024 else 1)
+    assert os.waitpid(pid, 0)[1] == 0
