@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Pretrain a GPT: `python pretrain_gpt.py --help`, or `torchrun --nproc-per-node=N pretrain_gpt.py ...`.
 
+pip installs a command and a module: `pretrain_gpt ...`, and `torchrun --nproc-per-node=N -m pretrain_gpt ...`.
 Data workers import this file again, so everything that a run needs is imported inside of `main`.
 """
 
@@ -57,7 +58,8 @@ def main(argv: list[str], launcher: LauncherWatch | None = None) -> int:
     return pretrain(config, arguments.notes, arguments.environment, launcher, arguments.config)
 
 
-if __name__ == "__main__":
+def command() -> int:
+    """Run the program on the words of the command line; the command that pip installs."""
     from megatron_lite.run.launcher_watch import LauncherWatch
 
     launcher_watch = LauncherWatch()  # before anything that takes time
@@ -65,4 +67,8 @@ if __name__ == "__main__":
     from megatron_lite.run.missing_package import name_missing_package
 
     sys.excepthook = name_missing_package
-    sys.exit(main(sys.argv[1:], launcher_watch))
+    return main(sys.argv[1:], launcher_watch)
+
+
+if __name__ == "__main__":
+    sys.exit(command())

@@ -18,6 +18,12 @@ setup(
     license="Apache-2.0",
     packages=find_packages(include=["megatron_lite", "megatron_lite.*"]),
     py_modules=["pretrain_gpt"],
+    entry_points={
+        "console_scripts": [
+            "pretrain_gpt = pretrain_gpt:command",
+            "prepare_data = megatron_lite.cli.prepare_data:command",
+        ]
+    },
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11,<2.14",
@@ -32,7 +38,17 @@ setup(
         "plot": ["matplotlib"],
         "data": ["pyarrow", "zstandard"],
         "tensorboard": ["tensorboard"],
-        "test": ["pytest", "pytest-xdist", "transformers", "hypothesis", "tensorboard"],
+        "docs": ["mkdocs-material"],
+        "test": [
+            "pytest",
+            "pytest-xdist",
+            "transformers",
+            "hypothesis",
+            "tensorboard",
+            "build",
+            "setuptools",
+            "pyyaml",
+        ],
         "dev": ["ruff", "mypy"],
     },
 )

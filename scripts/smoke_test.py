@@ -80,8 +80,8 @@ def note(text: str) -> None:
 class Smoke:
     """One smoke test in a temporary folder; `report` becomes the JSON line."""
 
-    def __init__(self, folder: Path, size: Size, extra_flags: list[str]) -> None:
-        self.folder, self.size, self.extra_flags = folder, size, extra_flags
+    def __init__(self, folder: Path, size: Size, installed: bool, extra_flags: list[str]) -> None:
+        self.folder, self.size, self.installed, self.extra_flags = folder, size, installed, extra_flags
         self.deadline = time.monotonic() + TIME_LIMIT_S
         self.report: dict[str, Any] = {}
 
@@ -100,7 +100,11 @@ class Smoke:
         corpus = self.folder / "corpus.jsonl"
         prefix = self.folder / "corpus"
         self.call(ROOT / "scripts" / "build_corpus.py", "--output", corpus, "--max_bytes", "1e6")
-        self.call(ROOT / "scripts" / "prepare_data.py", corpus, "--output_prefix", prefix, "--tokenizer", "byte")
+        self.call(self.program("scripts/prepare_data.py"), corpus, "--output_prefix", prefix, "--tokenizer", "byte")
+
+    def program(self, path: str) -> Path:
+        """Return a program of the checkout, or the command that pip has made of it."""
+        return Path(sys.executable).parent / Path(path).stem if self.installed else ROOT / path
 
     def call(self, *command: str | Path) -> None:
         """Run a Python script to its end."""
@@ -119,7 +123,7 @@ class Smoke:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *MODEL_FLAGS.split(), *TRAINING_FLAGS.split()]
+        command = [sys.executable, str(self.program("pretrain_gpt.py")), *MODEL_FLAGS.split(), *TRAINING_FLAGS.split()]
         command += self.size.flags()
         command += [f"--vocab_size={VOCAB_SIZE}", f"--data_path={self.folder / 'corpus'}", "--split=90,10,0"]
         command += [f"--tokenizer_file={self.folder / 'corpus.tokenizer.json'}"]
@@ -240,11 +244,11 @@ class Smoke:
             yield file
 
 
-def private_environment(folder: Path) -> dict[str, str]:
+def private_environment(folder: Path, installed: bool) -> dict[str, str]:
     """Return variables that keep every library offline and its files inside `folder`."""
     caches = ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
     return {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": "" if installed else str(ROOT),
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -304,9 +308,10 @@ def main() -> int:
     """Run all steps in a temporary folder; return 0 if every check held."""
     started = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="megatron_lite_smoke_"))
-    os.environ.update(private_environment(folder))  # before this process imports torch
-    flags = [flag for flag in sys.argv[1:] if flag != "--quick"]
-    smoke = Smoke(folder, QUICK if "--quick" in sys.argv[1:] else FULL, flags)
+    installed = "--installed" in sys.argv[1:]
+    os.environ.update(private_environment(folder, installed))  # before this process imports torch
+    flags = [flag for flag in sys.argv[1:] if flag not in ("--quick", "--installed")]
+    smoke = Smoke(folder, QUICK if "--quick" in sys.argv[1:] else FULL, installed, flags)
     steps: dict[str, Callable[[], None]] = {
         "prepare": smoke.prepare,
         "train, kill, resume, export": smoke.train_and_resume,

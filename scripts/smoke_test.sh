@@ -3,6 +3,7 @@
 #
 #     bash scripts/smoke_test.sh                  one GPU in bf16 if there is one, otherwise two processes on the CPU
 #     bash scripts/smoke_test.sh --quick          the same checks with half the iterations
+#     bash scripts/smoke_test.sh --installed      the commands that pip has installed beside the interpreter, not this checkout
 #     bash scripts/smoke_test.sh --device=cuda    fail without a GPU; other arguments go to pretrain_gpt.py and win
 #
 # The last line of standard output is a JSON object with "ok"; the exit code is 0 if ok. Nothing is installed, and all

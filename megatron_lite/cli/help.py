@@ -19,6 +19,7 @@ DOTS_WIDTH = 48  # of a name and its dots in the banner, as in Megatron-LM
 
 INTRODUCTION = """\
 usage: torchrun --nproc-per-node=N pretrain_gpt.py [--flag=value ...] [@file ...]      (or python, for one process)
+installed by pip: torchrun --nproc-per-node=N -m pretrain_gpt ..., or pretrain_gpt ..., in any folder
 
 --a_b=v, --a_b v and --a-b=v are the same. A bare 0|1 flag means 1. If a flag is given twice, the last one counts.
 @file inserts the flags of a file: shell words, # comments, other @files relative to its folder."""

@@ -83,9 +83,10 @@ def test_dry_runs_are_shown_with_their_numbers(command: str, shown: str, tmp_pat
 def test_flags_of_guides_exist(guide: str) -> None:
     """No guide names an option that neither the program has nor a script of ours or another program that it shows."""
     known = {*SPELLINGS, "nproc", "local"}  # of torchrun --nproc-per-node, hf download --local-dir
-    names = ("generate", "evaluate", "convert_checkpoint", "prepare_data", "concatenate_dataset")
+    names = ("generate", "evaluate", "convert_checkpoint", "concatenate_dataset")
     scripts = [ROOT / "scripts" / f"{name}.py" for name in names]
-    for path in (*scripts, ROOT / "megatron_lite" / "generation" / "model_options.py"):
+    modules = [ROOT / "megatron_lite" / name for name in ("generation/model_options.py", "cli/prepare_data.py")]
+    for path in (*scripts, *modules):
         known |= set(re.findall(r'"--(\w+)"', path.read_text("utf-8")))
     named = re.findall(r"--(\w+)(\*?)", (ROOT / "docs" / f"{guide}.md").read_text("utf-8"))
     assert len(named) > 10

@@ -12,6 +12,7 @@ import pytest
 from megatron_lite.run import exit_status
 
 ROOT = Path(__file__).resolve().parents[2]
+PREPARE = "text.txt --output_prefix=data"
 FLAGS = "--num_layers=1 --hidden_size=8 --num_attention_heads=1 --vocab_size=8 --train_iters=1 --dataset_source=random"
 # Found by glob, so that a new program is tested too.
 FILES = ["pretrain_gpt.py", *sorted(f"scripts/{path.name}" for path in ROOT.glob("scripts/[!_]*.py"))]
@@ -23,7 +24,7 @@ MODULES = sorted(
 NEED_NO_PACKAGE = {"scripts/build_corpus.py", "scripts/check_installed.py", "scripts/plot_schedule.py"}
 NEED_NO_PACKAGE |= {"scripts.docs.flags", "scripts.benchmarks.gpu.render", "scripts.benchmarks.gpu.report"}
 NEED_NO_PACKAGE |= {"scripts.benchmarks.cpu", "scripts.benchmarks.cpu.render", "scripts.docs.reliability"}
-NEED_NO_PACKAGE |= {"scripts.benchmarks.preparing"}
+NEED_NO_PACKAGE |= {"scripts.benchmarks.preparing", "scripts/fresh_environment.py"}
 LACKS = re.compile(r"lacks the package (torch|numpy); \w+ .* and repeat the command: (.*)")
 
 
@@ -71,7 +72,7 @@ def test_there_are_programs() -> None:
 @pytest.mark.parametrize("program", FILES)
 def test_programs_name_the_missing_package(program: str, tmp_path: Path) -> None:
     """Without packages and outside of the checkout: no traceback, but one line and exit code 2."""
-    flags = FLAGS.split() if program == "pretrain_gpt.py" else []
+    flags = {"pretrain_gpt.py": FLAGS, "scripts/prepare_data.py": PREPARE}.get(program, "").split()
     result = start(str(ROOT / program), *flags, cwd=tmp_path)
     assert "Traceback" not in result.stderr and "ModuleNotFound" not in result.stdout + result.stderr
     if program == "scripts/smoke_test.py":  # its output is JSON, and its exit code 0 or 1

@@ -119,11 +119,12 @@ def test_readme_begins_with_the_two_commands() -> None:
 
 
 def test_ci_runs_the_test_command_and_both_end_to_end_scripts() -> None:
-    """CI runs the README's test command as it stands, then the quick start and the smoke test."""
+    """CI runs the README's test command as it stands, the quick start, and the smoke test with an installed wheel."""
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
     commands = [line for line in lines if line and not line.startswith(("#", "set ", "cd "))]
     assert commands[0] == RUN_TESTS
     assert [sum(script in line for line in commands) for script in (QUICKSTART, "bash scripts/smoke_test.sh")] == [1, 1]
+    assert "scripts/fresh_environment.py" in commands[-2] and commands[-1].endswith(" --installed")
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 

@@ -1,0 +1,205 @@
+"""The command `prepare_data`, and scripts/prepare_data.py: text becomes token files.
+
+Everything heavy is imported after the command line is known to be good.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_lite.cli.script_parser import ScriptParser
+from megatron_lite.corpus.fields import TextFields, parse_keys
+from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES
+from megatron_lite.errors import EXIT_DONE, RunError, StorageError, UsageError
+from megatron_lite.run.missing_package import name_missing_package
+from megatron_lite.run.threads import available_cores
+
+if TYPE_CHECKING:
+    from megatron_lite.corpus.prepare import CorpusOptions
+
+DESCRIPTION = """\
+Tokenize text files, folders, .jsonl, parquet and arrow files into <output_prefix>.bin and .idx.
+
+    %(prog)s my_texts --output_prefix data/mine --tokenizer byte
+    %(prog)s 'corpus/{web,books}/*.jsonl.zst' --output_prefix data/mine --train_tokenizer 4096
+    %(prog)s ~/code --suffix .py,.md --output_prefix data/code --tokenizer some/tokenizer.json
+
+A text file is one document, and so is each line of a .jsonl file and each row of a parquet or arrow file, with its text
+under --json_key. Text and .jsonl may be compressed (.gz, .zst, .bz2, .xz). Folders are read recursively in the order of
+their paths; folders that Hugging Face datasets saved, too. An end-of-document token follows each document.
+
+<output_prefix>.tokenizer.json (for --tokenizer_file in training) and <output_prefix>.summary.json are written beside
+the token files. The .idx file appears last: without it the data are incomplete. The work is cut into pieces, and
+finished ones are kept in <output_prefix>.partial: after an interruption the same command goes on where it stopped.
+The result does not depend on the number of processes.
+
+    %(prog)s --inspect data/mine    counts, lengths, frequent tokens, some documents
+    %(prog)s --verify data/mine     everything that can be checked; exit code 0 or 3
+
+Exit codes: 0 done, 2 usage, 3 data, 6 a worker died, 8 storage.
+"""
+
+
+def read_options(options: argparse.Namespace) -> CorpusOptions:
+    """Check the command line and return what it asks for.
+
+    Raises:
+        UsageError: if a value makes no sense.
+    """
+    from megatron_lite.corpus.prepare import CorpusOptions
+    from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
+
+    suffixes = tuple(part if part.startswith(".") else "." + part for part in options.suffix.split(",") if part)
+    if not suffixes:
+        raise UsageError("--suffix: no file ending given; write for example --suffix=.txt,.md")
+    keys = parse_keys(options.json_key)
+    if not keys:
+        raise UsageError("--json_key: no key given; write for example --json_key=text")
+    return CorpusOptions(
+        inputs=tuple(options.inputs),
+        output_prefix=options.output_prefix,
+        tokenizer=TokenizerChoice(
+            options.tokenizer,
+            options.train_tokenizer,
+            options.begin_of_document,
+            options.end_of_document,
+            options.special_tokens,
+        ),
+        fields=TextFields(keys, options.separator.replace("\\n", "\n")),
+        suffixes=suffixes,
+        strict=options.strict,
+        overwrite=options.overwrite,
+        num_processes=options.num_processes or available_cores(),
+        max_documents=options.max_documents,
+        validation_documents=options.validation_documents,
+        shards=options.shards,
+        deduplicate=options.deduplicate,
+    )
+
+
+def report(options: CorpusOptions, summary: dict[str, Any], is_new: bool) -> None:
+    """Print what was written."""
+    pairs = ", ".join(f"{prefix}.bin" for prefix in options.outputs)
+    print(f"{pairs}: {summary['documents']:,} documents, {summary['tokens']:,} tokens ({summary['dtype']})")
+    if not is_new:
+        print("nothing to do: the same command has written these files before")
+    print(f"vocabulary        {summary['vocab_size']} (--vocab_size)")
+    print(f"bytes per token   {summary['bytes_per_token']:.3f}")
+    print(f"unigram entropy   {summary['unigram_entropy_nats']:.4f} nats per token")
+    if options.deduplicate:
+        print(f"duplicates        {summary['duplicates']:,} left out")
+    for kind, count in summary["skipped"].items():
+        print(f"skipped           {count:,}: {kind}")
+
+
+def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
+    """Parse the command line of `program`, as a user types it."""
+    parser = ScriptParser(prog=program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add(
+        "inputs", nargs="*", help="files, folders, patterns such as 'x/**/*.txt', lists such as 'x/{a,b}{00..31}.jsonl'"
+    )
+    add("--output_prefix", metavar="PREFIX", help="write <PREFIX>.bin, <PREFIX>.idx, ...")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--tokenizer",
+        default="byte",
+        metavar="byte|PATH",
+        help="the built-in byte tokenizer (default), a tokenizer.json, or the folder of a Hugging Face tokenizer",
+    )
+    choice.add_argument(
+        "--train_tokenizer",
+        type=int,
+        metavar="VOCAB",
+        help="train a byte-level BPE tokenizer with this vocabulary size on the input",
+    )
+    add("--begin_of_document", metavar="TOKEN", help="token before each document (default: none)")
+    add(
+        "--end_of_document",
+        metavar="TOKEN",
+        help="token after each document, or none for no token (default: the tokenizer's own)",
+    )
+    add("--special_tokens", action="store_true", help="treat special tokens spelled out in a text as special tokens")
+    add("--suffix", default=",".join(DEFAULT_SUFFIXES), help="file endings to read in folders (default: %(default)s)")
+    add(
+        "--json_key",
+        default="text",
+        metavar="KEY",
+        help="key of the text in .jsonl lines, column in tables; a.b for a key in an object, a,b for several that are "
+        "joined (default: text)",
+    )
+    add("--separator", default="\\n\\n", help="between the texts of several keys (default: %(default)s)")
+    add("--num_processes", type=_positive, metavar="N", help="processes (default: one per core)")
+    add("--max_documents", type=_positive, metavar="N", help="stop after this many documents")
+    add(
+        "--validation_documents",
+        type=_non_negative,
+        default=0,
+        metavar="N",
+        help="write so many documents, spread evenly over the input, to <PREFIX>_validation instead",
+    )
+    add("--shards", type=_positive, default=1, metavar="N", help="write N pairs, <PREFIX>-00000-of-0000N, ...")
+    add("--deduplicate", action="store_true", help="keep only the first of identical documents")
+    add("--strict", action="store_true", help="stop at a bad document instead of skipping it")
+    add("--overwrite", action="store_true", help="replace existing token files")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--inspect", metavar="PREFIX", help="show what is in a pair, and write nothing")
+    mode.add_argument("--verify", metavar="PREFIX", help="check a pair from end to end, and write nothing")
+    options = parser.parse_args(argv)
+    if options.inspect is None and options.verify is None and not (options.inputs and options.output_prefix):
+        parser.error("give inputs and --output_prefix, or --inspect or --verify with the prefix of a pair")
+    return options
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: write a number from 1 on")
+    return number
+
+
+def _non_negative(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text}: write a number from 0 on")
+    return number
+
+
+def main(argv: Sequence[str], program: str = "prepare_data") -> int:
+    """Run the command; return the exit code."""
+    words = parse(argv, program)
+    try:
+        if words.verify is not None:
+            from megatron_lite.corpus.verification import verify
+
+            print(verify(words.verify))
+            return EXIT_DONE
+        if words.inspect is not None:
+            from megatron_lite.corpus.inspection import inspect
+
+            for line in inspect(words.inspect):
+                print(line)
+            return EXIT_DONE
+        from megatron_lite.corpus.prepare import prepare
+
+        options = read_options(words)
+        report(options, *prepare(options))
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return StorageError.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        return 130
+    return EXIT_DONE
+
+
+def command() -> int:
+    """Run the command that pip installs."""
+    sys.excepthook = name_missing_package
+    return main(sys.argv[1:])

@@ -1,0 +1,67 @@
+"""Build an sdist and a wheel, and install the wheel into a fresh environment that does not see this checkout.
+
+    python scripts/fresh_environment.py FOLDER
+
+FOLDER/dist gets both archives and FOLDER/environment the environment. The wheel is built from the sdist, so a file that
+the sdist lacks is missing there too. Other packages are those of the running interpreter, found through a .pth file:
+nothing is downloaded. Needs the packages build and setuptools.
+"""
+
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def source_files() -> Iterator[Path]:
+    """Yield the files of this checkout that git tracks or would track, relative to its folder."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    yield from (Path(name) for name in listed.split("\0") if name and (ROOT / name).is_file())
+
+
+def build(folder: Path) -> Path:
+    """Build both archives into `folder`/dist from a copy of the sources; return the wheel."""
+    source = folder / "source"
+    for path in source_files():
+        (source / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, source / path)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(source)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        sys.exit(f"fresh_environment.py: python -m build failed:\n{result.stdout}{result.stderr}")
+    shutil.rmtree(source)
+    (wheel,) = (folder / "dist").glob("*.whl")
+    return wheel
+
+
+def install(wheel: Path, environment: Path) -> None:
+    """Create an environment with the wheel, which borrows all other packages."""
+    venv.create(environment, with_pip=False)
+    python = environment / "bin" / "python"
+    (packages,) = environment.glob("lib/python*/site-packages")
+    borrowed = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (packages / "borrowed.pth").write_text("\n".join(borrowed) + "\n", "utf-8")
+    # A copy of the project among the borrowed packages must not count as installed.
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-index", "--no-deps"]
+    subprocess.run([*command, "--force-reinstall", "--disable-pip-version-check", str(wheel)], check=True)
+
+
+def main() -> int:
+    """Read the folder from the command line."""
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        print(__doc__, file=sys.stderr)
+        return 2
+    folder = Path(sys.argv[1]).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    install(build(folder), folder / "environment")
+    print(f"installed into {folder / 'environment'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

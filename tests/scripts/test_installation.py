@@ -1,0 +1,84 @@
+"""What pip makes of the project: an sdist, a wheel, and two commands that work without the checkout."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from scripts import fresh_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = dict(re.findall(r'"(\w+) = ([\w.]+:\w+)"', (ROOT / "setup.py").read_text("utf-8")))
+TINY = (
+    "--num_layers=1 --hidden_size=16 --num_attention_heads=2 --vocab_size=257 --sequence_length=16 --batch_size=2"
+    " --train_iters=2 --lr_warmup_iters=1 --validation_iters=0 --split=1,0,0 --data_path=data/mine"
+)
+
+
+def call(*command: str | Path, cwd: Path) -> str:
+    """Run a command that must succeed, without this checkout on any path; what it prints."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    words = [str(word) for word in command]
+    result = subprocess.run(words, cwd=cwd, env=kept, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_commands_exist() -> None:
+    """Both commands name a function that returns an exit code."""
+    assert set(COMMANDS) == {"pretrain_gpt", "prepare_data"}
+    for place in COMMANDS.values():
+        module, function = place.split(":")
+        assert getattr(importlib.import_module(module), function).__annotations__["return"] == "int"
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the archives and an environment with the wheel."""
+    pytest.importorskip("build")
+    folder = tmp_path_factory.mktemp("fresh")
+    call(sys.executable, ROOT / "scripts" / "fresh_environment.py", folder, cwd=folder)
+    return folder
+
+
+@pytest.mark.guides
+def test_archives_are_complete(fresh: Path) -> None:
+    """The sdist holds every file of the sources, and the wheel every file of the package and nothing else."""
+    sources = {path.as_posix() for path in fresh_environment.source_files()}
+    (sdist,) = (fresh / "dist").glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        assert sources <= {member.name.partition("/")[2] for member in archive}
+    (wheel,) = (fresh / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        installed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert installed == {"pretrain_gpt.py", *(name for name in sources if name.startswith("megatron_lite/"))}
+
+
+@pytest.mark.guides
+def test_commands_work_in_any_folder(fresh: Path, tmp_path: Path) -> None:
+    """Prepare a text, plan a run and print the help with the installed commands, away from the checkout."""
+    programs = fresh / "environment" / "bin"
+    found = call(programs / "python", "-c", "import megatron_lite, pretrain_gpt as p; print(p.__file__)", cwd=tmp_path)
+    assert found.startswith(str(fresh))
+    assert "usage: prepare_data " in call(programs / "prepare_data", "--help", cwd=tmp_path)
+    (tmp_path / "text.txt").write_text("To be, or not to be. " * 100)
+    assert "2,101 tokens" in call(programs / "prepare_data", "text.txt", "--output_prefix", "data/mine", cwd=tmp_path)
+    assert "peak with state" in call(programs / "pretrain_gpt", *TINY.split(), "--dry_run=1", cwd=tmp_path)
+    assert "-m pretrain_gpt" in call(programs / "python", "-m", "pretrain_gpt", "--help", cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_the_wheel_passes_the_smoke_test(fresh: Path, tmp_path: Path) -> None:
+    """Train, kill, resume, export and reload with the installed commands; two ranks of torchrun, too."""
+    python = fresh / "environment" / "bin" / "python"
+    assert '{"ok": true' in call(python, ROOT / "scripts" / "smoke_test.py", "--quick", "--installed", cwd=tmp_path)
+    (tmp_path / "text.txt").write_text("To be, or not to be. " * 100)
+    call(python.with_name("prepare_data"), "text.txt", "--output_prefix", "data/mine", cwd=tmp_path)
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "pretrain_gpt"]
+    assert "training complete: 2 iterations" in call(*torchrun, *TINY.split(), "--device=cpu", cwd=tmp_path)
