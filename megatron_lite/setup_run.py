@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -52,6 +52,9 @@ from megatron_lite.validation import warnings
 from megatron_lite.validation.messages import Note
 from megatron_lite.zero.multi_stage import MultiStage
 
+if TYPE_CHECKING:
+    from megatron_lite.monitor.profiling.profiles import Profiles
+
 
 @dataclass
 class Start:
@@ -89,6 +92,7 @@ class Run(Start):
     evaluation_due: bool  # what is due after `iteration` is not done: a stop request came first
     collectives_alone_s: dict[str, float]  # see `time_collectives`; empty without --log_communication
     debugger: TensorDebugger | None  # None without debug options
+    profiles: Profiles | None  # None without --profile_cpu, --profile_cuda and --profile_schedule
     callback: ExportCallback
     samples: Samples | None  # None without --sample_interval
     background: BackgroundSaves | None  # None without --async_checkpoint
@@ -145,6 +149,7 @@ def build(
     if config.optimizer.whole_matrices and model.training:
         logger.info(muon.describe(model.stages))
     collectives_alone_s = _time_collectives(start, model)
+    profiles = _open_profiles(start, model)
     optimizer = Optimizer(config, model.stages, distributed, inputs.kernels)
 
     window = LogWindow(distributed.device)
@@ -173,6 +178,7 @@ def build(
         evaluation_due=resumed.evaluation_due,
         collectives_alone_s=collectives_alone_s,
         debugger=debugger,
+        profiles=profiles,
         callback=inputs.callback,
         samples=samples,
         background=background,
@@ -292,7 +298,16 @@ def _time_collectives(start: Start, model: MultiStage) -> dict[str, float]:
         distributed.world_size, distributed.progress, timed=True, device_type=distributed.device.type
     )
     with distributed.traffic.paused():
-        return time_collectives(model, distributed.barrier)
+        return time_collectives(model.stages, model.group, distributed.barrier)
+
+
+def _open_profiles(start: Start, model: MultiStage) -> Profiles | None:
+    options = start.config.profiling
+    if not (options.profile_cpu or options.profile_cuda or options.profile_schedule):
+        return None
+    from megatron_lite.monitor.profiling.profiles import open_profiles
+
+    return open_profiles(start.config, start.logger, start.distributed, start.experiment.profiles, model)
 
 
 # -- fill ---------------------------------------------------------------------------------------------------------

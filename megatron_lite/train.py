@@ -62,7 +62,8 @@ def train(run: Run) -> tuple[int, str]:
             return EXIT_DONE, f"the run is complete: iteration {run.iteration} of {training.train_iters}; nothing to do"
         batches = run.data.batches("training", run.iteration, training.train_iters - run.iteration)
         waiting = Waiting(config.data)
-        with contextlib.closing(progress_bar(run)) as bar:
+        profiles = contextlib.nullcontext() if run.profiles is None else run.profiles.beginning_with(first)
+        with contextlib.closing(progress_bar(run)) as bar, profiles:
             for iteration in range(first, training.train_iters + 1):
                 # The second iteration's data may wait for the start of the workers, which is no reason to warn.
                 run.distributed.progress.at("the wait for data", iteration)
@@ -88,8 +89,9 @@ def train(run: Run) -> tuple[int, str]:
                     advance_save(run)
                     evaluate_and_export(run, last)
                     if is_save_due(run, last):
-                        with run.timer.pause("save"):
-                            save(run)
+                        save(run)
+                    if run.profiles is not None:
+                        run.profiles.iteration_done(iteration)
                 if not last and is_due(iteration, training.stop_interval, training.stop_offset):
                     return EXIT_DONE, planned_stop(run)
         return EXIT_DONE, completion(run)

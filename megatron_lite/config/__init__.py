@@ -18,6 +18,7 @@ from megatron_lite.config.model import RECOMPUTE_LEVELS as RECOMPUTE_LEVELS
 from megatron_lite.config.model import ModelConfig, PerformanceConfig
 from megatron_lite.config.optimizer import AveragingConfig, OptimizerConfig
 from megatron_lite.config.option import Area
+from megatron_lite.config.profiling import ProfilingConfig
 from megatron_lite.config.source import SourceConfig
 from megatron_lite.config.system import DistributedConfig, MultiStageConfig, RunConfig
 from megatron_lite.config.tracking import TrackingConfig
@@ -42,6 +43,7 @@ class Config:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
     tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
+    profiling: ProfilingConfig = dataclasses.field(default_factory=ProfilingConfig)
 
 
 AREAS: dict[str, type[Area]] = {field.name: type(getattr(Config(), field.name)) for field in dataclasses.fields(Config)}
@@ -62,6 +64,7 @@ class Draft(
     CheckpointConfig,
     RunConfig,
     TrackingConfig,
+    ProfilingConfig,
 ):
     """All options of one run in one writable object, as `draft.<name>`: validation checks it and fills it in."""
 

@@ -20,6 +20,9 @@ class Handle(Protocol):
     def wait(self) -> None: ...
 
 
+Recorder = Callable[[str, int, Handle], Handle]  # (kind, bytes of the full buffer, handle) -> handle
+
+
 @dataclass
 class Total:
     """Traffic of one kind of collective, on one rank, since the last `Traffic.take`."""
@@ -43,6 +46,7 @@ class Traffic:
         self._world_size, self._timed, self._on_gpu = world_size, timed, device_type == "cuda"
         self._totals: dict[str, Total] = {}
         self._paused = False
+        self.recorder: Recorder | None = None  # of a profile: replaces the handle of each collective it is told of
         self._stalls: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # on a GPU: before and after a wait
 
     def started(self, kind: str, buffer: Tensor, work: Handle) -> Handle:
@@ -56,6 +60,8 @@ class Traffic:
         total.elements += buffer.numel()
         total.bytes += buffer.nbytes
         total.wire_bytes += buffer.nbytes * (self._world_size - 1) // self._world_size
+        if self.recorder is not None:
+            work = self.recorder(kind, buffer.nbytes, work)
         return _Timed(work, self._wait, kind) if self._timed else work
 
     @contextlib.contextmanager

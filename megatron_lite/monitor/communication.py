@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from megatron_lite.distributed.process_group import Group
 from megatron_lite.distributed.traffic import Total
 from megatron_lite.monitor.logging import MIB
-from megatron_lite.zero.multi_stage import MultiStage
+from megatron_lite.zero.stage import Stage
 
 TRAFFIC_KINDS = {
     "gather": "gathers",
@@ -21,8 +22,10 @@ TRAFFIC_KINDS = {
 }
 
 
-def time_collectives(model: MultiStage, barrier: Callable[[], None], repeats: int = 3) -> dict[str, float]:
-    """Return the seconds that gathering and reducing all stages once take with nothing else running, by kind.
+def time_collectives(
+    stages: Sequence[Stage], group: Group, barrier: Callable[[], None], repeats: int = 3
+) -> dict[str, float]:
+    """Return the seconds that gathering and reducing the stages once take with nothing else running, by kind.
 
     Takes the fastest of a few repetitions. Call before training: gradient buffers hold garbage afterwards.
     """
@@ -32,15 +35,15 @@ def time_collectives(model: MultiStage, barrier: Callable[[], None], repeats: in
         for _ in range(repeats):
             barrier()
             start_s = time.perf_counter()
-            for stage in model.stages:
+            for stage in stages:
                 if kind == "gather":
                     stage.weights.holder = None
                     stage.gather()
                     stage.weights.wait()
-                elif stage.trainable is not None and model.group.world_size > 1:
-                    model.group.reduce_scatter(stage.trainable.full_gradients).wait()
-            if model.group.device.type == "cuda":
-                torch.cuda.synchronize(model.group.device)
+                elif stage.trainable is not None and group.world_size > 1:
+                    group.reduce_scatter(stage.trainable.full_gradients).wait()
+            if group.device.type == "cuda":
+                torch.cuda.synchronize(group.device)
             runs.append(time.perf_counter() - start_s)
         best[kind] = min(runs)
     return best

@@ -157,8 +157,7 @@ def count_traffic(model: MultiStage, group: SimulatedGroup) -> dict[str, Total]:
             for index, again in step.reduce:
                 model.stages[index].reduce(again)
         for stage in model.stages:
-            if stage.gradients is not None:
-                stage.gradients.wait()
+            stage.finish_reduction()
         for stage in model.stages:
             if stage.update_buffer is not None:
                 for exchange in (stage.gather_update, stage.reduce_update):

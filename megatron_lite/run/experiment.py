@@ -78,6 +78,11 @@ class Experiment:
         return None if self.root is None else self.root / "runs" / str(self.run) / "logs" / f"logs_rank_{rank:03d}.txt"
 
     @property
+    def profiles(self) -> Path | None:
+        """The folder for profiles, of all starts."""
+        return None if self.root is None else self.root / "profiles"
+
+    @property
     def artifacts(self) -> Path | None:
         """The folder for tensor logs of this start."""
         return None if self.root is None else self.root / "runs" / str(self.run) / "artifacts"

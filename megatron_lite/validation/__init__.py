@@ -78,6 +78,7 @@ def _cross_check(draft: Draft, world_size: int) -> Iterator[Problem]:
     yield from averaging(draft)
     yield from run.multi_stage(draft)
     yield from run.ranks(draft)
+    yield from run.profiles(draft, world_size)
     yield from run.data(draft)
     yield from run.loading(draft)
     yield from run.files(draft)

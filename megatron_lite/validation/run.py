@@ -91,6 +91,12 @@ def ranks(draft: Draft) -> Iterator[Problem]:
         yield problem(draft, "world_size", rule, also="dry_run")
 
 
+def profiles(draft: Draft, world_size: int) -> Iterator[Problem]:
+    """Check that the ranks to profile exist."""
+    if max(draft.profile_ranks, default=0) >= world_size:
+        yield problem(draft, "profile_ranks", f"the ranks are 0 to {world_size - 1}" if world_size > 1 else "only 0")
+
+
 def data(draft: Draft) -> Iterator[Problem]:
     """Check what is read, and that every phase has a share of it."""
     if draft.num_workers > 0:

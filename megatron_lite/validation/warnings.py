@@ -23,6 +23,7 @@ def warnings(config: Config) -> list[str]:
         *schedule_warnings(options),
         *_averaging(options),
         *_multi_stage(options),
+        *_profiles(options),
         *(f"--{name} has no effect {reason}" for name, reason in _without_effect(options)),
     ]
 
@@ -122,6 +123,14 @@ def _buffer_count(options: Draft, name: str, count: int, shared_from: int) -> It
         instead = f"; --zero_stage={zero_stage} by itself would set one per stage ({stages})"  # a tied one has its own
     if instead or not used.endswith("is used"):
         yield used + instead
+
+
+def _profiles(options: Draft) -> Iterator[str]:
+    profiles = options.profile_cpu or options.profile_cuda or options.profile_schedule
+    before = options.profile_skip + options.profile_wait + options.profile_warmup
+    if profiles and before >= options.train_iters:
+        names = ("profile_skip", "profile_wait", "profile_warmup")
+        yield f"{typed(options, *names)}: no iteration is profiled, as the run ends after {options.train_iters}"
 
 
 def _without_effect(options: Draft) -> Iterator[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from megatron_lite.zero.flat_shard import ADAM_MOMENTS, FlatShard, Precision
 from megatron_lite.zero.layer import Layer
 from megatron_lite.zero.layout import split_into_stages
 from megatron_lite.zero.memory import Memory
+from megatron_lite.zero.runner import Verbs
 from megatron_lite.zero.schedule import Step, evaluation_schedule, first_trained, training_schedule
 from megatron_lite.zero.stage import Observer, Stage
 from megatron_lite.zero.throttle import Throttle
@@ -58,6 +59,7 @@ class MultiStage:
             Stage(i, [layers[j] for j in some], group, training, moments, whole_matrices)
             for i, some in enumerate(self.split)
         ]
+        self._verbs: Sequence[Verbs] = self.stages
         self.memory = Memory(self.stages, config, self.precision, group, averaged)
         self._shows_average = False
         first = first_trained(self.memory.plans)
@@ -84,6 +86,10 @@ class MultiStage:
         for stage in self.stages:
             stage.observer = observer
 
+    def wrap(self, wrapped: Callable[[Stage], Verbs] | None) -> None:
+        """Run training steps, and gathers ahead of them, through `wrapped(stage)`; None: through the stages again."""
+        self._verbs = self.stages if wrapped is None else [wrapped(stage) for stage in self.stages]
+
     # -- computing --------------------------------------------------------------------------------------------------
 
     def forward_backward(self, micro_batches: Sequence[Any]) -> Tensor:
@@ -91,7 +97,7 @@ class MultiStage:
         assert self.training, "a model in inference mode has no gradients"
         assert not self._shows_average, "averages are not trained"
         schedule = self._schedule("training", len(micro_batches))
-        return runner.forward_backward(self.stages, schedule, micro_batches, self._throttle)
+        return runner.forward_backward(self._verbs, schedule, micro_batches, self._throttle)
 
     def evaluate(self, micro_batches: Sequence[Any]) -> Tensor:
         """Return this rank's summed loss, without gradients."""
@@ -136,12 +142,12 @@ class MultiStage:
         if stage.weights.holder == stage.index:
             stage.weights.holder = None
         if stage.index in self.training_schedule[0].gather:
-            stage.gather()
+            self._verbs[stage.index].gather()
 
     def gather_ahead(self) -> None:
         """Start the gathers with which the next step begins."""
         for index in self.training_schedule[0].gather:
-            self.stages[index].gather()
+            self._verbs[index].gather()
 
     def finish(self) -> None:
         """Wait for gathers under way; call before ranks leave the group."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,8 +13,26 @@ from megatron_lite.zero.stage import Stage
 from megatron_lite.zero.throttle import Throttle
 
 
+class Verbs(Protocol):
+    """The verbs of a stage in a training step, as `Stage` has them; a profile wraps them."""
+
+    def gather(self) -> None: ...
+
+    def require_weights(self) -> None: ...
+
+    def accumulate(self) -> None: ...
+
+    def forward(self, hidden: Tensor | None, micro_batch: Any, slot: int) -> Tensor: ...
+
+    def backward(self, grad: Tensor | None, slot: int) -> Tensor | None: ...
+
+    def reduce(self, again: bool) -> None: ...
+
+    def finish_reduction(self) -> None: ...
+
+
 def forward_backward(
-    stages: Sequence[Stage], schedule: Sequence[Step], micro_batches: Sequence[Any], throttle: Throttle | None
+    stages: Sequence[Verbs], schedule: Sequence[Step], micro_batches: Sequence[Any], throttle: Throttle | None
 ) -> Tensor:
     """Run one iteration's micro-batches and return their summed loss, () on this rank.
 
@@ -39,8 +57,7 @@ def forward_backward(
         if throttle is not None:
             throttle.step()
     for stage in stages:
-        if stage.gradients is not None:
-            stage.gradients.wait()
+        stage.finish_reduction()
     return torch.stack([hidden[micro] for micro in range(len(micro_batches))]).sum()
 
 

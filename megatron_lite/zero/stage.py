@@ -209,6 +209,11 @@ class Stage:
         reduction = self.group.reduce_scatter(part.full_gradients)
         self.gradients.start(ShardUpdate(reduction, part.own_gradients, part.grad_shard, again))
 
+    def finish_reduction(self) -> None:
+        """Wait for the reduction under way, if any; afterwards the gradient shard is complete."""
+        if self.gradients is not None:
+            self.gradients.wait()
+
     def begin_update(self) -> None:
         """Wait for the gather that sends this rank's shard, which may be a slice of the stage's own buffer.
 

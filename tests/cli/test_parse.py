@@ -558,7 +558,7 @@ def test_accepted_values_in_other_notations() -> None:
         "tensor_parallel=1.0",
         "expert_z_loss_coefficient=0.0",
         "imported_model_type=",
-        "profile_ranks=[]",
+        "micro_sequence_length=[]",
         "reproducible_init=true",
         "compile_all=False",
         "optimization_dtype=FP32",

@@ -155,7 +155,7 @@ WAITS = {
     "require_weights": "computing with weights that are still being gathered",
     "gather": "overwriting a weight buffer that a gather still fills or sends",
     "begin_update": "updating a slice that is being sent",
-    "forward_backward": "updating from gradients that are still being reduced",
+    "finish_reduction": "updating from gradients that are still being reduced",
 }
 
 
@@ -211,8 +211,8 @@ MUTATIONS: list[tuple[str, Callable[[Engine], Any], Options, str, bool]] = [
     ("require_weights", train, ZERO_1, "numbers", True),
     ("gather", gather_twice, ZERO_3 | {"hidden_size": 64}, READ, True),
     ("begin_update", update_twice, ZERO_1, READ, False),  # the next gather sends the right numbers after all
-    ("forward_backward", train, ZERO_1, "numbers", True),
-    ("forward_backward", train, ZERO_3, "numbers", True),
+    ("finish_reduction", train, ZERO_1, "numbers", True),
+    ("finish_reduction", train, ZERO_3, "numbers", True),
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_lite.cli.other_programs.row import COMPILE, EXPERTS, PARALLEL, PROFILE, TORCHRUN, Row, switch
+from megatron_lite.cli.other_programs.row import COMPILE, EXPERTS, PARALLEL, TORCHRUN, Row, switch
 
 _SEEDS = "random numbers derive from --seed and their position (weight, sample, layer), not from shifted seeds"
 _FIM = "--fim_rate=<share> switches fill-in-the-middle on; its tokens have the usual names in --tokenizer_file"
@@ -31,6 +31,7 @@ FAST_LLM = (
     Row("mlp_recompute_level", remark="also by block (activation,full:8); --recompute_layers=<N> is for whole blocks"),
     Row("head_groups", remark="write 1, multi-query attention, if you relied on the default"),
     Row("rotary_embedding_scale", remark="the same number; or --rotary_base"),
+    Row("profile_export", remark="1 is the default here"),
     Row("export_interval", remark="Fast-LLM requires a multiple of --checkpoint_interval"),
     Row("enable_triton_kernels", remark="1 is an error where Triton cannot run"),
     Row("dataset_source", remark="list, file or random; sample is refused"),
@@ -53,12 +54,6 @@ FAST_LLM = (
         "collectives overlap with computation; to prevent it write --num_weight_buffers=1 --num_grad_buffers=1",
     ),
     switch("debug_schedule", "0", "the schedule is not logged"),
-    switch("profile_schedule profile_cpu profile_cuda", "0", PROFILE),
-    switch("profile_averages profile_trace profile_log profile_export", "0", PROFILE),
-    Row("profile_wait", remark=PROFILE, only="0"),
-    Row("profile_skip profile_warmup profile_cycles", remark=PROFILE, only="1"),
-    Row("profile_column_width", remark=PROFILE, only="80"),
-    Row("profile_ranks", remark=PROFILE, only="none"),
     switch("skip_step", "0", "parts of a training step cannot be skipped"),
     switch("triton_rotary", "1", "write --enable_triton_kernels=0, for all operations"),
     Row("normalization_implementation", remark="the program chooses the implementation", only="auto"),

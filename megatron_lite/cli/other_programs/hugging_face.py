@@ -198,7 +198,7 @@ CONFIG_JSON = (
     Row("num_beams do_sample repetition_penalty", remark=_GENERATES),
     Row("quantization_config", remark=FP8),
     Row("num_machines machine_rank main_process_port num_gpus n_gpus gpus n_gpu", remark=TORCHRUN),
-    Row("profiling", remark=PROFILE),
+    Row("profiling", PROFILE),
     Row("wandb_log use_wandb with_tracking", "--wandb_entity_name=<team>", WANDB),
     Row(
         "ckpt_dir checkpoint_dir checkpoint_path save_dir save_path",

@@ -147,7 +147,9 @@ LEVANTER = (
         "--debug_all_param_gradients=<level> or --debug_param_update=<level>",
         "they log statistics; sending them to trackers is not supported yet",
     ),
-    Row("profiler profiler_start_step profiler_num_steps", remark=PROFILE),
+    Row("profiler", PROFILE),
+    Row("profiler_start_step", "--profile_skip=<iterations>", "a warm-up of --profile_warmup iterations follows"),
+    Row("profiler_num_steps", "--profile_active=<iterations>"),
     Row(
         "eval_harness eval_harness_steps",
         remark="benchmark tasks are not evaluated; scripts/evaluate.py reports loss, perplexity and bits per byte",

@@ -264,8 +264,11 @@ MEGATRON = (
     Row("log_batch_size_to_tensorboard no_log_loss_scale_to_tensorboard", "--tensorboard_dir=<folder>", TENSORBOARD),
     Row("wandb_save_dir", RUN_FOLDER, "files of Weights & Biases go to <folder>/runs/<k>"),
     Row("wandb_api_key wandb_key", remark=_KEY),
-    Row("profile use_pytorch_profiler use_nsys_profiler", remark=PROFILE),
-    Row("profile_* pytorch_profiler_* nvtx_ranges record_shapes", remark=PROFILE),
+    Row("profile use_pytorch_profiler", PROFILE),
+    Row("profile_step_start", "--profile_skip=<iterations>", "a warm-up of --profile_warmup iterations follows"),
+    Row("profile_step_end", "--profile_active=<iterations>", "the number of iterations in a profile"),
+    Row("use_nsys_profiler nvtx_ranges", PROFILE, "Nsight Systems is not supported"),
+    Row("profile_* pytorch_profiler_* record_shapes", PROFILE, "traces have no shapes and no Python stacks"),
     Row("record_memory_history", "--memory_snapshot=2", "records the first 2 iterations of a GPU"),
     Row("memory_snapshot_path", "--memory_snapshot=2", "writes <experiment_dir>/profiles/memory_<rank>.pickle"),
     Row(

@@ -45,7 +45,8 @@ OTHERS = (
     Row("metrics.log_freq log_freq log_every log_steps log_every_n_steps", "--log_interval"),
     Row("enable_wandb", "--wandb_entity_name=<team>", WANDB),
     Row("enable_tensorboard", "--trackers=jsonl,tensorboard", TENSORBOARD),
-    Row("enable_profiling profile_freq", remark=PROFILE),
+    Row("enable_profiling", PROFILE),
+    Row("profile_freq", "--profile_wait=<iterations>", "with --profile_cycles, the number of profiles"),
     Row("compile.enable", remark=COMPILE),
     Row("model.flavor model.name model_name", "--model", "a preset, or the flags of the model"),
     Row("config_file config_path job.config_file", "@<file> to read flags from a file", "--help_all lists them"),
@@ -90,7 +91,7 @@ OTHERS = (
     Row("overlap_comm contiguous_gradients", remark="--num_grad_buffers=2, the default, overlaps reductions"),
     Row("reduce_bucket_size allgather_bucket_size bucket_cap_mb", "--layers_per_stage=<blocks gathered together>"),
     Row("offload_optimizer offload_param cpu_offload", remark="nothing moves to host memory; write --zero_stage=3"),
-    Row("wall_clock_breakdown", remark=PROFILE),
+    Row("wall_clock_breakdown", "--profile_schedule=1", "for a few iterations"),
     # torchrun's own, written behind the program
     Row(
         "nproc_per_node nnodes node_rank master_addr master_port rdzv_endpoint rdzv_backend standalone", remark=TORCHRUN

@@ -70,7 +70,7 @@ COMPILE = (
     "torch.compile is not used: it cannot compile the hand-fused autograd functions as a whole; "
     "--enable_triton_kernels=1 fuses operations on a GPU"
 )
-PROFILE = "profiling is not supported yet; --log_interval=1 times every iteration, --log_communication=1 its traffic"
+PROFILE = "--profile_cpu=1 or --profile_cuda=1"
 EXPERTS = "mixture of experts is not supported yet; --ffn_hidden_size and --gated set the dense MLP"
 RECOMPUTE = (
     "--recompute_layers=<N> for the first N blocks, or --mlp_recompute_level=activation or =full for all MLPs, or "

@@ -1,0 +1,56 @@
+"""Options of profiles: where the time of a few iterations goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lite.config.numbers import NonNegativeInt, PositiveInt
+from megatron_lite.config.option import Area, idle_unless
+
+# Options that have no effect unless one of these is on.
+profile_option = idle_unless("profile_cpu or profile_cuda or profile_schedule")
+
+
+@dataclass
+class ProfilingConfig(Area):
+    """Profiles"""
+
+    profile_cpu: bool = idle_unless("profile_export or profile_averages or profile_trace")(
+        False, "profile operations on the CPU with PyTorch's profiler, into profiles/ of experiment_dir"
+    )
+    profile_cuda: bool = idle_unless("profile_export or profile_averages or profile_trace and device!=cpu")(
+        False, "profile kernels on the GPU, too"
+    )
+    profile_schedule: bool = idle_unless("experiment_dir or profile_log")(
+        False,
+        "time each step of the schedule, its gathers and reductions, and how much of them computation hides: a table "
+        "and a trace",
+    )
+    profile_skip: NonNegativeInt = profile_option(1, "iterations before the first profile, counted from each start")
+    profile_wait: NonNegativeInt = profile_option(0, "iterations to leave out before each profile")
+    profile_warmup: NonNegativeInt = profile_option(
+        1, "iterations to profile and discard before each profile, as the first ones are slower"
+    )
+    profile_active: PositiveInt = profile_option(1, "iterations in each profile")
+    profile_cycles: PositiveInt = profile_option(1, "number of profiles")
+    profile_ranks: tuple[NonNegativeInt, ...] = profile_option((), "ranks to profile; none: all")
+    profile_export: bool = idle_unless("profile_cpu or profile_cuda or profile_schedule and experiment_dir")(
+        True, "write traces that chrome://tracing and ui.perfetto.dev show (.json.gz)"
+    )
+    profile_averages: bool = idle_unless("profile_cpu or profile_cuda and experiment_dir or profile_log")(
+        False, "make a table of the operations by the time that they take themselves"
+    )
+    profile_trace: bool = idle_unless("profile_cpu or profile_cuda and experiment_dir or profile_log")(
+        False, "make a table of every single operation in order"
+    )
+    profile_log: bool = profile_option(False, "log the tables, too")
+    profile_column_width: int = idle_unless("profile_averages or profile_trace")(
+        80, "longest name of an operation in the tables", minimum=10, maximum=1000
+    )
+
+    @property
+    def operations(self) -> bool:
+        """Whether PyTorch's profiler runs."""
+        return (self.profile_cpu or self.profile_cuda) and (
+            self.profile_export or self.profile_averages or self.profile_trace
+        )

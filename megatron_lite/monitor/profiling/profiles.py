@@ -1,0 +1,219 @@
+"""The profiles of one start of a run on one rank: when they begin and end, and where their results go."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+from megatron_lite.config import Config
+from megatron_lite.config.profiling import ProfilingConfig
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.monitor.communication import time_collectives
+from megatron_lite.monitor.profiling import schedule_report
+from megatron_lite.monitor.profiling.cycles import Cycles
+from megatron_lite.monitor.profiling.operations import OperationProfile
+from megatron_lite.monitor.profiling.schedule_recorder import Clock, DeviceClock, HostClock, ScheduleRecorder
+from megatron_lite.monitor.profiling.watched_stage import WatchedStage
+from megatron_lite.run.durable_files import replace_file
+from megatron_lite.run.stop_signal import StopRequested
+from megatron_lite.zero.multi_stage import MultiStage
+from megatron_lite.zero.runner import Verbs
+from megatron_lite.zero.stage import Stage
+
+
+def open_profiles(
+    config: Config, logger: logging.Logger, distributed: Distributed, folder: Path | None, model: MultiStage
+) -> Profiles | None:
+    """Return the profiles that the options ask for on this rank, or None if there are none. All ranks call this.
+
+    Call before the weights are loaded: to time a collective alone leaves garbage in the gradient buffers.
+
+    folder: for the results; None writes nothing.
+    """
+    options = config.profiling
+    if options.profile_cuda and distributed.device.type != "cuda":
+        logger.warning("--profile_cuda=1 has no effect on a CPU; write --profile_cpu=1")
+    operations = options.profile_cpu or (options.operations and distributed.device.type == "cuda")
+    if not operations and not options.profile_schedule:
+        return None
+    alone_s: dict[tuple[str, int | None], float] = {}
+    if options.profile_schedule and distributed.device.type == "cpu" and distributed.world_size > 1:
+        with distributed.traffic.paused():
+            for stage in model.stages:
+                for kind, seconds in time_collectives([stage], model.group, distributed.barrier).items():
+                    alone_s[kind, stage.index] = seconds
+    if options.profile_ranks and distributed.rank not in options.profile_ranks:
+        return None
+    return Profiles(options, logger, distributed, folder, model, operations=operations, alone_s=alone_s)
+
+
+class Profiles:
+    """A context manager around the iterations of a start; `iteration_done` follows each of them.
+
+    While no profile is under way the model runs as without profiles.
+    """
+
+    def __init__(
+        self,
+        config: ProfilingConfig,
+        logger: logging.Logger,
+        distributed: Distributed,
+        folder: Path | None,
+        model: MultiStage,
+        *,
+        operations: bool,
+        alone_s: Mapping[tuple[str, int | None], float],
+    ) -> None:
+        self._config, self._logger, self._distributed, self._folder = config, logger, distributed, folder
+        self._model, self._with_operations, self._alone_s = model, operations, alone_s
+        self._cycles, self._done = Cycles.of(config), 0
+        self._operations: OperationProfile | None = None
+        self._schedule: ScheduleRecorder | None = None
+        self._is_active = False  # beyond the warm-up
+        self._iterations: list[int] = []  # done, of the profile under way
+        self._finished = 0
+
+    def beginning_with(self, iteration: int) -> Profiles:
+        """Prepare the first iteration of this start."""
+        self._prepare(iteration)
+        return self
+
+    def iteration_done(self, iteration: int) -> None:
+        """End an iteration, and the profile if this was its last; prepare the next iteration. Call on every rank."""
+        place = self._cycles.place(self._done)
+        if place == "over":
+            return
+        if self._schedule is not None:
+            self._schedule.lap(iteration, keep=place in ("active", "last"))
+        if self._operations is not None:
+            self._operations.end()
+        self._done += 1
+        if self._is_active:
+            self._iterations.append(iteration)
+        if place == "last":
+            self._finish()
+        self._prepare(iteration + 1)
+
+    def __enter__(self) -> Profiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write the iterations done so far. After an error write nothing: device and other ranks may never answer."""
+        if error is not None and not isinstance(error, StopRequested):
+            return
+        if self._iterations:
+            self._finish()
+        self._leave()
+        if not self._finished:
+            self._logger.warning(
+                "no iteration was profiled: the first would have been iteration %d of this start, which ends after %d; "
+                "lower --profile_skip",
+                self._cycles.first,
+                self._done,
+            )
+
+    # -- one profile -------------------------------------------------------------------------------------------------
+
+    def _prepare(self, iteration: int) -> None:
+        """Start or go on with what the next iteration needs."""
+        place = self._cycles.place(self._done)
+        if place in ("off", "over"):
+            return
+        if self._operations is None and self._schedule is None:
+            self._watch()
+        if place == "warmup":
+            return
+        if self._operations is not None:
+            if not self._is_active:
+                self._operations.start()
+            self._operations.begin(iteration)
+        self._is_active = True
+
+    def _watch(self) -> None:
+        """Wrap the stages, and record collectives."""
+        arounds = []
+        if self._with_operations:
+            self._operations = OperationProfile(self._config, self._distributed.device.type)
+            arounds.append(self._operations.around)
+        if self._config.profile_schedule:
+            self._schedule = ScheduleRecorder(self._clock(), self._alone_s)
+            self._distributed.traffic.recorder = self._schedule.started
+            arounds.append(self._schedule.around)
+
+        def wrapped(stage: Stage) -> Verbs:
+            verbs: Verbs = stage
+            for around in arounds:
+                verbs = WatchedStage(verbs, stage.index, around)
+            return verbs
+
+        self._model.wrap(wrapped)
+
+    def _clock(self) -> Clock:
+        distributed = self._distributed
+        if distributed.device.type == "cuda":
+            return DeviceClock(distributed.device, distributed.wait_for_device)
+        return HostClock()
+
+    def _leave(self) -> None:
+        """Let the model run as without profiles."""
+        self._model.wrap(None)
+        self._distributed.traffic.recorder = None
+        if self._operations is not None:
+            # A gloo transfer under way keeps a reference into the trace, and ends in memory that is no longer there.
+            self._model.finish()
+            if not self._is_active:  # a warm-up without an end
+                self._operations.start()
+            self._operations.stop()
+        self._operations = self._schedule = None
+        self._is_active, self._iterations = False, []
+
+    def _finish(self) -> None:
+        """End the profile under way and write its results; a full disk costs the results, not the run."""
+        operations, schedule, iterations = self._operations, self._schedule, self._iterations
+        self._leave()
+        self._finished += 1
+        first, last = iterations[0], iterations[-1]
+        name = f"iterations_{first}-{last}" if last > first else f"iteration_{first}"
+        words = name.replace("_", " ")
+        name += f"_rank_{self._distributed.rank:03d}"
+        written: list[Path] = []
+        if operations is not None:
+            if self._config.profile_export:
+                written += self._write(f"{name}.trace.json.gz", operations.write_trace)
+            for kind, text in operations.tables().items():
+                written += self._table(f"{name}.{kind}.txt", text)
+        times = schedule.take() if schedule is not None else []
+        if times:
+            self._logger.info(schedule_report.summary(times))
+            rank, world_size = self._distributed.rank, self._distributed.world_size
+            written += self._table(f"{name}.schedule.txt", schedule_report.tables(times, rank, world_size))
+            if self._config.profile_export:
+                trace = gzip.compress(json.dumps(schedule_report.trace_events(times, rank)).encode(), 6)
+                written += self._write(f"{name}.schedule.json.gz", lambda path: replace_file(path, trace))
+        if written:
+            files = ", ".join(path.name for path in written)
+            self._logger.info("profile of %s: %s in %s", words, files, self._folder)
+
+    def _table(self, name: str, text: str) -> list[Path]:
+        if self._config.profile_log:
+            self._logger.info("%s", text)
+        return self._write(name, lambda path: replace_file(path, (text + "\n").encode()))
+
+    def _write(self, name: str, write: Callable[[Path], None]) -> list[Path]:
+        """Write one file of the folder; return its path, or nothing if there is no folder, or after a failure."""
+        if self._folder is None:
+            return []
+        path = self._folder / name
+        try:
+            self._folder.mkdir(exist_ok=True)
+            write(path)
+        except OSError as error:
+            self._logger.warning("cannot write %s: %s; the run goes on without it", path, error.strerror or error)
+            return []
+        return [path]

@@ -1,0 +1,331 @@
+"""Profiles: which iterations, the trace and tables of PyTorch's own profiler, and the times of the schedule."""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.monitor.profiling.cycles import Cycles
+from megatron_lite.monitor.profiling.schedule_recorder import ScheduleRecorder
+from megatron_lite.monitor.profiling.schedule_report import mean_parts, summary, tables, trace_events
+from megatron_lite.monitor.profiling.schedule_times import (
+    IterationTimes,
+    StepTime,
+    Transfer,
+    durations,
+    hid_behind,
+    parts,
+)
+from tests.support.engine_runs import Engine, SimulatedRanks
+from tests.support.harness import run_distributed, tiny_config, train_whole
+from tests.support.launch import TINY, run
+from tests.test_structure import PACKAGE, parse
+
+# -- which iterations ------------------------------------------------------------------------------------------------
+
+
+def test_cycles_wait_warm_up_and_record() -> None:
+    """Two cycles of wait 1, warm-up 1 and active 2, after 3 iterations; no warm-up at all; one iteration at once."""
+    places = [Cycles(skip=3, wait=1, warmup=1, active=2, repeat=2).place(done) for done in range(13)]
+    cycle = ["off", "warmup", "active", "last"]
+    assert places == ["off"] * 3 + cycle * 2 + ["over"] * 2
+    assert [Cycles(0, 0, 0, 1, 1).place(done) for done in range(2)] == ["last", "over"]
+    assert Cycles(3, 1, 1, 2, 2).first == 6
+
+
+# -- pure arithmetic on times ----------------------------------------------------------------------------------------
+
+# One iteration of 100 ms: data 10, forward 30 (5 of it waiting for a gather), backward 40, a wait of 4, optimizer 10,
+# of which 2 gather ahead, log 4; 2 ms between the steps.
+STEPS = [
+    StepTime("gather", 0, None, 0.010, 0.011),
+    StepTime("forward", 0, 0, 0.011, 0.041, waited_s=0.005),
+    StepTime("backward", 0, 0, 0.043, 0.083),
+    StepTime("reduce", 0, None, 0.083, 0.083),
+    StepTime("finish", 0, None, 0.083, 0.087, waited_s=0.004),
+    StepTime("gather", 0, None, 0.094, 0.096),
+]
+TRANSFERS = [
+    Transfer("gather", 0, 2**20, posted_s=-0.003, waits_s=0.011, done_s=0.016, takes_s=0.012),
+    Transfer("reduce", 0, 2**21, posted_s=0.063, waits_s=0.083, done_s=0.087, takes_s=0.030),
+    Transfer("sum", None, 16, posted_s=0.088, waits_s=0.088, done_s=0.089),
+]
+TIMES = IterationTimes(7, 0.0, 0.100, STEPS, TRANSFERS)
+
+
+def test_parts_add_up_to_the_wall_time() -> None:
+    """Each part by hand; waits inside and outside of the steps count as exposed, once."""
+    expected = {
+        "forward": 25,
+        "backward": 40,
+        "starting gathers and reductions": 3,
+        "waits for gathers": 5,
+        "waits for reduces": 4,
+        "waits for sums": 1,
+        "data and inputs": 10,
+        "gaps": 2,
+        "optimizer": 6,
+        "log, evaluation, saves": 4,
+    }
+    found = parts(TIMES)
+    assert found == pytest.approx({name: ms / 1e3 for name, ms in expected.items()})
+    assert sum(found.values()) == pytest.approx(TIMES.wall_s)
+    assert mean_parts([TIMES, TIMES]) == pytest.approx(found)
+    line = "schedule of iteration 7: 100.00 ms each: backward 40%, forward 25%, data and inputs 10%, optimizer 6%"
+    assert summary([TIMES]).startswith(line)
+
+
+def test_hidden_time_is_what_nobody_waited_for() -> None:
+    """takes - exposed, at least 0, at most the time between posting and waiting; unknown without a duration."""
+    assert [t.exposed_s for t in TRANSFERS] == pytest.approx([0.005, 0.004, 0.001])
+    assert TRANSFERS[0].hidden_s == pytest.approx(0.007)
+    assert TRANSFERS[1].hidden_s == pytest.approx(0.020)  # 26 ms were not waited for, but it began only 20 before
+    assert TRANSFERS[2].hidden_s is None
+    late = Transfer("gather", 0, 1, posted_s=0.0, waits_s=0.01, done_s=0.05, takes_s=0.002)
+    assert late.hidden_s == 0.0  # the wait was for a rank that came later
+    assert hid_behind(TRANSFERS[1], STEPS) == pytest.approx({("backward", 0): 0.020})
+    assert hid_behind(TRANSFERS[0], STEPS) == {}
+    both = Transfer("gather", 0, 1, posted_s=0.031, waits_s=0.053, done_s=0.053)
+    assert hid_behind(both, STEPS) == pytest.approx({("forward", 0): 0.010, ("backward", 0): 0.010})
+
+
+def test_collectives_on_one_stream_run_one_after_the_other() -> None:
+    """The second is posted while the first still runs, so its time counts from the end of the first."""
+    assert durations([0.0, 1.0, 9.0], [4.0, 6.0, 10.0]) == [4.0, 2.0, 1.0]
+
+
+def test_tables_name_steps_collectives_and_what_hid_them() -> None:
+    """Rows with numbers of one iteration, as means over both."""
+    text = tables([TIMES, TIMES], rank=1, world_size=2)
+    assert text.startswith("schedule of iteration 7, rank 1 of 2;")
+    rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
+    assert rows["sum"][-1] == "-"  # of the collectives; hidden time unknown
+    assert rows["forward stage 0"][-3:] == ["1", "25.000", "25.000"]
+    reduce = re.search(r"^reduce stage 0 +1 +2\.00 +30\.000 +4\.000 +20\.000 +backward stage 0 100%$", text, re.M)
+    assert reduce, text
+    assert re.search(r"^total +100\.000 +100\.0%$", text, re.M)
+
+
+def check_trace(trace: dict[str, Any]) -> None:
+    """Rules of the Trace Event Format: complete events with a duration, and nested, never crossing, on each thread."""
+    for event in trace["traceEvents"]:
+        assert event["ph"] in ("M", "X") and isinstance(event["pid"], int) and isinstance(event["tid"], int)
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    for thread in {event["tid"] for event in spans}:
+        open_until: list[float] = []
+        for event in sorted((e for e in spans if e["tid"] == thread), key=lambda e: (e["ts"], -e["dur"])):
+            assert event["ts"] >= 0 and event["dur"] >= 0
+            while open_until and open_until[-1] <= event["ts"] + 0.002:  # times are rounded to nanoseconds
+                open_until.pop()
+            assert not open_until or event["ts"] + event["dur"] <= open_until[-1] + 0.002, event
+            open_until.append(event["ts"] + event["dur"])
+
+
+def test_the_trace_of_a_schedule_nests() -> None:
+    """Waits lie inside of steps, steps inside of the iteration, and collectives that overlap on different threads."""
+    overlapping = [Transfer("gather", 1, 8, 0.001, 0.041, 0.042), *TRANSFERS]
+    trace = trace_events([IterationTimes(7, 0.0, 0.1, STEPS, overlapping)], rank=3)
+    check_trace(trace)
+    names = Counter(event["name"] for event in trace["traceEvents"])
+    assert names["forward stage 0, micro-batch 0"] == 1 and names["wait for reduce stage 0"] == 1
+    threads = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert threads == {"steps", "collectives 1", "collectives 2"}
+    reduce = next(e for e in trace["traceEvents"] if e["name"] == "reduce stage 0" and e["tid"] > 0)
+    assert reduce["args"] == pytest.approx({"bytes": 2**21, "exposed_ms": 4, "takes_ms": 30, "hidden_ms": 20})
+
+
+# -- recording -------------------------------------------------------------------------------------------------------
+
+
+class StepClock:
+    """A clock that only `pass_` moves."""
+
+    def __init__(self, sees_arrivals: bool = False) -> None:
+        self.now, self._sees_arrivals = 0.0, sees_arrivals
+
+    def pass_(self, seconds: float) -> None:
+        self.now += seconds
+
+    def mark(self) -> float:
+        return self.now
+
+    def arrival(self, work: Any) -> float | None:
+        return self.now + 2.0 if self._sees_arrivals else None
+
+    def seconds(self, mark: float) -> float:
+        return mark
+
+
+class SlowWork:
+    """A collective that is not there yet: the first wait takes a second."""
+
+    def __init__(self, clock: StepClock) -> None:
+        self._clock, self.waits = clock, 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        self._clock.pass_(1.0 if self.waits == 1 else 0.0)
+
+
+@pytest.mark.parametrize("sees_arrivals", [False, True])
+def test_waits_are_exposed_where_they_happen(sees_arrivals: bool) -> None:
+    """A gather posted in the warm-up and waited for in a forward pass; the second wait for it is free."""
+    clock = StepClock(sees_arrivals)
+    recorder = ScheduleRecorder(clock, {("gather", 1): 1.5})
+    work = SlowWork(clock)
+    with recorder.around("gather", 1, None):
+        handle = recorder.started("gather", 4096, work)
+    with recorder.around("finish", 1, None):
+        clock.pass_(0.5)
+    recorder.lap(1, keep=False)
+    with recorder.around("forward", 1, 0):
+        clock.pass_(0.25)
+        handle.wait()
+        handle.wait()
+    with recorder.around("finish", 1, None):
+        pass
+    recorder.lap(2, keep=True)
+    (times,) = recorder.take()
+    assert (times.iteration, times.start_s, times.end_s, work.waits) == (2, 0.5, 1.75, 2)
+    assert times.steps[0] == StepTime("forward", 1, 0, 0.5, 1.75, waited_s=1.0)
+    assert times.transfers == [Transfer("gather", 1, 4096, 0.0, 0.75, 1.75, 2.0 if sees_arrivals else 1.5)]
+    assert times.transfers[0].hidden_s == (0.75 if sees_arrivals else 0.5)
+
+
+@pytest.mark.parametrize("options", [{"zero_stage": 3, "depth_first_micro_batches": 2}, {"zero_stage": 1}])
+def test_every_step_of_the_schedule_is_timed_once(options: dict[str, Any]) -> None:
+    """One simulated rank of two: the verbs come in the order of the schedule, and the numbers stay the same."""
+    from megatron_lite.monitor.profiling.schedule_recorder import HostClock
+    from megatron_lite.monitor.profiling.watched_stage import WatchedStage
+
+    options = {"batch_size": None, "micro_batch_size": 1, "num_layers": 3, **options}
+    plain, watched = Engine(SimulatedRanks(), options), Engine(SimulatedRanks(), options)
+    assert plain.model._verbs is plain.model.stages
+    recorder = ScheduleRecorder(HostClock(), {})
+    watched.model.wrap(lambda stage: WatchedStage(stage, stage.index, recorder.around))
+    for engine in (plain, watched):
+        engine.model.gather_ahead()
+    recorder.lap(0, keep=False)
+    losses = [[float(value) for value in engine.step(1)] for engine in (plain, watched)]
+    recorder.lap(1, keep=True)
+    watched.model.wrap(None)
+    assert watched.model._verbs is watched.model.stages and losses[0] == losses[1]
+    (times,) = recorder.take()
+    done = [(step.verb, step.stage, step.micro_batch) for step in times.steps]
+    assert [step for step in done if step[0] in ("forward", "backward")] == [
+        (step.kind, step.stage, step.micro_batch) for step in watched.model.training_schedule
+    ]
+    assert sum(verb == "reduce" for verb, _, _ in done) == sum(
+        len(step.reduce) for step in watched.model.training_schedule
+    )
+    assert sum(parts(times).values()) == pytest.approx(times.wall_s)
+
+
+# -- the real profiler and real ranks ----------------------------------------------------------------------------------
+
+
+def profiled_run(distributed: Distributed, folder: str, options: dict[str, Any]) -> None:
+    """A run to its end, after which nothing of the profiles is left in the way of a step."""
+    run = train_whole(distributed, tiny_config(distributed.world_size, experiment_dir=folder, **options))
+    assert run.model._verbs is run.model.stages and run.distributed.traffic.recorder is None
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    trace: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+    return trace
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """Rank 1 alone writes traces of iterations 3 and 4, with our names, and tables; every step is there, once each."""
+    options = {
+        "train_iters": 4,
+        "zero_stage": 3,
+        "micro_batch_size": 1,
+        "profile_cpu": True,
+        "profile_schedule": True,
+        "profile_averages": True,
+        "profile_trace": True,
+        "profile_ranks": (1,),
+        "profile_active": 2,
+    }
+    run_distributed(2, profiled_run, str(tmp_path), options)
+    files = sorted(path.name for path in (tmp_path / "profiles").iterdir())
+    kinds = ["averages.txt", "operations.txt", "schedule.json.gz", "schedule.txt", "trace.json.gz"]
+    assert files == [f"iterations_3-4_rank_001.{kind}" for kind in kinds]
+    start = tmp_path / "profiles" / "iterations_3-4_rank_001"
+    trace = read_trace(start.with_suffix(".trace.json.gz"))
+    names = Counter(event.get("name") for event in trace["traceEvents"] if event.get("cat") == "user_annotation")
+    assert names["iteration 3"] == names["iteration 4"] == 1 and "iteration 2" not in names
+    schedule = read_trace(start.with_suffix(".schedule.json.gz"))
+    check_trace(schedule)
+    timed = Counter(event["name"] for event in schedule["traceEvents"] if event.get("tid") == 0)
+    for stage in range(4):  # the embedding, two blocks, the head; two micro-batches
+        for verb in ("forward", "backward"):
+            for micro_batch in range(2):
+                name = f"{verb} stage {stage}, micro-batch {micro_batch}"
+                assert timed[name] == names[name] == 2, name
+        assert timed[f"wait for reduce stage {stage}"] >= 2
+    assert any(event["name"].startswith("gather stage") and event["tid"] for event in schedule["traceEvents"])
+    assert "aten::" in start.with_suffix(".averages.txt").read_text()
+    operations = start.with_suffix(".operations.txt").read_text().splitlines()
+    assert len(operations) > 500 and any(line.endswith("forward stage 0, micro-batch 0") for line in operations)
+    rows = start.with_suffix(".schedule.txt").read_text()
+    assert re.search(r"^total +[\d.]+ +100\.0%$", rows, re.M) and re.search(r"^gather stage 1 +3 ", rows, re.M), rows
+
+
+def test_early_stop_closes_the_second_profile(tmp_path: Path) -> None:
+    """Warm-up 1, profile 2-3, warm-up 4, profile from 5 on, where --stop_interval ends the start: 6 has just begun.
+
+    The resumed run ends in its warm-up, says so, and leaves the files alone.
+    """
+    profiles: dict[str, Any] = {"profile_cpu": True, "profile_skip": 0, "profile_active": 2, "profile_cycles": 2}
+    run_distributed(1, profiled_run, str(tmp_path), {"train_iters": 6, "stop_interval": 5, **profiles})
+    folder = tmp_path / "profiles"
+    files = sorted(folder.iterdir())
+    assert [path.name for path in files] == [
+        "iteration_5_rank_000.trace.json.gz",
+        "iterations_2-3_rank_000.trace.json.gz",
+    ]
+    for path, iterations in zip(files, ({5, 6}, {2, 3}), strict=True):
+        names = {event.get("name") for event in read_trace(path)["traceEvents"]}
+        assert "backward stage 1, micro-batch 0" in names
+        assert {number for number in range(1, 7) if f"iteration {number}" in names} == iterations
+    before = [path.stat().st_mtime_ns for path in files]
+    run_distributed(1, profiled_run, str(tmp_path), {"train_iters": 6, **profiles})
+    assert [path.stat().st_mtime_ns for path in sorted(folder.iterdir())] == before
+    log = (tmp_path / "runs" / "1" / "logs" / "logs_rank_000.txt").read_text()
+    assert "the first would have been iteration 2 of this start, which ends after 1" in log
+
+
+def test_nothing_imports_profiles_while_they_are_off() -> None:
+    """The code of profiles is imported inside of a function behind the options only, if not by itself."""
+    importing = []
+    for module in PACKAGE.rglob("*.py"):
+        if module.parent.name != "profiling":
+            for node in parse(module).body:
+                if isinstance(node, ast.Import | ast.ImportFrom) and "monitor.profiling" in ast.unparse(node):
+                    importing.append(module.name)
+    assert importing == []
+
+
+def test_flags_say_what_they_do(tmp_path: Path) -> None:
+    """Tables in the log with --profile_log=1; a profile that never begins, and one without a result, say so."""
+    flags = [*TINY, "--train_iters=3", f"--experiment_dir={tmp_path}", "--profile_schedule=1"]
+    outcome = run([*flags, "--profile_log=1", "--profile_export=0"])
+    assert outcome.codes == [0]
+    assert re.search(r"^schedule of iteration 3: [\d.]+ ms each: .*backward \d+%", outcome.output, re.M)
+    assert "backward stage 3" in outcome.output and "iteration_3_rank_000.schedule.txt in" in outcome.output
+    assert not list((tmp_path / "profiles").glob("*.gz"))
+    outcome = run([*TINY, "--train_iters=2", "--profile_schedule=1", "--profile_cuda=1", "--profile_skip=9"])
+    assert "--profile_skip=9, --profile_wait=0, --profile_warmup=1: no iteration is profiled" in outcome.output
+    assert "no iteration was profiled: the first would have been iteration 11 of this start" in outcome.output
+    assert "--profile_schedule has no effect with --profile_log=0 and without --experiment_dir" in outcome.output
+    assert "--profile_cuda=1 has no effect on a CPU" in outcome.output
