@@ -39,13 +39,17 @@ def build(folder: Path) -> Path:
     return wheel
 
 
-def install(wheel: Path, environment: Path) -> None:
-    """Create an environment with the wheel, which borrows all other packages."""
+def create(environment: Path) -> None:
+    """Create an environment that borrows the packages of the running interpreter."""
     venv.create(environment, with_pip=False)
-    python = environment / "bin" / "python"
     (packages,) = environment.glob("lib/python*/site-packages")
     borrowed = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (packages / "borrowed.pth").write_text("\n".join(borrowed) + "\n", "utf-8")
+
+
+def install(wheel: Path, environment: Path) -> None:
+    """Install the wheel alone."""
+    python = environment / "bin" / "python"
     # A copy of the project among the borrowed packages must not count as installed.
     command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-index", "--no-deps"]
     subprocess.run([*command, "--force-reinstall", "--disable-pip-version-check", str(wheel)], check=True)
@@ -58,7 +62,9 @@ def main() -> int:
         return 2
     folder = Path(sys.argv[1]).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    install(build(folder), folder / "environment")
+    wheel = build(folder)
+    create(folder / "environment")
+    install(wheel, folder / "environment")
     print(f"installed into {folder / 'environment'}")
     return 0
 
