@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -141,6 +142,13 @@ def test_the_drawing_in_contributing_is_the_rule() -> None:
     """The floors that a reader sees are the ones that the test above enforces."""
     drawing = (ROOT / "CONTRIBUTING.md").read_text("utf-8").split("## The rooms")[1].split("```")[1]
     assert tuple(tuple(line.split()) for line in drawing.strip().splitlines()) == FLOORS
+
+
+def test_every_document_stands_in_the_site() -> None:
+    """Each page of docs/ has one entry under `nav` of mkdocs.yml, and each entry a page."""
+    pages = re.findall(r"^ +- [^:\n]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.M)
+    outside = ["index.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+    assert sorted(pages) == sorted([*outside, *(path.name for path in ROOT.glob("docs/*.md"))])
 
 
 def test_every_room_says_what_is_in_it() -> None:
