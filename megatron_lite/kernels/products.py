@@ -120,8 +120,13 @@ def _multiply_in_fp32(
 
 def _parts(length: int, other: int) -> Iterator[slice]:
     """Cut a dimension so that blocks whose other dimension is `other` are small temporaries."""
-    step = max(SMALLEST_BLOCK, temporary_rows(other))
+    step = block_rows(other)
     return (slice(start, start + step) for start in range(0, length, step))
+
+
+def block_rows(columns: int) -> int:
+    """Return the number of rows, or of columns, that a converted block has at a time."""
+    return max(SMALLEST_BLOCK, temporary_rows(columns))
 
 
 # -- fp32 products on a CPU ------------------------------------------------------------------------------------------

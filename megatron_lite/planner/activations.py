@@ -14,6 +14,7 @@ import torch
 
 from megatron_lite.config import Config
 from megatron_lite.config.by_block import by_block
+from megatron_lite.kernels import products
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.embedding_and_head import chunk_tokens
 from megatron_lite.zero.flat_shard import Precision
@@ -57,6 +58,7 @@ class Sizes:
         self.hidden_fp32 = self.tokens * model.hidden_size * FP32_BYTES
         self.stream = self.tokens * model.hidden_size * self.residual_itemsize  # in the residual stream
         self.is_half = self.itemsize != FP32_BYTES  # computing in fp32 makes copies
+        self.copies_factors = products.computes_in_fp32(self.device, self.precision.training)
         self._trained_parts = parts_of(self.trained)
 
     def of(self, *channels: int) -> int:
@@ -143,11 +145,11 @@ def _norm(saved: Saved, sizes: Sizes, name: str, reached: bool, size: int, kind:
     """A norm saves its input of `size` bytes and its statistics."""
     reached = reached or sizes.trains(name)
     saved.add(kind, size, reached)
-    saved.add("norm statistics", _statistics(sizes), reached)
+    saved.add("norm statistics", statistics_bytes(sizes), reached)
     return reached
 
 
-def _statistics(sizes: Sizes, heads: int = 1) -> int:
+def statistics_bytes(sizes: Sizes, heads: int = 1) -> int:
     """1 / rms, or mean and 1 / deviation, of each token or of each of its heads, in fp32."""
     return sizes.tokens * heads * FP32_BYTES * (1 if sizes.model.normalization_type == "rms_norm" else 2)
 
@@ -170,7 +172,7 @@ def _attention(saved: Saved, sizes: Sizes, name: str, reached: bool) -> bool:
     if sizes.model.qk_layernorm:
         reached = reached or sizes.trains(f"{name}query_norm.") or sizes.trains(f"{name}key_norm.")
         saved.add("normalized query, key", sizes.of(sizes.query_channels, sizes.key_channels), reached)
-        saved.add("norm statistics", _statistics(sizes, sizes.heads + sizes.key_heads), reached)
+        saved.add("norm statistics", statistics_bytes(sizes, sizes.heads + sizes.key_heads), reached)
     fused = reached and sizes.attention != "math"
     saved.add("query, key, value", sizes.query_key_value, reached)
     saved.add("attention outputs", sizes.of(sizes.query_channels), fused or sizes.trains(f"{name}output.weight"))

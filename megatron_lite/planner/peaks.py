@@ -1,8 +1,11 @@
 """Bytes that layers need for a moment, beyond what they save: the peaks of their forward and backward passes.
 
-Each function walks through a pass in the order in which `kernels/` allocates and frees large tensors. Small tensors and
-the workspaces of libraries are left out, so the result is close, not exact: within 0.5 percent of a step's peak, or
-3 percent where attention is most of a block.
+Each function walks through a pass in the order in which `kernels/` allocates and frees large tensors, those inside of
+torch's operations included. Small tensors and the workspaces of libraries are left out, so the result is close, not
+exact: within 0.5 percent of a step's peak, or 3 percent where attention is most of a block.
+
+Why formulas: a step on tensors without values gives the same peaks exactly on a CPU, but takes 0.2 s for 4 blocks, 30
+times as long as a plan, and does not know what Triton kernels allocate unless each gets a stand-in: formulas again.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ from dataclasses import dataclass
 from megatron_lite.kernels.attention.blocks import chunks_of, last_blocks, rows_of_a_block, scores_at_a_time
 from megatron_lite.kernels.attention.cpu import piece_length
 from megatron_lite.kernels.cross_entropy import held_logits, reference_rows
-from megatron_lite.kernels.products import temporary_rows
-from megatron_lite.planner.activations import FP32_BYTES, Saved, Sizes
+from megatron_lite.kernels.products import block_rows, temporary_rows
+from megatron_lite.planner.activations import FP32_BYTES, Saved, Sizes, statistics_bytes
 
 
 class Walk:
@@ -41,18 +44,19 @@ class Peaks:
     backward: int  # beyond the gradient of the layer's output, too
 
 
-def peaks_by_layer(sizes: Sizes, saved: Sequence[Saved]) -> list[Peaks]:
+def peaks_by_layer(sizes: Sizes, saved: Sequence[Saved], adds: bool) -> list[Peaks]:
     """Peaks of the embedding, each block and the head, as if all their parameters were trained.
 
-    saved: the bytes of each layer without block recomputation (`saved_by_layer`).
+    saved: the bytes of each layer without block recomputation (`saved_by_layer`). adds: the buffers hold gradients of
+    an earlier micro-batch.
     """
     blocks = [
-        Peaks(_block_forward(sizes, level, block), _block_backward(sizes, level, block))
+        Peaks(_block_forward(sizes, level, block), _block_backward(sizes, level, block, adds))
         for level, block in zip(sizes.levels, saved[1:-1], strict=True)
     ]
     for index, plain in enumerate(blocks[: sizes.recompute_layers]):
         blocks[index] = _recomputed(sizes, saved[index + 1], plain)
-    return [_embedding(sizes), *blocks, _head(sizes)]
+    return [_embedding(sizes), *blocks, _head(sizes, adds)]
 
 
 def evaluation_peaks(sizes: Sizes) -> list[int]:
@@ -109,7 +113,7 @@ def _embedding_forward(sizes: Sizes) -> Walk:
     return walk
 
 
-def _head(sizes: Sizes) -> Peaks:
+def _head(sizes: Sizes, adds: bool) -> Peaks:
     """The norm, then logits and their gradient chunk by chunk: see `kernels/cross_entropy.py`."""
     model, forward, backward = sizes.model, Walk(), Walk()
     forward.allocate(sizes.hidden, temporary=_norm_temporaries(sizes, sizes.stream, sizes.hidden))
@@ -117,7 +121,11 @@ def _head(sizes: Sizes) -> Peaks:
     entries = _entries_of_a_block(sizes)
     if sizes.is_half and entries < model.vocab_size:  # several blocks: fp32 sum of the gradient of the hidden states
         forward.allocate(min(sizes.chunk_tokens, sizes.tokens) * model.hidden_size * FP32_BYTES)
-    forward.allocate(0, temporary=_weight_gradient(sizes, entries, model.hidden_size))
+    chunk = min(sizes.chunk_tokens, sizes.tokens)
+    into_hidden = _copies(sizes, chunk, entries, model.hidden_size, results=int(entries == model.padded_vocab_size))
+    again = adds or chunk < sizes.tokens
+    into_weight = _weight_gradient(sizes, entries, model.hidden_size, again, tokens=chunk)
+    forward.allocate(0, temporary=max(into_hidden, into_weight))
     _norm_backward(backward, sizes, sizes.stream, sizes.hidden)
     return Peaks(forward.peak, backward.peak)
 
@@ -129,12 +137,13 @@ def _logits(sizes: Sizes) -> tuple[int, int]:
         sizes.tokens, model.padded_vocab_size, sizes.chunk_tokens, kernels.cross_entropy_block_size
     )
     logits = rows * columns * sizes.itemsize
+    product = _copies(sizes, rows, model.hidden_size, _entries_of_a_block(sizes))
     if kernels.cross_entropy != "torch":
-        return logits, 0
+        return logits, product
     entries = min(_entries_of_a_block(sizes), model.vocab_size)
     fp32_rows = min(rows, reference_rows(entries, "cuda" if sizes.on_gpu else "cpu"))
     copies = int(sizes.is_half) + bool(model.logit_soft_cap)  # the logits in fp32, and the capped logits
-    return logits, copies * fp32_rows * entries * FP32_BYTES
+    return logits, max(product, copies * fp32_rows * entries * FP32_BYTES)
 
 
 def _entries_of_a_block(sizes: Sizes) -> int:
@@ -146,12 +155,16 @@ def _entries_of_a_block(sizes: Sizes) -> int:
 def _block_forward(sizes: Sizes, level: str, saved: Saved) -> int:
     """Tensors that the level of recomputation does not save, the output of a branch, and the output of the block."""
     hidden, stream, hybrid, walk = sizes.hidden, sizes.stream, sizes.model.hybrid_norm, Walk()
+    hidden_size = sizes.model.hidden_size
     if level == "full":
         walk.allocate(sizes.u)
+    up = _copies(sizes, sizes.tokens, hidden_size, sizes.u_channels)
+    walk.allocate(0, temporary=max(0, up - saved["MLP activations"]))  # which do not exist yet
     if level != "none":
         walk.allocate(sizes.z)
     if not hybrid:  # otherwise the branch norm saves it
         walk.allocate(hidden)
+    walk.allocate(0, temporary=_copies(sizes, sizes.tokens, sizes.z_channels, hidden_size))
     walk.free(walk.live)
     walk.allocate(hidden, temporary=_norm_temporaries(sizes, hidden, hidden) if hybrid else 0)
     walk.allocate(stream)
@@ -171,22 +184,24 @@ def _block_evaluation(sizes: Sizes) -> int:
     context = sizes.of(sizes.query_channels)
     normalized = sizes.of(sizes.query_channels, sizes.key_channels) if model.qk_layernorm else 0
     walk.allocate(hidden, temporary=into_norm)
-    walk.allocate(sizes.query_key_value, temporary=0 if normalized else rotation)
+    projected = _copies(sizes, sizes.tokens, model.hidden_size, sizes.query_channels + 2 * sizes.key_channels)
+    walk.allocate(sizes.query_key_value, temporary=max(projected, 0 if normalized else rotation))
     if normalized:
-        walk.allocate(normalized, temporary=rotation)
+        walk.allocate(normalized, temporary=max(rotation, _head_norm_temporaries(sizes)))
     math = sizes.attention == "math"
     pieces = 0 if sizes.on_gpu else _pieces(sizes, backward=False)
     walk.allocate(context, temporary=_attention_temporaries(sizes, backward=False) if math else pieces)
-    walk.allocate(hidden)  # the branch, which becomes the sum if its dtype is the stream's
+    # The branch, which becomes the sum if its dtype is the stream's.
+    walk.allocate(hidden, temporary=_copies(sizes, sizes.tokens, sizes.query_channels, model.hidden_size))
     walk.free(sizes.query_key_value, normalized, context)
     _branch_norm(walk, sizes)
     if stream != hidden:
         walk.allocate(stream)
     walk.allocate(hidden, temporary=into_norm)
     walk.free(hidden, hidden if stream != hidden else 0)
-    walk.allocate(sizes.u)
+    walk.allocate(sizes.u, temporary=_copies(sizes, sizes.tokens, model.hidden_size, sizes.u_channels))
     walk.allocate(sizes.z)
-    walk.allocate(hidden)
+    walk.allocate(hidden, temporary=_copies(sizes, sizes.tokens, sizes.z_channels, model.hidden_size))
     walk.free(sizes.u, sizes.z)
     _branch_norm(walk, sizes)
     walk.allocate(stream)
@@ -200,18 +215,18 @@ def _branch_norm(walk: Walk, sizes: Sizes) -> None:
         walk.free(sizes.hidden)
 
 
-def _block_backward(sizes: Sizes, level: str, saved: Saved) -> int:
+def _block_backward(sizes: Sizes, level: str, saved: Saved, adds: bool) -> int:
     hidden, stream, walk = sizes.hidden, sizes.stream, Walk()
     cast = hidden if stream != hidden else 0  # the gradient of a branch, a copy where the stream has another dtype
     walk.allocate(cast)
     gradient = _end_of_branch_backward(walk, sizes, cast)
-    _mlp_backward(walk, sizes, level)
+    _mlp_backward(walk, sizes, level, adds)
     half_of_inputs = saved["linear inputs"] // 2  # those of the MLP; the other half is the attention's
     walk.free(gradient, saved["MLP up outputs"], saved["MLP activations"], half_of_inputs)
     _norm_backward(walk, sizes, stream, hidden, adds=True, branch=cast)
     walk.free(saved["norm inputs"] // 2)
     gradient = _end_of_branch_backward(walk, sizes, cast)
-    _attention_backward(walk, sizes, saved, gradient)
+    _attention_backward(walk, sizes, saved, gradient, adds)
     _norm_backward(walk, sizes, stream, hidden, adds=True)
     return walk.peak
 
@@ -230,31 +245,37 @@ def _end_of_branch_backward(walk: Walk, sizes: Sizes, gradient: int) -> int:
     return gradient
 
 
-def _mlp_backward(walk: Walk, sizes: Sizes, level: str) -> None:
+def _mlp_backward(walk: Walk, sizes: Sizes, level: str, adds: bool) -> None:
     """See `kernels/mlp.py` for u and z; the gradient of the MLP's input remains."""
     hidden_size, in_place = sizes.model.hidden_size, sizes.kernels.triton
     recomputes_z = level != "none"
     if level == "full":
-        walk.allocate(sizes.u)
-    walk.allocate(sizes.z)  # dz
+        walk.allocate(sizes.u, temporary=_copies(sizes, sizes.tokens, hidden_size, sizes.u_channels))
+    walk.allocate(sizes.z, temporary=_copies(sizes, sizes.tokens, hidden_size, sizes.z_channels))  # dz
     du_temporary = sizes.z if sizes.model.gated and not in_place else 0
     walk.allocate(sizes.z if recomputes_z and not in_place else 0, temporary=du_temporary)
     if not (recomputes_z and in_place):  # otherwise z is written over dz
         walk.free(sizes.z)
-    walk.allocate(0, temporary=_weight_gradient(sizes, hidden_size, sizes.z_channels))
+    biased = sizes.model.add_mlp_biases
+    walk.allocate(0, temporary=_weight_gradient(sizes, hidden_size, sizes.z_channels, adds))
+    walk.allocate(0, temporary=_bias_gradient(sizes, hidden_size, biased))
     if recomputes_z:
         walk.free(sizes.z)
-    walk.allocate(0, temporary=_weight_gradient(sizes, sizes.u_channels, hidden_size))
-    walk.allocate(sizes.hidden)
+    walk.allocate(0, temporary=_weight_gradient(sizes, sizes.u_channels, hidden_size, adds))
+    walk.allocate(0, temporary=_bias_gradient(sizes, sizes.u_channels, biased))
+    walk.allocate(sizes.hidden, temporary=_copies(sizes, sizes.tokens, sizes.u_channels, hidden_size))
     if level == "full":
         walk.free(sizes.u)
 
 
-def _attention_backward(walk: Walk, sizes: Sizes, saved: Saved, gradient: int) -> None:
+def _attention_backward(walk: Walk, sizes: Sizes, saved: Saved, gradient: int, adds: bool) -> None:
     """See `kernels/attention/` and `kernels/rotary.py`; the gradient of the attention's input remains."""
     model, query, key = sizes.model, sizes.query_channels, sizes.key_channels
     context, gradients = sizes.of(query), sizes.query_key_value
-    walk.allocate(context, temporary=_weight_gradient(sizes, model.hidden_size, query))  # the context's gradient
+    weight = _weight_gradient(sizes, model.hidden_size, query, adds)
+    bias = _bias_gradient(sizes, model.hidden_size, model.add_linear_biases)
+    walk.allocate(0, temporary=max(weight, bias))
+    walk.allocate(context, temporary=_copies(sizes, sizes.tokens, model.hidden_size, query))  # its gradient
     walk.free(gradient)  # of the branch
     if sizes.attention == "math":
         walk.free(saved["attention outputs"])
@@ -272,7 +293,10 @@ def _attention_backward(walk: Walk, sizes: Sizes, saved: Saved, gradient: int) -
         walk.allocate(0, temporary=_query_norm_backward_temporaries(sizes))
         walk.free(saved["normalized query, key"])
     walk.free(gradients)
-    walk.allocate(sizes.hidden, temporary=_weight_gradient(sizes, query + 2 * key, model.hidden_size))
+    weight = _weight_gradient(sizes, query + 2 * key, model.hidden_size, adds)
+    bias = _bias_gradient(sizes, query + 2 * key, model.add_qkv_biases)
+    walk.allocate(0, temporary=max(weight, bias))
+    walk.allocate(sizes.hidden, temporary=_copies(sizes, sizes.tokens, query + 2 * key, model.hidden_size))
     walk.free(gradients)
 
 
@@ -346,6 +370,17 @@ def _norm_backward(walk: Walk, sizes: Sizes, read: int, written: int, adds: bool
     walk.free(written)
 
 
+def _head_norm_temporaries(sizes: Sizes) -> int:
+    """Bytes beside the outputs of the norms of queries, then of keys, whose reference computes in fp32."""
+    if sizes.kernels.triton:
+        return 0
+    copies = 1 if sizes.model.normalization_type == "rms_norm" else 2
+    element = copies * FP32_BYTES + (sizes.itemsize if sizes.is_half else 0)
+    queries, keys = (sizes.tokens * channels * element for channels in (sizes.query_channels, sizes.key_channels))
+    of_queries, of_both = (statistics_bytes(sizes, heads) for heads in (sizes.heads, sizes.heads + sizes.key_heads))
+    return max(queries + of_queries, keys + of_both)
+
+
 def _query_norm_backward_temporaries(sizes: Sizes) -> int:
     """Bytes of the norm of the queries, whose reference computes in fp32."""
     if sizes.kernels.triton:
@@ -364,8 +399,35 @@ def _rotation_temporaries(sizes: Sizes, heads: int) -> int:
     return 3 * half if sizes.is_half else half
 
 
-def _weight_gradient(sizes: Sizes, rows: int, columns: int) -> int:
-    """Bytes of the temporary for a weight gradient whose buffer has another dtype: see `kernels/products.py`."""
-    if sizes.on_gpu or sizes.itemsize == sizes.grad_itemsize:
+def _weight_gradient(sizes: Sizes, rows: int, columns: int, adds: bool, tokens: int | None = None) -> int:
+    """Bytes of the temporary for a weight gradient whose buffer has another dtype: see `kernels/products.py`.
+
+    adds: the gradient is added to an earlier one, for which torch copies the temporary in the buffer's dtype.
+    """
+    is_narrow = sizes.itemsize == sizes.grad_itemsize
+    if sizes.copies_factors:
+        return _copies(sizes, rows, tokens or sizes.tokens, columns, results=(1 + adds) if is_narrow else 0)
+    if sizes.on_gpu or is_narrow:
         return 0
-    return min(rows, temporary_rows(columns)) * columns * sizes.itemsize
+    itemsize = sizes.itemsize + (sizes.grad_itemsize if adds else 0)
+    return min(rows, temporary_rows(columns)) * columns * itemsize
+
+
+def _copies(sizes: Sizes, rows: int, inner: int, columns: int, results: int = 1) -> int:
+    """Bytes of the fp32 copies for a product (rows, inner) (inner, columns) where a CPU computes it from such copies.
+
+    results: copies of a block of the result.
+    """
+    if not sizes.copies_factors:
+        return 0
+    wide = min(columns, block_rows(inner))
+    long = min(rows, block_rows(max(inner, wide)))
+    factors = inner * wide * (1 + (wide < columns)) + long * inner  # the next block beside the one before
+    return FP32_BYTES * (factors + results * long * wide)
+
+
+def _bias_gradient(sizes: Sizes, channels: int, biased: bool) -> int:
+    """Bytes of torch's copy for the sum over tokens of a gradient in another dtype."""
+    if sizes.on_gpu or not biased or sizes.itemsize == sizes.grad_itemsize:
+        return 0
+    return sizes.tokens * channels * sizes.grad_itemsize

@@ -173,26 +173,32 @@ def activation_memory(config: Config, model: MultiStage, device_type: str, level
     """Walk through the schedule of a step, and an evaluation if there is one, to find what layers hold and its peak."""
     sizes = micro_batch_sizes(config, model, device_type, level)
     saved = saved_by_layer(sizes)
-    kept, peaks = kept_by_layer(sizes, saved), peaks_by_layer(sizes, saved)
+    kept, peaks = kept_by_layer(sizes, saved), [peaks_by_layer(sizes, saved, adds) for adds in (False, True)]
     names = [layer.name for stage in model.stages for layer in stage.layers]
     first = min(stage.index for stage in model.stages if stage.runs_backward)
     live = held = 0
     needed: list[tuple[int, str]] = []  # bytes at each layer and pass, and its name
     in_backward: set[int] = set()  # micro-batches between two stages of their backward pass
+    written: set[int] = set()  # stages whose buffers hold gradients that no reduction has taken yet
     for step in model.training_schedule:
         layers = model.split[step.stage]
+        own_peaks = peaks[not written.isdisjoint(step.accumulate)]
+        written.update(step.accumulate)
+        written.difference_update(stage for stage, _ in step.reduce)
         # Each holds a gradient, and the output of the stage that the gradient goes to.
         between_stages = 2 * sizes.stream * len(in_backward)
         if step.kind == "forward":
             for index in layers:
                 live += kept[index].total()
-                needed.append((live + between_stages + peaks[index].forward, f"{names[index]} forward"))
+                needed.append((live + between_stages + own_peaks[index].forward, f"{names[index]} forward"))
             held = max(held, live)
             continue
         for index in reversed(layers):
             # Below the last layer: a gradient within the stage, beside the one that the stage began with.
             within_stage = 0 if index == layers[-1] else sizes.stream
-            needed.append((live + between_stages + within_stage + peaks[index].backward, f"{names[index]} backward"))
+            needed.append(
+                (live + between_stages + within_stage + own_peaks[index].backward, f"{names[index]} backward")
+            )
             live -= kept[index].total()
         if step.stage > first:
             in_backward.add(step.micro_batch)
