@@ -23,7 +23,9 @@ COPY README.md LICENSE pretrain_gpt.py ./
 COPY megatron_lite megatron_lite
 RUN pip install --no-deps --force-reinstall .
 
-RUN useradd --create-home trainer && mkdir -p /workspace && chown trainer: /workspace
+# Started with --user, the container has no home folder and no name for its user, which the caches of Triton ask for.
+RUN useradd trainer && mkdir -p /workspace && chown trainer: /workspace
+ENV HOME=/tmp USER=trainer
 USER trainer
 WORKDIR /workspace
 ENTRYPOINT ["pretrain_gpt"]
