@@ -25,7 +25,7 @@ installed by pip: torchrun --nproc-per-node=N -m pretrain_gpt ..., or pretrain_g
 @file inserts the flags of a file: shell words, # comments, other @files relative to its folder."""
 
 EXAMPLE = """\
-List all options, aliases and flags of other programs: --help_all.
+List all options, aliases and flags of other programs: --help_all. Print the version: --version.
 Try it without data: python pretrain_gpt.py --num_layers=2 --hidden_size=64 --num_attention_heads=4 --vocab_size=256
     --sequence_length=128 --train_iters=100 --batch_size=32 --dataset_source=random
 Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 numerics, 6 a peer died or hung, 7 memory, 8 storage,

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from megatron_lite import __version__
 from megatron_lite.cli.foreign_flags import REFUSED
 from megatron_lite.cli.help import help_text
 from megatron_lite.cli.model_source import with_preset, with_source
@@ -74,7 +75,7 @@ class ParseError(UsageError):
 
 
 class HelpRequested(Exception):  # noqa: N818 (not an error)
-    """`--help` or `--help_all` was typed: print `text` and exit."""
+    """`--help`, `--help_all` or `--version` was typed: print `text` and exit."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -115,13 +116,15 @@ def parse(argv: Sequence[str]) -> Arguments:
     Raises:
         ParseError: with all problems, one per line.
         CheckpointError: if --pretrained_checkpoint_path cannot be used.
-        HelpRequested: for --help and --help_all.
+        HelpRequested: for --help, --help_all and --version.
     """
     parser = _Parser()
     items = list(parser.group(parser.insert_files(argv)))
     for item in items:
         if item.name in ("help", "help_all", "-h"):
             raise HelpRequested(help_text(everything=item.name == "help_all"))
+        if item.name == "version":
+            raise HelpRequested(f"megatron_lite {__version__}")
     for item in items:
         parser.take(item)
     config = unflatten(with_preset(parser.given)[0])

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_lite import __version__
 from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.corpus.fields import TextFields, parse_keys
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES
@@ -148,6 +149,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--inspect", metavar="PREFIX", help="show what is in a pair, and write nothing")
     mode.add_argument("--verify", metavar="PREFIX", help="check a pair from end to end, and write nothing")
+    add("--version", action="version", version=f"megatron_lite {__version__}")
     options = parser.parse_args(argv)
     if options.inspect is None and options.verify is None and not (options.inputs and options.output_prefix):
         parser.error("give inputs and --output_prefix, or --inspect or --verify with the prefix of a pair")

@@ -12,7 +12,7 @@ from megatron_lite.cli.other_programs.row import Row
 from megatron_lite.config.values import DASHES, FLAGS, SPELLINGS, shown
 
 LONGEST_NAME = 60  # characters; a longer word was not meant as a flag
-HELP = ("help", "help_all")
+HELP = ("help", "help_all", "version")
 FOREIGN = tuple(name for name in (*REFUSED, *INSTEAD) if "." not in name and not name.endswith(ANY_END))
 BASIC = frozenset(spelling for spelling, flag in SPELLINGS.items() if flag.option.basic)
 

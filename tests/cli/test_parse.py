@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import megatron_lite
 import pretrain_gpt
 from megatron_lite.cli.foreign_flags import INSTEAD, REFUSED, Row
 from megatron_lite.cli.parse import HelpRequested, ParseError, parse
@@ -645,6 +646,13 @@ def test_help(flag: str) -> None:
         parse(["--lr=x", flag, "--unknown"])
     assert caught.value.text.startswith("usage: ")
     assert ("--debug_layer_outputs" in caught.value.text) == ("all" in flag)
+
+
+def test_version() -> None:
+    """The version of the package, whatever else is wrong."""
+    with pytest.raises(HelpRequested) as caught:
+        parse(["--lr=x", "--version"])
+    assert caught.value.text == f"megatron_lite {megatron_lite.__version__}"
 
 
 def test_quick_and_without_torch() -> None:

@@ -34,6 +34,18 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert not list(links.problems(document, ROOT))
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=[path.name for path in DOCUMENTS])
+def test_paths_in_documents_exist(document: Path) -> None:
+    """A path into the tree in a line of code, and a module after `python -m`, is there."""
+    written = {"docs/gpu_report.json", "docs/stable/notes"}  # by a script; part of an address
+    text = document.read_text("utf-8")
+    paths = set(re.findall(r"\b(?:scripts|tests|megatron_lite|docs)/[\w./]*\w", links.FENCE.sub("", text)))
+    modules = {name.replace(".", "/") for name in re.findall(r"python3? -m ((?:scripts|tests)[.\w]*\w)", text)}
+    paths = {path for path in paths if not any(path.startswith(other) for other in written)}
+    assert not [path for path in paths if not (ROOT / path).exists()]
+    assert not [path for path in modules if not list(ROOT.glob(f"{path}.py")) + list(ROOT.glob(f"{path}/__main__.py"))]
+
+
 def test_inner_lists_are_indented_by_four_spaces() -> None:
     """GitHub takes two as well, but the site would show one flat list."""
     for path in DOCUMENTS:

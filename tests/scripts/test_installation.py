@@ -66,6 +66,8 @@ def test_commands_work_in_any_folder(fresh: Path, tmp_path: Path) -> None:
     programs = fresh / "environment" / "bin"
     found = call(programs / "python", "-c", "import megatron_lite, pretrain_gpt as p; print(p.__file__)", cwd=tmp_path)
     assert found.startswith(str(fresh))
+    for name in COMMANDS:
+        assert re.fullmatch(r"megatron_lite [\d.]+\n", call(programs / name, "--version", cwd=tmp_path))
     assert "usage: prepare_data " in call(programs / "prepare_data", "--help", cwd=tmp_path)
     (tmp_path / "text.txt").write_text("To be, or not to be. " * 100)
     assert "2,101 tokens" in call(programs / "prepare_data", "text.txt", "--output_prefix", "data/mine", cwd=tmp_path)

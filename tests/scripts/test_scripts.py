@@ -145,16 +145,6 @@ def test_every_script_stands_in_a_document() -> None:
     assert not [name for name in names - inner if f"scripts/{name}" not in text]
 
 
-def test_documents_point_at_files_that_exist() -> None:
-    """Links and paths between the documents and into the tree lead somewhere."""
-    for document in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
-        text = (ROOT / document).read_text("utf-8")
-        links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
-        paths = re.findall(r"`((?:scripts|tests|megatron_lite|docs)/[\w./]*)`", text)
-        missing = [path for path in (*links, *paths) if not (ROOT / path).exists()]
-        assert not missing, f"{document} names {missing}"
-
-
 @pytest.mark.guides
 def test_readme_command_without_files() -> None:
     """The README's first training command works as it stands, and writes nothing."""

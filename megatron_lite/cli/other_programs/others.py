@@ -172,5 +172,4 @@ OTHERS = (
     Row("wandb_offline", "--wandb_mode=offline"),
     Row("dryrun plan", "--dry_run"),
     Row("verbose quiet", remark="--log_interval=<iterations> sets how often a line is logged"),
-    Row("version", remark="an option of the package, not of a run; --help lists the flags"),
 )
