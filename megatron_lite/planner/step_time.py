@@ -1,0 +1,88 @@
+"""The time of a training step, predicted from the work of a rank, its traffic, and the speeds of a machine."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_lite.config import Config
+from megatron_lite.distributed.traffic import Total
+from megatron_lite.planner.speeds import Speeds
+from megatron_lite.planner.work import Attention, Item, Product, work_of_step
+
+if TYPE_CHECKING:
+    from megatron_lite.zero.multi_stage import MultiStage
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step on one rank."""
+
+    parts: Mapping[str, float]  # "products", "attention", "passes", "host"
+    communication_s: float  # of all collectives
+    exposed_s: float  # of these, what does not hide behind the computation
+    tokens: int  # of the global batch
+
+    @property
+    def compute_s(self) -> float:
+        """Without communication."""
+        return sum(self.parts.values())
+
+    @property
+    def seconds(self) -> float:
+        """The step."""
+        return self.compute_s + self.exposed_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all ranks."""
+        return self.tokens / self.seconds
+
+
+def predict_step(
+    config: Config, model: MultiStage, traffic: Mapping[str, Total], speeds: Speeds, device_type: str
+) -> StepTime:
+    """Predict the time of a step of the largest batch.
+
+    Args:
+        config: resolved, without `auto`.
+        model: the `planned_model` of `config`, or of one that differs in recomputation only.
+        traffic: of one step, as `plan.count_traffic` returns it.
+    """
+    world_size = model.group.world_size
+    trained = {name for name, parameter in model.parameters() if parameter.requires_grad}
+    numel = sum(part.layout.shard_numel for _, part in model.parts() if not part.frozen)
+    work = work_of_step(config, trained, numel, world_size, device_type)
+    dtype = config.distributed.training_dtype
+    parts: dict[str, float] = defaultdict(float)
+    for times, items in ((work.micro_batches, work.micro_batch), (1, work.update)):
+        for item, count in Counter(items).items():
+            parts[_part(item)] += times * count * speeds.item_s(item, dtype)
+    host = work.micro_batches * work.blocks * speeds.block_s + speeds.step_s
+    busy = sum(parts.values())
+    parts["host"] += max(0.0, host - busy) if speeds.waits_for_host else host
+    communication = 0.0
+    if world_size > 1:
+        communication = sum(
+            speeds.collective_s(kind, total.collectives, total.wire_bytes) for kind, total in traffic.items()
+        )
+    exposed = _exposed(config, communication, sum(parts.values()), len(model.stages), speeds.overlap)
+    assert config.batch.batch_size, "resolved"
+    return StepTime(parts, communication, exposed, config.batch.batch_size * config.batch.sequence_length)
+
+
+def _exposed(config: Config, communication: float, compute: float, stages: int, overlap: float) -> float:
+    """Return what of the communication does not hide: the first stage's, the link's or buffers' excess, and a share."""
+    options = config.multi_stage
+    if 1 in (options.num_weight_buffers, options.num_grad_buffers):
+        return communication
+    hidden = min(communication * overlap * (1 - 1 / stages), compute)
+    return communication - hidden
+
+
+def _part(item: Item) -> str:
+    if isinstance(item, Product):
+        return "products"
+    return "attention" if isinstance(item, Attention) else "passes"
