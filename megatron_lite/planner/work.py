@@ -1,7 +1,7 @@
 """The work of a training step on one rank: products, attention, and passes over tensors, with their sizes.
 
 Arithmetic only: no tensor exists. What a fused kernel does at once counts once; views and tables count nothing. See
-`step_time.py` for the time that the work takes.
+`work_time.py` for the time that the work takes.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 from megatron_lite.monitor.metrics import hardware_flops
 from megatron_lite.planner.plan import make_plan
 from megatron_lite.planner.speeds import DataSheet
-from megatron_lite.planner.step_time import predict_step
+from megatron_lite.planner.work_time import predict_step
 from megatron_lite.planner.work import Pass, work_of_step
 from tests.support.harness import tiny_config
 
