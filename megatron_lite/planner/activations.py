@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ class Sizes:
 
     config: Config
     precision: Precision
-    trained: Collection[str]  # names of the parameters that are not frozen
+    trained: Trained
     device: torch.device  # of the planned type
     level: str  # mlp_recompute_level, of all blocks or by block
     batch: int  # samples
@@ -59,7 +60,6 @@ class Sizes:
         self.stream = self.tokens * model.hidden_size * self.residual_itemsize  # in the residual stream
         self.is_half = self.itemsize != FP32_BYTES  # computing in fp32 makes copies
         self.copies_factors = products.computes_in_fp32(self.device, self.precision.training)
-        self._trained_parts = parts_of(self.trained)
 
     def of(self, *channels: int) -> int:
         """Return the bytes of (b, s, channels) tensors in the training dtype."""
@@ -72,7 +72,21 @@ class Sizes:
 
     def trains(self, part: str) -> bool:
         """Whether any parameter of a part of the model (`blocks.0.`), or the one of this name, is trained."""
-        return part in self._trained_parts
+        return part in self.trained.parts
+
+
+class Trained:
+    """The parameters that are not frozen: the parts of the model that have any, and which blocks are alike."""
+
+    def __init__(self, names: Collection[str], num_blocks: int) -> None:
+        self.parts = parts_of(names)
+        of_blocks: list[list[str]] = [[] for _ in range(num_blocks)]
+        for name in names:
+            room, _, rest = name.partition(".")
+            if room == "blocks":
+                index, _, part = rest.partition(".")
+                of_blocks[int(index)].append(part)
+        self.in_blocks = [tuple(parts) for parts in of_blocks]
 
 
 def parts_of(names: Iterable[str]) -> set[str]:
@@ -109,15 +123,22 @@ def kept_by_layer(sizes: Sizes, saved: Sequence[Saved]) -> list[Saved]:
 
 
 def saved_by_layer(sizes: Sizes) -> list[Saved]:
-    """Bytes that embedding, blocks and head save without block recomputation; none before the first trained layer."""
+    """Bytes that embedding, blocks and head save without block recomputation; none before the first trained layer.
+
+    Blocks that are alike share one object.
+    """
     model = sizes.model
     embedding, reached = Saved(), sizes.trains("embedding.word.") or sizes.trains("embedding.position.")
     if model.input_embedding_norm:
         reached = _norm(embedding, sizes, "embedding.norm.", reached, sizes.stream)
     embedding.add("dropout masks", sizes.stream, reached and bool(model.embedding_dropout))
     layers = [embedding]
+    alike: dict[Any, tuple[Saved, bool]] = {}
     for index in range(model.num_layers):
-        block, reached = _block(sizes, f"blocks.{index}.", sizes.levels[index], reached)
+        key = sizes.levels[index], sizes.trained.in_blocks[index], reached
+        if key not in alike:
+            alike[key] = _block(sizes, f"blocks.{index}.", sizes.levels[index], reached)
+        block, reached = alike[key]
         layers.append(block)
     head = Saved()
     reached = _norm(head, sizes, "head.norm.", reached, sizes.stream)

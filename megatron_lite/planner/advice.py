@@ -16,7 +16,7 @@ from megatron_lite.config.by_block import by_block
 from megatron_lite.config.values import written
 from megatron_lite.errors import UsageError
 from megatron_lite.planner.auto import resolve_auto
-from megatron_lite.planner.plan import SimulatedGroup, needed_bytes, planned_model
+from megatron_lite.planner.plan import Planner
 from megatron_lite.planner.runtime import GIB
 from megatron_lite.validation import resolve
 
@@ -74,6 +74,7 @@ class Question:
     device_type: str
     device_bytes: int
     until_s: float = math.inf  # of this thread's processor time
+    planners: dict[int, Planner] = dataclasses.field(default_factory=dict, compare=False)  # by world size
 
     def resolved(self, changes: Changes) -> Config | None:
         """Return the options with `changes`, resolved and without `auto`; None if they contradict each other.
@@ -92,11 +93,8 @@ class Question:
 
     def needs(self, config: Config) -> Callable[[Choice], int]:
         """Return a function from a choice of recomputation to the memory that a rank needs with it."""
-        depth = config.batch.depth_first_micro_batches or 1
-        batch = dataclasses.replace(config.batch, depth_first_micro_batches=min(depth, 2))  # a third repeats the second
-        config = dataclasses.replace(config, batch=batch)
-        model = planned_model(config, SimulatedGroup(0, self.world_size, self.device_type), self.device_type)
-        return lambda choice: needed_bytes(_changed(config, choice.changes), model, self.device_type)
+        planner = self.planners.setdefault(self.world_size, Planner(self.world_size, self.device_type))
+        return lambda choice: planner.needed_bytes(_changed(config, choice.changes))
 
     @property
     def is_over(self) -> bool:

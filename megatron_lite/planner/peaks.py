@@ -50,12 +50,14 @@ def peaks_by_layer(sizes: Sizes, saved: Sequence[Saved], adds: bool) -> list[Pea
     saved: the bytes of each layer without block recomputation (`saved_by_layer`). adds: the buffers hold gradients of
     an earlier micro-batch.
     """
-    blocks = [
-        Peaks(_block_forward(sizes, level, block), _block_backward(sizes, level, block, adds))
-        for level, block in zip(sizes.levels, saved[1:-1], strict=True)
-    ]
-    for index, plain in enumerate(blocks[: sizes.recompute_layers]):
-        blocks[index] = _recomputed(sizes, saved[index + 1], plain)
+    blocks, alike = list[Peaks](), dict[tuple[str, int, bool], Peaks]()
+    for index, (level, block) in enumerate(zip(sizes.levels, saved[1:-1], strict=True)):
+        is_recomputed = index < sizes.recompute_layers
+        key = level, id(block), is_recomputed
+        if key not in alike:
+            plain = Peaks(_block_forward(sizes, level, block), _block_backward(sizes, level, block, adds))
+            alike[key] = _recomputed(sizes, block, plain) if is_recomputed else plain
+        blocks.append(alike[key])
     return [_embedding(sizes), *blocks, _head(sizes, adds)]
 
 

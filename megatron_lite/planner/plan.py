@@ -2,26 +2,25 @@
 
 The engine itself does the counting: a `MultiStage` is built on the meta device, for one of any number of ranks, and its
 collectives are counted while its own schedule is replayed. Only the memory that layers need between and during their
-passes is modelled separately, in `activations.py` and `peaks.py`.
+passes is modelled separately, in `step_memory.py`, `activations.py` and `peaks.py`. A search uses a `Planner`, which
+builds no model twice.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint.space import host_copy_bytes
 from megatron_lite.config import RECOMPUTE_LEVELS, Config
 from megatron_lite.distributed.process_group import reduction_scratch_bytes
 from megatron_lite.distributed.step_watch import Event
 from megatron_lite.distributed.traffic import Total, Traffic
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
-from megatron_lite.planner.activations import Saved, Sizes, kept_by_layer, saved_by_layer
-from megatron_lite.planner.peaks import evaluation_peaks, largest_temporaries, peaks_by_layer
-from megatron_lite.planner.runtime import runtime_needs
+from megatron_lite.planner.step_memory import ActivationMemory, Partition, activation_memory, runtime_bytes
 from megatron_lite.zero.multi_stage import MultiStage
 
 
@@ -57,36 +56,30 @@ class SimulatedGroup:
 
 
 @dataclass(frozen=True)
-class ActivationMemory:
-    """Bytes of activations at one level of recomputation, the same in all blocks or by block."""
-
-    level: str
-    kept: list[Saved]  # per layer, for one micro-batch
-    held: int  # by all layers and micro-batches, when the backward pass begins
-    peak: int  # most at any time, temporary tensors included
-    peak_at: str  # layer and pass of the peak
-
-
-@dataclass(frozen=True)
 class Plan:
     """Memory and traffic of one rank of a run."""
 
     config: Config  # without `auto`
     world_size: int
     device_type: str
-    model: MultiStage  # on the meta device
+    partition: Partition
     traffic: dict[str, Total]  # of one step after the first
     activations: dict[str, ActivationMemory]  # by level
 
     @property
+    def model(self) -> MultiStage:
+        """The model, on the meta device."""
+        return self.partition.model
+
+    @property
     def state_bytes(self) -> int:
         """Weights, gradients, moments, buffers, scratch."""
-        return self.model.memory.total_bytes()
+        return self.partition.state_bytes
 
     @property
     def runtime(self) -> dict[str, int]:
         """Bytes beside the tensors of a step, by name."""
-        return runtime_bytes(self.config, self.model, self.device_type)
+        return runtime_bytes(self.config, self.partition, self.device_type)
 
     def peak_bytes(self, level: str | None = None) -> int:
         """State and activations at their peak."""
@@ -100,10 +93,11 @@ class Plan:
 def make_plan(config: Config, world_size: int, device_type: str, rank: int = 0) -> Plan:
     """Plan one of `world_size` ranks on `device_type`. `config`: resolved, without `auto`."""
     group = SimulatedGroup(rank, world_size, device_type)
-    model = planned_model(config, group, device_type)
+    partition = Partition(planned_model(config, group, device_type))
     levels = dict.fromkeys((*RECOMPUTE_LEVELS, config.performance.mlp_recompute_level))
-    activations = {level: activation_memory(config, model, device_type, level) for level in levels}
-    return Plan(config, world_size, device_type, model, count_traffic(model, group), activations)
+    activations = {level: activation_memory(config, partition, device_type, level) for level in levels}
+    traffic = count_traffic(partition.model, group)
+    return Plan(config, world_size, device_type, partition, traffic, activations)
 
 
 def planned_model(config: Config, group: SimulatedGroup, device_type: str) -> MultiStage:
@@ -120,24 +114,33 @@ def planned_model(config: Config, group: SimulatedGroup, device_type: str) -> Mu
     )
 
 
-def needed_bytes(config: Config, model: MultiStage, device_type: str) -> int:
-    """Memory that the device must have, as `Plan.needed_bytes`, without the rest of a plan.
+class Planner:
+    """Memory of a rank for many configurations of a run, each in about a millisecond.
 
-    model: the `planned_model` of `config`, or of one that differs in recomputation only.
+    A `MultiStage` of 32 blocks takes 20 ms to build. The planner keeps one for each partition: configurations that
+    differ in recomputation, micro-batches and the like share it, and only the walk of `step_memory.py` is left.
     """
-    peak = activation_memory(config, model, device_type, config.performance.mlp_recompute_level).peak
-    return model.memory.total_bytes() + peak + sum(runtime_bytes(config, model, device_type).values())
 
+    def __init__(self, world_size: int, device_type: str) -> None:
+        self.world_size, self.device_type = world_size, device_type
+        self._partitions: dict[str, Partition] = {}
 
-def runtime_bytes(config: Config, model: MultiStage, device_type: str) -> dict[str, int]:
-    """Bytes beside the tensors of a step, by name."""
-    sizes = micro_batch_sizes(config, model, device_type, config.performance.mlp_recompute_level)
-    tensors = sum(row.count for row in model.memory.table())
-    ranks = model.group.world_size
-    needs = runtime_needs(device_type, ranks, config.data.num_workers, tensors, largest_temporaries(sizes))
-    if device_type == "cpu" and (copy := host_copy_bytes(config, model)):
-        needs["copy for async_checkpoint"] = copy
-    return needs
+    def needed_bytes(self, config: Config) -> int:
+        """Memory that the device must have, as `Plan.needed_bytes`. `config`: resolved, without `auto`."""
+        partition = self.partition(config)
+        peak = activation_memory(config, partition, self.device_type, config.performance.mlp_recompute_level).peak
+        return partition.state_bytes + peak + sum(runtime_bytes(config, partition, self.device_type).values())
+
+    def partition(self, config: Config) -> Partition:
+        """Return the partition of the model, the same one for configurations that differ in a step only."""
+        areas = [vars(area) for area in (config.model, config.multi_stage, config.optimizer, config.averaging)]
+        key = repr((areas, config.distributed.training_dtype, config.batch.sequence_length))
+        if key not in self._partitions:
+            one = dataclasses.replace(config.batch, depth_first_micro_batches=1, breadth_first_micro_batches=1)
+            group = SimulatedGroup(0, self.world_size, self.device_type)
+            model = planned_model(dataclasses.replace(config, batch=one), group, self.device_type)
+            self._partitions[key] = Partition(model)
+        return self._partitions[key]
 
 
 def count_traffic(model: MultiStage, group: SimulatedGroup) -> dict[str, Total]:
@@ -167,67 +170,3 @@ def count_traffic(model: MultiStage, group: SimulatedGroup) -> dict[str, Total]:
                 model.updated(stage)
         model.gather_ahead()
     return group.traffic.take()
-
-
-def activation_memory(config: Config, model: MultiStage, device_type: str, level: str) -> ActivationMemory:
-    """Walk through the schedule of a step, and an evaluation if there is one, to find what layers hold and its peak."""
-    sizes = micro_batch_sizes(config, model, device_type, level)
-    saved = saved_by_layer(sizes)
-    kept, peaks = kept_by_layer(sizes, saved), [peaks_by_layer(sizes, saved, adds) for adds in (False, True)]
-    names = [layer.name for stage in model.stages for layer in stage.layers]
-    first = min(stage.index for stage in model.stages if stage.runs_backward)
-    live = held = 0
-    needed: list[tuple[int, str]] = []  # bytes at each layer and pass, and its name
-    in_backward: set[int] = set()  # micro-batches between two stages of their backward pass
-    written: set[int] = set()  # stages whose buffers hold gradients that no reduction has taken yet
-    for step in model.training_schedule:
-        layers = model.split[step.stage]
-        own_peaks = peaks[not written.isdisjoint(step.accumulate)]
-        written.update(step.accumulate)
-        written.difference_update(stage for stage, _ in step.reduce)
-        # Each holds a gradient, and the output of the stage that the gradient goes to.
-        between_stages = 2 * sizes.stream * len(in_backward)
-        if step.kind == "forward":
-            for index in layers:
-                live += kept[index].total()
-                needed.append((live + between_stages + own_peaks[index].forward, f"{names[index]} forward"))
-            held = max(held, live)
-            continue
-        for index in reversed(layers):
-            # Below the last layer: a gradient within the stage, beside the one that the stage began with.
-            within_stage = 0 if index == layers[-1] else sizes.stream
-            needed.append(
-                (live + between_stages + within_stage + own_peaks[index].backward, f"{names[index]} backward")
-            )
-            live -= kept[index].total()
-        if step.stage > first:
-            in_backward.add(step.micro_batch)
-        else:
-            in_backward.discard(step.micro_batch)
-    if config.training.validation_iters or config.training.test_iters:
-        needed += evaluation_memory(config, model, device_type)
-    peak, peak_at = max(needed, key=lambda entry: entry[0])
-    return ActivationMemory(level, kept, held, peak, peak_at)
-
-
-def evaluation_memory(config: Config, model: MultiStage, device_type: str) -> list[tuple[int, str]]:
-    """Bytes that each layer needs in an evaluation, which saves nothing for a backward pass, and the layer's name."""
-    sizes = micro_batch_sizes(config, model, device_type, "none", config.batch.eval_micro_batch_size)
-    peaks = evaluation_peaks(sizes)
-    needed = []
-    for stage, layers in zip(model.stages, model.split, strict=True):
-        for index, layer in zip(layers, stage.layers, strict=True):
-            # The layer's input and, if that is another tensor, the stage's.
-            inputs = (index > 0) + (index > 0 and index != layers[0])
-            needed.append((sizes.stream * inputs + peaks[index], f"{layer.name} evaluation"))
-    return needed
-
-
-def micro_batch_sizes(
-    config: Config, model: MultiStage, device_type: str, level: str, micro_batch_size: int | None = None
-) -> Sizes:
-    """Sizes of a micro-batch, by default of one in training."""
-    samples = micro_batch_size or config.batch.micro_batch_size
-    assert samples is not None, "resolved"
-    trained = {name for name, parameter in model.parameters() if parameter.requires_grad}
-    return Sizes(config, model.precision, trained, torch.device(device_type), level, samples)

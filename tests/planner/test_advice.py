@@ -16,7 +16,7 @@ import pytest
 from megatron_lite.cli.parse import parse
 from megatron_lite.planner import advice
 from megatron_lite.planner.advice import Choice, Question, cheapest_fit, fewest_ranks, least_bytes
-from megatron_lite.planner.plan import make_plan, needed_bytes
+from megatron_lite.planner.plan import Planner, make_plan
 from megatron_lite.planner.runtime import GIB
 from megatron_lite.validation import resolve
 from pretrain_gpt import main
@@ -134,7 +134,8 @@ def test_a_quarter_of_the_cluster_ends_with_flags(
     """The guide's strings on 32 cards end with the cheapest flags that fit, found with few plans (25 ms each)."""
     flags = [*guide_flags(), "--world_size=32"]
     plans: list[object] = []
-    monkeypatch.setattr(advice, "needed_bytes", lambda *args: plans.append(args) or needed_bytes(*args))
+    needed_bytes = Planner.needed_bytes
+    monkeypatch.setattr(Planner, "needed_bytes", lambda *args: plans.append(args) or needed_bytes(*args))
     text = page(capsys, *flags)
     assert not fits(text) and 0 < len(plans) < 40
     assert advised(text) == ["--micro_batch_size=1", "--mlp_recompute_level=activation"]

@@ -16,7 +16,8 @@ from megatron_lite.kernels.attention.blocks import blocks_of_a_document, last_bl
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import MicroBatch
-from megatron_lite.planner.activations import Sizes, saved_by_layer
+from megatron_lite.planner import plan
+from megatron_lite.planner.activations import Sizes, Trained, saved_by_layer
 from megatron_lite.planner.plan import SimulatedGroup, make_plan, planned_model
 from megatron_lite.zero.multi_stage import MultiStage
 from tests.support.harness import layers_of, run_distributed, tiny_config
@@ -314,6 +315,7 @@ PEAK_CASES: list[dict[str, Any]] = [
     dict(window_size=100),
     dict(num_attention_heads=32, head_groups=1, kv_channels=32, vocab_size=100),
     dict(breadth_first_micro_batches=3, batch_size=6),
+    dict(breadth_first_micro_batches=5, depth_first_micro_batches=2, batch_size=20, training_dtype="bf16"),
     dict(breadth_first_micro_batches=2, depth_first_micro_batches=2, batch_size=8, layers_per_stage=2.0),
     dict(vocab_size=8192),
     dict(cross_entropy_splits=1, training_dtype="bf16"),
@@ -467,6 +469,22 @@ def test_peak_on_a_gpu(options: dict[str, Any]) -> None:
     assert make_plan(config, 1, "cuda").peak_bytes() == pytest.approx(measured, rel=0.03)
 
 
+def test_a_planner_builds_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options of a step share the model of their partition, and every answer is that of a whole plan."""
+    built: list[object] = []
+    build = plan.planned_model
+    monkeypatch.setattr(plan, "planned_model", lambda *args: built.append(args) or build(*args))
+    planner, changes = plan.Planner(8, "cuda"), ("micro_batch_size", "mlp_recompute_level", "recompute_layers")
+    for zero_stage in (1, 3):
+        for values in ((1, "none", 0), (2, "activation,full:3", 0), (4, "full", 2)):
+            options = dict(zip(changes, values, strict=True), zero_stage=zero_stage, validation_iters=1)
+            config = mistral(ranks=8, num_layers=4, breadth_first_micro_batches=4, **options)
+            before = len(built)
+            needed = planner.needed_bytes(config)
+            assert len(built) == before + (values == (1, "none", 0))
+            assert needed == make_plan(config, 8, "cuda").needed_bytes(), options
+
+
 def test_last_blocks_are_the_largest() -> None:
     """The plan looks at the last two blocks of queries of a sample instead of listing them all."""
     for length in (1, 2, 63, 64, 65, 127, 128, 129, 1000):
@@ -501,7 +519,7 @@ def test_the_names_of_parameters_are_read_once() -> None:
     group = SimulatedGroup(0, 1, "cuda")
     model = planned_model(config, group, "cuda")
     names = Counted(name for name, parameter in model.parameters() if parameter.requires_grad)
-    sizes = Sizes(config, model.precision, names, torch.device("cuda"), "none", 2)
+    sizes = Sizes(config, model.precision, Trained(names, 3), torch.device("cuda"), "none", 2)
     reads = names.reads
     saved_by_layer(sizes)
     assert names.reads == reads
