@@ -50,6 +50,8 @@ def log_training(run: Run, update: Update) -> None:
     glance = run.timer.glance(run.iteration)
     timing, more = run.timer.lap(run.iteration)
     record |= timing
+    if (remaining_s := more.get("remaining_seconds")) is not None:
+        record["remaining_seconds"] = round(remaining_s, 1)
     if dropped.reason is not None:
         record["skip_reason"] = dropped.reason
     if run.distributed.device.type == "cuda":

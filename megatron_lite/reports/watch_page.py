@@ -1,0 +1,194 @@
+"""The page of text that shows a run while it goes on."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from megatron_lite.reports.curves import sparkline
+from megatron_lite.reports.watched_run import Saved, WatchedRun
+from megatron_lite.run.folder_lock import DEAD_AFTER_S
+from megatron_lite.run.progress_line import format_duration
+
+NARROWEST = 40
+SHOWN_CHECKPOINTS, SHOWN_WARNINGS = 4, 5
+LATE = 3.0  # times the usual time between two lines, from which on a missing line is pointed out
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+# Rows of curves: (label, phase, name of the number, how to show it).
+CURVES: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
+    ("training loss", "training", "loss", "{:.4f}".format),
+    ("validation loss", "validation", "loss", "{:.4f}".format),
+    ("averaged weights", "validation", "averaged_loss", "{:.4f}".format),
+    ("gradient norm", "training", "grad_norm", _number),
+    ("learning rate", "training", "learning_rate", "{:.2e}".format),
+    ("tokens/s/device", "training", "tokens_per_sec_per_gpu", _number),
+)
+# Numbers of the newest record: (name, how to show it).
+NUMBERS: tuple[tuple[str, Callable[[float], str]], ...] = (
+    ("step_time_ms", lambda ms: f"{_number(ms)} ms/step"),
+    ("data_wait_ms", lambda ms: f"data wait {_number(ms)} ms"),
+    ("mfu", "mfu {:.1%}".format),
+    ("model_tflops", lambda tflops: f"{_number(tflops)} TFLOP/s per device"),
+    ("max_reserved_mib", "memory {:,.0f} MiB".format),
+    ("batch_size", "batch size {:,.0f}".format),
+    ("consumed_tokens", "{:,.0f} tokens".format),
+)
+
+
+def page(run: WatchedRun, now_s: float, width: int, unicode: bool) -> list[str]:
+    """Return the lines of the page, none longer than `width`, for the time `now_s` (since 1970)."""
+    width = max(width, NARROWEST)
+    blocks = [
+        [*_head(run, now_s), *_progress(run, now_s, width, unicode)],
+        list(_curves(run, width, unicode)),
+        [*_numbers(run, width), *_updates(run)],
+        [*_folders("checkpoints", run.checkpoints, now_s), *_folders("exports", run.exports, now_s)],
+        list(_warnings(run, width)),
+    ]
+    lines = [line for block in blocks if block for line in ("", *block)][1:]
+    return [_cut(line, width, unicode) for line in lines]
+
+
+def _head(run: WatchedRun, now_s: float) -> Iterator[str]:
+    start = "" if run.start is None else f" | start {run.start + 1}"
+    yield f"{run.root.absolute().name}{start} | {_state(run, now_s)}"
+    message = str(run.ending.get("message") or "")
+    if run.ending.get("status") != "running" and message:
+        yield message
+    last = _last(run)
+    time_s, usual_s = _float(last.get("time")), _usual_interval_s(run)
+    if time_s is not None:
+        age_s = max(now_s - time_s, 0.0)
+        line = f"last line {format_duration(age_s)} ago"
+        if usual_s is not None and _is_running(run, now_s) and age_s > LATE * usual_s:
+            line += f"; the lines before came every {format_duration(usual_s)}"
+        yield line
+    elif run.problem is not None and not run.metrics.phases():
+        yield "no record yet"
+
+
+def _state(run: WatchedRun, now_s: float) -> str:
+    status, code = run.ending.get("status"), run.ending.get("exit_code")
+    ended_s = _float(run.ending.get("time"))
+    if status in ("done", "stopped", "failed") and ended_s is not None:
+        words = {"done": "complete", "stopped": "stopped", "failed": "failed"}[str(status)]
+        return f"{words} {format_duration(max(now_s - ended_s, 0.0))} ago, exit code {code}"
+    if run.heartbeat_s is not None:
+        silent_s = now_s - run.heartbeat_s
+        if silent_s > DEAD_AFTER_S:
+            return f"no heartbeat for {format_duration(silent_s)}: the process or its machine is gone"
+        return "running"
+    return "not running" if status is None else "killed: it left no ending"
+
+
+def _is_running(run: WatchedRun, now_s: float) -> bool:
+    return _state(run, now_s) == "running"
+
+
+def _progress(run: WatchedRun, now_s: float, width: int, unicode: bool) -> Iterator[str]:
+    last = run.metrics.last.get("training", {})
+    done, total = last.get("iteration"), last.get("train_iters")
+    if type(done) is not int or type(total) is not int or total <= 0:
+        return
+    words = f"iteration {done:,} of {total:,}  {done / total:.0%}"
+    left_s, time_s = _float(last.get("remaining_seconds")), _float(last.get("time"))
+    if left_s is not None and time_s is not None and done < total and _is_running(run, now_s):
+        left_s = max(left_s - (now_s - time_s), 0.0)
+        until = time.strftime("%a %H:%M", time.localtime(now_s + left_s))
+        words += f"  {format_duration(left_s)} left, until {until}"
+    full, empty = ("█", "░") if unicode else ("#", ".")
+    length = min(width - len(words) - 2, 40)
+    filled = min(round(length * done / total), length)
+    yield words if length < 10 else f"{full * filled}{empty * (length - filled)}  {words}"
+
+
+def _curves(run: WatchedRun, width: int, unicode: bool) -> Iterator[str]:
+    for label, phase, name, show in CURVES:
+        curve = run.metrics.curve(phase, name)
+        finite = curve.finite()
+        if not len(finite):
+            continue
+        last = show(float(curve.values[-1]))
+        bounds = f"{show(float(finite.values.min()))} to {show(float(finite.values.max()))}"
+        drawn = sparkline(curve.values, max(width - 16 - 12 - 26, 8), unicode)
+        yield f"{label:16} {last:>10}  {drawn}  {bounds}"
+
+
+def _numbers(run: WatchedRun, width: int) -> Iterator[str]:
+    last = run.metrics.last.get("training", {})
+    shown = [show(value) for name, show in NUMBERS if (value := _float(last.get(name))) is not None]
+    line = ""
+    for text in shown:
+        if line and len(line) + 3 + len(text) > width:
+            yield line
+            line = ""
+        line += (" | " if line else "") + text
+    if line:
+        yield line
+
+
+def _updates(run: WatchedRun) -> Iterator[str]:
+    skipped = _float(run.metrics.last.get("training", {}).get("skipped_iters"))
+    if skipped:
+        reasons = list(run.metrics.dropped.values())
+        yield f"{skipped:,.0f} updates dropped" + (f"; the last, {reasons[-1]}" if reasons else "")
+    if len(run.metrics.starts) > 1:
+        places = ", ".join(f"{start.iteration:,}" for start in run.metrics.starts[-5:])
+        yield f"{len(run.metrics.starts)} starts; the newest log from iterations {places}"
+
+
+def _folders(name: str, saved: Sequence[Saved], now_s: float) -> Iterator[str]:
+    if saved:
+        shown = [
+            f"{one.iteration:,} ({format_duration(max(now_s - one.time_s, 0.0))} ago)"
+            for one in saved[:SHOWN_CHECKPOINTS]
+        ]
+        more = [f"{len(saved) - SHOWN_CHECKPOINTS} more"] if len(saved) > SHOWN_CHECKPOINTS else []
+        yield f"{name}: {', '.join([*shown, *more])}"
+
+
+def _warnings(run: WatchedRun, width: int) -> Iterator[str]:
+    shown = list(run.warnings)[-SHOWN_WARNINGS:]
+    if shown:
+        yield f"the last {len(shown)} warnings:" if len(shown) > 1 else "one warning:"
+        for text in shown:
+            yield from textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ", max_lines=3)
+
+
+def _last(run: WatchedRun) -> dict[str, Any]:
+    """Return the newest record of any phase."""
+    return max(run.metrics.last.values(), key=lambda record: _float(record.get("time")) or 0.0, default={})
+
+
+def _usual_interval_s(run: WatchedRun) -> float | None:
+    """Return the longest of the newest times between two training lines of one start; None with fewer than three."""
+    times, starts = (
+        run.metrics.curve("training", "time").values[-10:],
+        run.metrics.curve("training", "run").values[-10:],
+    )
+    gaps = [
+        float(later - earlier)
+        for earlier, later, one, other in zip(times, times[1:], starts, starts[1:], strict=False)
+        if one == other
+    ]
+    return max(gaps) if len(gaps) > 1 else None
+
+
+def _float(value: Any) -> float | None:
+    return float(value) if type(value) in (int, float) else None
+
+
+def _cut(line: str, width: int, unicode: bool) -> str:
+    """Return the line without control characters, which a terminal would obey, and cut to the width."""
+    line = "".join(char if char.isprintable() else "?" for char in line).rstrip()
+    if not unicode:
+        line = line.encode("ascii", "replace").decode()
+    end = "…" if unicode else "..."
+    return line if len(line) <= width else line[: width - len(end)] + end

@@ -1,0 +1,131 @@
+"""A run as its folder shows it from outside, also while it goes on: metrics, endings, checkpoints, warnings.
+
+Nothing here takes a lock, maps a file or waits for the kernel to report changes: every file is opened by its path, read
+and closed again, so that a folder on a network file system works, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, parse_json, read_bytes
+from megatron_lite.errors import DataError
+from megatron_lite.reports.series import Metrics
+from megatron_lite.run.exit_status import EXIT_FILE
+from megatron_lite.run.folder_lock import LOCK_FILE, newest_run
+
+MOST_WARNINGS = 20
+LARGEST_JSON_BYTES = LARGEST_READ_BYTES = 2**20
+# The start of a line of the log file, with or without --log_timestamps.
+_WARNING = re.compile(rb"(?:[0-9-]{10} [0-9:,]{8,12} )?(?:WARNING|ERROR): (.*)")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint or an export."""
+
+    iteration: int
+    time_s: float  # since 1970
+
+
+class WatchedRun:
+    """One run; `update` looks at its folder again.
+
+    Args:
+        root: the experiment directory, which must exist.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.metrics = root, Metrics(root)
+        self.problem: str | None = None  # why there are no metrics
+        self.start: int | None = None  # number of the newest start
+        self.ending: dict[str, Any] = {}  # exit.json
+        self.config: dict[str, Any] = {}
+        self.heartbeat_s: float | None = None  # when the run last said that it lives; None: it has left the folder
+        self._heartbeat: tuple[int, float] | None = None  # start and time of the file
+        self.checkpoints: list[Saved] = []  # newest first
+        self.exports: list[Saved] = []
+        self.warnings: deque[str] = deque(maxlen=MOST_WARNINGS)  # of the newest start
+        self._log_offset, self._log_rest = 0, b""
+
+    def update(self, now_s: float) -> None:
+        """Read what is new. Never fails: what cannot be read is left as it was, or empty.
+
+        now_s: seconds since 1970.
+        """
+        try:
+            self.metrics.update()
+            self.problem = None
+        except DataError as error:
+            self.problem = str(error)
+        self.ending, self.config = self._json(EXIT_FILE), self._json("config.json") or self.config
+        with contextlib.suppress(OSError):
+            start = newest_run(self.root)
+            if start != self.start:
+                self.start, self._log_offset, self._log_rest = start, 0, b""
+                self.warnings.clear()
+        self._see_heartbeat(now_s)
+        self.checkpoints = _saved(self.root / "checkpoints", MANIFEST_NAME)
+        self.exports = _saved(self.root / "export", "")
+        with contextlib.suppress(OSError):
+            self._read_log(self._of_start("logs/logs_rank_000.txt"))
+
+    def _see_heartbeat(self, now_s: float) -> None:
+        """Look whether the run lives. A beat seen here counts from now: the file server may have another clock."""
+        before, beat = self._heartbeat, None
+        with contextlib.suppress(OSError), self._of_start(LOCK_FILE).open("rb") as file:
+            # Opened, because a network file system may answer `stat` from a cache.
+            beat = (self.start or 0, os.fstat(file.fileno()).st_mtime)
+        if beat is None:
+            self.heartbeat_s = None
+        elif beat != before:
+            self.heartbeat_s = now_s if before is not None else beat[1]
+        self._heartbeat = beat
+
+    def _of_start(self, name: str) -> Path:
+        return self.root / "runs" / str(self.start) / name
+
+    def _json(self, name: str) -> dict[str, Any]:
+        with contextlib.suppress(OSError, ValueError):
+            value = parse_json(read_bytes(self.root / name, LARGEST_JSON_BYTES))
+            return value if isinstance(value, dict) else {}
+        return {}
+
+    def _read_log(self, path: Path) -> None:
+        """Take the warnings from the new lines of a log file; of a long one, only from its end."""
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < self._log_offset:  # another file
+                self._log_offset, self._log_rest = 0, b""
+            if size - self._log_offset > LARGEST_READ_BYTES:
+                self._log_offset, self._log_rest = size - LARGEST_READ_BYTES, b""
+            file.seek(self._log_offset)
+            data = file.read(LARGEST_READ_BYTES)
+        self._log_offset += len(data)
+        *lines, self._log_rest = (self._log_rest + data).split(b"\n")
+        for line in lines:
+            if match := _WARNING.match(line):
+                self.warnings.append(match[1].decode("utf-8", "replace"))
+
+
+def _saved(root: Path, file: str) -> list[Saved]:
+    """Return the folders of a folder that are named after iterations, with the time of a file in them, newest first."""
+    found = []
+    with contextlib.suppress(OSError):
+        for iteration, folder in find_checkpoints(root):
+            if (time_s := _time(folder / file)) is not None:
+                found.append(Saved(iteration, time_s))
+    return found
+
+
+def _time(path: Path) -> float | None:
+    """Return when a file was changed last; None if there is none."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return None
