@@ -9,8 +9,8 @@ import pytest
 from megatron_lite.monitor.metrics import hardware_flops
 from megatron_lite.planner.plan import make_plan
 from megatron_lite.planner.speeds import DataSheet
-from megatron_lite.planner.work_time import predict_step
 from megatron_lite.planner.work import Pass, work_of_step
+from megatron_lite.planner.work_time import predict_step
 from tests.support.harness import tiny_config
 
 H100 = DataSheet("H100", {"bf16": 989e12, "fp32": 67e12}, 3.35e12, 450e9)
