@@ -1,4 +1,4 @@
-"""What a step needs beside the state: the passes of a step in the order of the schedule, and the peak among them.
+"""The memory of a step beside the state: the passes of a step in the order of the schedule, and the peak among them.
 
 A search looks at thousands of configurations, so nothing is computed twice that is alike. The state of a model is read
 once (`Partition`). Blocks with the same level of recomputation and the same frozen parts are walked through once. Of
