@@ -279,17 +279,3 @@ def test_the_key_gets_nowhere(tmp_path, wandb, key, capsys):
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {"metrics.jsonl", "wandb.json", "log.txt"} <= {path.name for path in files}
     assert not [path for path in files if CANARY.encode() in path.read_bytes()]
-
-
-def test_with_the_real_package(tmp_path, monkeypatch):
-    """Offline, as without a key: the files can be synced later."""
-    pytest.importorskip("wandb", reason="wandb is not installed")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_API_KEY", CANARY)
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    start_logging(tmp_path / "log.txt", 0, 1, to_console=False, timestamps=False)
-    run(tmp_path / "exp", training(1), training(2))
-    stop_logging()
-    assert len(list((tmp_path / "exp/runs/0/wandb").glob("offline-run-*/*.wandb"))) == 1
-    assert "wandb sync" in (tmp_path / "log.txt").read_text()
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()]

@@ -63,7 +63,7 @@ class QueuedTracker:
     # -- in the thread ----------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        is_open, action = False, None
+        is_open, has_failed, action = False, False, None
         try:
             is_open = self._begin()
         except Exception as error:
@@ -77,8 +77,9 @@ class QueuedTracker:
                 action(*arguments)
             except Exception as error:
                 self._failed += is_record
-                if self._failed <= 1 or action == self._end:
+                if not has_failed or action == self._end:
                     get_logger().warning("%s: %s", self.title, self._describe(error))
+                has_failed = True
         self._leave()
 
     def _begin(self) -> bool:

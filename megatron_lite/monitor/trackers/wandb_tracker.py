@@ -23,6 +23,7 @@ from megatron_lite.monitor.logging import get_logger
 from megatron_lite.monitor.metrics import format_record
 from megatron_lite.monitor.trackers.queued_tracker import QueuedTracker, numbers_of
 from megatron_lite.monitor.watch.values import Watched
+from megatron_lite.run.children import kill_children
 from megatron_lite.run.durable_files import replace_file
 
 INIT_TIMEOUT_S = 8  # of the run online; offline it begins within 10 s
@@ -107,8 +108,10 @@ class WandbTracker(QueuedTracker):
         super().close(exit_code)
 
     def _abandon(self) -> None:
-        # Its exit hook would wait for the hung service forever; tearing down removes the hook.
-        threading.Thread(target=self._wandb.teardown, name="wandb teardown", daemon=True).start()
+        # The library's exit hook would wait for the service forever, and the service would outlive this process.
+        kill_children("wandb-core")
+        self._thread.join(1.0)
+        threading.Thread(target=self._wandb.teardown, name="wandb teardown", daemon=True).start()  # removes the hook
         get_logger().warning("Weights & Biases does not answer; to send what is missing: %s", self._sync_command())
 
     # -- in the thread ----------------------------------------------------------------------------------------------

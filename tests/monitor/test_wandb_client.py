@@ -1,0 +1,144 @@
+"""Weights & Biases with its real client: offline, against a server on loopback that dies, and killed."""
+
+import dataclasses
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.config import Config, RunConfig, TrackingConfig
+from megatron_lite.monitor.logging import start_logging, stop_logging
+from megatron_lite.monitor.trackers import open_trackers, read_metrics, wandb_tracker
+from tests.support.wandb_server import WandbServer
+
+pytest.importorskip("wandb", reason="wandb is not installed")
+CANARY = "c0ffee00" * 5
+OPTIONS = TrackingConfig(
+    trackers=("jsonl", "wandb"),
+    wandb_entity_name="me",
+    wandb_project_name="project",
+    wandb_group_name="v1",
+    wandb_tags=("a", "b"),
+    wandb_status_interval=2,
+)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch, tmp_path):
+    """A key, a home of our own, no proxy, and a log."""
+    for name in ("WANDB_MODE", "http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "WANDB_API_KEY_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_API_KEY", CANARY)
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    start_logging(tmp_path / "log.txt", 0, 1, to_console=False, timestamps=False)
+    yield
+    stop_logging()
+
+
+def opened(folder, **options):
+    tracking = dataclasses.replace(OPTIONS, **options)
+    return open_trackers(Config(run=RunConfig(experiment_name="mine"), tracking=tracking), folder, 0)
+
+
+def log(trackers, *iterations):
+    """Log records, and return the milliseconds of the slowest call."""
+    slowest_s = 0.0
+    for iteration in iterations:
+        start_s = time.perf_counter()
+        trackers.log({"phase": "training", "iteration": iteration, "train_iters": 100, "loss": 1.0 / iteration})
+        slowest_s = max(slowest_s, time.perf_counter() - start_s)
+    return 1e3 * slowest_s
+
+
+def wait_until(condition, limit_s=30.0):
+    """Return the seconds until a condition held."""
+    start_s = time.perf_counter()
+    while not condition():
+        assert time.perf_counter() - start_s < limit_s
+        time.sleep(0.02)
+    return time.perf_counter() - start_s
+
+
+def services():
+    """The client's processes that this process has started and that still run."""
+    found = []
+    for thread in Path("/proc/self/task").iterdir():
+        for child in (thread / "children").read_text().split():
+            if b"wandb-core" in Path(f"/proc/{child}/cmdline").read_bytes():  # empty once it has ended
+                found.append(int(child))
+    return found
+
+
+def holds_the_key(folder):
+    return [path for path in folder.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()]
+
+
+def test_offline(tmp_path):
+    """Files that can be sent later, under the same id at every start."""
+    for _ in range(2):
+        trackers = opened(tmp_path / "exp", wandb_mode="offline", wandb_id="my-id_1")
+        log(trackers, 1, 2)
+        trackers.close(0)
+    assert len(list((tmp_path / "exp/runs/0/wandb").glob("offline-run-*-my-id_1/*.wandb"))) in (1, 2)
+    text = (tmp_path / "log.txt").read_text()
+    assert text.count("offline (--wandb_mode=offline); to send the run later: wandb sync") == 2
+    assert "Error" not in text and not holds_the_key(tmp_path)
+
+
+def test_a_server_that_dies(tmp_path, monkeypatch):
+    """The run arrives with its fields and alerts; then the server dies, and only the end waits, briefly."""
+    monkeypatch.setattr(wandb_tracker, "INIT_TIMEOUT_S", 2)
+    monkeypatch.setattr(wandb_tracker, "FINISH_TIMEOUT_S", 1)
+    with WandbServer() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        trackers = opened(tmp_path / "exp")
+        log(trackers, 1, 2)
+        wait_until(lambda: len(server.alerts) == 2)
+        server.die()
+        slowest_ms = log(trackers, *range(3, 100))
+        start_s = time.perf_counter()
+        trackers.close(0)
+        closing_s = time.perf_counter() - start_s
+    run = server.runs[0]
+    assert (run["entity"], run["project"], run["groupName"], run["displayName"]) == ("me", "project", "v1", "mine")
+    assert run["name"] in (tmp_path / "exp/wandb.json").read_text() and run["tags"] == ["a", "b"]
+    assert server.alerts == ["mine started", "mine at iteration 2"]
+    assert slowest_ms < 50 and closing_s < 6 and not services()
+    assert len(read_metrics(tmp_path / "exp/metrics.jsonl")) == 99
+    assert "to send what is missing: wandb sync" in (tmp_path / "log.txt").read_text() and not holds_the_key(tmp_path)
+
+
+def test_a_client_that_dies(tmp_path, monkeypatch):
+    """Its process is killed: later points are lost there and counted, the log says so once, and the run closes."""
+    trackers = opened(tmp_path / "exp", wandb_mode="offline")
+    wait_until(lambda: list(tmp_path.glob("exp/runs/0/wandb/*/*.wandb")))
+    log(trackers, 1)
+    (service,) = services()
+    os.kill(service, signal.SIGKILL)
+    time.sleep(0.2)
+    slowest_ms = log(trackers, *range(2, 21))
+    trackers.close(0)
+    text = (tmp_path / "log.txt").read_text()
+    assert slowest_ms < 50 and "points did not reach Weights & Biases; metrics.jsonl has them all" in text
+    assert len(read_metrics(tmp_path / "exp/metrics.jsonl")) == 20
+
+
+@pytest.mark.slow
+def test_a_server_that_never_answers(tmp_path, monkeypatch):
+    """The run is offline within 10 s, with everything logged meanwhile."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        start_s = time.perf_counter()
+        trackers = opened(tmp_path / "exp")
+        assert log(trackers, *range(1, 100)) < 50
+        wait_until(lambda: list(tmp_path.glob("exp/runs/0/wandb/offline-run-*/*.wandb")))
+        assert time.perf_counter() - start_s < 10
+        trackers.close(0)
+    text = (tmp_path / "log.txt").read_text()
+    assert text.count("Weights & Biases is offline (") == 1 and "did not reach" not in text
