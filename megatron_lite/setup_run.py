@@ -41,6 +41,7 @@ from megatron_lite.monitor.memory_history import MemoryHistory, open_history
 from megatron_lite.monitor.metrics import LogWindow, StepTimer, known_peak_tflops
 from megatron_lite.monitor.tensor_debug import TensorDebugger, open_debugger
 from megatron_lite.monitor.trackers import Trackers, check_trackers, open_trackers
+from megatron_lite.monitor.watch.watch import Watch, open_watch
 from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.optimizer.rules import muon
 from megatron_lite.planner.auto import device_memory_bytes, library_of_products, resolve_auto
@@ -93,6 +94,7 @@ class Run(Start):
     collectives_alone_s: dict[str, float]  # see `time_collectives`; empty without --log_communication
     debugger: TensorDebugger | None  # None without debug options
     profiles: Profiles | None  # None without --profile_cpu, --profile_cuda and --profile_schedule
+    watch: Watch | None  # None without --watch
     callback: ExportCallback
     samples: Samples | None  # None without --sample_interval
     background: BackgroundSaves | None  # None without --async_checkpoint
@@ -179,6 +181,7 @@ def build(
         collectives_alone_s=collectives_alone_s,
         debugger=debugger,
         profiles=profiles,
+        watch=open_watch(config, model, optimizer.loss_scale.scale, distributed, trackers),
         callback=inputs.callback,
         samples=samples,
         background=background,

@@ -112,7 +112,8 @@ def train_step(run: Run, micro_batches: Sequence[HostBatch], iteration: int) -> 
         rate = learning_rate(config, iteration)
         if run.background is not None:
             run.background.wait_for_copy()
-        update = run.optimizer.step(iteration, rate, loss, sum(counted), run.model.updated)
+        updated = run.watch.follow(iteration, run.model.updated) if run.watch else run.model.updated
+        update = run.optimizer.step(iteration, rate, loss, sum(counted), updated)
         if debugger:
             debugger.parameters(run.model, "update")
     run.model.gather_ahead()  # frozen stages, which no update gathers

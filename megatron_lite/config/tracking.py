@@ -8,15 +8,17 @@ from megatron_lite.config.numbers import PositiveInt
 from megatron_lite.config.option import Area, derived, idle_unless, optional
 
 TRACKERS = ("jsonl", "wandb", "tensorboard")
+WATCHED = ("grads", "params", "updates", "opt_state")
 WANDB = "wandb_entity_name or trackers=wandb"
 
 # Options that have no effect unless another one has this value.
 wandb_option = idle_unless(WANDB)
+watch_option = idle_unless("watch")
 
 
 @dataclass
 class TrackingConfig(Area):
-    """Trackers"""
+    """Trackers and watch"""
 
     trackers: tuple[str, ...] = derived(
         "destinations of metrics, separated by commas: experiment_dir/metrics.jsonl, Weights & Biases, TensorBoard",
@@ -51,6 +53,17 @@ class TrackingConfig(Area):
     )
     wandb_post_alerts: bool | None = wandb_option(
         None, "post Weights & Biases alerts when the run starts, ends or fails", unset="on with wandb_status_interval"
+    )
+    watch: tuple[str, ...] = idle_unless("trackers and train_iters")(
+        (),
+        "statistics to send to the trackers, separated by commas: of gradients, weights, updates, optimizer state",
+        choices=WATCHED,
+        aliases="watch_targets",
+    )
+    watch_interval: PositiveInt = watch_option(20, "iterations between steps that are watched")
+    watch_per_layer: bool = watch_option(False, "also the statistics of each layer")
+    watch_histograms: bool = watch_option(
+        False, "also a histogram of each parameter", aliases="watch_include_histograms"
     )
 
 

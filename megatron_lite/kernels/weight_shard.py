@@ -70,11 +70,12 @@ class WeightShard:
             weights.copy_(self.master)
 
 
-def chunk_bounds(tensor: Tensor) -> Iterator[slice]:
-    """Cut a flat tensor into pieces small enough for temporaries."""
+def chunk_bounds(tensor: Tensor, first: int = 0, end: int | None = None) -> Iterator[slice]:
+    """Cut a flat tensor, or its elements from `first` to `end`, into pieces small enough for temporaries."""
     numel = CPU_CHUNK_NUMEL if tensor.device.type == "cpu" else GPU_CHUNK_NUMEL
-    for start in range(0, tensor.numel(), numel):
-        yield slice(start, min(start + numel, tensor.numel()))
+    end = tensor.numel() if end is None else end
+    for start in range(first, end, numel):
+        yield slice(start, min(start + numel, end))
 
 
 def split(values: Tensor, rounded: Tensor, remainder: Tensor) -> None:

@@ -189,6 +189,8 @@ def tracking(draft: Draft) -> Iterator[Problem]:
     draft.wandb_post_alerts = default(draft.wandb_post_alerts, draft.wandb_status_interval is not None)
     if draft.wandb_id is not None and not is_run_id(draft.wandb_id):
         yield problem(draft, "wandb_id", "takes up to 128 letters, digits, - and _")
+    if len(set(draft.watch)) < len(draft.watch):
+        yield problem(draft, "watch", "one is given twice; leave one out")
     if not (given := draft.trackers):
         draft.trackers = default_trackers(draft)
         return

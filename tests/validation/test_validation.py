@@ -207,6 +207,8 @@ def test_cross_entropy_splits() -> None:
         ),
         (dict(trackers=("wandb",), tensorboard_dir="/t"), "the second turns tensorboard on; add tensorboard"),
         (dict(trackers=("wandb", "wandb")), "--trackers=wandb wandb: one is given twice"),
+        (dict(watch=("grads", "grads")), "--watch=grads grads: one is given twice"),
+        (dict(watch=("weights",)), "--watch=weights: takes grads, params, updates, opt_state"),
         (dict(trackers=("comet",)), "--trackers=comet: takes jsonl, wandb, tensorboard"),
         (dict(wandb_id="../x"), "--wandb_id=../x: takes up to 128 letters, digits, - and _"),
         (dict(stop_interval=5), "--stop_interval=5"),
@@ -321,6 +323,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "wandb_status_interval": (None, 2),
     "trackers": (None, ("jsonl",), ("tensorboard", "wandb")),
     "tensorboard_dir": (None, "/tb"),
+    "watch": ((), ("grads", "updates")),
+    "watch_histograms": (False, True),
 }
 
 
@@ -525,6 +529,8 @@ def test_bad_weighted_paths(words: str) -> None:
         (dict(train_iters=0, debug_layer_outputs=2), "--debug_layer_outputs has no effect with --train_iters=0"),
         (dict(experiment_name="x"), "--experiment_name has no effect without --wandb_entity_name"),
         (dict(wandb_project_name="x"), "--wandb_project_name has no effect without --wandb_entity_name"),
+        (dict(watch=("grads",), experiment_dir=None), "--watch has no effect without --trackers"),
+        (dict(watch_interval=5), "--watch_interval has no effect without --watch"),
         (
             dict(wandb_tags=("x",), trackers=()),
             "--wandb_tags has no effect without --wandb_entity_name or --trackers=wandb",

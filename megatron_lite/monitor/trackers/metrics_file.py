@@ -18,6 +18,7 @@ from megatron_lite.monitor.logging import AppendFile, get_logger
 from megatron_lite.monitor.watch.values import Watched
 from megatron_lite.run.file_names import METRICS_FILE as METRICS_FILE
 
+WATCH_FILE = "watch.jsonl"
 _REPAIR_BYTES = 1 << 20  # far longer than any line
 
 
@@ -55,6 +56,16 @@ class MetricsFile(AppendFile):
         super().close()
         if self.lost_lines:
             get_logger().warning("%d lines of %s were lost", self.lost_lines, self.path)
+
+
+class WatchFile(MetricsFile):
+    """watch.jsonl, the statistics of each parameter that --watch asks for; see docs/monitoring.md."""
+
+    def log(self, record: Mapping[str, Any], watched: Watched | None = None) -> None:
+        """Append what goes with a record, if anything does."""
+        if watched is not None:
+            kept = {key: record[key] for key in ("phase", "iteration", "run", "time")}
+            self.write_line(json.dumps({**kept, **watched.as_json()}, allow_nan=False))
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from megatron_lite.config import Config
 from megatron_lite.errors import UsageError
-from megatron_lite.monitor.trackers.metrics_file import METRICS_FILE, MetricsFile
+from megatron_lite.monitor.trackers.metrics_file import METRICS_FILE, WATCH_FILE, MetricsFile, WatchFile
 from megatron_lite.monitor.trackers.tensorboard_tracker import TensorBoardTracker
 from megatron_lite.monitor.trackers.wandb_login import read_key, send_no_error_reports, why_offline
 from megatron_lite.monitor.trackers.wandb_tracker import WandbTracker
@@ -89,6 +89,8 @@ def open_trackers(
     keeps_lines = "jsonl" in names and experiment_dir is not None
     if "jsonl" in names and experiment_dir is not None:
         destinations.append(MetricsFile(experiment_dir / METRICS_FILE))
+        if config.tracking.watch:
+            destinations.append(WatchFile(experiment_dir / WATCH_FILE))
     if "tensorboard" in names:
         destinations.append(_open_tensorboard(config, experiment_dir, iteration, keeps_lines))
     if "wandb" in names:

@@ -1,4 +1,4 @@
-"""Results of one step of --watch, and their names for the trackers."""
+"""Statistics of one step of --watch, and their names for the trackers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,6 @@ class Summary(NamedTuple):
     largest: float  # absolute value
     zeros: float  # share of the elements
 
-    @classmethod
-    def of(cls, squares: float, largest: float, zeros: float, numel: int) -> Summary:
-        """Return the statistics of `numel` elements from their sum of squares, largest one and number of zeros."""
-        return cls(math.sqrt(squares), math.sqrt(squares / numel), largest, zeros / numel)
-
 
 @dataclass(frozen=True)
 class Histogram:
@@ -30,24 +25,24 @@ class Histogram:
     edges: Sequence[float]  # one more than counts
     squares: float  # sum over all elements
 
+    def trimmed(self) -> tuple[int, int]:
+        """Return the first bin in use, and the one after the last."""
+        used = [place for place, count in enumerate(self.counts) if count] or [0]
+        return used[0], used[-1] + 1
+
     def summary(self) -> dict[str, Any]:
         """Return the arguments of SummaryWriter.add_histogram_raw, without empty bins at both ends."""
-        used = [place for place, count in enumerate(self.counts) if count] or [0]
-        first, last = used[0], used[-1]
+        first, end = self.trimmed()
+        middles = ((low + high) / 2 for low, high in zip(self.edges, self.edges[1:], strict=False))
         return {
             "min": self.edges[first],
-            "max": self.edges[last + 1],
+            "max": self.edges[end],
             "num": sum(self.counts),
-            "sum": self._sum(),
+            "sum": sum(count * middle for count, middle in zip(self.counts, middles, strict=True)),  # roughly
             "sum_squares": self.squares,
-            "bucket_limits": list(self.edges[first + 1 : last + 2]),
-            "bucket_counts": list(self.counts[first : last + 1]),
+            "bucket_limits": list(self.edges[first + 1 : end + 1]),
+            "bucket_counts": list(self.counts[first:end]),
         }
-
-    def _sum(self) -> float:
-        """Return the sum as if each element was in the middle of its bin."""
-        middles = ((low + high) / 2 for low, high in zip(self.edges, self.edges[1:], strict=False))
-        return sum(count * middle for count, middle in zip(self.counts, middles, strict=True))
 
 
 @dataclass(frozen=True)
@@ -71,3 +66,31 @@ class Watched:
         for target, by_name in self.counts.items():
             for name, histogram in by_name.items():
                 yield f"watch/{target}/histogram/{name}", histogram
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the content of a line of watch.jsonl: statistics to six digits; null where JSON has no number."""
+        found: dict[str, Any] = {"statistics": Summary._fields}
+        for key, targets in (("parameters", self.parameters), ("layers", self.layers)):
+            if targets:
+                found[key] = {
+                    target: {name: [_short(value) for value in summary] for name, summary in by_name.items()}
+                    for target, by_name in targets.items()
+                }
+        if self.counts:
+            found["histograms"] = {
+                target: {
+                    "edges": next(iter(by_name.values())).edges,  # the same for all
+                    "counts": {name: _bins(histogram) for name, histogram in by_name.items()},
+                }
+                for target, by_name in self.counts.items()
+            }
+        return found
+
+
+def _bins(histogram: Histogram) -> dict[str, Any]:
+    first, end = histogram.trimmed()
+    return {"first": first, "counts": histogram.counts[first:end]}
+
+
+def _short(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None

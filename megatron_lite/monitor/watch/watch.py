@@ -1,0 +1,168 @@
+"""--watch: statistics of gradients, weights, updates and optimizer state every few iterations, on the shards.
+
+Each rank summarizes its slices of the parameters, on its device; one exchange at the end of the step joins the ranks,
+and rank 0 reads the result and sends it to the trackers. Other steps do nothing, and results do not depend on the ZeRO
+stage: sums are in fp64, counts are exact.
+
+    grads       before the update: summed over micro-batches and ranks, without the loss scale, before clipping
+    params      the weights after the update
+    updates     weights after less weights before: what the optimizer made of the gradients
+    exp_avg...  the optimizer's state after the update, by its name
+
+Frozen parameters have none of these. Updates need the old weights: those of one stage's shard at a time, in memory of
+the size of the largest one (4 bytes per element), which is allocated once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config import Config, TrackingConfig
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.kernels.weight_shard import chunk_bounds
+from megatron_lite.monitor.trackers.opening import Trackers
+from megatron_lite.monitor.watch.results import Row, Table, results
+from megatron_lite.monitor.watch.statistics import BINS, bin_places, summarize
+from megatron_lite.parameter import Parameter
+from megatron_lite.zero.flat_shard import FlatShard
+from megatron_lite.zero.multi_stage import MultiStage
+from megatron_lite.zero.stage import Stage
+
+Updated = Callable[[Stage], None]
+SQUARED = "exp_avg_sq"  # optimizer state whose elements are squares
+
+
+def open_watch(
+    config: Config, model: MultiStage, loss_scale: Tensor, distributed: Distributed, trackers: Trackers
+) -> Watch | None:
+    """Return what --watch asks for, or None. loss_scale: the factor on all gradients of the current step, ()."""
+    if not config.tracking.watch or not model.training:
+        return None
+    return Watch(config.tracking, config.training.train_iters, model.stages, loss_scale, distributed, trackers)
+
+
+class Watch:
+    """The statistics of every `watch_interval`-th step. All ranks call `follow` at every step."""
+
+    def __init__(
+        self,
+        options: TrackingConfig,
+        train_iters: int,
+        stages: Sequence[Stage],
+        loss_scale: Tensor,
+        distributed: Distributed,
+        trackers: Trackers,
+    ) -> None:
+        self._options, self._train_iters, self._loss_scale = options, train_iters, loss_scale
+        self._distributed, self._trackers = distributed, trackers
+        self._stages = [stage for stage in stages if stage.trainable is not None]
+        self._bins = bin_places(distributed.device) if options.watch_histograms else None
+        largest = max((part.layout.shard_numel for _, part in self._parts()), default=0)
+        old = largest if "updates" in options.watch else 0
+        self._old = torch.empty(old, dtype=torch.float32, device=distributed.device)
+        self._tables: dict[str, Table] = {}
+
+    def follow(self, iteration: int, updated: Updated) -> Updated:
+        """Return what the optimizer is to call after each stage: `updated`, and more if this step is watched.
+
+        Call between the gradients and the update.
+        """
+        if iteration % self._options.watch_interval or not self._stages:
+            return updated
+        self._tables = {target: self._new_table(target) for target in self._targets()}
+        if "grads" in self._tables:
+            for _, part in self._parts():
+                self._measure("grads", part, part.grad_shard.__getitem__)
+        self._scale = self._loss_scale.clone()  # the update may change it
+        self._keep_weights(self._stages[0])
+        return partial(self._after_update, iteration, updated)
+
+    def _after_update(self, iteration: int, updated: Updated, stage: Stage) -> None:
+        """Measure a stage after its update; after the last one, exchange and send."""
+        updated(stage)  # first: it may start a gather, which goes on meanwhile
+        part = stage.trainable
+        assert part is not None
+        readers: dict[str, Callable[[slice], Tensor]] = {
+            "updates": partial(self._update, part),
+            "params": part.weights.read,
+        }
+        readers |= {kind: moment.__getitem__ for kind, moment in part.moments.items()}
+        for target in readers.keys() & self._tables.keys():
+            self._measure(target, part, readers[target])
+        place = self._stages.index(stage) + 1
+        if place < len(self._stages):
+            self._keep_weights(self._stages[place])
+        else:
+            self._send(iteration)
+
+    # -- on the device ------------------------------------------------------------------------------------------------
+
+    def _parts(self) -> Iterator[tuple[Stage, FlatShard]]:
+        for stage in self._stages:
+            assert stage.trainable is not None
+            yield stage, stage.trainable
+
+    def _targets(self) -> Iterator[str]:
+        """Yield what is measured; `opt_state` stands for the names of the state."""
+        for target in self._options.watch:
+            if target == "opt_state":
+                yield from dict.fromkeys(kind for _, part in self._parts() for kind in part.moments)
+            else:
+                yield target
+
+    def _new_table(self, target: str) -> Table:
+        rows = []
+        for stage, part in self._parts():
+            layers = {
+                cast(Parameter, parameter).spec.name: layer.name
+                for layer in stage.layers
+                for parameter in layer.parameters()
+            }
+            specs = [slot.spec for slot in part.layout.slots if part.has(target, slot.spec)]
+            rows += [Row(spec.name, layers[spec.name], spec.numel) for spec in specs]
+        width = 3 if self._bins is None else 3 + BINS
+        return Table(rows, torch.zeros(len(rows), width, dtype=torch.float64, device=self._distributed.device))
+
+    def _measure(self, target: str, part: FlatShard, read: Callable[[slice], Tensor]) -> None:
+        """Summarize this rank's pieces of a part's parameters; `read` returns the elements of the shard in a slice."""
+        table, rank = self._tables[target], self._distributed.rank
+        for slot, start, end in part.layout.pieces(rank):
+            if (place := table.places.get(slot.spec.name)) is not None:
+                first = slot.offset + start - rank * part.layout.shard_numel
+                chunks = (read(bounds) for bounds in chunk_bounds(table.values, first, first + end - start))
+                table.values[place] = summarize(chunks, target == SQUARED, self._bins)
+
+    def _keep_weights(self, stage: Stage) -> None:
+        """Copy the weights of a stage's shard before its update, if updates are watched."""
+        part = stage.trainable
+        if "updates" in self._tables and part is not None:
+            for bounds in chunk_bounds(self._old, 0, part.layout.shard_numel):
+                self._old[bounds].copy_(part.weights.read(bounds))
+
+    def _update(self, part: FlatShard, bounds: slice) -> Tensor:
+        """Return new less old weights, in the memory of the old ones."""
+        old = self._old[bounds]
+        return torch.sub(part.weights.read(bounds), old, out=old)
+
+    # -- over the ranks -----------------------------------------------------------------------------------------------
+
+    def _send(self, iteration: int) -> None:
+        """Join the results of all ranks in one exchange, and send them to the trackers of rank 0."""
+        tables, self._tables = self._tables, {}
+        flat = torch.cat([table.values.view(-1) for table in tables.values()])
+        with self._distributed.traffic.paused():
+            ranks = torch.stack(self._distributed.gather_tensors(flat))
+        if self._distributed.rank != 0:
+            return
+        self._distributed.wait_for_device()
+        of_tables = ranks.split([table.values.numel() for table in tables.values()], dim=1)
+        for table, values in zip(tables.values(), of_tables, strict=True):
+            table.join(values)
+        record, watched = results(tables, float(self._scale), self._options.watch_per_layer)
+        head = {"phase": "watch", "iteration": iteration, "train_iters": self._train_iters}
+        self._trackers.log({**head, **record}, watched)

@@ -1,0 +1,207 @@
+"""--watch: statistics of shards against plain sums over the gathered tensors, with every ZeRO stage and optimizer."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.config import Config, TrackingConfig
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.monitor.trackers import open_trackers, read_metrics
+from megatron_lite.monitor.watch.statistics import BINS, EDGES, bin_places, summarize
+from megatron_lite.monitor.watch.values import Histogram, Summary, Watched
+from megatron_lite.monitor.watch.watch import Watch
+from tests.support.engine_runs import Engine
+from tests.support.harness import run_distributed
+from tests.support.whole_parameters import fill_gradients
+
+EVERYTHING = TrackingConfig(
+    watch=("grads", "params", "updates", "opt_state"), watch_interval=2, watch_per_layer=True, watch_histograms=True
+)
+Values = dict[str, dict[str, Summary]]
+
+
+class Recorder:
+    """Trackers that keep what they get."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[dict[str, Any], Watched]] = []
+
+    def log(self, record: dict[str, Any], watched: Watched) -> None:
+        self.got.append((record, watched))
+
+
+def watch(engine: Engine, options: TrackingConfig = EVERYTHING) -> tuple[Watch, Recorder]:
+    recorder = Recorder()
+    scale = engine.optimizer.loss_scale.scale
+    return Watch(options, 20, engine.model.stages, scale, engine.ranks, recorder), recorder  # type: ignore[arg-type]
+
+
+def full(engine: Engine, kind: str) -> dict[str, Tensor]:
+    """The whole trainable parameters, or their gradients or optimizer state, from the shards of all ranks, in fp64."""
+    found = {}
+    for _, part in engine.model.parts():
+        if part.has_state and (kind in ("weights", "gradients") or kind in part.moments):
+            shard = part.grad_shard if kind == "gradients" else part.read(kind)
+            flat = torch.cat(engine.ranks.gather_tensors(shard.clone()))
+            for slot in part.layout.slots:
+                if part.has(kind, slot.spec):
+                    found[slot.spec.name] = flat[slot.offset : slot.end].double()
+    return found
+
+
+def plain(tensor: Tensor) -> Summary:
+    """The statistics by their definition."""
+    norm, largest = float(tensor.square().sum().sqrt()), float(tensor.abs().max())
+    return Summary(norm, norm / math.sqrt(tensor.numel()), largest, float((tensor == 0).double().mean()))
+
+
+def step(engine: Engine, watcher: Watch, iteration: int, whole_gradients: bool) -> dict[str, dict[str, Tensor]]:
+    """One training step; returns the gathered tensors that belong to it."""
+    engine.model.gather_ahead()
+    if whole_gradients:
+        fill_gradients(engine, iteration)
+        loss = torch.zeros(())
+    else:
+        loss = engine.gradients(iteration)
+    scale = float(engine.optimizer.loss_scale.scale)
+    gradients = {name: gradient / scale for name, gradient in full(engine, "gradients").items()}
+    old = full(engine, "weights")
+    updated = watcher.follow(iteration, engine.model.updated)
+    engine.optimizer.step(iteration, 1e-2, loss, engine.tokens, updated)
+    new = full(engine, "weights")
+    tensors = {"grads": gradients, "params": new, "updates": {name: new[name] - old[name] for name in new}}
+    for kind in ("exp_avg", "exp_avg_sq"):
+        tensors |= {kind: state} if (state := full(engine, kind)) else {}
+    return tensors
+
+
+CASES: list[dict[str, Any]] = [
+    {},
+    dict(layers_per_stage=2.0, tie_word_embeddings=False, depth_first_micro_batches=2, batch_size=8),
+    dict(freeze=("blocks.0",), optimizer="lion", breadth_first_micro_batches=2, batch_size=8),
+    dict(optimizer="muon", gated=True, clip_grad=1e-3),
+    dict(optimizer="sgd", training_dtype="bf16", full_precision_gradients=False),
+    dict(training_dtype="fp16", update_rms_clip=0.1),
+]
+
+
+def compare(ranks: Distributed, cases: list[tuple[dict[str, Any], bool]]) -> list[Values]:
+    """Watch two steps of each case; every statistic is the plain one. Returns those of rank 0."""
+    found = []
+    for options, whole_gradients in cases:
+        engine = Engine(ranks, options)
+        watcher, recorder = watch(engine)
+        step(engine, watcher, 1, whole_gradients)
+        assert not recorder.got
+        tensors = step(engine, watcher, 2, whole_gradients)
+        engine.model.finish()
+        if ranks.rank != 0:
+            assert not recorder.got
+            continue
+        ((record, watched),) = recorder.got
+        assert watched.parameters.keys() == tensors.keys(), options
+        assert (record["phase"], record["iteration"], record["train_iters"]) == ("watch", 2, 20)
+        for target, by_name in tensors.items():
+            assert watched.parameters[target].keys() == by_name.keys(), (options, target)
+            for name, tensor in by_name.items():
+                close(watched.parameters[target][name], plain(tensor), (options, target, name))
+                check_histogram(watched.counts[target][name], tensor, (options, target, name))
+            close([record[f"{target}/{key}"] for key in Summary._fields], plain(torch.cat([*by_name.values()])), target)
+            for layer, summary in watched.layers[target].items():
+                of_layer = [tensor for name, tensor in by_name.items() if name.startswith(f"{layer}.")]
+                close(summary, plain(torch.cat(of_layer)), layer)
+        found.append(dict(watched.parameters))
+    return found
+
+
+def close(got: Any, wanted: Any, where: Any, rel: float = 2e-6) -> None:
+    assert list(got) == pytest.approx(list(wanted), rel=rel, abs=1e-30), where
+
+
+def check_histogram(histogram: Histogram, tensor: Tensor, where: Any) -> None:
+    """Counts between edges, by comparing each element."""
+    assert len(histogram.counts) + 1 == len(histogram.edges) and sum(histogram.counts) == tensor.numel(), where
+    middle = len(histogram.counts) // 2
+    assert histogram.counts[middle] == int((tensor.abs() < histogram.edges[middle + 1]).sum()), where
+    for place in range(middle + 1, len(histogram.counts) - 1, 9):
+        low, high = histogram.edges[place], histogram.edges[place + 1]
+        assert histogram.counts[place] == int(((tensor >= low) & (tensor < high)).sum()), where
+        assert histogram.counts[-1 - place] == int(((tensor <= -low) & (tensor > -high)).sum()), where
+
+
+def test_statistics_are_those_of_the_whole_tensors() -> None:
+    """On two ranks: accumulation, tied, frozen, clipped, loss-scaled, bf16 gradients; AdamW, Muon, Lion, SGD."""
+    cases = [({**options, "zero_stage": 1 + place % 3}, False) for place, options in enumerate(CASES)]
+    (found, _) = run_distributed(2, compare, cases)
+    assert len(found) == len(CASES)
+    assert not any(name.startswith("blocks.0") for name in found[2]["grads"]) and "exp_avg_sq" not in found[2]
+    assert "blocks.0.mlp.layer_1.weight" not in found[3]["exp_avg_sq"]  # a matrix of Muon
+
+
+def test_neither_zero_stage_nor_world_size_matters() -> None:
+    """The same gradients give the same statistics at ZeRO 1, 2, 3 on two ranks, and on one."""
+    stages = [(dict(zero_stage=stage), True) for stage in (1, 2, 3)]
+    (first, second, third), _ = run_distributed(2, compare, stages)
+    ((alone,),) = run_distributed(1, compare, [(dict(batch_size=4), True)])
+    assert first == second == third
+    for target, by_name in alone.items():
+        for name, summary in by_name.items():
+            close(first[target][name], summary, (target, name))
+
+
+def test_other_steps_do_nothing() -> None:
+    """The optimizer gets the function that it gets without --watch."""
+    (same,) = run_distributed(1, other_steps)
+    assert same
+
+
+def other_steps(ranks: Distributed) -> bool:
+    engine = Engine(ranks, {})
+    watcher, _ = watch(engine)
+    return all(watcher.follow(iteration, engine.model.updated) == engine.model.updated for iteration in (1, 3, 5))
+
+
+def test_numbers_without_a_name_in_json() -> None:
+    """NaN and infinities are found, counted in the outermost bins, and null in the file; the shortest text is kept."""
+    values = torch.tensor([0.0, -0.0, math.nan, -math.inf, 1.5, -(2.0**-70)])
+    squares, largest, zeros, *counts = summarize([values], False, bin_places(values.device)).tolist()
+    assert math.isnan(squares) and math.isnan(largest) and zeros == 2 and len(counts) == BINS
+    assert (counts[BINS // 2], counts[-1], counts[0]) == (3, 1, 1) and sum(counts) == 6
+    assert counts[EDGES.index(1.0) - 0] == 1
+    line = Watched({"grads": {"x": Summary(math.nan, math.inf, 1 / 3, 0.5)}}).as_json()
+    assert json.dumps(line["parameters"], allow_nan=False) == '{"grads": {"x": [null, null, 0.333333, 0.5]}}'
+
+
+def test_squares_that_fp32_would_lose() -> None:
+    """The norm of Adam's second moments, elements of 1e-25, is right."""
+    values = torch.full((5000,), 1e-25)
+    squares, *_ = summarize([values], True, None).tolist()
+    assert math.sqrt(squares) == pytest.approx(1e-25 * math.sqrt(5000), rel=1e-6)
+
+
+def test_files(tmp_path) -> None:
+    """metrics.jsonl gets the short record, watch.jsonl the rest; without --watch there is no such file."""
+    watched = Watched(
+        {"grads": {"head": Summary(1.0, 0.5, 1.0, 0.0)}},
+        {"grads": {"head": Summary(1.0, 0.5, 1.0, 0.0)}},
+        {"grads": {"head": Histogram([0, 1, 2, 0], [-2, -1, 0, 1, 2], 1.0)}},
+    )
+    config = Config(tracking=TrackingConfig(trackers=("jsonl",), watch=("grads",)))
+    trackers = open_trackers(config, tmp_path / "a", 0)
+    trackers.log({"phase": "training", "iteration": 20, "loss": 1.0})
+    trackers.log({"phase": "watch", "iteration": 20, "grads/norm": 1.0}, watched)
+    trackers.close(0)
+    (line,) = read_metrics(tmp_path / "a" / "watch.jsonl")
+    assert line["statistics"] == ["norm", "rms", "largest", "zeros"]
+    assert line["parameters"] == line["layers"] == {"grads": {"head": [1.0, 0.5, 1.0, 0.0]}}
+    counts = {"head": {"first": 1, "counts": [1, 2]}}
+    assert line["histograms"] == {"grads": {"edges": [-2, -1, 0, 1, 2], "counts": counts}}
+    assert [record["phase"] for record in read_metrics(tmp_path / "a" / "metrics.jsonl")] == ["training", "watch"]
+    open_trackers(Config(tracking=TrackingConfig(trackers=("jsonl",))), tmp_path / "b", 0).close(0)
+    assert not (tmp_path / "b" / "watch.jsonl").exists()
