@@ -196,7 +196,7 @@ def test_defaults_of_levanter_as_flags() -> None:
         there, name = row.get("default there", ""), flag_of(row)
         if name is None or there in ("", "none") or row["default here"].endswith(SAME):
             continue
-        trackers = ("trackers", "wandb_project_name", "wandb_mode", "wandb_save_code")
+        trackers = ("trackers", "wandb_project_name", "wandb_mode", "wandb_save_code", "watch_interval")
         if name not in ("export_interval", "export_weights", "shuffle", *trackers):
             assert written(values[name]) == re.sub(r"none \((.*)\)", r"\1", there), row
             left.discard(name)
