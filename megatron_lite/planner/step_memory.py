@@ -16,7 +16,7 @@ import torch
 
 from megatron_lite.checkpoint.space import host_copy_bytes
 from megatron_lite.config import Config
-from megatron_lite.planner.activations import Saved, Sizes, Trained, kept_by_layer, saved_by_layer
+from megatron_lite.planner.activations import FP32_BYTES, Saved, Sizes, Trained, kept_by_layer, saved_by_layer
 from megatron_lite.planner.peaks import Peaks, evaluation_peaks, largest_temporaries, peaks_by_layer
 from megatron_lite.planner.runtime import runtime_needs
 from megatron_lite.zero.multi_stage import MultiStage
@@ -32,6 +32,8 @@ class Partition:
         self.names = [layer.name for stage in model.stages for layer in stage.layers]
         table = model.memory.table()
         self.state_bytes, self.state_tensors = sum(row.bytes for row in table), sum(row.count for row in table)
+        shards = [stage.trainable.layout.shard_numel for stage in model.stages if stage.trainable is not None]
+        self.largest_shard = max(shards, default=0)  # elements
         self.first = min(stage.index for stage in model.stages if stage.runs_backward)
         users = Counter(plan.grad_buffer for plan in model.memory.plans)
         # Whether a stage finds gradients of an earlier group of micro-batches: no other stage takes its buffer.
@@ -139,6 +141,8 @@ def runtime_bytes(config: Config, partition: Partition, device_type: str) -> dic
     needs = runtime_needs(device_type, ranks, config.data.num_workers, partition.state_tensors, temporaries)
     if device_type == "cpu" and (copy := host_copy_bytes(config, partition.model)):
         needs["copy for async_checkpoint"] = copy
+    if "updates" in config.tracking.watch:
+        needs["old weights for watch"] = partition.largest_shard * FP32_BYTES
     return needs
 
 

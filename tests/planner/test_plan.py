@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,13 +16,14 @@ from megatron_lite.kernels.attention.blocks import blocks_of_a_document, last_bl
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import MicroBatch
+from megatron_lite.monitor.watch.watch import open_watch
 from megatron_lite.planner import plan
 from megatron_lite.planner.activations import Sizes, Trained, saved_by_layer
 from megatron_lite.planner.plan import SimulatedGroup, make_plan, planned_model
 from megatron_lite.zero.multi_stage import MultiStage
 from tests.support.harness import layers_of, run_distributed, tiny_config
 from tests.support.kernel_checks import products_in_fp32
-from tests.support.memory_meters import AllocatorMeter, a_model, measure_kept, micro_batches
+from tests.support.memory_meters import AllocatorMeter, Alone, a_model, measure_kept, micro_batches
 
 Books = tuple[dict[str, int], dict[str, tuple[int, int, int, int]]]
 
@@ -483,6 +484,16 @@ def test_a_planner_builds_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
             needed = planner.needed_bytes(config)
             assert len(built) == before + (values == (1, "none", 0))
             assert needed == make_plan(config, 8, "cuda").needed_bytes(), options
+
+
+def test_the_plan_counts_what_watching_updates_keeps() -> None:
+    """--watch=updates holds the old weights of the largest shard; other targets hold nothing between steps."""
+    for watch, zero_stage in (("updates", 1), ("updates", 3), ("grads", 1)):
+        config = tiny_config(2, watch=(watch,), zero_stage=zero_stage, training_dtype="bf16")
+        model, scale = planned_model(config, SimulatedGroup(0, 2, "cpu", "cpu"), "cpu"), torch.ones(())
+        watched = open_watch(config, model, scale, cast(Any, Alone()), cast(Any, None))
+        assert watched is not None
+        assert make_plan(config, 2, "cpu").runtime.get("old weights for watch", 0) == watched._old.nbytes
 
 
 def test_last_blocks_are_the_largest() -> None:
