@@ -35,7 +35,7 @@ class ProfilingConfig(Area):
     profile_cycles: PositiveInt = profile_option(1, "number of profiles")
     profile_ranks: tuple[NonNegativeInt, ...] = profile_option((), "ranks to profile; none: all")
     profile_export: bool = idle_unless("profile_cpu or profile_cuda or profile_schedule and experiment_dir")(
-        True, "write traces that chrome://tracing and ui.perfetto.dev show (.json.gz)"
+        True, "write traces that ui.perfetto.dev shows (.json.gz), and the schedule as a page (.html)"
     )
     profile_averages: bool = idle_unless("profile_cpu or profile_cuda and experiment_dir or profile_log")(
         False, "make a table of the operations by the time that they take themselves"

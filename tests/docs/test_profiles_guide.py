@@ -36,6 +36,7 @@ def test_the_commands_leave_the_files(tmp_path: Path) -> None:
     assert names == {
         "iterations_3-7_rank_000.schedule.txt",
         "iterations_3-7_rank_000.schedule.json.gz",
+        "iterations_3-7_rank_000.schedule.html",
         "iteration_3_rank_000.trace.json.gz",
     }
     assert names < there.keys() and "iterations_3-7_rank_001.schedule.txt" in there

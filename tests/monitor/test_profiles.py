@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import gzip
 import json
+import math
 import re
+import shutil
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,16 +17,10 @@ import pytest
 
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.profiling.cycles import Cycles
+from megatron_lite.monitor.profiling.schedule_page import page
 from megatron_lite.monitor.profiling.schedule_recorder import ScheduleRecorder
 from megatron_lite.monitor.profiling.schedule_report import mean_parts, summary, tables, trace_events
-from megatron_lite.monitor.profiling.schedule_times import (
-    IterationTimes,
-    StepTime,
-    Transfer,
-    durations,
-    hid_behind,
-    parts,
-)
+from megatron_lite.monitor.profiling.schedule_times import IterationTimes, StepTime, Transfer, hid_behind, parts, runs
 from tests.support.engine_runs import Engine, SimulatedRanks
 from tests.support.harness import run_distributed, tiny_config, train_whole
 from tests.support.launch import TINY, run
@@ -54,8 +51,8 @@ STEPS = [
     StepTime("gather", 0, None, 0.094, 0.096),
 ]
 TRANSFERS = [
-    Transfer("gather", 0, 2**20, posted_s=-0.003, waits_s=0.011, done_s=0.016, takes_s=0.012),
-    Transfer("reduce", 0, 2**21, posted_s=0.063, waits_s=0.083, done_s=0.087, takes_s=0.030),
+    Transfer("gather", 0, 2**20, posted_s=-0.003, waits_s=0.011, done_s=0.016, alone_s=0.012),
+    Transfer("reduce", 0, 2**21, posted_s=0.063, waits_s=0.083, done_s=0.087, alone_s=0.030),
     Transfer("sum", None, 16, posted_s=0.088, waits_s=0.088, done_s=0.089),
 ]
 TIMES = IterationTimes(7, 0.0, 0.100, STEPS, TRANSFERS)
@@ -89,7 +86,7 @@ def test_hidden_time_is_what_nobody_waited_for() -> None:
     assert TRANSFERS[0].hidden_s == pytest.approx(0.007)
     assert TRANSFERS[1].hidden_s == pytest.approx(0.020)  # 26 ms were not waited for, but it began only 20 before
     assert TRANSFERS[2].hidden_s is None
-    late = Transfer("gather", 0, 1, posted_s=0.0, waits_s=0.01, done_s=0.05, takes_s=0.002)
+    late = Transfer("gather", 0, 1, posted_s=0.0, waits_s=0.01, done_s=0.05, alone_s=0.002)
     assert late.hidden_s == 0.0  # the wait was for a rank that came later
     assert hid_behind(TRANSFERS[1], STEPS) == pytest.approx({("backward", 0): 0.020})
     assert hid_behind(TRANSFERS[0], STEPS) == {}
@@ -99,7 +96,11 @@ def test_hidden_time_is_what_nobody_waited_for() -> None:
 
 def test_collectives_on_one_stream_run_one_after_the_other() -> None:
     """The second is posted while the first still runs, so its time counts from the end of the first."""
-    assert durations([0.0, 1.0, 9.0], [4.0, 6.0, 10.0]) == [4.0, 2.0, 1.0]
+    assert runs([0.0, 1.0, 9.0], [4.0, 6.0, 10.0]) == [(0.0, 4.0), (4.0, 6.0), (9.0, 10.0)]
+    # Posted at 31 ms, it ran from 33 to 63 ms, the last 10 of which were waited for.
+    seen = Transfer("gather", 0, 1, posted_s=0.031, waits_s=0.053, done_s=0.063, ran_s=(0.033, 0.063), alone_s=9.0)
+    assert (seen.takes_s, seen.hidden_s, seen.exposed_s) == pytest.approx((0.030, 0.020, 0.010))
+    assert hid_behind(seen, STEPS) == pytest.approx({("forward", 0): 0.008, ("backward", 0): 0.010})
 
 
 def test_tables_name_steps_collectives_and_what_hid_them() -> None:
@@ -142,6 +143,50 @@ def test_the_trace_of_a_schedule_nests() -> None:
     assert reduce["args"] == pytest.approx({"bytes": 2**21, "exposed_ms": 4, "takes_ms": 30, "hidden_ms": 20})
 
 
+def test_the_page_of_a_schedule(tmp_path: Path) -> None:
+    """One file, without anything from elsewhere; a bar for each event, with its numbers; long profiles are cut."""
+    text = page([TIMES], rank=1, world_size=2)
+    assert "http" not in text and 'src="' not in text and "<link" not in text
+    assert text.count("<rect ") == len(STEPS) + 2 * len(TRANSFERS) + 1
+    words = "reduce stage 0: 24.000 ms, exposed 4.000 ms, takes 30.000 ms, hidden 20.000 ms"
+    assert f'<rect class="reduce" x="66000.0" y="26" width="24000.0" height="20" data-name="{words}"/>' in text
+    assert tables([TIMES], 1, 2) in text
+    many = IterationTimes(8, 0.0, 0.1, STEPS * 4000, TRANSFERS)
+    assert "Shown: iteration 7." in page([TIMES, many], 0, 1) and "Shown" not in page([many], 0, 1)
+
+
+@pytest.mark.guides
+def test_the_page_works_in_a_browser(tmp_path: Path) -> None:
+    """Chromium runs the script without an error: the wheel zooms in around the pointer, which reads out a bar."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium")
+    script = """<script>
+    const inside = svg.getBoundingClientRect();
+    const point = { clientX: inside.left + inside.width / 2, clientY: inside.top + 12 };
+    svg.dispatchEvent(new WheelEvent("wheel", { deltaY: -500, cancelable: true, ...point }));
+    svg.dispatchEvent(new PointerEvent("pointermove", point));
+    </script>"""
+    (tmp_path / "page.html").write_text(page([TIMES], 0, 1) + script)
+    command = [
+        browser,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        "--window-size=1000,600",
+    ]
+    command += [f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom", f"file://{tmp_path}/page.html"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "CONSOLE" not in shown.stderr and 'id="words" data-ready="1"' in shown.stdout
+    box = re.search(r'viewBox="([\d.]+) 0 ([\d.]+) ', shown.stdout)
+    assert box and float(box[2]) == pytest.approx(103000 / math.e, rel=1e-3)
+    assert float(box[1]) == pytest.approx(103000 / 2 * (1 - 1 / math.e), rel=1e-2)  # the border
+    assert (
+        '<p id="words" data-ready="1">backward stage 0, micro-batch 0: 40.000 ms, waited 0.000 ms</p>' in shown.stdout
+    )
+
+
 # -- recording -------------------------------------------------------------------------------------------------------
 
 
@@ -158,7 +203,7 @@ class StepClock:
         return self.now
 
     def arrival(self, work: Any) -> float | None:
-        return self.now + 2.0 if self._sees_arrivals else None
+        return 1.75 if self._sees_arrivals else None
 
     def seconds(self, mark: float) -> float:
         return mark
@@ -196,7 +241,9 @@ def test_waits_are_exposed_where_they_happen(sees_arrivals: bool) -> None:
     (times,) = recorder.take()
     assert (times.iteration, times.start_s, times.end_s, work.waits) == (2, 0.5, 1.75, 2)
     assert times.steps[0] == StepTime("forward", 1, 0, 0.5, 1.75, waited_s=1.0)
-    assert times.transfers == [Transfer("gather", 1, 4096, 0.0, 0.75, 1.75, 2.0 if sees_arrivals else 1.5)]
+    assert times.transfers == [
+        Transfer("gather", 1, 4096, 0.0, 0.75, 1.75, (0.0, 1.75) if sees_arrivals else None, 1.5)
+    ]
     assert times.transfers[0].hidden_s == (0.75 if sees_arrivals else 0.5)
 
 
@@ -258,7 +305,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     }
     run_distributed(2, profiled_run, str(tmp_path), options)
     files = sorted(path.name for path in (tmp_path / "profiles").iterdir())
-    kinds = ["averages.txt", "operations.txt", "schedule.json.gz", "schedule.txt", "trace.json.gz"]
+    kinds = ["averages.txt", "operations.txt", "schedule.html", "schedule.json.gz", "schedule.txt", "trace.json.gz"]
     assert files == [f"iterations_3-4_rank_001.{kind}" for kind in kinds]
     start = tmp_path / "profiles" / "iterations_3-4_rank_001"
     trace = read_trace(start.with_suffix(".trace.json.gz"))

@@ -13,7 +13,7 @@ from megatron_lite.config import Config
 from megatron_lite.config.profiling import ProfilingConfig
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.communication import time_collectives
-from megatron_lite.monitor.profiling import schedule_report
+from megatron_lite.monitor.profiling import schedule_page, schedule_report
 from megatron_lite.monitor.profiling.cycles import Cycles
 from megatron_lite.monitor.profiling.operations import OperationProfile
 from megatron_lite.monitor.profiling.schedule_recorder import Clock, DeviceClock, HostClock, ScheduleRecorder
@@ -196,6 +196,8 @@ class Profiles:
             if self._config.profile_export:
                 trace = gzip.compress(json.dumps(schedule_report.trace_events(times, rank)).encode(), 6)
                 written += self._write(f"{name}.schedule.json.gz", lambda path: replace_file(path, trace))
+                page = schedule_page.page(times, rank, world_size).encode()
+                written += self._write(f"{name}.schedule.html", lambda path: replace_file(path, page))
         if written:
             files = ", ".join(path.name for path in written)
             self._logger.info("profile of %s: %s in %s", words, files, self._folder)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_lite.distributed.traffic import Handle
-from megatron_lite.monitor.profiling.schedule_times import IterationTimes, StepTime, Transfer, durations
+from megatron_lite.monitor.profiling.schedule_times import IterationTimes, StepTime, Transfer, runs
 
 Mark = Any  # a point in time; only the clock that made it can read it
 
@@ -155,7 +155,7 @@ class ScheduleRecorder:
 
     def take(self) -> list[IterationTimes]:
         """Return the iterations that were kept. On a GPU, wait for it."""
-        seconds, takes_s = self._clock.seconds, self._durations()
+        seconds, ran_s = self._clock.seconds, self._runs()
         result = []
         for kept in self._kept:
             steps = [
@@ -177,7 +177,8 @@ class ScheduleRecorder:
                     seconds(entry.posted),
                     seconds(entry.wait[0]),
                     seconds(entry.wait[1]),
-                    takes_s.get(id(entry), self._alone_s.get((entry.kind, entry.stage))),
+                    ran_s.get(id(entry)),
+                    self._alone_s.get((entry.kind, entry.stage)),
                 )
                 for entry in kept.waited
                 if entry.wait is not None
@@ -186,15 +187,15 @@ class ScheduleRecorder:
         self._kept, self._posted = [], []
         return result
 
-    def _durations(self) -> dict[int, float]:
-        """Return how long each collective took, by the identity of its entry; empty if the clock sees no arrival.
+    def _runs(self) -> dict[int, tuple[float, float]]:
+        """Return when each collective ran, by the identity of its entry; empty if the clock sees no arrival.
 
         Those nobody has waited for yet come last, and may still be under way.
         """
         seen = [entry for entry in self._posted if entry.arrival is not None and entry.wait is not None]
         posted = [self._clock.seconds(entry.posted) for entry in seen]
         arrived = [self._clock.seconds(entry.arrival) for entry in seen]
-        return {id(entry): seconds for entry, seconds in zip(seen, durations(posted, arrived), strict=True)}
+        return {id(entry): run for entry, run in zip(seen, runs(posted, arrived), strict=True)}
 
 
 class _Recorded:

@@ -96,7 +96,9 @@ def _transfer_rows(profile: Sequence[IterationTimes]) -> Iterator[list[str]]:
 
 def _behind(group: Sequence[tuple[Transfer, IterationTimes]]) -> str:
     """Name the computations that ran longest while the collectives were under way, each with its share of the time."""
-    window_s = sum(transfer.waits_s - transfer.posted_s for transfer, _ in group)
+    window_s = sum(
+        max(min(transfer.under_way_s[1], transfer.waits_s) - transfer.under_way_s[0], 0.0) for transfer, _ in group
+    )
     behind: dict[tuple[str, int], float] = {}
     for transfer, times in group:
         for name, seconds in hid_behind(transfer, times.steps).items():
@@ -138,9 +140,8 @@ def trace_events(profile: Sequence[IterationTimes], rank: int) -> dict[str, Any]
     One process per rank; thread 0 has the steps, with waits inside of them, and the others the collectives under way,
     as many at a time as there are threads. Files of several ranks can be joined: append their `traceEvents`.
     """
-    origin_s = min(
-        [times.start_s for times in profile] + [transfer.posted_s for times in profile for transfer in times.transfers]
-    )
+    begun_s = [transfer.under_way_s[0] for times in profile for transfer in times.transfers]
+    origin_s = min([times.start_s for times in profile] + begun_s)
 
     def event(name: str, thread: int, start_s: float, end_s: float, **values: Any) -> dict[str, Any]:
         start, end = round((start_s - origin_s) * 1e6, 3), round((end_s - origin_s) * 1e6, 3)
@@ -152,16 +153,17 @@ def trace_events(profile: Sequence[IterationTimes], rank: int) -> dict[str, Any]
         for step in times.steps:
             name = range_name(step.verb, step.stage, step.micro_batch)
             events.append(event(name, 0, step.start_s, step.end_s, waited_ms=step.waited_s * 1e3))
-        for transfer in sorted(times.transfers, key=lambda transfer: transfer.posted_s):
+        for transfer in sorted(times.transfers, key=lambda transfer: transfer.under_way_s):
+            start_s, end_s = transfer.under_way_s
             name = transfer.kind if transfer.stage is None else range_name(transfer.kind, transfer.stage, None)
             events.append(event(f"wait for {name}", 0, transfer.waits_s, transfer.done_s))
-            free = [lane for lane, until_s in enumerate(lanes_s) if until_s <= transfer.posted_s]
+            free = [lane for lane, until_s in enumerate(lanes_s) if until_s <= start_s]
             lane = free[0] if free else len(lanes_s)
-            lanes_s[lane : lane + 1] = [transfer.done_s]
+            lanes_s[lane : lane + 1] = [end_s]
             values: dict[str, Any] = {"bytes": transfer.bytes, "exposed_ms": transfer.exposed_s * 1e3}
             if transfer.takes_s is not None and transfer.hidden_s is not None:
                 values |= {"takes_ms": transfer.takes_s * 1e3, "hidden_ms": transfer.hidden_s * 1e3}
-            events.append(event(name, lane + 1, transfer.posted_s, transfer.done_s, **values))
+            events.append(event(name, lane + 1, start_s, end_s, **values))
     threads = ["steps", *(f"collectives {lane + 1}" for lane in range(len(lanes_s)))]
     names = [{"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}]
     names += [

@@ -4,10 +4,10 @@ A collective is posted, runs while the device computes, and is waited for where 
 
     posted ------- window: the computation goes on ------- waits ---- exposed ---- done
 
-`takes_s` is how long it takes: on a GPU from the end of the one before (they run one after the other) to its own end,
-on CPU, where nothing tells when a transfer ends, the time that it took with nothing else running. So much of it as was
-not waited for was hidden: takes - exposed, at least 0 and at most the window. The exposed time also holds the wait for
-ranks that came later, and may exceed `takes_s`.
+On a GPU collectives run one after the other, and each is seen to end: it takes the time from the end of the one before,
+if that is later than its posting, and the part before somebody waits is hidden. On CPU nothing tells when a transfer
+ends. `alone_s`, its time with nothing else running, stands for the time that it takes, and as much of it as was not
+exposed was hidden, at most the window. The exposed time also holds the wait for ranks that came later.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Transfer:
     posted_s: float
     waits_s: float
     done_s: float  # the end of the wait
-    takes_s: float | None = None  # None: unknown
+    ran_s: tuple[float, float] | None = None  # its start and end on a GPU
+    alone_s: float | None = None  # how long it takes with nothing else running; None: unknown
 
     @property
     def exposed_s(self) -> float:
@@ -56,11 +57,23 @@ class Transfer:
         return self.done_s - self.waits_s
 
     @property
+    def takes_s(self) -> float | None:
+        """Time that it takes; None: unknown."""
+        return self.alone_s if self.ran_s is None else self.ran_s[1] - self.ran_s[0]
+
+    @property
     def hidden_s(self) -> float | None:
         """Time that it took without anybody waiting; None: unknown."""
-        if self.takes_s is None:
+        if self.ran_s is not None:
+            return max(min(self.ran_s[1], self.waits_s) - self.ran_s[0], 0.0)
+        if self.alone_s is None:
             return None
-        return min(max(self.takes_s - self.exposed_s, 0.0), max(self.waits_s - self.posted_s, 0.0))
+        return min(max(self.alone_s - self.exposed_s, 0.0), max(self.waits_s - self.posted_s, 0.0))
+
+    @property
+    def under_way_s(self) -> tuple[float, float]:
+        """When it began and ended, as far as that is known: on CPU its posting and the end of the wait."""
+        return self.ran_s or (self.posted_s, self.done_s)
 
 
 @dataclass(frozen=True)
@@ -78,21 +91,23 @@ class IterationTimes:
         return self.end_s - self.start_s
 
 
-def durations(posted_s: Sequence[float], arrived_s: Sequence[float]) -> list[float]:
-    """Return how long each collective took if each ran when it was posted, but not before the end of the one before."""
+def runs(posted_s: Sequence[float], arrived_s: Sequence[float]) -> list[tuple[float, float]]:
+    """Return when each collective ran, if each began when it was posted, but not before the end of the one before."""
     begun = [max(posted, before) for posted, before in zip(posted_s, [float("-inf"), *arrived_s], strict=False)]
-    return [max(end - start, 0.0) for start, end in zip(begun, arrived_s, strict=True)]
+    return [(start, max(end, start)) for start, end in zip(begun, arrived_s, strict=True)]
 
 
 def hid_behind(transfer: Transfer, steps: Sequence[StepTime]) -> dict[tuple[str, int], float]:
-    """Return the seconds of each computation, by (verb, stage), that ran while the collective was under way."""
+    """Return the seconds of each computation, by (verb, stage), that ran while the collective did, before the wait."""
+    start_s, end_s = transfer.under_way_s
+    end_s = min(end_s, transfer.waits_s)
     computing = [step for step in steps if step.verb in COMPUTING]
     behind: dict[tuple[str, int], float] = {}
-    first = max(bisect.bisect_right([step.start_s for step in computing], transfer.posted_s) - 1, 0)
+    first = max(bisect.bisect_right([step.start_s for step in computing], start_s) - 1, 0)
     for step in computing[first:]:
-        if step.start_s >= transfer.waits_s:
+        if step.start_s >= end_s:
             break
-        seconds = min(step.end_s, transfer.waits_s) - max(step.start_s, transfer.posted_s)
+        seconds = min(step.end_s, end_s) - max(step.start_s, start_s)
         if seconds > 0:
             behind[step.verb, step.stage] = behind.get((step.verb, step.stage), 0.0) + seconds
     return behind
