@@ -41,7 +41,8 @@ def main(argv: list[str], launcher: LauncherWatch | None = None) -> int:
         if config.distributed.dry_run:
             from megatron_lite.planner.report import dry_run
 
-            return dry_run(config, arguments.config, world_size, arguments.notes, prints=launch_rank() == 0)
+            words = without_secrets(argv)
+            return dry_run(config, arguments.config, world_size, arguments.notes, words, prints=launch_rank() == 0)
     except HelpRequested as request:
         if launch_rank() == 0:
             exit_status.print_page(str(request))

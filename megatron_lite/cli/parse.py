@@ -24,11 +24,11 @@ from megatron_lite.config import Config, unflatten
 from megatron_lite.config.foreign_values import refused_value
 from megatron_lite.config.structured_values import environment_values
 from megatron_lite.config.values import (
-    DASHES,
     QUOTES,
     SPELLINGS,
     BadValueError,
     Flag,
+    is_flag,
     is_legal,
     parse_list,
     parse_value,
@@ -308,13 +308,6 @@ class _Parser:
             self._problem(f"{item.spelling} is refused: {row.refusal(item.name)}", item.flag)
         elif not row.accepts(value):
             self._problem(f"{item.spelling}={shown(value)} is refused: {row.refusal(item.name)}", item.flag)
-
-
-def is_flag(text: str) -> bool:
-    """Whether a word is a flag (perhaps a wrong one) rather than a value: dashes and a letter, but not `-inf`."""
-    if re.fullmatch(r"-(inf(inity)?|nan)", text, re.IGNORECASE):
-        return False
-    return re.match(rf"--|[{DASHES}]+[A-Za-z]", text) is not None
 
 
 def read_words(path: str) -> list[str]:

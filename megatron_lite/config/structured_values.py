@@ -27,6 +27,7 @@ SIZE_UNITS = MappingProxyType(
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]{0,3})")
 _KEEP_RULE = re.compile(r"([0-9]{1,18})(?::([0-9]{1,18}))?")
 _WEIGHT_CHANGE = re.compile(r"([0-9]{1,18}):([^:]+)")
+LINKS = ("auto", "nvlink", "ib", "ethernet")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -223,6 +224,30 @@ def size_bytes(text: str, name: str = "export_shard_size") -> int:
     if not 0 < size < 2**63:
         raise UsageError(f"{typed}: must be at least one byte, and less than 2**63; write 5GB")
     return size
+
+
+class Interconnect(NamedTuple):
+    """The slowest link between ranks: auto, nvlink, ib or ethernet, and its speed if given."""
+
+    kind: str
+    gb_s: float | None  # per GPU and direction
+
+
+def interconnect(text: str) -> Interconnect:
+    """Return a link such as nvlink, ib:25 or ethernet:12.5.
+
+    Raises:
+        UsageError: for any other text.
+    """
+    kind, colon, speed = text.partition(":")
+    try:
+        gb_s = parse_float(speed) if colon else None
+    except BadValueError:
+        gb_s = 0.0
+    if kind not in LINKS or (gb_s is not None and not 0 < gb_s <= 1e6) or (kind == "auto" and colon):
+        known = "auto, nvlink, ib or ethernet, or one of these links with its GB/s per GPU"
+        raise UsageError(f"--interconnect={shown(text)}: must be {known}, as in --interconnect=ib:25")
+    return Interconnect(kind, gb_s)
 
 
 def environment_values(text: str) -> dict[str, str]:

@@ -26,6 +26,10 @@ DTYPES: Mapping[str, DtypeNames] = MappingProxyType(
 DTYPE_ALIASES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
+PLANNED_DEVICES = ("h100", "h200", "a100", "a100-40", "l40s", "v100", "b200", "cpu")
+for_plans = idle_unless("dry_run")
+
+
 @dataclass
 class MultiStageConfig(Area):
     """ZeRO and stages"""
@@ -95,9 +99,26 @@ class DistributedConfig(Area):
     startup_timeout: float = option(
         3600.0, "seconds before giving up any other collective (start-up, data, saves)", above=0.0, maximum=1e6
     )
-    dry_run: bool = option(False, "print memory, traffic and batch arithmetic, then exit", basic=True)
-    world_size: int | None = optional(
-        "number of ranks to plan for in a dry run", "as many as torchrun starts", minimum=1, maximum=2**24
+    dry_run: bool = option(
+        False, "print memory, traffic, predicted speed, and a command that fits the devices; then exit", basic=True
+    )
+    world_size: int | Auto | None = optional(
+        "number of ranks to plan for in a dry run; auto: the fewest GPUs that fit",
+        "as many as torchrun starts",
+        minimum=1,
+        maximum=2**24,
+    )
+    gpu: str | None = for_plans(None, "device to plan for", choices=PLANNED_DEVICES, unset="a GPU of 80 GB: h100")
+    device_memory_gib: PositiveFloat | None = for_plans(
+        None, "memory of the device to plan for (GiB)", unset="that of --gpu"
+    )
+    interconnect: str = for_plans(
+        "auto",
+        "slowest link between ranks: nvlink, ib, ethernet, or with a speed per GPU and direction as in ethernet:12.5 "
+        "(GB/s); auto: nvlink within 8 GPUs, else ib of 50 GB/s",
+    )
+    write_sbatch: str | None = for_plans(
+        None, "write a Slurm job of the recommended command to this file", unset="none"
     )
 
 

@@ -263,6 +263,13 @@ def _part(text: str, value: str, number: str | None, option: Option) -> tuple[st
     return choice, None if count is None else str(count)
 
 
+def is_flag(text: str) -> bool:
+    """Whether a word is a flag (perhaps a wrong one) rather than a value: dashes and a letter, but not `-inf`."""
+    if re.fullmatch(r"-(inf(inity)?|nan)", text, re.IGNORECASE):
+        return False
+    return re.match(rf"--|[{DASHES}]+[A-Za-z]", text) is not None
+
+
 def parse_list(flag: Flag, words: Sequence[str]) -> tuple[Any, ...]:
     """Parse a list; commas and spaces inside `words` separate items, too.
 

@@ -9,6 +9,7 @@ builds no model twice.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.planner.step_memory import ActivationMemory, Partition, activation_memory, runtime_bytes
 from megatron_lite.zero.multi_stage import MultiStage
+from megatron_lite.zero.schedule import Step
 
 
 class Done:
@@ -143,14 +145,15 @@ class Planner:
         return self._partitions[key]
 
 
-def count_traffic(model: MultiStage, group: SimulatedGroup) -> dict[str, Total]:
+def count_traffic(model: MultiStage, group: SimulatedGroup, schedule: Sequence[Step] | None = None) -> dict[str, Total]:
     """Replay the schedule of a step without computing; return its collectives by kind, as `Traffic` counts them.
 
-    The second of two steps counts: it does not gather again what a buffer still holds.
+    schedule: instead of the model's own. The second of two steps counts, which does not gather again what a buffer
+    still holds.
     """
     for _ in range(2):
         group.traffic.take()
-        for step in model.training_schedule:
+        for step in schedule or model.training_schedule:
             for index in step.gather:
                 model.stages[index].gather()
             for index in step.needs:

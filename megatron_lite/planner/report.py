@@ -5,20 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import textwrap
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from megatron_lite.checkpoint.space import host_copy_bytes
-from megatron_lite.config import Config
+from megatron_lite.config import Config, DistributedConfig
 from megatron_lite.errors import EXIT_DONE, UsageError
 from megatron_lite.monitor.communication import TRAFFIC_KINDS
 from megatron_lite.parameter import DTYPES
 from megatron_lite.planner.activations import Saved
-from megatron_lite.planner.advice import Question, advice
 from megatron_lite.planner.auto import device_memory_bytes, resolve_auto
+from megatron_lite.planner.devices import DEFAULT_GPU, GPUS, gpu_of, planned_type
 from megatron_lite.planner.plan import Plan, make_plan
+from megatron_lite.planner.recommendation import recommendation, smallest_world, wrapped
 from megatron_lite.planner.runtime import GIB, MIB, PLANNED_GPU_BYTES
 from megatron_lite.run import exit_status
 from megatron_lite.schedules.batch_options import consumed_tokens
@@ -26,55 +26,54 @@ from megatron_lite.validation.messages import Note
 from megatron_lite.validation.warnings import warnings
 from megatron_lite.zero.stage import Stage
 
-WIDTH = 118
 
-
-def dry_run(config: Config, asked: Config, world_size: int, notes: Sequence[Note], prints: bool) -> int:
+def dry_run(
+    config: Config, asked: Config, world_size: int, notes: Sequence[Note], argv: Sequence[str], prints: bool
+) -> int:
     """Plan a resolved configuration for `world_size` ranks, print the plan if `prints`, and return the exit code.
 
-    A plan that does not fit ends with flags that do. `--device=auto` plans for GPUs. asked: `config` as typed. notes:
-    of the command line.
+    The plan ends with layouts that fit, and a command that runs the best of them. asked: `config` as typed. notes: of
+    the command line. argv: its words.
 
     Raises:
         UsageError: if a pattern of --freeze or --lr_scales matches nothing, or a tensor is too large to address.
     """
-    device_type = "cpu" if config.distributed.device == "cpu" else "cuda"
-    on_gpu = device_type == "cuda"
-    memory = PLANNED_GPU_BYTES if on_gpu else device_memory_bytes(torch.device("cpu"), world_size)
+    device_type = planned_type(config.distributed)
+    memory = planned_bytes(config.distributed, world_size)
     try:
+        if asked.distributed.world_size == "auto":
+            config, world_size = smallest_world(config, asked, device_type, memory)
         multi_stage, choices = resolve_auto(config, world_size, device_type, memory)
         plan = make_plan(dataclasses.replace(config, multi_stage=multi_stage), world_size, device_type)
+        answer = recommendation(plan, asked, argv, memory)
     except (RuntimeError, OverflowError) as error:  # a tensor above 2**63 bytes, even on the meta device
         raise UsageError(f"--dry_run=1: {error}; write smaller sizes (--hidden_size, --vocab_size ...)") from error
     if prints:
         all_notes = [*notes, *(Note(text, is_warning=True) for text in warnings(config))]
-        exit_status.print_page(
-            "\n".join([*describe(plan, memory, choices), *_notes(all_notes), *_advice(plan, asked, memory)])
-        )
+        exit_status.print_page("\n".join([*describe(plan, memory, choices), *wrapped(all_notes), *answer]))
     return EXIT_DONE
 
 
-def _advice(plan: Plan, asked: Config, device_bytes: int) -> Iterator[str]:
-    """Lines that end with flags to append, if the plan does not fit."""
-    needed, batch_size = plan.needed_bytes(), plan.config.batch.batch_size
-    if needed > device_bytes:
-        assert batch_size, "resolved"
-        question = Question(asked, batch_size, plan.world_size, plan.device_type, device_bytes)
-        reason, *flags = advice(question, needed)
-        yield from _notes([Note(reason, is_warning=True)])
-        yield from flags
+def planned_bytes(distributed: DistributedConfig, world_size: int) -> int:
+    """Return the memory of the device that a dry run plans for."""
+    if distributed.device_memory_gib is not None:
+        return int(distributed.device_memory_gib * GIB)
+    if planned_type(distributed) == "cpu":
+        return device_memory_bytes(torch.device("cpu"), world_size)
+    return gpu_of(distributed).memory_bytes
 
 
 def describe(plan: Plan, device_bytes: int, choices: Sequence[Note]) -> list[str]:
     """Return the lines that a dry run prints."""
     distributed = plan.config.distributed
     if plan.device_type == "cuda":
-        ranks = f"{_count(plan.world_size, 'GPU')} of 80 GB"
+        name = distributed.gpu or DEFAULT_GPU
+        ranks = f"{_count(plan.world_size, 'GPU')} ({name}), {device_bytes / GIB:.1f} GiB each"
     else:
         ranks = f"{_count(plan.world_size, 'rank')} on CPU, {device_bytes / GIB:.1f} GiB each"
     return [
         f"dry run for {ranks} (--device={distributed.device}), {distributed.training_dtype}; numbers are per rank",
-        *_notes(choices),
+        *wrapped(choices),
         *_model(plan),
         *_batch(plan),
         *_state(plan),
@@ -82,12 +81,6 @@ def describe(plan: Plan, device_bytes: int, choices: Sequence[Note]) -> list[str
         *_host(plan),
         *_traffic(plan),
     ]
-
-
-def _notes(notes: Sequence[Note]) -> Iterator[str]:
-    for note in notes:
-        text = f"WARNING: {note.text}" if note.is_warning else note.text
-        yield from textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _title(name: str, *columns: str) -> str:
@@ -204,8 +197,19 @@ def _activations(plan: Plan, device_bytes: int) -> Iterator[str]:
     yield _row("needed", *map(_mib, needed))
     fits = ("fits" if size <= device_bytes else f"{(size - device_bytes) / GIB:,.1f} GiB too much" for size in needed)
     yield _row(f"of {_mib(device_bytes)}", *fits)
-    offered = "torch reports of a GPU of 80 GB" if plan.device_type == "cuda" else "a rank has of this machine"
-    yield f"  * --mlp_recompute_level={chosen}; {device_bytes / GIB:.1f} GiB are what {offered}"
+    yield f"  * --mlp_recompute_level={chosen}; {device_bytes / GIB:.1f} GiB are {_offered(plan.config.distributed)}"
+
+
+def _offered(distributed: DistributedConfig) -> str:
+    """Say whose memory the plan must fit."""
+    if distributed.device_memory_gib is not None:
+        return "--device_memory_gib"
+    if planned_type(distributed) == "cpu":
+        return "what a rank has of this machine"
+    name = distributed.gpu or DEFAULT_GPU
+    return (
+        "what torch reports of a GPU of 80 GB" if GPUS[name].memory_bytes == PLANNED_GPU_BYTES else f"those of {name}"
+    )
 
 
 def _level_title(level: str, chosen: str) -> str:

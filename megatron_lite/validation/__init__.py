@@ -42,7 +42,8 @@ def resolve(config: Config, world_size: int) -> Config:
 def planned_world_size(config: Config, launched: int) -> int:
     """Return the number of ranks to resolve a configuration for: the launched ones, or those of the dry run."""
     distributed = config.distributed
-    return distributed.world_size if distributed.dry_run and distributed.world_size else launched
+    planned = distributed.world_size if distributed.dry_run else None
+    return 1 if planned == "auto" else planned or launched
 
 
 def examine(config: Config, world_size: int) -> tuple[Config, list[Problem]]:

@@ -8,7 +8,13 @@ import os
 from collections.abc import Iterator
 
 from megatron_lite.config import Draft
-from megatron_lite.config.structured_values import keep_rules, lr_scale_patterns, size_bytes, weight_stages
+from megatron_lite.config.structured_values import (
+    interconnect,
+    keep_rules,
+    lr_scale_patterns,
+    size_bytes,
+    weight_stages,
+)
 from megatron_lite.config.system import number_of_stages
 from megatron_lite.config.tracking import default_trackers, is_run_id
 from megatron_lite.config.values import is_number
@@ -89,6 +95,11 @@ def ranks(draft: Draft) -> Iterator[Problem]:
     if draft.world_size is not None and not draft.dry_run:
         rule = "only with --dry_run=1; a run takes it from torchrun (its nproc-per-node and nnodes)"
         yield problem(draft, "world_size", rule, also="dry_run")
+    if draft.gpu not in (None, "cpu") and draft.device == "cpu":
+        yield problem(draft, "gpu", "--device=cpu plans for a CPU; leave one of the two out", also="device")
+    if draft.gpu == "cpu" and draft.device == "cuda":
+        yield problem(draft, "gpu", "--device=cuda plans for a GPU; leave one of the two out", also="device")
+    yield from parsing("interconnect", interconnect, draft.interconnect)
 
 
 def profiles(draft: Draft, world_size: int) -> Iterator[Problem]:

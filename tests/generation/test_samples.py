@@ -169,7 +169,7 @@ def test_a_dry_run_says_what_samples_keep(tmp_path: Path, capsys: pytest.Capture
     from megatron_lite.planner.report import dry_run
 
     config = tiny_config(**(options(tmp_path) | LLAMA | {"dry_run": True}))
-    assert dry_run(config, config, 1, (), prints=True) == 0
+    assert dry_run(config, config, 1, (), (), prints=True) == 0
     cache, like = KeyValueCache(1, 1), torch.zeros(1, config.model.head_groups or 0, 1, config.model.kv_channels or 0)
     for block in range(config.model.num_layers):
         cache.of(str(block), like, None)

@@ -23,7 +23,7 @@ def planned(*words: str, ranks: int = 2) -> None:
     arguments = parse([*SMALL.split(), "--micro_batch_size=1", "--dataset_source=random", "--dry_run", *words])
     config = resolve(arguments.config, ranks)
     check_passes(config)
-    dry_run(config, arguments.config, ranks, arguments.notes, prints=True)
+    dry_run(config, arguments.config, ranks, arguments.notes, (), prints=True)
 
 
 @pytest.mark.parametrize("value", [2**62, pytest.param(10**18, marks=pytest.mark.slow), 2**31])

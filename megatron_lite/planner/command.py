@@ -1,0 +1,81 @@
+"""A command line written again, with some of its flags changed: what a dry run recommends to type."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron_lite.config.values import SPELLINGS, is_flag, written
+
+# Options of the dry run itself, which the run does not take over.
+PLANNING = frozenset({"dry_run", "world_size", "gpu", "device_memory_gib", "interconnect", "write_sbatch"})
+PROGRAM = "pretrain_gpt.py"
+
+
+def changed_words(argv: Sequence[str], changes: Mapping[str, Any]) -> list[str]:
+    """Return the words of a command line without the options of a dry run, and with `changes` at its end.
+
+    A flag in an @file stays there; the one at the end wins. A change to None becomes `none`, which unsets the option,
+    where an @file may set it, and disappears otherwise.
+    """
+    kept = [*_without(argv, PLANNING | changes.keys())]
+    files = any(word.startswith("@") for word in kept)
+    return [*kept, *(f"--{name}={written(value)}" for name, value in changes.items() if value is not None or files)]
+
+
+def _without(argv: Sequence[str], names: Collection[str]) -> Iterator[str]:
+    """Yield the words of all flags but these, each flag with the words that follow it."""
+    keep = True
+    for word in argv:
+        if word.startswith("@"):
+            keep = True
+        elif is_flag(word):
+            spelling = word.partition("=")[0].lstrip("-").replace("-", "_")
+            keep = spelling not in SPELLINGS or SPELLINGS[spelling].name not in names
+        if keep:
+            yield word
+
+
+def layout_of_nodes(world_size: int, most_per_node: int) -> tuple[int, int]:
+    """Return nodes and ranks per node: as few nodes as hold equal numbers of ranks."""
+    per_node = max(size for size in range(1, most_per_node + 1) if world_size % size == 0)
+    return world_size // per_node, per_node
+
+
+def launcher(world_size: int, most_per_node: int) -> list[str]:
+    """Return the words that start a program on this number of ranks.
+
+    On several nodes they are typed on each, with NODE_RANK from 0 on and MASTER_ADDR of the first.
+    """
+    if world_size == 1:
+        return ["python"]
+    nodes, per_node = layout_of_nodes(world_size, most_per_node)
+    if nodes == 1:
+        return ["torchrun", "--standalone", f"--nproc-per-node={per_node}"]
+    return [
+        "torchrun",
+        f"--nnodes={nodes}",
+        f"--nproc-per-node={per_node}",
+        "--node-rank=$NODE_RANK",
+        "--master-addr=$MASTER_ADDR",
+    ]
+
+
+def quoted(words: Sequence[str]) -> str:
+    """Return words as a shell reads them, several to a line of about 110 columns; $NAME stays a variable."""
+    lines, width = [""], 110
+    for word in words:
+        text = word if word.startswith("--") and "=$" in word else shlex.quote(word)
+        if lines[-1] and len(lines[-1]) + len(text) >= width:
+            lines.append("   ")
+        lines[-1] += f" {text}" if lines[-1] else text
+    return " \\\n".join(lines)
+
+
+def hours(seconds: float) -> str:
+    """Format a long time: 12 min, 3.4 h, 21 days."""
+    if seconds < 5400:
+        return f"{max(math.ceil(seconds / 60), 1):,} min"
+    return f"{seconds / 3600:,.1f} h" if seconds < 5 * 86400 else f"{seconds / 86400:,.1f} days"

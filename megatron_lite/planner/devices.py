@@ -1,0 +1,93 @@
+"""The devices and links that a dry run plans for, by their data sheets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lite.config import DistributedConfig
+from megatron_lite.config.structured_values import Interconnect, interconnect
+from megatron_lite.planner.runtime import GIB, PLANNED_GPU_BYTES
+from megatron_lite.planner.speeds import DataSheet
+
+GPUS_PER_NODE = 8
+DEFAULT_GPU = "h100"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU, from the vendor's data sheet.
+
+    memory_bytes: that torch reports. tflops: dense products of 16-bit inputs (fp16 on V100). fp32_tflops: products in
+    fp32 without TF32, which this program does not use. memory_gb_s, link_gb_s: of its memory, and to its neighbours in
+    a node, in one direction.
+    """
+
+    memory_bytes: int
+    tflops: float
+    fp32_tflops: float
+    memory_gb_s: float
+    link_gb_s: float
+
+
+GPUS = {
+    "h100": Gpu(PLANNED_GPU_BYTES, 989.4, 66.9, 3350, 450),
+    "h200": Gpu(int(139.7 * GIB), 989.4, 66.9, 4800, 450),
+    "a100": Gpu(PLANNED_GPU_BYTES, 312, 19.5, 2039, 300),
+    "a100-40": Gpu(int(39.4 * GIB), 312, 19.5, 1555, 300),
+    "l40s": Gpu(int(44.4 * GIB), 362, 91.6, 864, 32),  # no NVLink: PCIe 4
+    "v100": Gpu(int(31.7 * GIB), 125, 15.7, 900, 150),
+    "b200": Gpu(int(178.3 * GIB), 2250, 75, 7700, 900),
+}
+# Between nodes, per GPU and direction: one adapter of 400 Gbit/s for each GPU, or one of 100 Gbit/s for a node.
+NODE_LINKS_GB_S = {"ib": 50.0, "ethernet": 12.5 / GPUS_PER_NODE}
+# Of a thread of a CPU of which nothing is known.
+CPU_FLOPS_PER_S, CPU_MEMORY_BYTES_PER_S, GLOO_BYTES_PER_S = 60e9, 6e9, 1e9
+
+
+def planned_type(distributed: DistributedConfig) -> str:
+    """Return the type of device that a dry run plans for; `--device=auto` plans for GPUs."""
+    return "cpu" if "cpu" in (distributed.device, distributed.gpu) else "cuda"
+
+
+def gpu_of(distributed: DistributedConfig) -> Gpu:
+    """Return the GPU that a dry run plans for."""
+    return GPUS[distributed.gpu or DEFAULT_GPU]
+
+
+def gpu_sheet(distributed: DistributedConfig, world_size: int) -> DataSheet:
+    """Return the speeds of a GPU and of the slowest link of a ring of ranks."""
+    gpu = gpu_of(distributed)
+    link, link_name = link_gb_s(interconnect(distributed.interconnect), gpu, world_size)
+    low, dtype = gpu.tflops * 1e12, distributed.training_dtype
+    return DataSheet(
+        name=distributed.gpu or DEFAULT_GPU,
+        product_flops_per_s={dtype: gpu.fp32_tflops * 1e12 if dtype == "fp32" else low},
+        memory_bytes_per_s=gpu.memory_gb_s * 1e9,
+        link_bytes_per_s=link * 1e9,
+        link_name=link_name,
+    )
+
+
+def cpu_sheet(distributed: DistributedConfig, threads: int) -> DataSheet:
+    """Return rough speeds of a rank on a CPU."""
+    return DataSheet(
+        name=f"no CPU in particular, {threads} thread{'s' * (threads > 1)}",
+        product_flops_per_s={distributed.training_dtype: CPU_FLOPS_PER_S * threads},
+        memory_bytes_per_s=CPU_MEMORY_BYTES_PER_S * threads,
+        link_bytes_per_s=GLOO_BYTES_PER_S,
+        link_name="gloo",
+        latency_s=100e-6,
+        overlap=0.0,
+        waits_for_host=False,
+    )
+
+
+def link_gb_s(chosen: Interconnect, gpu: Gpu, world_size: int) -> tuple[float, str]:
+    """Return the speed of the slowest link of a ring of ranks, and its name."""
+    if chosen.gb_s is not None:
+        return chosen.gb_s, f"--interconnect={chosen.kind}"
+    if chosen.kind in NODE_LINKS_GB_S:
+        return NODE_LINKS_GB_S[chosen.kind], f"--interconnect={chosen.kind}"
+    if chosen.kind == "nvlink" or world_size <= GPUS_PER_NODE:
+        return gpu.link_gb_s, "links within a node" if chosen.kind == "auto" else "--interconnect=nvlink"
+    return NODE_LINKS_GB_S["ib"], "links between nodes (ib)"

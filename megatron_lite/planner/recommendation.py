@@ -1,0 +1,185 @@
+"""The end of a dry run: layouts that fit and their predicted speed, and a command that runs the best of them."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_lite.checkpoint.space import checkpoint_bytes
+from megatron_lite.config import Config, flatten, unflatten
+from megatron_lite.errors import UsageError
+from megatron_lite.planner.advice import Question, SearchTooLongError, advice, cheapest_fit, fewest_ranks
+from megatron_lite.planner.command import PROGRAM, changed_words, hours, launcher, quoted
+from megatron_lite.planner.devices import GPUS_PER_NODE, cpu_sheet, gpu_sheet
+from megatron_lite.planner.job import write_job
+from megatron_lite.planner.plan import Plan
+from megatron_lite.planner.runtime import GIB
+from megatron_lite.planner.search import SEARCHED, Layout, Search, fewest_changes, recommended
+from megatron_lite.planner.speeds import Speeds
+from megatron_lite.schedules.batch_options import consumed_tokens
+from megatron_lite.validation import resolve
+from megatron_lite.validation.messages import Note
+
+WIDTH = 118
+ROWS = 10  # layouts that are shown
+COLUMNS = (
+    ("ZeRO", 4),
+    ("micro-batches", 16),
+    ("MLP recompute", 18),
+    ("blocks again", 12),
+    ("split", 5),
+    ("state GiB", 9),
+    ("needs GiB", 9),
+    ("sent GiB", 8),
+    ("s/step", 8),
+    ("tokens/s", 10),
+)
+
+
+def wrapped(notes: Sequence[Note]) -> Iterator[str]:
+    """Yield notes in lines of the report's width."""
+    for note in notes:
+        text = f"WARNING: {note.text}" if note.is_warning else note.text
+        yield from textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def smallest_world(config: Config, asked: Config, device_type: str, device_bytes: int) -> tuple[Config, int]:
+    """Return the fewest GPUs that fit, and the options for them; `config` is resolved for one.
+
+    Raises:
+        UsageError: if no number of GPUs fits.
+    """
+    assert config.batch.batch_size, "resolved"
+    question = Question(asked, config.batch.batch_size, 1, device_type, device_bytes).limited()
+    try:
+        fit = cheapest_fit(question) or fewest_ranks(question)
+    except SearchTooLongError:
+        fit = None
+    if fit is None:
+        (*_, line) = advice(question, config.batch.batch_size)
+        raise UsageError(f"--world_size=auto: {line}")
+    return resolve(unflatten({**flatten(asked), **fit.changes}), fit.world_size), fit.world_size
+
+
+def recommendation(plan: Plan, asked: Config, argv: Sequence[str], device_bytes: int) -> list[str]:
+    """Return the lines that end with a command, or with the reason why none fits.
+
+    Raises:
+        UsageError: if --write_sbatch cannot be written.
+    """
+    needed, batch_size = plan.needed_bytes(), plan.config.batch.batch_size
+    assert batch_size, "resolved"
+    search = Search(asked, batch_size, plan.world_size, plan.device_type, device_bytes, _speeds(plan))
+    layouts, fits = search.layouts(), needed <= device_bytes
+    if not layouts and not fits:
+        question = Question(asked, batch_size, plan.world_size, plan.device_type, device_bytes)
+        try:
+            fit = fewest_ranks(question.limited())
+        except SearchTooLongError:
+            fit = None
+        if fit is None:
+            reason, *flags = advice(question, needed)
+            return [*wrapped([Note(reason, is_warning=True)]), *flags]
+        search = Search(
+            asked, batch_size, fit.world_size, plan.device_type, device_bytes, _speeds(plan, fit.world_size)
+        )
+        layouts = search.layouts()
+    present = search.asked_layout(plan.config) if fits else None
+    if present is not None:
+        layouts = sorted([*layouts, present], key=lambda layout: layout.time.seconds)
+    best = recommended(layouts, plan.config)
+    verdict = _verdict(plan, present, best, device_bytes)
+    return [*verdict, *_table(search, layouts, best), *_costs(plan, best), *_command(asked, best, argv)]
+
+
+def _speeds(plan: Plan, world_size: int | None = None) -> Speeds:
+    ranks = world_size or plan.world_size
+    if plan.device_type == "cpu":
+        return cpu_sheet(plan.config.distributed, max((os.cpu_count() or 1) // ranks, 1))
+    return gpu_sheet(plan.config.distributed, ranks)
+
+
+def _verdict(plan: Plan, present: Layout | None, best: Layout, device_bytes: int) -> Iterator[str]:
+    """Say whether the layout as asked fits, and how fast it would be."""
+    needed, space = plan.needed_bytes() / GIB, device_bytes / GIB
+    if present is not None:
+        faster = present.time.seconds / best.time.seconds
+        more = f"; the recommended layout is {faster:.2f} times as fast" if faster > 1.02 else "; no layout is faster"
+        yield f"fits: {needed:,.1f} GiB of {space:,.1f} GiB; {present.time.seconds:,.3g} s a step predicted{more}"
+        return
+    where = "" if best.world_size == plan.world_size else f"; {best.world_size:,} GPUs are the fewest that fit"
+    text = f"does not fit: {needed:,.1f} GiB of {space:,.1f} GiB{where}; the command below does"
+    yield from wrapped([Note(text, is_warning=True)])
+
+
+def _table(search: Search, layouts: Sequence[Layout], best: Layout) -> Iterator[str]:
+    """The fastest layouts, with the recommended one."""
+    shown = layouts[:ROWS]
+    if best not in shown:
+        shown = [*shown[:-1], best]
+    on = "" if search.device_type == "cpu" else "GPU"
+    yield (
+        f"layouts that fit {search.world_size:,} {on or 'rank'}{'s' * (search.world_size > 1)}, predicted, the fastest "
+        f"of {len(layouts)} (*: recommended):"
+    )
+    yield "  " + "  ".join(f"{name:>{width}}" for name, width in COLUMNS)
+    for layout in shown:
+        yield ("* " if layout is best else "  ") + "  ".join(
+            f"{cell:>{width}}" for cell, (_, width) in zip(_cells(layout), COLUMNS, strict=True)
+        )
+    for line in search.speeds.assumptions():
+        yield from wrapped([Note(f"  {line}")])
+
+
+def _cells(layout: Layout) -> Iterator[str]:
+    config = layout.config
+    batch, stages, recompute = config.batch, config.multi_stage, config.performance
+    assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches
+    order = "breadth" if batch.breadth_first_micro_batches > 1 else "depth"
+    count = batch.depth_first_micro_batches * batch.breadth_first_micro_batches
+    yield str(stages.zero_stage)
+    yield f"{batch.micro_batch_size} x {count:,} {order}" if count > 1 else f"{batch.micro_batch_size} x 1"
+    yield recompute.mlp_recompute_level
+    yield f"{recompute.recompute_layers} of {config.model.num_layers}"
+    yield "yes" if stages.split_master_weights else "no"
+    yield f"{layout.state_bytes / GIB:,.1f}"
+    yield f"{layout.needed_bytes / GIB:,.1f}"
+    yield f"{layout.wire_bytes / GIB:,.1f}"
+    yield f"{layout.time.seconds:,.3g}"
+    yield f"{layout.time.tokens_per_s:,.0f}"
+
+
+def _costs(plan: Plan, best: Layout) -> Iterator[str]:
+    """Time, share of the peak, and disk of the recommended run."""
+    config, time = best.config, best.time
+    iterations = config.training.train_iters
+    parts = {**time.parts, "exchange that nothing hides": time.exposed_s}
+    shares = ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in parts.items() if seconds > 0)
+    hidden_s = time.communication_s - time.exposed_s
+    hidden = f"; {hidden_s:,.3g} s of exchange are hidden" if hidden_s > 0 else ""
+    yield from wrapped([Note(f"a step of {time.seconds:,.3g} s: {shares}{hidden}")])
+    seconds = time.seconds * iterations
+    gpu_hours = "" if plan.device_type == "cpu" else f", {seconds / 3600 * best.world_size:,.1f} GPU-hours"
+    tokens = consumed_tokens(config.batch, iterations)
+    yield f"the run: {iterations:,} iterations, {tokens:,} tokens, {hours(seconds)} of training{gpu_hours}"
+    # Every rank writes its shard; the numbers of ranks may differ between the plan and the recommendation.
+    size = checkpoint_bytes(plan.model, plan.world_size)
+    kept = config.checkpoint.max_checkpoints or 1
+    yield f"disk: {size:,} bytes a checkpoint ({size / 1e9:,.2f} GB), {kept} kept and one more during a save"
+
+
+def _command(asked: Config, best: Layout, argv: Sequence[str]) -> Iterator[str]:
+    """The command of the recommended layout; with --write_sbatch the job, too."""
+    changes = fewest_changes(asked, best)
+    words = changed_words(argv, changes)
+    chosen = [name for name in changes if name in SEARCHED]
+    note = f" (it sets {', '.join(f'--{name}' for name in chosen)})" if chosen else ""
+    yield f"run this{note}:"
+    for line in quoted([*launcher(best.world_size, GPUS_PER_NODE), PROGRAM, *words]).split("\n"):
+        yield f"  {line}"
+    if (path := asked.distributed.write_sbatch) is not None:
+        seconds = best.time.seconds * best.config.training.train_iters
+        write_job(Path(path), words, best.world_size, GPUS_PER_NODE, seconds)
+        yield f"wrote {path}; submit it with: sbatch {path}"
