@@ -15,7 +15,8 @@ EXIT_PREEMPTED = 75
 STORAGE_ERRORS = (EACCES, EDQUOT, EFBIG, EIO, EISDIR, ENOSPC, ENOTDIR, EPERM, EROFS)
 # Of CUDA, cuBLAS and NCCL, which take memory beside torch's allocator.
 _CUDA_WITHOUT_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Cuda failure 2 'out of memory'")
-_LESS_MEMORY = (
+OUT_OF_MEMORY = "out of memory: "  # before the words of whatever could not allocate
+LESS_MEMORY = (
     "try a smaller --micro_batch_size, then --zero_stage=2 or 3, more ranks, or a larger --cross_entropy_splits"
 )
 
@@ -142,7 +143,7 @@ def is_lost_peer(error: BaseException) -> bool:
     return backend_error or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs))
 
 
-def as_run_error(error: BaseException, less_memory: str = _LESS_MEMORY) -> RunError | None:
+def as_run_error(error: BaseException, less_memory: str = LESS_MEMORY) -> RunError | None:
     """Return the expected failure behind an exception, or None if the exception is a defect of the program.
 
     `less_memory`: advice for an out-of-memory error.
@@ -153,7 +154,7 @@ def as_run_error(error: BaseException, less_memory: str = _LESS_MEMORY) -> RunEr
     signs = ("DefaultCPUAllocator", "Storage size calculation overflowed", *_CUDA_WITHOUT_MEMORY)
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or any(sign in str(error) for sign in signs):
         first_line = (str(error).splitlines() or ["out of memory"])[0]
-        return OutOfMemoryError(f"out of memory: {first_line}; {less_memory}")
+        return OutOfMemoryError(f"{OUT_OF_MEMORY}{first_line}; {less_memory}")
     if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
         where = f": {error.filename}" if error.filename else ""
         storage_error = StorageError(f"{error.strerror}{where}; make room or choose another --experiment_dir")

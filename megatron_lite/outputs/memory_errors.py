@@ -6,7 +6,7 @@ import contextlib
 
 from megatron_lite.config import Config
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.errors import OutOfMemoryError, Remedy, as_run_error
+from megatron_lite.errors import LESS_MEMORY, OUT_OF_MEMORY, OutOfMemoryError, Remedy, as_run_error
 from megatron_lite.monitor.logging import get_logger, log_both
 from megatron_lite.monitor.memory_history import write_snapshot
 from megatron_lite.planner.advice import Question
@@ -28,25 +28,30 @@ def with_remedies(
 
     config: of the run, resolved. asked: the same as typed.
     """
-    if isinstance(error, OutOfMemoryError) or distributed is None:  # the program's own words need no more
-        return error
-    expected, on_gpu = as_run_error(error), distributed.device.type == "cuda"
-    if not isinstance(expected, OutOfMemoryError):
-        return error
-    if on_gpu and (isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)):
-        return as_run_error(error, _LESS_HOST_MEMORY) or error  # options of the device do not help the host
+    expected = as_run_error(error)
+    if not isinstance(expected, OutOfMemoryError) or distributed is None or not str(expected).startswith(OUT_OF_MEMORY):
+        return error  # of another kind, or in the program's own words, which need no more
+    reason, on_gpu = str(expected).removesuffix(f"; {LESS_MEMORY}"), distributed.device.type == "cuda"
     snapshot, found, advice = "", list[Remedy](), ""
-    if on_gpu and experiment is not None and experiment.root is not None:
-        path, reason = write_snapshot(experiment.root, distributed)
-        snapshot = "" if reason else str(path)
-    with contextlib.suppress(Exception):  # memory is scarce: the error matters more than the advice
-        question = _question(config, config if asked is None else asked, distributed)
-        found = remedies(question)
-        advice = less_memory(question)
-    explained = OutOfMemoryError(f"{expected}; {advice}" if advice else str(expected))
-    explained.remedies, explained.snapshot = found, snapshot
+    if on_gpu and _is_of_host(error):
+        advice = _LESS_HOST_MEMORY  # options of the device do not help the host
+    else:
+        if on_gpu and experiment is not None and experiment.root is not None:
+            path, failure = write_snapshot(experiment.root, distributed)
+            snapshot = "" if failure else str(path)
+        with contextlib.suppress(Exception):  # memory is scarce: the error matters more than the advice
+            question = _question(config, config if asked is None else asked, distributed)
+            found = remedies(question)
+            advice = less_memory(question)
+    explained = OutOfMemoryError(f"{reason}; {advice or LESS_MEMORY}")
+    explained.remedies, explained.snapshot, explained.agreed = found, snapshot, expected.agreed
     log_both(get_logger(), console="", file="\n".join([f"ERROR: {explained}", *explained.lines()]))
     return explained
+
+
+def _is_of_host(error: BaseException) -> bool:
+    """Whether the host's memory was too small, not the device's."""
+    return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _question(config: Config, asked: Config, distributed: Distributed) -> Question:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron_lite.errors import OutOfMemoryError
+from megatron_lite.errors import OutOfMemoryError, as_run_error
 from megatron_lite.monitor.memory_history import MAX_EVENTS, open_history, write_snapshot
 from megatron_lite.outputs.memory_errors import with_remedies
 from tests.support.harness import tiny_config
@@ -120,4 +120,21 @@ def test_the_death_of_a_gpu_run_leaves_a_snapshot_and_options(
         assert "memory_viz" in explained.lines()[-1]
     else:
         assert "--num_workers" in str(explained)
-    assert with_remedies(explained, config, None, rank, experiment) is explained
+    assert str(explained).count(";") == 1, "one piece of advice"
+
+
+def test_an_error_that_all_ranks_raise_together_is_explained_too(
+    tmp_path: Path, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure of one rank in the set-up reaches every rank as text; the program's own words stay as they are."""
+    monkeypatch.setattr("megatron_lite.outputs.memory_errors.device_memory_bytes", lambda *_: 2**34)
+    config = tiny_config(8, batch_size=64, hidden_size=1024, sequence_length=2048, device="auto")
+    experiment: Any = FakeExperiment(tmp_path)
+    rank: Any = FakeRank()
+    agreed = as_run_error(torch.OutOfMemoryError("CUDA out of memory."))
+    assert agreed is not None
+    agreed.agreed = True
+    explained = with_remedies(agreed, config, None, rank, experiment)
+    assert isinstance(explained, OutOfMemoryError) and explained.agreed and explained.remedies
+    own = OutOfMemoryError("--async_checkpoint=1 copies the weights: leave it out")
+    assert with_remedies(own, config, None, rank, experiment) is own
