@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from errno import EACCES, EDQUOT, EFBIG, EIO, EISDIR, ENOSPC, ENOTDIR, EPERM, EROFS
+from errno import EACCES, EDQUOT, EFBIG, EIO, EISDIR, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM, EROFS
 from typing import Any, NamedTuple
 
+LONGEST_WORD = 1000  # characters that a message shows
 EXIT_DONE = 0
 EXIT_PREEMPTED = 75
 
@@ -30,8 +32,16 @@ class RunError(ValueError):
     experiment_dir: str | None = None  # where a command-line error may write exit.json
 
     def __str__(self) -> str:
-        """Return the message with control characters escaped: a name in a downloaded file must not steer a terminal."""
-        return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in super().__str__())
+        """Return the message with control characters escaped: a name in a downloaded file must not steer a terminal.
+
+        Of a word that fills a screen, only the beginning is kept.
+        """
+        text = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", _beginning, super().__str__())
+        return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def _beginning(word: re.Match[str]) -> str:
+    return f"{word[0][:100]}... ({len(word[0])} characters)"
 
 
 class UsageError(RunError):
@@ -155,6 +165,8 @@ def as_run_error(error: BaseException, less_memory: str = LESS_MEMORY) -> RunErr
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or any(sign in str(error) for sign in signs):
         first_line = (str(error).splitlines() or ["out of memory"])[0]
         return OutOfMemoryError(f"{OUT_OF_MEMORY}{first_line}; {less_memory}")
+    if isinstance(error, OSError) and error.errno == ENAMETOOLONG:
+        return DataError(f"{error.filename}: no file system takes so long a name; write a shorter path")
     if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
         where = f": {error.filename}" if error.filename else ""
         storage_error = StorageError(f"{error.strerror}{where}; make room or choose another --experiment_dir")

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {StorageError(error)}", file=sys.stderr)
         return StorageError.exit_code
     for entry in entries:
         print(f"{entry['weight']:>8.2%}  {entry['num_tokens']:>16,} tokens  {entry['prefix']}")

@@ -248,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except OSError as error:
         reason = f"{error.filename or options.to}: {error.strerror or error}"
-        print(f"ERROR: {reason}; free some space or choose another --to", file=sys.stderr)
+        print(f"ERROR: {StorageError(reason)}; free some space or choose another --to", file=sys.stderr)
         return StorageError.exit_code
     return EXIT_DONE
 

@@ -30,7 +30,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
 import scripts  # noqa: F401  names a missing package
-from megatron_lite.cli.script_parser import ScriptParser
+from megatron_lite.cli.script_parser import LARGEST_COUNT, ScriptParser, number
 from megatron_lite.run.launcher_watch import LauncherWatch
 from megatron_lite.run.libraries import prepare_libraries
 
@@ -66,10 +66,19 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     data.add_argument("--text", nargs="+", type=Path, help="text files, and .jsonl files with one text per line")
     add("--json_key", help='key of the text in .jsonl lines (default: "text")')
     add("--split", help="--split of training; reads its second share; 0,1,0 reads everything (default: 969,30,1)")
-    add("--samples", type=positive, help="number of samples of --data_path (default: all)")
+    add("--samples", type=number(int, 1, LARGEST_COUNT), help="number of samples of --data_path (default: all)")
     add("--seed", type=int, help="--seed of training, which sets where samples begin (default: 1234)")
-    add("--sequence_length", type=positive, help=f"tokens per sample (default: the model's, up to {LONGEST_DEFAULT})")
-    add("--micro_batch_size", type=positive, default=1, help="samples per forward pass (default: 1)")
+    add(
+        "--sequence_length",
+        type=number(int, 1, LARGEST_COUNT),
+        help=f"tokens per sample (default: the model's, up to {LONGEST_DEFAULT})",
+    )
+    add(
+        "--micro_batch_size",
+        type=number(int, 1, LARGEST_COUNT),
+        default=1,
+        help="samples per forward pass (default: 1)",
+    )
     add("--cross_document_attention", type=int, choices=(0, 1), default=1, help="as in training (default: 1)")
     add("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
@@ -78,14 +87,6 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         if getattr(options, name) is not None:
             parser.error(f"argument --{name}: has no effect with {'--data_path' if options.data_path else '--text'}")
     return options
-
-
-def positive(text: str) -> int:
-    """Parse a positive count."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
 
 
 def indexed_batches(options: argparse.Namespace, model: LocalModel, length: int) -> Iterator[MicroBatch]:

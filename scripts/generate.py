@@ -17,16 +17,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
 import scripts  # noqa: F401  names a missing package
-from megatron_lite.cli.script_parser import ScriptParser
+from megatron_lite.cli.script_parser import ScriptParser, number
 from megatron_lite.run.launcher_watch import LauncherWatch
 from megatron_lite.run.libraries import prepare_libraries
 
@@ -52,22 +50,6 @@ from megatron_lite.run.exit_status import print_failure, print_page
 from megatron_lite.seeds import derive_seed
 
 GPU_BATCH_SIZE = 8
-
-
-def number(kind: Callable[[str], Any], minimum: float, maximum: float = math.inf, above: bool = False) -> Any:
-    """Return an argparse type with bounds; `above` excludes the minimum."""
-
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if not (minimum < value if above else minimum <= value) or not value <= maximum or value == math.inf:
-            bounds = f"{'above' if above else 'of at least'} {minimum:g}"
-            raise argparse.ArgumentTypeError(
-                f"{text} is not a number {bounds}" + (f" and at most {maximum:g}" if maximum < math.inf else "")
-            )
-        return value
-
-    parse.__name__ = "number"  # argparse shows this name if the text is not a number
-    return parse
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_lite import __version__
-from megatron_lite.cli.script_parser import ScriptParser
+from megatron_lite.cli.script_parser import LARGEST_COUNT, ScriptParser, number
 from megatron_lite.corpus.fields import TextFields, parse_keys
 from megatron_lite.corpus.inputs import DEFAULT_SUFFIXES
 from megatron_lite.errors import EXIT_DONE, RunError, StorageError, UsageError
@@ -21,6 +21,7 @@ from megatron_lite.run.threads import available_cores
 if TYPE_CHECKING:
     from megatron_lite.corpus.prepare import CorpusOptions
 
+MOST_SHARDS = 99_999  # their names have five digits
 DESCRIPTION = """\
 Tokenize text files, folders, .jsonl, parquet and arrow files into <output_prefix>.bin and .idx.
 
@@ -133,16 +134,22 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         "joined (default: text)",
     )
     add("--separator", default="\\n\\n", help="between the texts of several keys (default: %(default)s)")
-    add("--num_processes", type=_positive, metavar="N", help="processes (default: one per core)")
-    add("--max_documents", type=_positive, metavar="N", help="stop after this many documents")
+    add("--num_processes", type=number(int, 1, LARGEST_COUNT), metavar="N", help="processes (default: one per core)")
+    add("--max_documents", type=number(int, 1, LARGEST_COUNT), metavar="N", help="stop after this many documents")
     add(
         "--validation_documents",
-        type=_non_negative,
+        type=number(int, 0, LARGEST_COUNT),
         default=0,
         metavar="N",
         help="write so many documents, spread evenly over the input, to <PREFIX>_validation instead",
     )
-    add("--shards", type=_positive, default=1, metavar="N", help="write N pairs, <PREFIX>-00000-of-0000N, ...")
+    add(
+        "--shards",
+        type=number(int, 1, MOST_SHARDS),
+        default=1,
+        metavar="N",
+        help="write N pairs, <PREFIX>-00000-of-0000N, ...",
+    )
     add("--deduplicate", action="store_true", help="keep only the first of identical documents")
     add("--strict", action="store_true", help="stop at a bad document instead of skipping it")
     add("--overwrite", action="store_true", help="replace existing token files")
@@ -154,20 +161,6 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     if options.inspect is None and options.verify is None and not (options.inputs and options.output_prefix):
         parser.error("give inputs and --output_prefix, or --inspect or --verify with the prefix of a pair")
     return options
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: write a number from 1 on")
-    return number
-
-
-def _non_negative(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text}: write a number from 0 on")
-    return number
 
 
 def main(argv: Sequence[str], program: str = "prepare_data") -> int:
@@ -193,7 +186,7 @@ def main(argv: Sequence[str], program: str = "prepare_data") -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {StorageError(error)}", file=sys.stderr)
         return StorageError.exit_code
     except KeyboardInterrupt:
         print("interrupted; the same command goes on where it stopped", file=sys.stderr)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from megatron_lite.cli.suggestions import is_one_edit, similar
 from megatron_lite.config.values import shown
+from megatron_lite.errors import UsageError
+
+LARGEST_COUNT = 2**31 - 1
 
 
 class ScriptParser(argparse.ArgumentParser):
@@ -22,12 +26,14 @@ class ScriptParser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         """Parse the words of a command line; exit with code 2 at a flag that does not exist, before all else."""
         words = list(sys.argv[1:] if args is None else args)
+        if any("\0" in word for word in words):
+            self.error("a word of the command line has a NUL character")
         end = words.index("--") if "--" in words else len(words)
         return super().parse_known_args([*map(self._spelled, words[:end]), *words[end:]], namespace)
 
     def error(self, message: str) -> NoReturn:
         """Say in one line what is wrong; the usage would fill the screen."""
-        self.exit(2, f"{self.prog}: error: {message} (--help explains)\n")
+        self.exit(2, f"{self.prog}: error: {UsageError(message)} (--help explains)\n")
 
     def _spelled(self, word: str) -> str:
         """Return a word as argparse expects it: a flag with underscores, anything else as it is."""
@@ -37,6 +43,8 @@ class ScriptParser(argparse.ArgumentParser):
         name = flag[2:].replace("-", "_")
         names = [option[2:] for option in self._option_string_actions if option.startswith("--")]
         if name in names:
+            if value == "--":
+                self.error(f"--{name}=--: -- ends the flags, so it cannot be a value")
             return f"--{name}{equals}{value}"
         near = [other for other in names if is_one_edit(name, other)]
         near = (
@@ -44,3 +52,21 @@ class ScriptParser(argparse.ArgumentParser):
         )
         meant = f"did you mean {' or '.join(f'--{other}' for other in near)}?" if near else "no flag has a similar name"
         self.error(f"unknown flag {shown(flag)}; {meant}")
+
+
+def number(kind: Callable[[str], Any], minimum: float, maximum: float = math.inf, above: bool = False) -> Any:
+    """Return an argparse type with bounds; `above` excludes the minimum."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (minimum < value if above else minimum <= value) or not value <= maximum or value == math.inf:
+            whole = "whole " if kind is int else ""
+            bounds = f"{'above' if above else 'of at least'} {minimum:g}"
+            bounds += f" and at most {maximum:.10g}" if maximum < math.inf else ""
+            raise argparse.ArgumentTypeError(f"{shown(text)} is not a {whole}number {bounds}")
+        return value
+
+    return parse

@@ -68,6 +68,8 @@ def test_every_typo_gets_its_flag() -> None:
         (["--zebra"], "unknown flag --zebra; no flag has a similar name"),
         (["--top_k=1"], "the following arguments are required: --model"),
         (["--=5"], "unknown flag --"),
+        (["--model=--"], "--model=--: -- ends the flags, so it cannot be a value"),
+        (["--model=x", "a\0b"], "a word of the command line has a NUL character"),
     ],
 )
 def test_mistakes(words: list[str], expected: str) -> None:
