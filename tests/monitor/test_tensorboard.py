@@ -99,10 +99,10 @@ def test_a_writer_that_hangs_costs_no_time(monkeypatch, capsys):
     never = threading.Event()
 
     class Writer:
-        def __init__(self, folder, purge_step, flush_secs):
+        def __init__(self, folder, flush_secs):
             pass
 
-        def add_scalar(self, *arguments, walltime):
+        def add_event(self, event):
             never.wait(20)
 
         def close(self):

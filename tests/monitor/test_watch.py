@@ -16,6 +16,7 @@ from megatron_lite.monitor.trackers import open_trackers, read_metrics
 from megatron_lite.monitor.watch.statistics import BINS, EDGES, bin_places, summarize
 from megatron_lite.monitor.watch.values import Histogram, Summary, Watched
 from megatron_lite.monitor.watch.watch import Watch
+from tests.support import launch
 from tests.support.engine_runs import Engine
 from tests.support.harness import run_distributed
 from tests.support.whole_parameters import fill_gradients
@@ -65,7 +66,7 @@ def step(engine: Engine, watcher: Watch, iteration: int, whole_gradients: bool) 
     """One training step; returns the gathered tensors that belong to it."""
     engine.model.gather_ahead()
     if whole_gradients:
-        fill_gradients(engine, iteration)
+        fill_gradients(engine, iteration, 1e-11)  # squares of their squares are below what fp32 holds
         loss = torch.zeros(())
     else:
         loss = engine.gradients(iteration)
@@ -205,3 +206,19 @@ def test_files(tmp_path) -> None:
     assert [record["phase"] for record in read_metrics(tmp_path / "a" / "metrics.jsonl")] == ["training", "watch"]
     open_trackers(Config(tracking=TrackingConfig(trackers=("jsonl",))), tmp_path / "b", 0).close(0)
     assert not (tmp_path / "b" / "watch.jsonl").exists()
+
+
+def test_a_run_is_watched_and_not_changed(tmp_path) -> None:
+    """A run has a record at each interval, with the gradient norm of the log; its numbers are those without."""
+    found = []
+    for name, flags in (("plain", []), ("watched", ["--watch=grads,updates", "--watch_interval=2", "--zero_stage=3"])):
+        folder = tmp_path / name
+        assert launch.run([*launch.TINY, f"--experiment_dir={folder}", *flags]).codes == [0]
+        records = read_metrics(folder / "metrics.jsonl")
+        found.append([record for record in records if record["phase"] == "training"])
+    watched = {record["iteration"]: record for record in records if record["phase"] == "watch"}
+    assert [*watched] == [2, 4, 6]
+    for plain_record, record in zip(*found, strict=True):
+        assert (record["loss"], record["grad_norm"]) == (plain_record["loss"], plain_record["grad_norm"])
+        if record["iteration"] in watched:
+            assert watched[record["iteration"]]["grads/norm"] == pytest.approx(record["grad_norm"], rel=1e-6)

@@ -110,12 +110,12 @@ def _open_tensorboard(
     config: Config, experiment_dir: Path | None, iteration: int, keeps_lines: bool
 ) -> TensorBoardTracker:
     """Start the thread of TensorBoard."""
-    module = _import("torch.utils.tensorboard", "tensorboard", config)
+    module = _import("tensorboard.summary.writer.event_file_writer", "tensorboard", config)
     folder = config.tracking.tensorboard_dir
     if folder is None:
         assert experiment_dir is not None, "tensorboard has no folder"
         folder = str(experiment_dir / TENSORBOARD_FOLDER)
-    return TensorBoardTracker(module.SummaryWriter, folder, iteration, keeps_lines)
+    return TensorBoardTracker(module.EventFileWriter, folder, iteration, keeps_lines)
 
 
 def _import(module: str, tracker: str, config: Config) -> Any:

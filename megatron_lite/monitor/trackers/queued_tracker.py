@@ -11,6 +11,7 @@ from megatron_lite.monitor.logging import get_logger
 from megatron_lite.monitor.watch.values import Watched
 
 MAX_QUEUED_RECORDS = 1000
+MAX_QUEUED_WATCHED = 50  # while more records wait, they come without what goes with them
 
 
 class QueuedTracker:
@@ -32,6 +33,8 @@ class QueuedTracker:
 
     def log(self, record: Mapping[str, Any], watched: Watched | None = None) -> None:
         """Send a record, and what goes with it, as soon as the thread comes to it."""
+        if self._queue.qsize() > MAX_QUEUED_WATCHED:
+            watched = None  # statistics and histograms of a large model take megabytes
         self._put(True, self._send, record, watched)
 
     def close(self, exit_code: int) -> None:

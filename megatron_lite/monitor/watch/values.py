@@ -30,18 +30,19 @@ class Histogram:
         used = [place for place, count in enumerate(self.counts) if count] or [0]
         return used[0], used[-1] + 1
 
-    def summary(self) -> dict[str, Any]:
-        """Return the arguments of SummaryWriter.add_histogram_raw, without empty bins at both ends."""
+    def proto_fields(self) -> dict[str, Any]:
+        """Return the fields of TensorBoard's HistogramProto, without empty bins at both ends."""
         first, end = self.trimmed()
-        middles = ((low + high) / 2 for low, high in zip(self.edges, self.edges[1:], strict=False))
+        counts, edges = self.counts[first:end], self.edges[first : end + 1]
+        middles = ((low + high) / 2 for low, high in zip(edges, edges[1:], strict=False))
         return {
-            "min": self.edges[first],
-            "max": self.edges[end],
+            "min": edges[0],
+            "max": edges[-1],
             "num": sum(self.counts),
-            "sum": sum(count * middle for count, middle in zip(self.counts, middles, strict=True)),  # roughly
+            "sum": sum(count * middle for count, middle in zip(counts, middles, strict=True)),  # roughly
             "sum_squares": self.squares,
-            "bucket_limits": list(self.edges[first + 1 : end + 1]),
-            "bucket_counts": list(self.counts[first:end]),
+            "bucket_limit": edges[1:],
+            "bucket": counts,
         }
 
 

@@ -78,7 +78,6 @@ class Watch:
         if "grads" in self._tables:
             for _, part in self._parts():
                 self._measure("grads", part, part.grad_shard.__getitem__)
-        self._scale = self._loss_scale.clone()  # the update may change it
         self._keep_weights(self._stages[0])
         return partial(self._after_update, iteration, updated)
 
@@ -163,6 +162,7 @@ class Watch:
         of_tables = ranks.split([table.values.numel() for table in tables.values()], dim=1)
         for table, values in zip(tables.values(), of_tables, strict=True):
             table.join(values)
-        record, watched = results(tables, float(self._scale), self._options.watch_per_layer)
+        scale = float(self._loss_scale)  # the optimizer adapts it later, after the last stage
+        record, watched = results(tables, scale, self._options.watch_per_layer)
         head = {"phase": "watch", "iteration": iteration, "train_iters": self._train_iters}
         self._trackers.log({**head, **record}, watched)
