@@ -62,8 +62,9 @@ def train(run: Run) -> tuple[int, str]:
             return EXIT_DONE, f"the run is complete: iteration {run.iteration} of {training.train_iters}; nothing to do"
         batches = run.data.batches("training", run.iteration, training.train_iters - run.iteration)
         waiting = Waiting(config.data)
-        profiles = contextlib.nullcontext() if run.profiles is None else run.profiles.beginning_with(first)
-        with contextlib.closing(progress_bar(run)) as bar, profiles:
+        if run.profiles is not None:
+            run.profiles.begin(first)
+        with contextlib.closing(progress_bar(run)) as bar:
             for iteration in range(first, training.train_iters + 1):
                 # The second iteration's data may wait for the start of the workers, which is no reason to warn.
                 run.distributed.progress.at("the wait for data", iteration)

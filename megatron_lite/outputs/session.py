@@ -120,6 +120,8 @@ def close(run: Run, code: int, message: str) -> None:
     if distributed.rank == 0:
         status = "done" if code == EXIT_DONE else "stopped"
         exit_status.write_exit(run.config.run.experiment_dir, code, status, message, run.experiment.run)
+    if run.profiles is not None:  # now, as a trace may take longer to write than a stopped run has left
+        run.profiles.close()
     log_ending(run, message)
     if code != EXIT_DONE and tell_torchrun(message):
         run.logger.info("the traceback that follows is torchrun's way to report the signal")

@@ -14,6 +14,7 @@ from megatron_lite.run.progress_line import format_duration
 
 NARROWEST = 40
 SHOWN_CHECKPOINTS, SHOWN_WARNINGS = 4, 5
+LARGEST, LONGEST_S = 1e18, 1e10  # numbers and times that are shown
 LATE = 3.0  # times the usual time between two lines, from which on a missing line is pointed out
 
 
@@ -100,7 +101,7 @@ def _progress(run: WatchedRun, now_s: float, width: int, unicode: bool) -> Itera
     words = f"iteration {done:,} of {total:,}  {done / total:.0%}"
     left_s, time_s = _float(last.get("remaining_seconds")), _float(last.get("time"))
     if left_s is not None and time_s is not None and done < total and _is_running(run, now_s):
-        left_s = max(left_s - (now_s - time_s), 0.0)
+        left_s = min(max(left_s - (now_s - time_s), 0.0), LONGEST_S)
         until = time.strftime("%a %H:%M", time.localtime(now_s + left_s))
         words += f"  {format_duration(left_s)} left, until {until}"
     full, empty = ("█", "░") if unicode else ("#", ".")
@@ -182,7 +183,8 @@ def _usual_interval_s(run: WatchedRun) -> float | None:
 
 
 def _float(value: Any) -> float | None:
-    return float(value) if type(value) in (int, float) else None
+    """Return a number of a record if it can be one of ours; files may hold anything."""
+    return float(value) if type(value) in (int, float) and abs(value) < LARGEST else None
 
 
 def _cut(line: str, width: int, unicode: bool) -> str:

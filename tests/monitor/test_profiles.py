@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import gzip
 import json
 import math
@@ -10,15 +11,17 @@ import re
 import shutil
 import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.profiling.cycles import Cycles
 from megatron_lite.monitor.profiling.schedule_page import page
-from megatron_lite.monitor.profiling.schedule_recorder import ScheduleRecorder
+from megatron_lite.monitor.profiling.schedule_recorder import DeviceClock, ScheduleRecorder
 from megatron_lite.monitor.profiling.schedule_report import mean_parts, summary, tables, trace_events
 from megatron_lite.monitor.profiling.schedule_times import IterationTimes, StepTime, Transfer, hid_behind, parts, runs
 from tests.support.engine_runs import Engine, SimulatedRanks
@@ -247,6 +250,51 @@ def test_waits_are_exposed_where_they_happen(sees_arrivals: bool) -> None:
     assert times.transfers[0].hidden_s == (0.75 if sees_arrivals else 0.5)
 
 
+def test_the_clock_of_a_gpu_sees_arrivals_from_the_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for streams and events: the host waits once, at the end, and another stream for arrivals."""
+    now_ms, current, log = 0.0, ["main"], list[str]()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at_ms = now_ms + (5.0 if current[-1] == "side" else 0.0)  # what that stream waits for comes later
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, later: Event) -> float:
+            return later.at_ms - self.at_ms
+
+    @contextlib.contextmanager
+    def stream(name: str) -> Iterator[None]:
+        current.append(name)
+        yield
+        current.pop()
+
+    class Work:
+        def wait(self) -> None:
+            log.append(f"{current[-1]} waits")
+
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    monkeypatch.setattr("torch.cuda.Stream", lambda device: "side")
+    monkeypatch.setattr("torch.cuda.stream", stream)
+    recorder = ScheduleRecorder(DeviceClock(torch.device("cuda"), lambda: log.append("host waits")), {})
+    with recorder.around("gather", 0, None):
+        handle = recorder.started("gather", 64, Work())
+    now_ms = 2.0
+    with recorder.around("forward", 0, 0):
+        handle.wait()
+        now_ms = 9.0
+    with recorder.around("finish", 0, None):
+        pass
+    recorder.lap(1, keep=True)
+    assert log == ["side waits", "main waits"]
+    ((transfer,),) = [times.transfers for times in recorder.take()]
+    assert transfer.ran_s == (0.0, 0.005) and transfer.hidden_s == 0.002
+    assert log == ["side waits", "main waits", "host waits"]
+
+
 @pytest.mark.parametrize("options", [{"zero_stage": 3, "depth_first_micro_batches": 2}, {"zero_stage": 1}])
 def test_every_step_of_the_schedule_is_timed_once(options: dict[str, Any]) -> None:
     """One simulated rank of two: the verbs come in the order of the schedule, and the numbers stay the same."""
@@ -282,6 +330,8 @@ def test_every_step_of_the_schedule_is_timed_once(options: dict[str, Any]) -> No
 def profiled_run(distributed: Distributed, folder: str, options: dict[str, Any]) -> None:
     """A run to its end, after which nothing of the profiles is left in the way of a step."""
     run = train_whole(distributed, tiny_config(distributed.world_size, experiment_dir=folder, **options))
+    if run.profiles is not None:
+        run.profiles.close()
     assert run.model._verbs is run.model.stages and run.distributed.traffic.recorder is None
 
 
@@ -291,9 +341,13 @@ def read_trace(path: Path) -> dict[str, Any]:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    """Rank 1 alone writes traces of iterations 3 and 4, with our names, and tables; every step is there, once each."""
+    """Warm-up 1, profile 2-3, warm-up 4, profile from 5 on, where --stop_interval ends the start: 6 has just begun.
+
+    Rank 1 alone writes traces with our names, and tables; every step is there, once each.
+    """
     options = {
-        "train_iters": 4,
+        "train_iters": 8,
+        "stop_interval": 5,
         "zero_stage": 3,
         "micro_batch_size": 1,
         "profile_cpu": True,
@@ -301,55 +355,35 @@ def test_two_ranks(tmp_path: Path) -> None:
         "profile_averages": True,
         "profile_trace": True,
         "profile_ranks": (1,),
+        "profile_skip": 0,
         "profile_active": 2,
+        "profile_cycles": 2,
     }
     run_distributed(2, profiled_run, str(tmp_path), options)
     files = sorted(path.name for path in (tmp_path / "profiles").iterdir())
     kinds = ["averages.txt", "operations.txt", "schedule.html", "schedule.json.gz", "schedule.txt", "trace.json.gz"]
-    assert files == [f"iterations_3-4_rank_001.{kind}" for kind in kinds]
-    start = tmp_path / "profiles" / "iterations_3-4_rank_001"
-    trace = read_trace(start.with_suffix(".trace.json.gz"))
-    names = Counter(event.get("name") for event in trace["traceEvents"] if event.get("cat") == "user_annotation")
-    assert names["iteration 3"] == names["iteration 4"] == 1 and "iteration 2" not in names
-    schedule = read_trace(start.with_suffix(".schedule.json.gz"))
-    check_trace(schedule)
-    timed = Counter(event["name"] for event in schedule["traceEvents"] if event.get("tid") == 0)
-    for stage in range(4):  # the embedding, two blocks, the head; two micro-batches
-        for verb in ("forward", "backward"):
-            for micro_batch in range(2):
-                name = f"{verb} stage {stage}, micro-batch {micro_batch}"
-                assert timed[name] == names[name] == 2, name
-        assert timed[f"wait for reduce stage {stage}"] >= 2
-    assert any(event["name"].startswith("gather stage") and event["tid"] for event in schedule["traceEvents"])
+    assert files == [f"{cycle}_rank_001.{kind}" for cycle in ("iteration_5", "iterations_2-3") for kind in kinds]
+    for cycle, begun in (("iterations_2-3", {2, 3}), ("iteration_5", {5, 6})):
+        trace = read_trace(tmp_path / "profiles" / f"{cycle}_rank_001.trace.json.gz")
+        names = Counter(event.get("name") for event in trace["traceEvents"] if event.get("cat") == "user_annotation")
+        assert {number for number in range(1, 9) if names[f"iteration {number}"]} == begun
+        schedule = read_trace(tmp_path / "profiles" / f"{cycle}_rank_001.schedule.json.gz")
+        check_trace(schedule)
+        timed = Counter(event["name"] for event in schedule["traceEvents"] if event.get("tid") == 0)
+        iterations = len(begun - {6})
+        for stage in range(4):  # the embedding, two blocks, the head; two micro-batches
+            for verb in ("forward", "backward"):
+                for micro_batch in range(2):
+                    name = f"{verb} stage {stage}, micro-batch {micro_batch}"
+                    assert timed[name] == names[name] == iterations, name
+            assert timed[f"wait for reduce stage {stage}"] >= iterations
+        assert any(event["name"].startswith("gather stage") and event["tid"] for event in schedule["traceEvents"])
+    start = tmp_path / "profiles" / "iterations_2-3_rank_001"
     assert "aten::" in start.with_suffix(".averages.txt").read_text()
     operations = start.with_suffix(".operations.txt").read_text().splitlines()
     assert len(operations) > 500 and any(line.endswith("forward stage 0, micro-batch 0") for line in operations)
     rows = start.with_suffix(".schedule.txt").read_text()
     assert re.search(r"^total +[\d.]+ +100\.0%$", rows, re.M) and re.search(r"^gather stage 1 +3 ", rows, re.M), rows
-
-
-def test_early_stop_closes_the_second_profile(tmp_path: Path) -> None:
-    """Warm-up 1, profile 2-3, warm-up 4, profile from 5 on, where --stop_interval ends the start: 6 has just begun.
-
-    The resumed run ends in its warm-up, says so, and leaves the files alone.
-    """
-    profiles: dict[str, Any] = {"profile_cpu": True, "profile_skip": 0, "profile_active": 2, "profile_cycles": 2}
-    run_distributed(1, profiled_run, str(tmp_path), {"train_iters": 6, "stop_interval": 5, **profiles})
-    folder = tmp_path / "profiles"
-    files = sorted(folder.iterdir())
-    assert [path.name for path in files] == [
-        "iteration_5_rank_000.trace.json.gz",
-        "iterations_2-3_rank_000.trace.json.gz",
-    ]
-    for path, iterations in zip(files, ({5, 6}, {2, 3}), strict=True):
-        names = {event.get("name") for event in read_trace(path)["traceEvents"]}
-        assert "backward stage 1, micro-batch 0" in names
-        assert {number for number in range(1, 7) if f"iteration {number}" in names} == iterations
-    before = [path.stat().st_mtime_ns for path in files]
-    run_distributed(1, profiled_run, str(tmp_path), {"train_iters": 6, **profiles})
-    assert [path.stat().st_mtime_ns for path in sorted(folder.iterdir())] == before
-    log = (tmp_path / "runs" / "1" / "logs" / "logs_rank_000.txt").read_text()
-    assert "the first would have been iteration 2 of this start, which ends after 1" in log
 
 
 def test_nothing_imports_profiles_while_they_are_off() -> None:
@@ -376,3 +410,12 @@ def test_flags_say_what_they_do(tmp_path: Path) -> None:
     assert "no iteration was profiled: the first would have been iteration 11 of this start" in outcome.output
     assert "--profile_schedule has no effect with --profile_log=0 and without --experiment_dir" in outcome.output
     assert "--profile_cuda=1 has no effect on a CPU" in outcome.output
+
+
+def test_a_stopped_run_saves_first(tmp_path: Path) -> None:
+    """A start ends in its first profile: the checkpoint is saved before the profile is written."""
+    flags = [*TINY, f"--experiment_dir={tmp_path}", "--stop_interval=4"]
+    outcome = run([*flags, "--profile_schedule=1", "--profile_active=100"])
+    assert outcome.codes == [0] and (tmp_path / "profiles" / "iterations_3-4_rank_000.schedule.txt").is_file()
+    saved, profiled = (outcome.output.index(text) for text in ("checkpoints/4 (", "profile of iterations 3-4: "))
+    assert saved < profiled

@@ -180,6 +180,17 @@ def test_an_empty_folder_and_one_that_goes(tmp_path: Path) -> None:
     assert look(watched) == "soon | not running\nno record yet"
 
 
+@pytest.mark.parametrize("value", ["1e999", "-1e999", "1e300", "null", '"text"', "[]", "{}", "true", "9" * 400, "NaN"])
+def test_records_may_hold_anything(tmp_path: Path, value: str) -> None:
+    """Numbers, words and lists where others are expected cost their own part of the page only."""
+    root = folder(tmp_path)
+    names = [*re.findall(r'"(\w+)":', record(1, remaining_seconds=1)), "skipped_iters", "mfu", "consumed_tokens"]
+    fields = [f'"{name}": {value}' for name in names if name not in ("phase", "iteration")]
+    append(root / "metrics.jsonl", '{"phase": "training", "iteration": 41, ' + ", ".join(fields) + "}\n")
+    (root / "exit.json").write_text(f'{{"status": {value}, "exit_code": {value}, "message": {value}, "time": {value}}}')
+    assert "learning rate" not in look(WatchedRun(root)) and "checkpoints: 30" in look(WatchedRun(root))
+
+
 # -- the script --------------------------------------------------------------------------------------------------------
 
 

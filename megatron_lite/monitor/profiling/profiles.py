@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 
 from megatron_lite.config import Config
 from megatron_lite.config.profiling import ProfilingConfig
@@ -19,7 +18,6 @@ from megatron_lite.monitor.profiling.operations import OperationProfile
 from megatron_lite.monitor.profiling.schedule_recorder import Clock, DeviceClock, HostClock, ScheduleRecorder
 from megatron_lite.monitor.profiling.watched_stage import WatchedStage
 from megatron_lite.run.durable_files import replace_file
-from megatron_lite.run.stop_signal import StopRequested
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.runner import Verbs
 from megatron_lite.zero.stage import Stage
@@ -52,7 +50,7 @@ def open_profiles(
 
 
 class Profiles:
-    """A context manager around the iterations of a start; `iteration_done` follows each of them.
+    """`begin` comes before the first iteration of a start, `iteration_done` after each, and `close` at the end.
 
     While no profile is under way the model runs as without profiles.
     """
@@ -77,10 +75,9 @@ class Profiles:
         self._iterations: list[int] = []  # done, of the profile under way
         self._finished = 0
 
-    def beginning_with(self, iteration: int) -> Profiles:
+    def begin(self, iteration: int) -> None:
         """Prepare the first iteration of this start."""
         self._prepare(iteration)
-        return self
 
     def iteration_done(self, iteration: int) -> None:
         """End an iteration, and the profile if this was its last; prepare the next iteration. Call on every rank."""
@@ -98,15 +95,10 @@ class Profiles:
             self._finish()
         self._prepare(iteration + 1)
 
-    def __enter__(self) -> Profiles:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Write the iterations done so far. After an error write nothing: device and other ranks may never answer."""
-        if error is not None and not isinstance(error, StopRequested):
-            return
+    def close(self) -> None:
+        """Write the iterations done so far of a profile under way. Call at the end, unless the run failed: other ranks
+        and the device may never answer then.
+        """
         if self._iterations:
             self._finish()
         self._leave()
