@@ -18,8 +18,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def source_files() -> Iterator[Path]:
-    """Yield the files of this checkout that git tracks or would track, relative to its folder."""
-    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    """Yield the relative paths of the files that git tracks or would track; in an unpacked sdist, of all files."""
+    if not (ROOT / ".git").exists():
+        paths = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
+        yield from (path for path in paths if "__pycache__" not in path.parts)
+        return
+    # Another user may own the checkout, as in containers.
+    command = ["git", "-c", "safe.directory=*", "-C", str(ROOT), "ls-files", "-z"]
+    command += ["--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     yield from (Path(name) for name in listed.split("\0") if name and (ROOT / name).is_file())
 

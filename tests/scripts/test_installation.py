@@ -38,6 +38,19 @@ def test_commands_exist() -> None:
         assert getattr(importlib.import_module(module), function).__annotations__["return"] == "int"
 
 
+def test_sources_with_and_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a checkout what git would track, new files too; in an unpacked sdist everything but compiled files."""
+    git = ["git", "-C", str(tmp_path)]
+    monkeypatch.setattr(fresh_environment, "ROOT", tmp_path)
+    (tmp_path / ".gitignore").write_text("ignored\n")
+    for name in ("new.py", "ignored", "__pycache__/new.pyc"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert {path.name for path in fresh_environment.source_files()} == {".gitignore", "new.py", "ignored"}
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    assert {path.name for path in fresh_environment.source_files()} == {".gitignore", "new.py", "new.pyc"}
+
+
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the archives and an environment with the wheel."""
