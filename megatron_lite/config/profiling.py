@@ -33,7 +33,9 @@ class ProfilingConfig(Area):
     )
     profile_active: PositiveInt = profile_option(1, "iterations in each profile")
     profile_cycles: PositiveInt = profile_option(1, "number of profiles")
-    profile_ranks: tuple[NonNegativeInt, ...] = profile_option((), "ranks to profile; none: all")
+    profile_ranks: tuple[NonNegativeInt, ...] = idle_unless(
+        "profile_cpu or profile_cuda or profile_schedule or memory_snapshot"
+    )((), "ranks to profile; none: all")
     profile_export: bool = idle_unless("profile_cpu or profile_cuda or profile_schedule and experiment_dir")(
         True, "write traces that ui.perfetto.dev shows (.json.gz), and the schedule as a page (.html)"
     )
@@ -46,6 +48,11 @@ class ProfilingConfig(Area):
     profile_log: bool = profile_option(False, "log the tables, too")
     profile_column_width: int = idle_unless("profile_averages or profile_trace")(
         80, "longest name of an operation in the tables", minimum=10, maximum=1000
+    )
+    memory_snapshot: NonNegativeInt = idle_unless("experiment_dir and device!=cpu")(
+        0,
+        "CUDA: record every allocation from the start through the first N iterations, and write it to "
+        "experiment_dir/profiles/memory_<rank>.pickle, which https://pytorch.org/memory_viz shows (0: record nothing)",
     )
 
     @property

@@ -147,11 +147,6 @@ class RunConfig(Area):
     debug_global_tensors: bool = option(True, "gather tensors from all ranks before logging them (slow)")
     debug_activation_memory: bool = option(False, "log the memory in use after each layer")
     debug_tensor_parallel: bool = option(False, "compare tensor-parallel copies; unused, as there are none")
-    memory_snapshot: NonNegativeInt = idle_unless("experiment_dir and device!=cpu")(
-        0,
-        "CUDA: record every allocation from the start through the first N iterations, and write it to "
-        "experiment_dir/profiles/memory_<rank>.pickle, which https://pytorch.org/memory_viz shows (0: record nothing)",
-    )
     save_tensor_logs: bool = option(False, "save logged tensors in runs/<k>/artifacts of experiment_dir")
     show_tensor_logs: bool = option(True, "print logged tensors")
     tensor_logs_show_elements: NonNegativeInt = option(8, "sampled elements to print per tensor")

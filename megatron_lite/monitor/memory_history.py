@@ -36,8 +36,8 @@ def open_history(config: Config, root: Path | None, rank: Rank, logger: logging.
 
     root: the experiment directory.
     """
-    iterations = config.run.memory_snapshot
-    if not iterations or root is None:
+    iterations, ranks = config.profiling.memory_snapshot, config.profiling.profile_ranks
+    if not iterations or root is None or (ranks and rank.rank not in ranks):
         return None
     if rank.device.type != "cuda":
         if config.distributed.device != "cpu":  # of an explicit CPU the validation has warned
