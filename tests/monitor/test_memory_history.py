@@ -74,7 +74,7 @@ def test_a_cpu_records_nothing_and_says_so_once(
         assert open_history(tiny_config(memory_snapshot=1, device=device), tmp_path, cpu, LOGGER) is None
         assert len(caplog.messages) == lines
     assert open_history(tiny_config(device="auto"), tmp_path, FakeRank(), LOGGER) is None
-    chosen = tiny_config(memory_snapshot=1, profile_ranks=(0, 1), device="auto")
+    chosen = tiny_config(4, memory_snapshot=1, profile_ranks=(0, 1), device="auto")
     assert open_history(chosen, tmp_path, FakeRank(), LOGGER) is None, "not of this rank"
     assert not calls
 
