@@ -105,6 +105,7 @@ class Run(Start):
     memory_history: MemoryHistory | None = None  # None without --memory_snapshot
     ending: Ending | None = None  # None for a run that was set up without `opened`
     bad_steps: list[int] = dataclasses.field(default_factory=list)  # iterations that `leave_bad_step` has examined
+    evaluated: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)  # losses of the last one, by name
     agreed_at: int | None = None  # newest iteration at which --check_replicas_interval found all ranks equal
 
 

@@ -20,6 +20,7 @@ from megatron_lite.config.structured_values import size_bytes
 from megatron_lite.distributed.agreement import write_together
 from megatron_lite.errors import NumericsError
 from megatron_lite.huggingface.export_folder import ExportFolder, FilePlan
+from megatron_lite.huggingface.model_card import Trained
 
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed
@@ -89,6 +90,7 @@ def save_huggingface(
     distributed: Distributed,
     weights: Iterator[tuple[str, Tensor]],
     check: Callable[[], None] = lambda: None,
+    trained: Trained | None = None,
 ) -> None:
     """Write a Hugging Face folder, replacing an older one of that name; all ranks call this together.
 
@@ -98,6 +100,7 @@ def save_huggingface(
         weights: yields (parameter name, full weight) of the whole model, in the same order on every rank. The next
             tensor may overwrite the previous one. Only the tensors of rank 0 are read.
         check: see `writing.Save`.
+        trained: for the model card.
 
     Raises:
         UsageError: if no architecture can express the model.
@@ -121,7 +124,7 @@ def save_huggingface(
 
     def finish() -> None:
         if folder is not None:
-            folder.finish(config.data.tokenizer_file)
+            folder.finish(config.data.tokenizer_file, trained=trained)
             check()
             files.publish(temporary, directory, has_only_our_files)
 

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from megatron_lite.config import Config
 from megatron_lite.data.tokenizing import copy_tokenizer
 from megatron_lite.huggingface.architectures import check_exportable
 from megatron_lite.huggingface.folder_kind import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
+from megatron_lite.huggingface.model_card import FILE_NAME, Trained, model_card
 from megatron_lite.huggingface.weight_map import Piece, by_tensor, constants, pieces
 from megatron_lite.huggingface.write_config import hugging_face_config
 from megatron_lite.parameter import DTYPES
@@ -49,11 +50,12 @@ class FilePlan:
         UsageError: if no architecture can express the model.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, tuple[int, ...]]], config: Config, limit_bytes: int) -> None:
+    def __init__(self, parameters: Collection[tuple[str, tuple[int, ...]]], config: Config, limit_bytes: int) -> None:
         self.config, model = config, config.model
         architecture = check_exportable(model, config.training.export_model_type)
         self.dtype = DTYPES[config.training.export_dtype or config.distributed.training_dtype]
         self.pieces = {name: pieces(name, shape, architecture, model) for name, shape in parameters}
+        self.num_parameters = sum(math.prod(shape) for _, shape in parameters)
         self.constants = list(constants(architecture, model))
         shapes = {constant.name: constant.shape for constant in self.constants}
         for piece in (piece for every in self.pieces.values() for piece in every):
@@ -166,10 +168,15 @@ class ExportFolder:
         finally:
             os.close(descriptor)
 
-    def finish(self, tokenizer_file: str | Path | None, special_tokens: Mapping[str, int | None] | None = None) -> None:
-        """Add the index, configuration and tokenizer, and sync everything, so that the folder can be published.
+    def finish(
+        self,
+        tokenizer_file: str | Path | None,
+        special_tokens: Mapping[str, int | None] | None = None,
+        trained: Trained | None = None,
+    ) -> None:
+        """Add index, configuration, tokenizer and model card, and sync everything, so that the folder can be published.
 
-        special_tokens: ids by their names in config.json; those of the tokenizer win.
+        special_tokens: ids by their names in config.json; those of the tokenizer win. trained: for the card.
         """
         assert not self._missing, f"missing weights: {sorted(self._missing)[:5]}"
         assert not self.overflow, self.overflow
@@ -183,6 +190,8 @@ class ExportFolder:
         _write_json(self.folder / CONFIG_NAME, content)
         generation = {key: content[key] for key in ("bos_token_id", "eos_token_id") if content[key] is not None}
         _write_json(self.folder / "generation_config.json", {"_from_model_config": True, **generation})
+        card = model_card(self.plan.config, content["model_type"], self.plan.num_parameters, trained)
+        files.write_text(self.folder / FILE_NAME, card)
         for path in self.folder.iterdir():
             files.sync_file(path)
         sync_folder(self.folder)

@@ -53,14 +53,12 @@ def evaluate(run: Run, phase: str) -> None:
     With --validation_by_dataset, do the same for each data set of a blend.
     """
     refuse_bad_steps(run)
-    record = {
-        "phase": phase,
-        "iteration": run.iteration,
-        "train_iters": run.config.training.train_iters,
-        **_losses(run, phase),
-    }
+    losses = _losses(run, phase)
+    record = {"phase": phase, "iteration": run.iteration, "train_iters": run.config.training.train_iters, **losses}
     for name, alone in run.data.validations().items() if phase == "validation" else ():
         record |= {f"{kind}/{name}": loss for kind, loss in _losses(run, alone).items()}
+    named = {f"{phase} {kind.replace('_', ' ')}": loss for kind, loss in losses.items()}
+    run.evaluated = {run.iteration: {**run.evaluated.get(run.iteration, {}), **named}}
     run.trackers.log(record)
     log_both(run.logger, console=run.console.evaluation(record), file=format_record(record))
 

@@ -41,7 +41,8 @@ def train_here(distributed: Distributed, options: dict[str, Any]) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """Return all files but the model card, which describes the training."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "README.md"}
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

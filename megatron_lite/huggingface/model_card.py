@@ -1,0 +1,141 @@
+"""README.md of an export: the model, the data by name, the training and its command, as far as they are known.
+
+The license is left to whoever publishes the model. The card holds neither folders nor secrets: of a path it names the
+last part only, and of options with private paths nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from megatron_lite.config import Config, flatten
+from megatron_lite.config.structured_values import weighted_paths
+from megatron_lite.config.values import FLAGS, written
+from megatron_lite.schedules.batch_options import consumed_tokens
+
+FILE_NAME = "README.md"
+# Areas whose options describe the training; those of the others say where and how it ran, which changes no card.
+AREAS = ("model", "learning_rate", "optimizer", "averaging", "training")
+PRIVATE = ("path", "dir", "file", "script", "env", "folder", "prompts")  # in the names of options with paths
+TEXT = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+license: other
+license_name: choose-a-license
+tags:
+- megatron_lite
+---
+
+# {title}
+
+> **License: not chosen yet.** Write the license of the weights into the first lines of this file before publishing.
+
+## Model
+
+{model}
+{training}
+## Use
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("FOLDER")  # the folder of this file
+```
+"""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The training that led to the exported weights."""
+
+    iteration: int
+    losses: dict[str, float]  # by name, in nats per token
+
+
+def model_card(config: Config, model_type: str, parameters: int, trained: Trained | None) -> str:
+    """Return the text of README.md.
+
+    Args:
+        config: resolved; only its model counts if `trained` is None, as for weights of unknown origin.
+        model_type: the architecture's name in transformers.
+    """
+    return TEXT.format(
+        title=f"A {model_type} model with {_short(parameters)} parameters",
+        model=_table(_model_rows(config, model_type, parameters)),
+        training="" if trained is None else "\n".join(_training(config, trained)) + "\n",
+    )
+
+
+def _model_rows(config: Config, model_type: str, parameters: int) -> Iterator[tuple[str, str]]:
+    model = config.model
+    yield "architecture", f"`{model_type}`"
+    yield "parameters", f"{parameters:,}"
+    yield "blocks, hidden size, MLP size", f"{model.num_layers:,}, {model.hidden_size:,}, {model.ffn_hidden_size:,}"
+    yield "attention heads, groups, channels", f"{model.num_attention_heads}, {model.head_groups}, {model.kv_channels}"
+    yield "vocabulary", f"{model.vocab_size:,}"
+    yield "dtype of the weights", config.training.export_dtype or config.distributed.training_dtype
+
+
+def _training(config: Config, trained: Trained) -> Iterator[str]:
+    batch, data = config.batch, config.data
+    assert batch.batch_size, "resolved"
+    yield "\n## Training\n"
+    rows = [
+        ("data", ", ".join(_data_names(config)) if data.dataset_source != "random" else "random tokens, a test"),
+        ("iterations", f"{trained.iteration:,} of {config.training.train_iters:,}"),
+        ("tokens", f"{consumed_tokens(batch, trained.iteration):,}"),
+        ("batch", f"{batch.batch_size:,} samples of {batch.sequence_length:,} tokens"),
+    ]
+    for name, loss in trained.losses.items():
+        rows.append((name, f"{loss:.4f} nats per token (perplexity {_perplexity(loss)})"))
+    yield _table(iter(rows))
+    yield "\nOptions, with the values that follow from others:\n\n```text"
+    yield from _options(config)
+    yield "```"
+
+
+def _data_names(config: Config) -> Iterator[str]:
+    """Yield the last part of each path, with its share of a blend."""
+    paths = weighted_paths(config.data.data_path)
+    for weight, path in paths:
+        yield f"`{_plain(PurePath(path).name)}`" + (f" ({weight:.1%})" if len(paths) > 1 else "")
+
+
+def _options(config: Config) -> Iterator[str]:
+    values = flatten(config)
+    areas = [vars(getattr(config, area)).keys() for area in AREAS]
+    for name in (name for area in areas for name in area):
+        value, flag = values[name], FLAGS[name]
+        if value != flag.default and value is not None and not _is_private(name, value):
+            yield f"--{name}={_plain(written(value))}"
+
+
+def _is_private(name: str, value: Any) -> bool:
+    """Whether an option may hold a path or a secret."""
+    return FLAGS[name].option.secret or any(word in name for word in PRIVATE) or "/" in str(value)
+
+
+def _table(rows: Iterator[tuple[str, str]]) -> str:
+    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def _plain(text: str) -> str:
+    """Return a name without characters that Markdown, YAML or a terminal would take for more than text."""
+    return "".join(letter if letter.isprintable() and letter not in "`|<>\\" else "?" for letter in text)[:200]
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(loss):,.2f}" if loss < 50 else "beyond 1e21"
+
+
+def _short(parameters: int) -> str:
+    """Format 7241732096 as 7.24B."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if parameters >= size:
+            return f"{parameters / size:.3g}{letter}"
+    return str(parameters)
