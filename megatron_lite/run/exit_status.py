@@ -80,7 +80,7 @@ def print_error(message: str, rank: int) -> None:
 def print_lines(lines: Sequence[str]) -> None:
     """Print lines below an error."""
     with contextlib.suppress(OSError):
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        print("".join(f"{line}\n" for line in lines), end="", file=sys.stderr, flush=True)
 
 
 def print_failure(error: Exception, less_memory: str) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.errors import UsageError
+from megatron_lite.errors import OutOfMemoryError, Remedy, UsageError
 from megatron_lite.run import exit_status
 from megatron_lite.run.folder_lock import FolderLock
 from tests.support.launch import read_exit
@@ -37,12 +37,19 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_full_disk_does_not_keep_the_ending_of_an_earlier_start(
     message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The space for the ending is taken when the run begins; a longer message is cut to it, in any characters."""
+    """The space for the ending is taken when the run begins; a longer message is cut to it, in any characters.
+
+    Advice on memory is not cut: ten options are more than there are.
+    """
+    died = OutOfMemoryError(message)
+    died.remedies = [Remedy("mlp_recompute_level", "activation", 2**50, "--mlp_recompute_level=activation")] * 10
+    died.snapshot = "/folder" * 60
     exit_status.write_exit(str(tmp_path), None, "running", "", run=3)
     assert read_exit(tmp_path)["status"] == "running"
     fill_disk(monkeypatch)
-    exit_status.write_exit(str(tmp_path), 8, "failed", message, run=3, details={"detail": "x" * 400})
+    exit_status.write_exit(str(tmp_path), 8, "failed", message, run=3, details={"detail": "x" * 400, **died.details()})
     ended = read_exit(tmp_path)
+    assert len(ended["advice"]) == 10
     assert (ended["exit_code"], ended["status"], ended["run"]) == (8, "failed", 3)
     assert message.startswith(ended["message"].removesuffix(" (cut)")) and len(ended["message"]) >= min(
         800, len(message)
