@@ -117,6 +117,11 @@ class DistributedConfig(Area):
         "slowest link between ranks: nvlink, ib, ethernet, or with a speed per GPU and direction as in ethernet:12.5 "
         "(GB/s); auto: nvlink within 8 GPUs, else ib of 50 GB/s",
     )
+    machine_speeds: str | None = for_plans(
+        None,
+        "speeds to predict with, measured by python -m scripts.benchmarks.machine --output=FILE",
+        unset="a data sheet",
+    )
     write_sbatch: str | None = for_plans(
         None, "write a Slurm job of the recommended command to this file", unset="none"
     )

@@ -10,7 +10,9 @@ from typing import Any
 from megatron_lite.config.values import SPELLINGS, is_flag, written
 
 # Options of the dry run itself, which the run does not take over.
-PLANNING = frozenset({"dry_run", "world_size", "gpu", "device_memory_gib", "interconnect", "write_sbatch"})
+PLANNING = frozenset(
+    {"dry_run", "world_size", "gpu", "device_memory_gib", "interconnect", "machine_speeds", "write_sbatch"}
+)
 PROGRAM = "pretrain_gpt.py"
 
 

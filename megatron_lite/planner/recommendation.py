@@ -17,7 +17,7 @@ from megatron_lite.planner.job import write_job
 from megatron_lite.planner.plan import Plan
 from megatron_lite.planner.runtime import GIB
 from megatron_lite.planner.search import SEARCHED, Layout, Search, fewest_changes, recommended
-from megatron_lite.planner.speeds import Speeds
+from megatron_lite.planner.speeds import Speeds, read_speeds
 from megatron_lite.schedules.batch_options import consumed_tokens
 from megatron_lite.validation import resolve
 from megatron_lite.validation.messages import Note
@@ -95,7 +95,11 @@ def recommendation(plan: Plan, asked: Config, argv: Sequence[str], device_bytes:
 
 
 def _speeds(plan: Plan, world_size: int | None = None) -> Speeds:
-    ranks = world_size or plan.world_size
+    ranks, options = world_size or plan.world_size, plan.config.distributed
+    if options.machine_speeds is not None:
+        measured = read_speeds(Path(options.machine_speeds))
+        measured.check(plan.device_type, options.training_dtype, ranks)
+        return measured
     if plan.device_type == "cpu":
         return cpu_sheet(plan.config.distributed, max((os.cpu_count() or 1) // ranks, 1))
     return gpu_sheet(plan.config.distributed, ranks)

@@ -161,17 +161,27 @@ class MeasuredSpeeds:
         """On a GPU the host runs ahead; on a CPU its time adds to the computation's."""
         return self.device_type == "cuda"
 
-    def item_s(self, item: Item, dtype: str) -> float:
-        """Return the time of one item.
+    def check(self, device_type: str, dtype: str, world_size: int) -> None:
+        """Check that the measurements are of what is planned.
 
         Raises:
-            UsageError: if the file lacks this dtype.
+            UsageError: if they are of another type of device or of other dtypes, or lack collectives.
         """
+        where = f"--machine_speeds={shown(self.path)}"
+        if device_type != self.device_type:
+            other = "--gpu=cpu" if self.device_type == "cpu" else "--device=cuda"
+            raise UsageError(f"{where}: measured on {self.device_type}, and the plan is for {device_type}; add {other}")
         if dtype not in self.products:
             has = ", ".join(self.products)
+            raise UsageError(f"{where}: measured in {has}, not in {dtype}; measure again with --dtypes={dtype}")
+        if world_size > 1 and not self.collectives:
+            again = f"torchrun --nproc-per-node={world_size} -m scripts.benchmarks.machine"
             raise UsageError(
-                f"--machine_speeds={self.path}: measured in {has}, not in {dtype}; measure again with --dtypes={dtype}"
+                f"{where}: one rank has measured no collectives, and the plan has {world_size}; use {again}"
             )
+
+    def item_s(self, item: Item, dtype: str) -> float:
+        """Return the time of one item."""
         if isinstance(item, Pass):
             known = self.passes[dtype]
             return item.elements * known.get(item.kind, known["copy"] * item.bytes_per_element / self._copied(dtype))
@@ -184,9 +194,7 @@ class MeasuredSpeeds:
         return item.flops / self.products[dtype].flops_per_s(item)
 
     def collective_s(self, kind: str, collectives: int, wire_bytes: float) -> float:
-        """Return the time of collectives that send these bytes in all; without a measurement of any, infinity."""
-        if not self.collectives:
-            return 0.0
+        """Return the time of collectives that send these bytes in all."""
         latency_s, bytes_per_s = self.collectives.get(kind) or next(iter(self.collectives.values()))
         return collectives * latency_s + wire_bytes / bytes_per_s
 
@@ -196,8 +204,6 @@ class MeasuredSpeeds:
         lines = [f"{self.source}, {ranks} with {self.threads} threads each; the run has as many on each machine"]
         if self.collectives:
             lines.append(f"{self.overlap:.0%} of a collective hides behind the computation, as measured")
-        else:
-            lines.append("no collectives were measured: their time counts as none")
         return lines
 
     @staticmethod
@@ -240,6 +246,8 @@ def _parsed(path: str, values: Any) -> MeasuredSpeeds:
     if values.get("version") != VERSION:
         raise ValueError(f"version {str(values.get('version'))[:20]}, and this program reads {VERSION}")
     dtypes = values["dtypes"]
+    if not dtypes:
+        raise ValueError("no dtypes")
     return MeasuredSpeeds(
         path=path,
         device=_name(values["device"]),
@@ -305,6 +313,6 @@ def _positive(value: Any) -> float:
 
 
 def _name(value: Any) -> str:
-    if not isinstance(value, str) or not value.isprintable() or len(value) > 200:
+    if not isinstance(value, str) or not 0 < len(value) <= 200 or not value.isprintable():
         raise ValueError(f"{shown(str(value)[:40])} is no name")
     return value

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_lite.errors import UsageError
 from megatron_lite.monitor.metrics import hardware_flops
 from megatron_lite.planner.plan import make_plan
-from megatron_lite.planner.speeds import DataSheet
-from megatron_lite.planner.work import Pass, work_of_step
+from megatron_lite.planner.speeds import PRODUCT_KINDS, DataSheet, read_speeds
+from megatron_lite.planner.work import Attention, Pass, Product, work_of_step
 from megatron_lite.planner.work_time import predict_step
+from pretrain_gpt import main
 from tests.support.harness import tiny_config
+from tests.support.launch import TINY
 
 H100 = DataSheet("H100", {"bf16": 989e12, "fp32": 67e12}, 3.35e12, 450e9)
 
@@ -73,3 +78,122 @@ def test_more_ranks_expose_more_of_the_link() -> None:
         assert time.tokens == 4 * ranks * 16 and (time.communication_s > 0) == (ranks > 1)
         seconds.append(time.exposed_s)
     assert seconds[0] == 0 < seconds[1] < seconds[2] < seconds[3]
+
+
+# -- measured speeds -------------------------------------------------------------------------------------------------
+
+
+def measured(tmp_path: Path, **changes: Any) -> Path:
+    """Return a file as `scripts.benchmarks.machine` writes it: every product 1 GFLOP/s, every element a nanosecond."""
+    table = [[[1e9, 1e9]]]
+    entry = {
+        "products": {
+            "tokens": [64],
+            "inputs": [64],
+            "outputs": [64, 1024],
+            "flops_per_s": dict.fromkeys(PRODUCT_KINDS, table),
+        },
+        "attention_flops_per_s": {
+            f"{kind} {way}": [[64, 1e9], [256, 4e9]] for kind in ("fused", "math") for way in ("forward", "backward")
+        },
+        "seconds_per_element": {"copy": 1e-9, "sum": 1e-9},
+    }
+    values = {
+        "format": "megatron_lite_machine_speeds",
+        "version": 1,
+        "device": "a processor",
+        "device_type": "cpu",
+        "world_size": 2,
+        "threads": 1,
+        "dtypes": {"fp32": entry},
+        "collectives": {"gather": {"latency_s": 1e-3, "bytes_per_s": 1e6}},
+        "overlap": 0.5,
+        "block_s": 1e-3,
+        "step_s": 0.5,
+    }
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({**values, **changes}))
+    return path
+
+
+def test_measured_speeds_add_up(tmp_path: Path) -> None:
+    """Products at 1 GFLOP/s take a second per GFLOP; lengths between two measured ones have a rate between theirs; the
+    host's time of blocks and step comes on top, and half of the collectives hides."""
+    speeds = read_speeds(measured(tmp_path))
+    assert speeds.item_s(Product("forward", 100, 200, 300, 2), "fp32") == pytest.approx(2 * 2 * 100 * 200 * 300 / 1e9)
+    work = Attention(False, "flash", 8, 128, 64, 128)
+    assert speeds.item_s(work, "fp32") == pytest.approx(work.flops / 2e9)
+    assert speeds.item_s(Pass("unknown", 1000, 16), "fp32") == pytest.approx(2e-6)  # as two copies
+    config = tiny_config(2, num_layers=3, batch_size=8, micro_batch_size=2)
+    plan = make_plan(config, 2, "cpu")
+    time = predict_step(config, plan.model, plan.traffic, speeds, "cpu")
+    assert time.parts["host"] == pytest.approx(0.5 + 2 * 3 * 1e-3)
+    wire_bytes, count = (
+        sum(getattr(total, name) for total in plan.traffic.values()) for name in ("wire_bytes", "collectives")
+    )
+    assert time.communication_s == pytest.approx(count * 1e-3 + wire_bytes / 1e6)
+    assert time.communication_s / 2 < time.exposed_s < time.communication_s
+
+
+def test_a_dry_run_reads_measured_speeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table names their source; the recommended command does not take the flag over."""
+    flags = [*TINY, "--dry_run=1", "--world_size=2", f"--machine_speeds={measured(tmp_path)}"]
+    assert main(flags) == 0
+    text = capsys.readouterr().out
+    assert "measured on a processor" in text and "50% of a collective hides" in text
+    assert "machine_speeds" not in text.rpartition("run this")[2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--training_dtype=bf16"], "measured in fp32, not in bf16; measure again with --dtypes=bf16"),
+        (["--device=cuda"], "measured on cpu, and the plan is for cuda"),
+    ],
+)
+def test_speeds_of_something_else(
+    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plan refuses the speeds of another device or dtype, in one line."""
+    assert main([*TINY, "--dry_run=1", f"--machine_speeds={measured(tmp_path)}", *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+HOSTILE: list[Any] = [
+    "",
+    "[]",
+    "nonsense",
+    "[" * 100_000,
+    '{"format": "megatron_lite_machine_speeds", "version": 2}',
+    '{"format": "megatron_lite_machine_speeds", "version": 1}',
+    *(
+        {key: value}
+        for key in ("device", "device_type", "world_size", "threads", "dtypes", "collectives", "overlap", "block_s")
+        for value in (None, [], {"a": 1}, "", -1, 1e400, "line\nbreak", True)
+    ),
+    {"dtypes": {"fp32": {"products": {}}}},
+    {"collectives": {"gather": {"latency_s": 1e-3, "bytes_per_s": 0}}},
+    {"collectives": {"gather": [1, 2]}},
+]
+
+
+def test_hostile_files_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No content of the file, no folder and no missing file gives a traceback: one line that names the flag."""
+    path = tmp_path / "machine.json"
+    for content in [*HOSTILE, b"\xff\xfe", "0" * 2_000_000]:
+        if isinstance(content, dict):
+            measured(tmp_path, **content)
+        else:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(UsageError) as caught:
+            read_speeds(path)
+            pytest.fail(f"accepted {content!r:.200}")
+        message = str(caught.value)
+        assert "\n" not in message and message.startswith("--machine_speeds="), (content, message)
+        assert len(message) < 400 + len(str(path)) and "scripts.benchmarks.machine" in message
+    for place in (tmp_path, tmp_path / "missing", tmp_path / ("x" * 300)):
+        with pytest.raises(UsageError, match="--machine_speeds="):
+            read_speeds(place)
+    assert main([*TINY, "--dry_run=1", f"--machine_speeds={tmp_path}"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

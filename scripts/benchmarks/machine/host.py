@@ -1,0 +1,90 @@
+"""The time of a step beside its operations: Python, autograd and the calls of the libraries.
+
+A small model is trained with two numbers of blocks. Its operations take next to nothing, so the difference is the
+host's time for the blocks, and the rest is that of a step. `predictions` times larger models with the same steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config import Config, unflatten
+from megatron_lite.kernels.choice import choose_kernels
+from megatron_lite.model.gpt import model_layers
+from megatron_lite.model.layer import MicroBatch
+from megatron_lite.optimizer.optimizer import Optimizer
+from megatron_lite.validation import resolve
+from megatron_lite.zero.multi_stage import MultiStage
+from scripts.benchmarks.machine.operations import clock_of
+
+WARM_UP, STEPS = 3, 8
+
+FEW_BLOCKS, MORE_BLOCKS = 2, 10
+TINY: dict[str, Any] = dict(
+    hidden_size=32, num_attention_heads=2, sequence_length=16, vocab_size=64, batch_size=1, train_iters=100
+)
+
+
+def host_times(device: torch.device, dtype: str) -> dict[str, float]:
+    """Return the host's seconds for a block's two passes, and for the rest of a step."""
+    few, more = (
+        step_seconds({**TINY, "num_layers": blocks, "training_dtype": dtype}, device)[1]
+        for blocks in (FEW_BLOCKS, MORE_BLOCKS)
+    )
+    block_s = max(more - few, 0.0) / (MORE_BLOCKS - FEW_BLOCKS)
+    return {"block_s": block_s, "step_s": max(few - FEW_BLOCKS * block_s, 0.0)}
+
+
+class OneRank:
+    """A rank without a group: every rank measures its own steps."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def all_gather(self, buffer: Tensor, kind: str = "") -> Any:
+        raise AssertionError("nothing to gather")
+
+    reduce_scatter = all_gather
+
+    def sum_in_rank_order(self, values: Tensor) -> Tensor:
+        return values
+
+    def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
+        return 0
+
+    def wait_for(self, event: Any) -> None:
+        event.synchronize()
+
+
+def step_seconds(options: dict[str, Any], device: torch.device, steps: int = STEPS) -> tuple[Config, float, MultiStage]:
+    """Return the options of a model, the shortest time of a step on random tokens without data and logs, the model."""
+    config = resolve(unflatten({"dataset_source": "random", "device": device.type, **options}), 1)
+    group: Any = OneRank(device)
+    kernels = choose_kernels(config, device)
+    model = MultiStage(
+        model_layers(config, kernels), config.multi_stage, config.batch, config.distributed.training_dtype, group
+    )
+    model.initialize(1)
+    optimizer = Optimizer(config, model.stages, group, kernels)
+    batch = config.batch
+    assert batch.micro_batch_size and batch.sequential_micro_batches and batch.batch_size
+    shape = (batch.sequential_micro_batches, 2, batch.micro_batch_size, batch.sequence_length)
+    tokens, count = (
+        torch.randint(config.model.vocab_size, shape, device=device),
+        batch.batch_size * batch.sequence_length,
+    )
+    times, clock = [], clock_of(device)
+    for step in range(WARM_UP + steps):
+        start_s = clock()
+        scale = optimizer.loss_scale.scale / count
+        loss = model.forward_backward([MicroBatch(inputs, labels, scale, step) for inputs, labels in tokens])
+        optimizer.step(step + 1, 1e-4, loss, count, model.updated)
+        model.gather_ahead()
+        float(loss)  # waits for the device
+        times.append(clock() - start_s)
+    return config, min(times[WARM_UP:]), model

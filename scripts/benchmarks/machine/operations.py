@@ -1,0 +1,265 @@
+"""Times of the program's own operations: products by shape, attention by length, passes over tensors.
+
+Operands come from a pool larger than the caches, as in a step, where the tensors of other layers were used in between.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite.kernels import mlp, normalization, rotary
+from megatron_lite.kernels.adamw import Control, Hyperparameters, Range, Ranges, Shard, adamw
+from megatron_lite.kernels.attention.attention import attention
+from megatron_lite.kernels.cross_entropy import Sums, sweep
+from megatron_lite.kernels.embedding import embedding
+from megatron_lite.kernels.gradient_norm import squared_norm
+from megatron_lite.kernels.products import add_product, affine, product
+from megatron_lite.kernels.weight_shard import WeightShard
+from megatron_lite.model.layer import dropout
+from megatron_lite.parameter import Initializer, Parameter, ParameterSpec
+from megatron_lite.planner.speeds import AXES, PRODUCT_KINDS
+from megatron_lite.planner.work import Attention
+from megatron_lite.zero.layer import backward
+
+POOL_BYTES = 96 * 2**20
+# A call is timed again until this much time has gone into it: a short one in many turns.
+FEWEST_TURNS, MOST_TURNS, LONG_ENOUGH_S = 7, 60, 0.05
+SIZES = {
+    "cpu": {"tokens": (64, 512, 4096), "inputs": (64, 256, 1024), "outputs": (64, 256, 1024, 4096)},
+    "cuda": {"tokens": (256, 2048, 8192), "inputs": (256, 1024, 4096), "outputs": (256, 1024, 4096, 32768)},
+}
+MOST_FLOPS = {"cpu": 2.2e9, "cuda": 2e12}  # of a measured product: larger ones are as fast
+LENGTHS, HEADS, CHANNELS = (64, 256, 1024, 4096), 8, 64
+ATTENTION_TOKENS = {"cpu": 2048, "cuda": 32768}
+ROWS = {"cpu": 1024, "cuda": 32768}  # of the tensors of a pass
+COLUMNS = 512
+UPDATED = {"cpu": 2**20, "cuda": 2**26}
+VOCABULARY = 4096
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Return a clock: the process's own time where one thread computes, to which other programs add little."""
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.process_time if alone else time.perf_counter
+
+
+class Timer:
+    """The shortest times of calls on a device: other programs can only add to them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.clock = device, clock_of(device)
+
+    def seconds(self, call: Callable[[Any], Any], before: Callable[[], Any] = lambda: None) -> float:
+        """Return the shortest time of `call` on what `before` returns, which is called for each and not timed."""
+        times: list[float] = []
+        for turn in range(MOST_TURNS + 1):
+            operands = before()
+            self._wait()
+            start_s = self.clock()
+            result = call(operands)
+            self._wait()
+            if turn:  # the first may compile or allocate
+                times.append(self.clock() - start_s)
+            del operands, result
+            if len(times) >= FEWEST_TURNS and sum(times) >= LONG_ENOUGH_S:
+                break
+        return min(times)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class Operations:
+    """All measurements in one dtype."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, triton: bool) -> None:
+        self.device, self.dtype, self.triton = device, dtype, triton
+        self.timer, self.kind = Timer(device), device.type
+        self._pool = torch.empty(POOL_BYTES // dtype.itemsize, device=device, dtype=dtype).uniform_(-0.5, 0.5)
+        self._next = 0
+
+    def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a part of the pool that was not used for long, or a new tensor in another dtype."""
+        numel = torch.Size(shape).numel()
+        if (dtype or self.dtype) != self.dtype or numel > self._pool.numel():
+            return torch.zeros(shape, device=self.device, dtype=dtype or self.dtype)
+        if self._next + numel > self._pool.numel():
+            self._next = 0
+        part = self._pool[self._next : self._next + numel].view(shape)
+        self._next += -(-numel // 1024) * 1024
+        return part
+
+    # -- products --------------------------------------------------------------------------------------------------
+
+    def products(self) -> dict[str, Any]:
+        """Return the FLOP/s of the three products of linear layers on a grid of sizes."""
+        axes = SIZES[self.kind]
+        rates: dict[str, Any] = {kind: [[[] for _ in axes["inputs"]] for _ in axes["tokens"]] for kind in PRODUCT_KINDS}
+        for (t, tokens), (i, inputs), outputs in itertools.product(
+            enumerate(axes["tokens"]), enumerate(axes["inputs"]), axes["outputs"]
+        ):
+            most = int(MOST_FLOPS[self.kind] / (2 * inputs * outputs))
+            for kind in PRODUCT_KINDS:
+                rates[kind][t][i].append(self._product_rate(kind, max(64, min(tokens, most)), inputs, outputs))
+        return {**{name: list(axes[name]) for name in AXES}, "flops_per_s": rates}
+
+    def _product_rate(self, kind: str, tokens: int, inputs: int, outputs: int) -> float:
+        total = torch.zeros(outputs, inputs, device=self.device)
+        runs: dict[str, Callable[[Any], Any]] = {
+            "forward": lambda t: affine(t[0], t[1]),
+            "input gradient": lambda t: product(t[2], t[1].t()),
+            "weight gradient": lambda t: add_product(total, t[2].t(), t[0], True),
+        }
+        shapes = (tokens, inputs), (outputs, inputs), (tokens, outputs)
+        seconds = self.timer.seconds(runs[kind], lambda: [self.tensor(*shape) for shape in shapes])
+        return 2.0 * tokens * inputs * outputs / seconds
+
+    # -- attention -------------------------------------------------------------------------------------------------
+
+    def attention(self) -> dict[str, list[list[float]]]:
+        """Return (length, FLOP/s) of causal attention, forward and backward, fused and by formula."""
+        curves: dict[str, list[list[float]]] = {}
+        for (name, backend), length in itertools.product((("fused", "auto"), ("math", "math")), LENGTHS):
+            for direction, seconds in zip((False, True), self._attention_seconds(backend, length), strict=True):
+                heads = self._samples(length) * HEADS
+                work = Attention(direction, backend, heads, length, CHANNELS, length)
+                label = f"{name} {'backward' if direction else 'forward'}"
+                curves.setdefault(label, []).append([length, work.flops / seconds])
+        return curves
+
+    def _samples(self, length: int) -> int:
+        return max(1, ATTENTION_TOKENS[self.kind] // length)
+
+    def _attention_seconds(self, backend: str, length: int) -> tuple[float, float]:
+        shape = (self._samples(length), length, HEADS, CHANNELS)
+        query, key, value = (self.tensor(*shape).detach().transpose(1, 2).requires_grad_() for _ in range(3))
+        grad = self.tensor(*shape).transpose(1, 2)
+
+        def forward(_: Any = None) -> Tensor:
+            return attention(query, key, value, None, 0.0, None, backend=backend)
+
+        return self.timer.seconds(forward), self.timer.seconds(lambda output: backward(output, grad), forward)
+
+    # -- passes ----------------------------------------------------------------------------------------------------
+
+    def seconds_per_element(self) -> dict[str, float]:
+        """Return the time of one element of every pass over tensors."""
+        parts = self._simple(), self._norms(), self._activations(), self._heads(), self._ends(), self._updates()
+        return dict(itertools.chain(*parts))
+
+    def _simple(self) -> Iterator[tuple[str, float]]:
+        rows = ROWS[self.kind]
+        numel, total = rows * COLUMNS, torch.zeros(COLUMNS, device=self.device)
+
+        def seconds(call: Callable[[Any], Any], before: Callable[[], Any] | None = None) -> float:
+            return self.timer.seconds(call, before or (lambda: self._tensors(2))) / numel
+
+        yield "copy", seconds(lambda t: t[0].copy_(t[1]))
+        yield "sum", seconds(lambda t: t[0] + t[1])
+        yield "bias gradient", seconds(lambda t: torch.sum(t[0].float(), 0, out=total))
+        x, grad = self.tensor(rows, COLUMNS).detach().requires_grad_(), self.tensor(rows, COLUMNS)
+        yield "dropout forward", seconds(lambda _: dropout(x, 0.1, 1))
+        yield "dropout backward", seconds(lambda output: backward(output, grad), lambda: dropout(x, 0.1, 1))
+
+    def _tensors(self, count: int) -> list[Tensor]:
+        return [self.tensor(ROWS[self.kind], COLUMNS) for _ in range(count)]
+
+    def _norms(self) -> Iterator[tuple[str, float]]:
+        rows = ROWS[self.kind]
+        yield from self._norm("layer_norm", rows)
+        yield from self._norm("rms_norm", rows)
+
+    def _norm(self, name: str, rows: int) -> Iterator[tuple[str, float]]:
+        weight, bias = self._parameter(COLUMNS), self._parameter(COLUMNS) if name == "layer_norm" else None
+        kind, grad = normalization.Kind(1e-5, bias is not None), self.tensor(rows, COLUMNS)
+
+        def forward(_: Any = None) -> Tensor:
+            x = self.tensor(rows, COLUMNS).detach().requires_grad_()
+            return normalization.add_norm(x, None, weight, bias, kind, self.triton)[1]
+
+        numel = rows * COLUMNS
+        yield f"{name} forward", self.timer.seconds(forward) / numel
+        yield f"{name} backward", self.timer.seconds(lambda output: backward(output, grad), forward) / numel
+
+    def _activations(self) -> Iterator[tuple[str, float]]:
+        for name, gated in itertools.product(mlp.FUNCTIONS, (False, True)):
+            yield from self._activation(name, gated)
+
+    def _activation(self, name: str, gated: bool) -> Iterator[tuple[str, float]]:
+        rows, triton = ROWS[self.kind], self.triton
+        width, numel = 2 * COLUMNS if gated else COLUMNS, rows * COLUMNS
+        label = f"{'gated ' if gated else ''}{name}"
+        seconds = self.timer.seconds(lambda u: mlp.activate(u, name, gated, triton), lambda: self.tensor(rows, width))
+        yield f"{label} forward", seconds / numel
+        # Copies: both are overwritten, and again and again that would leave numbers that are slow to compute with.
+        seconds = self.timer.seconds(
+            lambda t: mlp.activate_backward(t[0], t[1], name, gated, False, triton),
+            lambda: [self.tensor(rows, columns).clone() for columns in (COLUMNS, width)],
+        )
+        yield f"{label} backward", seconds / numel
+
+    def _heads(self) -> Iterator[tuple[str, float]]:
+        length = ROWS[self.kind] // 4
+        table = rotary.rotary_table(length, CHANNELS, 1e4, self.device)
+        numel = 4 * length * HEADS * CHANNELS
+        seconds = self.timer.seconds(
+            lambda heads: rotary.rotate_in_place(heads, HEADS, table, self.triton),
+            lambda: self.tensor(4, length, HEADS, CHANNELS),
+        )
+        yield "rotation forward", seconds / numel
+        counts = HEADS, HEADS, 1
+        target = self.tensor(4, length, sum(counts), CHANNELS)
+
+        def join(angles: rotary.Table | None) -> float:
+            return self.timer.seconds(
+                lambda grads: rotary.join_gradients(grads, target, angles, self.triton),
+                lambda: tuple(self.tensor(4, length, count, CHANNELS).transpose(1, 2) for count in counts),
+            )
+
+        copied = join(None) / sum(counts)  # of the values, which are not rotated
+        yield "rotation backward", max(join(table) - copied, copied) / (2 * numel)
+
+    def _ends(self) -> Iterator[tuple[str, float]]:
+        rows = ROWS[self.kind]
+        weight, tokens = self._parameter(VOCABULARY, COLUMNS), torch.randint(VOCABULARY, (1, rows), device=self.device)
+        grad = self.tensor(1, rows, COLUMNS)
+
+        def forward(_: Any = None) -> Tensor:
+            return embedding(weight, tokens, self.triton)
+
+        yield "embedding forward", self.timer.seconds(forward) / (rows * COLUMNS)
+        seconds = self.timer.seconds(lambda output: backward(output, grad), forward)
+        yield "embedding backward", seconds / (rows * COLUMNS)
+        count = min(rows, 256)
+        labels, scale = tokens[0, :count], torch.tensor(1e-3, device=self.device)
+        seconds = self.timer.seconds(
+            lambda logits: sweep(logits, labels, Sums.empty(count, self.device), scale, triton=self.triton),
+            lambda: self.tensor(count, VOCABULARY).clone(),
+        )
+        yield "cross entropy", seconds / (count * VOCABULARY)
+
+    def _updates(self) -> Iterator[tuple[str, float]]:
+        numel, device = UPDATED[self.kind], self.device
+        master, grad, m, v = (torch.zeros(numel, device=device) for _ in range(4))
+        grad.uniform_(-1e-3, 1e-3)
+        rounded = None if self.dtype == torch.float32 else torch.zeros(numel, device=device, dtype=self.dtype)
+        shard = Shard(WeightShard(master, rounded), grad, m, v)
+        one, zero = torch.ones((), device=device), torch.zeros((), device=device)
+        control = Control(one, one, zero, Hyperparameters(1e-4, 0.1, 0.9, 0.95, 1e-8))
+        ranges = Ranges([Range(0, numel, 1.0, 1.0)], device)
+        yield "update adamw", self.timer.seconds(lambda _: adamw(shard, ranges, control, self.triton)) / numel
+        yield "gradient norm", self.timer.seconds(lambda _: squared_norm([grad], self.triton)) / numel
+
+    def _parameter(self, *shape: int) -> Parameter:
+        """Return a trained parameter, whose later gradients add to the first."""
+        parameter = Parameter(torch.ones(shape, device=self.device, dtype=self.dtype))
+        parameter.spec = ParameterSpec("measured", shape, Initializer("constant", 1.0))
+        parameter.main_grad = torch.zeros(shape, device=self.device)
+        return parameter

@@ -1,0 +1,133 @@
+"""Predict the steps of six models from speeds that this machine has just measured, and time the steps.
+
+    python -m scripts.benchmarks.machine.predictions --output=docs/planner.md
+
+Prints a Markdown table. The steps are the program's own (gather, forward, backward, update) on random tokens, without
+data and logs, in fp32 on a CPU. With one thread all times are the process's own, so other programs on the machine
+hardly change them; with more they are wall time, which needs a quiet machine. --output puts the table into a document,
+between `<!-- table: predictions -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_lite.run.libraries import prepare_libraries
+
+if __name__ == "__main__":
+    prepare_libraries()  # before torch is imported
+
+import torch
+
+from megatron_lite.cli.script_parser import ScriptParser
+from megatron_lite.config import unflatten
+from megatron_lite.distributed import startup
+from megatron_lite.planner.speeds import Speeds, read_speeds
+from megatron_lite.planner.work_time import StepTime, predict_step
+from megatron_lite.run.durable_files import replace_file
+from scripts.benchmarks.common import markdown_table, write_json
+from scripts.benchmarks.machine.__main__ import measure
+from scripts.benchmarks.machine.host import step_seconds
+
+TABLE = re.compile(r"(<!-- table: predictions -->)\n.*?(<!-- end -->)", re.S)
+GPT2: dict[str, Any] = dict(activation_type="gelu", gated=False, tie_word_embeddings=True, add_linear_biases=True)
+LLAMA: dict[str, Any] = dict(
+    use_rotary_embeddings=True,
+    gated=True,
+    activation_type="silu",
+    normalization_type="rms_norm",
+    add_linear_biases=False,
+    tie_word_embeddings=False,
+)
+COLUMNS = (
+    "num_layers hidden_size num_attention_heads head_groups ffn_hidden_size vocab_size sequence_length micro_batch_size"
+).split()
+MODELS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "GPT-2, 0.8M": ((3, 128, 4, 4, 512, 1000, 128, 8), GPT2),
+    "GPT-2, 11M": ((6, 384, 6, 6, 1536, 256, 256, 8), GPT2),
+    "GPT-2, 67M, large vocabulary": ((4, 768, 12, 12, 3072, 50304, 512, 1), GPT2),
+    "Llama, 11M, narrow": ((12, 256, 8, 4, 704, 4096, 512, 4), LLAMA),
+    "Llama, 28M, long samples": ((4, 640, 10, 2, 1728, 8192, 2048, 1), LLAMA),
+    "Llama, 39M": ((8, 512, 8, 2, 1408, 16384, 256, 2), LLAMA),
+}
+
+
+class Comparison(NamedTuple):
+    """One model: its step as predicted, and as measured."""
+
+    name: str
+    predicted: StepTime
+    measured_s: float
+
+    @property
+    def ratio(self) -> float:
+        """The predicted time over the measured one."""
+        return self.predicted.seconds / self.measured_s
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """Return the options of a model."""
+    sizes, family = MODELS[name]
+    options = {**dict(zip(COLUMNS, sizes, strict=True)), **family, "train_iters": 100}
+    return {**options, "batch_size": options["micro_batch_size"], "max_position_embeddings": options["sequence_length"]}
+
+
+def compare(speeds: Speeds, steps: int) -> Iterator[Comparison]:
+    """Time the steps of each model, and predict them."""
+    for name in MODELS:
+        config, seconds, model = step_seconds(options_of(name), torch.device("cpu"), steps)
+        yield Comparison(name, predict_step(config, model, {}, speeds, "cpu"), seconds)
+
+
+def table(comparisons: Sequence[Comparison]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    header = ["model", "measured, ms", "predicted, ms", "predicted / measured"]
+    parts = list(comparisons[0].predicted.parts)
+    rows = [
+        [
+            item.name,
+            f"{item.measured_s * 1e3:,.0f}",
+            f"{item.predicted.seconds * 1e3:,.0f}",
+            f"{item.ratio:.2f}",
+            *(f"{item.predicted.parts[part] / item.predicted.seconds:.0%}" for part in parts),
+        ]
+        for item in comparisons
+    ]
+    return markdown_table([*header, *parts], rows)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, predict, print; return the exit code: 1 if a prediction misses by more than --tolerance."""
+    parser = ScriptParser(prog="predictions", description=__doc__)
+    parser.add_argument("--speeds", type=Path, help="file of speeds; default: measure them first")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of each model; the shortest counts")
+    parser.add_argument("--tolerance", type=float, default=0.15)
+    parser.add_argument("--output", type=Path, help="document whose table to replace")
+    options = parser.parse_args(argv)
+    distributed = startup.initialize(unflatten({"device": "cpu"}).distributed)
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.speeds or Path(folder) / "machine.json"
+        if options.speeds is None:
+            write_json(path, measure(["fp32"], distributed, options.threads))
+        speeds = read_speeds(path)
+    comparisons = list(compare(speeds, options.steps))
+    lines = table(comparisons)
+    print("\n".join([*lines, "", speeds.device]))
+    if options.output is not None:
+        text = options.output.read_text("utf-8")
+        replace_file(
+            options.output, TABLE.sub(lambda found: "\n".join([found[1], *lines, "", found[2]]), text).encode()
+        )
+    distributed.close()
+    return int(any(abs(item.ratio - 1) > options.tolerance for item in comparisons))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

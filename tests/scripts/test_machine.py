@@ -1,0 +1,67 @@
+"""scripts.benchmarks.machine writes what the planner reads, and predicted steps take as long as measured ones."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.planner.speeds import read_speeds
+from scripts.benchmarks.machine import __main__ as machine
+from scripts.benchmarks.machine import collectives, host, operations
+from tests.support.harness import run_distributed
+from tests.support.launch import ROOT
+
+
+def make_quick() -> None:
+    """Measure next to nothing, once."""
+    operations.SIZES = {"cpu": {"tokens": (64,), "inputs": (64,), "outputs": (64, 128)}}  # type: ignore[dict-item]
+    operations.LENGTHS, operations.ATTENTION_TOKENS = (16, 32), {"cpu": 32}  # type: ignore[assignment]
+    operations.ROWS, operations.UPDATED, operations.VOCABULARY = {"cpu": 16}, {"cpu": 1024}, 256
+    operations.POOL_BYTES, operations.FEWEST_TURNS, operations.MOST_TURNS = 2**22, 1, 1
+    host.MORE_BLOCKS, host.WARM_UP, host.STEPS = 3, 1, 1
+    collectives.TURNS, collectives.LARGE_NUMEL, collectives.SIDE = 1, {"cpu": 2**12}, {"cpu": 32}
+
+
+def measured(distributed: Distributed, dtypes: list[str]) -> dict[str, Any]:
+    """Return the contents of the file, measured in no time."""
+    make_quick()
+    return machine.measure(dtypes, distributed, 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_planner_reads_what_is_written(ranks: int, tmp_path: Path) -> None:
+    """All dtypes and ranks: every kind of work has a time, and two ranks have speeds of collectives."""
+    result, *_ = run_distributed(ranks, measured, ["fp32", "bf16"])
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(result))
+    speeds = read_speeds(path)
+    assert speeds.world_size == ranks and set(speeds.collectives) == ({"gather", "reduce"} if ranks > 1 else set())
+    assert 0 <= speeds.overlap <= 1 and speeds.block_s >= 0
+    kinds = speeds.passes["fp32"]
+    assert {"copy", "gated silu backward", "rms_norm forward", "cross entropy", "update adamw"} <= kinds.keys()
+    assert kinds.keys() == speeds.passes["bf16"].keys() and len(path.read_bytes()) < 20_000
+
+
+def test_usage_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line each, before anything is measured."""
+    for flags in (["--dtypes=fp8"], ["--dtypes="], ["--threads=-1"], ["--threads=x"], []):
+        with pytest.raises(SystemExit) as caught:
+            machine.parse([*flags, *([f"--output={tmp_path / 'x'}"] if flags else [])])
+        assert caught.value.code == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_predictions_are_within_15_percent() -> None:
+    """Six models of two families on this machine's CPU: 0.8 to 67 million parameters, short and long samples."""
+    command = [sys.executable, "-m", "scripts.benchmarks.machine.predictions", "--steps=5", "--tolerance=0.15"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("Llama") == done.stdout.count("GPT-2") == 3
