@@ -7,7 +7,7 @@ import time
 import pytest
 
 from megatron_lite.config import Config, TrackingConfig
-from megatron_lite.errors import UsageError
+from megatron_lite.errors import EXIT_PREEMPTED, UsageError
 from megatron_lite.monitor.logging import start_logging, stop_logging
 from megatron_lite.monitor.trackers import check_trackers, open_trackers, read_metrics
 from megatron_lite.monitor.trackers.tensorboard_tracker import TensorBoardTracker
@@ -93,10 +93,8 @@ def test_a_missing_package_is_named_before_work(monkeypatch):
         check_trackers(CONFIG)
 
 
-def test_a_writer_that_hangs_costs_no_time(monkeypatch, capsys):
-    """A thousand records, of which the first blocks, take the time of filling a queue; the rest is counted."""
-    monkeypatch.setattr("megatron_lite.monitor.trackers.tensorboard_tracker.CLOSE_TIMEOUT_S", 0.1)
-    never = threading.Event()
+def hanging_writer(never):
+    """A writer whose first call hangs until the event is set."""
 
     class Writer:
         def __init__(self, folder, flush_secs):
@@ -108,7 +106,23 @@ def test_a_writer_that_hangs_costs_no_time(monkeypatch, capsys):
         def close(self):
             pass
 
-    tracker = TensorBoardTracker(Writer, "nowhere", 0, keeps_lines=False)
+    return Writer
+
+
+def test_a_stopped_run_does_not_wait_for_a_writer_that_hangs(monkeypatch, capsys):
+    """Who stops a run may kill it soon."""
+    monkeypatch.setattr("megatron_lite.monitor.trackers.queued_tracker.STOPPED_LIMIT_S", 0.1)
+    never, start_s = threading.Event(), time.perf_counter()
+    TensorBoardTracker(hanging_writer(never), "nowhere", 0, keeps_lines=False).close(EXIT_PREEMPTED)
+    assert time.perf_counter() - start_s < 5 and "does not answer" in capsys.readouterr().out
+    never.set()
+
+
+def test_a_writer_that_hangs_costs_no_time(monkeypatch, capsys):
+    """A thousand records, of which the first blocks, take the time of filling a queue; the rest is counted."""
+    monkeypatch.setattr("megatron_lite.monitor.trackers.tensorboard_tracker.CLOSE_TIMEOUT_S", 0.1)
+    never = threading.Event()
+    tracker = TensorBoardTracker(hanging_writer(never), "nowhere", 0, keeps_lines=False)
     start = time.perf_counter()
     for iteration in range(1, 1201):
         tracker.log({**training(iteration, 1.0), "time": 0.0})

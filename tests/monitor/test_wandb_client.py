@@ -4,6 +4,7 @@ import dataclasses
 import os
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 from megatron_lite.config import Config, RunConfig, TrackingConfig
 from megatron_lite.monitor.logging import start_logging, stop_logging
 from megatron_lite.monitor.trackers import open_trackers, read_metrics, wandb_tracker
+from megatron_lite.monitor.watch.values import Histogram, Summary, Watched
+from tests.support import launch
 from tests.support.wandb_server import WandbServer
 
 pytest.importorskip("wandb", reason="wandb is not installed")
@@ -89,6 +92,27 @@ def test_offline(tmp_path):
     assert "Error" not in text and not holds_the_key(tmp_path)
 
 
+def test_a_run_that_fails(tmp_path, monkeypatch):
+    """Its history with statistics and histograms, its alerts and its exit code arrive; the next start continues it."""
+    histogram = Histogram([0, 2, 1], [-2.0, -1.0, 1.0, 2.0], 3.0)
+    watched = Watched({"grads": {"head": Summary(1.5, 0.5, 1.0, 0.25)}}, counts={"grads": {"head": histogram}})
+    with WandbServer() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        trackers = opened(tmp_path / "exp")
+        log(trackers, 1, 2)
+        trackers.log({"phase": "watch", "iteration": 2, "grads/norm": 1.5}, watched)
+        trackers.close(5)
+        opened(tmp_path / "exp").close(0)
+    assert server.alerts[:3] == ["mine started", "mine at iteration 2", "mine failed with exit code 5"]
+    assert server.exit_codes == [5, 0]
+    first, second, third = server.history
+    assert (first["iteration"], first["training/loss"], first["training/language_model_loss"]) == (1, 1.0, 1.0)
+    assert second["training/loss"] == 0.5 and third["watch/grads/norm"] == third["watch/grads/norm/head"] == 1.5
+    found = third["watch/grads/histogram/head"]
+    assert (found["values"], found["bins"]) == ([0, 2, 1], [-2.0, -1.0, 1.0, 2.0])
+    assert len({run["name"] for run in server.runs}) == 1 and not holds_the_key(tmp_path)
+
+
 def test_a_server_that_dies(tmp_path, monkeypatch):
     """The run arrives with its fields and alerts; then the server dies, and only the end waits, briefly."""
     monkeypatch.setattr(wandb_tracker, "INIT_TIMEOUT_S", 2)
@@ -142,3 +166,22 @@ def test_a_server_that_never_answers(tmp_path, monkeypatch):
         trackers.close(0)
     text = (tmp_path / "log.txt").read_text()
     assert text.count("Weights & Biases is offline (") == 1 and "did not reach" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["never answers", "dies"])
+def test_a_whole_run_ends_well_without_the_server(tmp_path, server):
+    """Exit code 0, all records in metrics.jsonl, the checkpoint saved, in time, and no process is left."""
+    with socket.socket() as hanging, WandbServer() as dying:
+        hanging.bind(("127.0.0.1", 0))
+        hanging.listen()
+        port = hanging.getsockname()[1]
+        variables = {"WANDB_BASE_URL": dying.url if server == "dies" else f"http://127.0.0.1:{port}"}
+        variables |= {"WANDB_API_KEY": CANARY, "HOME": str(tmp_path / "home"), "WANDB_ERROR_REPORTING": "false"}
+        flags = [*launch.TINY, f"--experiment_dir={tmp_path / 'exp'}", "--wandb_entity_name=me"]
+        if server == "dies":
+            threading.Timer(0.0, lambda: (wait_until(lambda: dying.runs), dying.die())).start()
+        outcome = launch.run(flags, variables=variables)
+    assert outcome.codes == [0] and outcome.seconds < 60, outcome.output
+    assert len(read_metrics(tmp_path / "exp/metrics.jsonl")) == 6 and CANARY not in outcome.output
+    assert "Weights & Biases" in outcome.output and (tmp_path / "exp/checkpoints/6").is_dir()

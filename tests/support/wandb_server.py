@@ -15,6 +15,7 @@ class WandbServer:
         self.runs: list[dict[str, Any]] = []  # variables of each request that creates or changes a run
         self.alerts: list[str] = []
         self.history: list[dict[str, Any]] = []
+        self.exit_codes: list[int] = []
         self.has_died = False
         owner = self
 
@@ -60,6 +61,7 @@ class WandbServer:
         if path.endswith("file_stream"):
             lines = request.get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
             self.history += [json.loads(line) for line in lines]
+            self.exit_codes += [request["exitcode"]] if request.get("complete") else []
             return {}
         variables = request.get("variables") or {}
         if "mutation UpsertBucket" in request.get("query", ""):

@@ -7,9 +7,11 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron_lite.errors import EXIT_PREEMPTED
 from megatron_lite.monitor.logging import get_logger
 from megatron_lite.monitor.watch.values import Watched
 
+STOPPED_LIMIT_S = 5.0
 MAX_QUEUED_RECORDS = 1000
 MAX_QUEUED_WATCHED = 50  # while more records wait, they come without what goes with them
 
@@ -38,10 +40,14 @@ class QueuedTracker:
         self._put(True, self._send, record, watched)
 
     def close(self, exit_code: int) -> None:
-        """Send the queued records and end the thread, or give up after a time limit."""
+        """Send the queued records and end the thread, or give up after a time limit.
+
+        The limit is short for a run that was stopped: whoever stopped it may kill it soon, before exit.json is written.
+        """
+        limit_s = min(self._limit_s, STOPPED_LIMIT_S) if exit_code == EXIT_PREEMPTED else self._limit_s
         try:
-            self._queue.put((False, self._end, (exit_code,)), timeout=self._limit_s)
-            self._thread.join(self._limit_s)
+            self._queue.put((False, self._end, (exit_code,)), timeout=limit_s)
+            self._thread.join(limit_s)
         except queue.Full:
             pass
         if self._thread.is_alive():
