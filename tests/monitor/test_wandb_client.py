@@ -1,5 +1,6 @@
 """Weights & Biases with its real client: offline, against a server on loopback that dies, and killed."""
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -70,9 +71,10 @@ def services():
     """The client's processes that this process has started and that still run."""
     found = []
     for thread in Path("/proc/self/task").iterdir():
-        for child in (thread / "children").read_text().split():
-            if b"wandb-core" in Path(f"/proc/{child}/cmdline").read_bytes():  # empty once it has ended
-                found.append(int(child))
+        with contextlib.suppress(OSError):  # a thread or a child that has just ended
+            for child in (thread / "children").read_text().split():
+                if b"wandb-core" in Path(f"/proc/{child}/cmdline").read_bytes():  # empty if it has ended
+                    found.append(int(child))
     return found
 
 
