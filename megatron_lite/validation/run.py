@@ -105,7 +105,8 @@ def ranks(draft: Draft) -> Iterator[Problem]:
 def profiles(draft: Draft, world_size: int) -> Iterator[Problem]:
     """Check that the ranks to profile exist."""
     if max(draft.profile_ranks, default=0) >= world_size:
-        yield problem(draft, "profile_ranks", f"the ranks are 0 to {world_size - 1}" if world_size > 1 else "only 0")
+        ranks = f"the ranks are 0 to {world_size - 1}" if world_size > 1 else "the only rank is 0"
+        yield problem(draft, "profile_ranks", f"{ranks}; leave out profile_ranks to profile all")
 
 
 def data(draft: Draft) -> Iterator[Problem]:

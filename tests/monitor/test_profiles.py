@@ -10,6 +10,7 @@ import math
 import re
 import shutil
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from megatron_lite.monitor.profiling.schedule_page import page
 from megatron_lite.monitor.profiling.schedule_recorder import DeviceClock, ScheduleRecorder
 from megatron_lite.monitor.profiling.schedule_report import mean_parts, summary, tables, trace_events
 from megatron_lite.monitor.profiling.schedule_times import IterationTimes, StepTime, Transfer, hid_behind, parts, runs
+from megatron_lite.zero.stage import Stage
 from tests.support.engine_runs import Engine, SimulatedRanks
 from tests.support.harness import run_distributed, tiny_config, train_whole
 from tests.support.launch import TINY, run
@@ -384,6 +386,33 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert len(operations) > 500 and any(line.endswith("forward stage 0, micro-batch 0") for line in operations)
     rows = start.with_suffix(".schedule.txt").read_text()
     assert re.search(r"^total +[\d.]+ +100\.0%$", rows, re.M) and re.search(r"^gather stage 1 +3 ", rows, re.M), rows
+
+
+def run_with_a_slow_rank(distributed: Distributed, folder: str, delay_s: float) -> None:
+    """Rank 1 takes longer for the backward pass of the head."""
+    options = {"train_iters": 4, "zero_stage": 3, "profile_schedule": True, "profile_active": 2}
+    backward = Stage.backward
+
+    def slow(stage: Stage, grad: torch.Tensor | None, slot: int) -> torch.Tensor | None:
+        if stage.index == 3 and distributed.rank == 1:
+            time.sleep(delay_s)
+        return backward(stage, grad, slot)
+
+    Stage.backward = slow  # type: ignore[method-assign]
+    profiled_run(distributed, folder, options)
+
+
+@pytest.mark.slow
+def test_the_wait_for_a_slow_rank_is_exposed(tmp_path: Path) -> None:
+    """One rank is late by 200 ms an iteration: the other stands still so long, in a collective that takes far less."""
+    run_distributed(2, run_with_a_slow_rank, str(tmp_path), 0.2)
+    exposed_ms, takes_ms = [], []
+    for rank in range(2):
+        trace = read_trace(tmp_path / "profiles" / f"iterations_3-4_rank_{rank:03d}.schedule.json.gz")
+        collectives = [event["args"] for event in trace["traceEvents"] if "exposed_ms" in event.get("args", {})]
+        exposed_ms.append(sum(values["exposed_ms"] for values in collectives) / 2)
+        takes_ms.append(sum(values.get("takes_ms", 0.0) for values in collectives) / 2)
+    assert exposed_ms[0] > 150 > 2 * takes_ms[0] and exposed_ms[1] < 100, (exposed_ms, takes_ms)
 
 
 def test_nothing_imports_profiles_while_they_are_off() -> None:

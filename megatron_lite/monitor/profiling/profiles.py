@@ -35,7 +35,7 @@ def open_profiles(
     options = config.profiling
     if options.profile_cuda and distributed.device.type != "cuda":
         logger.warning("--profile_cuda=1 has no effect on a CPU; write --profile_cpu=1")
-    operations = options.profile_cpu or (options.operations and distributed.device.type == "cuda")
+    operations = options.operations and (options.profile_cpu or distributed.device.type == "cuda")
     if not operations and not options.profile_schedule:
         return None
     alone_s: dict[tuple[str, int | None], float] = {}
