@@ -376,6 +376,7 @@ def test_pairs_of_options() -> None:
         "experiment_dir",
         "gpu",
         "device_memory_gib",
+        "machine_speeds",
         "write_sbatch",
         "experiment_name",
         "tensorboard_dir",
