@@ -16,6 +16,7 @@ import torch
 
 from megatron_lite.checkpoint.space import host_copy_bytes
 from megatron_lite.config import Config
+from megatron_lite.optimizer.rules.muon import Matrix, matrices_of
 from megatron_lite.planner.activations import FP32_BYTES, Saved, Sizes, Trained, kept_by_layer, saved_by_layer
 from megatron_lite.planner.peaks import Peaks, evaluation_peaks, largest_temporaries, peaks_by_layer
 from megatron_lite.planner.runtime import runtime_needs
@@ -34,6 +35,9 @@ class Partition:
         self.state_bytes, self.state_tensors = sum(row.bytes for row in table), sum(row.count for row in table)
         shards = [stage.trainable.layout.shard_numel for stage in model.stages if stage.trainable is not None]
         self.largest_shard = max(shards, default=0)  # elements
+        # Of the optimizer's temporaries, for one matrix at a time: see `kernels/newton_schulz.py`.
+        matrices = [sorted((m.rows, m.columns)) for m in _matrices(model)]
+        self.update_bytes = max((4 * small * (large + small) for small, large in matrices), default=0)
         self.first = min(stage.index for stage in model.stages if stage.runs_backward)
         users = Counter(plan.grad_buffer for plan in model.memory.plans)
         # Whether a stage finds gradients of an earlier group of micro-batches: no other stage takes its buffer.
@@ -41,6 +45,13 @@ class Partition:
             any(users[model.memory.plans[used].grad_buffer] == 1 for used in (stage, *plan.borrows_from))
             for stage, plan in enumerate(model.memory.plans)
         ]
+
+
+def _matrices(model: MultiStage) -> Iterator[Matrix]:
+    """Yield the matrices that the optimizer needs whole."""
+    for stage in model.stages:
+        if stage.update_buffer is not None:
+            yield from matrices_of(stage)
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,7 @@ class ActivationMemory:
 
 
 def activation_memory(config: Config, partition: Partition, device_type: str, level: str) -> ActivationMemory:
-    """Walk through a step, and an evaluation if there is one, to find what layers hold and its peak."""
+    """Walk through a step, and an evaluation if there is one, to find what layers hold and the peak."""
     sizes = micro_batch_sizes(config, partition, device_type, level)
     saved = saved_by_layer(sizes)
     kept = kept_by_layer(sizes, saved)
@@ -66,7 +77,7 @@ def activation_memory(config: Config, partition: Partition, device_type: str, le
     for again in (False, True)[: batch.depth_first_micro_batches]:
         walk.forward(batch.breadth_first_micro_batches, again)
         walk.backward(batch.breadth_first_micro_batches, again)
-    needed = walk.needed
+    needed = [*walk.needed, (partition.update_bytes, "the update")]
     if config.training.validation_iters or config.training.test_iters:
         needed += evaluation_memory(config, partition, device_type)
     peak, peak_at = max(needed, key=lambda entry: entry[0])

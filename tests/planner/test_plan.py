@@ -486,6 +486,13 @@ def test_a_planner_builds_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
             assert needed == make_plan(config, 8, "cuda").needed_bytes(), options
 
 
+def test_an_update_can_need_more_than_the_passes() -> None:
+    """Orthogonalizing the largest matrix, when few tokens need little: the bytes of `kernels/newton_schulz.py`."""
+    options = dict(optimizer="muon", hidden_size=256, sequence_length=8, batch_size=1, vocab_size=64, num_layers=1)
+    memory = make_plan(tiny_config(1, **options), 1, "cpu").activations["none"]
+    assert (memory.peak, memory.peak_at) == (4 * (256 * 1024 + 256 * 256), "the update")
+
+
 def test_the_plan_counts_what_watching_updates_keeps() -> None:
     """--watch=updates holds the old weights of the largest shard; other targets hold nothing between steps."""
     for watch, zero_stage in (("updates", 1), ("updates", 3), ("grads", 1)):
