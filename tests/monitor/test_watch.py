@@ -168,6 +168,24 @@ def other_steps(ranks: Distributed) -> bool:
     return all(watcher.follow(iteration, engine.model.updated) == engine.model.updated for iteration in (1, 3, 5))
 
 
+def test_a_dropped_update() -> None:
+    """One NaN in the gradients shows in their norm; weights have not moved, and other parameters are what they were."""
+    ((record, watched),) = run_distributed(1, dropped_update)
+    assert math.isnan(record["grads/norm"]) and record["updates/zeros"] == 1.0 and record["updates/largest"] == 0.0
+    bad = [name for name, summary in watched.parameters["grads"].items() if not math.isfinite(summary.norm)]
+    assert len(bad) == 1
+
+
+def dropped_update(ranks: Distributed) -> tuple[dict[str, Any], Watched]:
+    engine = Engine(ranks, {})
+    watcher, recorder = watch(engine, TrackingConfig(watch=("grads", "updates"), watch_interval=1))
+    loss = engine.gradients(1)
+    _, part = next(engine.model.parts())
+    part.grad_shard[5] = math.nan
+    engine.optimizer.step(1, 1e-2, loss, engine.tokens, watcher.follow(1, engine.model.updated))
+    return recorder.got[0]
+
+
 def test_numbers_without_a_name_in_json() -> None:
     """NaN and infinities are found, counted in the outermost bins, and null in the file; the shortest text is kept."""
     values = torch.tensor([0.0, -0.0, math.nan, -math.inf, 1.5, -(2.0**-70)])
