@@ -24,6 +24,7 @@ from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.errors import UsageError
 from megatron_lite.reports.watch_page import page
 from megatron_lite.reports.watched_run import WatchedRun
+from megatron_lite.run.exit_status import print_page
 
 # Sequences of a terminal: another screen without a cursor and back; the upper left corner; clear to the end of the line
 # and of the screen.
@@ -46,9 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ERROR: {error}", file=sys.stderr)
         return error.exit_code
     run = WatchedRun(root)
-    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
+    with contextlib.suppress(KeyboardInterrupt, OSError):  # OSError: the terminal is gone
         if options.once or not sys.stdout.isatty():
-            print("\n".join(_page(run)), flush=True)
+            print_page("\n".join(_page(run)))
         else:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
             with _other_screen():
