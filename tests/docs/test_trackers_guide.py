@@ -42,6 +42,7 @@ def test_tables_name_every_choice() -> None:
 
 def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first command leaves event files with the keys of metrics.jsonl."""
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     tensorboard, _ = commands(TRACKING)

@@ -13,6 +13,7 @@ from megatron_lite.monitor.trackers import check_trackers, open_trackers, read_m
 from megatron_lite.monitor.trackers.tensorboard_tracker import TensorBoardTracker
 from megatron_lite.monitor.watch.values import Histogram, Summary, Watched
 
+pytest.importorskip("tensorboard", reason="tensorboard is not installed")
 CONFIG = Config(tracking=TrackingConfig(trackers=("jsonl", "tensorboard")))
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import socket
 import threading
@@ -136,6 +137,8 @@ def test_a_server_that_dies(tmp_path, monkeypatch):
     assert slowest_ms < 50 and closing_s < 6 and not services()
     assert len(read_metrics(tmp_path / "exp/metrics.jsonl")) == 99
     assert "to send what is missing: wandb sync" in (tmp_path / "log.txt").read_text() and not holds_the_key(tmp_path)
+    (kept,) = tmp_path.glob("exp/runs/0/wandb/run-*/*.wandb")
+    assert len(re.findall(rb"training/loss\W", kept.read_bytes())) >= 99  # the command sends every point
 
 
 def test_a_client_that_dies(tmp_path, monkeypatch):

@@ -28,6 +28,7 @@ from megatron_lite.run.durable_files import replace_file
 
 INIT_TIMEOUT_S = 8  # of the run online; offline it begins within 10 s
 FINISH_TIMEOUT_S = 20
+FLUSH_S = 2.0  # the file for `wandb sync` lacks at most this much if the client is killed
 ID_FILE = "wandb.json"
 ALSO = {"loss": "language_model_loss"}  # the name of a key in Fast-LLM, whose charts show it
 _STEP = "iteration"  # our own step: the library's must not decrease, and a resumed run goes back a little
@@ -162,6 +163,7 @@ class WandbTracker(QueuedTracker):
             "silent": True,  # this class logs what users need
             "console": "off",  # with stdout captured, a hung service would block every print
             "save_code": self._saves_code,
+            "x_transaction_log_flush_interval": FLUSH_S,
         }
         if self._key is not None and mode != "offline":
             settings["api_key"] = self._key  # unlike wandb.login(key), this is not stored in the user's netrc
