@@ -141,6 +141,13 @@ def test_later_starts_continue_the_same_run(tmp_path, wandb, key):
     assert wandb.inits[2]["id"] != wandb.inits[0]["id"]
 
 
+def test_a_chosen_id_is_kept(tmp_path, wandb, key):
+    """Later starts continue the run without the flag; another id begins another run."""
+    for chosen in ("my-run_1", None, "other", None):
+        run(tmp_path / "exp", wandb_id=chosen)
+    assert [init["id"] for init in wandb.inits] == ["my-run_1", "my-run_1", "other", "other"]
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"id": 3}', '{"id": "../../x"}'])
 def test_a_damaged_id_file_starts_a_new_run(tmp_path, wandb, key, content):
     (tmp_path / "exp").mkdir()
