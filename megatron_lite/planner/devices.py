@@ -19,7 +19,7 @@ class Gpu:
 
     memory_bytes: that torch reports. tflops: dense products of 16-bit inputs (fp16 on V100). fp32_tflops: products in
     fp32 without TF32, which this program does not use. memory_gb_s, link_gb_s: of its memory, and to its neighbours in
-    a node, in one direction.
+    a node, in one direction. shares: of the peak that products and attention reach in a step.
     """
 
     memory_bytes: int
@@ -27,18 +27,26 @@ class Gpu:
     fp32_tflops: float
     memory_gb_s: float
     link_gb_s: float
+    shares: tuple[float, float] = (0.65, 0.4)
+
+
+# With these shares the predicted steps of a Mistral-7B take as long as those that Fast-LLM's tutorial reports: 4,234
+# tokens/s on each of 4 A100 (3,804 with the MLPs recomputed), and about 9,000 on each of 128 H100, whose clock and
+# memory keep up less with its tensor cores.
+AMPERE, HOPPER = (0.74, 0.45), (0.5, 0.32)
 
 
 GPUS = {
-    "h100": Gpu(PLANNED_GPU_BYTES, 989.4, 66.9, 3350, 450),
-    "h200": Gpu(int(139.7 * GIB), 989.4, 66.9, 4800, 450),
-    "a100": Gpu(PLANNED_GPU_BYTES, 312, 19.5, 2039, 300),
-    "a100-40": Gpu(int(39.4 * GIB), 312, 19.5, 1555, 300),
+    "h100": Gpu(PLANNED_GPU_BYTES, 989.4, 66.9, 3350, 450, HOPPER),
+    "h200": Gpu(int(139.7 * GIB), 989.4, 66.9, 4800, 450, HOPPER),
+    "a100": Gpu(PLANNED_GPU_BYTES, 312, 19.5, 2039, 300, AMPERE),
+    "a100-40": Gpu(int(39.4 * GIB), 312, 19.5, 1555, 300, AMPERE),
     "l40s": Gpu(int(44.4 * GIB), 362, 91.6, 864, 32),  # no NVLink: PCIe 4
     "v100": Gpu(int(31.7 * GIB), 125, 15.7, 900, 150),
-    "b200": Gpu(int(178.3 * GIB), 2250, 75, 7700, 900),
+    "b200": Gpu(int(178.3 * GIB), 2250, 75, 7700, 900, HOPPER),
 }
-# Between nodes, per GPU and direction: one adapter of 400 Gbit/s for each GPU, or one of 100 Gbit/s for a node.
+# The network between nodes, per GPU and direction: an adapter of 400 Gbit/s for each GPU, or one of 100 Gbit/s for a
+# node. A collective sends every byte once from node to node, through all adapters of a node at the same time.
 NODE_LINKS_GB_S = {"ib": 50.0, "ethernet": 12.5 / GPUS_PER_NODE}
 # Of a thread of a CPU of which nothing is known.
 CPU_FLOPS_PER_S, CPU_MEMORY_BYTES_PER_S, GLOO_BYTES_PER_S = 60e9, 6e9, 1e9
@@ -65,6 +73,8 @@ def gpu_sheet(distributed: DistributedConfig, world_size: int) -> DataSheet:
         memory_bytes_per_s=gpu.memory_gb_s * 1e9,
         link_bytes_per_s=link * 1e9,
         link_name=link_name,
+        product_share=gpu.shares[0],
+        attention_share=gpu.shares[1],
     )
 
 
@@ -83,11 +93,13 @@ def cpu_sheet(distributed: DistributedConfig, threads: int) -> DataSheet:
 
 
 def link_gb_s(chosen: Interconnect, gpu: Gpu, world_size: int) -> tuple[float, str]:
-    """Return the speed of the slowest link of a ring of ranks, and its name."""
-    if chosen.gb_s is not None:
-        return chosen.gb_s, f"--interconnect={chosen.kind}"
-    if chosen.kind in NODE_LINKS_GB_S:
-        return NODE_LINKS_GB_S[chosen.kind], f"--interconnect={chosen.kind}"
-    if chosen.kind == "nvlink" or world_size <= GPUS_PER_NODE:
-        return gpu.link_gb_s, "links within a node" if chosen.kind == "auto" else "--interconnect=nvlink"
-    return NODE_LINKS_GB_S["ib"], "links between nodes (ib)"
+    """Return the speed of the slowest part of a ring of ranks, and its name."""
+    if chosen.kind == "nvlink" or (chosen.kind == "auto" and world_size <= GPUS_PER_NODE):
+        name = "links within a node" if chosen.kind == "auto" else "--interconnect=nvlink"
+        return gpu.link_gb_s if chosen.gb_s is None else chosen.gb_s, name
+    kind = "ib" if chosen.kind == "auto" else chosen.kind
+    adapter = NODE_LINKS_GB_S[kind] if chosen.gb_s is None else chosen.gb_s
+    per_node = GPUS_PER_NODE if world_size > GPUS_PER_NODE else 1
+    name = f"links between nodes ({kind})" if chosen.kind == "auto" else f"--interconnect={kind}"
+    adapters = f", {per_node} adapters of {adapter:,.4g} GB/s:" if per_node > 1 else ""
+    return min(adapter * per_node, gpu.link_gb_s), name + adapters

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_lite.checkpoint.space import checkpoint_bytes
+from megatron_lite.checkpoint.space import folder_bytes
 from megatron_lite.config import Config, flatten, unflatten
 from megatron_lite.errors import UsageError
 from megatron_lite.planner.advice import Question, SearchTooLongError, advice, cheapest_fit, fewest_ranks
@@ -91,7 +91,7 @@ def recommendation(plan: Plan, asked: Config, argv: Sequence[str], device_bytes:
         layouts = sorted([*layouts, present], key=lambda layout: layout.time.seconds)
     best = recommended(layouts, plan.config)
     verdict = _verdict(plan, present, best, device_bytes)
-    return [*verdict, *_table(search, layouts, best), *_costs(plan, best), *_command(asked, best, argv)]
+    return [*verdict, *_table(search, layouts, best), *_costs(search, best), *_command(asked, best, argv)]
 
 
 def _speeds(plan: Plan, world_size: int | None = None) -> Speeds:
@@ -155,7 +155,7 @@ def _cells(layout: Layout) -> Iterator[str]:
     yield f"{layout.time.tokens_per_s:,.0f}"
 
 
-def _costs(plan: Plan, best: Layout) -> Iterator[str]:
+def _costs(search: Search, best: Layout) -> Iterator[str]:
     """Time, share of the peak, and disk of the recommended run."""
     config, time = best.config, best.time
     iterations = config.training.train_iters
@@ -165,11 +165,10 @@ def _costs(plan: Plan, best: Layout) -> Iterator[str]:
     hidden = f"; {hidden_s:,.3g} s of exchange are hidden" if hidden_s > 0 else ""
     yield from wrapped([Note(f"a step of {time.seconds:,.3g} s: {shares}{hidden}")])
     seconds = time.seconds * iterations
-    gpu_hours = "" if plan.device_type == "cpu" else f", {seconds / 3600 * best.world_size:,.1f} GPU-hours"
+    gpu_hours = "" if search.device_type == "cpu" else f", {seconds / 3600 * best.world_size:,.1f} GPU-hours"
     tokens = consumed_tokens(config.batch, iterations)
     yield f"the run: {iterations:,} iterations, {tokens:,} tokens, {hours(seconds)} of training{gpu_hours}"
-    # Every rank writes its shard; the numbers of ranks may differ between the plan and the recommendation.
-    size = checkpoint_bytes(plan.model, plan.world_size)
+    size = folder_bytes(config, search.planner.partition(config).model, best.world_size)
     kept = config.checkpoint.max_checkpoints or 1
     yield f"disk: {size:,} bytes a checkpoint ({size / 1e9:,.2f} GB), {kept} kept and one more during a save"
 

@@ -20,9 +20,8 @@ MAX_BYTES = 2**20
 PRODUCT_KINDS = ("forward", "input gradient", "weight gradient")
 AXES = ("tokens", "inputs", "outputs")
 DIRECTIONS = ("forward", "backward")
-# Shares of a data sheet's peaks that programs reach: large products 60 to 75 % on A100 and H100 cards, attention's
-# kernels about 45 %, passes over memory 80 to 90 %, collectives over a good network 80 %.
-PRODUCT_SHARE, ATTENTION_SHARE, MEMORY_SHARE, LINK_SHARE = 0.65, 0.45, 0.8, 0.8
+# Shares of a data sheet's peaks that programs reach: passes over memory 80 to 90 %, collectives over good links 80 %.
+MEMORY_SHARE, LINK_SHARE = 0.8, 0.8
 # The host issues the two passes of a block in this time; a GPU that computes faster waits for it.
 HOST_BLOCK_S = 1e-3
 GPU_LATENCY_S = 20e-6  # of a collective
@@ -67,6 +66,8 @@ class DataSheet:
     block_s: float = HOST_BLOCK_S
     step_s: float = 0.0
     waits_for_host: bool = True
+    product_share: float = 0.65  # of the peak that products reach
+    attention_share: float = 0.4
 
     @property
     def source(self) -> str:
@@ -79,13 +80,13 @@ class DataSheet:
         if isinstance(item, Pass):
             return item.num_bytes / memory
         if isinstance(item, Attention):
-            return item.flops / (peak * ATTENTION_SHARE)
+            return item.flops / (peak * self.attention_share)
         tokens, inputs, outputs = item.tokens, item.inputs, item.outputs
         itemsize = 4 if dtype == "fp32" else 2
         moved = item.times * itemsize * (tokens * inputs + inputs * outputs + tokens * outputs)
         if item.kind == "weight gradient":  # fp32 totals
             moved += item.times * (8 - itemsize) * inputs * outputs
-        return max(item.flops / (peak * PRODUCT_SHARE), moved / memory)
+        return max(item.flops / (peak * self.product_share), moved / memory)
 
     def collective_s(self, kind: str, collectives: int, wire_bytes: float) -> float:
         """Return the time of collectives that send these bytes in all."""
@@ -96,9 +97,9 @@ class DataSheet:
         peaks = ", ".join(f"{dtype} {peak / 1e12:,.4g} TFLOP/s" for dtype, peak in self.product_flops_per_s.items())
         return [
             f"{self.source}: {peaks}, memory {self.memory_bytes_per_s / 1e9:,.0f} GB/s; not measured",
-            f"products reach {PRODUCT_SHARE:.0%} of the peak, attention {ATTENTION_SHARE:.0%}, passes over memory "
-            f"{MEMORY_SHARE:.0%}",
-            f"{self.link_name} {self.link_bytes_per_s / 1e9:,.4g} GB/s per GPU, of which collectives reach "
+            f"products reach {self.product_share:.0%} of the peak, attention {self.attention_share:.0%}, passes over "
+            f"memory {MEMORY_SHARE:.0%}",
+            f"{self.link_name} {self.link_bytes_per_s / 1e9:,.4g} GB/s in a ring of ranks, of which collectives reach "
             f"{LINK_SHARE:.0%}; {self.latency_s * 1e6:,.0f} us each; they hide behind the computation where a second "
             "buffer lets them",
         ]

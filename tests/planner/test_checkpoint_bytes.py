@@ -1,0 +1,58 @@
+"""The disk of a checkpoint as planned, against real saves of configurations that a seed draws."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lite.checkpoint.space import checkpoint_bytes, folder_bytes
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.planner.plan import make_plan
+from tests.support.harness import run_distributed, tiny_config
+from tests.support.random_configurations import Drawn, draw_configurations
+
+DRAWN = draw_configurations(12)
+QUICK = (4,)
+MOST_RANKS = 3  # that this test starts; those of a drawn configuration may be more
+
+
+def save(distributed: Distributed, options: dict[str, Any], folder: str) -> None:
+    """Build a run as the program does, and save."""
+    from megatron_lite.outputs.saving import save
+    from megatron_lite.run.experiment import Experiment
+    from megatron_lite.run.stop_signal import StopSignal
+    from megatron_lite.setup_run import build
+
+    config = tiny_config(distributed.world_size, **options, experiment_dir=folder)
+    stop = StopSignal()
+    run = build(config, distributed, Experiment(config, distributed), stop, ())
+    stop.restore()
+    save(run)
+    distributed.barrier()
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        pytest.param(drawn, id=str(number), marks=[] if number in QUICK else pytest.mark.slow)
+        for number, drawn in enumerate(DRAWN)
+    ],
+)
+def test_the_disk_of_a_checkpoint(drawn: Drawn, tmp_path: Path) -> None:
+    """Tensors to the byte; the whole folder, whose manifest is a large part for models this small, within 2 %."""
+    ranks = min(drawn.ranks, MOST_RANKS)
+    batch = {"batch_size": drawn.options["batch_size"] // drawn.ranks * ranks}
+    run_distributed(ranks, save, {**drawn.options, **batch}, str(tmp_path))
+    config = tiny_config(ranks, **{**drawn.options, **batch}, experiment_dir=str(tmp_path))
+    plan = make_plan(config, ranks, "cpu")
+    files = [path for path in (tmp_path / "checkpoints" / "0").iterdir() if path.suffix == ".safetensors"]
+    headers = [8 + int.from_bytes(path.read_bytes()[:8], "little") for path in files]
+    sizes = [path.stat().st_size for path in files]
+    assert len(files) == ranks and sum(sizes) - sum(headers) == checkpoint_bytes(plan.model, ranks)
+    whole = sum(path.stat().st_size for path in (tmp_path / "checkpoints" / "0").iterdir())
+    planned = folder_bytes(config, plan.model, ranks)
+    manifest = (tmp_path / "checkpoints" / "0" / "manifest.json").stat().st_size
+    print(f"{whole:,} bytes, {planned:,} planned, {planned / whole - 1:+.4%}, of which {manifest:,} are the manifest")
+    assert whole <= planned <= 1.02 * whole
