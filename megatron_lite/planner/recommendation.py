@@ -9,7 +9,8 @@ from pathlib import Path
 
 from megatron_lite.checkpoint.space import folder_bytes
 from megatron_lite.config import Config, flatten, unflatten
-from megatron_lite.errors import UsageError
+from megatron_lite.data.open_data import open_data
+from megatron_lite.errors import RunError, UsageError
 from megatron_lite.planner.advice import Question, SearchTooLongError, advice, cheapest_fit, fewest_ranks
 from megatron_lite.planner.command import PROGRAM, changed_words, hours, launcher, quoted
 from megatron_lite.planner.devices import GPUS_PER_NODE, cpu_sheet, gpu_sheet
@@ -133,7 +134,7 @@ def _table(search: Search, layouts: Sequence[Layout], best: Layout) -> Iterator[
         yield ("* " if layout is best else "  ") + "  ".join(
             f"{cell:>{width}}" for cell, (_, width) in zip(_cells(layout), COLUMNS, strict=True)
         )
-    for line in search.speeds.assumptions():
+    for line in search.speeds.assumptions(search.world_size):
         yield from wrapped([Note(f"  {line}")])
 
 
@@ -168,9 +169,27 @@ def _costs(search: Search, best: Layout) -> Iterator[str]:
     gpu_hours = "" if search.device_type == "cpu" else f", {seconds / 3600 * best.world_size:,.1f} GPU-hours"
     tokens = consumed_tokens(config.batch, iterations)
     yield f"the run: {iterations:,} iterations, {tokens:,} tokens, {hours(seconds)} of training{gpu_hours}"
+    yield from _epochs(config, best.world_size)
     size = folder_bytes(config, search.planner.partition(config).model, best.world_size)
     kept = config.checkpoint.max_checkpoints or 1
     yield f"disk: {size:,} bytes a checkpoint ({size / 1e9:,.2f} GB), {kept} kept and one more during a save"
+
+
+def _epochs(config: Config, world_size: int) -> Iterator[str]:
+    """Say how often training reads the data, if it is on this machine; nothing else of a plan needs it."""
+    if config.data.dataset_source == "random" or not config.training.train_iters:
+        return
+    try:
+        source = open_data(config, 0, world_size)
+    except (RunError, OSError) as error:
+        yield from wrapped([Note(f"epochs over the data: unknown; {str(error).partition(';')[0]}")])
+        return
+    described = source.describe()
+    source.close()
+    parts = [text for name, text in described.items() if name.startswith("data ")]
+    if len(parts) > 1:
+        yield from wrapped([Note(f"data: {text}") for text in parts])
+    yield from wrapped([Note(f"training data: {described['training data']}")])
 
 
 def _command(asked: Config, best: Layout, argv: Sequence[str]) -> Iterator[str]:

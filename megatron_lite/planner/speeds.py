@@ -49,7 +49,7 @@ class Speeds(Protocol):
 
     def collective_s(self, kind: str, collectives: int, wire_bytes: float) -> float: ...
 
-    def assumptions(self) -> list[str]: ...
+    def assumptions(self, world_size: int) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -92,17 +92,21 @@ class DataSheet:
         """Return the time of collectives that send these bytes in all."""
         return collectives * self.latency_s + wire_bytes / (self.link_bytes_per_s * LINK_SHARE)
 
-    def assumptions(self) -> list[str]:
+    def assumptions(self, world_size: int) -> list[str]:
         """Say what a prediction assumes, a line each."""
         peaks = ", ".join(f"{dtype} {peak / 1e12:,.4g} TFLOP/s" for dtype, peak in self.product_flops_per_s.items())
-        return [
+        lines = [
             f"{self.source}: {peaks}, memory {self.memory_bytes_per_s / 1e9:,.0f} GB/s; not measured",
             f"products reach {self.product_share:.0%} of the peak, attention {self.attention_share:.0%}, passes over "
             f"memory {MEMORY_SHARE:.0%}",
-            f"{self.link_name} {self.link_bytes_per_s / 1e9:,.4g} GB/s in a ring of ranks, of which collectives reach "
-            f"{LINK_SHARE:.0%}; {self.latency_s * 1e6:,.0f} us each; they hide behind the computation where a second "
-            "buffer lets them",
         ]
+        if world_size > 1:
+            hidden = "they hide behind the computation where a second buffer lets them" if self.overlap else "none hide"
+            lines.append(
+                f"{self.link_name} {self.link_bytes_per_s / 1e9:,.4g} GB/s in a ring of ranks, of which collectives "
+                f"reach {LINK_SHARE:.0%}; {self.latency_s * 1e6:,.0f} us each; {hidden}"
+            )
+        return lines
 
 
 @dataclass(frozen=True)
@@ -199,11 +203,12 @@ class MeasuredSpeeds:
         latency_s, bytes_per_s = self.collectives.get(kind) or next(iter(self.collectives.values()))
         return collectives * latency_s + wire_bytes / bytes_per_s
 
-    def assumptions(self) -> list[str]:
+    def assumptions(self, world_size: int) -> list[str]:
         """Say what a prediction assumes, a line each."""
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        lines = [f"{self.source}, {ranks} with {self.threads} threads each; the run has as many on each machine"]
-        if self.collectives:
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        lines = [f"{self.source}, {ranks} of {threads}; as many share a machine in the run"]
+        if world_size > 1:
             lines.append(f"{self.overlap:.0%} of a collective hides behind the computation, as measured")
         return lines
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_lite.cli.parse import parse
 from megatron_lite.config import flatten, unflatten
+from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.distributed.traffic import Total
 from megatron_lite.planner.command import changed_words, launcher, layout_of_nodes, quoted
 from megatron_lite.planner.devices import gpu_sheet
@@ -116,6 +118,18 @@ def test_devices_and_links(capsys: pytest.CaptureFixture[str]) -> None:
     slow = page(capsys, "--world_size=4", "--interconnect=ethernet:0.1")
     assert "--interconnect=ethernet 0.1 GB/s" in slow and "exchange that nothing hides" in slow
     assert "30.0 GiB each" in page(capsys, "--world_size=4", "--device_memory_gib=30")
+
+
+def test_epochs_over_the_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of data on this machine the plan says how often training reads it; without them it says that it does not know."""
+    with IndexedDatasetWriter(str(tmp_path / "corpus"), "<u2") as writer:
+        writer.add_document(np.zeros(4097 * 32, np.uint16))
+    flags = SMALL.replace("--dataset_source=random", f"--data_path={tmp_path / 'corpus'} --split=1,0,0").split()
+    assert main([*flags, "--train_iters=2"]) == 0
+    text = capsys.readouterr().out
+    assert "training data: " in text and "epochs" in text.partition("training data: ")[2].splitlines()[0]
+    assert main([*SMALL.replace("--dataset_source=random", "--data_path=/missing/corpus").split()]) == 0
+    assert "epochs over the data: unknown; /missing/corpus.idx: no such file\n" in capsys.readouterr().out
 
 
 def test_the_smallest_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,18 +8,16 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.cli.parse import parse, read_words
 from megatron_lite.errors import UsageError
 from megatron_lite.monitor.metrics import hardware_flops
-from megatron_lite.planner.devices import gpu_sheet
 from megatron_lite.planner.plan import make_plan
 from megatron_lite.planner.speeds import PRODUCT_KINDS, DataSheet, read_speeds
 from megatron_lite.planner.work import Attention, Pass, Product, work_of_step
 from megatron_lite.planner.work_time import predict_step
-from megatron_lite.validation import resolve
 from pretrain_gpt import main
+from scripts.docs.dry_runs import PUBLISHED_SPEEDS, planned_step
 from tests.support.harness import tiny_config
-from tests.support.launch import ROOT, TINY
+from tests.support.launch import TINY
 
 H100 = DataSheet("H100", {"bf16": 989e12, "fp32": 67e12}, 3.35e12, 450e9)
 
@@ -83,21 +81,10 @@ def test_more_ranks_expose_more_of_the_link() -> None:
     assert seconds[0] == 0 < seconds[1] < seconds[2] < seconds[3]
 
 
-@pytest.mark.parametrize(
-    ("gpu", "ranks", "flags", "published"),
-    [
-        ("a100", 4, "--batch_size=64 --zero_stage=2", 4234.09),
-        ("a100", 4, "--batch_size=64 --zero_stage=2 --mlp_recompute_level=activation", 4218.63),
-        ("a100", 4, "--batch_size=64 --zero_stage=2 --mlp_recompute_level=full", 3804.49),
-        ("h100", 128, "", 9000),
-    ],
-)
+@pytest.mark.parametrize(("gpu", "ranks", "flags", "published"), PUBLISHED_SPEEDS)
 def test_published_speeds_of_a_mistral_7b(gpu: str, ranks: int, flags: str, published: float) -> None:
     """Tokens per second and GPU in Fast-LLM's tutorial, whose engine this one follows: within 3 %."""
-    words = [*read_words(str(ROOT / "scripts/examples/mistral_7b.flags")), *flags.split(), "--dataset_source=random"]
-    config = resolve(parse([*words, "--dry_run=1", f"--gpu={gpu}", "--micro_batch_size=1"]).config, ranks)
-    plan = make_plan(config, ranks, "cuda")
-    time = predict_step(config, plan.model, plan.traffic, gpu_sheet(config.distributed, ranks), "cuda")
+    _, time = planned_step(gpu, ranks, flags)
     assert time.tokens_per_s / ranks == pytest.approx(published, rel=0.03)
 
 

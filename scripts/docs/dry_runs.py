@@ -1,0 +1,99 @@
+"""Write the output below each dry run that a document shows: docs/planner.md, docs/multi_stage.md, docs/performance.md.
+
+    python -m scripts.docs.dry_runs            run the commands, and write what they print
+    python -m scripts.docs.dry_runs --check    compare only; exit code 1 if a document is stale
+
+A plan for GPUs looks at no device, so every machine prints the same. Commands run as typed, from the checkout.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_lite.cli.parse import parse, read_words
+from megatron_lite.planner.devices import gpu_sheet
+from megatron_lite.planner.plan import Plan, make_plan
+from megatron_lite.planner.work_time import StepTime, predict_step
+from megatron_lite.validation import resolve
+from scripts.benchmarks.common import markdown_table
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MODEL = REPOSITORY / "scripts" / "examples" / "mistral_7b.flags"
+# GPU, ranks, flags, tokens per second and GPU. The tutorial says "around 9000" of H100s, of which it uses 128.
+PUBLISHED_SPEEDS = (
+    ("a100", 4, "--batch_size=64 --zero_stage=2", 4234.09),
+    ("a100", 4, "--batch_size=64 --zero_stage=2 --mlp_recompute_level=activation", 4218.63),
+    ("a100", 4, "--batch_size=64 --zero_stage=2 --mlp_recompute_level=full", 3804.49),
+    ("h100", 128, "", 9000.0),
+)
+DOCUMENTS = ("planner.md", "multi_stage.md", "performance.md")
+# A command, up to three lines of prose, and its output.
+SHOWN = re.compile(
+    r"^(```bash\n([^`]*?--dry_run=1[^`]*?)\n```\n\n(?:[^\n`]+\n){0,3}\n?```text\n)(.*?)(^```$)",
+    re.MULTILINE | re.DOTALL,
+)
+PUBLISHED = re.compile(r"(<!-- table: published -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def output(command: str) -> str:
+    """Return all that a command prints, typed into bash in a checkout.
+
+    Raises:
+        subprocess.CalledProcessError: if it fails.
+    """
+    folder = Path(sys.executable).parent
+    environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"}
+    words = ["bash", "-o", "pipefail", "-c", command]
+    done = subprocess.run(words, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
+    return (done.stdout + done.stderr).rstrip("\n")
+
+
+def renewed(text: str) -> str:
+    """Return a document with the outputs of today."""
+    text = SHOWN.sub(lambda found: f"{found[1]}{output(found[2])}\n{found[4]}", text)
+    return PUBLISHED.sub(lambda found: f"{found[1]}{published_table()}\n{found[2]}", text)
+
+
+def published_table() -> str:
+    """Compare the speeds that Fast-LLM's tutorial reports of a Mistral-7B with those of a plan."""
+    rows = []
+    for gpu, ranks, flags, tokens_per_s in PUBLISHED_SPEEDS:
+        plan, time = planned_step(gpu, ranks, flags)
+        ours = time.tokens_per_s / ranks
+        level = plan.config.performance.mlp_recompute_level
+        rows.append([f"{ranks} {gpu}", level, f"{tokens_per_s:,.0f}", f"{ours:,.0f}", f"{ours / tokens_per_s:.2f}"])
+    return "\n".join(markdown_table(["GPUs", "MLPs recomputed", "reported", "predicted", "ratio"], rows))
+
+
+def planned_step(gpu: str, ranks: int, flags: str) -> tuple[Plan, StepTime]:
+    """Plan the Mistral-7B example and predict its step."""
+    words = [*read_words(str(MODEL)), *flags.split(), "--dataset_source=random", "--dry_run=1", f"--gpu={gpu}"]
+    config = resolve(parse([*words, "--micro_batch_size=1"]).config, ranks)
+    plan = make_plan(config, ranks, "cuda")
+    speeds = gpu_sheet(config.distributed, ranks)
+    return plan, predict_step(config, plan.model, plan.traffic, speeds, "cuda")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write or compare; return the exit code."""
+    stale = []
+    for name in DOCUMENTS:
+        path = REPOSITORY / "docs" / name
+        text = path.read_text("utf-8")
+        current = renewed(text)
+        if "--check" not in argv:
+            path.write_text(current, "utf-8")
+        elif text != current:
+            stale.append(name)
+    if stale:
+        print(f"docs/{', docs/'.join(stale)}: out of date; run python -m scripts.docs.dry_runs", file=sys.stderr)
+    return int(bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
