@@ -128,7 +128,9 @@ def test_epochs_over_the_data(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert main([*flags, "--train_iters=2"]) == 0
     text = capsys.readouterr().out
     assert "training data: " in text and "epochs" in text.partition("training data: ")[2].splitlines()[0]
-    assert main([*SMALL.replace("--dataset_source=random", "--data_path=/missing/corpus").split()]) == 0
+    assert (
+        main([*SMALL.replace("--dataset_source=random", "--data_path=/missing/corpus").split(), "--train_iters=2"]) == 0
+    )
     assert "epochs over the data: unknown; /missing/corpus.idx: no such file\n" in capsys.readouterr().out
 
 
