@@ -29,6 +29,7 @@ COMMANDS = {
     "compare_tensor_logs": "RUN RUN",
     "concatenate_dataset": "out --output=list.json",
     "watch_run": "RUN --once",
+    "compare_runs": "RUN RUN",
 }
 CODES = {0, 1, 2, 3, 4, 8}
 LIMIT_S = 10
