@@ -90,7 +90,8 @@ def train(run: Run) -> tuple[int, str]:
                     advance_save(run)
                     evaluate_and_export(run, last)
                     if is_save_due(run, last):
-                        save(run)
+                        with run.timer.pause("save"):
+                            save(run)
                     if run.profiles is not None:
                         run.profiles.iteration_done(iteration)
                 if not last and is_due(iteration, training.stop_interval, training.stop_offset):

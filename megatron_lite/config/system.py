@@ -135,6 +135,9 @@ class RunConfig(Area):
     experiment_name: str | None = idle_unless(WANDB)(
         None, "name of the run in Weights & Biases", unset="name of experiment_dir", aliases="wandb_exp_name"
     )
+    report: bool = idle_unless("experiment_dir")(
+        True, "write report.html, a page about the run, into experiment_dir at the end of each start"
+    )
     log_interval: PositiveInt = option(100, "iterations between log lines", basic=True)
     log_offset: NonNegativeInt = option(1, "first logged iteration (0: only multiples of log_interval)")
     log_timestamps: bool = option(False, "prefix log lines with the time")

@@ -169,6 +169,7 @@ class StepTimer:
         self._laps, self._run_seconds = 0, 0.0
         self._step_start, self._excluded_s = self._lap_start, 0.0
         self._pauses_s: dict[str, float] = {}  # since the end of the last step, by kind
+        self._lap_pauses_s: dict[str, float] = {}
         self._forecast = Forecast(self._consumed_samples, config.training.train_iters, iteration)
 
     @contextlib.contextmanager
@@ -190,7 +191,9 @@ class StepTimer:
         try:
             yield
         finally:
-            self._pauses_s[kind] = self._pauses_s.get(kind, 0.0) + self._clock() - start
+            seconds = self._clock() - start
+            for pauses in (self._pauses_s, self._lap_pauses_s):
+                pauses[kind] = pauses.get(kind, 0.0) + seconds
 
     def end_step(self, iteration: int) -> None:
         """Count one step for the forecast. On a GPU the step may still run; the one before it has ended."""
@@ -228,6 +231,8 @@ class StepTimer:
             self._first_iteration, self._run_seconds = self._lap_iteration, 0.0
         self._run_seconds += seconds
         record = self._rates(seconds, self._lap_iteration, iteration)
+        record |= {f"{kind}_s": paused for kind, paused in self._lap_pauses_s.items()}
+        self._lap_pauses_s = {}
         self._lap_start, self._lap_iteration = end, iteration
         average = self._run_seconds / (iteration - self._first_iteration)
         more: dict[str, Any] = {"average_step_time_ms": average * 1e3, **self._remaining(iteration)}

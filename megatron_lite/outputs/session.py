@@ -15,6 +15,7 @@ from megatron_lite.distributed.agreement import together
 from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, OutOfMemoryError, RunError, StorageError
 from megatron_lite.monitor.export_callback import STOPPED_WAIT_S
 from megatron_lite.outputs.memory_errors import with_remedies
+from megatron_lite.outputs.run_report import leave_report
 from megatron_lite.run import exit_status
 from megatron_lite.run.ending import Ending
 from megatron_lite.run.experiment import Experiment
@@ -73,6 +74,7 @@ def opened(
                 _finish_history(run)
             run.callback.close(0.0)
             run.trackers.close(code)
+            leave_report(run, in_a_hurry=True)
             if isinstance(error, RunError) and error.agreed:
                 _finish_background(run, error)
                 run.distributed.wait_for_peers(LEAVE_TOGETHER_S)  # leaving first could cut a peer off in its last step
@@ -120,6 +122,7 @@ def close(run: Run, code: int, message: str) -> None:
     if distributed.rank == 0:
         status = "done" if code == EXIT_DONE else "stopped"
         exit_status.write_exit(run.config.run.experiment_dir, code, status, message, run.experiment.run)
+    leave_report(run, in_a_hurry=code != EXIT_DONE)
     if run.profiles is not None:  # now, as a trace may take longer to write than a stopped run has left
         run.profiles.close()
     log_ending(run, message)

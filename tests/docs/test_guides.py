@@ -83,6 +83,7 @@ def test_dry_runs_are_shown_with_their_numbers(command: str, shown: str, tmp_pat
 def test_flags_of_guides_exist(guide: str) -> None:
     """No guide names an option that neither the program has nor a script of ours or another program that it shows."""
     known = {*SPELLINGS, "nproc", "local"}  # of torchrun --nproc-per-node, hf download --local-dir
+    known |= {"model", "model_args", "tasks", "include_path", "device"}  # of lm_eval
     names = ("generate", "evaluate", "convert_checkpoint", "concatenate_dataset")
     scripts = [ROOT / "scripts" / f"{name}.py" for name in names]
     modules = [ROOT / "megatron_lite" / name for name in ("generation/model_options.py", "cli/prepare_data.py")]

@@ -1,0 +1,354 @@
+"""report.html: one page about one or several runs, in one file that needs no network and no library."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.checkpoint.names import find_checkpoints
+from megatron_lite.config.values import FLAGS
+from megatron_lite.errors import DataError, StorageError
+from megatron_lite.reports.charts import COLORS, NamedRun, page_data
+from megatron_lite.reports.series import Metrics
+from megatron_lite.reports.watched_run import WatchedRun
+from megatron_lite.run.progress_line import format_duration
+
+REPORT_FILE = "report.html"
+SAMPLES_FILE = "samples.jsonl"
+MOST_RUNS = 16
+MOST_SAMPLES, LONGEST_SAMPLE = 8, 2000  # texts, and characters of each
+LONGEST_SAMPLES_LINE_BYTES = 2**22
+MOST_FOLDERS = 30  # checkpoints and exports in the table
+MOST_WARNINGS = 20
+# Kinds of `<kind>_s` in metrics.jsonl.
+NAMES_OF_PAUSES = {"validation": "validations", "save": "checkpoints", "export": "exports", "samples": "samples"}
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """A run as its folder shows it."""
+
+    name: str
+    run: WatchedRun
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.run.metrics
+
+
+def read_runs(folders: Sequence[Path]) -> list[ReportedRun]:
+    """Return the runs of experiment directories, with names that tell them apart.
+
+    Raises:
+        DataError: if a folder is no run, has no numbers yet, or there are too many.
+    """
+    if len(folders) > MOST_RUNS:
+        raise DataError(f"{len(folders)} runs; a report shows up to {MOST_RUNS}")
+    names = [folder.absolute().name for folder in folders]
+    runs = []
+    for folder, name in zip(folders, names, strict=True):
+        run = WatchedRun(folder)
+        run.update(0.0)
+        if run.problem is not None:
+            raise DataError(run.problem)
+        if not run.metrics.phases():
+            raise DataError(f"{run.metrics.path} has no record yet; wait for the first log line of the run")
+        unique = name if names.count(name) == 1 else f"{folder.absolute().parent.name}/{name}"
+        runs.append(ReportedRun(unique[:60], run))
+    return runs
+
+
+def write_report(folders: Sequence[Path], output: Path) -> None:
+    """Write the page about runs.
+
+    Raises:
+        DataError: if a run cannot be shown.
+        StorageError: if the file cannot be written.
+    """
+    text = page(read_runs(folders))
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(output)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise StorageError(f"cannot write {output}: {error.strerror}; choose another --output") from None
+
+
+def page(runs: Sequence[ReportedRun]) -> str:
+    """Return the whole page."""
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    data = page_data([NamedRun(run.name, run.metrics) for run in runs])
+    # "<" would end the script element early, wherever the text came from.
+    embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    body = [_head(runs, title), *_figures(data), *_sections(runs)]
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}</title>",
+            f"<style>\n{_file('report.css')}</style></head>",
+            "<body><main>",
+            *body,
+            "</main>",
+            f'<script type="application/json" id="data">{embedded}</script>',
+            f"<script>\n{_file('report.js')}</script>",
+            "</body></html>\n",
+        ]
+    )
+
+
+def _file(name: str) -> str:
+    return (resources.files("megatron_lite.reports") / "page" / name).read_text("utf-8")
+
+
+# -- head ----------------------------------------------------------------------------------------------------------
+
+
+def _head(runs: Sequence[ReportedRun], title: str) -> str:
+    parts = [f"<h1>{escape(title)}</h1>"]
+    if len(runs) > 1:
+        parts.append(f'<p class="subtitle">{escape(", ".join(run.name for run in runs))}</p>')
+        return "".join([*parts, _comparison(runs)])
+    run = runs[0].run
+    parts.append(f'<p class="subtitle">{_badge(run)} {escape(_facts(run))}</p>')
+    tiles = "".join(
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in _tiles(run)
+    )
+    return "".join([*parts, f'<div class="tiles">{tiles}</div>'])
+
+
+def _badge(run: WatchedRun) -> str:
+    code = run.ending.get("exit_code")
+    status = str(run.ending.get("status", "no ending yet"))[:40]
+    kind = "badge" if code in (0, 75, None) else "badge bad"
+    return f'<span class="{kind}">{escape(status)}</span>'
+
+
+def _facts(run: WatchedRun) -> str:
+    """Say in one line how the run ended."""
+    message = str(run.ending.get("message", ""))[:300]
+    times = run.metrics.curve("training", "time")
+    when = datetime.datetime.fromtimestamp(times.values[-1]).strftime("%Y-%m-%d %H:%M") if _has_time(times) else ""
+    return " · ".join(part for part in (message, when) if part)
+
+
+def _has_time(times: Any) -> bool:
+    return len(times) > 0 and math.isfinite(times.values[-1]) and 0 <= times.values[-1] < 2**40
+
+
+def _tiles(run: WatchedRun) -> Iterator[tuple[str, str]]:
+    """Yield the numbers that one looks at first."""
+    metrics, last = run.metrics, run.metrics.last.get("training", {})
+    yield "iterations", f"{last.get('iteration', 0):,} of {_number(last.get('train_iters'))}"
+    if isinstance(last.get("consumed_tokens"), int):
+        yield "tokens", _short(last["consumed_tokens"])
+    for phase in ("training", "validation", "test"):
+        curve = metrics.curve(phase, "loss").finite()
+        if len(curve):
+            yield f"{phase} loss", f"{curve.values[-1]:.4f}"
+            if phase != "training" and len(curve) > 1:
+                best = int(curve.values.argmin())
+                yield f"best {phase} loss, at {curve.iterations[best]:,}", f"{curve.values[best]:.4f}"
+    for name, label in (("tokens_per_sec_per_gpu", "tokens/s and rank"), ("mfu", "MFU")):
+        curve = metrics.curve("training", name).finite()
+        if len(curve):
+            middle = sorted(curve.values.tolist())[len(curve) // 2]
+            yield f"{label}, median", f"{middle:.1%}" if name == "mfu" else f"{middle:,.0f}"
+    yield "starts", f"{len(metrics.starts):,}"
+    if metrics.dropped:
+        yield "lines with dropped updates", f"{len(metrics.dropped):,}"
+
+
+def _comparison(runs: Sequence[ReportedRun]) -> str:
+    names: list[str] = []
+    tiles = [dict(_tiles(run.run)) for run in runs]
+    for found in tiles:
+        names += [name for name in found if name not in names]
+    head = "".join(
+        f'<th><span style="color:var(--s{number % COLORS})">{escape(run.name)}</span></th>'
+        for number, run in enumerate(runs)
+    )
+    rows = [[name, *(found.get(name, "") for found in tiles)] for name in names]
+    return f'<div class="card scroll"><table><tr><th></th>{head}</tr>{_rows(rows)}</table></div>'
+
+
+# -- charts --------------------------------------------------------------------------------------------------------
+
+
+def _figures(data: dict[str, Any]) -> Iterator[str]:
+    yield '<div class="charts">'
+    for chart in data["charts"]:
+        unit = f" <small>{escape(chart['unit'])}</small>" if chart["unit"] else ""
+        legend = "".join(
+            f'<li><button type="button" aria-pressed="true"><i style="border-color:var(--s{entry["color"]});'
+            f'border-top-style:{"dashed" if entry["dash"] else "solid"}"></i>{escape(entry["name"])}</button></li>'
+            for entry in chart["legend"]
+        )
+        yield (
+            f'<figure class="card chart{" wide" if chart["wide"] else ""}" style="margin:0"><header>'
+            f'<h3>{escape(chart["title"])}{unit}</h3><span class="tools">'
+            '<button type="button" class="reset" hidden>show all</button>'
+            '<button type="button" class="log" aria-pressed="false">log scale</button></span></header>'
+            f'<ul class="legend">{legend}</ul><svg role="img" aria-label="{escape(chart["title"])}"></svg>'
+            '<div class="readout" aria-live="off"></div></figure>'
+        )
+    yield "</div>"
+    yield (
+        '<p class="hint">Move over a chart to read it, drag to zoom into all of them, double-click to show all. '
+        "Dashed lines are starts of the run, triangles dropped updates.</p>"
+        "<noscript><p>The charts need JavaScript, which is in this file; nothing is loaded.</p></noscript>"
+    )
+
+
+# -- sections ------------------------------------------------------------------------------------------------------
+
+
+def _sections(runs: Sequence[ReportedRun]) -> Iterator[str]:
+    several = len(runs) > 1
+    for run in runs:
+        parts = [
+            ("Samples", _samples(run.run.root)),
+            ("Time", _timing(run.run)),
+            ("Checkpoints and exports", _folders(run.run)),
+            ("Warnings of the last start", _warnings(run.run)),
+            ("Configuration", _configuration(run.run.config)),
+        ]
+        if several:
+            yield f"<h2>{escape(run.name)}</h2>"
+        for title, content in parts:
+            if content:
+                tag = "h3" if several else "h2"
+                yield f"<{tag}>{title}</{tag}>{content}"
+
+
+def _rows(rows: Sequence[Sequence[str]]) -> str:
+    return "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
+    return f'<div class="card scroll"><table><tr>{titles}</tr>{_rows(rows)}</table></div>' if rows else ""
+
+
+def _samples(root: Path) -> str:
+    """Show the newest samples."""
+    line = _last_line(root / SAMPLES_FILE)
+    try:
+        record = json.loads(line)
+        samples = [sample for sample in record["samples"] if isinstance(sample, dict)][:MOST_SAMPLES]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    parts = []
+    for sample in samples:
+        prompt, text = (str(sample.get(key, ""))[:LONGEST_SAMPLE] for key in ("prompt", "text"))
+        text = text.removeprefix(prompt)
+        note = f"<small>iteration {escape(_number(record.get('iteration')))}</small>"
+        parts.append(f'<div class="card sample">{note}<b>{escape(prompt)}</b>{escape(text)}</div>')
+    return "".join(parts)
+
+
+def _last_line(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - LONGEST_SAMPLES_LINE_BYTES, 0))
+            lines = [line for line in file.read().split(b"\n") if line.strip()]
+    except OSError:
+        return b""
+    return lines[-1] if lines else b""
+
+
+def _timing(run: WatchedRun) -> str:
+    """Show how long steps, waits and pauses took, as far as the lines of metrics.jsonl say."""
+    metrics = run.metrics
+    step, total = metrics.curve("training", "step_time_ms").finite(), 0.0
+    if not len(step):
+        return ""
+    before = [0, *step.iterations[:-1].tolist()]
+    counts = [now - last for now, last in zip(step.iterations.tolist(), before, strict=True)]
+    total = sum(count * ms for count, ms in zip(counts, step.values.tolist(), strict=True)) / 1e3
+    rows = [["training", format_duration(total)]]
+    wait = metrics.curve("training", "data_wait_ms").finite()
+    waited = dict(zip(wait.iterations.tolist(), wait.values.tolist(), strict=True))
+    seconds = sum(count * waited.get(at, 0.0) for at, count in zip(step.iterations.tolist(), counts, strict=True)) / 1e3
+    rows.append(["  of which waiting for data", format_duration(seconds)])
+    for kind in NAMES_OF_PAUSES:
+        curve = metrics.curve("training", f"{kind}_s").finite()
+        if len(curve):
+            rows.append([NAMES_OF_PAUSES[kind], format_duration(float(curve.values.sum()))])
+    return _table(["", "h:mm:ss"], rows)
+
+
+def _folders(run: WatchedRun) -> str:
+    """Show checkpoints and exports with their sizes."""
+    rows = []
+    for kind, folder in (("checkpoint", "checkpoints"), ("export", "export")):
+        try:
+            found = [*find_checkpoints(run.root / folder)]
+        except OSError:
+            continue
+        for iteration, path in found[-MOST_FOLDERS:]:
+            rows.append([kind, f"{iteration:,}", _size(path), f"{folder}/{path.name}"])
+    return _table(["", "iteration", "size", "folder"], rows)
+
+
+def _size(folder: Path) -> str:
+    try:
+        size = sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False))
+    except OSError:
+        return "?"
+    return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+
+
+def _warnings(run: WatchedRun) -> str:
+    lines = "\n".join([*run.warnings][-MOST_WARNINGS:])
+    return f'<div class="card"><pre>{escape(lines)}</pre></div>' if lines else ""
+
+
+def _configuration(config: dict[str, Any]) -> str:
+    """Show the options that differ from their defaults, then all."""
+    if not config:
+        return ""
+    rows = [[f"--{name}", _value(value)] for name, value in config.items()]
+    differing = [
+        [f"--{name}", _value(value), _value(FLAGS[name].default)]
+        for name, value in config.items()
+        if name in FLAGS and value is not None and not _same(value, FLAGS[name].default)
+    ]
+    shown = _table(["differs from the default", "value", "default"], differing)
+    every = _table(["option", "value"], rows)
+    return f"{shown}<details><summary>all {len(rows)} options</summary>{every}</details>"
+
+
+def _same(value: Any, default: Any) -> bool:
+    return value == default or (isinstance(default, tuple) and value == list(default))
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value))[:2000] or "none"
+    if isinstance(value, bool):
+        return str(int(value))
+    return "derived" if value is None else str(value)[:2000]
+
+
+def _number(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else "?"
+
+
+def _short(number: int) -> str:
+    """Format 1234567 as 1.23M."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return str(number)

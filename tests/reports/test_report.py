@@ -1,0 +1,215 @@
+"""The page about runs: complete in one file, safe with any text, and alive in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lite.errors import DataError, StorageError
+from megatron_lite.reports.report import REPORT_FILE, page, read_runs, write_report
+from scripts import report_run
+from tests.support.launch import TINY, run
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def make_run(folder: Path, lines: int = 40, every: int = 10, **more: Any) -> Path:
+    """Write the files of a run: two starts, a dropped update, validations, samples."""
+    folder.mkdir(parents=True, exist_ok=True)
+    records = []
+    for index in range(1, lines + 1):
+        iteration = index * every
+        record = {"phase": "training", "iteration": iteration, "train_iters": lines * every, "loss": 5 - index / lines}
+        record |= {"learning_rate": 1e-3, "grad_norm": 2.0 / index, "tokens_per_sec_per_gpu": 1e4, "step_time_ms": 12.5}
+        record |= {"consumed_tokens": iteration * 256, "run": int(index > lines // 2), "time": 1.8e9 + index, **more}
+        if index == 5:
+            record |= {"loss": None, "skip_reason": "iteration 50: loss nan", "save_s": 2.5}
+        records.append(record)
+        if index % 10 == 0:
+            losses = {"loss": 5 - index / lines + 0.1, "averaged_loss": 5 - index / lines}
+            records.append({"phase": "validation", "iteration": iteration, "run": record["run"], **losses})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "config.json").write_text(
+        json.dumps({"num_layers": 3, "lr": 0.001, "data_path": ["a", "b"], "seed": 1234})
+    )
+    (folder / "exit.json").write_text(json.dumps({"exit_code": 0, "status": "done", "message": "training complete"}))
+    sample = {"prompt": "Once upon", "text": " a time </script><b>"}
+    (folder / "samples.jsonl").write_text(json.dumps({"iteration": 400, "samples": [sample]}) + "\n")
+    (folder / "checkpoints" / "400").mkdir(parents=True, exist_ok=True)
+    (folder / "checkpoints" / "400" / "manifest.json").write_bytes(b"x" * 1_500_000)
+    return folder
+
+
+class Elements(HTMLParser):
+    """Elements of a page by tag, each with its attributes, and the links to anything outside."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.outside: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.outside += [str(value) for name, value in attrs if name in ("src", "href", "action", "data")]
+
+
+def data_of(text: str) -> dict[str, Any]:
+    """Return the numbers that a page embeds."""
+    (embedded,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    data: dict[str, Any] = json.loads(embedded)
+    return data
+
+
+def test_what_a_page_holds(tmp_path: Path) -> None:
+    """Curves, marks, samples, times, checkpoints and options; nothing from outside."""
+    text = page(read_runs([make_run(tmp_path / "first")]))
+    elements = Elements(text)
+    assert elements.outside == [] and elements.tags.count("script") == 2
+    assert not re.search(r"@import|url\((?!#)|https?://(?!www\.w3\.org)", text)
+    data = data_of(text)
+    assert [chart["title"] for chart in data["charts"]] == [
+        "Loss",
+        "Learning rate",
+        "Gradient norm",
+        "Throughput",
+        "Time of a step",
+    ]
+    assert [entry["name"] for entry in data["charts"][0]["legend"]] == [
+        "training",
+        "validation",
+        "validation, averaged weights",
+    ]
+    training = data["charts"][0]["series"][0]
+    assert len(training["x"]) == 39 and 50 not in training["x"], "a loss that is not finite has no point"
+    assert data["runs"] == [{"starts": [[210, "start 1, iteration 210"]], "dropped": [[50, "iteration 50: loss nan"]]}]
+    for shown in ("done", "training complete", "1.5 MB", "0:00:05", "checkpoints", "--num_layers", "Once upon"):
+        assert shown in text, shown
+    assert "<td>--seed</td><td>1234</td></tr>" in text and "<td>--seed</td><td>1234</td><td>" not in text, "the default"
+
+
+def test_text_of_a_run_stays_text(tmp_path: Path) -> None:
+    """Markup in names, samples, reasons and options ends no element and starts none."""
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+    folder = make_run(tmp_path / evil.replace("/", "_"), skip_reason=evil)
+    (folder / "config.json").write_text(json.dumps({evil: evil, "experiment_name": evil}))
+    (folder / "exit.json").write_text(json.dumps({"exit_code": 1, "status": evil, "message": evil}))
+    (folder / "samples.jsonl").write_text(json.dumps({"iteration": evil, "samples": [{"prompt": evil, "text": evil}]}))
+    text = page(read_runs([folder]))
+    elements = Elements(text)
+    assert elements.tags.count("script") == 2 and "img" not in elements.tags and elements.outside == []
+    assert evil[:100] in data_of(text)["runs"][0]["dropped"][0][1]
+
+
+def test_several_runs_share_the_charts(tmp_path: Path) -> None:
+    """Colors tell runs apart, dashes kinds; runs of the same name get their folders."""
+    folders = [make_run(tmp_path / parent / "run") for parent in ("a", "b")]
+    text = page(read_runs(folders))
+    loss = data_of(text)["charts"][0]
+    assert {entry["name"].partition(":")[0] for entry in loss["legend"]} == {"a/run", "b/run"}
+    assert {entry["color"] for entry in loss["legend"]} == {0, 1}
+    assert len({entry["dash"] for entry in loss["legend"]}) == 3
+
+
+def test_long_runs_make_short_pages(tmp_path: Path) -> None:
+    """20,000 lines and 16 runs of 500 lines stay below 2 MB, with smooth curves before raw ones."""
+    text = page(read_runs([make_run(tmp_path / "long", lines=20_000)]))
+    loss = data_of(text)["charts"][0]["series"]
+    assert len(text) < 1e6 and loss[0]["raw"] and not loss[1]["raw"] and len(loss[0]["x"]) <= 2000
+    many = [make_run(tmp_path / f"run{number}", lines=500) for number in range(16)]
+    assert len(page(read_runs(many))) < 2e6
+
+
+@pytest.mark.slow
+def test_a_million_lines(tmp_path: Path) -> None:
+    """A page of a million lines is below 2 MB; its time is printed."""
+    folder = make_run(tmp_path / "long", lines=1_000_000, every=1)
+    start_s = time.perf_counter()
+    write_report([folder], tmp_path / "page.html")
+    print(f"{time.perf_counter() - start_s:.1f} s")
+    assert (tmp_path / "page.html").stat().st_size < 2e6
+
+
+def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No run, no numbers, no place for the page."""
+    with pytest.raises(DataError, match="No such file"):
+        read_runs([tmp_path / "nowhere"])
+    assert report_run.main([str(tmp_path)]) == 3
+    with pytest.raises(StorageError, match="choose another --output"):
+        write_report([make_run(tmp_path / "run")], tmp_path / "no" / "folder" / "page.html")
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_damaged_files_beside_the_metrics_do_no_harm(tmp_path: Path) -> None:
+    """Anything may stand in exit.json, config.json and samples.jsonl."""
+    folder = make_run(tmp_path / "run")
+    for name in ("exit.json", "config.json", "samples.jsonl"):
+        for content in ("", "[1]", "{", '{"samples": [3, {}], "exit_code": "x", "message": {}}', "\xff"):
+            (folder / name).write_text(content, encoding="latin-1")
+            assert "<h1>run</h1>" in page(read_runs([folder]))
+        (folder / name).unlink()
+
+
+def test_a_run_leaves_its_page(tmp_path: Path) -> None:
+    """At its end, with the pauses of the run; with --report=0 there is none."""
+    flags = [*TINY, "--device=cpu", "--checkpoint_interval=2", "--validation_iters=1", "--validation_interval=2"]
+    outcome = run([*flags, f"--experiment_dir={tmp_path}/run"])
+    assert outcome.codes == [0], outcome.output
+    text = (tmp_path / "run" / REPORT_FILE).read_text("utf-8")
+    assert "training complete" in text and "<td>checkpoints</td>" in text and "<td>validations</td>" in text
+    run([*flags, "--report=0", f"--experiment_dir={tmp_path}/other"])
+    assert not (tmp_path / "other" / REPORT_FILE).exists()
+
+
+PROBE = """
+<script>
+window.onerror = (message) => { document.body.dataset.error = message; };
+</script>
+"""
+ACT = """
+<script>
+const svg = document.querySelector("figure.chart svg");
+const box = svg.getBoundingClientRect();
+const send = (kind, share) => svg.dispatchEvent(new PointerEvent(kind, {
+  bubbles: true, clientX: box.left + box.width * share, clientY: box.top + 100, pointerId: 1 }));
+send("pointermove", 0.5);
+document.body.dataset.readout = document.querySelector(".readout").textContent;
+send("pointerdown", 0.4); send("pointermove", 0.6); send("pointerup", 0.6);
+document.body.dataset.ticks = [...svg.querySelectorAll("text")].map((text) => text.textContent).join(" ");
+document.body.dataset.reset = [...document.querySelectorAll(".reset")].filter((button) => !button.hidden).length;
+document.querySelector(".reset").click();
+document.body.dataset.after = [...svg.querySelectorAll("text")].map((text) => text.textContent).join(" ");
+document.querySelector(".log").click();
+document.querySelector(".legend button").click();
+document.body.dataset.curves = svg.querySelectorAll("path.curve").length;
+</script>
+"""
+
+
+@pytest.mark.guides
+@pytest.mark.skipif(BROWSER is None, reason="no chromium here")
+def test_in_a_real_browser(tmp_path: Path) -> None:
+    """No script error; curves are drawn; read-out, zoom, reset, log scale and the legend work."""
+    assert BROWSER is not None
+    text = page(read_runs([make_run(tmp_path / "run")]))
+    text = text.replace("<body>", f"<body>{PROBE}").replace("</body>", f"{ACT}</body>")
+    (tmp_path / "page.html").write_text(text, encoding="utf-8")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1000,900", "--virtual-time-budget=3000"]
+    command = [BROWSER, *flags, f"--user-data-dir={tmp_path}/profile", "--dump-dom", f"file://{tmp_path}/page.html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    body = re.search(r"<body([^>]*)>", done.stdout)
+    assert body is not None, done.stderr[-2000:]
+    seen = dict(re.findall(r'data-(\w+)="([^"]*)"', body[1]))
+    assert "error" not in seen, seen
+    assert 'data-drawn="5"' in done.stdout and done.stdout.count('class="curve') >= 6
+    assert re.match(r"iteration \d+: training [\d.]+, validation [\d.]+ \(at \d+\), ", seen["readout"]), seen
+    assert seen["reset"] == "5" and " 400" not in seen["ticks"] and seen["after"].endswith("400"), seen
+    assert seen["curves"] == "2", "the training curve is hidden"
