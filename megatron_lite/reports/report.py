@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import math
@@ -73,13 +74,16 @@ def write_report(folders: Sequence[Path], output: Path) -> None:
         DataError: if a run cannot be shown.
         StorageError: if the file cannot be written.
     """
+    if not output.name:
+        raise StorageError(f"cannot write {output}: it is a folder; choose another --output")
     text = page(read_runs(folders))
     temporary = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(output)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise StorageError(f"cannot write {output}: {error.strerror}; choose another --output") from None
 
 

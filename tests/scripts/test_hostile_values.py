@@ -29,6 +29,7 @@ COMMANDS = {
     "compare_tensor_logs": "RUN RUN",
     "concatenate_dataset": "out --output=list.json",
     "watch_run": "RUN --once",
+    "report_run": "RUN --output=report.html",
     "compare_runs": "RUN RUN",
 }
 CODES = {0, 1, 2, 3, 4, 8}
