@@ -1,11 +1,16 @@
-"""scripts/plot_run.py: a picture and a sparkline from metrics.jsonl, with and without matplotlib."""
+"""scripts/plot_run.py: a picture and sparklines of one run or several, with and without matplotlib."""
 
 import importlib.util
 import json
 import xml.etree.ElementTree as ElementTree
 
+import numpy as np
 import pytest
 
+from megatron_lite.reports.curves import Curve, sparkline
+from megatron_lite.reports.loss_curves import MOST_POINTS, RUN_COLORS, lines, read_picture, round_ticks
+from megatron_lite.reports.matplotlib_picture import draw_with_matplotlib
+from megatron_lite.reports.svg_picture import draw_svg
 from tests.support.loading import loaded
 
 pytestmark = pytest.mark.guides
@@ -17,14 +22,15 @@ def script():
         yield module
 
 
-def write_run(folder, num_lines, validation=True, **more):
+def write_run(folder, num_lines, validation=True, averaged=0.0, **more):
     records = []
     for index in range(num_lines):
         iteration = 1 + 10 * index
         loss = 2 + 5 / (1 + index)
         records.append({"phase": "training", "iteration": iteration, "loss": loss, "learning_rate": 1e-3, **more})
         if validation and index % 5 == 0:
-            records.append({"phase": "validation", "iteration": iteration, "loss": loss + 0.1})
+            losses = {"loss": loss + 0.1, **({"averaged_loss": loss + averaged} if averaged else {})}
+            records.append({"phase": "validation", "iteration": iteration, **losses})
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
@@ -49,19 +55,19 @@ def test_picture_with_matplotlib(num_lines, tmp_path, script, capsys):
 
 
 @pytest.mark.parametrize("peak", [0.0, 3e-5, 1e-4, 6e-4, 9.9e-4, 4e-3, 0.0101, 1.0])
-def test_learning_rate_axis_can_be_read(peak, tmp_path, script, no_matplotlib, monkeypatch):
+def test_learning_rate_axis_can_be_read(peak, tmp_path, no_matplotlib, monkeypatch):
     """At least three round numbers that all differ, from zero to near the peak, in both kinds of picture."""
     run = write_run(tmp_path / "run", 0)
     lines = [{"phase": "training", "iteration": 1 + i, "loss": 2.0, "learning_rate": peak * i / 40} for i in range(41)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    curves = script.read_curves(run, [])
-    root = ElementTree.fromstring(script.draw_svg(curves))
-    below = [text for text in root.iter("{http://www.w3.org/2000/svg}text") if 420 < float(text.get("y")) < 520]
+    picture = read_picture([run], [])
+    root = ElementTree.fromstring(draw_svg(picture))
+    below = [text for text in root.iter("{http://www.w3.org/2000/svg}text") if 436 < float(text.get("y")) < 536]
     svg = [text.text for text in below if text.get("text-anchor") == "end"]
     monkeypatch.undo()
     ticks = [svg]
     if importlib.util.find_spec("matplotlib"):
-        figure = script.draw_with_matplotlib(curves)
+        figure = draw_with_matplotlib(picture)
         figure.canvas.draw()
         rate_axes = figure.axes[1]
         low, high = rate_axes.get_ylim()
@@ -78,7 +84,7 @@ def test_svg_without_matplotlib(num_lines, validation, tmp_path, script, capsys,
     run = write_run(tmp_path / "a & <b>", num_lines, validation)
     assert script.main([str(run), "--output", str(tmp_path / "new/loss.png"), "--baseline", "x<y=5.5"]) == 0
     out = capsys.readouterr().out
-    assert "matplotlib is not installed" in out and f"loss curve: {tmp_path / 'new/loss.svg'}" in out
+    assert "; for a PNG: python -m pip install matplotlib" in out and f"loss curve: {tmp_path / 'new/loss.svg'}" in out
     root = ElementTree.fromstring((tmp_path / "new/loss.svg").read_text(encoding="utf-8"))
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert texts[0] == "a & <b>" and "x<y: 5.500" in texts and any("training" in text for text in texts)
@@ -95,8 +101,8 @@ def test_losses_that_are_not_finite_are_left_out(tmp_path, script, no_matplotlib
     run = write_run(tmp_path / "run", 3)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"phase": "training", "iteration": 99, "loss": null}\n{"phase": "training", "iter')
-    curves = script.read_curves(run, [])
-    assert [iteration for iteration, _ in curves.training] == [1, 11, 21]
+    (line, _) = lines(read_picture([run], []))
+    assert line.curve.iterations.tolist() == [1, 11, 21]
     assert script.main([str(run)]) == 0
 
 
@@ -125,20 +131,96 @@ def test_bad_baselines_are_usage_errors(baseline, script):
     assert error.value.code == 2
 
 
-def test_sparkline(script):
-    assert script.sparkline([8, 7, 6, 5, 4, 3, 2, 1], 8, unicode=True) == "█▇▆▅▄▃▂▁"
-    assert script.sparkline([3.0], 60, unicode=True) == "▁"
-    assert script.sparkline([1.0] * 1000, 60, unicode=False) == "_" * 60
-    assert len(script.sparkline(list(range(61)), 60, unicode=True)) == 60
+def test_sparkline():
+    assert sparkline(np.array([8.0, 7, 6, 5, 4, 3, 2, 1]), 8) == "█▇▆▅▄▃▂▁"
+    assert sparkline(np.array([3.0]), 60) == "▁"
+    assert sparkline(np.ones(1000), 60, unicode=False) == "_" * 60
+    assert len(sparkline(np.arange(61.0), 60)) == 60
 
 
-def test_smoothing_keeps_a_straight_line(script):
+def test_smoothing_keeps_a_straight_line():
     """No lag and no bias away from the ends, where the average is one-sided."""
-    line = [(index, 3.0 - 0.001 * index) for index in range(1000)]
-    assert script.smooth(line)[3:-3] == [(index, pytest.approx(value)) for index, value in line[3:-3]]
-    assert script.smooth(line[:20]) == [(index, pytest.approx(value)) for index, value in line[:20]]
+    line = Curve(np.arange(1000), 3.0 - 0.001 * np.arange(1000))
+    assert line.smoothed().values[3:-3] == pytest.approx(line.values[3:-3])
 
 
-def test_round_ticks(script):
-    assert script.round_ticks(0.3, 5.9, 6) == [1, 2, 3, 4, 5]
-    assert script.round_ticks(0, 3e-4, 2) == pytest.approx([0, 2e-4])
+def test_round_ticks():
+    assert round_ticks(0.3, 5.9, 6) == [1, 2, 3, 4, 5]
+    assert round_ticks(0, 3e-4, 2) == pytest.approx([0, 2e-4])
+
+
+@pytest.mark.parametrize("with_matplotlib", [False, True])
+def test_averaged_weights_are_drawn(with_matplotlib, tmp_path, script, capsys, monkeypatch, request):
+    """The loss of averaged weights has a line, a name and a sparkline of its own."""
+    if with_matplotlib:
+        pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    else:
+        request.getfixturevalue("no_matplotlib")
+    run = write_run(tmp_path / "run", 40, averaged=0.05)
+    assert script.main([str(run)]) == 0
+    assert [line.split()[:3] for line in capsys.readouterr().out.splitlines()][-4:-1] == [
+        ["training", "loss", "7.000"],
+        ["validation", "loss", "7.100"],
+        ["averaged", "weights", "loss"],
+    ]
+    picture = read_picture([run], [])
+    names = ["training", "validation", "averaged weights"]
+    if with_matplotlib:
+        figure = draw_with_matplotlib(picture)
+        assert [text.get_text() for text in figure.legends[0].get_texts()] == names
+        assert len(figure.axes[0].lines) == 3
+    else:
+        root = ElementTree.fromstring(draw_svg(picture))
+        texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+        assert texts[2:5] == names and "averaged weights 2.189" in texts[1]
+
+
+@pytest.mark.parametrize("with_matplotlib", [False, True])
+def test_runs_are_laid_over_each_other(with_matplotlib, tmp_path, script, capsys, request):
+    """Every run has its color in both panels, and once its name; runs of one name are told apart by their parents."""
+    if with_matplotlib:
+        pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    else:
+        request.getfixturevalue("no_matplotlib")
+    for parent in ("a", "b"):
+        (tmp_path / parent).mkdir()
+    first = write_run(tmp_path / "a" / "$x^2$_run", 40, averaged=0.1)
+    second = write_run(tmp_path / "b" / "$x^2$_run", 400)
+    third = write_run(tmp_path / "_<c>\x1b", 3, validation=False)
+    runs = [str(run) for run in (first, second, third)]
+    assert script.main(runs) == 0
+    out = capsys.readouterr().out
+    output = first / ("losses.png" if with_matplotlib else "losses.svg")
+    assert output.is_file() and f"loss curve: {output}" in out and "\x1b" not in out
+    names = ["a/$x^2$_run", "b/$x^2$_run", "_<c>?"]
+    assert [line for line in out.splitlines() if "loss" not in line and "matplotlib" not in line] == names
+    picture = read_picture([first, second, third], [])
+    if with_matplotlib:
+        figure = draw_with_matplotlib(picture)
+        figure.canvas.draw()
+        shown = [text.get_text().strip().replace("\\$", "$") for text in figure.legends[0].get_texts()]
+        assert shown == names
+        panels = [{line.get_color() for line in axes.lines} for axes in figure.axes]
+    else:
+        root = ElementTree.fromstring(draw_svg(picture))
+        texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+        assert texts[:5] == ["3 runs", "training solid · validation dashed · averaged weights dotted", *names]
+        drawn = [element.get("stroke") for element in root.iter("{http://www.w3.org/2000/svg}polyline")]
+        panels = [set(drawn[:-3]), set(drawn[-3:])]
+    assert panels == [set(RUN_COLORS[:3])] * 2
+
+
+def test_long_runs_give_small_pictures(tmp_path):
+    """A line has a bounded number of points, which keep the extremes."""
+    run = write_run(tmp_path / "run", 20_000, validation=False)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"phase": "training", "iteration": 300000, "loss": 50.0}\n')
+    raw, smoothed = lines(read_picture([run], []))
+    assert max(len(raw.curve), len(smoothed.curve)) <= MOST_POINTS and raw.curve.values.max() == 50.0
+    assert len(draw_svg(read_picture([run], []))) < 120_000
+
+
+def test_too_many_runs_are_a_usage_error(tmp_path, script, capsys):
+    run = write_run(tmp_path / "run", 3)
+    assert script.main([str(run)] * (len(RUN_COLORS) + 1)) == 2
+    assert "up to 8" in capsys.readouterr().err
