@@ -1,0 +1,91 @@
+"""The command that a dry run prints, read back: a run that fits, for configurations that a seed draws."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from megatron_lite.cli.parse import parse
+from megatron_lite.config import Config
+from megatron_lite.config.values import written
+from megatron_lite.planner.auto import resolve_auto
+from megatron_lite.planner.plan import make_plan
+from megatron_lite.planner.runtime import GIB
+from megatron_lite.validation import resolve
+from pretrain_gpt import main
+from tests.support.harness import TINY
+from tests.support.launch import run
+from tests.support.random_configurations import Drawn, draw_configurations
+
+DRAWN = draw_configurations(12)
+QUICK = 4  # of them; the others are slow
+MOST_RANKS = 4  # that a test starts
+LESS = 0.8  # of what the activations and the state need: the runtime stays
+
+
+def command_of(page: str) -> tuple[int, list[str]]:
+    """Return the ranks and the flags of the command at the end of a page."""
+    launcher, _, flags = page.rpartition("run this")[2].partition("pretrain_gpt.py")
+    numbers = dict(re.findall(r"--(nnodes|nproc-per-node)=(\d+)", launcher))
+    ranks = int(numbers.get("nnodes", 1)) * int(numbers.get("nproc-per-node", 1))
+    return ranks, shlex.split(flags.replace("\\\n", " "))
+
+
+def resolved(flags: list[str], ranks: int, device_bytes: int) -> Config:
+    """Return the options of a run, without `auto`."""
+    config = resolve(parse(flags).config, ranks)
+    assert not config.distributed.dry_run
+    assert resolve_auto(config, ranks, "cpu", device_bytes)[0] == config.multi_stage
+    return config
+
+
+def printed(drawn: Drawn, device_bytes: int, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    """Return the page of a dry run on a CPU with this much memory for a rank."""
+    options = {**TINY, **drawn.options}
+    flags = [f"--{name}={written(value)}" for name, value in options.items() if value is not None]
+    gib = f"--device_memory_gib={device_bytes / GIB!r}"
+    assert main([*flags, "--dry_run=1", f"--world_size={drawn.ranks}", gib, *more]) == 0
+    return capsys.readouterr().out
+
+
+def too_little(drawn: Drawn) -> int:
+    """Return less memory than the run needs as drawn."""
+    plan = make_plan(drawn.config(), drawn.ranks, "cpu")
+    needed, beside = plan.needed_bytes(), sum(plan.runtime.values())
+    return int(beside + LESS * (needed - beside))
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        pytest.param(drawn, id=str(number), marks=[] if number < QUICK else pytest.mark.slow)
+        for number, drawn in enumerate(DRAWN)
+    ],
+)
+def test_the_printed_flags_fit(drawn: Drawn, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a device with too little memory for the run as drawn, or with just enough, the plan of the printed flags fits,
+    trains the same model on the same batch, and is what a dry run of them says."""
+    needed = make_plan(drawn.config(), drawn.ranks, "cpu").needed_bytes()
+    for device_bytes in (too_little(drawn), needed + 2**20):
+        page = printed(drawn, device_bytes, capsys)
+        if "run this" not in page:  # nothing fits
+            assert device_bytes < needed and "no flags fit" in " ".join(page.split()), page[-2000:]
+            continue
+        ranks, command = command_of(page)
+        config = resolved(command, ranks, device_bytes)
+        assert make_plan(config, ranks, "cpu").needed_bytes() <= device_bytes
+        assert ("\nfits: " in page) == (needed <= device_bytes) and ranks == drawn.ranks
+        assert config.model == drawn.config().model and config.batch.batch_size == drawn.options["batch_size"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [number for number, drawn in enumerate(DRAWN) if drawn.ranks <= MOST_RANKS])
+def test_the_printed_command_runs(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run as drawn does not fit; the printed flags train two iterations, as many ranks as the launcher says."""
+    page = printed(DRAWN[number], too_little(DRAWN[number]), capsys, "--train_iters=2")
+    assert "does not fit" in page and "run this" in page
+    ranks, command = command_of(page)
+    done = run(command, ranks)
+    assert done.codes == [0] * ranks and "training complete: 2 iterations" in done.output, done.output
