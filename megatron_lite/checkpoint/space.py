@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,14 +11,12 @@ from megatron_lite.checkpoint.files import safetensors_header
 from megatron_lite.checkpoint.names import find_checkpoints, new_nonce
 from megatron_lite.checkpoint.retention import num_permanent
 from megatron_lite.checkpoint.writing import tensors_of
-from megatron_lite.config import Config, flatten
+from megatron_lite.config import Config
 from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.errors import UsageError
 
 if TYPE_CHECKING:
     from megatron_lite.zero.multi_stage import MultiStage
-
-HEAD_BYTES = 1500  # of a manifest beside its options and its table: the state of the optimizer, the log and the data
 
 
 def shard_bytes(model: MultiStage) -> int:
@@ -47,21 +44,16 @@ def checkpoint_bytes(model: MultiStage, world_size: int) -> int:
     return shard_bytes(model) * world_size
 
 
-def folder_bytes(config: Config, model: MultiStage, world_size: int) -> int:
-    """Return the bytes of a checkpoint with the headers of its files, and an upper bound for its manifest.
-
-    The bound is a few percent of the manifest too high, whose numbers it takes for as long as the longest.
-    """
+def files_bytes(model: MultiStage, world_size: int, iteration: int) -> int:
+    """Return the bytes of the files of all ranks in a checkpoint, headers included."""
     tensors = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors_of(model)}
     headers, rank = 0, 0
     while rank < world_size:  # ranks with as many digits have headers of the same length
         last = min(world_size, 10 ** len(str(rank)))
-        metadata = manifest.file_metadata(new_nonce(), config.training.train_iters, rank)
+        metadata = manifest.file_metadata(new_nonce(), iteration, rank)
         headers += (last - rank) * len(safetensors_header(tensors, metadata))
         rank = last
-    table = manifest.table_bytes([part for _, part in model.parts()], world_size)
-    head = len(json.dumps(flatten(config))) + HEAD_BYTES
-    return checkpoint_bytes(model, world_size) + headers + table + head
+    return checkpoint_bytes(model, world_size) + headers
 
 
 def host_copy_bytes(config: Config, model: MultiStage) -> int:

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_lite.checkpoint.space import folder_bytes
+from megatron_lite.checkpoint.space import files_bytes
 from megatron_lite.config import Config, flatten, unflatten
 from megatron_lite.data.open_data import open_data
 from megatron_lite.errors import RunError, UsageError
@@ -170,14 +170,15 @@ def _costs(search: Search, best: Layout) -> Iterator[str]:
     tokens = consumed_tokens(config.batch, iterations)
     yield f"the run: {iterations:,} iterations, {tokens:,} tokens, {hours(seconds)} of training{gpu_hours}"
     yield from _epochs(config, best.world_size)
-    size = folder_bytes(config, search.planner.partition(config).model, best.world_size)
+    size = files_bytes(search.planner.partition(config).model, best.world_size, iterations)
     kept = config.checkpoint.max_checkpoints or 1
-    yield f"disk: {size:,} bytes a checkpoint ({size / 1e9:,.2f} GB), {kept} kept and one more during a save"
+    gb = f"{size / 1e9:,.2f} GB"
+    yield f"disk: {size:,} bytes a checkpoint ({gb}) beside its manifest, {kept} kept and one more during a save"
 
 
 def _epochs(config: Config, world_size: int) -> Iterator[str]:
     """Say how often training reads the data, if it is on this machine; nothing else of a plan needs it."""
-    if config.data.dataset_source == "random" or not config.training.train_iters:
+    if config.data.dataset_source == "random" or not (config.data.data_path and config.training.train_iters):
         return
     try:
         source = open_data(config, 0, world_size)
