@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from megatron_lite.monitor.trackers import METRICS_FILE
+from megatron_lite.errors import DataError
 from megatron_lite.reports.report import REPORT_FILE, write_report
+from megatron_lite.run.file_names import METRICS_FILE
 from megatron_lite.setup_run import Run
 
 # Of metrics.jsonl, which is read at about 100 MB/s: a stopped or failed run has seconds left.
 LARGEST_BYTES, LARGEST_IN_A_HURRY_BYTES = 2**28, 2**25
 
 
-def leave_report(run: Run, in_a_hurry: bool) -> None:
-    """Write report.html, or say in one line why not. Rank 0 only."""
+def leave_report(run: Run, in_a_hurry: bool, failed: bool = False) -> None:
+    """Write report.html, or say in one line why not, on rank 0.
+
+    failed: the run ends with an error, whose last lines stay the last: nothing is said. Nor is it without any record.
+    """
     root = run.experiment.root
     if root is None or not run.config.run.report or run.distributed.rank != 0 or not (root / METRICS_FILE).exists():
         return
     limit, later = LARGEST_IN_A_HURRY_BYTES if in_a_hurry else LARGEST_BYTES, f"python scripts/report_run.py {root}"
     try:
         if (root / METRICS_FILE).stat().st_size > limit:
-            run.logger.info("no %s now: %s is large; write it with: %s", REPORT_FILE, METRICS_FILE, later)
+            if not failed:
+                run.logger.info("no %s now: %s is large; write it with: %s", REPORT_FILE, METRICS_FILE, later)
             return
         write_report([root], root / REPORT_FILE)
     except Exception as error:  # whatever it is, the run is more important
-        reason = str(error).partition("\n")[0]
-        run.logger.warning("no %s: %s: %s; write it with: %s", REPORT_FILE, type(error).__name__, reason, later)
+        if not failed and not isinstance(error, DataError):
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            run.logger.warning("no %s: %s; write it with: %s", REPORT_FILE, reason, later)

@@ -74,7 +74,7 @@ def opened(
                 _finish_history(run)
             run.callback.close(0.0)
             run.trackers.close(code)
-            leave_report(run, in_a_hurry=True)
+            leave_report(run, in_a_hurry=True, failed=True)
             if isinstance(error, RunError) and error.agreed:
                 _finish_background(run, error)
                 run.distributed.wait_for_peers(LEAVE_TOGETHER_S)  # leaving first could cut a peer off in its last step

@@ -51,7 +51,7 @@ class Engine:
         assert config.batch.micro_batch_size
         split = Split(config.batch.batch_size, config.batch.micro_batch_size, distributed.world_size)
         data = SimpleNamespace(split=lambda phase, iteration: split)
-        self._run = cast(Run, SimpleNamespace(**parts, data=data, background=None))
+        self._run = cast(Run, SimpleNamespace(**parts, data=data, background=None, watch=None))
         assert config.multi_stage.zero_stage != "auto"
         self.zero_stage, self._iteration = config.multi_stage.zero_stage or 1, 0
         self.tied = config.model.tie_word_embeddings
