@@ -28,6 +28,7 @@ class Gpu:
     memory_gb_s: float
     link_gb_s: float
     shares: tuple[float, float] = (0.65, 0.4)
+    has_bf16: bool = True  # else products in bf16 are as slow as those in fp32
 
 
 # With these shares the predicted steps of a Mistral-7B take as long as those that Fast-LLM's tutorial reports: 4,234
@@ -42,7 +43,7 @@ GPUS = {
     "a100": Gpu(PLANNED_GPU_BYTES, 312, 19.5, 2039, 300, AMPERE),
     "a100-40": Gpu(int(39.4 * GIB), 312, 19.5, 1555, 300, AMPERE),
     "l40s": Gpu(int(44.4 * GIB), 362, 91.6, 864, 32),  # no NVLink: PCIe 4
-    "v100": Gpu(int(31.7 * GIB), 125, 15.7, 900, 150),
+    "v100": Gpu(int(31.7 * GIB), 125, 15.7, 900, 150, has_bf16=False),
     "b200": Gpu(int(178.3 * GIB), 2250, 75, 7700, 900, HOPPER),
 }
 # The network between nodes, per GPU and direction: an adapter of 400 Gbit/s for each GPU, or one of 100 Gbit/s for a
@@ -66,10 +67,11 @@ def gpu_sheet(distributed: DistributedConfig, world_size: int) -> DataSheet:
     """Return the speeds of a GPU and of the slowest link of a ring of ranks."""
     gpu = gpu_of(distributed)
     link, link_name = link_gb_s(interconnect(distributed.interconnect), gpu, world_size)
-    low, dtype = gpu.tflops * 1e12, distributed.training_dtype
+    dtype = distributed.training_dtype
+    is_slow = dtype == "fp32" or (dtype == "bf16" and not gpu.has_bf16)
     return DataSheet(
         name=distributed.gpu or DEFAULT_GPU,
-        product_flops_per_s={dtype: gpu.fp32_tflops * 1e12 if dtype == "fp32" else low},
+        product_flops_per_s={dtype: (gpu.fp32_tflops if is_slow else gpu.tflops) * 1e12},
         memory_bytes_per_s=gpu.memory_gb_s * 1e9,
         link_bytes_per_s=link * 1e9,
         link_name=link_name,

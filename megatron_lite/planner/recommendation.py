@@ -89,7 +89,8 @@ def recommendation(plan: Plan, asked: Config, argv: Sequence[str], device_bytes:
         layouts = search.layouts()
     present = search.asked_layout(plan.config) if fits else None
     if present is not None:
-        layouts = sorted([*layouts, present], key=lambda layout: layout.time.seconds)
+        others = [layout for layout in layouts if layout.values() != present.values()]
+        layouts = sorted([*others, present], key=lambda layout: layout.time.seconds)
     best = recommended(layouts, plan.config)
     verdict = _verdict(plan, present, best, device_bytes)
     return [*verdict, *_table(search, layouts, best), *_costs(search, best), *_command(asked, best, argv)]

@@ -50,6 +50,11 @@ class Layout:
     wire_bytes: int  # that a rank sends in a step
     time: StepTime
 
+    def values(self) -> dict[str, Any]:
+        """Return the options that the search sets."""
+        options = flatten(self.config)
+        return {name: options[name] for name in SEARCHED}
+
 
 @dataclass
 class Search:
@@ -189,7 +194,7 @@ def recomputations(config: Config) -> Iterator[dict[str, Any]]:
 
 def fewest_changes(asked: Config, layout: Layout) -> dict[str, Any]:
     """Return the fewest of a layout's changes with which the options as asked resolve to it; None unsets an option."""
-    typed, wanted = flatten(asked), {name: flatten(layout.config)[name] for name in SEARCHED}
+    typed, wanted = flatten(asked), layout.values()
     kept = {name: value for name, value in layout.changes.items() if typed[name] != value}
     for name in sorted(
         kept.keys() - {"batch_size"}, key=lambda name: name in ("zero_stage", "micro_batch_size")
@@ -210,8 +215,7 @@ def recommended(layouts: Sequence[Layout], asked: Config) -> Layout:
     near = [layout for layout in layouts if layout.time.seconds <= limit_s]
 
     def differences(layout: Layout) -> int:
-        chosen = flatten(layout.config)
-        return sum(chosen[name] != values[name] for name in SEARCHED)
+        return sum(value != values[name] for name, value in layout.values().items())
 
     return min(
         near, key=lambda layout: (differences(layout), layout.config.multi_stage.zero_stage, layout.time.seconds)

@@ -120,6 +120,23 @@ def test_devices_and_links(capsys: pytest.CaptureFixture[str]) -> None:
     assert "30.0 GiB each" in page(capsys, "--world_size=4", "--device_memory_gib=30")
 
 
+def test_a_gpu_without_bf16_is_slow_in_bf16(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a V100 fp16 is several times as fast."""
+    found = {}
+    for dtype in ("bf16", "fp16"):
+        text = page(capsys, "--world_size=4", "--gpu=v100", f"--training_dtype={dtype}")
+        found[dtype] = float(text.partition("a step of ")[2].split()[0])
+    assert found["bf16"] > 3 * found["fp16"]
+
+
+def test_rows_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    """The layout as asked stands in the table once, also where the search finds the same."""
+    for more in ("--world_size=auto", "--world_size=4 --micro_batch_size=4 --zero_stage=2"):
+        text = page(capsys, *more.split(), "--device_memory_gib=30")
+        rows = [line[1:] for line in text.partition("tokens/s\n")[2].splitlines() if line[2:7].strip() in "123"]
+        assert len(rows) > 1 and len(set(rows)) == len(rows), text
+
+
 def test_epochs_over_the_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Of data on this machine the plan says how often training reads it; without them it says that it does not know."""
     with IndexedDatasetWriter(str(tmp_path / "corpus"), "<u2") as writer:
