@@ -18,7 +18,8 @@ from megatron_lite.planner.job import write_job
 from megatron_lite.planner.plan import Plan
 from megatron_lite.planner.runtime import GIB
 from megatron_lite.planner.search import SEARCHED, Layout, Search, fewest_changes, recommended
-from megatron_lite.planner.speeds import Speeds, read_speeds
+from megatron_lite.planner.speeds import MeasuredSpeeds, Speeds, read_speeds
+from megatron_lite.run.threads import choose_threads
 from megatron_lite.schedules.batch_options import consumed_tokens
 from megatron_lite.validation import resolve
 from megatron_lite.validation.messages import Note
@@ -135,8 +136,18 @@ def _table(search: Search, layouts: Sequence[Layout], best: Layout) -> Iterator[
         yield ("* " if layout is best else "  ") + "  ".join(
             f"{cell:>{width}}" for cell, (_, width) in zip(_cells(layout), COLUMNS, strict=True)
         )
-    for line in search.speeds.assumptions(search.world_size):
+    for line in [*search.speeds.assumptions(search.world_size), *_other_threads(search, best.config)]:
         yield from wrapped([Note(f"  {line}")])
+
+
+def _other_threads(search: Search, config: Config) -> Iterator[str]:
+    """Say that a run would use another number of threads than the measured speeds are of."""
+    speeds = search.speeds
+    if isinstance(speeds, MeasuredSpeeds) and speeds.device_type == "cpu":
+        chosen = choose_threads(config, search.world_size, search.world_size)
+        if chosen.number != speeds.threads:
+            number = f"{chosen.number} thread{'s' * (chosen.number > 1)}"
+            yield f"here the run has {number} a rank ({chosen.reason}): measure again with --threads={chosen.number}"
 
 
 def _cells(layout: Layout) -> Iterator[str]:

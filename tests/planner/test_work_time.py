@@ -149,7 +149,10 @@ def test_a_dry_run_reads_measured_speeds(tmp_path: Path, capsys: pytest.CaptureF
     assert main(flags) == 0
     text = capsys.readouterr().out
     assert "measured on a processor" in text and "50% of a collective hides" in text
-    assert "machine_speeds" not in text.rpartition("run this")[2]
+    assert "machine_speeds" not in text.rpartition("run this")[2] and "measure again" not in text
+    measured(tmp_path, threads=3)
+    assert main(flags) == 0
+    assert "here the run has 1 thread a rank" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
