@@ -7,20 +7,22 @@ from megatron_lite.reports.report import REPORT_FILE, write_report
 from megatron_lite.run.file_names import METRICS_FILE
 from megatron_lite.setup_run import Run
 
-# Of metrics.jsonl, which is read at about 100 MB/s: a stopped or failed run has seconds left.
-LARGEST_BYTES, LARGEST_IN_A_HURRY_BYTES = 2**28, 2**25
+# Of metrics.jsonl, which is read at 20 MB/s on a busy core: a stopped or failed run has seconds left.
+LARGEST_BYTES, LARGEST_IN_A_HURRY_BYTES = 2**27, 2**25
 
 
 def leave_report(run: Run, in_a_hurry: bool, failed: bool = False) -> None:
-    """Write report.html, or say in one line why not, on rank 0.
+    """Write report.html, or say in one line why not, on rank 0. A directory that was lost is not written to.
 
     failed: the run ends with an error, whose last lines stay the last: nothing is said. Nor is it without any record.
     """
     root = run.experiment.root
-    if root is None or not run.config.run.report or run.distributed.rank != 0 or not (root / METRICS_FILE).exists():
+    if root is None or not run.config.run.report or run.distributed.rank != 0:
         return
     limit, later = LARGEST_IN_A_HURRY_BYTES if in_a_hurry else LARGEST_BYTES, f"python scripts/report_run.py {root}"
     try:
+        if run.experiment.is_lost() or not (root / METRICS_FILE).exists():
+            return
         if (root / METRICS_FILE).stat().st_size > limit:
             if not failed:
                 run.logger.info("no %s now: %s is large; write it with: %s", REPORT_FILE, METRICS_FILE, later)

@@ -114,9 +114,11 @@ class Metrics:
             self.dropped[iteration] = record["skip_reason"]
         for name, value in record.items():
             if (number := _number(value)) is not None:
-                iterations, values = self._columns.setdefault((phase, name), (array("q"), array("d")))
-                iterations.append(iteration)
-                values.append(number)
+                column = self._columns.get((phase, name))
+                if column is None:
+                    column = self._columns[phase, name] = (array("q"), array("d"))
+                column[0].append(iteration)
+                column[1].append(number)
         if len(self._columns) > MOST_NAMES:
             raise DataError(f"{self.path} has more than {MOST_NAMES:,} names of numbers; it is no {METRICS_FILE}")
 
@@ -167,11 +169,13 @@ def read_run(experiment_dir: Path) -> Metrics:
 
 def _number(value: Any) -> float | None:
     """Return a JSON number as a float, and null, which stands for a number that was not finite, as NaN."""
+    if type(value) is float:  # first, as nearly all are
+        return value if math.isfinite(value) else math.nan
     if value is None:
         return math.nan
-    if type(value) not in (int, float):
+    if type(value) is not int:
         return None
     try:
-        return float(value) if math.isfinite(value) else math.nan
+        return float(value)
     except OverflowError:
         return math.nan
