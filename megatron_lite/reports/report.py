@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_lite.checkpoint.names import find_checkpoints
 from megatron_lite.config.values import FLAGS
@@ -27,7 +27,7 @@ SAMPLES_FILE = "samples.jsonl"
 MOST_RUNS = 16
 MOST_SAMPLES, LONGEST_SAMPLE = 8, 2000  # texts, and characters of each
 LONGEST_SAMPLES_LINE_BYTES = 2**22
-MOST_FOLDERS = 30  # checkpoints and exports in the table
+MOST_FOLDERS = 30  # newest checkpoints, and exports, in the table
 MOST_WARNINGS = 20
 # Kinds of `<kind>_s` in metrics.jsonl.
 NAMES_OF_PAUSES = {"validation": "validations", "save": "checkpoints", "export": "exports", "samples": "samples"}
@@ -126,7 +126,8 @@ def _head(runs: Sequence[ReportedRun], title: str) -> str:
     run = runs[0].run
     parts.append(f'<p class="subtitle">{_badge(run)} {escape(_facts(run))}</p>')
     tiles = "".join(
-        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in _tiles(run)
+        f'<div class="tile"><b>{escape(tile.value)}</b><span>{escape(", ".join(filter(None, tile[::2])))}</span></div>'
+        for tile in _tiles(run)
     )
     return "".join([*parts, f'<div class="tiles">{tiles}</div>'])
 
@@ -150,32 +151,38 @@ def _has_time(times: Any) -> bool:
     return len(times) > 0 and math.isfinite(times.values[-1]) and 0 <= times.values[-1] < 2**40
 
 
-def _tiles(run: WatchedRun) -> Iterator[tuple[str, str]]:
+class _Tile(NamedTuple):
+    name: str
+    value: str
+    remark: str = ""
+
+
+def _tiles(run: WatchedRun) -> Iterator[_Tile]:
     """Yield the numbers that one looks at first."""
     metrics, last = run.metrics, run.metrics.last.get("training", {})
-    yield "iterations", f"{last.get('iteration', 0):,} of {_number(last.get('train_iters'))}"
+    yield _Tile("iterations", f"{last.get('iteration', 0):,} of {_number(last.get('train_iters'))}")
     if isinstance(last.get("consumed_tokens"), int):
-        yield "tokens", _short(last["consumed_tokens"])
+        yield _Tile("tokens", _short(last["consumed_tokens"]))
     for phase in ("training", "validation", "test"):
         curve = metrics.curve(phase, "loss").finite()
         if len(curve):
-            yield f"{phase} loss", f"{curve.values[-1]:.4f}"
+            yield _Tile(f"{phase} loss", f"{curve.values[-1]:.4f}")
             if phase != "training" and len(curve) > 1:
                 best = int(curve.values.argmin())
-                yield f"best {phase} loss, at {curve.iterations[best]:,}", f"{curve.values[best]:.4f}"
-    for name, label in (("tokens_per_sec_per_gpu", "tokens/s and rank"), ("mfu", "MFU")):
+                yield _Tile(f"best {phase} loss", f"{curve.values[best]:.4f}", f"at {curve.iterations[best]:,}")
+    for name, label in (("tokens_per_sec_per_gpu", "tokens/s per rank"), ("mfu", "MFU")):
         curve = metrics.curve("training", name).finite()
         if len(curve):
             middle = sorted(curve.values.tolist())[len(curve) // 2]
-            yield f"{label}, median", f"{middle:.1%}" if name == "mfu" else f"{middle:,.0f}"
-    yield "starts", f"{len(metrics.starts):,}"
+            yield _Tile(f"{label}, median", f"{middle:.1%}" if name == "mfu" else f"{middle:,.0f}")
+    yield _Tile("starts", f"{len(metrics.starts):,}")
     if metrics.dropped:
-        yield "lines with dropped updates", f"{len(metrics.dropped):,}"
+        yield _Tile("lines with dropped updates", f"{len(metrics.dropped):,}")
 
 
 def _comparison(runs: Sequence[ReportedRun]) -> str:
     names: list[str] = []
-    tiles = [dict(_tiles(run.run)) for run in runs]
+    tiles = [{tile.name: " ".join(tile[1:]).strip() for tile in _tiles(run.run)} for run in runs]
     for found in tiles:
         names += [name for name in found if name not in names]
     head = "".join(
@@ -255,7 +262,6 @@ def _samples(root: Path) -> str:
     parts = []
     for sample in samples:
         prompt, text = (str(sample.get(key, ""))[:LONGEST_SAMPLE] for key in ("prompt", "text"))
-        text = text.removeprefix(prompt)
         note = f"<small>iteration {escape(_number(record.get('iteration')))}</small>"
         parts.append(f'<div class="card sample">{note}<b>{escape(prompt)}</b>{escape(text)}</div>')
     return "".join(parts)
@@ -301,7 +307,7 @@ def _folders(run: WatchedRun) -> str:
             found = [*find_checkpoints(run.root / folder)]
         except OSError:
             continue
-        for iteration, path in found[-MOST_FOLDERS:]:
+        for iteration, path in found[:MOST_FOLDERS]:
             rows.append([kind, f"{iteration:,}", _size(path), f"{folder}/{path.name}"])
     return _table(["", "iteration", "size", "folder"], rows)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_lite.errors import DataError, StorageError
-from megatron_lite.reports.report import REPORT_FILE, page, read_runs, write_report
+from megatron_lite.reports.report import MOST_FOLDERS, REPORT_FILE, page, read_runs, write_report
 from scripts import report_run
 from tests.support.launch import TINY, run
 
@@ -119,6 +119,33 @@ def test_several_runs_share_the_charts(tmp_path: Path) -> None:
     assert len({entry["dash"] for entry in loss["legend"]}) == 3
 
 
+def test_best_losses_share_a_row(tmp_path: Path) -> None:
+    """Wherever each run had its own."""
+    folders = [make_run(tmp_path / "short"), make_run(tmp_path / "long", lines=80)]
+    text = page(read_runs(folders))
+    assert "<tr><td>best validation loss</td><td>4.1000 at 400</td><td>4.1000 at 800</td></tr>" in text
+    assert "<b>4.1000</b><span>best validation loss, at 400</span>" in page(read_runs(folders[:1]))
+
+
+def test_the_newest_checkpoints_are_shown(tmp_path: Path) -> None:
+    """Of many."""
+    folder = make_run(tmp_path / "run")
+    for iteration in range(1000, 1000 + MOST_FOLDERS):
+        (folder / "checkpoints" / str(iteration)).mkdir()
+    text = page(read_runs([folder]))
+    assert (
+        f"checkpoints/{999 + MOST_FOLDERS}<" in text and "checkpoints/1000<" in text and "checkpoints/400<" not in text
+    )
+
+
+def test_a_continuation_may_repeat_its_prompt(tmp_path: Path) -> None:
+    """All of it is shown."""
+    folder = make_run(tmp_path / "run")
+    sample = {"prompt": "la ", "text": "la la land"}
+    (folder / "samples.jsonl").write_text(json.dumps({"iteration": 1, "samples": [sample]}))
+    assert "<b>la </b>la la land</div>" in page(read_runs([folder]))
+
+
 def test_long_runs_make_short_pages(tmp_path: Path) -> None:
     """20,000 lines and 16 runs of 500 lines stay below 2 MB, with smooth curves before raw ones."""
     text = page(read_runs([make_run(tmp_path / "long", lines=20_000)]))
@@ -187,6 +214,13 @@ document.body.dataset.ticks = [...svg.querySelectorAll("text")].map((text) => te
 document.body.dataset.reset = [...document.querySelectorAll(".reset")].filter((button) => !button.hidden).length;
 document.querySelector(".reset").click();
 document.body.dataset.after = [...svg.querySelectorAll("text")].map((text) => text.textContent).join(" ");
+const frame = svg.getBoundingClientRect();
+document.body.dataset.cut = [...svg.querySelectorAll("text")].filter((text) => {
+  const place = text.getBoundingClientRect();
+  return place.left < frame.left || place.right > frame.right + 0.5;
+}).length;
+const rates = document.querySelectorAll("figure.chart svg")[1].querySelectorAll("text[text-anchor=end]");
+document.body.dataset.rates = [...rates].map((text) => text.textContent).join(" ");
 document.querySelector(".log").click();
 document.querySelector(".legend button").click();
 document.body.dataset.curves = svg.querySelectorAll("path.curve").length;
@@ -199,7 +233,7 @@ document.body.dataset.curves = svg.querySelectorAll("path.curve").length;
 def test_in_a_real_browser(tmp_path: Path) -> None:
     """No script error; curves are drawn; read-out, zoom, reset, log scale and the legend work."""
     assert BROWSER is not None
-    text = page(read_runs([make_run(tmp_path / "run")]))
+    text = page(read_runs([make_run(tmp_path / "run", every=25_000)]))
     text = text.replace("<body>", f"<body>{PROBE}").replace("</body>", f"{ACT}</body>")
     (tmp_path / "page.html").write_text(text, encoding="utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1000,900", "--virtual-time-budget=3000"]
@@ -210,6 +244,8 @@ def test_in_a_real_browser(tmp_path: Path) -> None:
     seen = dict(re.findall(r'data-(\w+)="([^"]*)"', body[1]))
     assert "error" not in seen, seen
     assert 'data-drawn="5"' in done.stdout and done.stdout.count('class="curve') >= 6
-    assert re.match(r"iteration \d+: training [\d.]+, validation [\d.]+ \(at \d+\), ", seen["readout"]), seen
-    assert seen["reset"] == "5" and " 400" not in seen["ticks"] and seen["after"].endswith("400"), seen
+    assert re.match(r"iteration [\d,]+: training [\d.]+, validation [\d.]+ \(at [\d,]+\), ", seen["readout"]), seen
+    assert seen["reset"] == "5" and "1,000,000" not in seen["ticks"] and seen["after"].endswith("1,000,000"), seen
+    assert seen["cut"] == "0", "all text is inside of the picture"
+    assert set(seen["rates"].split()) <= {"0.0009", "0.00095", "0.001", "0.00105", "0.0011", "1,000,000"}, seen
     assert seen["curves"] == "2", "the training curve is hidden"

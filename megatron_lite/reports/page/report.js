@@ -20,8 +20,8 @@
   function number(value) {
     if (value === 0) return "0";
     const size = Math.abs(value);
-    if (size >= 1e5 || size < 1e-3) return value.toExponential(2).replace("e+", "e");
-    return Number(value.toPrecision(5)).toLocaleString("en-US", { maximumFractionDigits: 6 });
+    if (size >= 1e6 || size < 1e-4) return Number(value.toPrecision(3)).toExponential().replace("e+", "e");
+    return Number(value.toPrecision(5)).toLocaleString("en-US", { maximumFractionDigits: 9 });
   }
 
   function count(value) { return Math.round(value).toLocaleString("en-US"); }
@@ -139,7 +139,9 @@
         element("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, this.svg, number(value));
       }
       for (const tick of ticks(range[0], range[1], Math.max(Math.floor(this.width / 110), 2))) {
-        element("text", { x: this.x(tick), y: HEIGHT - 6, "text-anchor": "middle" }, this.svg, count(tick));
+        const words = count(tick), room = this.width - this.x(tick);  // a character takes 7 pixels at most
+        const place = room < words.length * 3.5 ? { x: this.width, "text-anchor": "end" } : { x: this.x(tick), "text-anchor": "middle" };
+        element("text", { ...place, y: HEIGHT - 6 }, this.svg, words);
       }
     }
 
