@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_lite.checkpoint.space import files_bytes
 from megatron_lite.config import Config, flatten, unflatten
 from megatron_lite.data.open_data import open_data
 from megatron_lite.errors import RunError, UsageError
-from megatron_lite.planner.advice import Question, SearchTooLongError, advice, cheapest_fit, fewest_ranks
+from megatron_lite.planner.advice import Fit, Question, SearchTooLongError, advice, cheapest_fit, fewest_ranks
 from megatron_lite.planner.command import PROGRAM, changed_words, hours, launcher, quoted
 from megatron_lite.planner.devices import GPUS_PER_NODE, cpu_sheet, gpu_sheet
 from megatron_lite.planner.job import write_job
@@ -55,14 +55,19 @@ def smallest_world(config: Config, asked: Config, device_type: str, device_bytes
     """
     assert config.batch.batch_size, "resolved"
     question = Question(asked, config.batch.batch_size, 1, device_type, device_bytes).limited()
-    try:
-        fit = cheapest_fit(question) or fewest_ranks(question)
-    except SearchTooLongError:
-        fit = None
+    fit = _in_time(lambda: cheapest_fit(question) or fewest_ranks(question))
     if fit is None:
         (*_, line) = advice(question, config.batch.batch_size)
         raise UsageError(f"--world_size=auto: {line}")
     return resolve(unflatten({**flatten(asked), **fit.changes}), fit.world_size), fit.world_size
+
+
+def _in_time(find: Callable[[], Fit | None]) -> Fit | None:
+    """Return what a limited search finds; None if it takes too long, too."""
+    try:
+        return find()
+    except SearchTooLongError:
+        return None
 
 
 def recommendation(plan: Plan, asked: Config, argv: Sequence[str], device_bytes: int) -> list[str]:
@@ -77,10 +82,7 @@ def recommendation(plan: Plan, asked: Config, argv: Sequence[str], device_bytes:
     layouts, fits = search.layouts(), needed <= device_bytes
     if not layouts and not fits:
         question = Question(asked, batch_size, plan.world_size, plan.device_type, device_bytes)
-        try:
-            fit = fewest_ranks(question.limited())
-        except SearchTooLongError:
-            fit = None
+        fit = _in_time(lambda: fewest_ranks(question.limited()))
         if fit is None:
             reason, *flags = advice(question, needed)
             return [*wrapped([Note(reason, is_warning=True)]), *flags]
