@@ -12,7 +12,8 @@ from megatron_lite.reports.series import Metrics
 POINTS = 2000  # of one curve, divided among many runs
 FEWEST_POINTS = 300
 MOST_MARKS = 200  # starts and dropped updates of a run
-SMOOTHED_FROM = 150  # points; longer training curves have a smooth line before the raw one
+SMOOTHED_FROM = 150  # points; longer curves of noisy numbers have a smooth line before the raw one
+NOISY = ("loss", "grad_norm")  # of training
 COLORS = 8
 DASHES = ("", "6 3", "2 3", "8 3 2 3")  # of a run's curves in one chart, where colors tell the runs apart
 
@@ -113,8 +114,8 @@ def _is_dull(chart: Chart, curve: Curve) -> bool:
 
 
 def _drawn(kind: Kind, curve: Curve, points: int) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a curve: a long training loss is pale, with a smooth line before it."""
-    smooth = kind == CHARTS[0].kinds[0] and len(curve) > SMOOTHED_FROM
+    """Yield the lines of a curve: a long one of a noisy number is pale, with a smooth line before it."""
+    smooth = kind.phase == "training" and kind.name in NOISY and len(curve) > SMOOTHED_FROM
     yield {**_numbers(curve.thinned(points)), "raw": smooth}
     if smooth:
         yield {**_numbers(curve.smoothed().thinned(points)), "raw": False}

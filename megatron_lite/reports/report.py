@@ -215,7 +215,7 @@ def _figures(data: dict[str, Any]) -> Iterator[str]:
         )
     yield "</div>"
     yield (
-        '<p class="hint">Move over a chart to read it, drag to zoom into all of them, double-click to show all. '
+        '<p class="hint">Move over a chart or tap it to read it, drag to zoom into all, double-click to show all. '
         "Dashed lines are starts of the run, triangles dropped updates.</p>"
         "<noscript><p>The charts need JavaScript, which is in this file; nothing is loaded.</p></noscript>"
     )

@@ -150,7 +150,8 @@ def test_long_runs_make_short_pages(tmp_path: Path) -> None:
     """20,000 lines and 16 runs of 500 lines stay below 2 MB, with smooth curves before raw ones."""
     text = page(read_runs([make_run(tmp_path / "long", lines=20_000)]))
     loss = data_of(text)["charts"][0]["series"]
-    assert len(text) < 1e6 and loss[0]["raw"] and not loss[1]["raw"] and len(loss[0]["x"]) <= 2000
+    assert len(text) < 1e6 and [series["raw"] for series in data_of(text)["charts"][2]["series"]] == [True, False]
+    assert loss[0]["raw"] and not loss[1]["raw"] and len(loss[0]["x"]) <= 2000
     many = [make_run(tmp_path / f"run{number}", lines=500) for number in range(16)]
     assert len(page(read_runs(many))) < 2e6
 
@@ -205,10 +206,15 @@ ACT = """
 <script>
 const svg = document.querySelector("figure.chart svg");
 const box = svg.getBoundingClientRect();
-const send = (kind, share) => svg.dispatchEvent(new PointerEvent(kind, {
-  bubbles: true, clientX: box.left + box.width * share, clientY: box.top + 100, pointerId: 1 }));
+const send = (kind, share, pointerType = "mouse") => svg.dispatchEvent(new PointerEvent(kind, {
+  bubbles: true, pointerType, clientX: box.left + box.width * share, clientY: box.top + 100, pointerId: 1 }));
 send("pointermove", 0.5);
 document.body.dataset.readout = document.querySelector(".readout").textContent;
+send("pointerleave", 0.5);
+document.body.dataset.left = document.querySelector(".readout").textContent;
+for (const kind of ["pointerdown", "pointerup", "pointerleave"]) send(kind, 0.8, "touch");
+document.body.dataset.tapped = document.querySelector(".readout").textContent;
+document.body.dataset.selected = svg.querySelectorAll(".selection").length;
 send("pointerdown", 0.4); send("pointermove", 0.6); send("pointerup", 0.6);
 document.body.dataset.ticks = [...svg.querySelectorAll("text")].map((text) => text.textContent).join(" ");
 document.body.dataset.reset = [...document.querySelectorAll(".reset")].filter((button) => !button.hidden).length;
@@ -245,6 +251,8 @@ def test_in_a_real_browser(tmp_path: Path) -> None:
     assert "error" not in seen, seen
     assert 'data-drawn="5"' in done.stdout and done.stdout.count('class="curve') >= 6
     assert re.match(r"iteration [\d,]+: training [\d.]+, validation [\d.]+ \(at [\d,]+\), ", seen["readout"]), seen
+    assert seen["left"] == "" and seen["selected"] == "0", "a pointer that leaves takes its read-out along"
+    assert seen["tapped"].startswith("iteration 8") and seen["tapped"] != seen["readout"], "that of a tap stays"
     assert seen["reset"] == "5" and "1,000,000" not in seen["ticks"] and seen["after"].endswith("1,000,000"), seen
     assert seen["cut"] == "0", "all text is inside of the picture"
     assert set(seen["rates"].split()) <= {"0.0009", "0.00095", "0.001", "0.00105", "0.0011", "1,000,000"}, seen

@@ -80,8 +80,9 @@
       this.svg.addEventListener("pointerdown", (event) => this.press(event));
       this.svg.addEventListener("pointermove", (event) => this.move(event));
       this.svg.addEventListener("pointerup", (event) => this.release(event));
-      this.svg.addEventListener("pointercancel", () => { this.from = undefined; this.draw(); });
-      this.svg.addEventListener("pointerleave", () => { if (this.from === undefined) this.clear(); });
+      this.svg.addEventListener("pointercancel", () => { this.from = undefined; this.clear(); });
+      // A finger leaves when it is lifted: the read-out of a tap stays.
+      this.svg.addEventListener("pointerleave", (event) => { if (this.from === undefined && event.pointerType !== "touch") this.clear(); });
       this.svg.addEventListener("dblclick", () => setRange(...full));
     }
 
@@ -184,6 +185,7 @@
       if (event.button > 0) return;
       this.from = this.iteration(event);
       if (event.pointerType !== "touch" && this.svg.setPointerCapture && event.isTrusted) this.svg.setPointerCapture(event.pointerId);
+      this.move(event);
     }
 
     move(event) {
@@ -199,7 +201,9 @@
     release(event) {
       const from = this.from, to = this.iteration(event);
       this.from = undefined;
-      if (from !== undefined && Math.abs(this.x(to) - this.x(from)) >= LEAST_DRAG) setRange(Math.min(from, to), Math.max(from, to));
+      if (from === undefined) return;
+      if (Math.abs(this.x(to) - this.x(from)) >= LEAST_DRAG) setRange(Math.min(from, to), Math.max(from, to));
+      else this.move(event);
     }
 
     show(at) {
