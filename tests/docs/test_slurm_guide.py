@@ -1,0 +1,122 @@
+"""docs/slurm.md: under stand-ins for Slurm its commands start torchrun as they say; its lines are in the scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_lite import validation
+from megatron_lite.cli import parse
+from tests.support import warm_python
+
+pytestmark = pytest.mark.guides
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = (ROOT / "docs" / "slurm.md").read_text("utf-8")
+BLOCKS = re.findall(r"^```bash\n(.*?)^```$", GUIDE, re.M | re.S)
+EXAMPLES = sorted((ROOT / "scripts" / "examples").glob("*.sbatch"))
+# Runs a batch script at once, on the nodes that the command line or the script asks for.
+SBATCH = """#!/usr/bin/env bash
+set -euo pipefail
+nodes=
+while [[ "$1" == --* ]]; do
+    case "$1" in
+        --nodes=*) nodes="${1#*=}" ;;
+        --job-name=* | --dependency=singleton) ;;
+        *) exit 64 ;;
+    esac
+    shift
+done
+bash -n "$1"
+[ -n "$nodes" ] || nodes="$(sed -n 's/^#SBATCH --nodes=//p' "$1")"
+export SLURM_JOB_ID=4242 SLURM_SUBMIT_DIR="$PWD" SLURM_JOB_NODELIST=nodes SLURM_JOB_NUM_NODES="$nodes"
+bash "$@"
+"""
+SRUN = """#!/usr/bin/env bash
+shift
+for ((SLURM_NODEID = 0; SLURM_NODEID < SLURM_JOB_NUM_NODES; SLURM_NODEID++)); do
+    export SLURM_NODEID
+    "$@" || exit 1
+done
+"""
+SCONTROL = """#!/usr/bin/env bash
+[ "$*" = "show hostnames nodes" ] && printf 'node%s\\n' 7 8 9
+exit 0
+"""
+TORCHRUN = f"""#!{sys.executable}
+import json, os, sys
+with open(os.environ["CAPTURED"], "a") as file:
+    print(json.dumps(sys.argv[1:]), file=file)
+"""
+
+
+def launched(block: str, folder: Path) -> list[tuple[list[str], list[str]]]:
+    """Run a block in a checkout; return the words of each torchrun for itself, and for the program."""
+    for name in ("pretrain_gpt.py", "scripts", "megatron_lite"):
+        (folder / name).symlink_to(ROOT / name)
+    stand_ins = {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL, "torchrun": TORCHRUN}
+    for name, text in stand_ins.items():
+        (folder / "bin").mkdir(exist_ok=True)
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    (folder / ".venv" / "bin" / "activate").touch()
+    environment = {name: value for name, value in warm_python.environment().items() if not name.startswith("SLURM")}
+    environment |= {"HOME": str(folder), "CAPTURED": str(folder / "captured")}
+    environment["PATH"] = f"{folder / 'bin'}{os.pathsep}{environment['PATH']}"
+    result = subprocess.run(
+        ["bash", "-ec", block], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    calls = []
+    for line in (folder / "captured").read_text().splitlines():
+        words = json.loads(line)
+        (place,) = [index for index, word in enumerate(words) if word.endswith("pretrain_gpt.py")]
+        calls.append((words[:place], words[place + 1 :]))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("word", "nodes"),
+    [
+        ("slurm_single_node", [1]),
+        ("slurm_multi_node.sbatch --micro", [4, 16]),
+        ("--write_sbatch", [2]),
+        ("slurm_preemptible", [16]),
+        ("singleton", [16, 16, 16]),
+    ],
+)
+def test_commands(word: str, nodes: list[int], tmp_path: Path) -> None:
+    """Each command starts a torchrun on each node, with legal flags, one address and port, and its own number."""
+    (block,) = [block for block in BLOCKS if word in block]
+    calls = launched(block, tmp_path)
+    assert len(calls) == sum(nodes)
+    for count in nodes:
+        job, calls = calls[:count], calls[count:]
+        config = validation.resolve(parse.parse(job[0][1]).config, 8 * count)
+        assert config.run.experiment_dir == str(tmp_path / "experiments" / "mistral")
+        assert config.data.data_path == (str(tmp_path / "data" / "corpus"),)
+        assert config.batch.batch_size == 128 and all(flags == job[0][1] for _, flags in job)
+        if count > 1:
+            expected = {f"--nnodes={count}", "--master-addr=node7", f"--master-port={20000 + 4242}", "--max-restarts=0"}
+            assert all(expected | {f"--node-rank={rank}"} <= set(own) for rank, (own, _) in enumerate(job))
+
+
+def test_every_block_is_run() -> None:
+    assert len(BLOCKS) == 5
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.name)
+def test_lines_are_in_the_scripts(script: Path) -> None:
+    """The table of time limits shows lines of the scripts; every script has a row."""
+    assert f"[{script.name}](../scripts/examples/{script.name})" in GUIDE
+    text = script.read_text("utf-8")
+    for line in re.findall(r"^\| `(#SBATCH [^`]+|trap [^`]+)` \|", GUIDE, re.M):
+        assert f"\n{line}\n" in text
+    if "srun" in text:
+        assert "srun --kill-on-bad-exit=1" in text and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-240}" in text
