@@ -50,7 +50,7 @@ CHARTS = (
     ),
     Chart("Learning rate", "", (Kind("training", "learning_rate", "learning rate"),)),
     Chart("Gradient norm", "", (Kind("training", "grad_norm", "gradient norm"),), log=True),
-    Chart("Throughput", "tokens per second and rank", (Kind("training", "tokens_per_sec_per_gpu", "tokens/s"),)),
+    Chart("Throughput", "tokens/s per rank", (Kind("training", "tokens_per_sec_per_gpu", "tokens/s"),)),
     Chart(
         "Time of a step",
         "ms",
