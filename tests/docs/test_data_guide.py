@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs" / "data.md").read_text("utf-8")
 SMALLER = {
     "--model=gpt2": "--num_layers=1 --hidden_size=16 --num_attention_heads=2 --batch_size=2",
-    "--sequence_length=2048": "--sequence_length=64",
+    "--sequence_length=1024": "--sequence_length=64",
     "--train_iters=1000": "--train_iters=2 --split=1",
 }
 

@@ -1,0 +1,38 @@
+"""Commands of all documents that start a run have legal flags as written, with sizes that no test trains."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_lite import validation
+from megatron_lite.cli import parse
+
+pytestmark = pytest.mark.guides
+ROOT = Path(__file__).resolve().parents[2]
+UNKNOWN = ("$", "<", "...", "@", "--world_size", "pretrained", "--dry_run", "--load_")  # run, or resolved, elsewhere
+
+
+def commands() -> list[tuple[str, str]]:
+    """Document and command, for each command that says everything itself."""
+    found = []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for block in re.findall(r"^```bash\n(.*?)^```$", path.read_text("utf-8"), re.M | re.S):
+            for line in block.replace("\\\n", " ").splitlines():
+                if "pretrain_gpt.py --" in line and not any(word in line for word in UNKNOWN):
+                    found.append((path.name, " ".join(line.split())))
+    return found
+
+
+@pytest.mark.parametrize(("document", "command"), commands())
+def test_flags_are_legal(document: str, command: str) -> None:
+    launcher, _, flags = command.partition("pretrain_gpt.py ")
+    ranks = re.search(r"--nproc-per-node=(\d+)", launcher)
+    validation.resolve(parse.parse(shlex.split(flags, comments=True)).config, int(ranks[1]) if ranks else 1)
+
+
+def test_commands_are_found() -> None:
+    assert len(commands()) >= 10
