@@ -29,7 +29,7 @@ def run(words: list[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path
     """Run a command on a tiny model, for 20 iterations, in a folder; returns the experiment directory."""
     monkeypatch.chdir(folder)
     changed = [word for word in words if not word.startswith(("--model=", "--sequence_length=", "--train_iters="))]
-    assert len(changed) == len(words) - 2
+    assert len(changed) == len(words) - 3
     assert launch.run([*launch.TINY, "--train_iters=20", *changed]).codes == [0]
     return folder / "runs" / "mine"
 
