@@ -23,7 +23,6 @@ from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.agreement import together
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.distributed.traffic import Traffic
 from megatron_lite.generation.samples import Samples, open_samples
 from megatron_lite.huggingface import load_pretrained
 from megatron_lite.huggingface.architectures import check_exports
@@ -244,9 +243,9 @@ def _open_inputs(start: Start, variables: Mapping[str, str], kernels: Kernels) -
         check_trackers(config)
     script = config.training.export_callback_script if distributed.rank == 0 else ""
     callback = open_callback(script, environment_with(variables), variables)
-    data = open_data(config, distributed.rank, distributed.world_size)
+    data = open_data(config, distributed.data.rank, distributed.data.world_size)
     data.while_waiting = distributed.check_step
-    return Inputs(data, kernels, model_layers(config, kernels), callback)
+    return Inputs(data, kernels, model_layers(config, kernels, distributed.tensor), callback)
 
 
 def _log_banner(start: Start, inputs: Inputs, notes: Sequence[Note]) -> None:
@@ -285,7 +284,8 @@ def _allocate(start: Start, layers: list[Layer]) -> MultiStage:
         config.multi_stage,
         config.batch,
         config.distributed.training_dtype,
-        start.distributed,
+        start.distributed.data,
+        tensor=start.distributed.tensor,
         training=not config.training.inference,
         moments=config.optimizer.moments,
         whole_matrices=config.optimizer.whole_matrices,
@@ -298,9 +298,7 @@ def _time_collectives(start: Start, model: MultiStage) -> dict[str, float]:
     distributed = start.distributed
     if not start.config.run.log_communication:
         return {}
-    distributed.traffic = Traffic(
-        distributed.world_size, distributed.progress, timed=True, device_type=distributed.device.type
-    )
+    distributed.traffic.time_waits()
     with distributed.traffic.paused():
         return time_collectives(model.stages, model.group, distributed.barrier)
 

@@ -89,6 +89,23 @@ class DistributedConfig(Area):
         "fp32", "dtype of weights and activations", choices=tuple(DTYPES), value_aliases=DTYPE_ALIASES, basic=True
     )
     seed: int = option(1234, "seed for weights, data order and dropout", minimum=0, maximum=2**63 - 1, basic=True)
+    tensor_parallel: PositiveInt = option(
+        1,
+        "ranks that share each layer: its heads, MLP channels, vocabulary",
+        basic=True,
+        aliases="tensor_model_parallel_size",
+    )
+    sequence_tensor_parallel: bool = option(
+        False,
+        "split the positions of norms, dropout and the residual stream over the ranks of --tensor_parallel, too",
+        aliases="sequence_parallel",
+        idle_unless="tensor_parallel!=1",
+    )
+    parallel_embeddings: bool = option(
+        True,
+        "split the vocabulary of embedding and head over the ranks of --tensor_parallel; 0: each has all of it",
+        idle_unless="tensor_parallel!=1",
+    )
     deterministic: bool = option(False, "use only deterministic GPU algorithms (slower)", aliases="deterministic_mode")
     check_replicas_interval: PositiveInt | None = optional(
         "iterations between comparisons of what all ranks must hold alike: weights in use, counters, schedule. A "
@@ -99,9 +116,7 @@ class DistributedConfig(Area):
     startup_timeout: float = option(
         3600.0, "seconds before giving up any other collective (start-up, data, saves)", above=0.0, maximum=1e6
     )
-    dry_run: bool = option(
-        False, "print memory, traffic, predicted speed, and a command that fits the devices; then exit", basic=True
-    )
+    dry_run: bool = option(False, "print memory, traffic, predicted speed, a command that fits; exit", basic=True)
     world_size: int | Auto | None = optional(
         "number of ranks to plan for in a dry run; auto: the fewest GPUs that fit",
         "as many as torchrun starts",

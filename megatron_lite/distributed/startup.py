@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -105,7 +106,8 @@ def join(
         dist.init_process_group(
             "gloo", init_method=init_method, store=store, rank=rank, world_size=world_size, timeout=startup_timeout
         )
-        group = dist.new_group(backend="nccl" if on_gpu else "gloo", timeout=step_timeout)
+        new_group = functools.partial(dist.new_group, backend="nccl" if on_gpu else "gloo", timeout=step_timeout)
+        group = new_group()
     distributed = Distributed(
         rank=rank,
         world_size=world_size,
@@ -116,6 +118,8 @@ def join(
         watch=watch,
         progress=progress,
     )
+    with peer_errors(), _quiet_loopback(world_size):
+        distributed.divide(config.tensor_parallel, new_group)
     if on_gpu:
         refuse_shared_gpus(config.device, distributed.gather_objects(gpu_uuid(device)))
         warm_up(distributed)
@@ -127,11 +131,14 @@ def warm_up(distributed: Distributed) -> None:
 
     The host waits inside the first collective until all ranks are connected, for at most --startup_timeout.
     """
-    numel = -(-WARM_UP_NUMEL // distributed.world_size) * distributed.world_size
-    buffer = torch.zeros(numel, device=distributed.device)
     with distributed.traffic.paused(), peer_errors():
-        distributed.reduce_scatter(buffer).wait()
-        distributed.all_gather(buffer).wait()
+        for group in dict.fromkeys((distributed, distributed.data, distributed.tensor)):
+            if group is not distributed and group.world_size == 1:
+                continue
+            numel = -(-WARM_UP_NUMEL // group.world_size) * group.world_size
+            buffer = torch.zeros(numel, device=distributed.device)
+            group.reduce_scatter(buffer).wait()
+            group.all_gather(buffer).wait()
     distributed.wait_for_device()
 
 

@@ -30,27 +30,35 @@ class Total:
     collectives: int = 0
     elements: int = 0  # of the full buffers
     bytes: int = 0  # of the full buffers
-    wire_bytes: int = 0  # sent by this rank: (N - 1) / N of the bytes
+    wire_bytes: int = 0  # sent by this rank: (N - 1) / N of the bytes, twice for an all-reduce over N ranks
     waited_s: float = 0.0  # time the computation stood still; 0 unless timed
 
 
 class Traffic:
-    """Counts the collectives of one rank by kind: "gather" (weights), "reduce" (gradients), "muon gather", "muon
-    reduce", "sum" (small sums) and "debug".
+    """Counts the collectives of one rank, over all of its groups, by kind: "gather" (weights), "reduce" (gradients),
+    "tensor gather", "tensor reduce" and "tensor sum" (hidden states, and gradients of what several ranks hold), "muon
+    gather", "muon reduce", "sum" (small sums) and "debug".
     """
 
-    def __init__(
-        self, world_size: int, progress: Progress | None = None, timed: bool = False, device_type: str = "cpu"
-    ) -> None:
+    def __init__(self, progress: Progress | None = None, device_type: str = "cpu") -> None:
         self._progress = progress
-        self._world_size, self._timed, self._on_gpu = world_size, timed, device_type == "cuda"
+        self._timed, self._on_gpu = False, device_type == "cuda"
         self._totals: dict[str, Total] = {}
         self._paused = False
         self.recorder: Recorder | None = None  # of a profile: replaces the handle of each collective it is told of
         self._stalls: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # on a GPU: before and after a wait
 
-    def started(self, kind: str, buffer: Tensor, work: Handle) -> Handle:
-        """Count a collective over a full buffer, (world_size * n,), and return its handle, timed if asked for."""
+    def time_waits(self) -> None:
+        """From now on, time how long the computation waits for each kind."""
+        self._timed = True
+
+    def started(self, kind: str, buffer: Tensor, work: Handle, ranks: int, passes: int = 1) -> Handle:
+        """Count a collective of a group and return its handle, timed if asked for.
+
+        Args:
+            buffer: the full one, (ranks * n,).
+            passes: 2 for an all-reduce, which is a reduction and a gather.
+        """
         if self._progress is not None:
             self._progress.started(kind, buffer.nbytes)
         if self._paused:
@@ -59,7 +67,7 @@ class Traffic:
         total.collectives += 1
         total.elements += buffer.numel()
         total.bytes += buffer.nbytes
-        total.wire_bytes += buffer.nbytes * (self._world_size - 1) // self._world_size
+        total.wire_bytes += passes * buffer.nbytes * (ranks - 1) // ranks
         if self.recorder is not None:
             work = self.recorder(kind, buffer.nbytes, work)
         return _Timed(work, self._wait, kind) if self._timed else work

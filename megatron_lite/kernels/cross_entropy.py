@@ -37,6 +37,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lite.kernels.products import add_product, product
 from megatron_lite.kernels.triton_support import jit, next_power_of_2, tanh, tl
+from megatron_lite.kernels.vocabulary import WHOLE, Vocabulary
 from megatron_lite.parameter import Parameter, padded
 
 LOG2_E = math.log2(math.e)
@@ -83,6 +84,7 @@ class _Sweep(NamedTuple):
     columns: int
     start: int
     accumulate: bool
+    keep: bool
 
 
 def capped(x: Tensor, soft_cap: float) -> Tensor:
@@ -99,11 +101,11 @@ def reference_rows(columns: int, device_type: str) -> int:
 
 
 def _reference_sweep(logits: Tensor, labels: Tensor, sums: Sums, scale: Tensor | None, options: _Sweep) -> None:
-    z_loss, soft_cap, columns, start, accumulate = options
+    z_loss, soft_cap, columns, start, accumulate, keep = options
     place = labels[:, None] - start  # of the label in the block, (t, 1)
     inside = (place >= 0) & (place < columns)
     place = place.clamp(0, columns - 1)
-    step, narrow = reference_rows(columns, logits.device.type), logits.dtype != torch.float32
+    step, narrow = reference_rows(columns, logits.device.type), logits.dtype != torch.float32 or keep
     scratch = logits.new_empty(min(step, len(logits)) if narrow else 0, columns, dtype=torch.float32)
     tanhs = logits.new_empty(min(step, len(logits)) if soft_cap else 0, columns, dtype=torch.float32)
     for begin in range(0, logits.shape[0], step):
@@ -218,7 +220,7 @@ def _sweep_kernel(
 
 
 def _triton_sweep(logits: Tensor, labels: Tensor, sums: Sums, scale: Tensor | None, options: _Sweep) -> None:
-    z_loss, soft_cap, columns, start, accumulate = options
+    z_loss, soft_cap, columns, start, accumulate, _ = options
     assert logits.stride(1) == 1 and labels.is_contiguous()
     tokens, width = logits.shape
     block = min(LARGEST_BLOCK, max(next_power_of_2(width), 32 * RUN))
@@ -256,12 +258,14 @@ def sweep(
     columns: int | None = None,
     start: int = 0,
     accumulate: bool = True,
+    keep: bool = False,
     triton: bool = False,
 ) -> None:
     """Visit a block of logits once: add it to the sums, replace it by its gradient, or both. Without autograd.
 
     Args:
-        logits: (t, w), any float dtype, any row stride. Always overwritten.
+        logits: (t, w), any float dtype, any row stride. Overwritten, unless `keep`, which is for a visit that only adds
+            to the sums.
         labels: (t,) int64; below zero: masked.
         sums: sums over the blocks before this one; `start` 0 begins them.
         scale: (), factor of the gradient; None: compute no gradient.
@@ -271,7 +275,7 @@ def sweep(
         start: number of the block's first entry in the vocabulary.
         accumulate: add the block to `sums`; combined with `scale`, the block must be the whole vocabulary.
     """
-    options = _Sweep(z_loss, soft_cap, logits.shape[1] if columns is None else columns, start, accumulate)
+    options = _Sweep(z_loss, soft_cap, logits.shape[1] if columns is None else columns, start, accumulate, keep)
     run = _triton_sweep if triton else _reference_sweep
     run(logits, labels, sums, scale, options)
 
@@ -291,19 +295,25 @@ class _Block(NamedTuple):
     rows: slice
     accumulate: bool
     with_gradient: bool
+    multiply: bool = True  # False: the memory of logits still holds the block's
 
 
-def _blocks(vocab_size: int, padding_rows: int, block_size: int | None, with_gradient: bool) -> list[_Block]:
-    """List the visits of blocks in order; the last block takes as many padding rows as it has room for."""
+def _blocks(
+    vocab_size: int, padding_rows: int, block_size: int | None, with_gradient: bool, is_all: bool
+) -> tuple[list[_Block], list[_Block]]:
+    """List the visits of blocks in order: those that add to the sums, and those that need the sums of the vocabulary.
+
+    The last block takes as many padding rows as it has room for. is_all: there are no entries on other ranks, so one
+    block is visited only once.
+    """
     rows = vocab_size + padding_rows
     size = min(block_size or rows, rows)
     parts = [slice(start, min(start + size, rows)) for start in range(0, vocab_size, size)]
-    if len(parts) == 1:
-        return [_Block(parts[0], accumulate=True, with_gradient=with_gradient)]
-    visits = [_Block(part, accumulate=True, with_gradient=False) for part in parts]
-    if with_gradient:
-        visits += [_Block(part, accumulate=False, with_gradient=True) for part in parts]
-    return visits
+    is_one = len(parts) == 1
+    if not with_gradient or (is_one and is_all):
+        return [_Block(part, accumulate=True, with_gradient=with_gradient) for part in parts], []
+    adding = [_Block(part, accumulate=True, with_gradient=False) for part in parts]
+    return adding, [_Block(part, accumulate=False, with_gradient=True, multiply=not is_one) for part in parts]
 
 
 class _Options(NamedTuple):
@@ -315,6 +325,7 @@ class _Options(NamedTuple):
     soft_cap: float
     padding_rows: int
     triton: bool
+    vocabulary: Vocabulary
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -322,14 +333,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Parameter, labels: Tensor, scale: Tensor | None, options: _Options
     ) -> Tensor:
-        (tokens, _), vocab_size, padding_rows = hidden.shape, weight.shape[0], options.padding_rows
+        vocab_size, padding_rows, vocabulary = weight.shape[0], options.padding_rows, options.vocabulary
+        ctx.shape, hidden = hidden.shape, vocabulary.of_residual(hidden).wait().flatten(0, -2)
+        labels, tokens = vocabulary.labels(labels), hidden.shape[0]
         w = padded(weight, padding_rows)
         trains_hidden = scale is not None and ctx.needs_input_grad[0]
         trains_weight = scale is not None and weight.requires_grad
         dhidden = torch.empty_like(hidden) if trains_hidden else None
         dw = padded(weight.main_grad, padding_rows) if trains_weight else None
         first_dw = trains_weight and weight.begin_gradient()
-        blocks = _blocks(vocab_size, padding_rows, options.block_size, trains_hidden or trains_weight)
+        with_gradient = trains_hidden or trains_weight
+        adding, using = _blocks(vocab_size, padding_rows, options.block_size, with_gradient, not vocabulary.is_split)
         memory = hidden.new_empty(held_logits(tokens, w.shape[0], options.chunk_tokens, options.block_size))
         sums = Sums.empty(tokens, hidden.device)
         for start in range(0, tokens, options.chunk_tokens):
@@ -337,12 +351,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part, part_labels, part_sums = hidden[chunk], labels[chunk], sums.part(chunk)
             logits = memory[: part.shape[0]]
             total = None if dhidden is None else dhidden[chunk]  # sum of dhidden over the blocks
-            if total is not None and len(blocks) > 1:
+            if total is not None and len(adding) > 1:
                 total = torch.empty_like(total, dtype=torch.float32)
-            for block in blocks:
+            for block in (*adding, *using):
+                if using and block is using[0]:
+                    vocabulary.join(part_sums.lse, part_sums.at_label)
                 first, end = block.rows.start, block.rows.stop
-                columns = min(end, vocab_size) - first
-                x = product(part, w[block.rows], out=logits[:, : end - first])
+                columns, x = min(end, vocab_size) - first, logits[:, : end - first]
+                if block.multiply:
+                    product(part, w[block.rows], out=x)
                 sweep(
                     logits,
                     part_labels,
@@ -353,6 +370,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     columns=columns,
                     start=first,
                     accumulate=block.accumulate,
+                    keep=len(using) == 1 and block.accumulate,
                     triton=options.triton,
                 )
                 if not block.with_gradient:
@@ -365,16 +383,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if dw is not None:
                     add_product(dw[block.rows], dx.t(), part, first_dw)
             first_dw = False
-            if dhidden is not None and total is not None and len(blocks) > 1:
+            if not using:
+                vocabulary.join(part_sums.lse, part_sums.at_label)
+            if dhidden is not None and total is not None and len(adding) > 1:
                 dhidden[chunk] = total
-        ctx.dhidden = dhidden
-        return sums.loss(labels, options.z_loss)
+        ctx.dhidden = None if dhidden is None else vocabulary.into_residual(dhidden)
+        return vocabulary.total(sums.loss(labels, options.z_loss))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         dhidden, ctx.dhidden = ctx.dhidden, None  # `scale` holds every factor, that of dloss included
-        return dhidden, None, None, None, None
+        return None if dhidden is None else dhidden.wait().view(ctx.shape), None, None, None, None
 
 
 def linear_cross_entropy(
@@ -388,8 +408,9 @@ def linear_cross_entropy(
     triton: bool = False,
     soft_cap: float = 0.0,
     padding_rows: int = 0,
+    vocabulary: Vocabulary = WHOLE,
 ) -> Tensor:
-    """Return the summed cross-entropy of hidden (t, h) with weight (v, h) and labels (t,): () in fp64.
+    """Return the summed cross-entropy of hidden (..., h) with weight (v, h) and labels (b, s) or (t,): () in fp64.
 
     With `scale` (), add the gradient of scale * loss to `weight.main_grad` now and pass it to `hidden` in the backward
     pass, where they require one.
@@ -401,6 +422,7 @@ def linear_cross_entropy(
         z_loss: coefficient of the squared log-sum-exp.
         soft_cap: bound on the logits; 0: none.
         padding_rows: rows of zeros in memory behind the weight and behind its gradient.
+        vocabulary: how ranks share the rows and the tokens; the loss is that of all tokens.
     """
-    options = _Options(chunk_tokens, block_size, z_loss, soft_cap, padding_rows, triton)
+    options = _Options(chunk_tokens, block_size, z_loss, soft_cap, padding_rows, triton, vocabulary)
     return _LinearCrossEntropy.apply(hidden, weight, labels, scale, options)

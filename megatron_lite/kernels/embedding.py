@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tl
+from megatron_lite.kernels.vocabulary import WHOLE, Vocabulary
 from megatron_lite.parameter import Parameter
 
 
@@ -61,21 +62,30 @@ def _triton_add_rows(total: Tensor, tokens: Tensor, dy: Tensor) -> None:
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Parameter, tokens: Tensor, triton: bool, dtype: torch.dtype | None) -> Tensor:
-        ctx.save_for_backward(tokens)
-        ctx.weight, ctx.triton = weight, triton
-        return torch.nn.functional.embedding(tokens, weight).to(dtype or weight.dtype)
+    def forward(
+        ctx: Any, weight: Parameter, tokens: Tensor, vocabulary: Vocabulary, triton: bool, dtype: torch.dtype | None
+    ) -> Tensor:
+        rows, absent = vocabulary.rows(tokens)
+        ctx.save_for_backward(rows, absent)
+        ctx.weight, ctx.vocabulary, ctx.triton = weight, vocabulary, triton
+        y = torch.nn.functional.embedding(rows, weight)
+        if absent is not None:
+            y.masked_fill_(absent.unsqueeze(-1), 0.0)
+        return vocabulary.embedded(y).wait().to(dtype or weight.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[None, ...]:
-        (tokens,) = ctx.saved_tensors
+        rows, absent = ctx.saved_tensors
+        dy = ctx.vocabulary.of_residual(dy).wait()
+        if absent is not None:
+            dy = dy.view(*absent.shape, -1).masked_fill(absent.unsqueeze(-1), 0.0)
         main_grad = ctx.weight.main_grad
         if ctx.weight.begin_gradient():
             main_grad.zero_()
         add_rows = _triton_add_rows if ctx.triton else _reference_add_rows
-        add_rows(main_grad, tokens.reshape(-1), dy.reshape(-1, dy.shape[-1]))
-        return None, None, None, None
+        add_rows(main_grad, rows.reshape(-1), dy.reshape(-1, dy.shape[-1]))
+        return None, None, None, None, None
 
 
 class _Positions(torch.autograd.Function):
@@ -98,9 +108,18 @@ class _Positions(torch.autograd.Function):
         return dy, None
 
 
-def embedding(weight: Parameter, tokens: Tensor, triton: bool = False, dtype: torch.dtype | None = None) -> Tensor:
-    """weight (v, h), tokens (b, s) int64 -> (b, s, h) in `dtype`, by default the weight's."""
-    return _Embedding.apply(weight, tokens, triton, dtype)
+def embedding(
+    weight: Parameter,
+    tokens: Tensor,
+    triton: bool = False,
+    dtype: torch.dtype | None = None,
+    vocabulary: Vocabulary = WHOLE,
+) -> Tensor:
+    """weight (v, h), tokens (b, s) int64 -> (b, s, h) in `dtype`, by default the weight's.
+
+    vocabulary: how ranks share the rows and the tokens.
+    """
+    return _Embedding.apply(weight, tokens, vocabulary, triton, dtype)
 
 
 def add_positions(hidden: Tensor, weight: Parameter) -> Tensor:

@@ -5,6 +5,11 @@
 The input is kept for the backward pass only if the weight is trained. Frozen parameters cost no computation. The first
 gradient of an accumulation overwrites `main_grad` and later ones add to it, so no buffer is zeroed first. See
 `products.py` for the products.
+
+The ranks of a tensor-parallel group split the outputs or the inputs of a layer; see `exchange.py`. With split outputs
+the input is gathered before the product, and dx is summed over ranks while the weight's gradient is computed, for which
+the input is gathered again, beside the product dy W. With split inputs the product is summed over ranks. One rank adds
+the bias to its part of the sum; as dy is that of all tokens everywhere, the bias's gradient is the same on all.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_lite.kernels.exchange import INSIDE, Exchange
 from megatron_lite.kernels.products import add_product, affine, product
 from megatron_lite.parameter import Parameter
 
@@ -46,24 +52,34 @@ def accumulate_product(weight: Parameter, dy: Tensor, x: Tensor) -> None:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, before: Exchange, after: Exchange
+    ) -> Tensor:
         if weight.requires_grad:
             ctx.save_for_backward(x)
-        ctx.weight, ctx.bias = weight, bias
-        return affine(x, weight, bias)
+        ctx.weight, ctx.bias, ctx.before, ctx.after, ctx.shape = weight, bias, before, after, x.shape
+        return after.reduce(affine(before.gather(x).wait(), weight, after.bias(bias))).wait()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None]:
-        weight, flat_dy = ctx.weight, dy.reshape(-1, dy.shape[-1])
-        if weight.requires_grad:
-            (x,) = ctx.saved_tensors
-            accumulate_product(weight, flat_dy, x.reshape(-1, x.shape[-1]))
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, dy = ctx.weight, ctx.after.gather(dy).wait()
+        x = ctx.before.gather(*ctx.saved_tensors) if weight.requires_grad else None
+        flat_dy, dx = dy.reshape(-1, dy.shape[-1]), None
+        if ctx.needs_input_grad[0]:
+            dx = ctx.before.reduce(product(flat_dy, weight.t()).view(*dy.shape[:-1], -1))
+        if x is not None:
+            whole = x.wait()
+            accumulate_product(weight, flat_dy, whole.reshape(-1, whole.shape[-1]))
         accumulate_bias(ctx.bias, flat_dy)
-        dx = product(flat_dy, weight.t()).view(*dy.shape[:-1], -1) if ctx.needs_input_grad[0] else None
-        return dx, None, None
+        return None if dx is None else dx.wait().view(ctx.shape), None, None, None, None
 
 
-def linear(x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tensor:
-    """x (..., i), weight (o, i), bias (o,) -> (..., o)."""
-    return _Linear.apply(x, weight, bias)
+def linear(
+    x: Tensor, weight: Parameter, bias: Parameter | None = None, before: Exchange = INSIDE, after: Exchange = INSIDE
+) -> Tensor:
+    """x (..., i), weight (o, i), bias (o,) -> (..., o).
+
+    before, after: exchanges of the input, if outputs are split over ranks, and of the output, if inputs are.
+    """
+    return _Linear.apply(x, weight, bias, before, after)

@@ -13,6 +13,9 @@ Kept for the backward pass, in elements per token: x, u and z (h + 2 f, gated h 
 "activation" x and u (h + f, gated h + 2 f); with level "full" only x (h). The backward pass recomputes the rest with
 the same operations from the same values, so no level changes a bit. It gets z on the way from dz to du, where a(u) is
 computed anyway. Tensors that only a frozen parameter's gradient would need are not kept.
+
+The ranks of a tensor-parallel group split the f channels: x is gathered before the first product, y summed after the
+second; see `linear.py`. Each keeps its part of u and z, and of x what it has of the residual stream.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from megatron_lite.kernels.exchange import INSIDE, Exchange, Pending
 from megatron_lite.kernels.linear import accumulate_bias, accumulate_product
 from megatron_lite.kernels.products import affine, product
 from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tanh, tl
@@ -223,6 +227,7 @@ class _Options(NamedTuple):
     gated: bool
     recompute_level: str
     triton: bool
+    exchange: Exchange
 
 
 class _MLP(torch.autograd.Function):
@@ -231,7 +236,7 @@ class _MLP(torch.autograd.Function):
         ctx: Any, x: Tensor, up: Parameter, up_bias: Bias, down: Parameter, down_bias: Bias, options: _Options
     ) -> Tensor:
         ctx.up, ctx.up_bias, ctx.down, ctx.down_bias, ctx.options = up, up_bias, down, down_bias, options
-        u = affine(x, up, up_bias)  # (..., f) or (..., 2 f)
+        u = affine(options.exchange.gather(x).wait(), up, up_bias)  # (..., f) or (..., 2 f)
         z = activate(u, options.activation, options.gated, options.triton)  # (..., f)
         ctx.needs_du = any(ctx.needs_input_grad[:3])  # for dx and the gradients of `up` and its bias
         recomputes_z = down.requires_grad and options.recompute_level != "none"
@@ -242,18 +247,23 @@ class _MLP(torch.autograd.Function):
             u if needs_u and not recomputes_u else None,
             z if down.requires_grad and not recomputes_z else None,
         )
-        return affine(z, down, down_bias)
+        ctx.shape = x.shape
+        return options.exchange.reduce(affine(z, down, options.exchange.bias(down_bias))).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        saved: list[Any] = [None if kept is None else kept.flatten(0, -2) for kept in ctx.saved_tensors]
+        saved: tuple[Any, ...] = ctx.saved_tensors
         x, u, z = saved
-        up, down, (activation, gated, _, triton) = ctx.up, ctx.down, ctx.options
+        up, down, (activation, gated, _, triton, exchange) = ctx.up, ctx.down, ctx.options
+        dy = exchange.gather(dy).wait()
         flat_dy, du, recomputed_z = dy.reshape(-1, dy.shape[-1]), None, None
         needs_z = down.requires_grad and z is None
+        whole_x = _Flat(None if x is None else exchange.gather(x))  # beside the products until `up` needs it
         if u is None and (ctx.needs_du or needs_z):
-            u = affine(x, up, ctx.up_bias)
+            u = affine(whole_x.wait(), up, ctx.up_bias)
+        flat: list[Any] = [None if kept is None else kept.flatten(0, -2) for kept in (u, z)]
+        u, z = flat
         if ctx.needs_du:
             du, recomputed_z = activate_backward(product(flat_dy, down.t()), u, activation, gated, needs_z, triton)
         elif needs_z:
@@ -264,11 +274,23 @@ class _MLP(torch.autograd.Function):
         del recomputed_z
         if du is None:
             return (None,) * 6
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = exchange.reduce(product(du, up.t()).view(*dy.shape[:-1], -1))
         if up.requires_grad:
-            accumulate_product(up, du, x)
+            accumulate_product(up, du, whole_x.wait())
         accumulate_bias(ctx.up_bias, du)
-        dx = product(du, up.t()).view(*dy.shape[:-1], -1) if ctx.needs_input_grad[0] else None
-        return dx, *(None,) * 5
+        return None if dx is None else dx.wait().view(ctx.shape), *(None,) * 5
+
+
+class _Flat(NamedTuple):
+    """A gathered tensor as (t, h)."""
+
+    pending: Pending | None
+
+    def wait(self) -> Tensor:
+        assert self.pending is not None, "the input was not kept"
+        return self.pending.wait().flatten(0, -2)
 
 
 def mlp(
@@ -281,9 +303,11 @@ def mlp(
     gated: bool,
     recompute_level: str = "none",
     triton: bool = False,
+    exchange: Exchange = INSIDE,
 ) -> Tensor:
     """x (..., h) -> y (..., h), with up (f, h) or, if gated, (2 f, h), the gate first, and down (h, f).
 
-    `activation` is a name in `FUNCTIONS`, `recompute_level` is "none", "activation" or "full".
+    `activation` is a name in `FUNCTIONS`, `recompute_level` is "none", "activation" or "full". exchange: of x and y,
+    between ranks that split f.
     """
-    return _MLP.apply(x, up, up_bias, down, down_bias, _Options(activation, gated, recompute_level, triton))
+    return _MLP.apply(x, up, up_bias, down, down_bias, _Options(activation, gated, recompute_level, triton, exchange))

@@ -11,19 +11,33 @@ from torch import Tensor
 from megatron_lite.config import ModelConfig, PerformanceConfig
 from megatron_lite.kernels.attention.attention import attention
 from megatron_lite.kernels.choice import Kernels
+from megatron_lite.kernels.exchange import INSIDE, Exchange, split_seed
 from megatron_lite.kernels.head_norm import normalized_heads
 from megatron_lite.kernels.mlp import mlp
 from megatron_lite.kernels.rotary import Table, split_heads
 from megatron_lite.model.layer import Layer, Linear, MicroBatch, Norm, dropout
 from megatron_lite.model.rotary import Rotary
+from megatron_lite.model.tensor_parallel import TensorParallel
 
 
 class Attention(torch.nn.Module):
-    """Causal attention, multi-head, grouped-query or multi-query: (b, s, h) -> (b, s, h). `index`: of the block."""
+    """Causal attention, multi-head, grouped-query or multi-query: (b, s, h) -> (b, s, h). `index`: of the block.
 
-    def __init__(self, name: str, config: ModelConfig, rotary: Rotary | None, kernels: Kernels, index: int) -> None:
+    Each rank of a tensor-parallel group has some of the heads, n and g below.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        rotary: Rotary | None,
+        kernels: Kernels,
+        index: int,
+        parallel: TensorParallel,
+    ) -> None:
         super().__init__()
-        self.num_heads, self.head_groups = config.num_attention_heads, config.head_groups
+        self.parallel, ranks = parallel, parallel.group.world_size
+        self.num_heads, self.head_groups = config.num_attention_heads // ranks, max(1, config.head_groups // ranks)
         self.window = config.window_size
         self.dropout, self.rotary, self.name = config.attention_dropout, rotary, name
         self.softmax_in_fp32 = config.attention_softmax_in_fp32
@@ -31,7 +45,11 @@ class Attention(torch.nn.Module):
         if config.scale_attn_by_inverse_layer_idx:
             self.scale = config.kv_channels**-0.5 / (index + 1)
         self.kernels = kernels
-        query_size, group_size = self.num_heads * config.kv_channels, self.head_groups * config.kv_channels
+        query_size, group_size = (
+            config.num_attention_heads * config.kv_channels,
+            config.head_groups * config.kv_channels,
+        )
+        queries, keys = parallel.parts(query_size), parallel.parts(group_size, most=config.head_groups)
         self.query_key_value = Linear(
             f"{name}.query_key_value",
             config.hidden_size,
@@ -39,24 +57,34 @@ class Attention(torch.nn.Module):
             config.init_method_std_qkv,
             config,
             config.add_qkv_biases,
+            parallel.split(0, queries, keys, keys),
         )
         self.query_norm: Norm | None = None
         self.key_norm: Norm | None = None
         if config.qk_layernorm:
-            self.query_norm = Norm(f"{name}.query_norm", config, kernels, config.kv_channels)
-            self.key_norm = Norm(f"{name}.key_norm", config, kernels, config.kv_channels)
-        std = config.init_method_std_attn_proj
-        self.output = Linear(f"{name}.output", query_size, (config.hidden_size,), std, config, config.add_linear_biases)
+            split, channels = parallel.replicated(inside=True), config.kv_channels
+            self.query_norm = Norm(f"{name}.query_norm", config, kernels, split, channels)
+            self.key_norm = Norm(f"{name}.key_norm", config, kernels, split, channels)
+        self.output = Linear(
+            f"{name}.output",
+            query_size,
+            (config.hidden_size,),
+            config.init_method_std_attn_proj,
+            config,
+            config.add_linear_biases,
+            parallel.split(1, queries),
+        )
 
-    def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+    def forward(self, hidden: Tensor, micro_batch: MicroBatch, exchange: Exchange = INSIDE) -> Tensor:
         """(b, s, h) -> (b, s, h), from the norm to the residual sum."""
-        projection = self.query_key_value(hidden)  # (b, s, (n + 2 g) d)
+        projection = self.query_key_value(hidden, before=exchange)
+        projection = projection.view(*micro_batch.tokens.shape, -1)  # (b, s, (n + 2 g) d)
         heads = self.heads(projection, self._angles(hidden, micro_batch))
-        seed = micro_batch.site_seed(self.name, self.dropout)
+        seed = split_seed(micro_batch.site_seed(self.name, self.dropout), self.parallel.group.rank)
         documents, backend = micro_batch.documents, self.kernels.attention
         if micro_batch.cache is not None:
             context = micro_batch.cache.attend(self.name, heads, self.window, self.scale, self.softmax_in_fp32)
-            return self.output(context.transpose(1, 2).flatten(2))
+            return self.output(context.transpose(1, 2).flatten(2), after=exchange)
         context = attention(
             *heads,
             self.window,
@@ -67,7 +95,7 @@ class Attention(torch.nn.Module):
             scale=self.scale,
             softmax_in_fp32=self.softmax_in_fp32,
         )
-        return self.output(context.transpose(1, 2).flatten(2))  # (b, s, n d) -> (b, s, h)
+        return self.output(context.transpose(1, 2).flatten(2), after=exchange)  # (b, s, n d) -> (b, s, h)
 
     def _angles(self, hidden: Tensor, micro_batch: MicroBatch) -> Table | None:
         """Return the rotary table; that of a micro-batch with positions of its own is made once for all blocks."""
@@ -98,18 +126,28 @@ class Attention(torch.nn.Module):
 class MLP(torch.nn.Module):
     """Plain or gated two-layer MLP: (b, s, h) -> (b, s, h)."""
 
-    def __init__(self, name: str, config: ModelConfig, kernels: Kernels, recompute_level: str) -> None:
+    def __init__(
+        self, name: str, config: ModelConfig, kernels: Kernels, recompute_level: str, parallel: TensorParallel
+    ) -> None:
         super().__init__()
+        channels = parallel.parts(config.ffn_hidden_size)
         self.activation_type, self.gated = config.activation_type, config.gated
         self.kernels, self.recompute_level = kernels, recompute_level
         up_sizes = (config.ffn_hidden_size,) * (2 if config.gated else 1)  # gate rows first
         biased = config.add_mlp_biases
-        self.up = Linear(f"{name}.up", config.hidden_size, up_sizes, config.init_method_std_mlp_1, config, biased)
+        split, std = parallel.split(0, *[channels] * len(up_sizes)), config.init_method_std_mlp_1
+        self.up = Linear(f"{name}.up", config.hidden_size, up_sizes, std, config, biased, split)
         self.down = Linear(
-            f"{name}.down", config.ffn_hidden_size, (config.hidden_size,), config.init_method_std_mlp_2, config, biased
+            f"{name}.down",
+            config.ffn_hidden_size,
+            (config.hidden_size,),
+            config.init_method_std_mlp_2,
+            config,
+            biased,
+            parallel.split(1, channels),
         )
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, exchange: Exchange = INSIDE) -> Tensor:
         """(b, s, h) -> (b, s, h)."""
         return mlp(
             hidden,
@@ -121,6 +159,7 @@ class MLP(torch.nn.Module):
             gated=self.gated,
             recompute_level=self.recompute_level,
             triton=self.kernels.triton,
+            exchange=exchange,
         )
 
 
@@ -128,35 +167,48 @@ class Block(Layer):
     """One transformer block."""
 
     def __init__(
-        self, index: int, config: ModelConfig, rotary: Rotary | None, kernels: Kernels, performance: PerformanceConfig
+        self,
+        index: int,
+        config: ModelConfig,
+        rotary: Rotary | None,
+        kernels: Kernels,
+        performance: PerformanceConfig,
+        parallel: TensorParallel,
     ) -> None:
         super().__init__()
-        self.name, self.hidden_dropout = f"blocks.{index}", config.hidden_dropout
+        self.name, self.hidden_dropout, self.parallel = f"blocks.{index}", config.hidden_dropout, parallel
+        split = parallel.replicated()
         self.recomputed = index < performance.recompute_layers
-        self.attention_norm = Norm(f"{self.name}.attention_norm", config, kernels)
-        self.attention = Attention(f"{self.name}.attention", config, rotary, kernels, index)
+        self.attention_norm = Norm(f"{self.name}.attention_norm", config, kernels, split)
+        self.attention = Attention(f"{self.name}.attention", config, rotary, kernels, index, parallel)
         self.attention_output_norm = self.mlp_output_norm = None
         if config.hybrid_norm:
-            self.attention_output_norm = Norm(f"{self.name}.attention_output_norm", config, kernels)
-        self.mlp_norm = Norm(f"{self.name}.mlp_norm", config, kernels)
-        self.mlp = MLP(f"{self.name}.mlp", config, kernels, performance.mlp_levels(config.num_layers)[index])
+            self.attention_output_norm = Norm(f"{self.name}.attention_output_norm", config, kernels, split)
+        self.mlp_norm = Norm(f"{self.name}.mlp_norm", config, kernels, split)
+        level = performance.mlp_levels(config.num_layers)[index]
+        self.mlp = MLP(f"{self.name}.mlp", config, kernels, level, parallel)
         if config.hybrid_norm:
-            self.mlp_output_norm = Norm(f"{self.name}.mlp_output_norm", config, kernels)
+            self.mlp_output_norm = Norm(f"{self.name}.mlp_output_norm", config, kernels, split)
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         """(b, s, h) -> (b, s, h), in the residual stream's dtype."""
         assert hidden is not None
         dtype = self.mlp.up.weight.dtype  # of all but the residual stream, whose dtype the embedding chooses
+        exchange = self.parallel.exchange(any_length=micro_batch.cache is not None)
         hidden, normalized = self.attention_norm.add(hidden, None, dtype)
         branch = self._branch(
-            self.attention(normalized, micro_batch), self.attention_output_norm, micro_batch, "attention_branch"
+            self.attention(normalized, micro_batch, exchange),
+            self.attention_output_norm,
+            micro_batch,
+            "attention_branch",
         )
         hidden, normalized = self.mlp_norm.add(hidden, branch, dtype)
         del branch
-        return hidden + self._branch(self.mlp(normalized), self.mlp_output_norm, micro_batch, "mlp_branch")
+        return hidden + self._branch(self.mlp(normalized, exchange), self.mlp_output_norm, micro_batch, "mlp_branch")
 
     def _branch(self, branch: Tensor, norm: Norm | None, micro_batch: MicroBatch, site: str) -> Tensor:
         """Return the branch as it is added to the residual stream."""
         if norm is not None:
             branch = norm(branch)
-        return dropout(branch, self.hidden_dropout, micro_batch.site_seed(f"{self.name}.{site}", self.hidden_dropout))
+        seed = micro_batch.site_seed(f"{self.name}.{site}", self.hidden_dropout)
+        return dropout(branch, self.hidden_dropout, self.parallel.exchange().seed(seed))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from megatron_lite.kernels.embedding import add_positions, embedding
 from megatron_lite.kernels.products import affine
 from megatron_lite.kernels.triton_support import cdiv
 from megatron_lite.model.layer import Layer, MicroBatch, Norm, dropout
+from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.parameter import Initializer, Parameter, ParameterSpec, declare
 
 
@@ -20,32 +23,41 @@ class Embedding(Layer):
 
     name = "embedding"
 
-    def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
+    def __init__(self, config: ModelConfig, kernels: Kernels, parallel: TensorParallel) -> None:
         super().__init__()
-        self.kernels = kernels
+        self.kernels, self.config, self.parallel = kernels, config, parallel
         weights = Initializer("normal", config.init_method_std_embed)
         self.dropout = config.embedding_dropout
         self.dtype = torch.float32 if config.full_precision_residual else None  # of the residual stream
-        self.word = declare(_vocabulary("embedding.word.weight", config, embedding=True))
+        self.word = declare(_vocabulary("embedding.word.weight", config, parallel, embedding=True))
         self.position = None
         if config.use_position_embeddings:
             shape = (config.max_position_embeddings, config.hidden_size)
-            self.position = declare(ParameterSpec("embedding.position.weight", shape, weights, embedding=True))
-        self.norm = Norm("embedding.norm", config, kernels) if config.input_embedding_norm else None
+            name, split = "embedding.position.weight", parallel.replicated()
+            self.position = declare(ParameterSpec(name, shape, weights, embedding=True, split=split))
+        self.norm: Norm | None = None
+        if config.input_embedding_norm:
+            self.norm = Norm("embedding.norm", config, kernels, parallel.replicated())
         self.backward_needs_weights = self.norm is not None and self.norm.weight is not None
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         """Embed the tokens, at the micro-batch's positions or counting from 0."""
         assert hidden is None
-        hidden = embedding(self.word, micro_batch.tokens, self.kernels.triton, self.dtype)
+        exchange, triton = self.parallel.exchange(any_length=micro_batch.cache is not None), self.kernels.triton
+        vocabulary = self.parallel.vocabulary(exchange, self.config)
+        hidden = embedding(self.word, micro_batch.tokens, triton, self.dtype, vocabulary)
         positions = micro_batch.positions
-        if self.position is not None and positions is None:
+        if self.position is not None and positions is None and not exchange.splits_tokens:
             hidden = add_positions(hidden, self.position)
-        elif self.position is not None and positions is not None:
-            hidden = hidden + embedding(self.position, positions, self.kernels.triton, self.dtype)
+        elif self.position is not None:
+            if positions is None:
+                positions = torch.arange(micro_batch.tokens.shape[1], device=hidden.device).expand_as(
+                    micro_batch.tokens
+                )
+            hidden = hidden + embedding(self.position, exchange.own(positions), triton, self.dtype)
         if self.norm is not None:
             hidden = self.norm(hidden)
-        return dropout(hidden, self.dropout, micro_batch.site_seed("embedding", self.dropout))
+        return dropout(hidden, self.dropout, exchange.seed(micro_batch.site_seed("embedding", self.dropout)))
 
 
 class Head(Layer):
@@ -57,16 +69,24 @@ class Head(Layer):
     name = "head"
     gradients_in_forward = True
 
-    def __init__(self, config: ModelConfig, embedding: Embedding, kernels: Kernels, logit_z_loss: float = 0.0) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        embedding: Embedding,
+        kernels: Kernels,
+        parallel: TensorParallel,
+        logit_z_loss: float = 0.0,
+    ) -> None:
         super().__init__()
-        self.norm = Norm("head.norm", config, kernels)
+        self.config, self.parallel = config, parallel
+        self.norm = Norm("head.norm", config, kernels, parallel.replicated())
         self.output: Parameter | None = None
         if config.tie_word_embeddings:
             self.borrows_from = (embedding,)  # a tuple, so that torch does not count it as part of this module
         else:
-            self.output = declare(_vocabulary("head.output.weight", config, embedding=False))
+            self.output = declare(_vocabulary("head.output.weight", config, parallel, embedding=False))
         self.kernels, self.logit_z_loss, self.soft_cap = kernels, logit_z_loss, config.logit_soft_cap
-        self.padding_rows = config.padded_vocab_size - config.vocab_size
+        self.padding_rows = self.weight.spec.padding_rows
 
     @property
     def weight(self) -> Parameter:
@@ -87,36 +107,39 @@ class Head(Layer):
 
     def _summed_loss(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         assert hidden is not None
-        normalized = self.norm(hidden, self.weight.dtype).flatten(0, 1)  # (t, h), t = b s
-        labels = micro_batch.labels.flatten()
-        kernels = self.kernels
+        normalized = self.norm(hidden, self.weight.dtype)
+        kernels, tokens = self.kernels, micro_batch.labels.numel()
         return linear_cross_entropy(
             normalized,
             self.weight,
-            labels,
+            micro_batch.labels,
             micro_batch.gradient_scale,
-            chunk_tokens(kernels.cross_entropy_splits, labels.shape[0], hidden.device, normalized.itemsize),
+            chunk_tokens(kernels.cross_entropy_splits, tokens, hidden.device, normalized.itemsize),
             kernels.cross_entropy_block_size,
             self.logit_z_loss if micro_batch.gradient_scale is not None else 0.0,
             triton=kernels.cross_entropy == "triton",
             soft_cap=self.soft_cap,
             padding_rows=self.padding_rows,
+            vocabulary=self.parallel.vocabulary(self.parallel.exchange(), self.config),
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(b, s, h) -> (b, s, v) for generation, without the padding of the vocabulary."""
-        return capped(affine(self.norm(hidden, self.weight.dtype), self.weight), self.soft_cap)
+        rows = affine(self.norm(hidden, self.weight.dtype), self.weight)
+        vocabulary = self.parallel.vocabulary(self.parallel.exchange(any_length=True), self.config)
+        return capped(vocabulary.whole(rows), self.soft_cap)
 
 
-def _vocabulary(name: str, config: ModelConfig, embedding: bool) -> ParameterSpec:
+def _vocabulary(name: str, config: ModelConfig, parallel: TensorParallel, embedding: bool) -> ParameterSpec:
     """Declare one row per vocabulary entry; in memory, rows of zeros follow."""
-    return ParameterSpec(
+    spec = ParameterSpec(
         name,
         (config.vocab_size, config.hidden_size),
         Initializer("normal", config.init_method_std_embed),
         embedding=embedding,
-        padding_rows=config.padded_vocab_size - config.vocab_size,
+        split=parallel.vocabulary_split(config),
     )
+    return replace(spec, padding_rows=parallel.vocabulary_rows(config) - spec.local_shape[0])
 
 
 def chunk_tokens(splits: int | None, tokens: int, device: torch.device, itemsize: int) -> int:

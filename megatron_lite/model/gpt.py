@@ -7,12 +7,14 @@ from typing import cast
 
 from megatron_lite.config import Config, ModelConfig, PerformanceConfig
 from megatron_lite.config.structured_values import lr_scale_patterns
+from megatron_lite.distributed.rank_group import Group
 from megatron_lite.kernels.choice import REFERENCES, Kernels
 from megatron_lite.model.block import Block
 from megatron_lite.model.embedding_and_head import Embedding, Head
 from megatron_lite.model.layer import Layer
 from megatron_lite.model.parameter_patterns import set_lr_scales, set_weight_decay
 from megatron_lite.model.rotary import Rotary
+from megatron_lite.model.tensor_parallel import ALONE, TensorParallel, tensor_parallel
 from megatron_lite.parameter import Parameter
 
 _DEFAULT_PERFORMANCE = PerformanceConfig()
@@ -24,26 +26,31 @@ def build_gpt(
     kernels: Kernels = REFERENCES,
     logit_z_loss: float = 0.0,
     performance: PerformanceConfig = _DEFAULT_PERFORMANCE,
+    parallel: TensorParallel = ALONE,
 ) -> list[Layer]:
     """Build the layers on the meta device, in order: embedding, blocks, head with loss.
 
-    config: resolved. sequence_length: positions in the rotary table. performance: what to recompute.
+    config: resolved. sequence_length: positions in the rotary table. performance: what to recompute. parallel: the
+    ranks that share each layer.
     """
     rotary = Rotary(config, sequence_length) if config.use_rotary_embeddings else None
-    embedding = Embedding(config, kernels)
-    blocks = [Block(index, config, rotary, kernels, performance) for index in range(config.num_layers)]
-    return [embedding, *blocks, Head(config, embedding, kernels, logit_z_loss)]
+    embedding = Embedding(config, kernels, parallel)
+    blocks = [Block(index, config, rotary, kernels, performance, parallel) for index in range(config.num_layers)]
+    return [embedding, *blocks, Head(config, embedding, kernels, parallel, logit_z_loss)]
 
 
-def model_layers(config: Config, kernels: Kernels) -> list[Layer]:
+def model_layers(config: Config, kernels: Kernels, tensor: Group | None = None) -> list[Layer]:
     """Build the layers on the meta device and set learning-rate scales and weight decay as configured.
+
+    tensor: the ranks that share each layer; None: this one alone.
 
     Raises:
         UsageError: if a pattern of --freeze, --lr_scales or --weight_decay_modules matches nothing, or everything
             would be frozen.
     """
     length, z_loss = config.batch.sequence_length, config.training.logit_z_loss
-    layers = build_gpt(config.model, length, kernels, z_loss, config.performance)
+    parallel = ALONE if tensor is None else tensor_parallel(config, tensor)
+    layers = build_gpt(config.model, length, kernels, z_loss, config.performance, parallel)
     optimizer, parameters = config.optimizer, parameters_of(layers)
     set_lr_scales(parameters, lr_scale_patterns(optimizer.freeze, optimizer.lr_scales))
     set_weight_decay(parameters, optimizer.weight_decay_default_mask, optimizer.weight_decay_modules)

@@ -12,10 +12,11 @@ from torch import Tensor
 from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.attention.attention import Documents
 from megatron_lite.kernels.choice import Kernels
+from megatron_lite.kernels.exchange import INSIDE, Exchange
 from megatron_lite.kernels.linear import linear
 from megatron_lite.kernels.normalization import Kind, add_norm
 from megatron_lite.model.kv_cache import CachePass
-from megatron_lite.parameter import Initializer, Parameter, ParameterSpec, declare
+from megatron_lite.parameter import WHOLE, Initializer, Parameter, ParameterSpec, Split, declare
 from megatron_lite.seeds import derive_seed
 
 MASKED = -1  # label of a token that counts in no loss
@@ -57,27 +58,41 @@ class Layer(torch.nn.Module):
 class Linear(torch.nn.Module):
     """A linear layer with weight (o, i) and, if `biased`, bias (o,).
 
-    out_sizes: rows of each linear map stored in the weight, from the top; they sum to o.
+    out_sizes: rows of each linear map stored in the weight, from the top; they sum to o. split: of the weight; a bias
+    is split with its rows, and whole beside split columns.
     """
 
     def __init__(
-        self, name: str, in_size: int, out_sizes: Sequence[int], std: float, config: ModelConfig, biased: bool
+        self,
+        name: str,
+        in_size: int,
+        out_sizes: Sequence[int],
+        std: float,
+        config: ModelConfig,
+        biased: bool,
+        split: Split = WHOLE,
     ) -> None:
         super().__init__()
         weights, out_size = Initializer("normal", std), sum(out_sizes)
-        shape = (out_size, in_size)
-        self.weight = declare(ParameterSpec(f"{name}.weight", shape, weights, matrix_rows=tuple(out_sizes)))
-        biases = weights if config.random_bias_init else Initializer("constant", 0.0)
-        self.bias = declare(ParameterSpec(f"{name}.bias", (out_size,), biases, weight_decay=False)) if biased else None
+        rows, shape = tuple(out_sizes), (out_size, in_size)
+        self.weight = declare(ParameterSpec(f"{name}.weight", shape, weights, matrix_rows=rows, split=split))
+        self.bias: Parameter | None = None
+        if biased:
+            biases = weights if config.random_bias_init else Initializer("constant", 0.0)
+            of_bias = split if split.dim == 0 else Split(split.ranks, split.rank)
+            self.bias = declare(ParameterSpec(f"{name}.bias", (out_size,), biases, weight_decay=False, split=of_bias))
 
-    def forward(self, input_: Tensor) -> Tensor:
-        return linear(input_, self.weight, self.bias)
+    def forward(self, input_: Tensor, before: Exchange = INSIDE, after: Exchange = INSIDE) -> Tensor:
+        """See `kernels.linear`."""
+        return linear(input_, self.weight, self.bias, before, after)
 
 
 class Norm(torch.nn.Module):
     """Layer or RMS norm over the last dimension, (..., h) -> (..., h); its parameters, if any, are (h,)."""
 
-    def __init__(self, name: str, config: ModelConfig, kernels: Kernels, size: int | None = None) -> None:
+    def __init__(
+        self, name: str, config: ModelConfig, kernels: Kernels, split: Split = WHOLE, size: int | None = None
+    ) -> None:
         """`size` of the last dimension; None: hidden_size."""
         super().__init__()
         centered = {"layer_norm": True, "rms_norm": False}[config.normalization_type]
@@ -88,10 +103,10 @@ class Norm(torch.nn.Module):
         if config.use_layer_norm_weight:
             init_range = config.layer_norm_init_range
             weights = Initializer("around_zero" if self.kind.zero_centered else "around_one", init_range)
-            self.weight = declare(ParameterSpec(f"{name}.weight", shape, weights, weight_decay=False))
+            self.weight = declare(ParameterSpec(f"{name}.weight", shape, weights, weight_decay=False, split=split))
         if config.use_layer_norm_weight and centered:
             zeros = Initializer("constant", 0.0)
-            self.bias = declare(ParameterSpec(f"{name}.bias", shape, zeros, weight_decay=False))
+            self.bias = declare(ParameterSpec(f"{name}.bias", shape, zeros, weight_decay=False, split=split))
 
     def forward(self, hidden: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Normalize; the output has the given dtype, by default the input's."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from megatron_lite.distributed.process_group import Group
+from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.traffic import Total
 from megatron_lite.monitor.logging import MIB
 from megatron_lite.zero.stage import Stage

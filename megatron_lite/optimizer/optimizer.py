@@ -64,8 +64,10 @@ class Optimizer:
             tokens: number in the global batch that count in the loss.
             updated: called after each stage, in stage order, so that its gather can overlap later updates.
         """
-        total = squared_norm([part.grad_shard for _, part in self._trained], self._triton)
-        norm_squared, loss = self._distributed.sum_in_rank_order(torch.stack([total, loss.double()]))
+        shards = [piece for _, part in self._trained for piece in part.replicas.counted_once(part.grad_shard)]
+        total = squared_norm(shards, self._triton)
+        norm_squared, loss = self._distributed.data.sum_in_rank_order(torch.stack([total, loss.double()]))
+        norm_squared = self._distributed.tensor.sum_in_rank_order(norm_squared)
         scale = self.loss_scale.scale
         grad_norm = (norm_squared.sqrt() / scale).float()
         verdict = self.guard.judge(iteration, loss / max(tokens, 1), grad_norm, self.loss_scale.can_shrink())

@@ -17,7 +17,8 @@ def counted_labels(run: Run, phase: str, micro_batches: Sequence[HostBatch], ite
     Without masks the batch schedule tells, and nothing is exchanged.
     """
     if any(batch.masked is not None for batch in micro_batches):
-        return run.distributed.agree_sum([batch.counted for batch in micro_batches])
+        copies = run.distributed.tensor.world_size  # ranks that train on the same samples
+        return [total // copies for total in run.distributed.agree_sum([batch.counted for batch in micro_batches])]
     split, length = run.data.split(phase, iteration), run.config.batch.sequence_length
     return [split.real_samples(micro_step) * length for micro_step in range(split.micro_steps)]
 
@@ -29,7 +30,7 @@ def step_inputs(
 
     counted: see `counted_labels`.
     """
-    seed, rank = run.config.distributed.seed, run.distributed.rank
+    seed, rank = run.config.distributed.seed, run.distributed.data.rank
     scale = run.optimizer.loss_scale.scale / max(sum(counted), 1)
     weights = loss_weights(counted, run.config.training.loss_reduction)
     return [

@@ -263,9 +263,9 @@ def _mlp_backward(walk: Walk, sizes: Sizes, level: str, adds: bool) -> None:
     walk.allocate(0, temporary=_bias_gradient(sizes, hidden_size, biased))
     if recomputes_z:
         walk.free(sizes.z)
+    walk.allocate(sizes.hidden, temporary=_copies(sizes, sizes.tokens, sizes.u_channels, hidden_size))
     walk.allocate(0, temporary=_weight_gradient(sizes, sizes.u_channels, hidden_size, adds))
     walk.allocate(0, temporary=_bias_gradient(sizes, sizes.u_channels, biased))
-    walk.allocate(sizes.hidden, temporary=_copies(sizes, sizes.tokens, sizes.u_channels, hidden_size))
     if level == "full":
         walk.free(sizes.u)
 
@@ -276,8 +276,8 @@ def _attention_backward(walk: Walk, sizes: Sizes, saved: Saved, gradient: int, a
     context, gradients = sizes.of(query), sizes.query_key_value
     weight = _weight_gradient(sizes, model.hidden_size, query, adds)
     bias = _bias_gradient(sizes, model.hidden_size, model.add_linear_biases)
-    walk.allocate(0, temporary=max(weight, bias))
     walk.allocate(context, temporary=_copies(sizes, sizes.tokens, model.hidden_size, query))  # its gradient
+    walk.allocate(0, temporary=max(weight, bias))
     walk.free(gradient)  # of the branch
     if sizes.attention == "math":
         walk.free(saved["attention outputs"])
@@ -297,8 +297,8 @@ def _attention_backward(walk: Walk, sizes: Sizes, saved: Saved, gradient: int, a
     walk.free(gradients)
     weight = _weight_gradient(sizes, query + 2 * key, model.hidden_size, adds)
     bias = _bias_gradient(sizes, query + 2 * key, model.add_qkv_biases)
-    walk.allocate(0, temporary=max(weight, bias))
     walk.allocate(sizes.hidden, temporary=_copies(sizes, sizes.tokens, query + 2 * key, model.hidden_size))
+    walk.allocate(0, temporary=max(weight, bias))
     walk.free(gradients)
 
 

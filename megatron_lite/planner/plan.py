@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import RECOMPUTE_LEVELS, Config
-from megatron_lite.distributed.process_group import reduction_scratch_bytes
+from megatron_lite.distributed.cpu_collectives import Done
+from megatron_lite.distributed.rank_group import alone, reduction_scratch_bytes
 from megatron_lite.distributed.step_watch import Event
 from megatron_lite.distributed.traffic import Total, Traffic
 from megatron_lite.kernels.choice import choose_kernels
@@ -26,27 +27,25 @@ from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.schedule import Step
 
 
-class Done:
-    """A collective that has finished already."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
 class SimulatedGroup:
     """One rank of a group that does not exist: counts collectives and moves nothing."""
 
     def __init__(self, rank: int, world_size: int, device_type: str, device: str = "meta") -> None:
         self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
-        self.traffic = Traffic(world_size)
+        self.data, self.tensor = self, alone(self.device)
+        self.traffic = Traffic()
         self._device_type = device_type
 
     def all_gather(self, buffer: Tensor, kind: str = "gather") -> Done:
-        self.traffic.started(kind, buffer, Done())
+        self.traffic.started(kind, buffer, Done(), self.world_size)
         return Done()
 
     def reduce_scatter(self, buffer: Tensor, kind: str = "reduce") -> Done:
-        self.traffic.started(kind, buffer, Done())
+        self.traffic.started(kind, buffer, Done(), self.world_size)
+        return Done()
+
+    def all_reduce(self, buffer: Tensor, kind: str) -> Done:
+        self.traffic.started(kind, buffer, Done(), self.world_size, passes=2)
         return Done()
 
     def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:

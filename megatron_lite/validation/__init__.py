@@ -21,6 +21,7 @@ from megatron_lite.validation.learning_rate import learning_rate
 from megatron_lite.validation.messages import Problem, problem
 from megatron_lite.validation.model import model, performance
 from megatron_lite.validation.optimizer import averaging, optimizer, weight_decay
+from megatron_lite.validation.parallel import data_ranks, tensor_parallel
 from megatron_lite.validation.sizes import sizes
 from megatron_lite.validation.warnings import warnings as warnings
 
@@ -72,7 +73,8 @@ def _cross_check(draft: Draft, world_size: int) -> Iterator[Problem]:
     yield from run.source(draft)
     yield from model(draft)
     yield from performance(draft)
-    yield from batch(draft, world_size)
+    yield from tensor_parallel(draft, world_size)
+    yield from batch(draft, data_ranks(draft, world_size))
     yield from learning_rate(draft)
     yield from optimizer(draft)
     yield from weight_decay(draft)

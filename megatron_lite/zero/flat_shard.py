@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_lite.distributed.process_group import Group
+from megatron_lite.distributed.rank_group import Group
 from megatron_lite.kernels.weight_shard import WeightShard
 from megatron_lite.parameter import ParameterSpec
 from megatron_lite.seeds import derive_seed
 from megatron_lite.zero.layout import lay_out
+from megatron_lite.zero.replicas import Replicas
 
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -49,10 +50,12 @@ class FlatShard:
         frozen: bool,
         training: bool,
         group: Group,
+        tensor: Group,
         moments: Sequence[str],
         whole_matrices: bool = False,
     ) -> None:
         self.layout = lay_out(specs, group.world_size)
+        self.replicas = Replicas(self.layout, group.rank, tensor)
         self.frozen, self.has_state = frozen, training and not frozen
         self._moments, self.whole_matrices = tuple(moments) if self.has_state else (), whole_matrices
         self._group = group
@@ -100,7 +103,8 @@ class FlatShard:
         for slot, start, end in self.layout.pieces(self._group.rank):
             value = torch.empty(slot.spec.shape, dtype=torch.float32, device=self._group.device)
             slot.spec.initializer.fill(value, generator.manual_seed(derive_seed(seed, slot.spec.name)))
-            shard[slot.offset + start - low : slot.offset + end - low] = value.view(-1)[start:end]
+            own = slot.spec.local(value).reshape(-1)
+            shard[slot.offset + start - low : slot.offset + end - low] = own[start:end]
         self.write("weights", shard)
 
     def allocate_average(self) -> None:

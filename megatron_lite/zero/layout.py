@@ -27,11 +27,11 @@ class ParameterSlot:
 
     @property
     def numel(self) -> int:
-        return self.spec.numel
+        return self.spec.local_numel
 
     @property
     def end(self) -> int:
-        return self.offset + self.spec.numel
+        return self.offset + self.spec.local_numel
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class UpdateRange:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """A flat range of parameters: world_size equal shards of shard_numel elements each."""
+    """A flat range of parameters, or of this rank's parts of them: world_size shards of shard_numel elements each."""
 
     slots: tuple[ParameterSlot, ...]
     world_size: int

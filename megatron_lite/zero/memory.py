@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_lite.config import MultiStageConfig
-from megatron_lite.distributed.process_group import Group
+from megatron_lite.distributed.rank_group import Group
 from megatron_lite.zero.flat_shard import FlatShard, Precision
 from megatron_lite.zero.layout import BufferPlan, plan_buffers
 from megatron_lite.zero.schedule import StagePlan

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import BatchConfig, MultiStageConfig
-from megatron_lite.distributed.process_group import Group
+from megatron_lite.distributed.rank_group import Group, alone
 from megatron_lite.parameter import DTYPES, Parameter
 from megatron_lite.zero import runner
 from megatron_lite.zero.flat_shard import ADAM_MOMENTS, FlatShard, Precision
 from megatron_lite.zero.layer import Layer
 from megatron_lite.zero.layout import split_into_stages
 from megatron_lite.zero.memory import Memory
+from megatron_lite.zero.replicas import whole_parameter
 from megatron_lite.zero.runner import Verbs
 from megatron_lite.zero.schedule import Step, evaluation_schedule, first_trained, training_schedule
 from megatron_lite.zero.stage import Observer, Stage
@@ -26,6 +27,7 @@ from megatron_lite.zero.throttle import Throttle
 class MultiStage:
     """A chain of layers, partitioned over the data-parallel ranks.
 
+    tensor: the ranks that share each layer; by default this one alone.
     training: False (inference) allocates no gradients and no moments.
     moments: names of the optimizer state kept per element.
     averaged: keep a running average of the trainable weights, which `optimizer.Averaging` updates.
@@ -41,11 +43,12 @@ class MultiStage:
         group: Group,
         training: bool = True,
         *,
+        tensor: Group | None = None,
         moments: Sequence[str] = ADAM_MOMENTS,
         averaged: bool = False,
         whole_matrices: bool = False,
     ) -> None:
-        self.group, self.training = group, training
+        self.group, self.tensor, self.training = group, tensor or alone(group.device), training
         dtype = DTYPES[training_dtype]
         self.precision = Precision(
             training=dtype,
@@ -56,7 +59,7 @@ class MultiStage:
         assert config.layers_per_stage != "auto", "resolved before"
         self.split = split_into_stages(len(layers) - 2, config.layers_per_stage)
         self.stages = [
-            Stage(i, [layers[j] for j in some], group, training, moments, whole_matrices)
+            Stage(i, [layers[j] for j in some], group, self.tensor, training, moments, whole_matrices)
             for i, some in enumerate(self.split)
         ]
         self._verbs: Sequence[Verbs] = self.stages
@@ -168,7 +171,7 @@ class MultiStage:
             stage.gather()
             stage.require_weights()
             for name, parameter in stage.parameters():
-                yield name, parameter.detach()
+                yield name, whole_parameter(parameter.spec, parameter.detach(), self.tensor)
 
     def not_finite(self) -> str | None:
         """Return a weight of this rank's shards that is not finite, or its moment or average ("exp_avg of <name>").
@@ -212,4 +215,4 @@ class MultiStage:
 
     @property
     def num_parameters(self) -> int:
-        return sum(slot.numel for _, part in self.parts() for slot in part.layout.slots)
+        return sum(slot.spec.numel for _, part in self.parts() for slot in part.layout.slots)

@@ -13,7 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megatron_lite.distributed.process_group import Group, Handle, Works
+from megatron_lite.distributed.cpu_collectives import Works
+from megatron_lite.distributed.rank_group import Group
+from megatron_lite.distributed.traffic import Handle
 from megatron_lite.parameter import Parameter
 from megatron_lite.zero.flat_shard import ADAM_MOMENTS, FlatShard, Precision
 from megatron_lite.zero.layer import Layer, backward, recompute
@@ -78,6 +80,7 @@ class Stage:
         index: int,
         layers: Sequence[Layer],
         group: Group,
+        tensor: Group,
         training: bool = True,
         moments: Sequence[str] = ADAM_MOMENTS,
         whole_matrices: bool = False,
@@ -87,7 +90,7 @@ class Stage:
         trained, frozen = [s for s in specs if s.trainable], [s for s in specs if not s.trainable]
         kinds = [(some, is_frozen) for some, is_frozen in ((trained, False), (frozen, True)) if some]
         self.parts = tuple(
-            FlatShard(some, is_frozen, training, group, moments, whole_matrices) for some, is_frozen in kinds
+            FlatShard(some, is_frozen, training, group, tensor, moments, whole_matrices) for some, is_frozen in kinds
         )
         self.trainable = next((part for part in self.parts if part.has_state), None)
         # The gradient of an embedding needs only the tokens, so its weights are not gathered for it.
@@ -131,7 +134,7 @@ class Stage:
         for part, placed in zip(self.parts, self._ranges(buffer), strict=True):
             part.placed, part.shows_average = placed, averages
         for (_, parameter), (part, slot) in zip(self._placed, self._places(), strict=True):
-            parameter.data = part.placed[slot.offset : slot.end].view(slot.spec.shape)
+            parameter.data = part.placed[slot.offset : slot.end].view(slot.spec.local_shape)
 
     def initialize(self, seed: int) -> None:
         """Draw the initial weights."""
@@ -210,9 +213,10 @@ class Stage:
         self.gradients.start(ShardUpdate(reduction, part.own_gradients, part.grad_shard, again))
 
     def finish_reduction(self) -> None:
-        """Wait for the reduction under way, if any; afterwards the gradient shard is complete."""
-        if self.gradients is not None:
+        """Wait for the reduction under way, if any, and complete the gradients of parameters with several copies."""
+        if self.gradients is not None and self.trainable is not None:
             self.gradients.wait()
+            self.trainable.replicas.sum_gradients(self.trainable.grad_shard)
 
     def begin_update(self) -> None:
         """Wait for the gather that sends this rank's shard, which may be a slice of the stage's own buffer.
@@ -298,10 +302,12 @@ class Stage:
             for attribute, declared in list(module.named_parameters(recurse=False)):
                 part, slot = places[cast(Parameter, declared).spec.name]
                 bounds = slice(slot.offset, slot.end)
-                parameter = Parameter(part.full_weights[bounds].view(slot.spec.shape), requires_grad=part.has_state)
+                parameter = Parameter(
+                    part.full_weights[bounds].view(slot.spec.local_shape), requires_grad=part.has_state
+                )
                 parameter.spec = slot.spec
                 if part.has_state:
-                    parameter.main_grad = part.full_gradients[bounds].view(slot.spec.shape)
+                    parameter.main_grad = part.full_gradients[bounds].view(slot.spec.local_shape)
                 setattr(module, attribute, parameter)
                 placed[slot.spec.name] = parameter
         return [(name, placed[name]) for name in places]

@@ -429,8 +429,9 @@ def test_home_directory() -> None:
 
 def test_all_problems_at_once() -> None:
     """Bad values, refusals and contradictions between the other flags come in one error, one line each."""
-    lines = problem(["--lr=nan", "--tensor_parallel=2", "--num_attention_heads=7", "--train_iters=5e5"]).splitlines()
-    assert [line.partition("=")[0] for line in lines] == ["--lr", "--tensor_parallel", "--train_iters", "--hidden_size"]
+    typed = ["--lr=nan", "--pipeline_parallel=2", "--num_attention_heads=7", "--train_iters=5e5"]
+    lines, names = problem(typed).splitlines(), ["--lr", "--pipeline_parallel", "--train_iters", "--hidden_size"]
+    assert [line.partition("=")[0] for line in lines] == names
 
 
 def test_contradictions_of_wrong_values_are_left_out() -> None:
@@ -556,7 +557,7 @@ def check_refused_flag(name: str, row: Row) -> None:
 def test_accepted_values_in_other_notations() -> None:
     """1, 1.0 and true are the same, and so are an empty value and none."""
     for text in (
-        "tensor_parallel=1.0",
+        "pipeline_parallel=1.0",
         "expert_z_loss_coefficient=0.0",
         "imported_model_type=",
         "micro_sequence_length=[]",

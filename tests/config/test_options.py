@@ -8,7 +8,7 @@ import re
 import pytest
 
 from megatron_lite.config import AREAS, Config, Draft, flatten, unflatten
-from megatron_lite.config.values import FLAGS, check_bounds
+from megatron_lite.config.values import FLAGS, is_legal
 
 
 def test_a_configuration_is_read_only() -> None:
@@ -38,4 +38,4 @@ def test_conditions_name_other_options_and_their_values(name: str) -> None:
         other, _, values = alternative.partition("!=" if "!=" in alternative else "=")
         assert other != name and other in FLAGS
         for value in values.split("|") if values else ():
-            assert value == "none" and FLAGS[other].optional or check_bounds(FLAGS[other], value) is None
+            assert value == "none" and FLAGS[other].optional or is_legal(FLAGS[other], value)

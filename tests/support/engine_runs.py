@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.config import Config
-from megatron_lite.distributed.process_group import Group, Handle
-from megatron_lite.distributed.traffic import Traffic
+from megatron_lite.distributed.rank_group import Group, alone
+from megatron_lite.distributed.traffic import Handle, Traffic
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.optimizer.optimizer import Optimizer
@@ -50,12 +50,13 @@ class Engine:
         self.config: Config = tiny_config(ranks.world_size, **options)
         self.ranks, dtype = ranks, self.config.distributed.training_dtype
         self.model = MultiStage(
-            layers_of(self.config),
+            layers_of(self.config, ranks.tensor),
             self.config.multi_stage,
             self.config.batch,
             dtype,
-            group or ranks,
+            group or ranks.data,
             training,
+            tensor=ranks.tensor,
             moments=self.config.optimizer.moments,
             whole_matrices=self.config.optimizer.whole_matrices,
             averaged=self.config.averaging.enabled,
@@ -75,7 +76,7 @@ class Engine:
         """One iteration's micro-batches of this rank."""
         batch = self.config.batch
         assert batch.micro_batch_size and batch.sequential_micro_batches
-        generator = torch.Generator().manual_seed(1000 * iteration + self.ranks.rank)
+        generator = torch.Generator().manual_seed(1000 * iteration + self.ranks.data.rank)
         shape = (batch.sequential_micro_batches, 2, batch.micro_batch_size, batch.sequence_length)
         tokens = torch.randint(self.config.model.vocab_size, shape, generator=generator).to(self.ranks.device)
         return [MicroBatch(inputs, labels, scale) for inputs, labels in tokens]
@@ -129,6 +130,7 @@ class Wrapped:
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.rank, self.world_size, self.device = inner, inner.rank, inner.world_size, inner.device
+        self.data, self.tensor = self, inner.tensor
 
     def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
         return int(self.inner.reduction_scratch_bytes(shard_numel, dtype))
@@ -171,7 +173,7 @@ class DelayedGroup(Wrapped):
         super().__init__(distributed)
         self._side = copy.copy(distributed)
         self._side.group = dist.new_group(backend="gloo")
-        self._side.traffic = Traffic(distributed.world_size)
+        self._side.traffic = Traffic()
         self._side._tag, self._side._scratch, self._side._reduction = 0, None, None
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._chosen: Collection[int] = ()
@@ -240,6 +242,7 @@ class SimulatedRanks:
 
     def __init__(self, device: str = "cpu", delay_cycles: int = 0) -> None:
         self.device, self._delay_cycles = torch.device(device), delay_cycles
+        self.data, self.tensor = self, alone(self.device)
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:

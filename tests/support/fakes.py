@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint.manifest import KINDS, MOMENTS
+from megatron_lite.distributed.rank_group import alone
 from megatron_lite.parameter import Initializer, ParameterSpec
 from megatron_lite.zero.layout import FlatLayout, lay_out
 
@@ -64,6 +65,7 @@ class FakeDistributed:
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.world_size = world, rank, world.world_size
+        self.data, self.tensor = self, alone(self.device)
 
     def gather_objects(self, value: Any) -> list[Any]:
         self.world.values[self.rank] = json.dumps(value)

@@ -16,6 +16,7 @@ import torch
 
 from megatron_lite.config import Config, DistributedConfig, unflatten
 from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.startup import join
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
@@ -44,17 +45,21 @@ FORKSERVER.set_forkserver_preload(
 TIMEOUT_S = 120.0
 
 
-def layers_of(config: Config) -> list[Layer]:
+def layers_of(config: Config, tensor: Group | None = None) -> list[Layer]:
     """The layers of a configuration on the meta device, computing as it does on CPU."""
-    return model_layers(config, choose_kernels(config, torch.device("cpu")))
+    return model_layers(config, choose_kernels(config, torch.device("cpu")), tensor)
 
 
 def run_distributed(
-    world_size: int, function: Callable[..., Any], *args: Any, deterministic: bool = False
+    world_size: int, function: Callable[..., Any], *args: Any, deterministic: bool = False, tensor_parallel: int = 1
 ) -> list[Any]:
     """Call function(distributed, *args) on `world_size` ranks; returns their results in rank order."""
     config = DistributedConfig(
-        device="cpu", distributed_timeout=60.0, startup_timeout=60.0, deterministic=deterministic
+        device="cpu",
+        distributed_timeout=60.0,
+        startup_timeout=60.0,
+        deterministic=deterministic,
+        tensor_parallel=tensor_parallel,
     )
     with tempfile.TemporaryDirectory() as directory:
         pipes = [FORKSERVER.Pipe(duplex=False) for _ in range(world_size)]

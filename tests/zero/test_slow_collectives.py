@@ -19,7 +19,9 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from megatron_lite.distributed.process_group import Distributed, Handle, Works
+from megatron_lite.distributed.cpu_collectives import Works
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.distributed.traffic import Handle
 from megatron_lite.zero.stage import Buffer
 from tests.support.engine_runs import DelayedGroup, Engine, LateGroup, Outcome, SimulatedRanks
 from tests.support.harness import run_distributed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from megatron_lite.cli.other_programs.row import (
     FP8,
-    PARALLEL,
     PRETRAINED,
     PROFILE,
     RECOMPUTE,
@@ -90,7 +89,8 @@ LEVANTER = (
         "batch_axis fsdp_axis axis_resources parameter_axis_resources compute_axis_resources",
         remark="named axes belong to JAX; write --zero_stage=3 to shard the model over all ranks",
     ),
-    Row("tensor_parallel_axes model_axis_size", remark=PARALLEL),
+    Row("model_axis_size", "--tensor_parallel"),
+    Row("tensor_parallel_axes", remark="named axes belong to JAX; write --tensor_parallel=<N>"),
     Row(
         "replica_ici_axis_size replica_dcn_axis_size",
         remark="shards are not replicated yet; write --zero_stage=1, 2 or 3, which shard over all ranks",

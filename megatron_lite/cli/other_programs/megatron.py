@@ -177,12 +177,12 @@ MEGATRON = (
     Row("distributed_timeout_minutes", "--distributed_timeout=<seconds>"),
     Row("local_rank lazy_mpu_init", remark=TORCHRUN),
     Row(
-        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size model_parallel_size "
+        "pipeline_model_parallel_size context_parallel_size "
         "encoder_tensor_model_parallel_size encoder_pipeline_model_parallel_size",
         remark=PARALLEL,
         only="1",
     ),
-    switch("sequence_parallel", "0", PARALLEL),
+    Row("model_parallel_size", "--tensor_parallel"),
     Row("num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank", remark=PARALLEL),
     Row("pipeline_model_parallel_* cp_comm_type tp_comm_* microbatch_group_size_*", remark=PARALLEL),
     Row("decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers use_tp_pp_dp_mapping", remark=PARALLEL),

@@ -64,7 +64,10 @@ def _plain(value: str) -> str:
         return value
 
 
-PARALLEL = "only data parallelism is supported so far; --zero_stage=3 shards the whole model over all ranks"
+PARALLEL = (
+    "only data and tensor parallelism are supported so far: --zero_stage=3 shards the whole model over all ranks, "
+    "--tensor_parallel=<N> splits each layer over N of them"
+)
 TORCHRUN = "torchrun sets it, by its options nproc-per-node and nnodes; --dry_run=1 --world_size=<N> plans for N ranks"
 COMPILE = (
     "torch.compile is not used: it cannot compile the hand-fused autograd functions as a whole; "

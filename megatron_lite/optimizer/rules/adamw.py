@@ -27,7 +27,7 @@ class AdamW(Rule):
         for stage, part in trained:
             moments = part.moments
             self._shards[stage.index] = Shard(part.weights, part.grad_shard, moments["exp_avg"], moments["exp_avg_sq"])
-            self._ranges[stage.index] = ranges_of(part, distributed.rank, distributed.device, separate)
+            self._ranges[stage.index] = ranges_of(part, distributed.data.rank, distributed.device, separate)
         self._clipping: UpdateClipping | None = None
         if config.update_rms_clip is not None:
             self._clipping = RmsClipping(config.update_rms_clip, trained, distributed)

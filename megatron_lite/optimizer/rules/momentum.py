@@ -23,7 +23,9 @@ class Momentum(Rule):
             "sgd": partial(sgd, momentum=config.sgd_momentum),
         }
         self._update = rules[config.optimizer]
-        self._ranges = {stage.index: ranges_of(part, distributed.rank, distributed.device) for stage, part in trained}
+        self._ranges = {
+            stage.index: ranges_of(part, distributed.data.rank, distributed.device) for stage, part in trained
+        }
 
     def apply(self, trained: Trained, numbers: StepNumbers) -> None:
         """See `Rule`."""

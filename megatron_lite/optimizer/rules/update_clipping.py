@@ -63,7 +63,7 @@ class RmsClipping(UpdateClipping):
         sizes: list[int] = []  # of all parameters, in elements
         places: list[int] = []  # index among all parameters of each range of this rank
         for _, part in trained:
-            places += [len(sizes) + row.slot for row in part.layout.update_ranges(distributed.rank, separate=True)]
+            places += [len(sizes) + row.slot for row in part.layout.update_ranges(distributed.data.rank, separate=True)]
             sizes += [slot.numel for slot in part.layout.slots]
         self._sizes = torch.tensor(sizes, dtype=torch.float64, device=distributed.device)
         self._places = torch.tensor(places, device=distributed.device)

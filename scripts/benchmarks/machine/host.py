@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import Config, unflatten
+from megatron_lite.distributed.rank_group import alone
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import MicroBatch
@@ -45,6 +46,7 @@ class OneRank:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.data, self.tensor = self, alone(device)
 
     def all_gather(self, buffer: Tensor, kind: str = "") -> Any:
         raise AssertionError("nothing to gather")

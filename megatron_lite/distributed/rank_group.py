@@ -1,0 +1,195 @@
+"""A group of ranks and its collectives, over NCCL on GPUs and by pairwise exchange on CPU.
+
+On CPU, gloo's reduce-scatter moves as many bytes as an all-reduce, and its all-gather takes three times as long as a
+send/receive pair. Both are therefore exchanged pairwise here: every rank sends each peer the slice that the peer needs,
+directly between the flat buffers. An all-reduce is one after the other.
+
+Order of sums: on CPU, and in `sum_in_rank_order` anywhere, the order of the ranks, so that results depend on neither
+timing nor ZeRO stage. NCCL sums in the order of its own algorithm: around a ring from the neighbour of the rank that
+keeps the slice, or in the switches between GPUs. NCCL chooses the algorithm by size, topology and version;
+--deterministic=1 pins it (`startup.NCCL_RING`), so that equal sizes on the same GPUs repeat bit by bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lite.distributed.cpu_collectives import Done, PairwiseSum, Then, Works
+from megatron_lite.distributed.step_watch import Event, StepWatch
+from megatron_lite.distributed.traffic import Handle, Traffic
+
+# A pairwise reduction receives into a ring of chunks per peer: small enough to be added while they are in the cache,
+# and enough of them to keep the exchange going during the computation.
+REDUCTION_CHUNK_NUMEL = 2**18
+REDUCTION_SLOTS = 8
+
+
+class Group(Protocol):
+    """The ranks that a stage is partitioned over, or that share its layers. A dry run has one without processes."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle: ...
+
+    def reduce_scatter(self, buffer: Tensor, kind: str = "reduce") -> Handle: ...
+
+    def all_reduce(self, buffer: Tensor, kind: str) -> Handle: ...
+
+    def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int: ...
+
+    def wait_for(self, event: Event) -> None: ...
+
+
+class RankGroup:
+    """Some ranks of a run, this one among them, and the collectives over them.
+
+    rank, world_size: within the group. group: of NCCL or gloo; None for a group of one. watch: of the steps on a GPU.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        group: Any,
+        traffic: Traffic,
+        watch: StepWatch | None = None,
+    ) -> None:
+        self.rank, self.world_size, self.device, self.group = rank, world_size, device, group
+        self.traffic, self._watch = traffic, watch
+        self._tag = 0
+        self._scratch: Tensor | None = None
+        self._reduction: Handle | None = None
+
+    def leave(self) -> None:
+        """Drop the reference to the group, after the last collective was waited for."""
+        self.group = None
+
+    def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
+        """Complete a flat buffer, (world_size * n,), in place; each rank holds slice `rank`."""
+        slices = buffer.view(self.world_size, -1)
+        if self.device.type == "cuda":
+            work = _nccl("all_gather_single", "all_gather_into_tensor")(
+                buffer, slices[self.rank], group=self.group, async_op=True
+            )
+            return self._started(kind, buffer, work)
+        return self._started(kind, buffer, self._pairwise_gather(slices))
+
+    def reduce_scatter(self, buffer: Tensor, kind: str = "reduce") -> Handle:
+        """Sum a flat buffer, (world_size * n,), over ranks into slice `rank`, in place; other slices become garbage.
+
+        On CPU one reduction is in flight at a time, because it owns the scratch: starting the next one completes it.
+        """
+        if self.device.type == "cuda":
+            own = buffer.view(self.world_size, -1)[self.rank]
+            work = _nccl("reduce_scatter_single", "reduce_scatter_tensor")(own, buffer, group=self.group, async_op=True)
+            return self._started(kind, buffer, work)
+        self._reduction = self._started(kind, buffer, self._pairwise_sum(buffer))
+        return self._reduction
+
+    def all_reduce(self, buffer: Tensor, kind: str) -> Handle:
+        """Sum a contiguous tensor over ranks in place, bit-identical on all of them; a group of one has its sum."""
+        if self.world_size == 1:
+            return Done()
+        if self.device.type == "cuda":
+            work = dist.all_reduce(buffer, group=self.group, async_op=True)
+            return self._started(kind, buffer, work, passes=2)
+        flat, rest = buffer.view(-1), -buffer.numel() % self.world_size
+        padded = torch.cat([flat, flat.new_zeros(rest)]) if rest else flat
+
+        def gather() -> Handle:
+            return self._pairwise_gather(padded.view(self.world_size, -1))
+
+        def finish() -> Handle:
+            if rest:
+                flat.copy_(padded[: flat.numel()])
+            return Done()
+
+        self._reduction = self._started(kind, buffer, Then(self._pairwise_sum(padded), gather, finish), passes=2)
+        return self._reduction
+
+    def sum_in_rank_order(self, values: Tensor) -> Tensor:
+        """Return the sum of a small vector over ranks, bit-identical on all of them."""
+        if self.group is None:  # of one
+            return values
+        gathered = values.new_zeros(self.world_size, *values.shape)
+        gathered[self.rank] = values
+        self.all_gather(gathered.view(-1), "sum").wait()
+        return gathered.sum(dim=0)
+
+    def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
+        """Return every rank's tensor, all of one shape and dtype, in rank order, on every rank. For debugging."""
+        gathered = tensor.new_empty(self.world_size, tensor.numel())
+        gathered[self.rank] = tensor.detach().flatten()
+        self.all_gather(gathered.view(-1), "debug").wait()
+        return [row.view(tensor.shape) for row in gathered]
+
+    def wait_for(self, event: Event) -> None:
+        """Wait for a point inside the step that the host is queueing."""
+        assert self._watch is not None, f"no events on {self.device.type}"
+        self._watch.wait_for(event)
+
+    def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
+        """Return the scratch bytes that `reduce_scatter` allocates for shards of this size."""
+        return reduction_scratch_bytes(self.device.type, self.world_size, shard_numel, dtype)
+
+    # -- by pairs, on CPU ----------------------------------------------------------------------------------------
+
+    def _pairwise_gather(self, slices: Tensor) -> Handle:
+        tag, peers = self._next_tag(1), [peer for peer in range(self.world_size) if peer != self.rank]
+        sends: list[Any] = [dist.isend(slices[self.rank], group=self.group, group_dst=peer, tag=tag) for peer in peers]
+        receives: list[Any] = [dist.irecv(slices[peer], group=self.group, group_src=peer, tag=tag) for peer in peers]
+        return Works([*receives, *sends])
+
+    def _pairwise_sum(self, buffer: Tensor) -> Handle:
+        if self._reduction is not None:
+            self._reduction.wait()
+        scratch = self._reduction_scratch(buffer)
+        tag = self._next_tag(-(-buffer.numel() // (self.world_size * scratch.shape[-1])))
+        return PairwiseSum(buffer, scratch, self.rank, self.group, tag)
+
+    def _reduction_scratch(self, buffer: Tensor) -> Tensor:
+        shape = reduction_scratch_shape(self.world_size, buffer.numel() // self.world_size)
+        size = math.prod(shape) * buffer.itemsize
+        if self._scratch is None or self._scratch.numel() < size:
+            self._scratch = buffer.new_empty(size, dtype=torch.uint8)
+        return self._scratch[:size].view(buffer.dtype).view(shape)
+
+    def _next_tag(self, count: int) -> int:
+        tag, self._tag = self._tag, (self._tag + count) % 2**30
+        return tag
+
+    def _started(self, kind: str, buffer: Tensor, work: Handle, passes: int = 1) -> Handle:
+        return self.traffic.started(kind, buffer, work, self.world_size, passes)
+
+
+def alone(device: torch.device) -> RankGroup:
+    """Return a group of one rank."""
+    return RankGroup(0, 1, device, None, Traffic())
+
+
+def reduction_scratch_bytes(device_type: str, world_size: int, shard_numel: int, dtype: torch.dtype) -> int:
+    """Return the scratch bytes of reductions of shards of this size: receive chunks on CPU, nothing on a GPU."""
+    if device_type == "cuda":
+        return 0
+    return math.prod(reduction_scratch_shape(world_size, shard_numel)) * dtype.itemsize
+
+
+def reduction_scratch_shape(world_size: int, shard_numel: int) -> tuple[int, int, int]:
+    """Return (slots, peers, elements per chunk) for shards of this size."""
+    chunk_numel = min(shard_numel, REDUCTION_CHUNK_NUMEL)
+    chunks = -(-shard_numel // chunk_numel) if shard_numel else 0
+    return min(REDUCTION_SLOTS, chunks), world_size - 1, chunk_numel
+
+
+def _nccl(name: str, older_name: str) -> Callable[..., Handle]:
+    """Return a collective by its name in torch >= 2.13, else by its older name, which 2.13 deprecates."""
+    return getattr(dist, name, None) or getattr(dist, older_name)

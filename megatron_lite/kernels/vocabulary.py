@@ -1,0 +1,147 @@
+"""The rows of embedding and head on the ranks of a tensor-parallel group (Shoeybi et al. 2019, section 3).
+
+`SplitVocabulary`: each rank has a run of the vocabulary's rows. The embedding looks its own tokens up, and a sum over
+ranks completes the hidden states. The head computes the logits of its own rows for all tokens; of each token's logits
+the ranks exchange the log-sum-exp and the label's logit, so that the logits of the whole vocabulary exist nowhere:
+
+    lse = log sum_r exp(lse_r)        x[label] = sum_r x_r[label], which is 0 on all ranks but one
+
+`WholeVocabulary`: each rank has all rows, and treats the tokens of its residual stream.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_lite.distributed.rank_group import Group
+from megatron_lite.kernels.exchange import INSIDE, SUM, Exchange, Pending, ready
+
+
+class Rows(NamedTuple):
+    """Rows of a table to look up."""
+
+    rows: Tensor  # (b, s) int64
+    absent: Tensor | None  # (b, s) bool: tokens that another rank has, whose rows count as zeros; None: none
+
+
+class Vocabulary(Protocol):
+    """Exchanges around a table with a row per vocabulary entry."""
+
+    is_split: bool
+
+    def rows(self, tokens: Tensor) -> Rows:
+        """Return the rows that this rank looks up for tokens (b, s)."""
+
+    def embedded(self, rows: Tensor) -> Pending:
+        """Return the residual stream of looked-up rows (..., h)."""
+
+    def of_residual(self, residual: Tensor) -> Pending:
+        """Return the tokens that this rank treats, (..., h), of the head's input or a gradient of `embedded`."""
+
+    def into_residual(self, gradient: Tensor) -> Pending:
+        """Return the residual stream's gradient of the head's input (t, h); overwrites it."""
+
+    def labels(self, labels: Tensor) -> Tensor:
+        """Return labels (b, s) as rows of this rank's table, (t,): below zero: masked; beyond it: another rank's."""
+
+    def join(self, lse: Tensor, at_label: Tensor) -> None:
+        """Turn sums over this rank's entries, (t,) in fp32, into sums over the vocabulary, in place."""
+
+    def total(self, loss: Tensor) -> Tensor:
+        """Return the loss summed over all tokens, ()."""
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Return the logits (..., v) of all entries, given those of this rank's table."""
+
+
+class WholeVocabulary:
+    """A table with all rows on every rank."""
+
+    is_split = False
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def rows(self, tokens: Tensor) -> Rows:
+        return Rows(self._exchange.own(tokens), None)
+
+    def embedded(self, rows: Tensor) -> Pending:
+        return ready(rows)
+
+    def of_residual(self, residual: Tensor) -> Pending:
+        return ready(residual)
+
+    def into_residual(self, gradient: Tensor) -> Pending:
+        return ready(gradient)
+
+    def labels(self, labels: Tensor) -> Tensor:
+        return self._exchange.own(labels).flatten()
+
+    def join(self, lse: Tensor, at_label: Tensor) -> None:
+        return None
+
+    def total(self, loss: Tensor) -> Tensor:
+        return self._exchange.total(loss)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        return logits
+
+
+WHOLE = WholeVocabulary(INSIDE)
+
+
+class SplitVocabulary:
+    """A table with a run of `size` of the rows on each rank, padding included."""
+
+    def __init__(self, exchange: Exchange, group: Group, vocab_size: int, size: int) -> None:
+        self._exchange, self._group, self._vocab_size, self._size = exchange, group, vocab_size, size
+        self._start = group.rank * size
+        self.is_split = group.world_size > 1
+
+    def rows(self, tokens: Tensor) -> Rows:
+        if not self.is_split:
+            return Rows(tokens, None)
+        absent = (tokens < self._start) | (tokens >= self._start + self._size)
+        # Tokens of other ranks go to different rows, because the gradient of one row is summed by one program.
+        present = min(self._size, self._vocab_size - self._start)
+        return Rows(torch.where(absent, tokens % present, tokens - self._start), absent)
+
+    def embedded(self, rows: Tensor) -> Pending:
+        return self._exchange.reduce(rows)
+
+    def of_residual(self, residual: Tensor) -> Pending:
+        return self._exchange.gather(residual)
+
+    def into_residual(self, gradient: Tensor) -> Pending:
+        return self._exchange.reduce(gradient)
+
+    def labels(self, labels: Tensor) -> Tensor:
+        flat = labels.flatten()
+        if not self.is_split:
+            return flat
+        rows = flat - self._start
+        present = (rows >= 0) & (rows < self._size)
+        return torch.where(flat < 0, flat, torch.where(present, rows, self._vocab_size))
+
+    def join(self, lse: Tensor, at_label: Tensor) -> None:
+        if not self.is_split:
+            return
+        gathered = lse.new_empty(self._group.world_size, 2, lse.shape[0])
+        gathered[self._group.rank, 0], gathered[self._group.rank, 1] = lse, at_label
+        self._group.all_gather(gathered.view(-1), SUM).wait()
+        torch.logsumexp(gathered[:, 0], dim=0, out=lse)
+        torch.sum(gathered[:, 1], dim=0, out=at_label)
+
+    def total(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def whole(self, logits: Tensor) -> Tensor:
+        if not self.is_split:
+            return logits
+        gathered = logits.new_zeros(self._group.world_size, *logits.shape[:-1], self._size)
+        gathered[self._group.rank, ..., : logits.shape[-1]] = logits
+        self._group.all_gather(gathered.view(-1), SUM).wait()
+        return torch.cat([*gathered], dim=-1)[..., : self._vocab_size]

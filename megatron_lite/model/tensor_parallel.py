@@ -1,0 +1,75 @@
+"""How the ranks of a tensor-parallel group share the layers of a model (Shoeybi et al. 2019; Korthikanti et al. 2022).
+
+Attention splits its heads, the MLP its channels, embedding and head the vocabulary; every rank has whole norms, learned
+positions and biases of the residual stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_lite.config import Config, ModelConfig
+from megatron_lite.distributed.rank_group import Group, alone
+from megatron_lite.kernels.exchange import Exchange, Replicated, TokenSplit
+from megatron_lite.kernels.vocabulary import SplitVocabulary, Vocabulary, WholeVocabulary
+from megatron_lite.parameter import Block, Split
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The group, and what it splits besides heads and channels: tokens of the residual stream, rows of embeddings."""
+
+    group: Group
+    splits_tokens: bool = False
+    splits_vocabulary: bool = True
+
+    def exchange(self, any_length: bool = False) -> Exchange:
+        """Return the exchange of a pass; any_length: its tokens may not divide by the ranks, as in generation."""
+        return TokenSplit(self.group) if self.splits_tokens and not any_length else Replicated(self.group)
+
+    def vocabulary(self, exchange: Exchange, config: ModelConfig) -> Vocabulary:
+        """Return the exchange around the tables of a pass."""
+        if not self.splits_vocabulary:
+            return WholeVocabulary(exchange)
+        return SplitVocabulary(exchange, self.group, config.vocab_size, self.vocabulary_rows(config))
+
+    # -- parameters -------------------------------------------------------------------------------------------------
+
+    def parts(self, size: int, most: int | None = None) -> Block:
+        """Return a block in equal parts, one for each rank, but at most `most`; then several ranks have the same."""
+        ranks = self.group.world_size
+        return Block.of(size, ranks if most is None else min(most, ranks))
+
+    def split(self, dim: int, *blocks: Block) -> Split:
+        """Return the split of a parameter along `dim`; parts that several ranks have get parts of their gradient."""
+        return Split(self.group.world_size, self.group.rank, dim, blocks, sums_gradients=True)
+
+    def replicated(self, inside: bool = False) -> Split:
+        """Return the split of a parameter that every rank has.
+
+        inside: it is applied to the channels that only this rank has; otherwise, to the residual stream.
+        """
+        return Split(self.group.world_size, self.group.rank, sums_gradients=inside or self.splits_tokens)
+
+    def vocabulary_rows(self, config: ModelConfig) -> int:
+        """Return the rows of a rank's table in memory, padding included."""
+        ranks = self.group.world_size if self.splits_vocabulary else 1
+        unit = config.make_vocab_size_divisible_by * ranks
+        return -(-config.vocab_size // unit) * config.make_vocab_size_divisible_by
+
+    def vocabulary_split(self, config: ModelConfig) -> Split:
+        """Return the split of a table with a row per vocabulary entry."""
+        if not self.splits_vocabulary:
+            return self.replicated()
+        return self.split(0, Block(config.vocab_size, self.group.world_size, self.vocabulary_rows(config)))
+
+
+ALONE = TensorParallel(alone(torch.device("cpu")))
+
+
+def tensor_parallel(config: Config, group: Group) -> TensorParallel:
+    """Return what the options split over a group."""
+    options = config.distributed
+    return TensorParallel(group, options.sequence_tensor_parallel, options.parallel_embeddings)

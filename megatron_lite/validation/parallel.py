@@ -1,0 +1,65 @@
+"""Rules for tensor parallelism: what the ranks that share a layer must divide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_lite.config import Draft
+from megatron_lite.validation.messages import Problem, nearest_multiples, problem
+
+
+def data_ranks(draft: Draft, world_size: int) -> int:
+    """Return the number of data-parallel ranks."""
+    return max(1, world_size // draft.tensor_parallel)
+
+
+def tensor_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
+    """Check that heads, channels, vocabulary, tokens and ranks divide by --tensor_parallel."""
+    ranks = draft.tensor_parallel
+    if ranks > 1:
+        yield from _not_yet(draft)
+    if world_size % ranks:
+        most = max(size for size in range(1, min(ranks, world_size) + 1) if world_size % size == 0)
+        have = f"the run has {world_size} rank{'s' * (world_size > 1)}"
+        rule = f"{have}, which must be a multiple; start more with torchrun, or write --tensor_parallel={most}"
+        yield problem(draft, "tensor_parallel", rule, also="world_size dry_run")
+    heads, groups = draft.num_attention_heads, draft.head_groups or draft.num_attention_heads
+    if heads % ranks:
+        nearest = nearest_multiples(heads, ranks)
+        rule = f"each rank takes equally many query heads; write a divisor of {heads}, or nearest heads: {nearest}"
+        yield problem(draft, "tensor_parallel num_attention_heads", rule)
+    elif groups % ranks and ranks % groups:
+        rule = f"key/value heads must divide by the ranks or the ranks by them; write a divisor or multiple of {groups}"
+        yield problem(draft, "tensor_parallel head_groups", rule, also="num_attention_heads")
+    if draft.ffn_hidden_size and draft.ffn_hidden_size % ranks:
+        nearest = nearest_multiples(draft.ffn_hidden_size, ranks)
+        rule = f"each rank takes equally many channels of the MLP; nearest ffn_hidden_size: {nearest}"
+        yield problem(draft, "tensor_parallel ffn_hidden_size", rule)
+    if draft.sequence_tensor_parallel and draft.sequence_length % ranks:
+        nearest = nearest_multiples(draft.sequence_length, ranks)
+        rule = (
+            f"each rank takes equally many positions; nearest sequence_length: {nearest}; or leave "
+            "sequence_tensor_parallel out"
+        )
+        yield problem(draft, "sequence_tensor_parallel tensor_parallel sequence_length", rule)
+    unit = draft.make_vocab_size_divisible_by
+    rows = -(-draft.vocab_size // (unit * ranks)) * unit
+    if draft.parallel_embeddings and rows * (ranks - 1) >= draft.vocab_size:
+        rule = (
+            f"of {ranks} ranks with {rows} rows of the vocabulary each, some would have none; write a smaller "
+            "--tensor_parallel or --make_vocab_size_divisible_by, or --parallel_embeddings=0"
+        )
+        yield problem(
+            draft, "tensor_parallel vocab_size", rule, also="make_vocab_size_divisible_by parallel_embeddings"
+        )
+
+
+def _not_yet(draft: Draft) -> Iterator[Problem]:
+    """Refuse options that do not know yet that a rank has only parts of the parameters."""
+    others = "experiment_dir load_checkpoint_path pretrained_checkpoint_path watch check_replicas_interval"
+    for name in draft.changed(*others.split(), "dry_run", "update_rms_clip", "clip_update_norm_sigma"):
+        yield problem(draft, f"tensor_parallel {name}", "these two do not work together yet; leave one out")
+    if draft.optimizer == "muon":
+        yield problem(draft, "tensor_parallel optimizer", "Muon needs whole matrices; write --optimizer=adamw")
+    if draft.sample_interval is not None:
+        yield problem(draft, "tensor_parallel sample_interval", "samples need all heads; leave one out")

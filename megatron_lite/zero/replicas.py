@@ -1,0 +1,105 @@
+"""Parameters of which several ranks of a tensor-parallel group have a copy, in a data-parallel rank's shard.
+
+All copies must stay equal, so all get the same gradient. Where ranks compute parts of it (a norm of some of the tokens,
+a key head that serves queries on two ranks), one exchange per stage sums the parts, on the shards and in rank order. A
+norm over all parameters counts each element once: on the first rank that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_lite.distributed.rank_group import Group
+from megatron_lite.kernels.exchange import SUM
+from megatron_lite.parameter import ParameterSpec
+from megatron_lite.zero.layout import FlatLayout
+
+
+class _Run(NamedTuple):
+    """Consecutive elements of a shard that the same ranks have."""
+
+    start: int
+    end: int
+    holders: tuple[int, ...]
+    sums_gradients: bool
+
+
+class Replicas:
+    """The runs of a rank's shard of one layout."""
+
+    def __init__(self, layout: FlatLayout, rank: int, tensor: Group) -> None:
+        """rank: of the data-parallel group."""
+        self._tensor = tensor
+        runs = list(_runs(layout, rank))
+        others = [(run.start, run.end) for run in runs if run.holders[0] != tensor.rank]
+        self.counted = _without(others, layout.shard_numel)
+        self._sums = [run for run in runs if run.sums_gradients and len(run.holders) > 1]
+        # Every rank takes part with as many elements: copies are at the same places in all shards.
+        self._numel = sum(run.end - run.start for run in self._sums)
+
+    def counted_once(self, shard: Tensor) -> list[Tensor]:
+        """Return the pieces of a shard that count on this rank."""
+        return [shard[start:end] for start, end in self.counted]
+
+    def sum_gradients(self, shard: Tensor) -> None:
+        """Sum the parts of gradients in a shard over the ranks that have copies."""
+        if not self._numel:
+            return
+        gathered = shard.new_empty(self._tensor.world_size, self._numel)
+        torch.cat([shard[run.start : run.end] for run in self._sums], out=gathered[self._tensor.rank])
+        self._tensor.all_gather(gathered.view(-1), SUM).wait()
+        sizes = [run.end - run.start for run in self._sums]
+        for run, parts in zip(self._sums, gathered.split(sizes, dim=1), strict=True):
+            first, last = run.holders[0], run.holders[-1]
+            torch.sum(parts[first : last + 1], dim=0, out=shard[run.start : run.end])
+
+
+def whole_parameter(spec: ParameterSpec, local: Tensor, tensor: Group) -> Tensor:
+    """Return a parameter that is gathered from the ranks of a tensor-parallel group, all of which call this.
+
+    local: this rank's part. The result is the part itself if that is all.
+    """
+    if not spec.split.blocks or tensor.world_size == 1:
+        return local
+    gathered = local.new_empty(tensor.world_size, spec.padded_numel)
+    gathered[tensor.rank, : local.numel()] = local.reshape(-1)
+    tensor.all_gather(gathered.view(-1), "whole").wait()
+    whole = local.new_empty(spec.shape)
+    for rank, row in enumerate(gathered):
+        of_rank = spec.on(rank)
+        of_rank.place(row[: of_rank.local_numel].view(of_rank.local_shape), whole)
+    return whole
+
+
+def _runs(layout: FlatLayout, rank: int) -> Iterator[_Run]:
+    """Yield the runs of a rank's shard, in order."""
+    low = rank * layout.shard_numel
+    for slot, start, end in layout.pieces(rank):
+        offset = slot.offset - low
+        for first, last, holders in _holders(slot.spec):
+            first, last = max(first, start), min(last, end)
+            if first < last:
+                yield _Run(offset + first, offset + last, holders, slot.spec.split.sums_gradients)
+
+
+def _holders(spec: ParameterSpec) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Yield (start, end, holders) for the elements of a rank's part of a parameter."""
+    if spec.split.dim:
+        (holders,) = {piece.holders for piece in spec.pieces}
+        yield 0, spec.local_numel, holders
+        return
+    start, row = 0, spec.local_numel // max(spec.local_shape[0], 1)
+    for piece in spec.pieces:
+        end = start + (piece.end - piece.start) * row
+        yield start, end, piece.holders
+        start = end
+
+
+def _without(runs: list[tuple[int, int]], end: int) -> list[tuple[int, int]]:
+    """Return what remains of the elements 0 to `end` without these runs, which are in order."""
+    borders = [0, *(border for run in runs for border in run), end]
+    return [(low, high) for low, high in zip(borders[::2], borders[1::2], strict=True) if low < high]
