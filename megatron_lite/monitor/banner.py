@@ -36,7 +36,7 @@ def derived_numbers(
     """Return the numbers that follow from the options, by name; `data` describes the data sets."""
     batch, sizes = config.batch, batch_schedule(config.batch).sizes
     assert batch.micro_batch_size and batch.breadth_first_micro_batches
-    shape = (batch.micro_batch_size, distributed.world_size, batch.breadth_first_micro_batches)
+    shape = (batch.micro_batch_size, distributed.data.world_size, batch.breadth_first_micro_batches)
     micro_batches = _smallest_to_largest([Split(size, *shape).micro_steps for size in sizes])
     parameters = sum(parameter.spec.numel for parameter in parameters_of(layers))
     return {
@@ -44,11 +44,17 @@ def derived_numbers(
         "tokens per iteration": _smallest_to_largest([size * batch.sequence_length for size in sizes]),
         "total tokens": f"{consumed_tokens(batch, config.training.train_iters):,}",
         "micro-batches per rank": f"{micro_batches} of {batch.micro_batch_size} samples",
-        "ranks": str(distributed.world_size),
+        "ranks": describe_ranks(distributed),
         "device": describe_device(distributed.device) + _why_threads(config, distributed),
         "versions": f"torch {torch.__version__}, python {platform.python_version()}",
         **data,
     }
+
+
+def describe_ranks(distributed: Distributed) -> str:
+    """Return the number of ranks and, if they divide the layers, what divides them: "4 (2 data x 2 tensor)"."""
+    data, tensor = distributed.data.world_size, distributed.tensor.world_size
+    return f"{distributed.world_size}" + (f" ({data} data x {tensor} tensor)" if tensor > 1 else "")
 
 
 def _smallest_to_largest(numbers: Sequence[int]) -> str:
@@ -80,7 +86,7 @@ def stage_lines(model: MultiStage) -> Iterator[tuple[str, str]]:
         f"{len(model.stages)} stages: {names}; {buffers}",
         f"{len(model.stages)} stages, {buffers}; {total.bytes / MIB:,.2f} MiB of {total.kind}",
     )
-    frozen = sum(slot.numel for _, part in model.parts() if part.frozen for slot in part.layout.slots)
+    frozen = sum(slot.spec.numel for _, part in model.parts() if part.frozen for slot in part.layout.slots)
     if frozen:
         line = f"{frozen:,} of {model.num_parameters:,} parameters are frozen"
         yield line, line

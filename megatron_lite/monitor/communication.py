@@ -15,6 +15,9 @@ from megatron_lite.zero.stage import Stage
 TRAFFIC_KINDS = {
     "gather": "gathers",
     "reduce": "reductions",
+    "tensor gather": "tensor gathers",
+    "tensor reduce": "tensor reductions",
+    "tensor sum": "tensor sums",
     "muon gather": "muon gathers",
     "muon reduce": "muon reductions",
     "sum": "sums",

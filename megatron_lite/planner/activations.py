@@ -20,7 +20,7 @@ from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.embedding_and_head import chunk_tokens
 from megatron_lite.zero.flat_shard import Precision
 
-FP32_BYTES = 4
+FP32_BYTES, INT64_BYTES = 4, 8
 
 
 @dataclass
@@ -49,15 +49,27 @@ class Sizes:
         self.chunk_tokens = chunk_tokens(
             splits, self.tokens, self.device, self.itemsize
         )  # whose logits exist at a time
-        self.heads, self.key_heads = model.num_attention_heads, model.head_groups
+        # Of a rank of a tensor-parallel group: heads, channels, rows of the vocabulary, tokens of the residual stream.
+        options = self.config.distributed
+        self.ranks = options.tensor_parallel
+        self.splits_tokens = self.ranks > 1 and options.sequence_tensor_parallel
+        self.splits_vocabulary = self.ranks > 1 and options.parallel_embeddings
+        unit = model.make_vocab_size_divisible_by
+        parts = unit * (self.ranks if self.splits_vocabulary else 1)
+        self.vocabulary_rows = -(-model.vocab_size // parts) * unit  # with padding
+        self.vocabulary_entries = min(self.vocabulary_rows, model.vocab_size)
+        self.residual_tokens = self.tokens // self.ranks if self.splits_tokens else self.tokens
+        self.heads, self.key_heads = model.num_attention_heads // self.ranks, max(1, model.head_groups // self.ranks)
         self.query_channels, self.key_channels = self.heads * model.kv_channels, self.key_heads * model.kv_channels
         self.query_key_value = self.of(self.query_channels, self.key_channels, self.key_channels)
-        self.z_channels = model.ffn_hidden_size  # u and z are those of `kernels/mlp.py`
+        self.z_channels = model.ffn_hidden_size // self.ranks  # u and z are those of `kernels/mlp.py`
         self.u_channels = 2 * self.z_channels if model.gated else self.z_channels
         self.u, self.z = self.of(self.u_channels), self.of(self.z_channels)
-        self.hidden = self.of(model.hidden_size)
-        self.hidden_fp32 = self.tokens * model.hidden_size * FP32_BYTES
-        self.stream = self.tokens * model.hidden_size * self.residual_itemsize  # in the residual stream
+        self.whole_hidden = self.of(model.hidden_size)
+        # Of the tokens in the rank's residual stream, in its dtype: `stream`.
+        self.hidden = self.residual_tokens * model.hidden_size * self.itemsize
+        self.hidden_fp32 = self.residual_tokens * model.hidden_size * FP32_BYTES
+        self.stream = self.residual_tokens * model.hidden_size * self.residual_itemsize
         self.is_half = self.itemsize != FP32_BYTES  # computing in fp32 makes copies
         self.copies_factors = products.computes_in_fp32(self.device, self.precision.training)
 
@@ -129,6 +141,7 @@ def saved_by_layer(sizes: Sizes) -> list[Saved]:
     """
     model = sizes.model
     embedding, reached = Saved(), sizes.trains("embedding.word.") or sizes.trains("embedding.position.")
+    _looked_up(embedding, sizes)
     if model.input_embedding_norm:
         reached = _norm(embedding, sizes, "embedding.norm.", reached, sizes.stream)
     embedding.add("dropout masks", sizes.stream, reached and bool(model.embedding_dropout))
@@ -144,6 +157,14 @@ def saved_by_layer(sizes: Sizes) -> list[Saved]:
     reached = _norm(head, sizes, "head.norm.", reached, sizes.stream)
     head.add("gradient made by the loss", sizes.hidden, reached)  # of the hidden states, in the forward pass
     return [*layers, head]
+
+
+def _looked_up(saved: Saved, sizes: Sizes) -> None:
+    """Numbers of the rows that a rank looks up: its own, and of positions those of its tokens."""
+    by_rank = sizes.tokens * (INT64_BYTES + 1)  # and whether the row is another rank's
+    saved.add("rows looked up", by_rank, sizes.splits_vocabulary and sizes.trains("embedding.word."))
+    splits = sizes.config.distributed.sequence_tensor_parallel
+    saved.add("rows looked up", sizes.tokens * INT64_BYTES, splits and sizes.trains("embedding.position."))
 
 
 # In the functions below `reached` says whether the backward pass reaches the input of a part, because something before
@@ -166,13 +187,13 @@ def _norm(saved: Saved, sizes: Sizes, name: str, reached: bool, size: int, kind:
     """A norm saves its input of `size` bytes and its statistics."""
     reached = reached or sizes.trains(name)
     saved.add(kind, size, reached)
-    saved.add("norm statistics", statistics_bytes(sizes), reached)
+    saved.add("norm statistics", statistics_bytes(sizes, sizes.residual_tokens), reached)
     return reached
 
 
-def statistics_bytes(sizes: Sizes, heads: int = 1) -> int:
-    """1 / rms, or mean and 1 / deviation, of each token or of each of its heads, in fp32."""
-    return sizes.tokens * heads * FP32_BYTES * (1 if sizes.model.normalization_type == "rms_norm" else 2)
+def statistics_bytes(sizes: Sizes, rows: int) -> int:
+    """1 / rms, or mean and 1 / deviation, of each row (a token, or a head of one), in fp32."""
+    return rows * FP32_BYTES * (1 if sizes.model.normalization_type == "rms_norm" else 2)
 
 
 def _end_of_branch(saved: Saved, sizes: Sizes, norm: str, reached: bool) -> bool:
@@ -193,7 +214,7 @@ def _attention(saved: Saved, sizes: Sizes, name: str, reached: bool) -> bool:
     if sizes.model.qk_layernorm:
         reached = reached or sizes.trains(f"{name}query_norm.") or sizes.trains(f"{name}key_norm.")
         saved.add("normalized query, key", sizes.of(sizes.query_channels, sizes.key_channels), reached)
-        saved.add("norm statistics", statistics_bytes(sizes, sizes.heads + sizes.key_heads), reached)
+        saved.add("norm statistics", statistics_bytes(sizes, sizes.tokens * (sizes.heads + sizes.key_heads)), reached)
     fused = reached and sizes.attention != "math"
     saved.add("query, key, value", sizes.query_key_value, reached)
     saved.add("attention outputs", sizes.of(sizes.query_channels), fused or sizes.trains(f"{name}output.weight"))

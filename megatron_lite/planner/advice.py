@@ -164,7 +164,8 @@ def larger_sizes(question: Question) -> list[int]:
     """Return the larger numbers of GPUs that share the batch equally, rising. More ranks on one CPU add no memory."""
     if question.device_type != "cuda":
         return []
-    return [size for size in _divisors(question.batch_size) if question.world_size < size <= MOST_RANKS]
+    sizes = (size * question.asked.distributed.tensor_parallel for size in _divisors(question.batch_size))
+    return [size for size in sizes if question.world_size < size <= MOST_RANKS]
 
 
 def _divisors(number: int) -> list[int]:
@@ -209,7 +210,7 @@ def dimensions(question: Question) -> list[list[Choice]]:
     # `none` leaves to the program what follows from the other options.
     order = {name: None for name in ("depth_first_micro_batches", "sequential_micro_batches") if getattr(batch, name)}
     buffers = {name: None for name in ("num_weight_buffers", "num_grad_buffers") if (getattr(stages, name) or 0) > 2}
-    share = question.batch_size // question.world_size
+    share = question.batch_size * question.asked.distributed.tensor_parallel // question.world_size
     largest = min(batch.micro_batch_size or share, share)
     micro = [Choice(0.0, keeps)]
     divisors = _divisors(share)

@@ -15,7 +15,7 @@ from megatron_lite.kernels.choice import REFERENCES
 from megatron_lite.kernels.products import SMALLEST_ONEDNN_PRODUCT, computes_in_fp32, faster_library, onednn_is_exact
 from megatron_lite.model.gpt import model_layers
 from megatron_lite.parameter import DTYPES, Parameter
-from megatron_lite.planner.plan import make_plan
+from megatron_lite.planner.plan import SimulatedGroup, make_plan
 from megatron_lite.planner.runtime import GIB, MIB
 from megatron_lite.validation.messages import Note
 
@@ -72,20 +72,22 @@ def _lowest_zero_stage(
 def blocks_per_stage(config: Config, world_size: int, device_type: str) -> tuple[int, Note]:
     """Choose the number of blocks per stage, and give the reason: enough to make a gather worth its latency.
 
-    At most a quarter of the blocks, so that the two buffers of ZeRO-3 hold at most half of them, and some are left to
-    overlap. One rank gathers nothing and gets 1.
+    The ranks are those of a data-parallel group. At most a quarter of the blocks, so that the two buffers of ZeRO-3
+    hold at most half of them, and some are left to overlap. One rank gathers nothing and gets 1.
     """
-    if world_size == 1:
+    group = SimulatedGroup(0, world_size, device_type, tensor_parallel=config.distributed.tensor_parallel)
+    ranks = group.data.world_size
+    if ranks == 1:
         return 1, Note("--layers_per_stage=auto is 1: one rank gathers nothing")
-    block = model_layers(config, REFERENCES)[1]
-    numel = sum(parameter.spec.numel for parameter in block.parameters() if isinstance(parameter, Parameter))
+    block = model_layers(config, REFERENCES, group.tensor)[1]
+    numel = sum(parameter.spec.local_numel for parameter in block.parameters() if isinstance(parameter, Parameter))
     block_bytes = numel * DTYPES[config.distributed.training_dtype].itemsize
-    wanted, most = worthwhile_bytes(world_size, device_type), max(1, config.model.num_layers // 4)
+    wanted, most = worthwhile_bytes(ranks, device_type), max(1, config.model.num_layers // 4)
     blocks = min(most, math.ceil(wanted / block_bytes))
     capped = f"; {most} is a quarter of the blocks" if blocks * block_bytes < wanted else ""
     return blocks, Note(
         f"--layers_per_stage=auto is {blocks}: the weights of a block take {block_bytes / MIB:,.1f} MiB, and with "
-        f"{world_size} ranks a gather is worth its latency from {wanted / MIB:,.1f} MiB on{capped}"
+        f"{ranks} ranks a gather is worth its latency from {wanted / MIB:,.1f} MiB on{capped}"
     )
 
 

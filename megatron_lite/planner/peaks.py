@@ -379,7 +379,9 @@ def _head_norm_temporaries(sizes: Sizes) -> int:
     copies = 1 if sizes.model.normalization_type == "rms_norm" else 2
     element = copies * FP32_BYTES + (sizes.itemsize if sizes.is_half else 0)
     queries, keys = (sizes.tokens * channels * element for channels in (sizes.query_channels, sizes.key_channels))
-    of_queries, of_both = (statistics_bytes(sizes, heads) for heads in (sizes.heads, sizes.heads + sizes.key_heads))
+    of_queries, of_both = (
+        statistics_bytes(sizes, sizes.tokens * heads) for heads in (sizes.heads, sizes.heads + sizes.key_heads)
+    )
     return max(queries + of_queries, keys + of_both)
 
 

@@ -17,24 +17,48 @@ from torch import Tensor
 
 from megatron_lite.config import RECOMPUTE_LEVELS, Config
 from megatron_lite.distributed.cpu_collectives import Done
-from megatron_lite.distributed.rank_group import alone, reduction_scratch_bytes
+from megatron_lite.distributed.rank_group import Group, alone, reduction_scratch_bytes
 from megatron_lite.distributed.step_watch import Event
 from megatron_lite.distributed.traffic import Total, Traffic
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
-from megatron_lite.planner.step_memory import ActivationMemory, Partition, activation_memory, runtime_bytes
+from megatron_lite.planner.exchanges import exchanges_of_step, traffic_sum
+from megatron_lite.planner.step_memory import (
+    ActivationMemory,
+    Partition,
+    activation_memory,
+    micro_batch_sizes,
+    runtime_bytes,
+)
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.schedule import Step
 
 
 class SimulatedGroup:
-    """One rank of a group that does not exist: counts collectives and moves nothing."""
+    """One rank of a group that does not exist: counts collectives and moves nothing.
 
-    def __init__(self, rank: int, world_size: int, device_type: str, device: str = "meta") -> None:
+    As a run's ranks it has a data-parallel and a tensor-parallel group, which count with it, as `Distributed` has.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device_type: str,
+        device: str = "meta",
+        tensor_parallel: int = 1,
+        traffic: Traffic | None = None,
+    ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
-        self.data, self.tensor = self, alone(self.device)
-        self.traffic = Traffic()
+        self.traffic = traffic or Traffic()
         self._device_type = device_type
+        self.data: SimulatedGroup = self
+        self.tensor: Group = alone(self.device)
+        if tensor_parallel > 1:
+            of_data, of_tensor = divmod(rank, tensor_parallel)
+            ranks = world_size // tensor_parallel
+            self.data = SimulatedGroup(of_data, ranks, device_type, device, traffic=self.traffic)
+            self.tensor = SimulatedGroup(of_tensor, tensor_parallel, device_type, device, traffic=self.traffic)
 
     def all_gather(self, buffer: Tensor, kind: str = "gather") -> Done:
         self.traffic.started(kind, buffer, Done(), self.world_size)
@@ -64,7 +88,7 @@ class Plan:
     world_size: int
     device_type: str
     partition: Partition
-    traffic: dict[str, Total]  # of one step after the first
+    traffic: dict[str, Total]  # of one step after the first, over all groups of the rank
     activations: dict[str, ActivationMemory]  # by level
 
     @property
@@ -93,22 +117,24 @@ class Plan:
 
 def make_plan(config: Config, world_size: int, device_type: str, rank: int = 0) -> Plan:
     """Plan one of `world_size` ranks on `device_type`. `config`: resolved, without `auto`."""
-    group = SimulatedGroup(rank, world_size, device_type)
+    group = SimulatedGroup(rank, world_size, device_type, tensor_parallel=config.distributed.tensor_parallel)
     partition = Partition(planned_model(config, group, device_type))
     levels = dict.fromkeys((*RECOMPUTE_LEVELS, config.performance.mlp_recompute_level))
     activations = {level: activation_memory(config, partition, device_type, level) for level in levels}
-    traffic = count_traffic(partition.model, group)
+    sizes = micro_batch_sizes(config, partition, device_type, config.performance.mlp_recompute_level)
+    traffic = traffic_sum(count_traffic(partition.model, group), exchanges_of_step(sizes))
     return Plan(config, world_size, device_type, partition, traffic, activations)
 
 
 def planned_model(config: Config, group: SimulatedGroup, device_type: str) -> MultiStage:
     """The engine's own model for one rank of `group`, on the meta device."""
     return MultiStage(
-        model_layers(config, choose_kernels(config, torch.device(device_type), planned=True)),
+        model_layers(config, choose_kernels(config, torch.device(device_type), planned=True), group.tensor),
         config.multi_stage,
         config.batch,
         config.distributed.training_dtype,
-        group,
+        group.data,
+        tensor=group.tensor,
         moments=config.optimizer.moments,
         whole_matrices=config.optimizer.whole_matrices,
         averaged=config.averaging.enabled,
@@ -135,10 +161,12 @@ class Planner:
     def partition(self, config: Config) -> Partition:
         """Return the partition of the model, the same one for configurations that differ in a step only."""
         areas = [vars(area) for area in (config.model, config.multi_stage, config.optimizer, config.averaging)]
-        key = repr((areas, config.distributed.training_dtype, config.batch.sequence_length))
+        options = config.distributed
+        layout = options.tensor_parallel, options.sequence_tensor_parallel, options.parallel_embeddings
+        key = repr((areas, options.training_dtype, config.batch.sequence_length, layout))
         if key not in self._partitions:
             one = dataclasses.replace(config.batch, depth_first_micro_batches=1, breadth_first_micro_batches=1)
-            group = SimulatedGroup(0, self.world_size, self.device_type)
+            group = SimulatedGroup(0, self.world_size, self.device_type, tensor_parallel=options.tensor_parallel)
             model = planned_model(dataclasses.replace(config, batch=one), group, self.device_type)
             self._partitions[key] = Partition(model)
         return self._partitions[key]
@@ -147,8 +175,8 @@ class Planner:
 def count_traffic(model: MultiStage, group: SimulatedGroup, schedule: Sequence[Step] | None = None) -> dict[str, Total]:
     """Replay the schedule of a step without computing; return its collectives by kind, as `Traffic` counts them.
 
-    schedule: instead of the model's own. The second of two steps counts, which does not gather again what a buffer
-    still holds.
+    Exchanges inside of the passes are not among them: see `exchanges.py`. schedule: instead of the model's own. The
+    second of two steps counts, which does not gather again what a buffer still holds.
     """
     for _ in range(2):
         group.traffic.take()

@@ -54,7 +54,8 @@ def smallest_world(config: Config, asked: Config, device_type: str, device_bytes
         UsageError: if no number of GPUs fits.
     """
     assert config.batch.batch_size, "resolved"
-    question = Question(asked, config.batch.batch_size, 1, device_type, device_bytes).limited()
+    least = config.distributed.tensor_parallel
+    question = Question(asked, config.batch.batch_size, least, device_type, device_bytes).limited()
     fit = _in_time(lambda: cheapest_fit(question) or fewest_ranks(question))
     if fit is None:
         (*_, line) = advice(question, config.batch.batch_size)
@@ -195,7 +196,7 @@ def _epochs(config: Config, world_size: int) -> Iterator[str]:
     if config.data.dataset_source == "random" or not (config.data.data_path and config.training.train_iters):
         return
     try:
-        source = open_data(config, 0, world_size)
+        source = open_data(config, 0, world_size // config.distributed.tensor_parallel)
     except (RunError, OSError) as error:
         yield from wrapped([Note(f"epochs over the data: unknown; {str(error).partition(';')[0]}")])
         return

@@ -105,7 +105,7 @@ def _count(number: int, noun: str) -> str:
 def _model(plan: Plan) -> Iterator[str]:
     """Parameters, and one row per run of equal stages."""
     model, options = plan.model, plan.config.multi_stage
-    frozen = sum(slot.numel for _, part in model.parts() if part.frozen for slot in part.layout.slots)
+    frozen = sum(slot.spec.numel for _, part in model.parts() if part.frozen for slot in part.layout.slots)
     total = model.num_parameters
     yield f"parameters: {total:,} ({total - frozen:,} trainable, {frozen:,} frozen)"
     weights, gradients = model.memory.buffer_counts()
@@ -141,11 +141,13 @@ def _batch(plan: Plan) -> Iterator[str]:
     batch, training = plan.config.batch, plan.config.training
     assert batch.batch_size and batch.micro_batch_size and batch.sequential_micro_batches
     iterations, tokens = training.train_iters, batch.batch_size * batch.sequence_length
-    padding = batch.micro_batch_size * batch.sequential_micro_batches * plan.world_size - batch.batch_size
+    ranks, tensor = plan.model.group.world_size, plan.model.tensor.world_size
+    padding = batch.micro_batch_size * batch.sequential_micro_batches * ranks - batch.batch_size
+    counted = _count(ranks, "rank") if tensor == 1 else f"{_count(ranks, 'group')} of {tensor} tensor-parallel ranks"
     yield (
         f"{'largest batch' if batch.batch_size_schedule else 'batch'}: {batch.batch_size:,} samples = "
         f"{batch.micro_batch_size:,} per micro-batch x {batch.depth_first_micro_batches:,} depth-first x "
-        f"{batch.breadth_first_micro_batches:,} breadth-first x {_count(plan.world_size, 'rank')}"
+        f"{batch.breadth_first_micro_batches:,} breadth-first x {counted}"
         + (f" - {padding:,} padding" if padding else "")
     )
     in_all = f"{consumed_tokens(batch, iterations):,} tokens in {_count(iterations, 'iteration')}"
@@ -163,7 +165,8 @@ def _batch(plan: Plan) -> Iterator[str]:
 def _cache_bytes(plan: Plan) -> int:
     """Bytes of the keys and values of one token in all blocks."""
     model, dtype = plan.config.model, DTYPES[plan.config.distributed.training_dtype]
-    return 2 * model.num_layers * model.head_groups * model.kv_channels * dtype.itemsize
+    key_heads = max(1, model.head_groups // plan.model.tensor.world_size)
+    return 2 * model.num_layers * key_heads * model.kv_channels * dtype.itemsize
 
 
 def _state(plan: Plan) -> Iterator[str]:

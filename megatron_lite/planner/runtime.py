@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 MIB, GIB = 2**20, 2**30
 
 # Memory that torch reports of a GPU of 80 GB; a dry run looks at no device. 79.10 GiB is the least of many logs of A100
@@ -20,7 +22,7 @@ CUBLAS_BYTES = 3 * 32 * MIB
 # NCCL buffers a connection of a channel with 4 MiB (NCCL_BUFFSIZE), 4.7 MiB (LL128) and 0.5 MiB (LL): src/init.cc. In
 # units of 2 MiB these are 10 MiB, as in the log of github.com/NVIDIA/nccl/issues/1685. A ring has two connections per
 # channel on any number of ranks (issues/986), and 32 channels are the most in that log of H100 cards. Other algorithms
-# connect when they are first used (NCCL_RUNTIME_CONNECT). All collectives of a step share one communicator.
+# connect when they are first used (NCCL_RUNTIME_CONNECT). All collectives of a group share one communicator.
 NCCL_CHANNELS, NCCL_CONNECTION_BYTES = 32, 10 * MIB
 # NVLink SHARP, within a machine: 16 channels x 2 buffers of 1 MiB x 8 GPUs (src/transport/nvls.cc).
 NVLS_BYTES = 256 * MIB
@@ -36,10 +38,11 @@ WORKER_BYTES = 40 * MIB
 
 
 def runtime_needs(
-    device_type: str, world_size: int, workers: int, state_tensors: int, largest_bytes: int
+    device_type: str, groups: Sequence[int], workers: int, state_tensors: int, largest_bytes: int
 ) -> dict[str, int]:
     """Return the bytes that a rank needs beside its tensors, by name.
 
+    groups: the numbers of ranks in the groups that it is in.
     workers: processes of the data loader. largest_bytes: of the largest temporary tensors of a micro-batch.
     """
     holes = int(HOLES * largest_bytes)
@@ -49,10 +52,10 @@ def runtime_needs(
             **({"loader processes": workers * WORKER_BYTES} if workers else {}),
             "allocator fragmentation": holes,
         }
-    nccl = NCCL_CHANNELS * 2 * NCCL_CONNECTION_BYTES + NVLS_BYTES
+    nccl = sum(ranks > 1 for ranks in groups) * (NCCL_CHANNELS * 2 * NCCL_CONNECTION_BYTES + NVLS_BYTES)
     return {
         "CUDA context, kernels": CUDA_CONTEXT_BYTES,
-        **({"NCCL channels": nccl} if world_size > 1 else {}),
+        **({"NCCL channels": nccl} if nccl else {}),
         "cuBLAS workspaces": CUBLAS_BYTES,
         "allocator fragmentation": holes + state_tensors * ROUNDING_BYTES,
     }

@@ -14,8 +14,10 @@ from megatron_lite.distributed.traffic import Total
 from megatron_lite.errors import UsageError
 from megatron_lite.planner.advice import level_choices
 from megatron_lite.planner.auto import resolve_auto
+from megatron_lite.planner.exchanges import exchanges_of_step, traffic_sum
 from megatron_lite.planner.plan import Planner, SimulatedGroup, count_traffic
 from megatron_lite.planner.speeds import Speeds
+from megatron_lite.planner.step_memory import micro_batch_sizes
 from megatron_lite.planner.work_time import StepTime, predict_step
 from megatron_lite.validation import resolve
 from megatron_lite.validation.sizes import check_passes
@@ -67,6 +69,11 @@ class Search:
     device_bytes: int
     speeds: Speeds
 
+    @property
+    def data_ranks(self) -> int:
+        """The ranks that share the batch."""
+        return self.world_size // self.asked.distributed.tensor_parallel
+
     @functools.cached_property
     def planner(self) -> Planner:
         """The memory of every layout."""
@@ -84,9 +91,9 @@ class Search:
     def _candidates(self) -> Iterator[tuple[dict[str, Any], ...]]:
         """Yield changes that differ in what they split: master weights stay whole where that fits."""
         splits = (False, True) if self.asked.distributed.training_dtype == "bf16" else (False,)
-        for zero_stage in (1, 2, 3) if self.world_size > 1 else (1, 3):
+        for zero_stage in (1, 2, 3) if self.data_ranks > 1 else (1, 3):
             for size in self._micro_batch_sizes():
-                accumulated = -(-self.batch_size // (size * self.world_size))
+                accumulated = -(-self.batch_size // (size * self.data_ranks))
                 breadths = (1, accumulated) if 1 < accumulated <= MOST_BREADTH and zero_stage > 1 else (1,)
                 for breadth in breadths:
                     chosen = splits if zero_stage < 3 else splits[:1]
@@ -94,7 +101,7 @@ class Search:
 
     def _micro_batch_sizes(self) -> list[int]:
         """Return divisors of a rank's share of the batch, the largest first."""
-        share = max(self.batch_size // self.world_size, 1)
+        share = max(self.batch_size // self.data_ranks, 1)
         sizes = [size for size in range(min(share, LARGEST_MICRO_BATCH), 0, -1) if share % size == 0]
         return sizes[-MOST_MICRO_BATCHES:]
 
@@ -142,7 +149,7 @@ class Search:
         return None if best is None else best[1]
 
     def _traffic(self, config: Config) -> dict[str, Total]:
-        """Return the traffic of a step. Each depth-first micro-batch beyond the second exchanges the same again."""
+        """Return the traffic between passes. Depth-first micro-batches beyond the second exchange the same again."""
         model, batch = self.planner.partition(config).model, config.batch
         assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches, "resolved"
         depth, breadth = batch.depth_first_micro_batches, batch.breadth_first_micro_batches
@@ -158,7 +165,9 @@ class Search:
         return {kind: _extrapolated(two[kind], three[kind], depth - 2) for kind in two}
 
     def _layout(self, config: Config, changes: dict[str, Any], needed: int) -> Layout:
-        partition, traffic = self.planner.partition(config), self._traffic(config)
+        partition = self.planner.partition(config)
+        sizes = micro_batch_sizes(config, partition, self.device_type, config.performance.mlp_recompute_level)
+        traffic = traffic_sum(self._traffic(config), exchanges_of_step(sizes))
         return Layout(
             config=config,
             changes=changes,

@@ -148,8 +148,11 @@ def evaluation_memory(config: Config, partition: Partition, device_type: str) ->
 def runtime_bytes(config: Config, partition: Partition, device_type: str) -> dict[str, int]:
     """Bytes beside the tensors of a step, by name."""
     sizes = micro_batch_sizes(config, partition, device_type, config.performance.mlp_recompute_level)
-    ranks, temporaries = partition.model.group.world_size, largest_temporaries(sizes)
-    needs = runtime_needs(device_type, ranks, config.data.num_workers, partition.state_tensors, temporaries)
+    data, tensor = partition.model.group.world_size, partition.model.tensor.world_size
+    # The group of all ranks, which is the data-parallel one if there is no other; and one that shares the layers.
+    groups = [data * tensor, *([data, tensor] if tensor > 1 else [])]
+    temporaries, workers = largest_temporaries(sizes), config.data.num_workers
+    needs = runtime_needs(device_type, groups, workers, partition.state_tensors, temporaries)
     if device_type == "cpu" and (copy := host_copy_bytes(config, partition.model)):
         needs["copy for async_checkpoint"] = copy
     if "updates" in config.tracking.watch:

@@ -51,7 +51,7 @@ def predict_step(
         model: the `planned_model` of `config`, or of one that differs in recomputation only.
         traffic: of one step, as `plan.count_traffic` returns it.
     """
-    world_size = model.group.world_size
+    world_size = model.group.world_size * model.tensor.world_size
     trained = {name for name, parameter in model.parameters() if parameter.requires_grad}
     numel = sum(part.layout.shard_numel for _, part in model.parts() if not part.frozen)
     work = work_of_step(config, trained, numel, world_size, device_type)

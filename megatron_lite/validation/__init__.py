@@ -44,7 +44,7 @@ def planned_world_size(config: Config, launched: int) -> int:
     """Return the number of ranks to resolve a configuration for: the launched ones, or those of the dry run."""
     distributed = config.distributed
     planned = distributed.world_size if distributed.dry_run else None
-    return 1 if planned == "auto" else planned or launched
+    return distributed.tensor_parallel if planned == "auto" else planned or launched
 
 
 def examine(config: Config, world_size: int) -> tuple[Config, list[Problem]]:

@@ -95,8 +95,8 @@ def run_steps(distributed: Distributed, cases: list[dict[str, Any]]) -> list[Boo
     return books
 
 
-def planned(ranks: int, options: dict[str, Any]) -> Books:
-    plan = make_plan(configured(ranks, options), ranks, "cpu")
+def planned(ranks: int, options: dict[str, Any], rank: int = 0) -> Books:
+    plan = make_plan(configured(ranks, options), ranks, "cpu", rank)
     traffic = {
         kind: (total.collectives, total.elements, total.bytes, total.wire_bytes) for kind, total in plan.traffic.items()
     }

@@ -90,10 +90,12 @@ def test_the_allocator_splits_merges_and_reuses() -> None:
 
 def test_what_a_rank_needs_beside_its_tensors() -> None:
     """A GPU needs a context and workspaces, several also NCCL; a CPU needs its processes."""
-    one, many = (runtime_needs("cuda", ranks, 8, 100, GIB) for ranks in (1, 128))
+    one, many = (runtime_needs("cuda", [ranks], 8, 100, GIB) for ranks in (1, 128))
     assert set(many) - set(one) == {"NCCL channels"} and many["NCCL channels"] == 896 * MIB
+    assert runtime_needs("cuda", [128, 64, 2], 8, 100, GIB)["NCCL channels"] == 3 * 896 * MIB
+    assert runtime_needs("cuda", [2, 1, 2], 8, 100, GIB)["NCCL channels"] == 2 * 896 * MIB
     assert one["allocator fragmentation"] == 2.5 * GIB + 100 * MIB
-    without, workers = (runtime_needs("cpu", 2, count, 100, GIB) for count in (0, 3))
+    without, workers = (runtime_needs("cpu", [2], count, 100, GIB) for count in (0, 3))
     assert sum(workers.values()) - sum(without.values()) == workers["loader processes"] > 0
     assert not set(workers) & {"NCCL channels", "CUDA context, kernels"}
 
