@@ -334,7 +334,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Parameter, labels: Tensor, scale: Tensor | None, options: _Options
     ) -> Tensor:
         vocab_size, padding_rows, vocabulary = weight.shape[0], options.padding_rows, options.vocabulary
-        ctx.shape, hidden = hidden.shape, vocabulary.of_residual(hidden).wait().flatten(0, -2)
+        ctx.shape, hidden = hidden.shape, vocabulary.of_residual(hidden).flatten(0, -2)
         labels, tokens = vocabulary.labels(labels), hidden.shape[0]
         w = padded(weight, padding_rows)
         trains_hidden = scale is not None and ctx.needs_input_grad[0]
@@ -387,7 +387,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 vocabulary.join(part_sums.lse, part_sums.at_label)
             if dhidden is not None and total is not None and len(adding) > 1:
                 dhidden[chunk] = total
-        ctx.dhidden = None if dhidden is None else vocabulary.into_residual(dhidden)
+        ctx.dhidden = None if dhidden is None else vocabulary.start_into_residual(dhidden)
         return vocabulary.total(sums.loss(labels, options.z_loss))
 
     @staticmethod

@@ -71,13 +71,13 @@ class _Embedding(torch.autograd.Function):
         y = torch.nn.functional.embedding(rows, weight)
         if absent is not None:
             y.masked_fill_(absent.unsqueeze(-1), 0.0)
-        return vocabulary.embedded(y).wait().to(dtype or weight.dtype)
+        return vocabulary.embedded(y).to(dtype or weight.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[None, ...]:
         rows, absent = ctx.saved_tensors
-        dy = ctx.vocabulary.of_residual(dy).wait()
+        dy = ctx.vocabulary.of_residual(dy)
         if absent is not None:
             dy = dy.view(*absent.shape, -1).masked_fill(absent.unsqueeze(-1), 0.0)
         main_grad = ctx.weight.main_grad

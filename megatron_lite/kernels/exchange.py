@@ -7,6 +7,8 @@ rows) ends with `reduce`; their backward passes are each other (Shoeybi et al. 2
     gather    residual stream -> all tokens        backward: reduce
     reduce    parts of a sum, of all tokens -> their sum, in the residual stream        backward: gather
 
+`start_gather` and `start_reduce` let the caller compute meanwhile.
+
 With `Replicated` every rank has the whole residual stream (b, s, h): gathers do nothing, reductions are all-reduces.
 With `TokenSplit` (sequence parallelism, Korthikanti et al. 2022, section 4.2.2) it has one of T equal runs of the
 flattened tokens, (1, b s / T, h): all-gathers and reduce-scatters, which send as many bytes as the all-reduces, and
@@ -17,12 +19,11 @@ Only these classes know how many ranks there are. A group of one exchanges nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from megatron_lite.distributed.cpu_collectives import Done
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.traffic import Handle
 from megatron_lite.parameter import Parameter
@@ -31,21 +32,34 @@ from megatron_lite.seeds import derive_seed
 GATHER, REDUCE, SUM = "tensor gather", "tensor reduce", "tensor sum"  # kinds of traffic
 
 
-class Pending:
-    """A tensor whose exchange is under way."""
+class Pending(Protocol):
+    """A tensor whose exchange may be under way."""
+
+    def wait(self) -> Tensor:
+        """Return the exchanged tensor."""
+
+
+class Ready:
+    """A tensor that needs no exchange."""
+
+    __slots__ = ("_tensor",)  # layers make ten of these each
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self) -> Tensor:
+        return self._tensor
+
+
+class Exchanged:
+    """A tensor that exists once its exchange is done."""
 
     def __init__(self, work: Handle, result: Callable[[], Tensor]) -> None:
         self._work, self._result = work, result
 
     def wait(self) -> Tensor:
-        """Return the exchanged tensor."""
         self._work.wait()
         return self._result()
-
-
-def ready(tensor: Tensor) -> Pending:
-    """Return a tensor that needs no exchange."""
-    return Pending(Done(), lambda: tensor)
 
 
 class Exchange(Protocol):
@@ -53,11 +67,20 @@ class Exchange(Protocol):
 
     splits_tokens: bool  # a rank's residual stream has only some of the tokens
 
-    def gather(self, residual: Tensor) -> Pending:
+    def gather(self, residual: Tensor) -> Tensor:
         """Return all tokens (..., h)."""
 
-    def reduce(self, parts: Tensor) -> Pending:
+    def start_gather(self, residual: Tensor) -> Pending:
+        """Start a gather."""
+
+    def reduce(self, parts: Tensor) -> Tensor:
         """Return the residual stream of the sum over ranks of `parts` (..., h), whose memory may be overwritten."""
+
+    def start_reduce(self, parts: Tensor) -> Pending:
+        """Start a reduction."""
+
+    def samples(self, tokens: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return all tokens as samples (b, s, ...), given that shape, (b, s)."""
 
     def own(self, values: Tensor) -> Tensor:
         """Return those of the values (b, s) that belong to the tokens of this rank's residual stream."""
@@ -77,11 +100,20 @@ class Inside:
 
     splits_tokens = False
 
-    def gather(self, residual: Tensor) -> Pending:
-        return ready(residual)
+    def gather(self, residual: Tensor) -> Tensor:
+        return residual
 
-    def reduce(self, parts: Tensor) -> Pending:
-        return ready(parts)
+    def start_gather(self, residual: Tensor) -> Pending:
+        return Ready(residual)
+
+    def reduce(self, parts: Tensor) -> Tensor:
+        return parts
+
+    def start_reduce(self, parts: Tensor) -> Pending:
+        return Ready(parts)
+
+    def samples(self, tokens: Tensor, shape: Sequence[int]) -> Tensor:
+        return tokens
 
     def own(self, values: Tensor) -> Tensor:
         return values
@@ -100,40 +132,44 @@ INSIDE = Inside()
 
 
 class Replicated(Inside):
-    """Every rank has the whole residual stream."""
+    """Every rank of a group has the whole residual stream."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def reduce(self, parts: Tensor) -> Pending:
+    def reduce(self, parts: Tensor) -> Tensor:
+        return self.start_reduce(parts).wait()
+
+    def start_reduce(self, parts: Tensor) -> Pending:
         parts = parts.contiguous()
-        return Pending(self._group.all_reduce(parts, REDUCE), lambda: parts)
+        return Exchanged(self._group.all_reduce(parts, REDUCE), lambda: parts)
 
     def bias(self, bias: Parameter | None) -> Parameter | None:
         return bias if self._group.rank == 0 else None
 
 
 class TokenSplit(Replicated):
-    """Every rank has one of T equal runs of the tokens."""
+    """Every rank of a group has one of T equal runs of the tokens."""
 
     splits_tokens = True
 
-    def gather(self, residual: Tensor) -> Pending:
-        ranks = self._group.world_size
-        if ranks == 1:
-            return ready(residual)
-        channels = residual.shape[-1]
+    def gather(self, residual: Tensor) -> Tensor:
+        return self.start_gather(residual).wait()
+
+    def start_gather(self, residual: Tensor) -> Pending:
+        ranks, channels = self._group.world_size, residual.shape[-1]
         whole = residual.new_empty(1, ranks * (residual.numel() // channels), channels)
         whole.view(ranks, -1)[self._group.rank] = residual.reshape(-1)
-        return Pending(self._group.all_gather(whole.view(-1), GATHER), lambda: whole)
+        return Exchanged(self._group.all_gather(whole.view(-1), GATHER), lambda: whole)
 
-    def reduce(self, parts: Tensor) -> Pending:
-        if self._group.world_size == 1:
-            return ready(parts)
+    def start_reduce(self, parts: Tensor) -> Pending:
         parts = parts.contiguous()
         work = self._group.reduce_scatter(parts.view(-1), REDUCE)
         # A copy, so that nothing keeps the memory of all tokens.
-        return Pending(work, lambda: self._run(parts.flatten(0, -2)).clone())
+        return Exchanged(work, lambda: self._run(parts.flatten(0, -2)).clone())
+
+    def samples(self, tokens: Tensor, shape: Sequence[int]) -> Tensor:
+        return tokens.view(*shape, -1)
 
     def own(self, values: Tensor) -> Tensor:
         return self._run(values.reshape(-1))
@@ -149,6 +185,13 @@ class TokenSplit(Replicated):
 
     def seed(self, seed: int | None) -> int | None:
         return split_seed(seed, self._group.rank)
+
+
+def exchange_over(group: Group, splits_tokens: bool) -> Exchange:
+    """Return the exchange of a group; splits_tokens: of the residual stream."""
+    if group.world_size == 1:
+        return INSIDE
+    return TokenSplit(group) if splits_tokens else Replicated(group)
 
 
 def split_seed(seed: int | None, rank: int) -> int | None:

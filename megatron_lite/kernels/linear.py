@@ -58,16 +58,16 @@ class _Linear(torch.autograd.Function):
         if weight.requires_grad:
             ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.before, ctx.after, ctx.shape = weight, bias, before, after, x.shape
-        return after.reduce(affine(before.gather(x).wait(), weight, after.bias(bias))).wait()
+        return after.reduce(affine(before.gather(x), weight, after.bias(bias)))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, dy = ctx.weight, ctx.after.gather(dy).wait()
-        x = ctx.before.gather(*ctx.saved_tensors) if weight.requires_grad else None
+        weight, dy = ctx.weight, ctx.after.gather(dy)
+        x = ctx.before.start_gather(*ctx.saved_tensors) if weight.requires_grad else None
         flat_dy, dx = dy.reshape(-1, dy.shape[-1]), None
         if ctx.needs_input_grad[0]:
-            dx = ctx.before.reduce(product(flat_dy, weight.t()).view(*dy.shape[:-1], -1))
+            dx = ctx.before.start_reduce(product(flat_dy, weight.t()))
         if x is not None:
             whole = x.wait()
             accumulate_product(weight, flat_dy, whole.reshape(-1, whole.shape[-1]))

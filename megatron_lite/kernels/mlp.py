@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from megatron_lite.kernels.exchange import INSIDE, Exchange, Pending
+from megatron_lite.kernels.exchange import INSIDE, Exchange
 from megatron_lite.kernels.linear import accumulate_bias, accumulate_product
 from megatron_lite.kernels.products import affine, product
 from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tanh, tl
@@ -236,7 +236,7 @@ class _MLP(torch.autograd.Function):
         ctx: Any, x: Tensor, up: Parameter, up_bias: Bias, down: Parameter, down_bias: Bias, options: _Options
     ) -> Tensor:
         ctx.up, ctx.up_bias, ctx.down, ctx.down_bias, ctx.options = up, up_bias, down, down_bias, options
-        u = affine(options.exchange.gather(x).wait(), up, up_bias)  # (..., f) or (..., 2 f)
+        u = affine(options.exchange.gather(x), up, up_bias)  # (..., f) or (..., 2 f)
         z = activate(u, options.activation, options.gated, options.triton)  # (..., f)
         ctx.needs_du = any(ctx.needs_input_grad[:3])  # for dx and the gradients of `up` and its bias
         recomputes_z = down.requires_grad and options.recompute_level != "none"
@@ -248,20 +248,19 @@ class _MLP(torch.autograd.Function):
             z if down.requires_grad and not recomputes_z else None,
         )
         ctx.shape = x.shape
-        return options.exchange.reduce(affine(z, down, options.exchange.bias(down_bias))).wait()
+        return options.exchange.reduce(affine(z, down, options.exchange.bias(down_bias)))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        saved: tuple[Any, ...] = ctx.saved_tensors
-        x, u, z = saved
+        x, u, z = ctx.saved_tensors
         up, down, (activation, gated, _, triton, exchange) = ctx.up, ctx.down, ctx.options
-        dy = exchange.gather(dy).wait()
+        dy = exchange.gather(dy)
         flat_dy, du, recomputed_z = dy.reshape(-1, dy.shape[-1]), None, None
         needs_z = down.requires_grad and z is None
-        whole_x = _Flat(None if x is None else exchange.gather(x))  # beside the products until `up` needs it
-        if u is None and (ctx.needs_du or needs_z):
-            u = affine(whole_x.wait(), up, ctx.up_bias)
+        gathering = None if x is None else exchange.start_gather(x)  # beside the products until `up` needs it
+        if gathering is not None and u is None and (ctx.needs_du or needs_z):
+            u = affine(gathering.wait(), up, ctx.up_bias)
         flat: list[Any] = [None if kept is None else kept.flatten(0, -2) for kept in (u, z)]
         u, z = flat
         if ctx.needs_du:
@@ -276,21 +275,11 @@ class _MLP(torch.autograd.Function):
             return (None,) * 6
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = exchange.reduce(product(du, up.t()).view(*dy.shape[:-1], -1))
-        if up.requires_grad:
-            accumulate_product(up, du, whole_x.wait())
+            dx = exchange.start_reduce(product(du, up.t()))
+        if gathering is not None and up.requires_grad:
+            accumulate_product(up, du, gathering.wait().flatten(0, -2))
         accumulate_bias(ctx.up_bias, du)
         return None if dx is None else dx.wait().view(ctx.shape), *(None,) * 5
-
-
-class _Flat(NamedTuple):
-    """A gathered tensor as (t, h)."""
-
-    pending: Pending | None
-
-    def wait(self) -> Tensor:
-        assert self.pending is not None, "the input was not kept"
-        return self.pending.wait().flatten(0, -2)
 
 
 def mlp(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.distributed.rank_group import Group
-from megatron_lite.kernels.exchange import INSIDE, SUM, Exchange, Pending, ready
+from megatron_lite.kernels.exchange import INSIDE, SUM, Exchange, Pending, Ready
 
 
 class Rows(NamedTuple):
@@ -35,14 +35,14 @@ class Vocabulary(Protocol):
     def rows(self, tokens: Tensor) -> Rows:
         """Return the rows that this rank looks up for tokens (b, s)."""
 
-    def embedded(self, rows: Tensor) -> Pending:
+    def embedded(self, rows: Tensor) -> Tensor:
         """Return the residual stream of looked-up rows (..., h)."""
 
-    def of_residual(self, residual: Tensor) -> Pending:
+    def of_residual(self, residual: Tensor) -> Tensor:
         """Return the tokens that this rank treats, (..., h), of the head's input or a gradient of `embedded`."""
 
-    def into_residual(self, gradient: Tensor) -> Pending:
-        """Return the residual stream's gradient of the head's input (t, h); overwrites it."""
+    def start_into_residual(self, gradient: Tensor) -> Pending:
+        """Start to make the residual stream's gradient of the head's input (t, h); overwrites it."""
 
     def labels(self, labels: Tensor) -> Tensor:
         """Return labels (b, s) as rows of this rank's table, (t,): below zero: masked; beyond it: another rank's."""
@@ -68,14 +68,14 @@ class WholeVocabulary:
     def rows(self, tokens: Tensor) -> Rows:
         return Rows(self._exchange.own(tokens), None)
 
-    def embedded(self, rows: Tensor) -> Pending:
-        return ready(rows)
+    def embedded(self, rows: Tensor) -> Tensor:
+        return rows
 
-    def of_residual(self, residual: Tensor) -> Pending:
-        return ready(residual)
+    def of_residual(self, residual: Tensor) -> Tensor:
+        return residual
 
-    def into_residual(self, gradient: Tensor) -> Pending:
-        return ready(gradient)
+    def start_into_residual(self, gradient: Tensor) -> Pending:
+        return Ready(gradient)
 
     def labels(self, labels: Tensor) -> Tensor:
         return self._exchange.own(labels).flatten()
@@ -94,41 +94,36 @@ WHOLE = WholeVocabulary(INSIDE)
 
 
 class SplitVocabulary:
-    """A table with a run of `size` of the rows on each rank, padding included."""
+    """A table with a run of `size` of the rows on each rank of a group, padding included."""
+
+    is_split = True
 
     def __init__(self, exchange: Exchange, group: Group, vocab_size: int, size: int) -> None:
         self._exchange, self._group, self._vocab_size, self._size = exchange, group, vocab_size, size
         self._start = group.rank * size
-        self.is_split = group.world_size > 1
 
     def rows(self, tokens: Tensor) -> Rows:
-        if not self.is_split:
-            return Rows(tokens, None)
         absent = (tokens < self._start) | (tokens >= self._start + self._size)
         # Tokens of other ranks go to different rows, because the gradient of one row is summed by one program.
         present = min(self._size, self._vocab_size - self._start)
         return Rows(torch.where(absent, tokens % present, tokens - self._start), absent)
 
-    def embedded(self, rows: Tensor) -> Pending:
+    def embedded(self, rows: Tensor) -> Tensor:
         return self._exchange.reduce(rows)
 
-    def of_residual(self, residual: Tensor) -> Pending:
+    def of_residual(self, residual: Tensor) -> Tensor:
         return self._exchange.gather(residual)
 
-    def into_residual(self, gradient: Tensor) -> Pending:
-        return self._exchange.reduce(gradient)
+    def start_into_residual(self, gradient: Tensor) -> Pending:
+        return self._exchange.start_reduce(gradient)
 
     def labels(self, labels: Tensor) -> Tensor:
         flat = labels.flatten()
-        if not self.is_split:
-            return flat
         rows = flat - self._start
         present = (rows >= 0) & (rows < self._size)
         return torch.where(flat < 0, flat, torch.where(present, rows, self._vocab_size))
 
     def join(self, lse: Tensor, at_label: Tensor) -> None:
-        if not self.is_split:
-            return
         gathered = lse.new_empty(self._group.world_size, 2, lse.shape[0])
         gathered[self._group.rank, 0], gathered[self._group.rank, 1] = lse, at_label
         self._group.all_gather(gathered.view(-1), SUM).wait()
@@ -139,9 +134,14 @@ class SplitVocabulary:
         return loss
 
     def whole(self, logits: Tensor) -> Tensor:
-        if not self.is_split:
-            return logits
         gathered = logits.new_zeros(self._group.world_size, *logits.shape[:-1], self._size)
         gathered[self._group.rank, ..., : logits.shape[-1]] = logits
         self._group.all_gather(gathered.view(-1), SUM).wait()
         return torch.cat([*gathered], dim=-1)[..., : self._vocab_size]
+
+
+def vocabulary_over(group: Group, exchange: Exchange, vocab_size: int, size: int) -> Vocabulary:
+    """Return the exchange around a table of which every rank of a group has a run of `size` rows."""
+    if group.world_size == 1:
+        return WholeVocabulary(exchange)
+    return SplitVocabulary(exchange, group, vocab_size, size)

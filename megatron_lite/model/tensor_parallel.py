@@ -7,13 +7,14 @@ positions and biases of the residual stream.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.distributed.rank_group import Group, alone
-from megatron_lite.kernels.exchange import Exchange, Replicated, TokenSplit
-from megatron_lite.kernels.vocabulary import SplitVocabulary, Vocabulary, WholeVocabulary
+from megatron_lite.kernels.exchange import Exchange, exchange_over
+from megatron_lite.kernels.vocabulary import Vocabulary, WholeVocabulary, vocabulary_over
 from megatron_lite.parameter import Block, Split
 
 
@@ -27,13 +28,21 @@ class TensorParallel:
 
     def exchange(self, any_length: bool = False) -> Exchange:
         """Return the exchange of a pass; any_length: its tokens may not divide by the ranks, as in generation."""
-        return TokenSplit(self.group) if self.splits_tokens and not any_length else Replicated(self.group)
+        return self._whole if any_length else self._residual
+
+    @cached_property
+    def _residual(self) -> Exchange:
+        return exchange_over(self.group, self.splits_tokens)
+
+    @cached_property
+    def _whole(self) -> Exchange:
+        return exchange_over(self.group, splits_tokens=False)
 
     def vocabulary(self, exchange: Exchange, config: ModelConfig) -> Vocabulary:
         """Return the exchange around the tables of a pass."""
         if not self.splits_vocabulary:
             return WholeVocabulary(exchange)
-        return SplitVocabulary(exchange, self.group, config.vocab_size, self.vocabulary_rows(config))
+        return vocabulary_over(self.group, exchange, config.vocab_size, self.vocabulary_rows(config))
 
     # -- parameters -------------------------------------------------------------------------------------------------
 

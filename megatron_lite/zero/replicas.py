@@ -43,6 +43,8 @@ class Replicas:
 
     def counted_once(self, shard: Tensor) -> list[Tensor]:
         """Return the pieces of a shard that count on this rank."""
+        if self.counted == [(0, len(shard))]:
+            return [shard]
         return [shard[start:end] for start, end in self.counted]
 
     def sum_gradients(self, shard: Tensor) -> None:
