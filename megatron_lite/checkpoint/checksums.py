@@ -60,9 +60,13 @@ class Checksums:
 
     def begin(self, file: str, offset: int) -> None:
         """Continue with the bytes of a file from `offset` on."""
-        if (file, offset) != (self._file, self._end):
-            self._close()
-            self._file, self._start, self._end, self._crc = file, offset, offset, 0
+        if (file, offset) == (self._file, self._end):
+            return
+        self._close()
+        self._file, self._start, self._end, self._crc = file, offset, offset, 0
+        before = self._pieces.get(file, [])
+        if before and before[-1].end == offset:  # other files were read in between
+            self._start, _, self._crc = before.pop()
 
     def add(self, data: memoryview) -> None:
         """Count the next bytes."""

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_lite.checkpoint.checksums import CutChecksums, joined
+from megatron_lite.checkpoint.checksums import CutChecksums, Piece, joined
 from megatron_lite.checkpoint.files import PIECE_BYTES
 from megatron_lite.checkpoint.manifest import Manifest, SavedFile, Slice
 from megatron_lite.checkpoint.names import open_regular, reason
@@ -50,8 +50,8 @@ def check_file(folder: Path, name: str, manifest: Manifest, slices: Sequence[tup
         _require_slice(piece, what, found[piece.offset, piece.offset + piece.num_bytes])
 
 
-def require_checksum(name: str, expected: SavedFile, found: int | None) -> None:
-    """Raise DamagedError unless a file has the CRC-32 of its manifest."""
+def require_checksum(name: str, expected: SavedFile | Piece, found: int | None) -> None:
+    """Raise DamagedError unless a file, or a piece of it, has the CRC-32 that is expected."""
     if found != expected.crc32:
         raise DamagedError(f"{name}: {_DIFFERS}")
 

@@ -1,31 +1,33 @@
 """manifest.json: the content of a checkpoint, and the place of every element of every parameter in its files.
 
 ```
-{"format": "megatron_lite_checkpoint", "version": 4, "save_id": "...", "iteration": 100, "world_size": 2,
+{"format": "megatron_lite_checkpoint", "version": 5, "save_id": "...", "iteration": 100, "world_size": 2,
  "config": {every option}, "state": {...},
  "files": {"rank_000.safetensors": {"size": 4096, "crc32": 123}, ...},
  "parameters": {"embedding.word.weight": {"dtype": "float32", "shape": [256, 64],
-     "weights": [["rank_000.safetensors", 712, 32768, 0, 789], ["rank_001.safetensors", 712, 32768, 8192, 987]],
+     "weights": [["rank_000.safetensors", 712, 32768, 0, 789, 8192],
+                 ["rank_001.safetensors", 712, 32768, 8192, 987, 8192]],
      "exp_avg": [...], "exp_avg_sq": [...]}, ...},
  "crc32": 456}
 ```
 
-A slice is [file, byte offset in the file, bytes, first element of the flattened parameter, CRC-32 of the bytes]; slices
-alone let any layout read any other, and their checksums let a reader of weights verify nothing else. Version 3 has no
-checksums of slices and is still read.
+A slice is [file, byte offset in the file, bytes, first element of the flattened parameter, CRC-32 of the bytes, run].
+Its elements are consecutive if `run` is their number. Otherwise they are `run` consecutive ones in each of some rows of
+the parameter (of `shape[0]`), one below the other: the columns of a tensor-parallel rank. Slices alone let any layout
+read any other, and their checksums let a reader of weights verify nothing else. Each element is in one slice, also if
+several ranks save it. Version 4 has no runs, and version 3 neither runs nor checksums of slices; both are still read.
 
 `dtype` is the dtype of the weights; everything else is float32. A trained parameter also has its optimizer state
 (`exp_avg`, or `exp_avg` and `exp_avg_sq`) and, with averaging, `average`. A frozen parameter has only weights, in
 float32, bfloat16 or float16.
 
 `crc32` covers every byte before its own line. A manifest is untrusted input, and its checksum can be forged: `read`
-accepts exactly what `dump` writes, or wrote in version 3, and raises `DamagedError` for everything else.
+accepts exactly what `dump` writes, or wrote in versions 3 and 4, and raises `DamagedError` for everything else.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -37,18 +39,20 @@ import torch
 
 from megatron_lite.checkpoint.files import WrittenFile
 from megatron_lite.checkpoint.names import A_LINK, MANIFEST_NAME, RANK_FILE, parse_json, rank_file, read_bytes, reason
+from megatron_lite.checkpoint.regions import Region, coverage_problem, held
 from megatron_lite.checkpoint.saved_options import check_options
 from megatron_lite.checkpoint.saved_state import check_state, is_count
 from megatron_lite.errors import DamagedError
-from megatron_lite.parameter import DTYPES
+from megatron_lite.parameter import DTYPES, ParameterSpec
 
 if TYPE_CHECKING:
     from megatron_lite.zero.flat_shard import FlatShard
     from megatron_lite.zero.layout import ParameterSlot
 
 FORMAT = "megatron_lite_checkpoint"
-VERSION = 4
-OLDEST_VERSION = 3  # has no checksums of slices
+VERSION = 5
+OLDEST_VERSION = 3
+_SLICE_FIELDS = {3: 4, 4: 5, 5: 6}  # by version: how many of a slice it has
 KINDS = ("weights", "exp_avg", "exp_avg_sq", "average")
 MOMENTS = KINDS[1:3]
 
@@ -60,17 +64,17 @@ _CRC_LINE = re.compile(rb'"crc32": ([0-9]{1,10})\n\}\n')
 
 
 class Slice(NamedTuple):
-    """Consecutive elements of a parameter: `num_bytes` at byte `offset` of `file`, starting with element `first`."""
+    """A region of a parameter: `num_bytes` at byte `offset` of `file`, starting with element `first`."""
 
     file: str
     offset: int
     num_bytes: int
     first: int
-    crc32: int | None = None  # None: in version 3
+    crc32: int | None  # None: in version 3
+    run: int  # consecutive elements; see `regions.Region`
 
-    def end(self, dtype: torch.dtype) -> int:
-        """Return the index after the last element."""
-        return self.first + self.num_bytes // dtype.itemsize
+    def region(self, dtype: torch.dtype) -> Region:
+        return Region(self.first, self.num_bytes // dtype.itemsize, self.run)
 
 
 class SavedFile(NamedTuple):
@@ -82,7 +86,7 @@ class SavedFile(NamedTuple):
 class SavedParameter:
     dtype: torch.dtype  # of the weights
     shape: tuple[int, ...]
-    slices: dict[str, list[Slice]]  # kind -> slices in element order, without gaps
+    slices: dict[str, list[Slice]]  # kind -> slices by first element, with each element in one of them
 
     def dtype_of(self, kind: str) -> torch.dtype:
         """Return the dtype of the elements of one of KINDS."""
@@ -148,7 +152,10 @@ def file_metadata(save_id: str, iteration: int, rank: int) -> dict[str, str]:
 
 
 def locate_parameters(parts: Sequence[FlatShard], files: Sequence[WrittenFile]) -> dict[str, SavedParameter]:
-    """Return the place of every parameter, given that each rank's file holds its shards part by part, kind by kind."""
+    """Return the place of every parameter, given that each rank's file holds its shards part by part, kind by kind.
+
+    Files are in the order of all ranks.
+    """
     parameters: dict[str, SavedParameter] = {}
     checksums = [iter(file.slices) for file in files]
     shard_start = 0  # bytes from data_start, the same in every rank's file
@@ -159,22 +166,31 @@ def locate_parameters(parts: Sequence[FlatShard], files: Sequence[WrittenFile]) 
             parameters[slot.spec.name] = SavedParameter(kinds["weights"], tuple(slot.spec.shape), slices)
         for kind, dtype in kinds.items():
             for rank, file in enumerate(files):
-                for slot, first, start, end in slices_of(part, kind, rank):
+                for slot, region, start, end in slices_of(part, kind, rank):
                     offset = file.data_start + shard_start + start
-                    piece = Slice(rank_file(rank), offset, end - start, first, next(checksums[rank]))
+                    piece = Slice(rank_file(rank), offset, end - start, region.first, next(checksums[rank]), region.run)
                     parameters[slot.spec.name].slices[kind].append(piece)
             shard_start += part.numel(kind) * dtype.itemsize
     assert not any(list(rest) for rest in checksums), "a checksum per slice"
+    for parameter in parameters.values():
+        for pieces in parameter.slices.values():
+            pieces.sort(key=lambda piece: piece.first)
     return parameters
 
 
-def slices_of(part: FlatShard, kind: str, rank: int) -> Iterator[tuple[ParameterSlot, int, int, int]]:
-    """Yield the slices of a rank's shard: the parameter, its first element, and where they begin and end, in bytes."""
-    size, low = part.kinds()[kind].itemsize, rank * part.layout.shard_numel
-    for slot, first, last in part.layout.pieces(rank):
+def slices_of(part: FlatShard, kind: str, rank: int) -> Iterator[tuple[ParameterSlot, Region, int, int]]:
+    """Yield the slices of a rank's shard: the parameter, its elements, and where they begin and end, in bytes.
+
+    rank: of all. Of elements that several ranks of its tensor-parallel group hold, only the first has a slice.
+    """
+    size, (data_rank, tensor_rank) = part.kinds()[kind].itemsize, divmod(rank, part.layout.tensor_ranks)
+    layout = part.layout.on_tensor_ranks[tensor_rank]
+    for slot, first, last in layout.pieces(data_rank):
         if part.has(kind, slot.spec):
-            begin = slot.offset - low
-            yield slot, first, (begin + first) * size, (begin + last) * size
+            begin = slot.offset - data_rank * layout.shard_numel
+            for start, region, holders in held(slot.spec, first, last):
+                if holders[0] == tensor_rank:
+                    yield slot, region, (begin + start) * size, (begin + start + region.numel) * size
 
 
 def dump(manifest: Manifest) -> str:
@@ -215,16 +231,24 @@ def table_bytes(parts: Sequence[FlatShard], world_size: int) -> int:
         for kind in part.kinds():
             for slot in part.layout.slots:
                 first, last = (place // part.layout.shard_numel for place in (slot.offset, slot.end - 1))
-                slices += last - first + 1 if part.has(kind, slot.spec) else 0
+                slices += _most_slices(slot.spec, last - first + 1) if part.has(kind, slot.spec) else 0
     own_bytes = sum(part.numel(kind) * dtype.itemsize for part in parts for kind, dtype in part.kinds().items())
     name = json.dumps(rank_file(world_size))
     digits = max(digits + 1, len(str(own_bytes + 2**27)))  # a header before the values
-    slice_bytes = len(f"[{name}, , , , ], ") + 4 * digits
+    slice_bytes = len(f"[{name}, , , , , ], ") + 5 * digits
     file_bytes = len(f' {name}: {{"size": , "crc32": }},\n') + 2 * digits
     specs = [slot.spec for part in parts for slot in part.layout.slots]
     row_bytes = len(str({kind: [] for kind in (*KINDS, "dtype", "shape")})) + 40
     rows = sum(row_bytes + len(json.dumps(spec.name)) + 2 + (digits + 2) * len(spec.shape) for spec in specs)
     return slices * slice_bytes + world_size * file_bytes + rows
+
+
+def _most_slices(spec: ParameterSpec, shards: int) -> int:
+    """Return the most slices of a parameter, of which each tensor-parallel rank has a part in so many shards."""
+    if spec.local_shape == spec.shape:
+        return shards
+    per_rank = 3 * shards if spec.split.dim else shards + len(spec.pieces) - 1
+    return spec.split.ranks * per_rank
 
 
 def read(folder: Path, iteration: int | None = None) -> Manifest:
@@ -307,21 +331,13 @@ def _parameter(entry: Any, files: dict[str, SavedFile], version: int) -> SavedPa
     for kind in kinds:
         _require(isinstance(entry[kind], list), f"{kind} is not a list")
         pieces = [_slice(item, files, parameter.dtype_of(kind), version) for item in entry[kind]]
-        _check_coverage(kind, pieces, math.prod(shape), parameter.dtype_of(kind))
+        problem = coverage_problem([piece.region(parameter.dtype_of(kind)) for piece in pieces], shape)
+        _require(problem is None, f"the slices of {kind} {problem}")
         parameter.slices[kind] = pieces
     _require("exp_avg" in kinds or "exp_avg_sq" not in kinds, "one of its moments is missing")
     is_alone = parameter.dtype == torch.float32 or len(kinds) == 1
     _require(is_alone, f"{' and '.join(kinds[1:])} beside {entry['dtype']} weights")
     return parameter
-
-
-def _check_coverage(kind: str, pieces: list[Slice], numel: int, dtype: torch.dtype) -> None:
-    """Check that slices hold each element once, in order."""
-    covered = 0
-    for piece in pieces:
-        _require(piece.first == covered, f"the slices of {kind} leave a gap or overlap at element {covered}")
-        covered = piece.end(dtype)
-    _require(covered == numel, f"the slices of {kind} hold {covered} of {numel} elements")
 
 
 def _check_apart(parameters: dict[str, SavedParameter]) -> None:
@@ -333,13 +349,13 @@ def _check_apart(parameters: dict[str, SavedParameter]) -> None:
 
 
 def _slice(item: Any, files: dict[str, SavedFile], dtype: torch.dtype, version: int) -> Slice:
-    has_checksum = version != OLDEST_VERSION
-    length = len(Slice._fields) if has_checksum else len(Slice._fields) - 1
-    _require(isinstance(item, list) and len(item) == length, "a slice is malformed")
-    piece = Slice(*item)
-    _require(not has_checksum or is_count(piece.crc32), "a slice is malformed")
-    _require(isinstance(piece.file, str) and piece.file in files, "a slice names a file that is not listed")
-    _require(is_count(piece.offset) and is_count(piece.first), "a slice is malformed")
-    _require(is_count(piece.num_bytes, 1) and piece.num_bytes % dtype.itemsize == 0, "a slice is malformed")
-    _require(piece.offset + piece.num_bytes <= files[piece.file].size, f"a slice lies beyond the end of {piece.file}")
-    return piece
+    _require(isinstance(item, list) and len(item) == _SLICE_FIELDS[version], "a slice is malformed")
+    file, offset, num_bytes, first, *rest = item
+    _require(isinstance(file, str) and file in files, "a slice names a file that is not listed")
+    _require(is_count(offset) and is_count(first) and all(map(is_count, rest)), "a slice is malformed")
+    _require(is_count(num_bytes, 1) and num_bytes % dtype.itemsize == 0, "a slice is malformed")
+    _require(offset + num_bytes <= files[file].size, f"a slice lies beyond the end of {file}")
+    crc32, run = (*rest, None, None)[:2]
+    numel = num_bytes // dtype.itemsize
+    _require(run is None or 1 <= run <= numel, "a slice is malformed")
+    return Slice(file, offset, num_bytes, first, crc32, run or numel)

@@ -23,8 +23,9 @@ from torch import Tensor
 from megatron_lite.checkpoint import file_checks, files, manifest
 from megatron_lite.checkpoint.checksums import Checksums, Piece, joined, missing
 from megatron_lite.checkpoint.compatibility import keeps_moments, saved_optimizer
-from megatron_lite.checkpoint.manifest import MOMENTS, Manifest, SavedParameter, dtype_name
+from megatron_lite.checkpoint.manifest import MOMENTS, Manifest, SavedParameter, Slice, dtype_name
 from megatron_lite.checkpoint.names import MANIFEST_NAME, open_regular
+from megatron_lite.checkpoint.regions import Overlap, Region, held, overlaps, row_numel
 from megatron_lite.distributed.agreement import first_problem
 from megatron_lite.errors import DamagedError
 
@@ -65,7 +66,7 @@ def fill_verified(
     All ranks call this together and get the same answer. After a problem the shards are partly filled.
     """
     checksums = Checksums()
-    fill_own = partial(fill, folder, content, model, distributed.rank, optimizer, checksums)
+    fill_own = partial(fill, folder, content, model, distributed.data.rank, optimizer, checksums)
     if (problem := first_problem(distributed, fill_own)) is not None:
         return problem
     read = distributed.gather_objects(checksums.pieces())
@@ -81,18 +82,23 @@ def fill_verified(
 def _check_file(folder: Path, name: str, content: Manifest, pieces: list[Piece]) -> None:
     """Read the bytes of a file that are in none of the pieces, and check the CRC-32 of the whole.
 
+    Pieces that overlap others are read again: parameters of which several ranks have a copy, and rows of which each
+    has some columns. Then what every rank received is what the file holds.
+
     Raises:
         DamagedError, OSError: if it differs, or the file can no longer be read.
     """
-    checksums, size = Checksums(), content.files[name].size
-    with contextlib.closing(Files(folder, checksums=checksums)) as opened:
-        for start, end in missing(pieces, size):
-            opened.skip(name, start, end)
-    pieces += checksums.pieces().get(name, [])
-    if (crc := joined(pieces)) is None:  # some bytes were read twice, for two purposes
-        file_checks.check_file(folder, name, content)
-    else:
-        file_checks.require_checksum(name, content.files[name], crc)
+    size, covered = content.files[name].size, 0
+    apart: list[Piece] = []
+    repeated: list[Piece] = []
+    for piece in sorted(set(pieces), key=lambda piece: (piece.start, -piece.end)):
+        (apart if piece.start >= covered else repeated).append(piece)
+        covered = max(covered, piece.end)
+    with contextlib.closing(Files(folder)) as opened:
+        apart += [opened.checksum(name, start, end) for start, end in missing(apart, size)]
+        file_checks.require_checksum(name, content.files[name], joined(apart))
+        for piece in repeated:
+            file_checks.require_checksum(name, piece, opened.checksum(name, piece.start, piece.end).crc32)
 
 
 def changes(content: Manifest, model: MultiStage, optimizer: str) -> list[str]:
@@ -142,7 +148,7 @@ def changes(content: Manifest, model: MultiStage, optimizer: str) -> list[str]:
 
 
 def fill(folder: Path, content: Manifest, model: MultiStage, rank: int, optimizer: str, checksums: Checksums) -> None:
-    """Read this rank's shards one after the other, with one file open at a time.
+    """Read this rank's shards one after the other, with one file open at a time; `rank`: of the data-parallel group.
 
     `checksums` counts each byte that is read, and the bytes between two slices with the second slice. A rank that reads
     what it wrote reads its file from the first byte to the last slice, as one piece.
@@ -177,7 +183,7 @@ def _fill_shard(opened: Files, content: Manifest, part: FlatShard, kind: str, ra
     assert shard.dtype == part.kinds()[kind], (kind, shard.dtype)
     before = saved_optimizer(content.config)
     weights = part.read("weights") if kind == "average" else shard  # filled before
-    for (slot, start, target), (_, _, own_weights) in zip(
+    for (slot, region, target), (_, _, own_weights) in zip(
         shard_pieces(part, shard, rank), shard_pieces(part, weights, rank), strict=True
     ):
         if not part.has(kind, slot.spec):
@@ -187,34 +193,49 @@ def _fill_shard(opened: Files, content: Manifest, part: FlatShard, kind: str, ra
         if kind in MOMENTS and not is_kept:
             target.zero_()
         elif kind in saved.slices:
-            read_elements(opened, saved, kind, start, target)
+            read_elements(opened, saved, kind, region, target)
         else:
             assert kind == "average", kind
             target.copy_(own_weights)
     part.write(kind, shard)
 
 
-def shard_pieces(part: FlatShard, shard: Tensor, rank: int) -> Iterator[tuple[ParameterSlot, int, Tensor]]:
-    """Yield (slot, index of the first element, view of the shard) for each parameter in a rank's shard of a part."""
+def shard_pieces(part: FlatShard, shard: Tensor, rank: int) -> Iterator[tuple[ParameterSlot, Region, Tensor]]:
+    """Yield (slot, elements of the whole parameter, view of the shard) for the shard of a data-parallel rank."""
     for slot, start, end in part.layout.pieces(rank):
         offset = slot.offset - rank * part.layout.shard_numel  # of the parameter's element 0; may be negative
-        yield slot, start, shard[offset + start : offset + end]
+        for first, region, _ in held(slot.spec, start, end):
+            yield slot, region, shard[offset + first : offset + first + region.numel]
 
 
-def read_elements(opened: Files, saved: SavedParameter, kind: str, first: int, target: Tensor) -> None:
-    """Fill a tensor (n,) with elements of a flattened parameter, starting with `first` and rounding to its dtype.
+def read_elements(opened: Files, saved: SavedParameter, kind: str, region: Region, target: Tensor) -> None:
+    """Fill a tensor (n,) with elements of a parameter, rounding to its dtype.
 
     Raises:
         DamagedError, OSError: if a file can no longer be read.
     """
-    dtype, last, numel_found = saved.dtype_of(kind), first + target.numel(), 0
+    dtype, numel_found = saved.dtype_of(kind), 0
     for piece in saved.slices[kind]:
-        start, end = max(first, piece.first), min(last, piece.end(dtype))
-        if start < end:
-            offset = piece.offset + (start - piece.first) * dtype.itemsize
-            opened.read(piece.file, offset, dtype, target[start - first : end - first])
-            numel_found += end - start
-    assert numel_found == target.numel(), (kind, first, last, numel_found)
+        for overlap in overlaps(region, piece.region(dtype), row_numel(saved.shape)):
+            _read_overlap(opened, piece, dtype, overlap, target)
+            numel_found += overlap.numel
+    assert numel_found == target.numel(), (kind, region, numel_found)
+
+
+def _read_overlap(opened: Files, piece: Slice, dtype: torch.dtype, overlap: Overlap, target: Tensor) -> None:
+    """Read the elements that a slice and the target share; of columns, read whole rows of the slice, some at a time."""
+    (rows, width, wanted, saved), first = overlap, overlap.wanted.first
+    if overlap.is_contiguous:
+        offset = piece.offset + saved.first * dtype.itemsize
+        opened.read(piece.file, offset, dtype, target[first : first + overlap.numel])
+        return
+    step = max(1, files.CHUNK_BYTES // (saved.pitch * dtype.itemsize))
+    for top in range(0, rows, step):
+        values = torch.empty(min(step, rows - top), saved.pitch, dtype=dtype)
+        offset = piece.offset + (saved.start + top * saved.pitch) * dtype.itemsize
+        opened.read(piece.file, offset, dtype, values.view(-1))
+        columns = values[:, saved.column : saved.column + width]
+        target[first + top * wanted.pitch :].as_strided(columns.shape, (wanted.pitch, 1)).copy_(columns)
 
 
 class Files:
@@ -262,6 +283,18 @@ class Files:
         buffer = torch.empty(min(end - start, _SKIPPED_BYTES), dtype=torch.uint8)
         for offset in range(start, end, _SKIPPED_BYTES):
             self._read(name, offset, buffer[: end - offset])
+
+    def checksum(self, name: str, start: int, end: int) -> Piece:
+        """Return the checksum of bytes of a file.
+
+        Raises:
+            DamagedError, OSError: as `read`.
+        """
+        outer, self._checksums = self._checksums, Checksums()
+        self.skip(name, start, end)
+        ((piece,),) = self._checksums.pieces().values()
+        self._checksums = outer
+        return piece
 
     def _read(self, name: str, offset: int, target: Tensor) -> None:
         if self._file is None or name != self._name:

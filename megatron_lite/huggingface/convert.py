@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from megatron_lite.checkpoint import files, manifest
 from megatron_lite.checkpoint.manifest import Manifest, SavedFile, SavedParameter, Slice
 from megatron_lite.checkpoint.names import MANIFEST_NAME, new_nonce, rank_file
+from megatron_lite.checkpoint.regions import Region
 from megatron_lite.config import BatchConfig, Config, DataConfig, TrainingConfig, flatten
 from megatron_lite.errors import NumericsError
 from megatron_lite.huggingface import folder_kind
@@ -105,7 +107,7 @@ def write_checkpoint(folder: Path, source: WeightSource, shapes: Shapes, config:
         for tensor, crc32 in zip(some, written.slices, strict=True):
             name, kind = tensor.name.split("/")
             entry = parameters.setdefault(name, SavedParameter(tensor.dtype, tensor.shape, {}))
-            entry.slices[kind] = [Slice(file, offset, tensor.num_bytes, 0, crc32)]
+            entry.slices[kind] = [Slice(file, offset, tensor.num_bytes, 0, crc32, math.prod(tensor.shape))]
             offset += tensor.num_bytes
     content = Manifest(
         save_id=save_id,
@@ -138,7 +140,7 @@ def _tensors(source: WeightSource, kept: CheckpointSource | None, shapes: Shapes
 
 def _read_saved(source: CheckpointSource, name: str, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     values = torch.empty(shape, dtype=dtype)
-    source.read_state(name, kind, 0, values.view(-1))
+    source.read_state(name, kind, Region.of(0, values.numel()), values.view(-1))
     return values
 
 

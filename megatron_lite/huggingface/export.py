@@ -21,6 +21,7 @@ from megatron_lite.distributed.agreement import write_together
 from megatron_lite.errors import NumericsError
 from megatron_lite.huggingface.export_folder import ExportFolder, FilePlan
 from megatron_lite.huggingface.model_card import Trained
+from megatron_lite.zero.replicas import assembled
 
 if TYPE_CHECKING:
     from megatron_lite.distributed.process_group import Distributed
@@ -57,16 +58,17 @@ def master_weights(model: MultiStage, distributed: Distributed, average: bool = 
     average: yield running averages, where a parameter has one.
     """
     for _, part in model.parts():
-        whole = _gather(part, distributed, average)
+        ranges = _gather(part, distributed, average)
         for slot in part.layout.slots:
-            found = whole[slot.offset : slot.offset + slot.numel]
-            yield slot.spec.name, found.view(slot.spec.shape) if distributed.rank == 0 else found
+            parts = [flat[slot.offset : slot.offset + slot.spec.padded_numel] for flat in ranges]
+            yield slot.spec.name, assembled(slot.spec, parts) if distributed.rank == 0 else ranges.view(-1)
 
 
 def _gather(part: FlatShard, distributed: Distributed, average: bool) -> Tensor:
-    """Return all shards of a range in rank order: (numel,) on the host of rank 0, (0,) on other ranks."""
+    """Return the flat ranges of all tensor-parallel ranks, (ranks, numel), on the host of rank 0; (1, 0) elsewhere."""
     world_size, shard_numel = distributed.world_size, part.layout.shard_numel
-    whole = torch.empty(part.layout.numel if distributed.rank == 0 else 0)
+    ranks = world_size // part.layout.world_size
+    whole = torch.empty((ranks, part.layout.numel) if distributed.rank == 0 else (1, 0))
     step = max(1, min(shard_numel, WINDOW_NUMEL // world_size))
     gathered = torch.empty(world_size, step, device=distributed.device)
     for start in range(0, shard_numel, step):
@@ -79,7 +81,8 @@ def _gather(part: FlatShard, distributed: Distributed, average: bool) -> Tensor:
             gathered[0, : end - start] = own
         if distributed.rank == 0:
             distributed.wait_for_device()
-            whole.view(world_size, shard_numel)[:, start:end].copy_(gathered[:, : end - start])
+            shards = whole.view(ranks, -1, shard_numel).transpose(0, 1)  # tensor-parallel ranks are next to each other
+            shards[:, :, start:end].copy_(gathered[:, : end - start].view(-1, ranks, end - start))
     return whole
 
 

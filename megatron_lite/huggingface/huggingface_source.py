@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import files
 from megatron_lite.checkpoint.names import open_regular, parse_json
+from megatron_lite.checkpoint.regions import Region
 from megatron_lite.config import ModelConfig
 from megatron_lite.errors import CheckpointError, DamagedError
 from megatron_lite.huggingface import folder_kind, model_options
@@ -145,7 +146,19 @@ class HuggingFaceSource(WeightSource):
                     )
         return None
 
-    def _read(self, name: str, first: int, target: Tensor) -> None:
+    def _read(self, name: str, region: Region, target: Tensor) -> None:
+        """Do the work of `read_region`; for columns, read the rows from the first to the last, some at a time."""
+        if region.is_contiguous:
+            self._read_rows(name, region.first, target)
+            return
+        width, first = self._pieces[name][1], region.first
+        for rows in target.view(-1, region.run).split(max(1, files.CHUNK_BYTES // (width * target.itemsize))):
+            values = torch.empty((len(rows) - 1) * width + region.run, dtype=target.dtype)
+            self._read_rows(name, first, values)
+            rows.copy_(values.as_strided(rows.shape, (width, 1)))
+            first += len(rows) * width
+
+    def _read_rows(self, name: str, first: int, target: Tensor) -> None:
         found, width = self._pieces[name]
         last = first + target.numel()
         for piece in found:

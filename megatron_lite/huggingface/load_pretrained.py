@@ -111,9 +111,9 @@ def load_weights(
             shard = part.read("weights")
             if not missing:
                 shard.zero_()
-            for slot, start, target in shard_pieces(part, shard, distributed.rank):
+            for slot, region, target in shard_pieces(part, shard, distributed.data.rank):
                 if slot.spec.name not in missing:
-                    source.read(slot.spec.name, start, target)
+                    source.read_region(slot.spec.name, region, target)
             part.write("weights", shard)
         model.invalidate()
 
@@ -162,9 +162,9 @@ def load_moments(
 
     def fill() -> None:
         for part, kind in moments:
-            for slot, start, target in shard_pieces(part, part.read(kind), distributed.rank):
+            for slot, region, target in shard_pieces(part, part.read(kind), distributed.data.rank):
                 if part.has(kind, slot.spec) and is_kept(kind, slot):
-                    source.read_state(slot.spec.name, kind, start, target)
+                    source.read_state(slot.spec.name, kind, region, target)
 
     _together(distributed, fill)
     wanted = [(kind, slot) for part, kind in moments for slot in part.layout.slots if part.has(kind, slot.spec)]

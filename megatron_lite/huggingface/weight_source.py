@@ -18,6 +18,7 @@ from megatron_lite.checkpoint import file_checks, manifest
 from megatron_lite.checkpoint.manifest import SavedParameter, Slice
 from megatron_lite.checkpoint.names import reason
 from megatron_lite.checkpoint.reading import Files, read_elements
+from megatron_lite.checkpoint.regions import Region
 from megatron_lite.config import ModelConfig
 from megatron_lite.errors import CheckpointError, DamagedError, shorten
 from megatron_lite.huggingface import model_options
@@ -79,12 +80,16 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
         Raises:
             CheckpointError: if a file can no longer be read.
         """
+        self.read_region(name, Region.of(first, target.numel()), target)
+
+    def read_region(self, name: str, region: Region, target: Tensor) -> None:
+        """Do the same for any region of a parameter."""
         with self._reported():
-            self._read(name, first, target)
+            self._read(name, region, target)
 
     @abc.abstractmethod
-    def _read(self, name: str, first: int, target: Tensor) -> None:
-        """Do the work of `read`; may raise OSError and DamagedError."""
+    def _read(self, name: str, region: Region, target: Tensor) -> None:
+        """Do the work of `read_region`; may raise OSError and DamagedError."""
 
     def close(self) -> None:
         self._files.close()
@@ -179,12 +184,12 @@ class CheckpointSource(WeightSource):
     def _weights_kind(self, saved: SavedParameter) -> str:
         return "average" if self.averaged and "average" in saved.slices else "weights"
 
-    def _read(self, name: str, first: int, target: Tensor) -> None:
+    def _read(self, name: str, region: Region, target: Tensor) -> None:
         saved = self.content.parameters[name]
-        read_elements(self._files, saved, self._weights_kind(saved), first, target)
+        read_elements(self._files, saved, self._weights_kind(saved), region, target)
 
-    def read_state(self, name: str, kind: str, first: int, target: Tensor) -> None:
-        """Read one of `manifest.KINDS`, which the checkpoint must hold, like `read`."""
+    def read_state(self, name: str, kind: str, region: Region, target: Tensor) -> None:
+        """Read one of `manifest.KINDS`, which the checkpoint must hold, like `read_region`."""
         assert self._state, "it was not verified"
         with self._reported():
-            read_elements(self._files, self.content.parameters[name], kind, first, target)
+            read_elements(self._files, self.content.parameters[name], kind, region, target)

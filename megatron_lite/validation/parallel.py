@@ -56,8 +56,8 @@ def tensor_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
 
 def _not_yet(draft: Draft) -> Iterator[Problem]:
     """Refuse options that do not know yet that a rank has only parts of the parameters."""
-    others = "experiment_dir load_checkpoint_path pretrained_checkpoint_path watch check_replicas_interval"
-    for name in draft.changed(*others.split(), "update_rms_clip", "clip_update_norm_sigma"):
+    others = "watch check_replicas_interval update_rms_clip clip_update_norm_sigma"
+    for name in draft.changed(*others.split()):
         yield problem(draft, f"tensor_parallel {name}", "these two do not work together yet; leave one out")
     if draft.optimizer == "muon":
         yield problem(draft, "tensor_parallel optimizer", "Muon needs whole matrices; write --optimizer=adamw")

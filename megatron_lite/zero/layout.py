@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_lite.config.system import number_of_stages
 from megatron_lite.parameter import ParameterSpec
@@ -57,6 +58,19 @@ class FlatLayout:
     @property
     def numel(self) -> int:
         return self.world_size * self.shard_numel
+
+    @property
+    def tensor_ranks(self) -> int:
+        """The ranks that share each parameter; all have a layout of these offsets."""
+        return max((slot.spec.split.ranks for slot in self.slots), default=1)
+
+    @functools.cached_property
+    def on_tensor_ranks(self) -> list[FlatLayout]:
+        """The layouts of all ranks of the tensor-parallel group, in order."""
+        return [
+            replace(self, slots=tuple(replace(slot, spec=slot.spec.on(rank)) for slot in self.slots))
+            for rank in range(self.tensor_ranks)
+        ]
 
     @property
     def gaps(self) -> list[tuple[int, int]]:

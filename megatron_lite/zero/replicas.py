@@ -7,7 +7,7 @@ norm over all parameters counts each element once: on the first rank that has it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -70,10 +70,20 @@ def whole_parameter(spec: ParameterSpec, local: Tensor, tensor: Group) -> Tensor
     gathered = local.new_empty(tensor.world_size, spec.padded_numel)
     gathered[tensor.rank, : local.numel()] = local.reshape(-1)
     tensor.all_gather(gathered.view(-1), "whole").wait()
-    whole = local.new_empty(spec.shape)
-    for rank, row in enumerate(gathered):
+    return assembled(spec, list(gathered))
+
+
+def assembled(spec: ParameterSpec, parts: Sequence[Tensor]) -> Tensor:
+    """Return a parameter from the flat parts, padding included, of all ranks of a tensor-parallel group.
+
+    The result is a view of the first part if that is all.
+    """
+    if spec.local_shape == spec.shape:
+        return parts[0][: spec.numel].view(spec.shape)
+    whole = parts[0].new_empty(spec.shape)
+    for rank, part in enumerate(parts):
         of_rank = spec.on(rank)
-        of_rank.place(row[: of_rank.local_numel].view(of_rank.local_shape), whole)
+        of_rank.place(part[: of_rank.local_numel].view(of_rank.local_shape), whole)
     return whole
 
 

@@ -6,6 +6,7 @@ here without the code that loads checkpoints.
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from pathlib import Path
@@ -76,12 +77,19 @@ def save_again(distributed: Distributed, options: dict[str, Any], target: str) -
 def read_all(folder: Path) -> Contents:
     """Return every parameter and moment of a checkpoint."""
     contents: Contents = {}
-    for name, parameter in manifest.read(folder).parameters.items():
+    content = manifest.read(folder)
+    files = {file: (folder / file).read_bytes() for file in content.files}
+    for name, parameter in content.parameters.items():
         for kind, pieces in parameter.slices.items():
-            data = b"".join((folder / piece.file).read_bytes()[piece.offset :][: piece.num_bytes] for piece in pieces)
-            if data:
-                values = torch.frombuffer(bytearray(data), dtype=parameter.dtype_of(kind))
-                contents[name, kind] = values.view(parameter.shape)
+            dtype, row = parameter.dtype_of(kind), math.prod(parameter.shape[1:])
+            values, filled = np.zeros(math.prod(parameter.shape), f"V{dtype.itemsize}"), 0
+            for piece in pieces:
+                runs = np.frombuffer(files[piece.file], values.dtype, piece.num_bytes // dtype.itemsize, piece.offset)
+                for index, run in enumerate(runs.reshape(-1, piece.run)):
+                    values[piece.first + index * row :][: piece.run] = run
+                    filled += piece.run
+            assert filled == values.size
+            contents[name, kind] = torch.frombuffer(bytearray(values), dtype=dtype).view(parameter.shape)
     return contents
 
 

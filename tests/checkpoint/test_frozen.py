@@ -150,7 +150,7 @@ def test_frozen_parameters_store_only_their_weights(tmp_path: Path) -> None:
     size, header = (folder / "rank_001.safetensors").stat().st_size, (folder / "rank_001.safetensors").read_bytes()[:8]
     assert size == 8 + struct.unpack("<Q", header)[0] + sum(tensor.nbytes for tensor in wanted.values())
     values = json.loads((folder / "manifest.json").read_bytes())
-    assert values["version"] == 4
+    assert values["version"] == 5
     for name, entry in values["parameters"].items():
         assert entry["dtype"] == ("bfloat16" if name in MIXED else "float32")
         assert set(entry) == {"dtype", "shape", "weights"} | (set() if name in MIXED else {"exp_avg", "exp_avg_sq"})

@@ -45,13 +45,13 @@ def test_checksums_of_pieces_are_those_of_the_whole() -> None:
 
 
 def test_pieces_that_touch_are_one() -> None:
-    """Bytes in order make one piece per file; a jump, or another file, begins another."""
+    """Bytes in order make one piece per file, whatever is read of other files meanwhile; a jump begins another."""
     checksums = Checksums()
     for file, offset, data in (("a", 0, b"01"), ("a", 2, b"23"), ("b", 9, b"4"), ("a", 4, b"5"), ("a", 1, b"6")):
         checksums.begin(file, offset)
         checksums.add(memoryview(data))
     crc = zlib.crc32
-    found = {"a": [(0, 4, crc(b"0123")), (4, 5, crc(b"5")), (1, 2, crc(b"6"))], "b": [(9, 10, crc(b"4"))]}
+    found = {"a": [(0, 5, crc(b"01235")), (1, 2, crc(b"6"))], "b": [(9, 10, crc(b"4"))]}
     assert checksums.pieces() == found
 
 
@@ -89,44 +89,46 @@ def test_checksums_of_slices_and_files_are_those_of_their_bytes(
                 assert piece.crc32 == zlib.crc32(data[piece.offset : piece.offset + piece.num_bytes]), what
 
 
-def test_version_3_is_still_read(tmp_path: Path) -> None:
-    """A checkpoint without checksums of slices loads bit for bit, and its damage is found by those of its files."""
+@pytest.mark.parametrize("version", [3, 4])
+def test_older_versions_are_still_read(version: int, tmp_path: Path) -> None:
+    """A checkpoint of an older version loads bit for bit, and its damage is found by the checksums of its files."""
     for iteration in (10, 20):
         save(tmp_path, iteration, iteration // 10, world_size=2)
         path = tmp_path / str(iteration) / "manifest.json"
-        path.write_bytes(seal(as_version_3(json.loads(path.read_bytes()))))
+        path.write_bytes(seal(as_version(version, json.loads(path.read_bytes()))))
     content = manifest.read(tmp_path / "20")
-    assert not content.has_slice_checksums
+    assert content.has_slice_checksums == (version == 4)
     loaded, values, lines = load(tmp_path, 3)
     assert loaded == content and lines == [] and same(values, random_values(SPECS, 2))
     flip(tmp_path / "20" / "rank_001.safetensors", -1 + content.files["rank_001.safetensors"].size, 0)
     expect_fallback(tmp_path, "rank_001.safetensors: its checksum does not match")
 
 
-@pytest.mark.parametrize("version", [3, 4])
+@pytest.mark.parametrize("version", [3, 4, 5])
 def test_slices_have_the_form_of_their_version(version: int, tmp_path: Path) -> None:
-    """A checksum in version 3 or none in version 4 is refused, and a checksum must be a count."""
+    """A slice has a checksum from version 4 on and a run from version 5 on; both must be counts, a run at most all."""
     save(tmp_path, 10, 1)
     values = json.loads((tmp_path / "10" / "manifest.json").read_bytes())
-    values = as_version_3(values) if version == 3 else values
-    manifest.read(tmp_path / "10")
+    values = as_version(version, values)
     piece = values["parameters"]["head.norm.weight"]["weights"][0]
-    for last in ([7], []) if version == 3 else ([], [None], [-1], [1.5], [True], ["7"], [7, 7]):
+    rest = [[], [7], [None], [-1], [1.5], [True], ["7"], [7, 1], [7, 0], [7, 2], [7, None], [7, True], [7, 1, 1]]
+    good = {3: [], 4: [7], 5: [7, 1]}[version]
+    for last in rest:
         piece[4:] = last
         (tmp_path / "10" / "manifest.json").write_bytes(seal(values))
-        if version == 3 and not last:
-            manifest.read(tmp_path / "10")
+        if last is rest[rest.index(good)]:
+            assert manifest.read(tmp_path / "10").parameters["head.norm.weight"].slices["weights"][0].run == 1
             continue
         with pytest.raises(DamagedError, match=r"'head\.norm\.weight': a slice is malformed"):
             manifest.read(tmp_path / "10")
 
 
-def as_version_3(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a manifest as version 3 had it."""
-    values = {**values, "version": 3}
+def as_version(version: int, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a manifest as an older version had it."""
+    values = {**values, "version": version}
     for parameter in values["parameters"].values():
         for kind in manifest.KINDS:
-            parameter |= {kind: [piece[:4] for piece in parameter[kind]]} if kind in parameter else {}
+            parameter |= {kind: [piece[: version + 1] for piece in parameter[kind]]} if kind in parameter else {}
     return values
 
 

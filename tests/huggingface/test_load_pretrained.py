@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_lite.checkpoint import file_checks, files, manifest
 from megatron_lite.checkpoint.manifest import MOMENTS
+from megatron_lite.checkpoint.regions import Region
 from megatron_lite.cli.model_source import with_source
 from megatron_lite.config import unflatten
 from megatron_lite.distributed.process_group import Distributed
@@ -30,7 +31,7 @@ from megatron_lite.huggingface.weight_source import CheckpointSource
 from megatron_lite.validation import resolve
 from megatron_lite.zero.multi_stage import MultiStage
 from tests.checkpoint.test_damage import flip, seal
-from tests.checkpoint.test_verified_loading import as_version_3
+from tests.checkpoint.test_verified_loading import as_version
 from tests.support.families import write_folder
 from tests.support.folder_checks import checked, expected, read_whole
 from tests.support.harness import full_weights, layers_of, run_distributed, same_weights
@@ -206,7 +207,7 @@ def test_a_checkpoint_of_another_layout(ranks: int, saved: Path) -> None:
     for kind in MOMENTS:
         total = 0.0
         for name, value in wanted.items():
-            source.read_state(name, kind, 0, value.view(-1))
+            source.read_state(name, kind, Region.of(0, value.numel()), value.view(-1))
             total += float(value.abs().sum())
         assert sum(result.moments[kind] for result in moved) == pytest.approx(total, rel=1e-5)
 
@@ -357,7 +358,7 @@ def test_norms_of_a_checkpoint_mean_what_they_meant(saved: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json: No such file"),
     "an edited manifest": (lambda f: _edit(f, b'"lr": 0.001', b'"lr": 0.002'), "it was damaged or edited"),
-    "a newer format": (lambda f: _edit(f, b'"version": 4', b'"version": 9'), "written in format version 9"),
+    "a newer format": (lambda f: _edit(f, b'"version": 5', b'"version": 9'), "written in format version 9"),
     "a missing file": (lambda f: (f / "rank_001.safetensors").unlink(), "rank_001.safetensors: No such file"),
     "a file cut off": (lambda f: os.truncate(f / "rank_000.safetensors", 999), "999 bytes, the manifest says"),
     "a changed byte": (lambda f: flip(f / "rank_000.safetensors", offset(f, "weights"), 0), "checksum does not match"),
@@ -425,7 +426,7 @@ def test_what_is_read_is_what_is_verified(saved: Path, tmp_path: Path, monkeypat
             found = damage(reader, 2)
             assert len(found) == (reader in (kind, "all")) and all(f"({kind} of " in text for text in found)
         flip(folder / "rank_000.safetensors", place, 3)
-    old = as_version_3(json.loads((folder / "manifest.json").read_bytes()))
+    old = as_version(3, json.loads((folder / "manifest.json").read_bytes()))
     (folder / "manifest.json").write_bytes(seal(old))
     assert damage("weights") == [] and sum(counted) == sum(file.size for file in content.files.values())
     flip(folder / "rank_000.safetensors", offset(folder, "exp_avg"), 3)
