@@ -153,6 +153,21 @@ def test_bf16_rows_agree_to_its_rounding(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_tensor_parallel_rows_agree(tmp_path: Path) -> None:
+    """Ours and torch's, with and without sequence parallelism: equal losses from the same weights, traffic counted."""
+    result = run_on_ranks(2, tmp_path / "results.json", "--tensor_parallel=2")
+    rows = result["configurations"]
+    assert set(rows) == {"torch TP", "TP", "torch TP+SP", "TP+SP"}
+    assert result["largest_loss_difference"] <= result["loss_tolerance"] == 1e-5
+    assert len(set(rows["TP"]["losses"])) == 8
+    # Each layer exchanges (b s, h) four times, embedding and head once each, all of them in fp32, both ways.
+    exchanged = (4 * 2 + 2) * 2 * 32 * 64 * 4 * 2
+    assert exchanged < rows["TP"]["wire_counted_bytes"] < 1.1 * exchanged
+    for peer in ("torch TP", "torch TP+SP"):
+        assert len(rows["TP"]["ratios"][peer]["values"]) == 3
+
+
+@pytest.mark.slow
 def test_compiled_rows_train(tmp_path: Path) -> None:
     """Through the compiler itself, where there is one: the same losses again."""
     result = run_on_ranks(1, tmp_path / "results.json", "--compile_backend=inductor", "--only=torch*,FSDP2*,HF*")

@@ -71,7 +71,8 @@ class Bare:
 def main(argv: Sequence[str]) -> int:
     """Measure, print and write; return the exit code."""
     options = parse(argv, __doc__)
-    distributed = launch.initialize(unflatten({"device": options.device}).distributed)
+    flags = {"device": options.device, "tensor_parallel": options.tensor_parallel}
+    distributed = launch.initialize(unflatten(flags).distributed)
     options.device = distributed.device.type
     if options.profile and options.device != "cpu":
         raise ValueError("--profile: operations are timed on CPUs only; add --device=cpu")
@@ -133,7 +134,7 @@ def describe(
     if peak is None and distributed.device.type == "cuda":
         peak = known_peak_tflops(torch.cuda.get_device_name(distributed.device))
     facts = report.Facts(
-        tokens_per_step=ranks * tokens_per_rank(config),
+        tokens_per_step=distributed.data.world_size * tokens_per_rank(config),
         flops_per_token={kind: model_flops(config.model, length, 1, kind == "full") for kind in ("causal", "full")},
         peak_tflops=peak,
         warmup_turns=0 if options.one_at_a_time else options.warmup_turns,
@@ -165,8 +166,10 @@ def books(contestant: measure.Contestant, options: argparse.Namespace, distribut
     """Return the state memory of this rank by kind and, for our rows, the expected memory and traffic."""
     result: dict[str, Any] = {"state_bytes_by_kind": contestant.memory_bytes()}
     if isinstance(contestant, Engine):
-        result |= {"wire_theory_bytes": contestant.wire_bytes(), "wire_counted_bytes": contestant.counted_bytes}
-        if not contestant.tied and not options.ours:
+        result["wire_counted_bytes"] = contestant.counted_bytes
+        if options.tensor_parallel == 1:
+            result["wire_theory_bytes"] = contestant.wire_bytes()
+        if not contestant.tied and not options.ours and options.tensor_parallel == 1:
             sizes, zero_stage = contestant.stage_sizes(), contestant.zero_stage
             result["formula_bytes"] = report.formula_bytes(sizes, options.dtype, zero_stage, distributed.world_size)
     return result

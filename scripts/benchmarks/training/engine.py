@@ -39,17 +39,26 @@ class Engine:
         matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)
         if distributed.device.type == "cpu" and matmul and matmul.fp32_precision != "bf16":  # not --fp32_matmul=onednn
             use_library(distributed.broadcast_object(library_of_products(config, {}))[0])  # as the launcher does
-        layers = layers or model_layers(config, kernels)
+        layers = layers or model_layers(config, kernels, distributed.tensor)
         dtype = config.distributed.training_dtype
         moments = config.optimizer.moments
-        self.model = MultiStage(layers, config.multi_stage, config.batch, dtype, distributed, moments=moments)
+        self.model = MultiStage(
+            layers,
+            config.multi_stage,
+            config.batch,
+            dtype,
+            distributed.data,
+            moments=moments,
+            tensor=distributed.tensor,
+        )
         optimizer = Optimizer(config, self.model.stages, distributed, kernels)
         self.model.initialize(config.distributed.seed)
         assert config.batch.batch_size
-        self._tokens, self._world_size = config.batch.batch_size * config.batch.sequence_length, distributed.world_size
+        self._tokens = config.batch.batch_size * config.batch.sequence_length
+        self._world_size, self._data_ranks = distributed.world_size, distributed.data.world_size
         parts = dict(config=config, distributed=distributed, model=self.model, optimizer=optimizer, debugger=None)
         assert config.batch.micro_batch_size
-        split = Split(config.batch.batch_size, config.batch.micro_batch_size, distributed.world_size)
+        split = Split(config.batch.batch_size, config.batch.micro_batch_size, distributed.data.world_size)
         data = SimpleNamespace(split=lambda phase, iteration: split)
         self._run = cast(Run, SimpleNamespace(**parts, data=data, background=None, watch=None))
         assert config.multi_stage.zero_stage != "auto"
@@ -63,7 +72,7 @@ class Engine:
         traffic.take()
         self._iteration += 1
         loss = train_step(self._run, [HostBatch(part) for part in micro_batches], self._iteration).loss / self._tokens
-        sent = sum(kind.wire_bytes for name, kind in traffic.take().items() if name in ("gather", "reduce"))
+        sent = sum(kind.wire_bytes for name, kind in traffic.take().items() if name != "sum")
         self.counted_bytes = self._world_size * sent
         return loss
 
@@ -84,14 +93,14 @@ class Engine:
         """Return the bytes that all ranks send in a step according to the schedule.
 
         Each collective moves (N - 1) / N of a stage's weights or gradients out of each of N ranks. The gradient norm
-        and the loss, a few bytes, are not counted.
+        and the loss, a few bytes, are not counted, and neither are hidden states between tensor-parallel ranks.
         """
         model, total = self.model, 0
         for step in model.training_schedule:
             gathered = sum(model.stages[index].numel for index in step.gather)
             reduced = sum(model.stages[index].grad_numel for index, _ in step.reduce)
             total += gathered * model.precision.training.itemsize + reduced * model.precision.gradients.itemsize
-        return total * (self._world_size - 1)
+        return total * (self._data_ranks - 1)
 
     def stage_sizes(self) -> list[int]:
         """Return the number of parameters of each stage, without padding."""

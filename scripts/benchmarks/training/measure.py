@@ -186,8 +186,8 @@ def timed_turn(
 
 
 def make_tokens(options: argparse.Namespace, step: int, distributed: Distributed) -> list[Tensor]:
-    """Draw this rank's micro-batches of one step, (b, s + 1) each."""
-    generator = torch.Generator().manual_seed(derive_seed(options.seed, "benchmark", step, distributed.rank))
+    """Draw this rank's micro-batches of one step, (b, s + 1) each; ranks that share layers draw the same."""
+    generator = torch.Generator().manual_seed(derive_seed(options.seed, "benchmark", step, distributed.data.rank))
     shape = (options.micro_batch_size, options.sequence_length + 1)
     return [torch.randint(0, options.vocab_size, shape, generator=generator) for _ in range(options.micro_batches)]
 

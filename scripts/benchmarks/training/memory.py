@@ -25,15 +25,17 @@ from scripts.benchmarks.training.report import MIB, table
 from scripts.benchmarks.training.settings import catalogue, parse
 
 BARE = "bare"
-REFERENCES = ("torch", "DDP", "FSDP2", "FSDP2 all resharded")
+REFERENCES = ("torch", "DDP", "FSDP2", "FSDP2 all resharded", "torch TP", "torch TP+SP")
 # (row, peer, largest ratio of peaks)
 TARGETS = (
     ("ZeRO-1", "torch", 1.0),
     ("ZeRO-1", "DDP", 1.0),
     ("ZeRO-2", "DDP", 1.0),
-    *(("ZeRO-3", peer, 1.0) for peer in REFERENCES[2:]),
-    *(("ZeRO-3 breadth-first", peer, 1.0) for peer in REFERENCES[2:]),
-    *(("plain ZeRO-3", peer, 0.7) for peer in REFERENCES[2:]),
+    *(("ZeRO-3", peer, 1.0) for peer in REFERENCES[2:4]),
+    *(("ZeRO-3 breadth-first", peer, 1.0) for peer in REFERENCES[2:4]),
+    *(("plain ZeRO-3", peer, 0.7) for peer in REFERENCES[2:4]),
+    ("TP", "torch TP", 1.0),
+    ("TP+SP", "torch TP+SP", 1.0),
 )
 
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.kernels.rotary import rotary_table
 from megatron_lite.model.gpt import build_gpt
+from megatron_lite.model.tensor_parallel import ALONE, TensorParallel
 from megatron_lite.parameter import Parameter, ParameterSpec
 from megatron_lite.seeds import derive_seed
 
@@ -220,9 +221,9 @@ def tokens_per_rank(config: Config) -> int:
     return batch.sequential_micro_batches * batch.micro_batch_size * batch.sequence_length
 
 
-def parameter_specs(config: Config) -> dict[str, ParameterSpec]:
-    """Return the engine's declarations for this model by global name: shape, initial values, weight decay."""
-    layers = build_gpt(config.model, config.batch.sequence_length)
+def parameter_specs(config: Config, parallel: TensorParallel = ALONE) -> dict[str, ParameterSpec]:
+    """Return the engine's declarations for this model by global name: shape, initial values, weight decay, split."""
+    layers = build_gpt(config.model, config.batch.sequence_length, parallel=parallel)
     declared = [parameter for layer in layers for parameter in layer.parameters()]
     return {parameter.spec.name: parameter.spec for parameter in declared if isinstance(parameter, Parameter)}
 
@@ -235,16 +236,22 @@ def initial_value(spec: ParameterSpec, config: Config, device: torch.device) -> 
     return value
 
 
-def initialize(module: nn.Module, config: Config, device: torch.device) -> None:
+def initialize(
+    module: nn.Module,
+    config: Config,
+    device: torch.device,
+    arrange: Callable[[str, Tensor], Tensor] = lambda _, value: value,
+) -> None:
     """Allocate a plain model, whole or sharded, and fill it with the engine's initial values.
 
-    Only one full parameter exists at a time, so initialization needs no more memory than training.
+    Only one full parameter exists at a time, so initialization needs no more memory than training. arrange: changes
+    the order of a named parameter's values.
     """
     specs = parameter_specs(config)
     module.to_empty(device=device)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            value = initial_value(specs.pop(name), config, device)
+            value = arrange(name, initial_value(specs.pop(name), config, device))
             if isinstance(parameter, DTensor):
                 value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.copy_(value)

@@ -37,18 +37,22 @@ class Peer:
         config: Config,
         distributed: Distributed,
         module: nn.Module,
-        patch: Liger | None,
+        patch: AbstractContextManager[Any] | None,
         keep_gradients: bool = False,
     ) -> None:
         self._config, self._device, self._module = config, distributed.device, module
         self._keep_gradients = keep_gradients  # FSDP2: full gradients until the last micro-batch
         self._autocast = config.distributed.training_dtype == "bf16" and not isinstance(module, FSDPModule)
         self._patch: AbstractContextManager[Any] = patch or contextlib.nullcontext()  # active while this peer runs
-        parameters, options = list(module.parameters()), config.optimizer
-        decayed = [parameter for parameter in parameters if parameter.dim() > 1]
-        exempt = [parameter for parameter in parameters if parameter.dim() <= 1]  # norms and biases
+        options = config.optimizer
+        groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}  # norms and biases are not decayed
+        for parameter in module.parameters():
+            groups.setdefault((parameter.dim() > 1, isinstance(parameter, DTensor)), []).append(parameter)
         self.optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": options.weight_decay}, {"params": exempt, "weight_decay": 0.0}],
+            [
+                {"params": some, "weight_decay": options.weight_decay if decayed else 0.0}
+                for (decayed, _), some in groups.items()
+            ],
             lr=config.learning_rate.lr,
             betas=(options.adam_beta1, options.adam_beta2),
             eps=options.adam_eps,
@@ -66,9 +70,13 @@ class Peer:
                     value = self._module(part[:, :-1].contiguous(), part[:, 1:].contiguous())
                 value.backward()
             loss += value.detach()
-        torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._config.optimizer.clip_grad)
+        self.clip(self._config.optimizer.clip_grad)
         self.optimizer.step()
         return loss
+
+    def clip(self, max_norm: float) -> None:
+        """Clip the norm of all gradients."""
+        torch.nn.utils.clip_grad_norm_(self._module.parameters(), max_norm)
 
     def finish(self) -> None:
         """Return at once: a peer's step leaves nothing in flight."""

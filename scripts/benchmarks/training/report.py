@@ -36,7 +36,7 @@ Keys of one configuration (a spread has `median`, `quartiles` and `values`, and 
 - `mfu_full`
 - `peak_bytes` of GPU memory, largest rank and turn; null on CPUs
 - `wire_bytes`, measured median; null on GPUs and with one rank
-- `wire_theory_bytes`, from the schedule (our rows only)
+- `wire_theory_bytes`, from the schedule (our rows only, without tensor parallelism)
 - `wire_counted_bytes`, counted by the engine in the last step (our rows only)
 - `losses` at every step, with the warm-up (except one at a time)
 - `weights_difference`: largest difference of any final weight from DDP's (one rank: plain torch's); fp32, side by side
@@ -44,7 +44,7 @@ Keys of one configuration (a spread has `median`, `quartiles` and `values`, and 
 - `state_bytes` of one rank
 - `scratch_bytes`
 - `state_bytes_by_kind`
-- `formula_bytes` (our rows only, without ties and `--ours`)
+- `formula_bytes` (our rows only, without ties, `--ours` and tensor parallelism)
 - `padding_bytes` (likewise)
 - `profile_s`, seconds of a step by kind of operation on the first rank (with --profile)
 """
@@ -69,6 +69,8 @@ REFERENCES = (
     "FSDP2",
     "FSDP2 all resharded",
     "FSDP2 compiled",
+    "torch TP",
+    "torch TP+SP",
     "ZeRO-1",
     "ZeRO-3",
 )

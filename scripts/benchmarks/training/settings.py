@@ -23,6 +23,7 @@ from scripts.benchmarks.training.measure import Contestant
 from scripts.benchmarks.training.model import LOSSES, PlainGPT
 from scripts.benchmarks.training.products import NAME as PRODUCTS
 from scripts.benchmarks.training.products import Products
+from scripts.benchmarks.training.tensor_peer import parallelized
 
 # Adam turns rounding into a full step where a gradient is nearly zero, so a high rate makes losses drift apart: at 1e-4
 # by 1.6e-5 in 28 steps of eleven configurations.
@@ -82,6 +83,7 @@ def parse(argv: Sequence[str], description: str | None = None) -> argparse.Names
         add(f"--{name}", type=int, help="default: the model's")
     for name, default in MEASURING.items():
         add(f"--{name}", type=int, default=default, help=f"default {default}")
+    add("--tensor_parallel", type=int, default=1, help="ranks that share each layer (default 1), here all of them")
     add("--threads", type=int, default=1, help="threads per rank (default 1); 0: as many as this process has cores")
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 keeps weights, gradients and moments in fp32")
     add(
@@ -148,6 +150,7 @@ def engine_config(options: argparse.Namespace, world_size: int, **changes: Any) 
         "clip_grad": CLIP_GRAD,
         "seed": options.seed,
         "max_position_embeddings": options.sequence_length,
+        "tensor_parallel": options.tensor_parallel,
         "depth_first_micro_batches": options.micro_batches,
         "train_iters": (options.turns + options.warmup_turns) * options.steps_per_turn,
     }
@@ -158,7 +161,7 @@ def engine_config(options: argparse.Namespace, world_size: int, **changes: Any) 
 class Row:
     """One row of the table: a model, its trainer, and whether it is compiled."""
 
-    trainer: str  # "engine", "torch" (one process), "DDP", "FSDP2" or "products"
+    trainer: str  # "engine", "torch" (one process), "DDP", "FSDP2", "torch TP" or "products"
     model: str = "plain"  # "engine" (its own layers), "plain", "HF" or "HF Liger"
     compiled: bool = False
     # Engine:
@@ -167,6 +170,8 @@ class Row:
     recompute: str = "none"
     split: bool = False  # --split_master_weights=1
     dtype: str | None = None  # overrides --dtype
+    # Ranks that share layers: sequence parallelism
+    splits_tokens: bool = False
     # FSDP2: reshard_after_forward; separate groups for embedding and head; gradients exchanged every micro-batch
     reshard: bool = True
     separate_ends: bool = False
@@ -177,7 +182,21 @@ class Row:
 
 
 def catalogue(options: argparse.Namespace, ranks: int) -> dict[str, Row]:
-    """Return every row that exists for this number of ranks, in the order in which rows take turns."""
+    """Return every row that exists for this number of ranks, in the order in which rows take turns.
+
+    Raises:
+        SystemExit: if --tensor_parallel does not fit the ranks.
+    """
+    if options.tensor_parallel > 1:
+        if options.tensor_parallel != ranks:
+            raise SystemExit(
+                f"benchmark: --tensor_parallel={options.tensor_parallel}: start as many ranks, not {ranks}"
+            )
+        return {
+            f"{prefix}TP{suffix}": Row(trainer, model, splits_tokens=bool(suffix))
+            for suffix in ("", "+SP")
+            for prefix, trainer, model in (("torch ", "torch TP", "plain"), ("", "engine", "engine"))
+        }
     fsdp, ours = Row("FSDP2"), dict(_engine_rows(options, ranks))
     if ranks == 1:
         rows = {
@@ -255,6 +274,8 @@ def unavailable(rows: dict[str, Row], options: argparse.Namespace, device: torch
             reason = "liger_kernel is not installed"
         elif row.model == "HF Liger" and (device.type == "cpu" or "gpt2" in options.model):
             reason = "Liger's kernels need a GPU, and Liger has none for GPT-2"
+        if row.trainer == "torch TP" and MODELS[options.model][1]["tie_word_embeddings"]:
+            reason = "loss_parallel needs a head of its own"
         if row.separate_ends and MODELS[options.model][1]["tie_word_embeddings"]:
             reason = "a tied embedding cannot be a group of its own"
         if reason is not None:
@@ -280,8 +301,9 @@ def why_not_compiled(device: torch.device) -> str | None:
 
 def engine_options(row: Row) -> dict[str, Any]:
     """Return the options of the engine that make a row of ours what it is."""
-    levels = {"zero_stage": row.zero_stage, "mlp_recompute_level": row.recompute}
-    return levels | ({"split_master_weights": True} if row.split else {})
+    chosen: dict[str, Any] = {"zero_stage": row.zero_stage, "mlp_recompute_level": row.recompute}
+    flags = {"split_master_weights": row.split, "sequence_tensor_parallel": row.splits_tokens}
+    return chosen | {name: True for name, value in flags.items() if value}
 
 
 def make(row: Row, options: argparse.Namespace, distributed: Distributed) -> Contestant:
@@ -303,6 +325,8 @@ def make(row: Row, options: argparse.Namespace, distributed: Distributed) -> Con
             return Engine(config, distributed)
         return PlainEngine(config, distributed, PlainGPT(config, options.loss, device))
     config = engine_config(options, ranks)
+    if row.trainer == "torch TP":
+        return parallelized(config, distributed, row.splits_tokens)
     if row.trainer == PRODUCTS:
         return Products(config, torch.float32 if options.dtype == "fp32" else torch.bfloat16, device)
     model: PlainGPT | peers.HuggingFace
