@@ -286,6 +286,7 @@ def _allocate(start: Start, layers: list[Layer]) -> MultiStage:
         config.distributed.training_dtype,
         start.distributed.data,
         tensor=start.distributed.tensor,
+        world=start.distributed,
         training=not config.training.inference,
         moments=config.optimizer.moments,
         whole_matrices=config.optimizer.whole_matrices,

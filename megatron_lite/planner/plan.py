@@ -135,6 +135,7 @@ def planned_model(config: Config, group: SimulatedGroup, device_type: str) -> Mu
         config.distributed.training_dtype,
         group.data,
         tensor=group.tensor,
+        world=group,
         moments=config.optimizer.moments,
         whole_matrices=config.optimizer.whole_matrices,
         averaged=config.averaging.enabled,

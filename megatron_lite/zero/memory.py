@@ -40,8 +40,8 @@ class Memory:
         weight_plan = plan_buffers([stage.numel for stage in stages], weight_count, tied, every=True)
         grad_plan = plan_buffers([stage.grad_numel for stage in stages], grad_count, tied)
         # One rank has nothing to gather ahead; with more, one buffer is sent or filled while the other is used.
-        ahead = 1 if group.world_size == 1 else 2
-        update_plan = plan_buffers([stage.update_numel for stage in stages], ahead, frozenset())
+        ahead, updates_ahead = (min(size, 2) for size in (group.world_size, stages[0].world.world_size))
+        update_plan = plan_buffers([stage.update_numel for stage in stages], updates_ahead, frozenset())
         self.weights = self._buffers(weight_plan, precision.training)
         self.gradients = self._buffers(grad_plan, precision.gradients)
         self.updates = self._buffers(update_plan, torch.bfloat16)  # Muon rounds to bf16 before orthogonalizing

@@ -28,6 +28,7 @@ class MultiStage:
     """A chain of layers, partitioned over the data-parallel ranks.
 
     tensor: the ranks that share each layer; by default this one alone.
+    world: the ranks of both; by default those of `group`.
     training: False (inference) allocates no gradients and no moments.
     moments: names of the optimizer state kept per element.
     averaged: keep a running average of the trainable weights, which `optimizer.Averaging` updates.
@@ -44,6 +45,7 @@ class MultiStage:
         training: bool = True,
         *,
         tensor: Group | None = None,
+        world: Group | None = None,
         moments: Sequence[str] = ADAM_MOMENTS,
         averaged: bool = False,
         whole_matrices: bool = False,
@@ -59,7 +61,7 @@ class MultiStage:
         assert config.layers_per_stage != "auto", "resolved before"
         self.split = split_into_stages(len(layers) - 2, config.layers_per_stage)
         self.stages = [
-            Stage(i, [layers[j] for j in some], group, self.tensor, training, moments, whole_matrices)
+            Stage(i, [layers[j] for j in some], group, self.tensor, training, moments, whole_matrices, world)
             for i, some in enumerate(self.split)
         ]
         self._verbs: Sequence[Verbs] = self.stages

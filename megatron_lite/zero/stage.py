@@ -84,8 +84,9 @@ class Stage:
         training: bool = True,
         moments: Sequence[str] = ADAM_MOMENTS,
         whole_matrices: bool = False,
+        world: Group | None = None,
     ) -> None:
-        self.index, self.layers, self.group = index, layers, group
+        self.index, self.layers, self.group, self.world = index, layers, group, world or group
         specs = [parameter.spec for parameter in self._declared()]
         trained, frozen = [s for s in specs if s.trainable], [s for s in specs if not s.trainable]
         kinds = [(some, is_frozen) for some, is_frozen in ((trained, False), (frozen, True)) if some]
@@ -109,9 +110,10 @@ class Stage:
 
     @property
     def update_numel(self) -> int:
-        """Elements that the optimizer gathers: the full gradients if it needs whole matrices and the stage has any."""
+        """Elements that the optimizer gathers: all ranks' shards if it needs whole matrices and the stage has any."""
         part = self.trainable
-        return self.grad_numel if part and part.whole_matrices and part.layout.has_matrices else 0
+        gathers = part and part.whole_matrices and part.layout.has_matrices
+        return self.world.world_size * part.layout.shard_numel if part and gathers else 0
 
     def allocate(
         self, weights: Buffer, owns_weights: bool, gradients: Buffer | None, owns_gradients: bool, precision: Precision
@@ -230,19 +232,22 @@ class Stage:
 
     @property
     def full_update(self) -> Tensor:
-        """The momentum of the trainable range, then its orthogonalized form, (grad_numel,) in bf16."""
+        """The momentum of the trainable range, then its orthogonalized form, (update_numel,) in bf16.
+
+        All ranks' shards one after the other, those of a tensor-parallel group next to each other.
+        """
         assert self.update_buffer is not None, f"stage {self.index} has no matrices"
-        return self.update_buffer.data[: self.grad_numel]
+        return self.update_buffer.data[: self.update_numel]
 
     def gather_update(self) -> None:
         """Start gathering `full_update`; this rank has written its shard's slice."""
-        if self.group.world_size > 1:
-            cast(Buffer, self.update_buffer).start(self.group.all_gather(self.full_update, "muon gather"))
+        if self.world.world_size > 1:
+            cast(Buffer, self.update_buffer).start(self.world.all_gather(self.full_update, "muon gather"))
 
     def reduce_update(self) -> None:
         """Start summing `full_update` into every rank's slice; each element is zero on all ranks but one."""
-        if self.group.world_size > 1:
-            cast(Buffer, self.update_buffer).start(self.group.reduce_scatter(self.full_update, "muon reduce"))
+        if self.world.world_size > 1:
+            cast(Buffer, self.update_buffer).start(self.world.reduce_scatter(self.full_update, "muon reduce"))
 
     # -- guards: autograd cannot see a wrong buffer behind a parameter ----------------------------------------------
 

@@ -173,7 +173,7 @@ def test_the_matrices_of_a_stage_are_where_the_parameters_are() -> None:
         (88, 32),
         (32, 88),
     ]
-    covered = [range(m.offset, m.end) for m in matrices]
+    covered = [range(part.offset, part.end) for matrix in matrices for part in matrix.parts]
     assert stage.trainable is not None
     slots = [slot for slot in stage.trainable.layout.slots if "norm" not in slot.spec.name]
     assert [i for some in covered for i in some] == [i for slot in slots for i in range(slot.offset, slot.end)]
@@ -183,7 +183,7 @@ def test_the_matrices_of_a_stage_are_where_the_parameters_are() -> None:
 def test_work_is_shared_evenly(world_size: int) -> None:
     """Two blocks of Mistral's: the busiest rank is within a third of the best possible (Graham 1969)."""
     shapes = 2 * [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), *[(14336, 4096)] * 2, (4096, 14336)]
-    matrices = [Matrix(0, rows, columns, 1.0, True) for rows, columns in shapes]
+    matrices = [Matrix(rows, columns, 1.0, True) for rows, columns in shapes]
     work = [min(shape) ** 2 * (2 * max(shape) + min(shape)) for shape in shapes]
     ranks = assign(matrices, world_size)
     load = [sum(size for rank, size in zip(ranks, work, strict=True) if rank == r) for r in range(world_size)]

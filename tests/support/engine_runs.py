@@ -57,6 +57,7 @@ class Engine:
             group or ranks.data,
             training,
             tensor=ranks.tensor,
+            world=group or ranks,
             moments=self.config.optimizer.moments,
             whole_matrices=self.config.optimizer.whole_matrices,
             averaged=self.config.averaging.enabled,

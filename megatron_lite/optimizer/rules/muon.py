@@ -4,28 +4,32 @@ A matrix spans the shards of several ranks and must be orthogonalized whole. Sta
 
     momentum on the shard            every rank, its own elements
     all_gather                       in bf16, to which Muon rounds before orthogonalizing
-    orthogonalize                    every rank, its assigned matrices, in place; all other elements become zero
+    orthogonalize                    every rank, its assigned matrices; all other elements become zero
     reduce_scatter                   the sum of one rank's result and zeros: exact
     descend on the shard             every rank, its own elements
+
+Both collectives are over all ranks. With tensor parallelism a matrix is assembled from the parts of its group, and the
+result goes to every rank that has a copy of a part; without, it is orthogonalized in place.
 
 A round is as many stages as there are buffers. Its gathers start together; its reductions run while a rank still
 orthogonalizes, and the matrices of a whole round are distributed over ranks. Several linear maps stored in one weight
 (queries, keys and values; the two halves of a gated MLP) are orthogonalized and scaled separately
 (`ParameterSpec.matrix_rows`).
 
-A rank's results depend on neither ZeRO stage nor buffers, to the bit. The number of ranks changes sums of gradients in
-the last bit, which rounding to bf16 amplifies.
+Equal gradients give equal results in every layout, to the bit. The number of ranks changes sums of gradients in the
+last bit, which rounding to bf16 amplifies.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from megatron_lite.config import OptimizerConfig
 from megatron_lite.distributed.process_group import Distributed
@@ -35,22 +39,38 @@ from megatron_lite.kernels.momentum import descend, muon_momentum
 from megatron_lite.kernels.newton_schulz import orthogonalize, orthogonalize_flops
 from megatron_lite.optimizer.rules.adamw import AdamW
 from megatron_lite.optimizer.rules.rule import Rule, StepNumbers, Trained
+from megatron_lite.parameter import ParameterSpec
+from megatron_lite.zero.layout import FlatLayout
 from megatron_lite.zero.stage import Stage
+
+
+class Part(NamedTuple):
+    """The part of a matrix that a rank of a tensor-parallel group has, in one piece of the trainable range."""
+
+    rank: int  # of the group
+    offset: int  # of the first element in the range
+    rows: slice
+    columns: slice
+    is_first: bool  # no rank before it has a copy
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+
+    @property
+    def end(self) -> int:
+        return self.offset + math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix (rows, columns) at element `offset` of its stage's trainable range."""
+    """A matrix (rows, columns) and its parts, in the order of ranks."""
 
-    offset: int
     rows: int
     columns: int
     lr_scale: float
     weight_decay: bool
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.rows * self.columns
+    parts: tuple[Part, ...] = ()
 
 
 def matrices_of(stage: Stage) -> list[Matrix]:
@@ -58,12 +78,31 @@ def matrices_of(stage: Stage) -> list[Matrix]:
     assert stage.trainable is not None
     matrices = []
     for slot in stage.trainable.layout.slots:
-        offset, spec = slot.offset, slot.spec
+        spec, first = slot.spec, 0
+        specs = [spec.on(rank) for rank in range(spec.split.ranks)] if spec.matrix_rows else []
         for rows in spec.matrix_rows:
-            matrices.append(Matrix(offset, rows, spec.shape[1], spec.lr_scale, spec.weight_decay))
-            offset = matrices[-1].end
-        assert not spec.matrix_rows or offset == slot.end, spec
+            parts = [part for of_rank in specs for part in _parts(of_rank, slot.offset, first, rows)]
+            matrices.append(Matrix(rows, spec.shape[1], spec.lr_scale, spec.weight_decay, tuple(parts)))
+            first += rows
+        assert not spec.matrix_rows or first == spec.shape[0], spec
     return matrices
+
+
+def _parts(spec: ParameterSpec, offset: int, first: int, rows: int) -> Iterator[Part]:
+    """Yield the parts of the matrix in rows `first` to `first + rows` of a parameter at `offset`, on one rank."""
+    rank, width, start = spec.split.rank, spec.local_shape[1], 0
+    for piece in spec.pieces:
+        is_first = piece.holders[0] == rank
+        if spec.split.dim:
+            assert len(spec.pieces) == 1, spec
+            columns = slice(piece.start, piece.end)
+            yield Part(rank, offset + first * width, slice(0, rows), columns, is_first)
+            continue
+        low, high = max(piece.start, first), min(piece.end, first + rows)
+        if low < high:
+            place = offset + (start + low - piece.start) * width
+            yield Part(rank, place, slice(low - first, high - first), slice(0, width), is_first)
+        start += piece.end - piece.start
 
 
 def assign(matrices: Sequence[Matrix], world_size: int) -> list[int]:
@@ -88,12 +127,12 @@ def describe(stages: Sequence[Stage]) -> str:
     rounds = [[m for stage in some for m in matrices_of(stage)] for some in rounds_of(stages)]
     every = [matrix.rows * matrix.columns for matrices in rounds for matrix in matrices]
     parts = [stage.trainable for stage in stages if stage.trainable is not None]
-    total = sum(slot.numel for part in parts for slot in part.layout.slots)
+    total = sum(slot.spec.numel for part in parts for slot in part.layout.slots)
     text = (
         f"muon: {len(every)} matrices ({sum(every):,} of {total:,} trained weights) are orthogonalized, "
         "AdamW updates everything else"
     )
-    world_size, most = parts[0].layout.world_size, max(map(len, rounds), default=0)
+    world_size, most = stages[0].world.world_size, max(map(len, rounds), default=0)
     if not 0 < most < world_size:
         return text
     return f"{text}; {most} of {world_size} ranks at a time: more --layers_per_stage give work to more of them"
@@ -107,28 +146,82 @@ def shape_factor(rows: int, columns: int, style: str) -> float:
     return math.sqrt(max(1.0, rows / columns))
 
 
+class _Gathered:
+    """A matrix in the memory of all ranks' shards."""
+
+    def __init__(self, matrix: Matrix, full: Tensor, layout: FlatLayout) -> None:
+        ranks = full.numel() // layout.numel  # of a tensor-parallel group
+        self._matrix, self._full = matrix, full
+        self._parts = [(part, _places(part, ranks, layout.shard_numel)) for part in matrix.parts]
+        self.places = [place for _, places in self._parts for place in places]
+
+    def read(self) -> Tensor:
+        """Return the matrix; a view if it is in one place."""
+        rows, columns = self._matrix.rows, self._matrix.columns
+        if len(self.places) == 1:
+            return self._at(self.places[0]).view(rows, columns)
+        whole = self._full.new_empty(rows, columns)
+        for part, places in self._parts:
+            if part.is_first:
+                values = torch.cat([self._at(place) for place in places])
+                whole[part.rows, part.columns] = values.view(part.shape)
+        return whole
+
+    def write(self, whole: Tensor) -> None:
+        """Replace the matrix on all ranks that have parts of it."""
+        for part, places in self._parts:
+            values = whole[part.rows, part.columns]
+            if len(places) == 1:
+                self._at(places[0]).view(part.shape).copy_(values)
+                continue
+            pieces = values.reshape(-1).split([end - start for start, end in places])
+            for place, piece in zip(places, pieces, strict=True):
+                self._at(place).copy_(piece)
+
+    def _at(self, place: tuple[int, int]) -> Tensor:
+        return self._full[place[0] : place[1]]
+
+
+def _places(part: Part, ranks: int, shard_numel: int) -> list[tuple[int, int]]:
+    """Return (start, end) of a part in the memory of all ranks' shards, in order; `ranks` of a group are neighbours."""
+    found: list[tuple[int, int]] = []
+    for shard in range(part.offset // shard_numel, -(-part.end // shard_numel)):
+        low = shard * shard_numel
+        moved = (shard * ranks + part.rank) * shard_numel - low
+        start, end = max(part.offset, low) + moved, min(part.end, low + shard_numel) + moved
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        found.append((start, end))
+    return found
+
+
 class _Plan:
     """The work for one stage, fixed over the run."""
 
-    def __init__(self, stage: Stage, matrices: Sequence[Matrix], ranks: Sequence[int], rank: int, style: str) -> None:
+    def __init__(
+        self, stage: Stage, matrices: Sequence[Matrix], ranks: Sequence[int], distributed: Distributed, style: str
+    ) -> None:
         assert stage.update_buffer is not None and stage.trainable is not None
         self.stage, self.part, self.buffer = stage, stage.trainable, stage.update_buffer
         layout, full = self.part.layout, stage.full_update
-        low, numel = rank * layout.shard_numel, layout.shard_numel
-        self.own = full[low : low + numel]
+        rank, numel = distributed.rank, layout.shard_numel
+        self.own = full[rank * numel : (rank + 1) * numel]
+        low = distributed.data.rank * numel
         # Matrices come last: every element from the first matrix on belongs to a matrix or is padding.
         self.bounds = slice(min(max(layout.first_matrix - low, 0), numel), numel)
         mine = [matrix for matrix, assigned in zip(matrices, ranks, strict=True) if assigned == rank]
-        self.mine = [full[m.offset : m.end].view(m.rows, m.columns) for m in mine]
-        borders = [0, *(border for matrix in mine for border in (matrix.offset, matrix.end)), layout.numel]
+        self.mine = [_Gathered(matrix, full, layout) for matrix in mine]
+        places = sorted(place for matrix in self.mine for place in matrix.places)
+        borders = [0, *itertools.chain.from_iterable(places), full.numel()]
         self.others = [full[a:b] for a, b in zip(borders[::2], borders[1::2], strict=True) if a < b]
         self.rows: list[Range] = []
         self.factors: list[float] = []
         for matrix in matrices:
-            start, end = max(matrix.offset - low, 0), min(matrix.end - low, numel)
-            if start < end:
-                self.rows.append(Range(start, end, matrix.lr_scale, float(matrix.weight_decay)))
-                self.factors.append(shape_factor(matrix.rows, matrix.columns, style))
+            for part in matrix.parts:
+                start, end = max(part.offset - low, 0), min(part.end - low, numel)
+                if part.rank == distributed.tensor.rank and start < end:
+                    self.rows.append(Range(start, end, matrix.lr_scale, float(matrix.weight_decay)))
+                    self.factors.append(shape_factor(matrix.rows, matrix.columns, style))
 
 
 class Muon(Rule):
@@ -146,7 +239,7 @@ class Muon(Rule):
             of_stages = [list(itertools.islice(ranks, len(some))) for some in matrices]
             self._rounds.append(
                 [
-                    _Plan(stage, some, assigned, distributed.rank, config.muon_adjust_lr)
+                    _Plan(stage, some, assigned, distributed, config.muon_adjust_lr)
                     for stage, some, assigned in zip(stages, matrices, of_stages, strict=True)
                 ]
             )
@@ -204,7 +297,7 @@ class Muon(Rule):
         for plan in plans:
             plan.buffer.wait()
             for matrix in plan.mine:
-                matrix.copy_(orthogonalize(matrix, self._config.muon_ns_steps))
+                matrix.write(orthogonalize(matrix.read(), self._config.muon_ns_steps))
             if plan.others:
                 torch._foreach_zero_(plan.others)
             plan.stage.reduce_update()
