@@ -60,14 +60,15 @@ class Optimizer:
 
         Args:
             iteration: counted from 1.
-            loss: of this rank, summed over its tokens; summed over ranks together with the gradient norm.
+            loss: of this rank, summed over its tokens; summed over ranks together with the gradient norm. Of a
+                tensor-parallel group, whose ranks have the same loss to rounding, that of the first rank counts.
             tokens: number in the global batch that count in the loss.
             updated: called after each stage, in stage order, so that its gather can overlap later updates.
         """
         shards = [piece for _, part in self._trained for piece in part.replicas.counted_once(part.grad_shard)]
         total = squared_norm(shards, self._triton)
-        norm_squared, loss = self._distributed.data.sum_in_rank_order(torch.stack([total, loss.double()]))
-        norm_squared = self._distributed.tensor.sum_in_rank_order(norm_squared)
+        own_loss = loss.double() if self._distributed.tensor.rank == 0 else torch.zeros_like(total)
+        norm_squared, loss = self._distributed.sum_in_rank_order(torch.stack([total, own_loss]))
         scale = self.loss_scale.scale
         grad_norm = (norm_squared.sqrt() / scale).float()
         verdict = self.guard.judge(iteration, loss / max(tokens, 1), grad_norm, self.loss_scale.can_shrink())

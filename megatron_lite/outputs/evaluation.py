@@ -78,6 +78,8 @@ def _losses(run: Run, phase: str) -> dict[str, float]:
             with run.model.averaged():
                 losses[1] += run.model.evaluate(inputs)
         run.distributed.end_step()
-    summed = run.distributed.data.sum_in_rank_order(losses)
+    if run.distributed.tensor.rank != 0:  # as in a step: see `Optimizer.step`
+        losses.zero_()
+    summed = run.distributed.sum_in_rank_order(losses)
     run.distributed.wait_for_device()
     return {kind: total / max(tokens, 1) for kind, total in zip(kinds, summed.tolist(), strict=True)}

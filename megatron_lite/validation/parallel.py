@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from megatron_lite.config import Draft
 from megatron_lite.validation.messages import Problem, nearest_multiples, problem
 
+CLIPPING_ALIGNMENT = 64  # elements: `kernels.adamw.ALIGNMENT`
+
 
 def data_ranks(draft: Draft, world_size: int) -> int:
     """Return the number of data-parallel ranks."""
@@ -31,6 +33,8 @@ def tensor_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
     elif groups % ranks and ranks % groups:
         rule = f"key/value heads must divide by the ranks or the ranks by them; write a divisor or multiple of {groups}"
         yield problem(draft, "tensor_parallel head_groups", rule, also="num_attention_heads")
+    elif groups < ranks and (draft.update_rms_clip or draft.clip_update_norm_sigma) is not None:
+        yield from _clipped_updates(draft, heads // ranks)
     if draft.ffn_hidden_size and draft.ffn_hidden_size % ranks:
         nearest = nearest_multiples(draft.ffn_hidden_size, ranks)
         rule = f"each rank takes equally many channels of the MLP; nearest ffn_hidden_size: {nearest}"
@@ -54,12 +58,23 @@ def tensor_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
         )
 
 
+def _clipped_updates(draft: Draft, heads: int) -> Iterator[Problem]:
+    """Check that copies of key/value heads begin at a border of the optimizer's ranges. heads: of queries on a rank."""
+    assert draft.kv_channels is not None
+    channels = heads * draft.kv_channels
+    if (channels if draft.add_qkv_biases else channels * draft.hidden_size) % CLIPPING_ALIGNMENT:
+        clip = "update_rms_clip" if draft.update_rms_clip is not None else "clip_update_norm_sigma"
+        rule = (
+            f"several ranks have the same key/value heads, behind {channels} query channels each, of which clipping "
+            f"needs a multiple of {CLIPPING_ALIGNMENT}; write another --tensor_parallel or leave --{clip} out"
+        )
+        yield problem(draft, f"tensor_parallel {clip}", rule, also="head_groups num_attention_heads kv_channels")
+
+
 def _not_yet(draft: Draft) -> Iterator[Problem]:
     """Refuse options that do not know yet that a rank has only parts of the parameters."""
-    others = "watch check_replicas_interval update_rms_clip clip_update_norm_sigma"
+    others = "watch check_replicas_interval"
     for name in draft.changed(*others.split()):
         yield problem(draft, f"tensor_parallel {name}", "these two do not work together yet; leave one out")
-    if draft.optimizer == "muon":
-        yield problem(draft, "tensor_parallel optimizer", "Muon needs whole matrices; write --optimizer=adamw")
     if draft.sample_interval is not None:
         yield problem(draft, "tensor_parallel sample_interval", "samples need all heads; leave one out")

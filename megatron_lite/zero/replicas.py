@@ -7,6 +7,7 @@ norm over all parameters counts each element once: on the first rank that has it
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,14 @@ from megatron_lite.distributed.rank_group import Group
 from megatron_lite.kernels.exchange import SUM
 from megatron_lite.parameter import ParameterSpec
 from megatron_lite.zero.layout import FlatLayout
+
+
+class Segment(NamedTuple):
+    """Consecutive elements of a shard that count on this rank, or do not; padding goes with what is before it."""
+
+    start: int
+    end: int
+    counts: bool
 
 
 class _Run(NamedTuple):
@@ -37,6 +46,7 @@ class Replicas:
         runs = list(_runs(layout, rank))
         others = [(run.start, run.end) for run in runs if run.holders[0] != tensor.rank]
         self.counted = _without(others, layout.shard_numel)
+        self.segments = _segments([(run.start, run.holders[0] == tensor.rank) for run in runs], layout.shard_numel)
         self._sums = [run for run in runs if run.sums_gradients and len(run.holders) > 1]
         # Every rank takes part with as many elements: copies are at the same places in all shards.
         self._numel = sum(run.end - run.start for run in self._sums)
@@ -46,6 +56,11 @@ class Replicas:
         if self.counted == [(0, len(shard))]:
             return [shard]
         return [shard[start:end] for start, end in self.counted]
+
+    def counted_within(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Return the elements of a shard from `start` to `end` that count on this rank, as (start, end)."""
+        cut = [(max(low, start), min(high, end)) for low, high in self.counted]
+        return [(low, high) for low, high in cut if low < high]
 
     def sum_gradients(self, shard: Tensor) -> None:
         """Sum the parts of gradients in a shard over the ranks that have copies."""
@@ -109,6 +124,14 @@ def _holders(spec: ParameterSpec) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         end = start + (piece.end - piece.start) * row
         yield start, end, piece.holders
         start = end
+
+
+def _segments(starts: list[tuple[int, bool]], end: int) -> list[Segment]:
+    """Return the segments of a shard from the starts of its runs and whether they count."""
+    firsts = [(0, True)] if not starts else [(0, starts[0][1])]
+    firsts += [(start, counts) for (_, before), (start, counts) in itertools.pairwise(starts) if counts != before]
+    ends = [start for start, _ in firsts[1:]] + [end]
+    return [Segment(start, last, counts) for (start, counts), last in zip(firsts, ends, strict=True)]
 
 
 def _without(runs: list[tuple[int, int]], end: int) -> list[tuple[int, int]]:

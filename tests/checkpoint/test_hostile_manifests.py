@@ -44,7 +44,7 @@ class State:
         self.guard = Guard(options, True, CPU, 100)
         self.scale = LossScale(options, "fp16", CPU)
         distributed: Any = FakeDistributed(World(1), 0)
-        self.clipping: UpdateClipping = NormClipping(6.0, 4, distributed)
+        self.clipping: UpdateClipping = NormClipping(6.0, 4, [], distributed)
         self.averaging = Averaging(AveragingConfig(ema_type="ema"), [])
         self.window = LogWindow(CPU)
         self.updates = torch.zeros(())

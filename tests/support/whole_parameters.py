@@ -26,21 +26,28 @@ def fill_gradients(engine: Engine, step: int, scale: float = 1.0) -> None:
     for _, part in engine.model.parts():
         if part.has_state:
             part.grad_shard.zero_()
-            low = engine.ranks.rank * part.layout.shard_numel
-            for slot, start, end in part.layout.pieces(engine.ranks.rank):
+            rank = engine.ranks.data.rank
+            low = rank * part.layout.shard_numel
+            for slot, start, end in part.layout.pieces(rank):
                 place = slice(slot.offset + start - low, slot.offset + end - low)
-                part.grad_shard[place] = gradient(slot.spec, step)[start:end] * scale
+                own = slot.spec.local(gradient(slot.spec, step).view(slot.spec.shape)).flatten()
+                part.grad_shard[place] = own[start:end] * scale
 
 
-def masters(engine: Engine) -> Weights:
-    """Return the full parameters with the fp32 elements of this rank, and NaN elsewhere."""
-    found = {}
+def masters(engine: Engine, kind: str = "weights") -> Weights:
+    """Return the full parameters with the fp32 elements of this rank, and NaN elsewhere; of a kind of `FlatShard`."""
+    found, rank = {}, engine.ranks.data.rank
     for _, part in engine.model.parts():
-        shard, low = part.read("weights").float(), engine.ranks.rank * part.layout.shard_numel
+        if kind not in part.kinds():
+            continue
+        shard, low = part.read(kind).float(), rank * part.layout.shard_numel
         for slot in part.layout.slots:
             found[slot.spec.name] = np.full(slot.spec.numel, np.nan, np.float32)
-        for slot, start, end in part.layout.pieces(engine.ranks.rank):
-            found[slot.spec.name][start:end] = shard[slot.offset + start - low : slot.offset + end - low].numpy()
+        for slot, start, end in part.layout.pieces(rank):
+            own = torch.full((slot.numel,), torch.nan)
+            own[start:end] = shard[slot.offset + start - low : slot.offset + end - low]
+            whole = torch.from_numpy(found[slot.spec.name]).view(slot.spec.shape)
+            slot.spec.place(own.view(slot.spec.local_shape), whole)
     return found
 
 

@@ -10,7 +10,7 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.adamw import Control, Hyperparameters, Ranges, Shard, adamw
 from megatron_lite.kernels.adamw_clipped import adamw_moments, adamw_weights
 from megatron_lite.kernels.choice import Kernels
-from megatron_lite.optimizer.rules.rule import Rule, StepNumbers, Trained, ranges_of
+from megatron_lite.optimizer.rules.rule import CountedRanges, Rule, StepNumbers, Trained, counted_ranges_of, ranges_of
 from megatron_lite.optimizer.rules.update_clipping import NormClipping, RmsClipping, UpdateClipping
 
 
@@ -21,19 +21,20 @@ class AdamW(Rule):
         self, config: OptimizerConfig, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels
     ) -> None:
         self._config, self._triton = config, kernels.triton
-        separate = config.update_rms_clip is not None
+        rank, device = distributed.data.rank, distributed.device
         self._shards: dict[int, Shard] = {}  # by index of the stage
-        self._ranges: dict[int, Ranges] = {}
+        self._ranges: dict[int, Ranges]
         for stage, part in trained:
             moments = part.moments
             self._shards[stage.index] = Shard(part.weights, part.grad_shard, moments["exp_avg"], moments["exp_avg_sq"])
-            self._ranges[stage.index] = ranges_of(part, distributed.data.rank, distributed.device, separate)
         self._clipping: UpdateClipping | None = None
-        if config.update_rms_clip is not None:
-            self._clipping = RmsClipping(config.update_rms_clip, trained, distributed)
-        elif config.clip_update_norm_sigma is not None:
-            sigma, window = config.clip_update_norm_sigma, config.clip_update_norm_window
-            self._clipping = NormClipping(sigma, window, distributed)
+        separate = config.update_rms_clip is not None
+        if not separate and config.clip_update_norm_sigma is None:
+            self._ranges = {stage.index: ranges_of(part, rank, device) for stage, part in trained}
+            return
+        counted = [counted_ranges_of(part, rank, device, separate) for _, part in trained]
+        self._ranges = {stage.index: some.ranges for (stage, _), some in zip(trained, counted, strict=True)}
+        self._clipping = _clipping(config, trained, counted, distributed)
 
     def begin(self, trained: Sequence[Trained], numbers: StepNumbers) -> None:
         """See `Rule`."""
@@ -77,3 +78,12 @@ class AdamW(Rule):
         """See `Rule`."""
         if self._clipping is not None:
             self._clipping.load_state(state.get("clipping", {}))
+
+
+def _clipping(
+    config: OptimizerConfig, trained: Sequence[Trained], ranges: Sequence[CountedRanges], distributed: Distributed
+) -> UpdateClipping:
+    if config.update_rms_clip is not None:
+        return RmsClipping(config.update_rms_clip, trained, ranges, distributed)
+    assert config.clip_update_norm_sigma is not None
+    return NormClipping(config.clip_update_norm_sigma, config.clip_update_norm_window, ranges, distributed)

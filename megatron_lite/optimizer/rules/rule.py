@@ -51,6 +51,29 @@ class Rule:
         """Restore `state`; an empty one restarts."""
 
 
+@dataclass(frozen=True)
+class CountedRanges:
+    """Ranges of a shard that are also cut where elements begin or cease to count on this rank: see `zero.replicas`."""
+
+    ranges: Ranges
+    slots: list[int]  # of each range: index of its first parameter in the layout
+    counts: list[bool]  # of each range
+
+
+def counted_ranges_of(part: FlatShard, rank: int, device: torch.device, separate: bool) -> CountedRanges:
+    """Return the ranges of this rank's shard for sums over all parameters. `separate`: see `ranges_of`."""
+    rows: list[Range] = []
+    slots, counts = [], []
+    for row in part.layout.update_ranges(rank, separate):
+        for start, end, is_counted in part.replicas.segments:
+            start, end = max(start, row.start), min(end, row.end)
+            if start < end:
+                rows.append(Range(start, end, row.lr_scale, float(row.weight_decay)))
+                slots.append(row.slot)
+                counts.append(is_counted)
+    return CountedRanges(Ranges(rows, device), slots, counts)
+
+
 def ranges_of(part: FlatShard, rank: int, device: torch.device, separate: bool = False) -> Ranges:
     """Return the ranges of this rank's shard with one update rule each, without matrices that Muon updates whole.
 

@@ -1,13 +1,15 @@
 """Clipping of updates: of each parameter by its root mean square, or of all together by their norm.
 
 Both use sums of squares of u, the update before the learning rate, weight decay included, over the ranges of each
-rank's shards (see `kernels/adamw_clipped.py`). One collective sums them over ranks, so every rank has the same factors.
+rank's shards (see `kernels/adamw_clipped.py`). One collective sums them over all ranks, so every rank has the same
+factors. Elements that several ranks hold count on one of them.
 The rules are Levanter's: config.py (update_rms_clipping) and clip_update_norm.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,14 +17,17 @@ from torch import Tensor
 
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.optimizer.rolling import RollingStatistics
-from megatron_lite.optimizer.rules.rule import Trained
+from megatron_lite.optimizer.rules.rule import CountedRanges, Trained
 
 
 class UpdateClipping:
     """Base class: statistics for the log and checkpoints."""
 
-    def __init__(self, distributed: Distributed) -> None:
+    def __init__(self, ranges: Sequence[CountedRanges], distributed: Distributed) -> None:
+        """ranges: of each shard of this rank."""
         self._distributed = distributed
+        counted = [place for place, counts in enumerate(chain.from_iterable(some.counts for some in ranges)) if counts]
+        self._counted = torch.tensor(counted, dtype=torch.int64, device=distributed.device)
         self._norm = torch.zeros((), dtype=torch.float64, device=distributed.device)  # of the last u, before clipping
         self._clipped = torch.zeros((), dtype=torch.int64, device=distributed.device)  # updates, since training began
 
@@ -46,6 +51,10 @@ class UpdateClipping:
         self._clipped.fill_(state.get("clipped", 0))
         self._norm.fill_(state.get("norm", 0.0))
 
+    def _own(self, sums: Sequence[Tensor]) -> Tensor:
+        """Return the sums over the ranges that count on this rank, in order."""
+        return torch.cat(list(sums))[self._counted]
+
     def _note(self, norm: Tensor, clipped: Tensor, skipped: Tensor) -> None:
         self._norm = torch.where((skipped == 0) & norm.isfinite(), norm, self._norm)
         self._clipped.add_(clipped)
@@ -57,20 +66,22 @@ class RmsClipping(UpdateClipping):
     Needs one range per parameter.
     """
 
-    def __init__(self, limit: float, trained: Sequence[Trained], distributed: Distributed) -> None:
-        super().__init__(distributed)
+    def __init__(
+        self, limit: float, trained: Sequence[Trained], ranges: Sequence[CountedRanges], distributed: Distributed
+    ) -> None:
+        super().__init__(ranges, distributed)
         self._limit = limit
         sizes: list[int] = []  # of all parameters, in elements
         places: list[int] = []  # index among all parameters of each range of this rank
-        for _, part in trained:
-            places += [len(sizes) + row.slot for row in part.layout.update_ranges(distributed.data.rank, separate=True)]
-            sizes += [slot.numel for slot in part.layout.slots]
+        for (_, part), some in zip(trained, ranges, strict=True):
+            places += [len(sizes) + slot for slot in some.slots]
+            sizes += [slot.spec.numel for slot in part.layout.slots]
         self._sizes = torch.tensor(sizes, dtype=torch.float64, device=distributed.device)
         self._places = torch.tensor(places, device=distributed.device)
 
     def factors(self, sums: Sequence[Tensor], skipped: Tensor) -> list[Tensor]:
         """See `UpdateClipping`."""
-        own = torch.zeros_like(self._sizes).index_copy_(0, self._places, torch.cat(list(sums)))
+        own = torch.zeros_like(self._sizes).index_copy_(0, self._places[self._counted], self._own(sums))
         total = self._distributed.sum_in_rank_order(own)
         factors = self._limit / (total / self._sizes).sqrt_()
         self._note(total.sum().sqrt_(), (factors < 1.0).any(), skipped)
@@ -83,13 +94,13 @@ class NormClipping(UpdateClipping):
     The history holds norms before clipping, so that clipping does not feed on itself, and no dropped updates.
     """
 
-    def __init__(self, sigma: float, window: int, distributed: Distributed) -> None:
-        super().__init__(distributed)
+    def __init__(self, sigma: float, window: int, ranges: Sequence[CountedRanges], distributed: Distributed) -> None:
+        super().__init__(ranges, distributed)
         self._usual = RollingStatistics(window, sigma, distributed.device)
 
     def factors(self, sums: Sequence[Tensor], skipped: Tensor) -> list[Tensor]:
         """See `UpdateClipping`."""
-        norm = self._distributed.sum_in_rank_order(torch.cat(list(sums)).sum(0, keepdim=True)).sqrt_()
+        norm = self._distributed.sum_in_rank_order(self._own(sums).sum(0, keepdim=True)).sqrt_()
         limit = self._usual.threshold()
         factor = torch.where(norm > limit, limit / norm.clamp(min=1e-6), 1.0).float()
         self._usual.add(norm, ((skipped == 0) & norm.isfinite()).squeeze())
