@@ -4,6 +4,7 @@ collectives are slow, late or simulated."""
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import queue
 import threading
@@ -131,7 +132,10 @@ class Wrapped:
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.rank, self.world_size, self.device = inner, inner.rank, inner.world_size, inner.device
-        self.data, self.tensor = self, inner.tensor
+        self.data, self.tensor = self, getattr(inner, "tensor", None)
+
+    def sum_in_rank_order(self, values: Tensor) -> Tensor:
+        return self.inner.sum_in_rank_order(values)  # type: ignore[no-any-return]
 
     def reduction_scratch_bytes(self, shard_numel: int, dtype: torch.dtype) -> int:
         return int(self.inner.reduction_scratch_bytes(shard_numel, dtype))
@@ -144,13 +148,18 @@ class LateGroup(Wrapped):
     """Nothing is sent before somebody waits, and then its input must be what it was when it was started."""
 
     def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
-        return _Late(self.inner.all_gather, buffer, buffer.view(self.world_size, -1)[self.rank])
+        return Late(self.inner.all_gather, buffer, buffer.view(self.world_size, -1)[self.rank])
 
     def reduce_scatter(self, buffer: Tensor, kind: str = "reduce") -> Handle:
-        return _Late(self.inner.reduce_scatter, buffer, buffer)
+        return Late(self.inner.reduce_scatter, buffer, buffer)
+
+    def all_reduce(self, buffer: Tensor, kind: str) -> Handle:
+        return Late(functools.partial(self.inner.all_reduce, kind=kind), buffer, buffer)
 
 
-class _Late:
+class Late:
+    """Handle of a collective that starts when it is waited for."""
+
     def __init__(self, start: Callable[[Tensor], Handle], buffer: Tensor, reads: Tensor) -> None:
         self._start, self._buffer, self._reads, self._before = start, buffer, reads, reads.clone()
         self._handle: Handle | None = None
@@ -170,10 +179,11 @@ class DelayedGroup(Wrapped):
     out their tags, and what the main thread sends meanwhile (a gradient norm) must not come in between.
     """
 
-    def __init__(self, distributed: Any) -> None:
+    def __init__(self, distributed: Any, group: Any = None) -> None:
+        """group: for the thread; by default, one of all ranks is made."""
         super().__init__(distributed)
         self._side = copy.copy(distributed)
-        self._side.group = dist.new_group(backend="gloo")
+        self._side.group = group or dist.new_group(backend="gloo")
         self._side.traffic = Traffic()
         self._side._tag, self._side._scratch, self._side._reduction = 0, None, None
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
@@ -196,6 +206,9 @@ class DelayedGroup(Wrapped):
 
     def reduce_scatter(self, buffer: Tensor, kind: str = "reduce") -> Handle:
         return self._queue(self._side.reduce_scatter, buffer)
+
+    def all_reduce(self, buffer: Tensor, kind: str) -> Handle:
+        return self._queue(functools.partial(self._side.all_reduce, kind=kind), buffer)
 
     def _queue(self, start: Callable[[Tensor], Handle], buffer: Tensor) -> Handle:
         job = _Job(start, buffer, DELAY_S if self._started in self._chosen else 0.002)

@@ -1,0 +1,93 @@
+"""The parts of a parameter on tensor-parallel ranks: together they are the whole, and each knows its holders."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_lite.parameter import Block, Initializer, ParameterSpec, Split
+from megatron_lite.zero.layout import lay_out
+
+ZEROS = Initializer("constant", 0.0)
+
+
+def random_specs(ranks: int, seed: int, count: int = 20) -> Iterator[ParameterSpec]:
+    """Yield specs as layers have them, those of rank 0."""
+    draw = random.Random(seed)
+    divisors = [parts for parts in range(1, ranks + 1) if ranks % parts == 0]
+    for index in range(count):
+        kind = draw.choice(["rows", "columns", "whole", "vocabulary", "bias"])
+        shape, split, padding = (draw.randint(1, 9), draw.randint(1, 9)), Split(ranks, 0), 0
+        if kind in ("rows", "bias"):
+            parts = [draw.choice(divisors) for _ in range(draw.randint(1, 3))]
+            blocks = tuple(Block.of(some * draw.randint(1, 4), some) for some in parts)
+            size = sum(block.size for block in blocks)
+            shape, split = (size, shape[1]), Split(ranks, 0, 0, blocks, sums_gradients=draw.random() < 0.5)
+        elif kind == "columns":
+            size = ranks * draw.randint(1, 4)
+            shape, split = (shape[0], size), Split(ranks, 0, 1, (Block.of(size, ranks),), sums_gradients=True)
+        elif kind == "vocabulary":
+            rows = draw.randint(1, 6)
+            size = draw.randint(rows * (ranks - 1) + 1, rows * ranks)
+            shape, split = (size, shape[1]), Split(ranks, 0, 0, (Block(size, ranks, rows),), sums_gradients=True)
+            padding = 0 if ranks > 1 else rows - size
+        else:
+            split = Split(ranks, 0, sums_gradients=draw.random() < 0.5)
+        shape = shape[:1] if kind == "bias" else shape
+        yield ParameterSpec(f"{index}.{kind}", shape, ZEROS, split=split, padding_rows=padding)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_parts_make_up_the_whole(ranks: int) -> None:
+    """Cut and put together again; holders of a piece are exactly the ranks that have it."""
+    for spec in random_specs(ranks, ranks, 60):
+        whole = torch.arange(spec.numel, dtype=torch.float32).view(spec.shape)
+        together, times = torch.full_like(whole, -1.0), torch.zeros_like(whole)
+        every = [spec.on(rank) for rank in range(ranks)]
+        for rank, own in enumerate(every):
+            assert own.split.rank == rank and own.shape == spec.shape and own.numel == spec.numel
+            local = own.local(whole)
+            assert local.shape == own.local_shape and local.numel() == own.local_numel
+            own.place(local, together)
+            back = torch.full_like(whole, -1.0)
+            own.place(local, back)
+            held = back >= 0
+            assert torch.equal(back[held], whole[held]) and int(held.sum()) == own.local_numel
+            times += held
+            for piece in own.pieces:
+                assert rank in piece.holders and piece.holders == tuple(sorted(piece.holders))
+                span = (piece.start, piece.end)
+                others = [[(some.start, some.end) for some in other.pieces] for other in every]
+                assert piece.holders == tuple(other for other in range(ranks) if span in others[other])
+        assert torch.equal(together, whole) and int(times.min()) >= 1, spec
+        for own in every:
+            for piece in own.pieces:
+                part = times.narrow(own.split.dim, piece.start, piece.end - piece.start)
+                assert bool((part == len(piece.holders)).all())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_memory_is_the_same_on_all_ranks(ranks: int) -> None:
+    """Sizes in memory, and so offsets in a flat range, do not depend on the rank."""
+    specs = list(random_specs(ranks, 7))
+    layouts = [lay_out([spec.on(rank) for spec in specs], 3) for rank in range(ranks)]
+    for layout in layouts:
+        assert [slot.offset for slot in layout.slots] == [slot.offset for slot in layouts[0].slots]
+        assert layout.shard_numel == layouts[0].shard_numel
+        for slot, following in itertools.pairwise(layout.slots):
+            assert slot.offset + slot.spec.padded_numel <= following.offset
+    for spec, rank in itertools.product(specs, range(ranks)):
+        assert spec.on(rank).on(0) == spec.on(0), "from any rank to any other"
+        assert spec.on(rank).padded_numel == spec.padded_numel
+
+
+def test_one_piece_of_rows_is_a_view() -> None:
+    whole = torch.arange(24.0).view(6, 4)
+    spec = ParameterSpec("w", (6, 4), ZEROS, split=Split(2, 1, 0, (Block.of(6, 2),)))
+    assert spec.local(whole).data_ptr() == whole[3:].data_ptr()
+    assert dataclasses.replace(spec, split=Split()).local(whole).data_ptr() == whole.data_ptr()

@@ -1,0 +1,197 @@
+"""Exchanges between the ranks that share each layer: nothing is computed with before it has arrived.
+
+Collectives are late: nothing is sent before somebody waits, and then the input must still be what it was. Until then
+the places of others hold NaN. Ranks are threads; with ranks of gloo, a thread sends while the main one computes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.distributed.traffic import Handle
+from tests.support.engine_runs import DelayedGroup, Late, LateGroup, Outcome
+from tests.support.harness import run_distributed
+from tests.support.tensor_cases import CASES, LLAMA, QWEN3, CaseEngine, Layout, Options
+from tests.support.thread_ranks import on_threads
+
+READ = "written while a collective still reads it"
+ZERO_3: Options = {"zero_stage": 3, "breadth_first_micro_batches": 2, "batch_size": None, "micro_batch_size": 2}
+# Together they wait for everything that a training can exchange.
+RUNS: list[tuple[Options, Layout]] = [
+    ({**CASES["gpt2"], **ZERO_3}, (2, 2, False)),
+    ({**QWEN3, **ZERO_3, "mlp_recompute_level": "full"}, (2, 2, True)),
+    ({**CASES["whole embeddings, tied"], "recompute_layers": 1, "hidden_dropout": 0.1}, (1, 4, True)),
+    ({**LLAMA, "head_groups": 1, "cross_entropy_splits": 2, "cross_entropy_block_size": 9}, (1, 4, False)),
+]
+Site = tuple[str, str, int, str]  # file, function, line, kind of collective
+
+
+class LateTensorGroup(LateGroup):
+    """Late collectives of ranks that share each layer, whose handles say what they are."""
+
+    def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
+        slices = buffer.view(self.world_size, -1)
+        for rank in range(self.world_size):
+            if rank != self.rank:
+                slices[rank] = float("nan")
+        return self._named(kind, super().all_gather(buffer, kind))
+
+    def reduce_scatter(self, buffer: Tensor, kind: str = "reduce") -> Handle:
+        return self._named(kind, super().reduce_scatter(buffer, kind))
+
+    def all_reduce(self, buffer: Tensor, kind: str) -> Handle:
+        return self._named(kind, super().all_reduce(buffer, kind))
+
+    def _named(self, kind: str, late: Any) -> Handle:
+        late.kind = kind
+        return late  # type: ignore[no-any-return]
+
+
+class LateRank:
+    """A rank all of whose collectives are late."""
+
+    def __init__(self, inner: Any) -> None:
+        self.rank, self.world_size, self.device = inner.rank, inner.world_size, inner.device
+        self.sum_in_rank_order, self.inner = inner.sum_in_rank_order, inner
+        self.data, self.tensor = LateGroup(inner.data), LateTensorGroup(inner.tensor)
+
+
+def run_rank(ranks: Any, options: Options, late: bool) -> Outcome | str:
+    try:
+        return CaseEngine(LateRank(ranks) if late else ranks, options).run(2, evaluate_every=2)
+    except AssertionError as error:
+        return str(error)
+
+
+def outcomes(place: int, late: bool) -> list[Outcome | str]:
+    options, (data, ranks, tokens) = RUNS[place]
+    options = {**options, "tensor_parallel": ranks, "sequence_tensor_parallel": tokens}
+    return on_threads(data, ranks, run_rank, options, late)
+
+
+@functools.cache
+def right(place: int) -> list[Outcome | str]:
+    return outcomes(place, late=False)
+
+
+PASSING = ("wait", "gather", "reduce", "embedded", "of_residual")  # functions that wait on behalf of their caller
+
+
+class removed_wait:  # noqa: N801 - reads as a statement
+    """Nobody waits at one site any more. `seen`: sites that wait for a tensor-parallel collective."""
+
+    def __init__(self, site: Site | None = None) -> None:
+        self.site, self.seen = site, set[Site]()
+        wait = Late.wait
+
+        def wait_unless_removed(late: Any) -> None:
+            frame = sys._getframe(1)
+            while frame.f_code.co_name in PASSING and frame.f_back is not None:
+                frame = frame.f_back
+            if (kind := getattr(late, "kind", None)) is not None:
+                code = frame.f_code
+                found = (Path(code.co_filename).name, code.co_name, frame.f_lineno, kind)
+                self.seen.add(found)
+                if found == self.site:
+                    return
+            wait(late)
+
+        self._patch = mock.patch.object(Late, "wait", wait_unless_removed)
+
+    def __enter__(self) -> removed_wait:
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.stop()
+
+
+# Functions that wait for an exchange.
+WAITING = {
+    ("linear.py", "forward"),
+    ("linear.py", "backward"),
+    ("mlp.py", "forward"),
+    ("mlp.py", "backward"),
+    ("embedding.py", "forward"),
+    ("embedding.py", "backward"),
+    ("cross_entropy.py", "forward"),
+    ("cross_entropy.py", "backward"),
+    ("vocabulary.py", "join"),
+    ("exchange.py", "total"),
+    ("replicas.py", "sum_gradients"),
+    ("replicas.py", "whole_parameter"),
+}
+
+
+@functools.cache
+def late_runs() -> list[tuple[list[Outcome | str], set[Site]]]:
+    found = []
+    for place in range(len(RUNS)):
+        with removed_wait() as watched:
+            found.append((outcomes(place, late=True), watched.seen))
+    return found
+
+
+@pytest.mark.parametrize("place", range(len(RUNS)))
+def test_late_exchanges_change_no_bit(place: int) -> None:
+    """Two steps, an evaluation and an export: late data and tensor collectives together."""
+    found, _ = late_runs()[place]
+    assert found == right(place)
+    assert not isinstance(found[0], str) and found[0].losses[0] != found[0].losses[1], "nothing is trained"
+
+
+def test_these_functions_wait() -> None:
+    assert {site[:2] for _, sites in late_runs() for site in sites} == WAITING
+
+
+def test_each_missing_wait_is_noticed() -> None:
+    """Without any one of the waits, numbers change or a buffer is written while it is being sent."""
+    runs = late_runs()
+    for site in sorted({site for _, sites in runs for site in sites}):
+        with removed_wait(site):
+            places = (place for place in range(len(RUNS)) if site in runs[place][1])
+            assert any(outcomes(place, late=True) != right(place) for place in places), site
+
+
+# -- ranks of gloo ----------------------------------------------------------------------------------------------------
+
+
+class Delayed:
+    """A rank whose tensor-parallel collectives are sent by a thread, some of them 0.1 s late."""
+
+    def __init__(self, inner: Distributed, side: Any) -> None:
+        self.rank, self.world_size, self.device, self.data = inner.rank, inner.world_size, inner.device, inner.data
+        self.sum_in_rank_order = inner.sum_in_rank_order
+        self.tensor = DelayedGroup(inner.tensor, side)
+
+
+def delayed_and_not(distributed: Distributed, runs: Iterable[tuple[Options, bool]]) -> list[tuple[Outcome, Outcome]]:
+    side = copy.copy(distributed)
+    side.divide(2, lambda ranks: dist.new_group(list(ranks), backend="gloo"))
+    delayed, found = Delayed(distributed, side.tensor.group), []
+    for seed, (options, tokens) in enumerate(runs):
+        options = {**options, "tensor_parallel": 2, "sequence_tensor_parallel": tokens}
+        normal = CaseEngine(distributed, options).run(2, evaluate_every=2)
+        delayed.tensor.choose(random.Random(seed).sample(range(60), 6))
+        found.append((normal, CaseEngine(delayed, options).run(2, evaluate_every=2)))
+    return found
+
+
+@pytest.mark.slow
+def test_delayed_exchanges_change_no_bit() -> None:
+    runs = [(options, tokens) for options, (data, _, _) in RUNS if data == 2 for tokens in (False, True)]
+    for ranks in zip(*run_distributed(4, delayed_and_not, runs, tensor_parallel=2), strict=True):
+        for normal, late in ranks:
+            assert late == normal and normal.weights == ranks[0][0].weights
