@@ -52,36 +52,36 @@ def _power_of_x(exponent: int) -> int:
 
 
 class Checksums:
-    """The pieces of some files that were read, joined where one begins at the end of another."""
+    """The pieces of some files that were read, joined where one begins at the end of the one before."""
 
     def __init__(self) -> None:
         self._pieces: dict[str, list[Piece]] = {}
-        self._file, self._start, self._end, self._crc = "", 0, 0, 0
+        self._open: dict[str, list[int]] = {}  # the newest piece of a file: start, end, CRC-32
+        self._current: list[int] = []
 
     def begin(self, file: str, offset: int) -> None:
         """Continue with the bytes of a file from `offset` on."""
-        if (file, offset) == (self._file, self._end):
-            return
-        self._close()
-        self._file, self._start, self._end, self._crc = file, offset, offset, 0
-        before = self._pieces.get(file, [])
-        if before and before[-1].end == offset:  # other files were read in between
-            self._start, _, self._crc = before.pop()
+        if file not in self._open or self._open[file][1] != offset:
+            self.cut(file)
+            self._open[file] = [offset, offset, 0]
+        self._current = self._open[file]
 
     def add(self, data: memoryview) -> None:
         """Count the next bytes."""
-        self._crc = zlib.crc32(data, self._crc)
-        self._end += len(data)
+        self._current[2] = zlib.crc32(data, self._current[2])
+        self._current[1] += len(data)
+
+    def cut(self, file: str) -> None:
+        """Let the next bytes of a file begin a piece."""
+        start, end, crc = self._open.pop(file, (0, 0, 0))
+        if end > start:
+            self._pieces.setdefault(file, []).append(Piece(start, end, crc))
 
     def pieces(self) -> dict[str, list[Piece]]:
         """Return all pieces so far, by file."""
-        self._close()
-        self._file, self._start, self._end = "", 0, 0
+        for file in [*self._open]:
+            self.cut(file)
         return self._pieces
-
-    def _close(self) -> None:
-        if self._end > self._start:
-            self._pieces.setdefault(self._file, []).append(Piece(self._start, self._end, self._crc))
 
 
 class CutChecksums:

@@ -82,8 +82,8 @@ def fill_verified(
 def _check_file(folder: Path, name: str, content: Manifest, pieces: list[Piece]) -> None:
     """Read the bytes of a file that are in none of the pieces, and check the CRC-32 of the whole.
 
-    Pieces that overlap others are read again: parameters of which several ranks have a copy, and rows of which each
-    has some columns. Then what every rank received is what the file holds.
+    Pieces that overlap others are read again: parameters of which several ranks have a copy, and their neighbours in
+    the file. So what every rank received is what the file holds.
 
     Raises:
         DamagedError, OSError: if it differs, or the file can no longer be read.
@@ -230,12 +230,14 @@ def _read_overlap(opened: Files, piece: Slice, dtype: torch.dtype, overlap: Over
         opened.read(piece.file, offset, dtype, target[first : first + overlap.numel])
         return
     step = max(1, files.CHUNK_BYTES // (saved.pitch * dtype.itemsize))
+    opened.cut(piece.file)  # the ranks that read the same rows get the same piece
     for top in range(0, rows, step):
         values = torch.empty(min(step, rows - top), saved.pitch, dtype=dtype)
         offset = piece.offset + (saved.start + top * saved.pitch) * dtype.itemsize
         opened.read(piece.file, offset, dtype, values.view(-1))
         columns = values[:, saved.column : saved.column + width]
         target[first + top * wanted.pitch :].as_strided(columns.shape, (wanted.pitch, 1)).copy_(columns)
+    opened.cut(piece.file)
 
 
 class Files:
@@ -283,6 +285,11 @@ class Files:
         buffer = torch.empty(min(end - start, _SKIPPED_BYTES), dtype=torch.uint8)
         for offset in range(start, end, _SKIPPED_BYTES):
             self._read(name, offset, buffer[: end - offset])
+
+    def cut(self, name: str) -> None:
+        """Count the next bytes of a file as a piece of their own."""
+        if self._checksums is not None:
+            self._checksums.cut(name)
 
     def checksum(self, name: str, start: int, end: int) -> Piece:
         """Return the checksum of bytes of a file.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import random
 import shutil
+import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from megatron_lite.checkpoint.checksums import Checksums, CutChecksums, Piece, c
 from megatron_lite.errors import DamagedError
 from tests.checkpoint.test_damage import AVERAGED, FROZEN, expect_fallback, flip, seal
 from tests.checkpoint.test_sharded import SPECS, load, save
-from tests.support.fakes import Layout, Values, held, random_values, same
+from tests.support.fakes import Layout, Values, empty_model, held, random_values, same
 
 
 def test_checksums_of_pieces_are_those_of_the_whole() -> None:
@@ -183,6 +185,67 @@ def test_each_byte_is_read_once(
         assert all(offsets == sorted(offsets) for offsets in order.values())
 
 
+@pytest.mark.parametrize(
+    ("saving", "loading"), [((4, 2), (4, 2)), ((4, 2), (2, 1)), ((2, 1), (4, 4)), ((2, 2), (4, 4))], ids=str
+)
+def test_bytes_that_tensor_parallel_ranks_read_again(
+    saving: tuple[int, int], loading: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(ranks, tensor-parallel among them): all bytes are read, with the same layout only copies again.
+
+    With another one, rows are read by each rank that needs some of their columns, and overlaps for their checksums.
+    """
+    save(tmp_path, 10, 1, saving[0], tensor_ranks=saving[1])
+    read: Counter[tuple[str, int]] = Counter()
+    real = files.read_into
+
+    def read_into(file: io.FileIO, offset: int, target: torch.Tensor, *seen: Any) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{file.fileno()}")).name
+        read.update((name, offset + place) for place in range(target.numel()))
+        real(file, offset, target, *seen)
+
+    monkeypatch.setattr(files, "read_into", read_into)
+    assert same(load(tmp_path, loading[0], tensor_ranks=loading[1])[1], random_values(SPECS, 1))
+    content = manifest.read(tmp_path / "10")
+    assert len(read) == sum(file.size for file in content.files.values())
+    assert max(read.values()) <= (1 if loading[1] == 1 else 2 * loading[1])
+    (_, part), *_ = empty_model(SPECS, Layout(loading[0], 8, tensor_ranks=loading[1]), 0).parts()
+    copied = {f"of {slot.spec.name!r}" for slot in part.layout.slots if len(slot.spec.pieces[-1].holders) > 1}
+    for piece, what in itertools.chain(*content.places().values()) if saving == loading else ():
+        again = {read[piece.file, piece.offset + place] for place in range(piece.num_bytes)} != {1}
+        assert again <= any(what.endswith(name) for name in copied), what
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading"), [((4, 2), (4, 2)), ((4, 2), (2, 1)), ((2, 1), (4, 2)), ((4, 4), (2, 2))], ids=str
+)
+def test_a_wrong_bit_of_any_read_is_found(
+    saving: tuple[int, int], loading: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every tenth read, be it one of several of the same bytes: what any rank received is what counts."""
+    for iteration in (10, 20):
+        save(tmp_path, iteration, iteration // 10, saving[0], tensor_ranks=saving[1])
+    number, lock = itertools.count(), threading.Lock()
+    wrong = -1
+
+    class Flaky(io.FileIO):
+        def readinto(self, buffer: Any) -> int:
+            count = super().readinto(buffer)
+            if "/20/rank_" in os.readlink(f"/proc/self/fd/{self.fileno()}"):
+                with lock:
+                    if next(number) == wrong:
+                        buffer[count // 2] ^= 4
+            return count
+
+    monkeypatch.setattr("megatron_lite.checkpoint.names.io.FileIO", Flaky)
+    assert load(tmp_path, loading[0], tensor_ranks=loading[1])[2] == []
+    for wrong in range(0, next(number), 10):
+        number = itertools.count()
+        loaded, _, lines = load(tmp_path, loading[0], tensor_ranks=loading[1])
+        assert loaded is not None and loaded.iteration == 10, wrong
+        assert len(lines) == 1 and "its checksum does not match" in lines[0], (wrong, lines)
+
+
 @pytest.mark.parametrize("loading", [1, 2, 3])
 def test_a_bit_that_changes_on_the_way_is_found(loading: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is good, but a rank once receives a wrong bit: what arrives is what counts."""
@@ -224,7 +287,9 @@ class Case(NamedTuple):
 def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     """Saved and loaded by the same number of ranks, more, and fewer; with frozen weights, and with averages."""
     made = []
-    for saving, loading, layout in ((1, 1, {}), (2, 2, {}), (2, 1, FROZEN), (1, 2, {}), (2, 2, AVERAGED)):
+    tensor = {"tensor_ranks": 2}
+    layouts = ((1, 1, {}), (2, 2, {}), (2, 1, FROZEN), (1, 2, {}), (2, 2, AVERAGED), (4, 2, tensor))
+    for saving, loading, layout in layouts:
         root = tmp_path_factory.mktemp("checkpoints")
         for iteration in (10, 20):
             save(root, iteration, iteration // 10, saving, **layout)

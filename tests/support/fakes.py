@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint.manifest import KINDS, MOMENTS
 from megatron_lite.distributed.rank_group import alone
-from megatron_lite.parameter import Initializer, ParameterSpec
+from megatron_lite.parameter import Block, Initializer, ParameterSpec, Split
 from megatron_lite.zero.layout import FlatLayout, lay_out
 
 # name, shape, weight decay; sizes that fit no alignment
@@ -33,8 +34,8 @@ Values = dict[str, dict[str, Tensor]]  # {kind: {parameter: values}}
 class World:
     """A process group whose ranks are threads of this process; values travel as JSON."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, tensor_ranks: int = 1) -> None:
+        self.world_size, self.tensor_ranks = world_size, tensor_ranks
         self.barrier = threading.Barrier(world_size, timeout=20)
         self.values: list[Any] = [None] * world_size
 
@@ -65,7 +66,12 @@ class FakeDistributed:
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.world_size = world, rank, world.world_size
-        self.data, self.tensor = self, alone(self.device)
+        self.data: Any = self
+        self.tensor: Any = alone(self.device)
+        if world.tensor_ranks > 1:
+            places = divmod(rank, world.tensor_ranks)
+            sizes = (world.world_size // world.tensor_ranks, world.tensor_ranks)
+            self.data, self.tensor = (SimpleNamespace(rank=r, world_size=n) for r, n in zip(places, sizes, strict=True))
 
     def gather_objects(self, value: Any) -> list[Any]:
         self.world.values[self.rank] = json.dumps(value)
@@ -87,7 +93,7 @@ class FakeDistributed:
         """Return at once, as on CPU."""
 
 
-@dataclasses.dataclass
+@dataclass
 class FakePart:
     """The parts of `FlatShard` that checkpoints use. `copies`: `read` copies weights, as for split master weights."""
 
@@ -115,7 +121,7 @@ class FakePart:
             self.tensors[kind].copy_(values)
 
 
-@dataclasses.dataclass
+@dataclass
 class FakeModel:
     stages: list[list[FakePart]]
     training: bool = True
@@ -126,10 +132,10 @@ class FakeModel:
                 yield index, part
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Layout:
-    """The layout of a model: ranks, parameters per stage, names and dtype of frozen parameters, moments per parameter,
-    and whether weights are averaged."""
+    """The layout of a model: ranks, of which some are tensor-parallel, parameters per stage, names and dtype of frozen
+    parameters, moments per parameter, and whether weights are averaged."""
 
     world_size: int = 1
     num_per_stage: int = 3
@@ -139,6 +145,7 @@ class Layout:
     training: bool = True
     moments: tuple[str, ...] = MOMENTS
     averaged: bool = False
+    tensor_ranks: int = 1
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -151,9 +158,26 @@ def make_specs(parameters: Sequence[tuple[str, tuple[int, ...], bool]] = PARAMET
     return [ParameterSpec(name, shape, Initializer("constant", 0.0), decay) for name, shape, decay in parameters]
 
 
+def on_tensor_rank(spec: ParameterSpec, ranks: int, rank: int) -> ParameterSpec:
+    """Split one of PARAMETERS: a padded vocabulary, columns, blocks of rows of which several ranks have the same."""
+    rows, blocks = -(-spec.shape[0] // ranks), ()
+    if spec.name == "embedding.word.weight":
+        blocks = (Block(spec.shape[0], ranks, rows),)
+    elif spec.name == "blocks.0.mlp.up.weight":
+        blocks = (Block.of(spec.shape[1], ranks),)
+    elif spec.name == "blocks.1.mlp.up.weight":
+        blocks = (Block.of(48, ranks), Block.of(12, min(ranks, 2)), Block.of(5, 1))
+    first = replace(spec, split=Split(ranks, 0, int(spec.name == "blocks.0.mlp.up.weight"), blocks))
+    if spec.name == "embedding.word.weight":
+        first = replace(first, padding_rows=rows - first.local_shape[0])
+    return first.on(rank)
+
+
 def empty_model(specs: Sequence[ParameterSpec], layout: Layout, rank: int) -> FakeModel:
     """Return a rank's model with shards of zeros. Each stage has trainable parameters, then frozen ones."""
     stages = []
+    if layout.tensor_ranks > 1:
+        specs = [on_tensor_rank(spec, layout.tensor_ranks, rank % layout.tensor_ranks) for spec in specs]
     for start in range(0, len(specs), layout.num_per_stage):
         some = specs[start : start + layout.num_per_stage]
         groups = [[spec for spec in some if (spec.name in layout.frozen) == frozen] for frozen in (False, True)]
@@ -164,7 +188,7 @@ def empty_model(specs: Sequence[ParameterSpec], layout: Layout, rank: int) -> Fa
 
 
 def _part(specs: Sequence[ParameterSpec], frozen: bool, layout: Layout) -> FakePart:
-    flat, has_state = lay_out(specs, layout.world_size), layout.training and not frozen
+    flat, has_state = lay_out(specs, layout.world_size // layout.tensor_ranks), layout.training and not frozen
     dtypes = {"weights": layout.frozen_dtype if frozen else torch.float32}
     dtypes |= {} if frozen else dict.fromkeys(layout.kinds[1:], torch.float32)
     tensors = {kind: torch.zeros(flat.shard_numel, dtype=dtype) for kind, dtype in dtypes.items()}
@@ -195,32 +219,46 @@ def put(model: FakeModel, values: Values, rank: int) -> FakeModel:
         for kind, tensor in part.tensors.items():
             flat = torch.zeros(part.layout.numel, dtype=tensor.dtype)
             for slot in part.layout.slots:
-                flat[slot.offset : slot.offset + slot.numel] = values[kind][slot.spec.name].flatten()
-            start = rank * part.layout.shard_numel
+                flat[slot.offset : slot.end] = slot.spec.local(values[kind][slot.spec.name]).flatten()
+            start = rank // part.layout.tensor_ranks * part.layout.shard_numel
             tensor.copy_(flat[start : start + part.layout.shard_numel])
     return model
 
 
 def take(models: Sequence[FakeModel]) -> tuple[Values, bool]:
-    """Return the values of all ranks' shards, and whether everything between the parameters is zero."""
+    """Return the values of all ranks' shards, and whether all between the parameters is zero and all copies equal."""
     values: Values = {kind: {} for kind in KINDS}
-    clean = True
+    ranks, clean = next(models[0].parts())[1].layout.tensor_ranks, True
+    found = [item for rank in range(ranks) for item in _of_tensor_rank(models[rank::ranks])]
+    for kind, spec, local, rest in found:
+        spec.place(local, values[kind].setdefault(spec.name, local.new_empty(spec.shape)))
+        clean &= not bool(rest.any())
+    for kind, spec, local, _ in found:
+        clean &= _bits(spec.local(values[kind][spec.name])) == _bits(local)
+    return values, clean
+
+
+def _of_tensor_rank(models: Sequence[FakeModel]) -> Iterator[tuple[str, ParameterSpec, Tensor, Tensor]]:
+    """Yield, from the shards of all data-parallel ranks: kind, spec, its local values, all that is no parameter."""
     for parts in zip(*(model.parts() for model in models), strict=True):
+        slots = parts[0][1].layout.slots
         for kind in parts[0][1].tensors:
             flat = torch.cat([part.tensors[kind] for _, part in parts])
-            for slot in parts[0][1].layout.slots:
-                own = flat[slot.offset : slot.offset + slot.numel]
-                values[kind][slot.spec.name] = own.clone().view(slot.spec.shape)
-                own.zero_()
-            clean &= not bool(flat.any())
-    return values, clean
+            for slot in slots:
+                local = flat[slot.offset : slot.end].clone()
+                flat[slot.offset : slot.end] = 0
+                yield kind, slot.spec, local.view(slot.spec.local_shape), flat if slot is slots[-1] else flat[:0]
+
+
+def _bits(value: Tensor) -> list[int]:
+    return value.contiguous().view(torch.uint8).flatten().tolist()
 
 
 def same(left: Values, right: Values) -> bool:
     """Return whether two sets of values are bit-identical, including dtypes and missing entries."""
 
     def bits(values: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, list[int]]]:
-        return {name: (value.dtype, value.view(torch.uint8).flatten().tolist()) for name, value in values.items()}
+        return {name: (value.dtype, _bits(value)) for name, value in values.items()}
 
     return all(bits(left.get(kind, {})) == bits(right.get(kind, {})) for kind in KINDS)
 
