@@ -122,7 +122,7 @@ class ParameterSpec:
         size = sum(piece.end - piece.start for piece in self.pieces)
         return (*self.shape[: self.split.dim], size, *self.shape[self.split.dim + 1 :])
 
-    @property
+    @functools.cached_property
     def local_numel(self) -> int:
         """Elements of the part that this rank holds."""
         return math.prod(self.local_shape)

@@ -247,8 +247,9 @@ def _most_slices(spec: ParameterSpec, shards: int) -> int:
     """Return the most slices of a parameter, of which each tensor-parallel rank has a part in so many shards."""
     if spec.local_shape == spec.shape:
         return shards
-    per_rank = 3 * shards if spec.split.dim else shards + len(spec.pieces) - 1
-    return spec.split.ranks * per_rank
+    if spec.split.dim:  # the end of a row, whole rows, the beginning of a row
+        return spec.split.ranks * (3 * shards - 2)
+    return sum(block.parts for block in spec.split.blocks) + spec.split.ranks * (shards - 1)
 
 
 def read(folder: Path, iteration: int | None = None) -> Manifest:

@@ -84,7 +84,7 @@ def row_numel(shape: Sequence[int]) -> int:
 
 def held(spec: ParameterSpec, start: int, end: int) -> list[Part]:
     """Return the elements start to end of this rank's part of a parameter as regions of the whole, in order."""
-    if spec.local_shape == spec.shape:
+    if spec.local_numel == spec.numel:
         return [Part(start, Region.of(start, end - start), spec.pieces[0].holders)]
     return list(_columns(spec, start, end) if spec.split.dim else _rows(spec, start, end))
 
@@ -150,14 +150,16 @@ def overlaps(wanted: Region, saved: Region, pitch: int) -> Iterator[Overlap]:
 
 def coverage_problem(regions: Sequence[Region], shape: Sequence[int]) -> str | None:
     """Return why regions do not hold each element of a parameter once, sorted by first element; None if they do."""
-    covered, numel = 0, math.prod(shape)
-    if not all(region.is_contiguous for region in regions):
-        return _tiling_problem(regions, shape)
-    for region in regions:
-        if region.first != covered:
-            return f"leave a gap or overlap at element {covered}"
-        covered += region.numel
-    return None if covered == numel else f"hold {covered} of {numel} elements"
+    covered, total = 0, math.prod(shape)
+    for first, numel, run in regions:
+        if run != numel or first != covered:
+            break
+        covered += numel
+    else:
+        return None if covered == total else f"hold {covered} of {total} elements"
+    if all(region.is_contiguous for region in regions):
+        return f"leave a gap or overlap at element {covered}"
+    return _tiling_problem(regions, shape)
 
 
 def _tiling_problem(regions: Sequence[Region], shape: Sequence[int]) -> str | None:

@@ -59,7 +59,7 @@ class FlatLayout:
     def numel(self) -> int:
         return self.world_size * self.shard_numel
 
-    @property
+    @functools.cached_property
     def tensor_ranks(self) -> int:
         """The ranks that share each parameter; all have a layout of these offsets."""
         return max((slot.spec.split.ranks for slot in self.slots), default=1)

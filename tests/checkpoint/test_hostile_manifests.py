@@ -105,9 +105,9 @@ OTHER = tiny_config(1, train_iters=1000)
 
 @pytest.fixture(scope="module")
 def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The content of a real manifest, with every kind of state and a resolved configuration."""
+    """The content of a real manifest, with every kind of state and slice, and a resolved configuration."""
     root = tmp_path_factory.mktemp("checkpoints")
-    save(root, 20, 1, world_size=2, state=State().train(9).save())
+    save(root, 20, 1, world_size=4, tensor_ranks=2, state=State().train(9).save())
     content = json.loads((root / "20" / "manifest.json").read_bytes())
     return {**content, "config": json.loads(json.dumps(flatten(CONFIG)))}
 
@@ -290,6 +290,35 @@ def test_bytes_belong_to_one_slice(values: dict[str, Any], tmp_path: Path) -> No
     (tmp_path / "manifest.json").write_bytes(seal(now))
     with pytest.raises(DamagedError, match="two slices of rank_00"):
         manifest.read(tmp_path)
+
+
+COLUMNS = "blocks.0.mlp.up.weight"  # (65, 16), of which two tensor-parallel ranks have eight columns each
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda pieces: pieces[0].__setitem__(5, 4), "leave a gap or overlap at element 4"),
+        (lambda pieces: pieces[0].__setitem__(5, 7), "hold no rectangle at element 0"),
+        (lambda pieces: pieces[0].__setitem__(5, pieces[0][2] // 4), "leave a gap or overlap at element"),
+        (lambda pieces: pieces[0].__setitem__(5, 10**9), "a slice is malformed"),
+        (lambda pieces: pieces[1].__setitem__(3, 0), "are not sorted by element"),
+        (lambda pieces: pieces[1].__setitem__(3, 9), "hold no rectangle at element 9"),
+        (lambda pieces: pieces[0].__setitem__(2, pieces[0][2] - 32), "leave a gap or overlap at element"),
+        (lambda pieces: pieces.pop(), "of 1040 elements"),
+    ],
+)
+def test_forged_columns_are_refused(
+    values: dict[str, Any], change: Callable[[list[Any]], Any], message: str, tmp_path: Path
+) -> None:
+    """Slices of two dimensions must hold each element once, too."""
+    now = copy.deepcopy(values)
+    assert any(piece[5] == 8 < piece[2] // 4 for piece in now["parameters"][COLUMNS]["weights"])
+    change(now["parameters"][COLUMNS]["weights"])
+    (tmp_path / "manifest.json").write_bytes(seal(now))
+    with pytest.raises(DamagedError) as caught:
+        manifest.read(tmp_path)
+    assert f"parameter '{COLUMNS}': " in str(caught.value) and message in str(caught.value)
 
 
 def test_other_versions_may_have_other_options(values: dict[str, Any], tmp_path: Path) -> None:
