@@ -1,8 +1,8 @@
 """--watch: statistics of gradients, weights, updates and optimizer state every few iterations, on the shards.
 
-Each rank summarizes its slices of the parameters, on its device; one exchange at the end of the step joins the ranks,
-and rank 0 reads the result and sends it to the trackers. Other steps do nothing, and results do not depend on the ZeRO
-stage: sums are in fp64, counts are exact.
+Each rank summarizes its slices of the parameters, on its device, without elements that count on another rank; one
+exchange at the end of the step joins the ranks, and rank 0 reads the result and sends it to the trackers. Other steps
+do nothing, and results do not depend on the ZeRO stage: sums are in fp64, counts are exact.
 
     grads       before the update: summed over micro-batches and ranks, without the loss scale, before clipping
     params      the weights after the update
@@ -129,12 +129,13 @@ class Watch:
 
     def _measure(self, target: str, part: FlatShard, read: Callable[[slice], Tensor]) -> None:
         """Summarize this rank's pieces of a part's parameters; `read` returns the elements of the shard in a slice."""
-        table, rank = self._tables[target], self._distributed.rank
+        table, rank = self._tables[target], self._distributed.data.rank
         for slot, start, end in part.layout.pieces(rank):
-            if (place := table.places.get(slot.spec.name)) is not None:
-                first = slot.offset + start - rank * part.layout.shard_numel
-                chunks = (read(bounds) for bounds in chunk_bounds(table.values, first, first + end - start))
-                table.values[place] = summarize(chunks, target == SQUARED, self._bins)
+            first = slot.offset + start - rank * part.layout.shard_numel
+            counted = part.replicas.counted_within(first, first + end - start)
+            if counted and (place := table.places.get(slot.spec.name)) is not None:
+                cut = (bounds for low, high in counted for bounds in chunk_bounds(table.values, low, high))
+                table.values[place] = summarize(map(read, cut), target == SQUARED, self._bins)
 
     def _keep_weights(self, stage: Stage) -> None:
         """Copy the weights of a stage's shard before its update, if updates are watched."""
