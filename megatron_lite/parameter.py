@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -159,6 +160,14 @@ class ParameterSpec:
     def trainable(self) -> bool:
         """False for a frozen parameter, which has no gradient, no optimizer state and no reduction."""
         return self.lr_scale != 0.0
+
+
+def part_name(spec: ParameterSpec, pieces: Sequence[Piece]) -> str:
+    """Return the name of some pieces of a parameter: with their indices, as "up.weight[0:16 + 64:80]", unless whole."""
+    if sum(piece.end - piece.start for piece in pieces) == spec.shape[spec.split.dim]:
+        return spec.name
+    indices = " + ".join(f"{piece.start}:{piece.end}" for piece in pieces)
+    return f"{spec.name}[{':, ' * spec.split.dim}{indices}]"
 
 
 class Parameter(torch.nn.Parameter):

@@ -1,4 +1,4 @@
-"""Hashes of everything that all ranks must hold alike, and the words for what differs.
+"""Hashes of everything that several ranks must hold alike, and the words for what differs.
 
 Weights are hashed as the layers compute with them, in the memory of the step, on the device: the sum of each element's
 bits times 2 * position + 1, modulo 2**64. Integer sums do not depend on their order, and no change of a single element
@@ -18,9 +18,11 @@ from torch import Tensor
 
 from megatron_lite.errors import shorten
 from megatron_lite.monitor.tensor_log import BITS
+from megatron_lite.parameter import ParameterSpec, part_name
 
 CHUNK_NUMEL = 2**20  # elements hashed at a time: 24 MiB of temporary integers
-Fingerprint = dict[str, str]  # hash by name of a weight or a counter
+Fingerprint = dict[str, str]  # hash by name of a weight, or a piece of one, or a counter
+Holders = tuple[int, ...]  # ranks of the tensor-parallel group that hold the same
 
 
 def bit_hash(flat: Tensor) -> Tensor:
@@ -33,13 +35,23 @@ def bit_hash(flat: Tensor) -> Tensor:
     return total
 
 
-def weight_hashes(weights: Iterator[tuple[str, Tensor]]) -> Fingerprint:
-    """Return the hash of each full weight; the host reads the device once."""
-    names, hashes = [], []
-    for name, weight in weights:
-        names.append(name)
-        hashes.append(bit_hash(weight.reshape(-1)))
-    return {name: f"{value:x}" for name, value in zip(names, torch.stack(hashes).tolist(), strict=True)}
+def weight_hashes(weights: Iterator[tuple[ParameterSpec, Tensor]]) -> dict[Holders, Fingerprint]:
+    """Return the hash of each piece of the weights, by the ranks that hold it; the host reads the device once.
+
+    weights: of this rank of a tensor-parallel group, with their specs.
+    """
+    places, hashes = [], []
+    for spec, local in weights:
+        start = 0
+        for piece in spec.pieces:
+            size = piece.end - piece.start
+            places.append((piece.holders, part_name(spec, [piece])))
+            hashes.append(bit_hash(local.narrow(spec.split.dim, start, size).reshape(-1)))
+            start += size
+    found: dict[Holders, Fingerprint] = {}
+    for (holders, name), value in zip(places, torch.stack(hashes).tolist(), strict=True):
+        found.setdefault(holders, {})[name] = f"{value:x}"
+    return found
 
 
 def value_hashes(values: Mapping[str, Any]) -> Fingerprint:
@@ -55,18 +67,24 @@ def digest(value: Any) -> str:
 def describe_differences(by_rank: Sequence[Fingerprint]) -> str:
     """Say which names differ on which ranks, in words; empty if all ranks hold the same.
 
-    The value of more than half of the ranks counts as right; without such a majority all ranks are named.
+    A name counts on the ranks that have it. The value of more than half of them counts as right; without such a
+    majority all of them are named.
     """
     found: dict[str, list[str]] = {}  # ranks in words -> names
-    for name in by_rank[0]:
-        values = [fingerprint.get(name, "") for fingerprint in by_rank]
-        common, count = Counter(values).most_common(1)[0]
+    for name in dict.fromkeys(name for fingerprint in by_rank for name in fingerprint):
+        values = {rank: fingerprint[name] for rank, fingerprint in enumerate(by_rank) if name in fingerprint}
+        common, count = Counter(values.values()).most_common(1)[0]
         if count == len(values):
             continue
-        odd = [str(rank) for rank, value in enumerate(values) if value != common]
+        odd = [str(rank) for rank, value in values.items() if value != common]
         if 2 * count > len(values):
             where = f"rank{'s' * (len(odd) > 1)} {', '.join(odd[:10])}{', ...' * (len(odd) > 10)}"
         else:
-            where = f"{len(set(values))} of {len(values)} ranks, without a majority"
+            where = f"{len(set(values.values()))} of {_named(values, len(by_rank))}, without a majority"
         found.setdefault(where, []).append(name)
     return "; ".join(f"{shorten(names, 3)} on {where}" for where, names in found.items())
+
+
+def _named(ranks: Mapping[int, str], world_size: int) -> str:
+    """Return "4 ranks" if they are all, else with their numbers."""
+    return f"{len(ranks)} ranks" + (f" ({', '.join(map(str, ranks))})" if len(ranks) < world_size else "")

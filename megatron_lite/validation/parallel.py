@@ -73,8 +73,5 @@ def _clipped_updates(draft: Draft, heads: int) -> Iterator[Problem]:
 
 def _not_yet(draft: Draft) -> Iterator[Problem]:
     """Refuse options that do not know yet that a rank has only parts of the parameters."""
-    others = "watch check_replicas_interval"
-    for name in draft.changed(*others.split()):
-        yield problem(draft, f"tensor_parallel {name}", "these two do not work together yet; leave one out")
     if draft.sample_interval is not None:
         yield problem(draft, "tensor_parallel sample_interval", "samples need all heads; leave one out")

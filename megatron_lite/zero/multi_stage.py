@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_lite.config import BatchConfig, MultiStageConfig
 from megatron_lite.distributed.rank_group import Group, alone
-from megatron_lite.parameter import DTYPES, Parameter
+from megatron_lite.parameter import DTYPES, Parameter, ParameterSpec
 from megatron_lite.zero import runner
 from megatron_lite.zero.flat_shard import ADAM_MOMENTS, FlatShard, Precision
 from megatron_lite.zero.layer import Layer
@@ -169,11 +169,16 @@ class MultiStage:
 
         Every rank must iterate to the end.
         """
+        for spec, local in self.local_weights():
+            yield spec.name, whole_parameter(spec, local, self.tensor)
+
+    def local_weights(self) -> Iterator[tuple[ParameterSpec, Tensor]]:
+        """As `full_weights`, but this rank's parts with their specs: nothing goes over the tensor-parallel group."""
         for stage in self.stages:
             stage.gather()
             stage.require_weights()
-            for name, parameter in stage.parameters():
-                yield name, whole_parameter(parameter.spec, parameter.detach(), self.tensor)
+            for _, parameter in stage.parameters():
+                yield parameter.spec, parameter.detach()
 
     def not_finite(self) -> str | None:
         """Return a weight of this rank's shards that is not finite, or its moment or average ("exp_avg of <name>").

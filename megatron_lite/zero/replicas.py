@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.kernels.exchange import SUM
-from megatron_lite.parameter import ParameterSpec
+from megatron_lite.parameter import ParameterSpec, part_name
 from megatron_lite.zero.layout import FlatLayout
 
 
@@ -31,6 +31,7 @@ class Segment(NamedTuple):
 class _Run(NamedTuple):
     """Consecutive elements of a shard that the same ranks have."""
 
+    name: str  # of the piece of a parameter
     start: int
     end: int
     holders: tuple[int, ...]
@@ -47,7 +48,8 @@ class Replicas:
         others = [(run.start, run.end) for run in runs if run.holders[0] != tensor.rank]
         self.counted = _without(others, layout.shard_numel)
         self.segments = _segments([(run.start, run.holders[0] == tensor.rank) for run in runs], layout.shard_numel)
-        self._sums = [run for run in runs if run.sums_gradients and len(run.holders) > 1]
+        self.copied = [run for run in runs if len(run.holders) > 1]
+        self._sums = [run for run in self.copied if run.sums_gradients]
         # Every rank takes part with as many elements: copies are at the same places in all shards.
         self._numel = sum(run.end - run.start for run in self._sums)
 
@@ -107,22 +109,22 @@ def _runs(layout: FlatLayout, rank: int) -> Iterator[_Run]:
     low = rank * layout.shard_numel
     for slot, start, end in layout.pieces(rank):
         offset = slot.offset - low
-        for first, last, holders in _holders(slot.spec):
+        for name, first, last, holders in _holders(slot.spec):
             first, last = max(first, start), min(last, end)
             if first < last:
-                yield _Run(offset + first, offset + last, holders, slot.spec.split.sums_gradients)
+                yield _Run(name, offset + first, offset + last, holders, slot.spec.split.sums_gradients)
 
 
-def _holders(spec: ParameterSpec) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Yield (start, end, holders) for the elements of a rank's part of a parameter."""
+def _holders(spec: ParameterSpec) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
+    """Yield (name, start, end, holders) for the elements of a rank's part of a parameter."""
     if spec.split.dim:
         (holders,) = {piece.holders for piece in spec.pieces}
-        yield 0, spec.local_numel, holders
+        yield part_name(spec, spec.pieces), 0, spec.local_numel, holders
         return
     start, row = 0, spec.local_numel // max(spec.local_shape[0], 1)
     for piece in spec.pieces:
         end = start + (piece.end - piece.start) * row
-        yield start, end, piece.holders
+        yield part_name(spec, [piece]), start, end, piece.holders
         start = end
 
 

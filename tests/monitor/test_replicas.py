@@ -7,6 +7,7 @@ import torch
 
 from megatron_lite.monitor import replicas
 from megatron_lite.monitor.replicas import bit_hash, describe_differences, value_hashes, weight_hashes
+from megatron_lite.parameter import WHOLE, Block, Initializer, ParameterSpec, Split
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -35,7 +36,8 @@ def test_chunks_change_no_hash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_odd_rank_is_named() -> None:
     """The majority is right; without one every rank is suspect."""
-    good = weight_hashes(iter({"a": torch.ones(3, 2), "b": torch.zeros(1)}.items())) | value_hashes({"c": {"x": 1.5}})
+    weights = [(spec("a", (3, 2)), torch.ones(3, 2)), (spec("b", (1,)), torch.zeros(1))]
+    good = weight_hashes(iter(weights))[(0,)] | value_hashes({"c": {"x": 1.5}})
     bad = {**good, "a": "0"}
     assert describe_differences([good] * 3) == ""
     assert describe_differences([good, good, bad]) == "a on rank 2"
@@ -43,3 +45,22 @@ def test_the_odd_rank_is_named() -> None:
         "a on ranks 0, 3; b; c on rank 3"
     )
     assert describe_differences([good, bad]) == "a on 2 of 2 ranks, without a majority"
+
+
+def test_pieces_are_compared_on_the_ranks_that_hold_them() -> None:
+    """Of four ranks, two groups of two: rows of queries differ between the ranks of a group, key heads do not."""
+    split = Split(2, 0, 0, (Block.of(4, 2), Block.of(2, 1)))
+    of_ranks = []
+    for rank in range(4):
+        of_rank = spec("w", (6, 3), split).on(rank % 2)
+        (found,) = [weight_hashes(iter([(of_rank, of_rank.local(torch.arange(18.0).view(6, 3)))]))]
+        assert found.keys() == {(rank % 2,), (0, 1)}
+        of_ranks.append({name: value for fingerprint in found.values() for name, value in fingerprint.items()})
+    assert [list(names) for names in of_ranks] == 2 * [["w[0:2]", "w[4:6]"], ["w[2:4]", "w[4:6]"]]
+    assert describe_differences(of_ranks) == ""
+    of_ranks[3]["w[4:6]"] = of_ranks[2]["w[0:2]"] = "0"
+    assert describe_differences(of_ranks) == "w[0:2] on 2 of 2 ranks (0, 2), without a majority; w[4:6] on rank 3"
+
+
+def spec(name: str, shape: tuple[int, ...], split: Split = WHOLE) -> ParameterSpec:
+    return ParameterSpec(name, shape, Initializer("constant", 0.0), split=split)
