@@ -108,7 +108,7 @@ class DistributedConfig(Area):
     )
     deterministic: bool = option(False, "use only deterministic GPU algorithms (slower)", aliases="deterministic_mode")
     check_replicas_interval: PositiveInt | None = optional(
-        "iterations between comparisons of what all ranks must hold alike: weights in use, counters, schedule. A "
+        "iterations between comparisons of what several ranks must hold alike: weights in use, counters, schedule. A "
         "difference ends the run and is named with its ranks. Costs a pass over the weights, in ZeRO-3 also gathers",
         "no comparisons",
     )
@@ -169,7 +169,11 @@ class RunConfig(Area):
     debug_param_update: int = debug_level("each parameter after the update", training=True)
     debug_global_tensors: bool = option(True, "gather tensors from all ranks before logging them (slow)")
     debug_activation_memory: bool = option(False, "log the memory in use after each layer")
-    debug_tensor_parallel: bool = option(False, "compare tensor-parallel copies; unused, as there are none")
+    debug_tensor_parallel: bool = option(
+        False,
+        "compare what tensor-parallel ranks must hold alike: weights, gradients, layer outputs (slow)",
+        idle_unless="tensor_parallel!=1",
+    )
     save_tensor_logs: bool = option(False, "save logged tensors in runs/<k>/artifacts of experiment_dir")
     show_tensor_logs: bool = option(True, "print logged tensors")
     tensor_logs_show_elements: NonNegativeInt = option(8, "sampled elements to print per tensor")

@@ -21,6 +21,7 @@ TRAFFIC_KINDS = {
     "muon gather": "muon gathers",
     "muon reduce": "muon reductions",
     "sum": "sums",
+    "whole": "gathers of whole parameters",
     "debug": "gathers for debugging",
 }
 

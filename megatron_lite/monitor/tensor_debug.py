@@ -21,7 +21,10 @@ from torch import Tensor
 from megatron_lite.config import Config, RunConfig
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.logging import MIB
+from megatron_lite.monitor.tensor_copies import CopyCheck
 from megatron_lite.monitor.tensor_log import TensorEntry, summarize, unique_names, write_tensor_log
+from megatron_lite.parameter import part_name
+from megatron_lite.zero.replicas import assembled
 
 LEVELS = tuple(
     """
@@ -42,16 +45,30 @@ def open_debugger(
     artifacts = artifacts if run.save_tensor_logs else None
     is_kept = artifacts is not None or run.show_tensor_logs
     levels = {name: getattr(run, name) if is_kept else 0 for name in LEVELS}
-    if not any(levels.values()) and not run.debug_activation_memory:
+    splits_tokens = config.distributed.sequence_tensor_parallel
+    copies = None
+    if run.debug_tensor_parallel and distributed.tensor.world_size > 1:
+        copies = CopyCheck(distributed, logger, splits_tokens)
+    if not any(levels.values()) and not run.debug_activation_memory and copies is None:
         return None
-    return TensorDebugger(run, logger, distributed, levels=levels, artifacts=artifacts, micro_batches=micro_batches)
+    return TensorDebugger(
+        run,
+        logger,
+        distributed,
+        levels=levels,
+        artifacts=artifacts,
+        micro_batches=micro_batches,
+        split_length=config.batch.sequence_length if splits_tokens else None,
+        copies=copies,
+    )
 
 
 @dataclass(eq=False)
 class TensorDebugger:
     """Logs tensors inside of `phase`; `attach` makes it the observer of the stages.
 
-    The model is anything with the `observe` and `parts` of `zero.MultiStage`.
+    The model is anything with the `observe` and `parts` of `zero.MultiStage`. split_length: of samples whose tokens the
+    ranks of a tensor-parallel group split; None: they have all.
     """
 
     config: RunConfig
@@ -60,6 +77,8 @@ class TensorDebugger:
     levels: Mapping[str, int]  # by option; 0 is off
     artifacts: Path | None
     micro_batches: int
+    split_length: int | None = None
+    copies: CopyCheck | None = None  # of --debug_tensor_parallel
     _phase: str | None = None
     _entries: list[TensorEntry] = field(default_factory=list)
     _device: torch.device = torch.device("cpu")  # of the layers, once one has reported
@@ -67,7 +86,7 @@ class TensorDebugger:
     def attach(self, model: Any) -> None:
         """Have the stages report their layers, if an option needs that."""
         layers = self.levels["debug_layer_outputs"] or self.levels["debug_layer_gradients"]
-        if layers or self.config.debug_activation_memory:
+        if layers or self.config.debug_activation_memory or self.copies is not None:
             model.observe(self)
 
     @contextlib.contextmanager
@@ -77,6 +96,8 @@ class TensorDebugger:
         self.micro_batches = micro_batches or self.micro_batches
         try:
             yield
+            if self.copies is not None:
+                self.copies.report(name)
         finally:
             self._phase = None
         if self.artifacts is not None and self._entries:
@@ -111,11 +132,21 @@ class TensorDebugger:
             self._device = tensor.device
         if self.config.debug_activation_memory:  # before anything here takes memory
             self.logger.info("%s | %s | memory: %s", self._phase, name, memory_in_use(self._device))
+        if self.copies is not None and tensor is not None:
+            self.copies.layer(name, tensor)
         if level and tensor is not None:
             if self.config.debug_global_tensors:
-                tensor = join_ranks(self.distributed.gather_tensors(tensor.detach().contiguous()))
+                tensor = self._joined(self.distributed.gather_tensors(tensor.detach().contiguous()))
             if self.distributed.rank == 0 or not self.config.debug_global_tensors:
                 self._log(name, tensor, level)
+
+    def _joined(self, tensors: list[Tensor]) -> Tensor:
+        """Join the tensors of all ranks, of which those of a tensor-parallel group are next to each other."""
+        size = self.distributed.tensor.world_size
+        if self.split_length is None or not tensors[0].dim():  # a group has equal ones
+            return join_ranks(tensors[::size])
+        groups = [torch.cat(tensors[first : first + size], dim=1) for first in range(0, len(tensors), size)]
+        return join_ranks([tokens.view(-1, self.split_length, tokens.shape[-1]) for tokens in groups])
 
     # -- parameters and their gradients ---------------------------------------------------------------------------
 
@@ -125,8 +156,10 @@ class TensorDebugger:
         See --debug_param_init and --debug_param_update.
         """
         level = self.levels[f"debug_param_{when}"]
-        for _, part in model.parts() if level else ():
-            for name, tensor in self._pieces(part.layout, part.read("weights")):
+        for _, part in model.parts() if level or self.copies is not None else ():
+            if self.copies is not None:
+                self.copies.shard(when, part.replicas, part.read("weights"))
+            for name, tensor in self._pieces(part.layout, part.read("weights")) if level else ():
                 self._log(f"{name} {when}", tensor, level)
 
     def gradients_reduced(self, model: Any) -> None:
@@ -136,10 +169,12 @@ class TensorDebugger:
         (--debug_all_param_gradients).
         """
         whole, each = self.levels["debug_param_gradients"], self.levels["debug_all_param_gradients"]
-        if not whole and not each:
-            return
         for stage, part in model.parts():
             if not part.has_state:  # frozen
+                continue
+            if self.copies is not None:
+                self.copies.shard("gradient", part.replicas, part.grad_shard)
+            if not whole and not each:
                 continue
             pieces = list(self._pieces(part.layout, part.grad_shard))
             if whole and (self.distributed.rank == 0 or not self.config.debug_global_tensors):
@@ -151,20 +186,27 @@ class TensorDebugger:
     def _pieces(self, layout: Any, shard: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, values) of the parameters in a flat shard, (shard_numel,).
 
-        Global: full parameters, on rank 0 only. Otherwise this rank's pieces; the name of a partial one has its bounds.
+        Global: full parameters, on rank 0 only. Otherwise this rank's pieces; the name of a partial one has the indices
+        that its tensor-parallel rank has, and its bounds in the flattened part of that rank.
         """
         if self.config.debug_global_tensors:
-            flat = torch.cat(self.distributed.gather_tensors(shard.detach()))
-            for slot in layout.slots if self.distributed.rank == 0 else ():
-                yield slot.spec.name, flat[slot.offset : slot.end].view(slot.spec.shape)
+            shards, size = self.distributed.gather_tensors(shard.detach()), self.distributed.tensor.world_size
+            flats = [torch.cat(shards[rank::size]) for rank in range(size)] if self.distributed.rank == 0 else []
+            for slot in layout.slots if flats else ():
+                place = slice(slot.offset, slot.offset + slot.spec.padded_numel)
+                yield slot.spec.name, assembled(slot.spec, [flat[place] for flat in flats])
             return
-        low = self.distributed.rank * layout.shard_numel
-        for slot, start, end in layout.pieces(self.distributed.rank):
-            piece = shard[slot.offset + start - low : slot.offset + end - low]
+        rank = self.distributed.data.rank
+        low = rank * layout.shard_numel
+        for slot, start, end in layout.pieces(rank):
+            piece, name = (
+                shard[slot.offset + start - low : slot.offset + end - low],
+                part_name(slot.spec, slot.spec.pieces),
+            )
             if end - start == slot.numel:
-                yield slot.spec.name, piece.view(slot.spec.shape)
+                yield name, piece.view(slot.spec.local_shape)
             else:
-                yield f"{slot.spec.name}[{start}:{end}]", piece
+                yield f"{name}[{start}:{end}]", piece
 
     def _log(self, name: str, tensor: Tensor, level: int) -> None:
         entry = summarize(name, tensor, level)

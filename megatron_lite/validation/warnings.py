@@ -99,8 +99,6 @@ def _multi_stage(options: Draft) -> Iterator[str]:
             yield from _buffer_count(options, "num_grad_buffers", options.num_grad_buffers, shared_from=2)
     if options.pipeline_delay != 0.0:
         yield f"{typed(options, 'pipeline_delay')} is unused: there is no pipeline"
-    if options.debug_tensor_parallel:
-        yield "--debug_tensor_parallel=1: there is no tensor parallelism to check"
 
 
 def _buffer_count(options: Draft, name: str, count: int, shared_from: int) -> Iterator[str]:

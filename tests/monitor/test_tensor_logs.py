@@ -80,7 +80,7 @@ EXPECTED_LINES = {
     "debug_all_param_gradients": rf"train_00001 \| blocks\.1\.mlp\.up\.weight gradient \| \(128, 32\) {REST}",
     "debug_param_update": rf"train_00001 \| blocks\.1\.mlp\.up\.weight update \| \(128, 32\) {REST}",
     "debug_activation_memory": r"train_00002 \| blocks\.1 (fw|bw), mb=2/2 \| memory: resident set .* MiB",
-    "debug_tensor_parallel": r"WARNING: --debug_tensor_parallel=1: there is no tensor parallelism to check",
+    "debug_tensor_parallel": r"WARNING: --debug_tensor_parallel has no effect with --tensor_parallel=1",
 }
 
 

@@ -405,7 +405,7 @@ def test_patterns_of_learning_rates() -> None:
         ),
         ("--pipeline_delay=2", "--pipeline_delay=2 is unused: there is no pipeline"),
         ("--pipeline_delay=-0.5", "--pipeline_delay=-0.5 is unused: there is no pipeline"),
-        ("--debug_tensor_parallel=1", "--debug_tensor_parallel=1: there is no tensor parallelism to check"),
+        ("--debug_tensor_parallel=1", "--debug_tensor_parallel has no effect with --tensor_parallel=1"),
         (
             "--store_frozen_weights_in_optimization_precision=0 --training_dtype=bf16",
             "--store_frozen_weights_in_optimization_precision has no effect without --freeze or a scale of 0 in "
