@@ -65,11 +65,16 @@ class Sizes:
         self.z_channels = model.ffn_hidden_size // self.ranks  # u and z are those of `kernels/mlp.py`
         self.u_channels = 2 * self.z_channels if model.gated else self.z_channels
         self.u, self.z = self.of(self.u_channels), self.of(self.z_channels)
+        # Of all tokens, gathered or in a sum over ranks; `gathered` is 0 if a rank has them anyway.
         self.whole_hidden = self.of(model.hidden_size)
+        self.gathered = self.whole_hidden if self.splits_tokens else 0
         # Of the tokens in the rank's residual stream, in its dtype: `stream`.
         self.hidden = self.residual_tokens * model.hidden_size * self.itemsize
         self.hidden_fp32 = self.residual_tokens * model.hidden_size * FP32_BYTES
         self.stream = self.residual_tokens * model.hidden_size * self.residual_itemsize
+        # Of the tokens whose loss the rank computes.
+        self.loss_tokens = self.tokens if self.splits_vocabulary else self.residual_tokens
+        self.of_loss = self.whole_hidden if self.splits_vocabulary else self.hidden
         self.is_half = self.itemsize != FP32_BYTES  # computing in fp32 makes copies
         self.copies_factors = products.computes_in_fp32(self.device, self.precision.training)
 
@@ -155,7 +160,7 @@ def saved_by_layer(sizes: Sizes) -> list[Saved]:
         layers.append(block)
     head = Saved()
     reached = _norm(head, sizes, "head.norm.", reached, sizes.stream)
-    head.add("gradient made by the loss", sizes.hidden, reached)  # of the hidden states, in the forward pass
+    head.add("gradient made by the loss", sizes.of_loss, reached)  # of the hidden states, in the forward pass
     return [*layers, head]
 
 
@@ -163,8 +168,8 @@ def _looked_up(saved: Saved, sizes: Sizes) -> None:
     """Numbers of the rows that a rank looks up: its own, and of positions those of its tokens."""
     by_rank = sizes.tokens * (INT64_BYTES + 1)  # and whether the row is another rank's
     saved.add("rows looked up", by_rank, sizes.splits_vocabulary and sizes.trains("embedding.word."))
-    splits = sizes.config.distributed.sequence_tensor_parallel
-    saved.add("rows looked up", sizes.tokens * INT64_BYTES, splits and sizes.trains("embedding.position."))
+    of_positions = sizes.splits_tokens and sizes.trains("embedding.position.")
+    saved.add("rows looked up", sizes.tokens * INT64_BYTES, of_positions)
 
 
 # In the functions below `reached` says whether the backward pass reaches the input of a part, because something before

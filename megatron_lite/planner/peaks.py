@@ -17,7 +17,7 @@ from megatron_lite.kernels.attention.blocks import chunks_of, last_blocks, rows_
 from megatron_lite.kernels.attention.cpu import piece_length
 from megatron_lite.kernels.cross_entropy import held_logits, reference_rows
 from megatron_lite.kernels.products import block_rows, temporary_rows
-from megatron_lite.planner.activations import FP32_BYTES, Saved, Sizes, statistics_bytes
+from megatron_lite.planner.activations import FP32_BYTES, INT64_BYTES, Saved, Sizes, statistics_bytes
 
 
 class Walk:
@@ -65,6 +65,7 @@ def evaluation_peaks(sizes: Sizes) -> list[int]:
     """Peaks of the embedding, each block and the head, beyond their input, in a pass that saves nothing."""
     head = Walk()
     head.allocate(sizes.hidden, temporary=_norm_temporaries(sizes, sizes.stream, sizes.hidden))
+    head.allocate(_gathered_for_loss(sizes))
     head.allocate(*_logits(sizes))
     return [_embedding_forward(sizes).peak, *[_block_evaluation(sizes)] * sizes.model.num_layers, head.peak]
 
@@ -95,20 +96,28 @@ def _embedding(sizes: Sizes) -> Peaks:
         backward.free(dropped)  # the mask
         _norm_backward(backward, sizes, stream, stream)
         backward.free(dropped, saved)
+    tokens = sizes.tokens if sizes.splits_vocabulary else sizes.residual_tokens
+    if sizes.splits_vocabulary:  # the gradient of all tokens, then without those of other ranks
+        whole = tokens * model.hidden_size * sizes.residual_itemsize
+        backward.allocate(whole, temporary=whole if sizes.splits_tokens else 0)
     if sizes.grad_itemsize != sizes.residual_itemsize and not sizes.kernels.triton:
-        backward.allocate(sizes.tokens * model.hidden_size * sizes.grad_itemsize)
+        backward.allocate(tokens * model.hidden_size * sizes.grad_itemsize)
     return Peaks(forward.peak - saved, backward.peak)
 
 
 def _embedding_forward(sizes: Sizes) -> Walk:
     """The embedding up to its dropout."""
     model, stream, walk = sizes.model, sizes.stream, Walk()
-    walk.allocate(sizes.hidden)
+    rows = sizes.of_loss  # of the table of tokens, which is split as the head's is
+    walk.allocate(rows)
+    if rows != sizes.hidden:
+        walk.allocate(sizes.hidden)
     if stream != sizes.hidden:
         walk.allocate(stream)
         walk.free(sizes.hidden)
+    walk.free(rows if rows != sizes.hidden else 0)
     if model.use_position_embeddings:
-        walk.allocate(stream)
+        walk.allocate(stream, temporary=sizes.hidden if sizes.splits_tokens else 0)
         walk.free(stream)
     if model.input_embedding_norm:
         walk.allocate(stream, temporary=_norm_temporaries(sizes, stream, stream))
@@ -119,39 +128,48 @@ def _head(sizes: Sizes, adds: bool) -> Peaks:
     """The norm, then logits and their gradient chunk by chunk: see `kernels/cross_entropy.py`."""
     model, forward, backward = sizes.model, Walk(), Walk()
     forward.allocate(sizes.hidden, temporary=_norm_temporaries(sizes, sizes.stream, sizes.hidden))
+    forward.allocate(_gathered_for_loss(sizes))
     forward.allocate(*_logits(sizes))
-    entries = _entries_of_a_block(sizes)
-    if sizes.is_half and entries < model.vocab_size:  # several blocks: fp32 sum of the gradient of the hidden states
-        forward.allocate(min(sizes.chunk_tokens, sizes.tokens) * model.hidden_size * FP32_BYTES)
-    chunk = min(sizes.chunk_tokens, sizes.tokens)
-    into_hidden = _copies(sizes, chunk, entries, model.hidden_size, results=int(entries == model.padded_vocab_size))
-    again = adds or chunk < sizes.tokens
+    entries, chunk = _entries_of_a_block(sizes), min(sizes.chunk_tokens, sizes.loss_tokens)
+    if sizes.is_half and entries < sizes.vocabulary_entries:  # several blocks: fp32 sum of the hidden states' gradient
+        forward.allocate(chunk * model.hidden_size * FP32_BYTES)
+    into_hidden = _copies(sizes, chunk, entries, model.hidden_size, results=int(entries == sizes.vocabulary_rows))
+    again = adds or chunk < sizes.loss_tokens
     into_weight = _weight_gradient(sizes, entries, model.hidden_size, again, tokens=chunk)
     forward.allocate(0, temporary=max(into_hidden, into_weight))
+    if sizes.of_loss != sizes.hidden:
+        backward.allocate(sizes.hidden)
+        backward.free(sizes.of_loss)
     _norm_backward(backward, sizes, sizes.stream, sizes.hidden)
     return Peaks(forward.peak, backward.peak)
+
+
+def _gathered_for_loss(sizes: Sizes) -> int:
+    """Bytes of the head's input of all tokens, beside that of the rank's own, and of labels as rows of its table."""
+    return sizes.gathered + sizes.tokens * INT64_BYTES if sizes.splits_vocabulary else 0
 
 
 def _logits(sizes: Sizes) -> tuple[int, int]:
     """Bytes of the logits of a chunk, and of the temporaries of the loss."""
     model, kernels = sizes.model, sizes.kernels
     rows, columns = held_logits(
-        sizes.tokens, model.padded_vocab_size, sizes.chunk_tokens, kernels.cross_entropy_block_size
+        sizes.loss_tokens, sizes.vocabulary_rows, sizes.chunk_tokens, kernels.cross_entropy_block_size
     )
     logits = rows * columns * sizes.itemsize
     product = _copies(sizes, rows, model.hidden_size, _entries_of_a_block(sizes))
     if kernels.cross_entropy != "torch":
         return logits, product
-    entries = min(_entries_of_a_block(sizes), model.vocab_size)
+    entries = min(_entries_of_a_block(sizes), sizes.vocabulary_entries)
     fp32_rows = min(rows, reference_rows(entries, "cuda" if sizes.on_gpu else "cpu"))
-    copies = int(sizes.is_half) + bool(model.logit_soft_cap)  # the logits in fp32, and the capped logits
+    # The logits in fp32, also to keep them for the gradient, which waits for other ranks; and the capped logits.
+    keeps = sizes.splits_vocabulary and entries == sizes.vocabulary_entries
+    copies = int(sizes.is_half or keeps) + bool(model.logit_soft_cap)
     return logits, max(product, copies * fp32_rows * entries * FP32_BYTES)
 
 
 def _entries_of_a_block(sizes: Sizes) -> int:
     """Entries of the vocabulary, padding included, whose logits exist at a time."""
-    padded = sizes.model.padded_vocab_size
-    return min(sizes.kernels.cross_entropy_block_size or padded, padded)
+    return min(sizes.kernels.cross_entropy_block_size or sizes.vocabulary_rows, sizes.vocabulary_rows)
 
 
 def _block_forward(sizes: Sizes, level: str, saved: Saved) -> int:
@@ -160,13 +178,14 @@ def _block_forward(sizes: Sizes, level: str, saved: Saved) -> int:
     hidden_size = sizes.model.hidden_size
     if level == "full":
         walk.allocate(sizes.u)
-    up = _copies(sizes, sizes.tokens, hidden_size, sizes.u_channels)
+    up = sizes.gathered + _copies(sizes, sizes.tokens, hidden_size, sizes.u_channels)
     walk.allocate(0, temporary=max(0, up - saved["MLP activations"]))  # which do not exist yet
     if level != "none":
         walk.allocate(sizes.z)
-    if not hybrid:  # otherwise the branch norm saves it
-        walk.allocate(hidden)
-    walk.allocate(0, temporary=_copies(sizes, sizes.tokens, sizes.z_channels, hidden_size))
+    down = _copies(sizes, sizes.tokens, sizes.z_channels, hidden_size)
+    # The output, unless the branch norm saves it, beside the parts of its sum if these have more tokens.
+    walk.allocate(0 if hybrid else hidden, temporary=sizes.gathered)
+    walk.allocate(0, temporary=down + max(0, sizes.gathered - hidden))
     walk.free(walk.live)
     walk.allocate(hidden, temporary=_norm_temporaries(sizes, hidden, hidden) if hybrid else 0)
     walk.allocate(stream)
@@ -186,25 +205,32 @@ def _block_evaluation(sizes: Sizes) -> int:
     context = sizes.of(sizes.query_channels)
     normalized = sizes.of(sizes.query_channels, sizes.key_channels) if model.qk_layernorm else 0
     walk.allocate(hidden, temporary=into_norm)
+    walk.allocate(sizes.gathered)
     projected = _copies(sizes, sizes.tokens, model.hidden_size, sizes.query_channels + 2 * sizes.key_channels)
-    walk.allocate(sizes.query_key_value, temporary=max(projected, 0 if normalized else rotation))
+    walk.allocate(sizes.query_key_value, temporary=projected)
+    walk.free(sizes.gathered)
+    walk.allocate(0, temporary=0 if normalized else rotation)
     if normalized:
         walk.allocate(normalized, temporary=max(rotation, _head_norm_temporaries(sizes)))
     math = sizes.attention == "math"
     pieces = 0 if sizes.on_gpu else _pieces(sizes, backward=False)
     walk.allocate(context, temporary=_attention_temporaries(sizes, backward=False) if math else pieces)
     # The branch, which becomes the sum if its dtype is the stream's.
-    walk.allocate(hidden, temporary=_copies(sizes, sizes.tokens, sizes.query_channels, model.hidden_size))
-    walk.free(sizes.query_key_value, normalized, context)
+    walk.allocate(sizes.gathered, temporary=_copies(sizes, sizes.tokens, sizes.query_channels, model.hidden_size))
+    walk.allocate(hidden)
+    walk.free(sizes.query_key_value, normalized, context, sizes.gathered)
     _branch_norm(walk, sizes)
     if stream != hidden:
         walk.allocate(stream)
     walk.allocate(hidden, temporary=into_norm)
     walk.free(hidden, hidden if stream != hidden else 0)
+    walk.allocate(sizes.gathered)
     walk.allocate(sizes.u, temporary=_copies(sizes, sizes.tokens, model.hidden_size, sizes.u_channels))
+    walk.free(sizes.gathered)
     walk.allocate(sizes.z)
-    walk.allocate(hidden, temporary=_copies(sizes, sizes.tokens, sizes.z_channels, model.hidden_size))
-    walk.free(sizes.u, sizes.z)
+    walk.allocate(sizes.gathered, temporary=_copies(sizes, sizes.tokens, sizes.z_channels, model.hidden_size))
+    walk.allocate(hidden)
+    walk.free(sizes.u, sizes.z, sizes.gathered)
     _branch_norm(walk, sizes)
     walk.allocate(stream)
     return walk.peak
@@ -251,6 +277,7 @@ def _mlp_backward(walk: Walk, sizes: Sizes, level: str, adds: bool) -> None:
     """See `kernels/mlp.py` for u and z; the gradient of the MLP's input remains."""
     hidden_size, in_place = sizes.model.hidden_size, sizes.kernels.triton
     recomputes_z = level != "none"
+    walk.allocate(2 * sizes.gathered)  # the gradient of the output, and the input
     if level == "full":
         walk.allocate(sizes.u, temporary=_copies(sizes, sizes.tokens, hidden_size, sizes.u_channels))
     walk.allocate(sizes.z, temporary=_copies(sizes, sizes.tokens, hidden_size, sizes.z_channels))  # dz
@@ -263,11 +290,24 @@ def _mlp_backward(walk: Walk, sizes: Sizes, level: str, adds: bool) -> None:
     walk.allocate(0, temporary=_bias_gradient(sizes, hidden_size, biased))
     if recomputes_z:
         walk.free(sizes.z)
-    walk.allocate(sizes.hidden, temporary=_copies(sizes, sizes.tokens, sizes.u_channels, hidden_size))
-    walk.allocate(0, temporary=_weight_gradient(sizes, sizes.u_channels, hidden_size, adds))
-    walk.allocate(0, temporary=_bias_gradient(sizes, sizes.u_channels, biased))
+    product = _copies(sizes, sizes.tokens, sizes.u_channels, hidden_size)
+    weight = _weight_gradient(sizes, sizes.u_channels, hidden_size, adds)
+    _input_gradient(walk, sizes, product, max(weight, _bias_gradient(sizes, sizes.u_channels, biased)))
+    walk.free(2 * sizes.gathered)
     if level == "full":
         walk.free(sizes.u)
+
+
+def _input_gradient(walk: Walk, sizes: Sizes, product: int, weight: int) -> None:
+    """The gradient of a layer's input, then of its weight, then the sum of the former over ranks.
+
+    product, weight: bytes of temporaries.
+    """
+    walk.allocate(sizes.whole_hidden, temporary=product)
+    walk.allocate(0, temporary=weight)
+    if sizes.splits_tokens:
+        walk.allocate(sizes.hidden)
+        walk.free(sizes.whole_hidden)
 
 
 def _attention_backward(walk: Walk, sizes: Sizes, saved: Saved, gradient: int, adds: bool) -> None:
@@ -276,9 +316,10 @@ def _attention_backward(walk: Walk, sizes: Sizes, saved: Saved, gradient: int, a
     context, gradients = sizes.of(query), sizes.query_key_value
     weight = _weight_gradient(sizes, model.hidden_size, query, adds)
     bias = _bias_gradient(sizes, model.hidden_size, model.add_linear_biases)
+    walk.allocate(sizes.gathered)
     walk.allocate(context, temporary=_copies(sizes, sizes.tokens, model.hidden_size, query))  # its gradient
     walk.allocate(0, temporary=max(weight, bias))
-    walk.free(gradient)  # of the branch
+    walk.free(gradient, sizes.gathered)  # of the branch
     if sizes.attention == "math":
         walk.free(saved["attention outputs"])
         walk.allocate(gradients, temporary=_attention_temporaries(sizes, backward=True))
@@ -297,9 +338,10 @@ def _attention_backward(walk: Walk, sizes: Sizes, saved: Saved, gradient: int, a
     walk.free(gradients)
     weight = _weight_gradient(sizes, query + 2 * key, model.hidden_size, adds)
     bias = _bias_gradient(sizes, query + 2 * key, model.add_qkv_biases)
-    walk.allocate(sizes.hidden, temporary=_copies(sizes, sizes.tokens, query + 2 * key, model.hidden_size))
-    walk.allocate(0, temporary=max(weight, bias))
-    walk.free(gradients)
+    walk.allocate(sizes.gathered)
+    product = _copies(sizes, sizes.tokens, query + 2 * key, model.hidden_size)
+    _input_gradient(walk, sizes, product, max(weight, bias))
+    walk.free(gradients, sizes.gathered)
 
 
 def _pieces(sizes: Sizes, backward: bool) -> int:

@@ -16,6 +16,7 @@ import torch
 
 from megatron_lite.checkpoint.space import host_copy_bytes
 from megatron_lite.config import Config
+from megatron_lite.distributed.rank_group import reduction_scratch_bytes
 from megatron_lite.optimizer.rules.muon import Matrix, matrices_of
 from megatron_lite.planner.activations import FP32_BYTES, Saved, Sizes, Trained, kept_by_layer, saved_by_layer
 from megatron_lite.planner.peaks import Peaks, evaluation_peaks, largest_temporaries, peaks_by_layer
@@ -33,11 +34,13 @@ class Partition:
         self.names = [layer.name for stage in model.stages for layer in stage.layers]
         table = model.memory.table()
         self.state_bytes, self.state_tensors = sum(row.bytes for row in table), sum(row.count for row in table)
-        shards = [stage.trainable.layout.shard_numel for stage in model.stages if stage.trainable is not None]
-        self.largest_shard = max(shards, default=0)  # elements
+        trained = [stage.trainable for stage in model.stages if stage.trainable is not None]
+        self.largest_shard = max((part.layout.shard_numel for part in trained), default=0)  # elements
         # Of the optimizer's temporaries, for one matrix at a time: see `kernels/newton_schulz.py`.
         matrices = [sorted((m.rows, m.columns)) for m in _matrices(model)]
         self.update_bytes = max((4 * small * (large + small) for small, large in matrices), default=0)
+        gathered = max((part.replicas.gathered_numel for part in trained), default=0)
+        self.replica_bytes = gathered * model.precision.gradients.itemsize  # of a sum of gradients over ranks
         self.first = min(stage.index for stage in model.stages if stage.runs_backward)
         users = Counter(plan.grad_buffer for plan in model.memory.plans)
         # Whether a stage finds gradients of an earlier group of micro-batches: no other stage takes its buffer.
@@ -78,6 +81,7 @@ def activation_memory(config: Config, partition: Partition, device_type: str, le
         walk.forward(batch.breadth_first_micro_batches, again)
         walk.backward(batch.breadth_first_micro_batches, again)
     needed = [*walk.needed, (partition.update_bytes, "the update")]
+    needed.append((partition.replica_bytes, "sums of gradients"))
     if config.training.validation_iters or config.training.test_iters:
         needed += evaluation_memory(config, partition, device_type)
     peak, peak_at = max(needed, key=lambda entry: entry[0])
@@ -153,6 +157,9 @@ def runtime_bytes(config: Config, partition: Partition, device_type: str) -> dic
     groups = [data * tensor, *([data, tensor] if tensor > 1 else [])]
     temporaries, workers = largest_temporaries(sizes), config.data.num_workers
     needs = runtime_needs(device_type, groups, workers, partition.state_tensors, temporaries)
+    shared = sizes.tokens * config.model.hidden_size // tensor  # elements that a rank gets of a sum over ranks
+    if scratch := reduction_scratch_bytes(device_type, tensor, shared, partition.model.precision.training):
+        needs["scratch of tensor exchanges"] = scratch
     if device_type == "cpu" and (copy := host_copy_bytes(config, partition.model)):
         needs["copy for async_checkpoint"] = copy
     if "updates" in config.tracking.watch:

@@ -53,6 +53,11 @@ class Replicas:
         # Every rank takes part with as many elements: copies are at the same places in all shards.
         self._numel = sum(run.end - run.start for run in self._sums)
 
+    @property
+    def gathered_numel(self) -> int:
+        """Elements that `sum_gradients` allocates for a moment."""
+        return self._tensor.world_size * self._numel
+
     def counted_once(self, shard: Tensor) -> list[Tensor]:
         """Return the pieces of a shard that count on this rank."""
         if self.counted == [(0, len(shard))]:
