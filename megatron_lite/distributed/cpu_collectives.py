@@ -54,10 +54,10 @@ class PairwiseSum:
     def __init__(self, buffer: Tensor, scratch: Tensor, rank: int, group: Any, tag: int) -> None:
         world_size = scratch.shape[1] + 1
         slices = buffer.view(world_size, -1)
-        self._own, self._rank, self._scratch = slices[rank], rank, scratch
+        self._rank, self._scratch = rank, scratch
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._group, self._tag, self._chunk_numel = group, tag, scratch.shape[-1]
-        self._chunks = list(self._own.split(self._chunk_numel)) if self._peers else []
+        self._chunks = list(slices[rank].split(self._chunk_numel)) if self._peers else []
         self._sends: list[Any] = [
             dist.isend(chunk, group=self._group, group_dst=peer, tag=tag + index)
             for peer in self._peers
@@ -83,7 +83,8 @@ class PairwiseSum:
         self._chunks = []
         for work in self._sends:
             work.wait()
-        # A kept handle must keep neither the transfers nor the group: `Distributed.close` drops its last reference.
+        # A kept handle must keep neither the buffer, which may be of activations, nor the transfers, nor the group:
+        # `Distributed.close` drops its last reference.
         self._sends, self._receives, self._group = [], [], None
 
 

@@ -29,7 +29,7 @@ class Meeting:
     """Where the ranks of one group hand each other tensors. `turn`: its lock is held by the rank that runs."""
 
     def __init__(self, world_size: int, turn: threading.Condition) -> None:
-        self._turn, self._is_broken = turn, False
+        self.turn, self._is_broken = turn, False
         self._rounds: list[int] = [0] * world_size  # collectives so far, of each rank
         self._values: dict[int, dict[int, Tensor]] = {}  # round -> rank -> value
 
@@ -41,8 +41,8 @@ class Meeting:
         values[rank] = value.detach().clone()
         if len(values) == size:
             del self._values[number]
-            self._turn.notify_all()
-        elif not self._turn.wait_for(lambda: len(values) == size or self._is_broken, TIMEOUT_S):
+            self.turn.notify_all()
+        elif not self.turn.wait_for(lambda: len(values) == size or self._is_broken, TIMEOUT_S):
             raise AbandonedError(f"only ranks {sorted(values)} of {size} came")
         if len(values) < size:
             raise AbandonedError("another rank failed")
@@ -59,7 +59,7 @@ class ThreadGroup:
     device = torch.device("cpu")
 
     def __init__(self, rank: int, world_size: int, meeting: Meeting) -> None:
-        self.rank, self.world_size, self._meeting = rank, world_size, meeting
+        self.rank, self.world_size, self._meeting, self.turn = rank, world_size, meeting, meeting.turn
 
     def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
         slices = buffer.view(self.world_size, -1)
