@@ -146,7 +146,7 @@ def examine(run: Run, iteration: int) -> dict[str, Any]:
             "tensor": name,
             "rank": rank,
             "micro_batch": micro_batch,
-            **_samples(run, iteration, micro_batch, rank),
+            **_samples(run, iteration, micro_batch, rank // distributed.tensor.world_size),
         }
     squares: dict[str, float] = {}
     for name, square in ((name, square) for one in everyone for name, square in one["squares"].items()):
@@ -161,18 +161,25 @@ def examine(run: Run, iteration: int) -> dict[str, Any]:
 
 
 def _squares(run: Run) -> dict[str, float]:
-    """Return the sum of the squared gradients of each parameter's piece in this rank's shards."""
-    rank, names, sums = run.distributed.rank, [], []
+    """Return the sum of the squared gradients of each parameter's elements that count on this rank."""
+    rank, names, sums = run.distributed.data.rank, [], []
     for _, part in run.model.parts():
-        low = rank * part.layout.shard_numel
         for slot, start, end in part.layout.pieces(rank) if part.has_state else ():
-            names.append(slot.spec.name)
-            sums.append(part.grad_shard[slot.offset + start - low : slot.offset + end - low].double().square().sum())
-    return dict(zip(names, torch.stack(sums).tolist(), strict=True)) if sums else {}
+            first = slot.offset + start - rank * part.layout.shard_numel
+            for low, high in part.replicas.counted_within(first, first + end - start):
+                names.append(slot.spec.name)
+                sums.append(part.grad_shard[low:high].double().square().sum())
+    squares: dict[str, float] = {}
+    for name, square in zip(names, torch.stack(sums).tolist() if sums else [], strict=True):
+        squares[name] = squares.get(name, 0.0) + square
+    return squares
 
 
 def _samples(run: Run, iteration: int, micro_batch: int, rank: int) -> dict[str, Any]:
-    """Return the samples of a micro-batch, counted from the start of the run, and its dropout seed."""
+    """Return the samples of a micro-batch, counted from the start of the run, and its dropout seed.
+
+    rank: of the data-parallel group.
+    """
     first, count = run.data.split("training", iteration).piece(micro_batch, rank)
     first += batch_schedule(run.config.batch).consumed_samples(iteration - 1)
     seed = dropout_seed(run.config.distributed.seed, iteration, micro_batch, rank)

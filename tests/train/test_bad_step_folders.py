@@ -31,7 +31,7 @@ BAD, ROOT = 6, Path(__file__).resolve().parents[2]
 
 
 def opened(distributed: Distributed, config: Config, fault: bool) -> Run:
-    """A run; with a fault the second micro-batch of rank 1 in iteration BAD has gradients that are NaN."""
+    """A run; with a fault, data-parallel rank 1 has NaN as gradients of its second micro-batch in iteration BAD."""
     run = build(config, distributed, Experiment(config, distributed), StopSignal(), ())
     forward_backward = run.model.forward_backward
     seed = derive_seed(config.distributed.seed, "dropout", BAD, 1, 1)
@@ -51,6 +51,7 @@ def story(distributed: Distributed, root: str, zero_stage: int) -> dict[str, Any
     """Train until the bad step, then repeat it with the fault and without."""
     options = dict(batch_size=8, micro_batch_size=2, train_iters=8, checkpoint_interval=4, hidden_dropout=0.1)
     options |= dict(on_bad_step="abort", experiment_dir=root, zero_stage=zero_stage)
+    options |= dict(tensor_parallel=distributed.tensor.world_size)
     run, told = opened(distributed, tiny_config(distributed.world_size, **options), fault=True), {}
     with pytest.raises(NumericsError) as caught:
         train(run)
@@ -70,17 +71,19 @@ def story(distributed: Distributed, root: str, zero_stage: int) -> dict[str, Any
     return told
 
 
-def test_a_bad_step_is_found_and_repeated(tmp_path: Path) -> None:
-    """One micro-batch of one rank goes wrong: it is named with layer, parameter, rank and samples; with the same fault
-    the replay takes the same step, bit for bit, and says that a step without it differs."""
-    results = run_distributed(2, story, str(tmp_path), 3)
-    assert results[0] == results[1]
+@pytest.mark.parametrize("tensor_parallel", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_bad_step_is_found_and_repeated(tmp_path: Path, tensor_parallel: int) -> None:
+    """One micro-batch of one data-parallel rank goes wrong: it is named with layer, parameter, rank and samples; with
+    the same fault the replay takes the same step, bit for bit, and says that a step without it differs."""
+    results = run_distributed(2 * tensor_parallel, story, str(tmp_path), 3, tensor_parallel=tensor_parallel)
+    assert all(result == results[0] for result in results)
     told = results[0]
     assert told["last"] == BAD and "stopped by --on_bad_step=abort" in told["error"]
     folder = tmp_path / "runs" / "0" / "artifacts" / f"bad_step_{BAD}"
     written = json.loads((folder / "bad_step.json").read_text())
     found = written["found"]
-    assert (found["rank"], found["micro_batch"], found["tensor"]) == (1, 1, "the gradient of the input of head")
+    assert (found["rank"], found["micro_batch"]) == (tensor_parallel, 1)
+    assert found["tensor"] == "the gradient of the input of head"
     assert (found["first_sample"], found["samples"]) == ((BAD - 1) * 8 + 6, 2)
     assert found["parameters_not_finite"][0] == "embedding.word.weight" and not found["state_not_finite"]
     assert (written["weights_of_iteration"], Path(written["checkpoint"]).name) == (BAD - 1, "4")
