@@ -6,7 +6,7 @@ import functools
 import logging
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ LLAMA: Options = {
     "head_groups": 2,
     "ffn_hidden_size": 96,
     "vocab_size": 61,
-    "train_iters": 2,
+    "train_iters": 3,
     "lr": 1e-3,
 }
 LOGS: Options = {
@@ -46,15 +46,19 @@ LOGS: Options = {
     "save_tensor_logs": True,
     "show_tensor_logs": False,
     "log_communication": True,
+    "watch": ("grads", "params", "updates", "opt_state"),
+    "watch_interval": 1,
+    "trackers": ("jsonl",),
 }
-WATCH: Options = {"watch": ("grads", "params", "updates", "opt_state"), "watch_interval": 1, "trackers": ("jsonl",)}
-SPLIT: Options = {"sequence_tensor_parallel": True}
+NORM, UP, HEADS = (
+    f"blocks.0.{name}" for name in ("mlp_norm.weight", "mlp.up.weight", "attention.query_key_value.weight[32:40]")
+)
 # Ranks of a tensor-parallel group, of four; options. Batches are the same.
 LAYOUTS: dict[str, tuple[int, Options]] = {
     "1": (1, {}),
-    "2": (2, {"zero_stage": 3}),
-    "2, tokens split": (2, SPLIT),
-    "4": (4, {**SPLIT, "zero_stage": 2}),
+    "2": (2, {"sequence_tensor_parallel": True, "zero_stage": 3, "check_replicas_interval": 1}),
+    "4": (4, {"debug_tensor_parallel": True}),
+    "local": (4, {"debug_global_tensors": False, "train_iters": 1}),
 }
 
 
@@ -78,99 +82,71 @@ def started(ranks: Distributed, options: Options) -> Iterator[tuple[Run, list[st
         run.experiment.release()
 
 
-def after_gradients(run: Run, fault: Callable[[], None]) -> None:
-    """Call a function between the gradients and the update of iteration 2."""
-    forward_backward = run.model.forward_backward
+def train_with_fault(run: Run, ranks: Distributed) -> str:
+    """Train; in iteration 3, one bit of some weights in use or gradients becomes another on one rank. Return the error.
+
+    The weights are those that --check_replicas_interval compares, the gradients those of --debug_tensor_parallel.
+    """
+    forward_backward, config = run.model.forward_backward, run.config
 
     def faulty(micro_batches: Any) -> torch.Tensor:
         loss = forward_backward(micro_batches)
-        if run.iteration == 1:
-            fault()
+        if run.iteration == 2 and ranks.rank == 1 and config.distributed.check_replicas_interval:
+            for name in (NORM, UP):
+                dict(run.model.parameters())[name].data.view(torch.int32).view(-1)[-1] ^= 1
+        if run.iteration == 2 and ranks.rank == 0 and config.run.debug_tensor_parallel:
+            for _, part in run.model.parts():
+                for copies in part.replicas.copied:
+                    if copies.name in (NORM, HEADS):
+                        part.grad_shard.view(torch.int32)[copies.start] ^= 1
         return loss
 
     run.model.forward_backward = faulty  # type: ignore[method-assign]
-
-
-def copies(ranks: Distributed, options: Options, faulty_rank: int) -> list[str]:
-    """Lines of --debug_tensor_parallel if one bit of a gradient is another on one rank."""
-    with started(ranks, {"debug_tensor_parallel": True, **options}) as (run, lines):
-
-        def fault() -> None:
-            for _, part in run.model.parts():
-                copied = {copy.name: copy for copy in part.replicas.copied}
-                for name in ("blocks.0.mlp_norm.weight", "blocks.1.attention.query_key_value.weight[32:40]"):
-                    if name in copied and ranks.rank == faulty_rank:
-                        part.grad_shard.view(torch.int32)[copied[name].start] ^= 1
-
-        after_gradients(run, fault)
+    try:
         train(run)
-    return [line for line in lines if "MISMATCH" in line or "copies" in line]
-
-
-def replicas(ranks: Distributed, options: Options, name: str, faulty_rank: int) -> str:
-    """The error of --check_replicas_interval if one bit of a weight in use is another on one rank."""
-    with started(ranks, {"check_replicas_interval": 1, "train_iters": 3, **options}) as (run, lines):
-
-        def fault() -> None:
-            if ranks.rank == faulty_rank:
-                dict(run.model.parameters())[name].data.view(torch.int32)[(-1,) * len(name.split()) or -1] ^= 1
-
-        after_gradients(run, fault)
-        try:
-            train(run)
-        except NumericsError as error:
-            assert ranks.rank or "all ranks hold the same state" in "".join(lines)
-            return str(error)
+    except NumericsError as error:
+        return str(error)
     return ""
 
 
-def story(ranks: Distributed, root: str) -> dict[str, Any]:
-    """Every layout with all logs, then faults."""
-    found: dict[str, Any] = {}
+def story(ranks: Distributed, root: str) -> dict[str, tuple[str, list[str]]]:
+    """Error and messages of each layout with all logs, on this rank."""
+    found = {}
     for place, (name, (size, options)) in enumerate(LAYOUTS.items()):
         ranks.divide(size, dist.new_group)
-        with started(ranks, {**LOGS, **WATCH, **options, "experiment_dir": f"{root}/{place}"}) as (run, lines):
-            train(run)
-            found[f"traffic, {name}"] = [line for line in lines if line.startswith("communication")]
-        if name == "2":
-            found["copies"] = copies(ranks, options, faulty_rank=1)
-            up, norm = "blocks.0.mlp.up.weight", "blocks.0.mlp_norm.weight"
-            found["replicas, split"] = replicas(ranks, options, up, faulty_rank=1)
-            found["replicas, copied"] = replicas(ranks, options, norm, faulty_rank=1)
-    found["copies, heads"] = copies(ranks, SPLIT, faulty_rank=0)
-    with started(ranks, {**LOGS, "debug_global_tensors": False, "experiment_dir": f"{root}/local"}) as (run, _):
-        train(run)
+        with started(ranks, {**LOGS, **options, "experiment_dir": f"{root}/{place}"}) as (run, lines):
+            found[name] = train_with_fault(run, ranks), lines
     return found
 
 
 @functools.cache
-def results() -> tuple[list[dict[str, Any]], dict[str, dict[str, TensorEntry]], list[list[dict[str, Any]]]]:
-    """What `story` returned on each rank; tensor logs by layout; records of --watch by layout."""
+def results() -> tuple[list[dict[str, tuple[str, list[str]]]], dict[str, dict[str, TensorEntry]], list[Any]]:
+    """What `story` returned on each rank; tensor logs by layout and, of local ones, rank; records of --watch."""
     with tempfile.TemporaryDirectory() as root:
         found = run_distributed(4, story, root)
         logs, watched = {}, []
         for place, name in enumerate(LAYOUTS):
             folder = Path(root) / str(place)
-            logs[name] = all_logged(folder, 0)
-            watched.append([line for line in read_metrics(folder / "metrics.jsonl") if line["phase"] == "watch"])
-            (run,) = (folder / "runs").iterdir()
-            assert {path.name[-15:-12] for path in (run / "artifacts").iterdir()} == {"000"}
-        logs |= {f"local {rank}": all_logged(Path(root) / "local", rank) for rank in range(4)}
+            artifacts = folder / "runs" / "0" / "artifacts"
+            if name == "local":
+                logs |= {f"local {rank}": all_logged(artifacts, 1, rank) for rank in range(4)}
+                continue
+            logs[name] = all_logged(artifacts, 2, 0)
+            watched.append([line for line in read_metrics(folder / "metrics.jsonl") if line["phase"] == "watch"][:2])
+            assert all(path.stem.endswith("_000") for path in artifacts.iterdir())
     return found, logs, watched
 
 
-def all_logged(folder: Path, rank: int) -> dict[str, TensorEntry]:
-    """Entries of all phases, by phase and name."""
-    phases = ("init", "train_00001", "train_00002")
-    artifacts = folder / "runs" / "0" / "artifacts"
+def all_logged(artifacts: Path, iterations: int, rank: int) -> dict[str, TensorEntry]:
+    """Entries of the initial weights and the first iterations, by phase and name."""
     return {
         f"{phase} {entry.name}": entry
-        for phase in phases
+        for phase in ("init", *(f"train_{iteration:05d}" for iteration in range(1, iterations + 1)))
         for entry in read_tensor_log(artifacts / f"tensor_logs_{phase}_rank_{rank:03d}.safetensors")
     }
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "1"])
+@pytest.mark.parametrize("layout", ["2", "4"])
 def test_global_logs_are_those_of_data_parallel_ranks(layout: str) -> None:
     """Whole parameters, their gradients, hidden states of all tokens and theirs: initial weights to the bit."""
     (_, logs, _), kinds = results(), set()
@@ -213,26 +189,24 @@ def test_names_of_parts() -> None:
 
 def test_copies_that_differ_are_named() -> None:
     """By rank 0, with the number of elements; a phase without differences has a line that says so."""
-    found = results()[0]
-    equal, *others = found[0]["copies"]
-    assert not any(rank["copies"] for rank in found[1:])
-    assert re.fullmatch(r"train_00001 \| the copies of \d+ tensors are equal in all tensor-parallel groups", equal)
-    where = "train_00002 | MISMATCH blocks.0.mlp_norm.weight {}: 1 / 32 elements, between rank 0 and its group"
-    assert others in ([where.format("gradient")], [where.format("gradient"), where.format("update")])
-    heads = [line for line in found[0]["copies, heads"] if "MISMATCH" in line and "gradient" in line]
-    name = "blocks.1.attention.query_key_value.weight[32:40]"
-    assert len(heads) == 2 and heads[1].startswith(f"train_00002 | MISMATCH {name} gradient: 1 / 256 elements")
+    found = [[line for line in rank["4"][1] if "copies" in line or "MISMATCH" in line] for rank in results()[0]]
+    first, second, *others = found[0]
+    assert not any(found[1:])
+    equal = r"train_0000[12] \| the copies of \d+ tensors are equal in all tensor-parallel groups"
+    assert re.fullmatch(equal, first) and re.fullmatch(equal, second)
+    where = "train_00003 | MISMATCH {} gradient: 1 / {} elements, between rank 0 and its group"
+    assert others[:2] == [where.format(NORM, 32), where.format(HEADS, 256)]
+    assert all(line.split(":")[0].endswith(" update") for line in others[2:])
 
 
 def test_replicas_that_differ_end_the_run() -> None:
     """A part is compared over data-parallel ranks, a copy over all: the message is the same on all ranks."""
-    found = results()[0]
-    for kind in ("split", "copied"):
-        assert len({rank[f"replicas, {kind}"] for rank in found}) == 1
-    split, copied = (found[0][f"replicas, {kind}"] for kind in ("split", "copied"))
-    name = r"blocks\.0\.mlp\.up\.weight\[144:192\]"
-    assert re.search(rf"in iteration 2: {name} on 2 of 2 ranks \(1, 3\), without a majority\. ", split), split
-    assert "in iteration 2: blocks.0.mlp_norm.weight on rank 1. " in copied, copied
+    found = [rank["2"] for rank in results()[0]]
+    (message,) = {error for error, _ in found}
+    assert f"{NORM} on rank 1" in message and "in iteration 3: " in message
+    assert f"{UP}[144:192] on 2 of 2 ranks (1, 3), without a majority" in message
+    assert "the last check without a difference was at iteration 2" in message
+    assert "all ranks hold the same state" in "".join(found[0][1])
 
 
 def test_watch_counts_every_element_once() -> None:
@@ -249,8 +223,7 @@ def test_watch_counts_every_element_once() -> None:
 
 def test_traffic_has_names() -> None:
     """Every kind of a step has a line."""
-    found = results()[0][0]
-    for layout, kinds in (("2", "reductions sums"), ("2, tokens split", "gathers reductions sums")):
-        lines = "\n".join(found[f"traffic, {layout}"])
+    for layout, kinds in (("4", "reductions sums"), ("2", "gathers reductions sums")):
+        lines = "\n".join(results()[0][0][layout][1])
         for kind in kinds.split():
             assert f"communication | tensor {kind} per iteration: " in lines
