@@ -18,8 +18,6 @@ def data_ranks(draft: Draft, world_size: int) -> int:
 def tensor_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
     """Check that heads, channels, vocabulary, tokens and ranks divide by --tensor_parallel."""
     ranks = draft.tensor_parallel
-    if ranks > 1 and world_size % ranks == 0:
-        yield from _not_yet(draft)
     if world_size % ranks:
         most = max(size for size in range(1, min(ranks, world_size) + 1) if world_size % size == 0)
         have = f"the run has {world_size} rank{'s' * (world_size > 1)}"
@@ -69,9 +67,3 @@ def _clipped_updates(draft: Draft, heads: int) -> Iterator[Problem]:
             f"needs a multiple of {CLIPPING_ALIGNMENT}; write another --tensor_parallel or leave --{clip} out"
         )
         yield problem(draft, f"tensor_parallel {clip}", rule, also="head_groups num_attention_heads kv_channels")
-
-
-def _not_yet(draft: Draft) -> Iterator[Problem]:
-    """Refuse options that do not know yet that a rank has only parts of the parameters."""
-    if draft.sample_interval is not None:
-        yield problem(draft, "tensor_parallel sample_interval", "samples need all heads; leave one out")
