@@ -66,7 +66,10 @@ def gpu_of(distributed: DistributedConfig) -> Gpu:
 def gpu_sheet(distributed: DistributedConfig, world_size: int) -> DataSheet:
     """Return the speeds of a GPU and of the slowest link of a ring of ranks."""
     gpu = gpu_of(distributed)
-    link, link_name = link_gb_s(interconnect(distributed.interconnect), gpu, world_size)
+    chosen, tensor = interconnect(distributed.interconnect), distributed.tensor_parallel
+    link, link_name = link_gb_s(chosen, gpu, world_size, tensor)
+    near = gpu.link_gb_s if chosen.kind != "nvlink" or chosen.gb_s is None else chosen.gb_s
+    tensor_link = 0.0 if tensor == 1 else near if tensor <= GPUS_PER_NODE else link
     dtype = distributed.training_dtype
     is_slow = dtype == "fp32" or (dtype == "bf16" and not gpu.has_bf16)
     return DataSheet(
@@ -75,6 +78,7 @@ def gpu_sheet(distributed: DistributedConfig, world_size: int) -> DataSheet:
         memory_bytes_per_s=gpu.memory_gb_s * 1e9,
         link_bytes_per_s=link * 1e9,
         link_name=link_name,
+        tensor_bytes_per_s=tensor_link * 1e9,
         product_share=gpu.shares[0],
         attention_share=gpu.shares[1],
     )
@@ -94,14 +98,17 @@ def cpu_sheet(distributed: DistributedConfig, threads: int) -> DataSheet:
     )
 
 
-def link_gb_s(chosen: Interconnect, gpu: Gpu, world_size: int) -> tuple[float, str]:
-    """Return the speed of the slowest part of a ring of ranks, and its name."""
+def link_gb_s(chosen: Interconnect, gpu: Gpu, world_size: int, tensor_parallel: int = 1) -> tuple[float, str]:
+    """Return the speed of the slowest part of a ring of ranks, and its name.
+
+    The rings of as many data-parallel groups as there are ranks in a tensor-parallel one share the links of a node.
+    """
     if chosen.kind == "nvlink" or (chosen.kind == "auto" and world_size <= GPUS_PER_NODE):
         name = "links within a node" if chosen.kind == "auto" else "--interconnect=nvlink"
         return gpu.link_gb_s if chosen.gb_s is None else chosen.gb_s, name
     kind = "ib" if chosen.kind == "auto" else chosen.kind
     adapter = NODE_LINKS_GB_S[kind] if chosen.gb_s is None else chosen.gb_s
-    per_node = GPUS_PER_NODE if world_size > GPUS_PER_NODE else 1
+    per_node = max(GPUS_PER_NODE // tensor_parallel, 1) if world_size > GPUS_PER_NODE else 1
     name = f"links between nodes ({kind})" if chosen.kind == "auto" else f"--interconnect={kind}"
     adapters = f", {per_node} adapters of {adapter:,.4g} GB/s:" if per_node > 1 else ""
     return min(adapter * per_node, gpu.link_gb_s), name + adapters

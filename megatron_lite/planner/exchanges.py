@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_lite.distributed.traffic import Total
 from megatron_lite.kernels.exchange import GATHER, REDUCE, SUM
 from megatron_lite.planner.activations import FP32_BYTES, Sizes
 
 
-def exchanges_of_step(sizes: Sizes) -> dict[str, Total]:
-    """Return the exchanges of all micro-batches of a step by kind, as `Traffic` counts them."""
+class Exchanges(NamedTuple):
+    """Exchanges by kind, as `Traffic` counts them."""
+
+    every: dict[str, Total]
+    beside: dict[str, Total]  # of these, those with products of the same function beside them
+
+
+def exchanges_of_step(sizes: Sizes) -> Exchanges:
+    """Return the exchanges of all micro-batches of a step."""
     micro_batches = sizes.config.batch.sequential_micro_batches
     assert micro_batches is not None, "resolved"
     if sizes.ranks == 1:
-        return {}
+        return Exchanges({}, {})
     counts = _Counts(sizes)
     reached = _embedding(counts)
     alike: dict[Any, tuple[_Counts, bool]] = {}
@@ -32,9 +39,13 @@ def exchanges_of_step(sizes: Sizes) -> dict[str, Total]:
             block = _Counts(sizes)
             alike[key] = block, _block(block, f"blocks.{index}.", level, reached, is_recomputed)
         block, reached = alike[key]
-        counts.totals = traffic_sum(counts.totals, block.totals)
+        counts.add_all(block)
     _head(counts, reached)
-    return {kind: _times(total, micro_batches) for kind, total in counts.totals.items()}
+    every, beside = (
+        {kind: _times(total, micro_batches) for kind, total in totals.items()}
+        for totals in (counts.totals, counts.beside)
+    )
+    return Exchanges(every, beside)
 
 
 def traffic_sum(left: Mapping[str, Total], right: Mapping[str, Total]) -> dict[str, Total]:
@@ -54,22 +65,30 @@ class _Counts:
     """Exchanges so far, with those of `kernels/exchange.py` as methods."""
 
     def __init__(self, sizes: Sizes) -> None:
-        self.sizes, self.totals = sizes, dict[str, Total]()
+        self.sizes = sizes
+        self.totals, self.beside = dict[str, Total](), dict[str, Total]()
 
-    def gather(self, itemsize: int) -> None:
-        """All tokens, from a residual stream of elements of this size."""
+    def gather(self, itemsize: int, beside: bool = False) -> None:
+        """All tokens, from a residual stream of elements of this size. beside: products."""
         if self.sizes.splits_tokens:
-            self.add(GATHER, self._hidden, itemsize)
+            self.add(GATHER, self._hidden, itemsize, beside=beside)
 
-    def reduce(self, itemsize: int) -> None:
+    def reduce(self, itemsize: int, beside: bool = False) -> None:
         """The residual stream of a sum over ranks: an all-reduce or, for a part of the tokens, a reduce-scatter."""
-        self.add(REDUCE, self._hidden, itemsize, passes=1 if self.sizes.splits_tokens else 2)
+        self.add(REDUCE, self._hidden, itemsize, passes=1 if self.sizes.splits_tokens else 2, beside=beside)
 
-    def add(self, kind: str, elements: int, itemsize: int, passes: int = 1, times: int = 1) -> None:
+    def add(
+        self, kind: str, elements: int, itemsize: int, passes: int = 1, times: int = 1, beside: bool = False
+    ) -> None:
         """Collectives, each as `Traffic.started` counts it."""
         ranks, num_bytes = self.sizes.ranks, elements * itemsize
         one = Total(1, elements, num_bytes, passes * num_bytes * (ranks - 1) // ranks)
-        self.totals[kind] = _plus(self.totals.get(kind, Total()), _times(one, times))
+        for totals in (self.totals, self.beside) if beside else (self.totals,):
+            totals[kind] = _plus(totals.get(kind, Total()), _times(one, times))
+
+    def add_all(self, other: _Counts) -> None:
+        """Exchanges counted elsewhere."""
+        self.totals, self.beside = traffic_sum(self.totals, other.totals), traffic_sum(self.beside, other.beside)
 
     @property
     def _hidden(self) -> int:
@@ -123,19 +142,20 @@ def _mlp_backward(counts: _Counts, name: str, level: str, reached: bool) -> None
     up, down = (sizes.trains(f"{name}{weight}.weight") for weight in ("up", "down"))
     reads_u = reached or sizes.trains(f"{name}up.") or (down and level != "none")
     if up or (reads_u and level == "full"):
-        counts.gather(sizes.itemsize)
+        counts.gather(sizes.itemsize, beside=level != "full")
     if reached:
-        counts.reduce(sizes.itemsize)
+        counts.reduce(sizes.itemsize, beside=up)
 
 
 def _attention_backward(counts: _Counts, name: str, reached: bool) -> None:
     """As in the MLP."""
     sizes = counts.sizes
     counts.gather(sizes.itemsize)
-    if sizes.trains(f"{name}query_key_value.weight"):
-        counts.gather(sizes.itemsize)
+    is_trained = sizes.trains(f"{name}query_key_value.weight")
+    if is_trained:
+        counts.gather(sizes.itemsize, beside=reached)
     if reached:
-        counts.reduce(sizes.itemsize)
+        counts.reduce(sizes.itemsize, beside=is_trained)
 
 
 def _head(counts: _Counts, reached: bool) -> None:

@@ -89,6 +89,7 @@ class Plan:
     device_type: str
     partition: Partition
     traffic: dict[str, Total]  # of one step after the first, over all groups of the rank
+    beside_products: dict[str, Total]  # of the traffic: inside of a pass, and something is computed meanwhile
     activations: dict[str, ActivationMemory]  # by level
 
     @property
@@ -122,8 +123,9 @@ def make_plan(config: Config, world_size: int, device_type: str, rank: int = 0) 
     levels = dict.fromkeys((*RECOMPUTE_LEVELS, config.performance.mlp_recompute_level))
     activations = {level: activation_memory(config, partition, device_type, level) for level in levels}
     sizes = micro_batch_sizes(config, partition, device_type, config.performance.mlp_recompute_level)
-    traffic = traffic_sum(count_traffic(partition.model, group), exchanges_of_step(sizes))
-    return Plan(config, world_size, device_type, partition, traffic, activations)
+    inside = exchanges_of_step(sizes)
+    traffic = traffic_sum(count_traffic(partition.model, group), inside.every)
+    return Plan(config, world_size, device_type, partition, traffic, inside.beside, activations)
 
 
 def planned_model(config: Config, group: SimulatedGroup, device_type: str) -> MultiStage:

@@ -167,7 +167,8 @@ class Search:
     def _layout(self, config: Config, changes: dict[str, Any], needed: int) -> Layout:
         partition = self.planner.partition(config)
         sizes = micro_batch_sizes(config, partition, self.device_type, config.performance.mlp_recompute_level)
-        traffic = traffic_sum(self._traffic(config), exchanges_of_step(sizes))
+        inside = exchanges_of_step(sizes)
+        traffic = traffic_sum(self._traffic(config), inside.every)
         return Layout(
             config=config,
             changes=changes,
@@ -175,7 +176,7 @@ class Search:
             needed_bytes=needed,
             state_bytes=partition.state_bytes,
             wire_bytes=sum(total.wire_bytes for total in traffic.values()),
-            time=predict_step(config, partition.model, traffic, self.speeds, self.device_type),
+            time=predict_step(config, partition.model, traffic, self.speeds, self.device_type, inside.beside),
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from megatron_lite.config.values import shown
 from megatron_lite.errors import UsageError
+from megatron_lite.kernels.exchange import GATHER, REDUCE, SUM
 from megatron_lite.planner.work import Attention, Item, Pass, Product
 
 FORMAT, VERSION = "megatron_lite_machine_speeds", 1
@@ -25,6 +26,7 @@ MEMORY_SHARE, LINK_SHARE = 0.8, 0.8
 # The host issues the two passes of a block in this time; a GPU that computes faster waits for it.
 HOST_BLOCK_S = 1e-3
 GPU_LATENCY_S = 20e-6  # of a collective
+TENSOR_KINDS = (GATHER, REDUCE, SUM)  # of traffic in a tensor-parallel group
 
 
 class Speeds(Protocol):
@@ -61,6 +63,7 @@ class DataSheet:
     memory_bytes_per_s: float
     link_bytes_per_s: float  # that a rank sends
     link_name: str = "link"
+    tensor_bytes_per_s: float = 0.0  # that a rank sends to its tensor-parallel group; 0: as to others
     latency_s: float = GPU_LATENCY_S
     overlap: float = 1.0  # share of a collective that hides behind the computation, at most
     block_s: float = HOST_BLOCK_S
@@ -90,7 +93,8 @@ class DataSheet:
 
     def collective_s(self, kind: str, collectives: int, wire_bytes: float) -> float:
         """Return the time of collectives that send these bytes in all."""
-        return collectives * self.latency_s + wire_bytes / (self.link_bytes_per_s * LINK_SHARE)
+        link = self.tensor_bytes_per_s if kind in TENSOR_KINDS else 0.0
+        return collectives * self.latency_s + wire_bytes / ((link or self.link_bytes_per_s) * LINK_SHARE)
 
     def assumptions(self, world_size: int) -> list[str]:
         """Say what a prediction assumes, a line each."""
@@ -105,6 +109,11 @@ class DataSheet:
             lines.append(
                 f"{self.link_name} {self.link_bytes_per_s / 1e9:,.4g} GB/s in a ring of ranks, of which collectives "
                 f"reach {LINK_SHARE:.0%}; {self.latency_s * 1e6:,.0f} us each; {hidden}"
+            )
+        if self.tensor_bytes_per_s:
+            lines.append(
+                f"the ranks of --tensor_parallel are neighbours with {self.tensor_bytes_per_s / 1e9:,.4g} GB/s; of "
+                "their exchanges those hide that have a product beside them, in the backward pass"
             )
         return lines
 

@@ -109,13 +109,23 @@ class _Walk:
         self.config, self.model = config, config.model
         self.device = torch.device(device_type)
         self.samples, self.length = config.batch.micro_batch_size, config.batch.sequence_length
+        options, self.ranks = config.distributed, config.distributed.tensor_parallel
         self.tokens = self.samples * self.length
+        # Of a rank of a tensor-parallel group: in the residual stream, and with a loss.
+        self.residual_tokens = self.tokens // self.ranks if options.sequence_tensor_parallel else self.tokens
+        self.loss_tokens = self.tokens if options.parallel_embeddings else self.residual_tokens
+        unit = self.model.make_vocab_size_divisible_by
+        parts = unit * (self.ranks if options.parallel_embeddings else 1)
+        self.vocabulary_rows = -(-self.model.vocab_size // parts) * unit
         self.itemsize = DTYPES[config.distributed.training_dtype].itemsize
         self.residual_itemsize = FP32_BYTES if config.model.full_precision_residual else self.itemsize
         self.kernels = choose_kernels(config, self.device, planned=True)
-        self.hidden = self.tokens * self.model.hidden_size
-        self.query = self.model.num_attention_heads * self.model.kv_channels
-        self.key = self.model.head_groups * self.model.kv_channels
+        self.hidden = self.residual_tokens * self.model.hidden_size
+        self.heads = self.model.num_attention_heads // self.ranks
+        self.query = self.heads * self.model.kv_channels
+        self.key = max(1, self.model.head_groups // self.ranks) * self.model.kv_channels
+        assert self.model.ffn_hidden_size, "resolved"
+        self.ffn = self.model.ffn_hidden_size // self.ranks
         self.trained = parts_of(trained)
         first = [index for index in range(self.model.num_layers) if f"blocks.{index}." in self.trained]
         self.first = -1 if "embedding." in self.trained else first[0] if first else self.model.num_layers
@@ -126,9 +136,10 @@ class _Walk:
         """Rows of the table, positions, norm and dropout."""
         model, stream = self.model, self.residual_itemsize
         backward = "embedding." in self.trained
-        yield Pass("embedding forward", self.hidden, self.itemsize + stream)
+        rows = self.loss_tokens * model.hidden_size  # the table is split as the head's is
+        yield Pass("embedding forward", rows, self.itemsize + stream)
         if backward:
-            yield Pass("embedding backward", self.hidden, stream + 2 * FP32_BYTES)
+            yield Pass("embedding backward", rows, stream + 2 * FP32_BYTES)
         if model.use_position_embeddings:
             yield Pass("sum", self.hidden, 2 * stream)
             if backward:
@@ -151,15 +162,15 @@ class _Walk:
     def head(self) -> Iterator[Item]:
         """Norm, logits and loss, chunk by chunk, with the gradients that the forward pass computes."""
         model, e = self.model, self.itemsize
-        h, v = model.hidden_size, model.padded_vocab_size
+        h, v = model.hidden_size, self.vocabulary_rows
         block = min(self.kernels.cross_entropy_block_size or v, v)
-        chunk = min(chunk_tokens(self.kernels.cross_entropy_splits, self.tokens, self.device, e), self.tokens)
-        chunks = self.tokens / chunk
+        chunk = min(chunk_tokens(self.kernels.cross_entropy_splits, self.tokens, self.device, e), self.loss_tokens)
+        chunks = self.loss_tokens / chunk
         blocks = v / block
         backward = self.first < model.num_layers or "head." in self.trained
         yield from self._norm(self.hidden, backward)
         yield Product("forward", chunk, h, block, chunks * blocks * (1 if block == v else 2))
-        yield Pass("cross entropy", self.tokens * v * (1 if block == v else 1.5), 2 * e)
+        yield Pass("cross entropy", self.loss_tokens * v * (1 if block == v else 1.5), 2 * e)
         if self.first < model.num_layers or "head.norm." in self.trained:
             yield Product("input gradient", chunk, h, block, chunks * blocks)
         weight = "embedding.word." if model.tie_word_embeddings else "head.output."
@@ -213,15 +224,14 @@ class _Walk:
     def _linears(self) -> tuple[tuple[int, int], ...]:
         """Inputs and outputs of a block's linear layers: query, key and value; output; up; down."""
         model = self.model
-        h, f = model.hidden_size, model.ffn_hidden_size
+        h, f = model.hidden_size, self.ffn
         return (h, self.query + 2 * self.key), (self.query, h), (h, 2 * f if model.gated else f), (f, h)
 
     def _attention(self, backward: bool) -> Attention:
         model = self.model
         backend = "math" if model.attention_dropout else self.kernels.attention
         window = min(model.window_size or self.length, self.length)
-        heads = self.samples * model.num_attention_heads
-        return Attention(backward, backend, heads, self.length, model.kv_channels, window)
+        return Attention(backward, backend, self.samples * self.heads, self.length, model.kv_channels, window)
 
     def _heads(self, direction: str) -> Iterator[Item]:
         """Rotation of queries and keys, and their norms; backward, gradients join in one tensor."""
@@ -241,7 +251,7 @@ class _Walk:
         forward, backward = ACTIVATION_TENSORS[model.gated]
         tensors = {"forward": forward, "backward": backward, "again": 1}[direction]
         name = f"{'gated ' if model.gated else ''}{model.activation_type}"
-        elements = self.tokens * model.ffn_hidden_size
+        elements = self.tokens * self.ffn
         if direction == "again":
             yield Pass("copy", elements, e)
         else:

@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING
 
 from megatron_lite.config import Config
 from megatron_lite.distributed.traffic import Total
-from megatron_lite.planner.speeds import Speeds
+from megatron_lite.planner.speeds import TENSOR_KINDS, Speeds
 from megatron_lite.planner.work import Attention, Item, Product, work_of_step
 
 if TYPE_CHECKING:
     from megatron_lite.zero.multi_stage import MultiStage
+
+
+# Of the products of a block, those beside an exchange of a tensor-parallel group: four of twelve.
+SHARE_BESIDE = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -42,14 +46,20 @@ class StepTime:
 
 
 def predict_step(
-    config: Config, model: MultiStage, traffic: Mapping[str, Total], speeds: Speeds, device_type: str
+    config: Config,
+    model: MultiStage,
+    traffic: Mapping[str, Total],
+    speeds: Speeds,
+    device_type: str,
+    beside_products: Mapping[str, Total] | None = None,
 ) -> StepTime:
     """Predict the time of a step of the largest batch.
 
     Args:
         config: resolved, without `auto`.
         model: the `planned_model` of `config`, or of one that differs in recomputation only.
-        traffic: of one step, as `plan.count_traffic` returns it.
+        traffic: of one step, of all groups.
+        beside_products: what of it is exchanged inside of a pass while something is computed; see `exchanges.py`.
     """
     world_size = model.group.world_size * model.tensor.world_size
     trained = {name for name, parameter in model.parameters() if parameter.requires_grad}
@@ -63,14 +73,17 @@ def predict_step(
     host = work.micro_batches * work.blocks * speeds.block_s + speeds.step_s
     busy = sum(parts.values())
     parts["host"] += max(0.0, host - busy) if speeds.waits_for_host else host
-    communication = 0.0
-    if world_size > 1:
-        communication = sum(
-            speeds.collective_s(kind, total.collectives, total.wire_bytes) for kind, total in traffic.items()
-        )
-    exposed = _exposed(config, communication, sum(parts.values()), len(model.stages), speeds.overlap)
+    inside = {kind: total for kind, total in traffic.items() if kind in TENSOR_KINDS}
+    between = {kind: total for kind, total in traffic.items() if kind not in TENSOR_KINDS}
+    of_data, of_tensor, beside = (_seconds(part, speeds) for part in (between, inside, beside_products or {}))
+    exposed = _exposed(config, of_data, sum(parts.values()), len(model.stages), speeds.overlap)
+    exposed += of_tensor - min(beside * speeds.overlap, parts["products"] * SHARE_BESIDE)
     assert config.batch.batch_size, "resolved"
-    return StepTime(parts, communication, exposed, config.batch.batch_size * config.batch.sequence_length)
+    return StepTime(parts, of_data + of_tensor, exposed, config.batch.batch_size * config.batch.sequence_length)
+
+
+def _seconds(traffic: Mapping[str, Total], speeds: Speeds) -> float:
+    return sum(speeds.collective_s(kind, total.collectives, total.wire_bytes) for kind, total in traffic.items())
 
 
 def _exposed(config: Config, communication: float, compute: float, stages: int, overlap: float) -> float:

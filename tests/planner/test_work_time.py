@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 
 from megatron_lite.errors import UsageError
+from megatron_lite.kernels.exchange import GATHER, REDUCE, SUM
 from megatron_lite.monitor.metrics import hardware_flops
+from megatron_lite.planner.devices import gpu_sheet
 from megatron_lite.planner.plan import make_plan
-from megatron_lite.planner.speeds import PRODUCT_KINDS, DataSheet, read_speeds
+from megatron_lite.planner.speeds import LINK_SHARE, PRODUCT_KINDS, DataSheet, read_speeds
 from megatron_lite.planner.work import Attention, Pass, Product, work_of_step
 from megatron_lite.planner.work_time import predict_step
 from pretrain_gpt import main
@@ -49,6 +52,60 @@ def test_work_has_the_flops_that_the_log_counts(options: dict[str, Any]) -> None
     tokens = config.batch.batch_size * config.batch.sequence_length
     expected = hardware_flops(config.model, config.performance, config.batch.sequence_length, tokens)
     assert work.micro_batches * flops == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("options", [{}, {**LLAMA, "parallel_embeddings": False}, dict(LLAMA, head_groups=4)], ids=str)
+def test_ranks_that_share_layers_share_the_flops(options: dict[str, Any]) -> None:
+    """2 and 4 ranks add up to one, but for copied key/value heads, and a whole head of whole tokens."""
+    for splits in (False, True):
+        flops = []
+        for ranks in (1, 2, 4):
+            config = tiny_config(ranks, tensor_parallel=ranks, sequence_tensor_parallel=splits, **options)
+            names = [name for name, _ in make_plan(config, ranks, "cpu").model.parameters()]
+            work = work_of_step(config, names, 1000, ranks, "cpu")
+            tokens, h = 16 * 4, config.model.hidden_size
+            has_copies = options.get("head_groups") == 2 and ranks == 4
+            copies = 2 * 6 * tokens * h * 2 * (2 * 8) if has_copies else 0  # of keys and values, in two blocks
+            if not config.distributed.parallel_embeddings and not splits:
+                copies += (ranks - 1) * 6 * tokens * h * config.model.vocab_size
+            products = [item for item in work.micro_batch if not isinstance(item, Pass)]
+            flops.append(ranks * work.micro_batches * sum(item.flops for item in products) - copies)
+        assert flops == pytest.approx([flops[0]] * 3, rel=1e-9), splits
+
+
+def test_exchanges_inside_of_passes_take_time() -> None:
+    """Of ten exchanges of a block with split tokens four have a product beside them, of four all-reduces two."""
+    for splits, share in ((True, 4 / 10), (False, 2 / 4)):
+        options = dict(tensor_parallel=2, sequence_tensor_parallel=splits, num_layers=30, training_dtype="bf16")
+        config = tiny_config(4, **options)
+        plan = make_plan(config, 4, "cuda")
+        inside, beside = (
+            sum(traffic[kind].wire_bytes for kind in (GATHER, REDUCE) if kind in traffic)
+            for traffic in (plan.traffic, plan.beside_products)
+        )
+        assert beside / inside == pytest.approx(share, rel=0.02)
+        sheet = gpu_sheet(config.distributed, 4)
+        slow = dataclasses.replace(sheet, tensor_bytes_per_s=1e9)
+        fast, slower = (
+            predict_step(config, plan.model, plan.traffic, speeds, "cuda", plan.beside_products)
+            for speeds in (sheet, slow)
+        )
+        inside += plan.traffic[SUM].wire_bytes
+        added = inside / 1e9 / LINK_SHARE - inside / sheet.tensor_bytes_per_s / LINK_SHARE
+        assert slower.communication_s - fast.communication_s == pytest.approx(added)
+        assert slower.exposed_s > fast.exposed_s > (1 - share) * inside / sheet.tensor_bytes_per_s
+
+
+def test_neighbours_share_the_links_of_a_node() -> None:
+    """On 16 H100 a ring of two GPUs a node has 2 of 8 adapters; the four that share layers have NVLink."""
+    sheets = [
+        gpu_sheet(tiny_config(16, tensor_parallel=ranks, batch_size=16, device="cuda").distributed, 16)
+        for ranks in (1, 4)
+    ]
+    assert [sheet.link_bytes_per_s / 1e9 for sheet in sheets] == [400, 100]
+    assert [sheet.tensor_bytes_per_s / 1e9 for sheet in sheets] == [0, 450]
+    assert "neighbours with 450 GB/s" in sheets[1].assumptions(16)[-1]
+    assert sheets[1].collective_s("tensor reduce", 0, 1e9) < sheets[1].collective_s("reduce", 0, 1e9)
 
 
 def test_frozen_parameters_make_no_weight_gradients() -> None:
