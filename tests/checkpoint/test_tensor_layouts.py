@@ -1,45 +1,57 @@
-"""A checkpoint of any number of tensor-parallel ranks, data-parallel ranks and ZeRO stage resumes at any other.
+"""A checkpoint of any number of tensor-parallel ranks, data-parallel ranks and ZeRO stage serves any other.
 
-The engine trains, saves and loads on subsets of four ranks; a batch holds the same tokens for every layout.
+The engine trains, saves, loads and exports on ranks that are threads; a batch holds the same tokens for every layout.
+The last tests run the program, on two processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
+import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_lite.checkpoint import sharded
+from megatron_lite.checkpoint.inspection import inspect
+from megatron_lite.checkpoint.manifest import MOMENTS
 from megatron_lite.checkpoint.writing import Save, write_now
 from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.huggingface import export, load_pretrained
+from megatron_lite.huggingface.open_source import open_source
 from megatron_lite.model.layer import MicroBatch
-from tests.checkpoint.test_engine import Contents, read_all
-from tests.support.engine_runs import Engine
+from tests.checkpoint.test_engine import Contents, read_all, train_on
+from tests.support.engine_runs import Engine, digest
 from tests.support.harness import run_distributed
+from tests.support.results import curve, exports, weights
+from tests.support.thread_ranks import on_threads
 
 Layout = tuple[int, int, int]  # tensor-parallel ranks, data-parallel ranks, ZeRO stage
 FIRST: Layout = (2, 1, 3)
 OTHERS: tuple[Layout, ...] = ((1, 2, 1), (4, 1, 2), (1, 1, 3), (2, 2, 2))
+ONE, FOUR = OTHERS.index((1, 1, 3)) + 1, OTHERS.index((4, 1, 2)) + 1
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 61},
     "multi-query": {
         "normalization_type": "rms_norm",
         "use_rotary_embeddings": True,
         "gated": True,
+        "add_linear_biases": False,
         "tie_word_embeddings": False,
         "head_groups": 1,
         "ffn_hidden_size": 96,
-        "qk_layernorm": True,
+        "parallel_embeddings": False,
+        "freeze": ("blocks.0.mlp",),
         "ema_type": "ema",
     },
 }
-STEPS = 3  # before a save, and after it
+STEPS = 3  # after the save
 
 
 class Run(Engine):
@@ -53,95 +65,167 @@ class Run(Engine):
         inputs, labels = tokens.chunk(data.world_size, dim=1)[data.rank]
         return [MicroBatch(inputs, labels, scale)]
 
-    def steps(self, first: int) -> list[float]:
-        """Train STEPS steps and return their losses."""
-        return [float(self.step(iteration)[0]) for iteration in range(first, first + STEPS)]
+    def losses(self, iterations: range) -> list[float]:
+        self.model.gather_ahead()
+        return [float(self.step(iteration)[0]) for iteration in iterations]
 
-    def save(self, root: Path, iteration: int) -> None:
-        scale = self.optimizer.state()
-        state = {"optimizer": scale, "window": {"loss": (0.0).hex(), "tokens": 0}}
-        write_now(Save(root, iteration, self.model, state, self.config, self.ranks))
+    def save(self, folder: Path) -> None:
+        state = {"optimizer": self.optimizer.state(), "window": {"loss": (0.0).hex(), "tokens": 0}}
+        write_now(Save(folder.parent, int(folder.name), self.model, state, self.config, self.ranks))
 
     def load(self, folder: Path) -> None:
         lines: list[str] = []
-        found = sharded.load_first_good(
-            [(int(folder.name), folder)], folder.parent, self.model, self.ranks, lines.append
-        )
+        places = [(int(folder.name), folder)], folder.parent
+        found = sharded.load_first_good(*places, self.model, self.ranks, lines.append)
         assert found is not None and not lines, lines
         self.model.invalidate()
         self.optimizer.load_state(found[1].state["optimizer"])
 
-
-def subset(layout: Layout) -> Distributed | None:
-    """The first ranks of the run with groups of their own; None on the others. All ranks call this together."""
-    tensor, data, _ = layout
-    ranks = list(range(tensor * data))
-
-    def new_group(members: Any) -> Any:
-        return dist.new_group(list(members), backend="gloo")
-
-    cpu_group, group = new_group(ranks), new_group(ranks)
-    rank, device = dist.get_rank(), torch.device("cpu")
-    inside = rank in ranks
-    made = Distributed(rank if inside else 0, len(ranks), len(ranks), device, cpu_group, group)
-    made.divide(tensor, new_group)
-    return made if inside else None
+    def exports(self, folder: Path) -> dict[str, str]:
+        """Export the weights and the averages; the digests of all files and, on rank 0, of the masters."""
+        digests = {}
+        for average in (False, True) if self.config.averaging.enabled else (False,):
+            name = "averages" if average else "weights"
+            with self.model.averaged() if average else contextlib.nullcontext():
+                weights = self.model.full_weights()
+                export.save_huggingface(folder / name, self.model, self.config, self.ranks, weights)
+            for path in sorted((folder / name).iterdir()):
+                digests[f"{name}/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
+            masters = export.master_weights(self.model, self.ranks, average)
+            digests[f"masters of {name}"] = digest(value for _, value in masters)
+        return digests
 
 
-def train_everywhere(distributed: Distributed, root: str) -> dict[str, dict[Layout, list[float]]]:
-    """Train and save on the first layout, go on there and on the others; the losses by model and layout.
+def begin(ranks: Any, options: dict[str, Any], folder: Path) -> list[float]:
+    """Train a step, save, and go on; the losses after the save."""
+    run = Run(ranks, options)
+    run.losses(range(1, 2))
+    run.save(folder)
+    return run.losses(range(2, 2 + STEPS))
 
-    Folders below root/model: `begun` of the first layout; `again` of what each layout loaded from it; `back` of what
-    the first layout loaded from that.
-    """
-    losses: dict[str, dict[Layout, list[float]]] = {}
-    ranks = {layout: subset(layout) for layout in (FIRST, *OTHERS)}
-    for name, options in MODELS.items():
-        losses[name] = {}
-        folder = Path(root) / name
-        for number, layout in enumerate((FIRST, *OTHERS)):
-            own, (tensor, _, zero_stage) = ranks[layout], layout
-            first = ranks[FIRST]
-            where = {"tensor_parallel": tensor, "zero_stage": zero_stage}
-            if own is not None:
-                run = Run(own, {**options, **where})
-                if layout == FIRST:
-                    folder.mkdir(exist_ok=True)
-                    run.model.gather_ahead()
-                    run.steps(1)
-                    run.save(folder, 0)
-                else:
-                    run.load(folder / "0")
-                    run.save(folder, number)
-                    run.model.gather_ahead()
-                losses[name][layout] = run.steps(1 + STEPS)
-                run.model.finish()
-            distributed.barrier()
-            if first is not None and layout != FIRST:
-                back = Run(first, {**options, "tensor_parallel": FIRST[0], "zero_stage": FIRST[2]})
-                back.load(folder / str(number))
-                back.save(folder, 10 * number)
-    return losses
+
+def go_on(ranks: Any, options: dict[str, Any], source: Path, target: Path) -> tuple[list[float], dict[str, str]]:
+    """Load a checkpoint, save and export it as it is, and train on."""
+    run = Run(ranks, options)
+    run.load(source)
+    run.save(target)
+    exported = run.exports(target.parent / f"export of {target.name}")
+    return run.losses(range(2, 2 + STEPS)), exported
+
+
+def start_from(ranks: Any, options: dict[str, Any], folder: Path, kind: str) -> list[str]:
+    """Start from pretrained weights; digests of the full weights, and of this rank's share of the moments."""
+    run = Run(ranks, options)
+    with open_source(folder, kind, run.config.model, state=kind == "distributed") as source:
+        source.check({slot.spec.name: slot.spec.shape for _, part in run.model.parts() for slot in part.layout.slots})
+        load_pretrained.load_weights(source, run.model, ranks)
+        found = [digest(weight for _, weight in run.model.full_weights())]
+        if kind == "distributed":
+            load_pretrained.load_moments(source, run.model, ranks, "adamw")
+            resumed = Run(ranks, options)
+            resumed.load(folder)
+            for model in (run.model, resumed.model):
+                shards = (part.read(kind) for _, part in model.parts() for kind in part.kinds() if kind in MOMENTS)
+                found.append(digest(shards))
+    return found
+
+
+class Trained(NamedTuple):
+    """The results of a model on all layouts, by the number of the layout, and those of what the first loads again."""
+
+    losses: dict[int, list[float]]  # by number; 10 times it: what the first layout loads again; 0: never loaded
+    contents: dict[int, Contents]
+    exports: dict[int, dict[str, str]]
+    pretrained: dict[str, list[list[str]]]  # by layout and kind, of all ranks
+    problems: list[str]
+
+
+def on(layout: Layout, function: Any, name: str, *args: Any) -> list[Any]:
+    tensor, data, zero_stage = layout
+    options = {**MODELS[name], "tensor_parallel": tensor, "zero_stage": zero_stage}
+    return on_threads(data, tensor, function, options, *args)
 
 
 @functools.cache
-def trained() -> tuple[dict[str, dict[Layout, list[float]]], dict[str, dict[int, Contents]]]:
-    """The losses by model and layout, and the contents of all checkpoints by model and number."""
-    with tempfile.TemporaryDirectory() as root:
-        ranks = run_distributed(4, train_everywhere, root)
-        folders = {name: sorted(Path(root, name).iterdir()) for name in MODELS}
-        contents = {name: {int(path.name): read_all(path) for path in paths} for name, paths in folders.items()}
-    return ranks[0], contents
+def trained(name: str) -> Trained:
+    result = Trained({}, {}, {}, {}, [])
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        result.losses[0] = on(FIRST, begin, name, root / "0")[0]
+        for number, layout in enumerate(OTHERS, start=1):
+            for source, target, where in ((0, number, layout), (number, 10 * number, FIRST)):
+                losses, exported = on(where, go_on, name, root / str(source), root / str(target))[0]
+                result.losses[target], result.exports[target] = losses, exported
+        for number in result.losses:
+            folder = root / str(number)
+            result.contents[number] = read_all(folder)
+            result.problems.extend(inspect(folder, values=True).problems)
+        for layout in (OTHERS[ONE - 1], OTHERS[FOUR - 1]):
+            for kind, folder in (("distributed", root / "0"), ("huggingface", root / f"export of {ONE}" / "weights")):
+                result.pretrained[f"{layout} {kind}"] = on(layout, start_from, name, folder, kind)
+    return result
 
 
-@pytest.mark.parametrize("number", range(1, 1 + len(OTHERS)))
+@pytest.mark.parametrize("number", range(1, 1 + len(OTHERS)), ids=[str(layout) for layout in OTHERS])
 @pytest.mark.parametrize("model", MODELS)
 def test_any_layout_resumes_any_other(model: str, number: int) -> None:
-    """Weights, moments and averages to the bit, there and back; the losses that follow to 1e-6."""
-    losses, contents = trained()[0][model], trained()[1][model]
-    layout = OTHERS[number - 1]
+    """Weights, moments and averages to the bit there and back; losses to 1e-6 there, and to the bit back."""
+    losses, contents, *_, problems = trained(model)
+    assert not problems
     for other in (contents[number], contents[10 * number]):
         assert other.keys() == contents[0].keys()
         for key, values in contents[0].items():
             assert torch.equal(values.view(torch.uint8), other[key].view(torch.uint8)), key
-    np.testing.assert_allclose(losses[layout], losses[FIRST], rtol=1e-6)
+    np.testing.assert_allclose(losses[number], losses[0], rtol=1e-6)
+    assert losses[10 * number] == losses[0]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_exports_do_not_depend_on_the_layout(model: str) -> None:
+    """The files, and the fp32 masters and averages, are those of one rank to the byte."""
+    found = trained(model).exports
+    assert len(found[ONE]) >= 4
+    assert all(other == found[ONE] for other in found.values())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_pretrained_weights_at_any_layout(model: str) -> None:
+    """Weights of a checkpoint of other ranks and of a Hugging Face folder, moments as a resume has them."""
+    found = trained(model).pretrained
+    weights = {result[0] for ranks in found.values() for result in ranks}
+    assert len(weights) == 1
+    assert all(result[1] == result[2] for name, ranks in found.items() if "distributed" in name for result in ranks)
+
+
+# -- the program -----------------------------------------------------------------------------------------------------
+
+
+PROGRAM = {
+    "tensor_parallel": 2,
+    "sequence_tensor_parallel": True,
+    "zero_stage": 3,
+    "train_iters": 8,
+    "checkpoint_interval": 4,
+    "export_interval": 8,
+    "async_checkpoint": True,
+    "hidden_dropout": 0.1,
+    "ema_type": "ema",
+}
+
+
+def train_twice(distributed: Distributed, whole: str, resumed: str) -> None:
+    """Train, and train again from the middle in another folder."""
+    train_on(distributed, {**PROGRAM, "experiment_dir": whole})
+    if distributed.rank == 0:
+        shutil.copytree(Path(whole) / "checkpoints" / "4", Path(resumed) / "checkpoints" / "4")
+    distributed.barrier()
+    train_on(distributed, {**PROGRAM, "experiment_dir": resumed})
+
+
+def test_the_program_resumes_with_tensor_parallelism(tmp_path: Path) -> None:
+    """Two ranks: losses, weights, moments, averages and the export are those of a run that was never stopped."""
+    run_distributed(2, train_twice, str(tmp_path / "whole"), str(tmp_path / "resumed"), tensor_parallel=2)
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert weights(resumed) == weights(whole) and exports(resumed) == exports(whole) != {}
+    losses = curve(resumed)
+    assert len(losses) == 4 and all(curve(whole)[place] == line for place, line in losses.items())

@@ -7,6 +7,7 @@ are complete when they return; `engine_runs.LateGroup` makes them late.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -96,6 +97,19 @@ class ThreadRank(ThreadGroup):
         data_rank, tensor_rank = divmod(rank, meetings.tensor)
         self.data = ThreadGroup(data_rank, meetings.data, meetings.of_data[tensor_rank])
         self.tensor = ThreadGroup(tensor_rank, meetings.tensor, meetings.of_tensor[data_rank])
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+        return [json.loads(bytes(other.tolist())) for other in self._meeting.exchange(self.rank, data)]
+
+    def broadcast_object(self, value: Any) -> Any:
+        return self.gather_objects(value)[0]
+
+    def agree_max(self, value: int) -> int:
+        return max(self.gather_objects(value))
+
+    def wait_for_device(self) -> None:
+        """Return at once, as on CPU."""
 
 
 class Meetings:
