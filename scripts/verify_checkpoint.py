@@ -4,8 +4,8 @@
     python scripts/verify_checkpoint.py experiments/mine/checkpoints/1000 experiments/mine/export/1000 --values
 
 A path is a checkpoint, a folder of checkpoints, or the directory of a run. Each checkpoint is a row of a table:
-iteration, bytes, ranks, and whether it is good, or why not. Nothing is changed, and no model is built: one chunk of a
-file is in memory at a time.
+iteration, bytes, ranks (4x2: four data-parallel ones, of two tensor-parallel ones each), and whether it is good, or why
+not. Nothing is changed, and no model is built: one chunk of a file is in memory at a time.
 
 Exit codes: 0 all checkpoints are good, 2 usage, 4 a checkpoint is damaged.
 """
@@ -53,8 +53,7 @@ def checkpoints_of(path: Path) -> list[Path]:
 
 def row(folder: Path, found: Inspection) -> str:
     """Return a line of the table."""
-    size = "" if found.num_bytes is None else f"{found.num_bytes:,}"
-    ranks = "" if found.ranks is None else str(found.ranks)
+    size, ranks = "" if found.num_bytes is None else f"{found.num_bytes:,}", found.ranks or ""
     verdict = "; ".join([f"NO: {'; '.join(found.problems)}" if found.problems else "yes", *found.remarks])
     return f"{folder.name:>10}  {size:>18}  {ranks:>5}  {RunError(verdict)}"  # its text has no control characters
 

@@ -23,7 +23,7 @@ class Inspection(NamedTuple):
     """The findings of one checkpoint; it is good if there are no problems."""
 
     num_bytes: int | None  # of all files, as the manifest says; None: no usable manifest
-    ranks: int | None
+    ranks: str | None  # that saved it: 8, or 4x2 with two tensor-parallel ones
     problems: list[str]
     remarks: list[str]  # of no harm
 
@@ -49,7 +49,10 @@ def inspect(folder: Path, values: bool = False) -> Inspection:
         problems += _not_finite(folder, content)
     others = sorted(path.name for path in folder.iterdir() if not OUR_FILE.fullmatch(path.name))
     remarks = [f"other files: {', '.join(map(ascii, others[:5]))}"] if others else []
-    return Inspection(sum(file.size for file in content.files.values()), content.world_size, problems, remarks)
+    data_ranks, rest = divmod(content.world_size, content.tensor_parallel)
+    is_divided = content.tensor_parallel > 1 and not rest  # a converter has other files than the run had ranks
+    ranks = f"{data_ranks}x{content.tensor_parallel}" if is_divided else str(content.world_size)
+    return Inspection(sum(file.size for file in content.files.values()), ranks, problems, remarks)
 
 
 def _check_header(folder: Path, rank: int, name: str, content: Manifest, slices: Sequence[tuple[Slice, str]]) -> None:

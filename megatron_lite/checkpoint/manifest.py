@@ -104,6 +104,11 @@ class Manifest:
     parameters: dict[str, SavedParameter]
 
     @property
+    def tensor_parallel(self) -> int:
+        """The tensor-parallel ranks among those that saved it."""
+        return int(self.config.get("tensor_parallel", 1))
+
+    @property
     def has_slice_checksums(self) -> bool:
         kinds = (pieces for parameter in self.parameters.values() for pieces in parameter.slices.values())
         return all(piece.crc32 is not None for pieces in kinds for piece in pieces)

@@ -76,8 +76,7 @@ def resume(
     saved_by = compatibility.saved_optimizer(loaded.config)
     optimizer.load_state(compatibility.optimizer_state(loaded.state, saved_by, config.optimizer.optimizer))
     sums.load_state(loaded.state["window"])
-    resharded = "" if loaded.world_size == distributed.world_size else f", saved by {loaded.world_size} ranks"
-    logger.info("resumed from %s at iteration %d%s", folder, loaded.iteration, resharded)
+    logger.info("resumed from %s at iteration %d%s", folder, loaded.iteration, _other_ranks(loaded, distributed))
     if choice.note:
         logger.warning(choice.note)
     if choice.goes_back and root is not None:
@@ -88,6 +87,15 @@ def resume(
         logger.warning("  allowed by --allow_data_change=1: %s", change)
     _log_changes(loaded, config, logger)
     return Resumed(loaded.iteration, loaded.state.get("evaluation_due", False), folder)
+
+
+def _other_ranks(loaded: Manifest, distributed: Distributed) -> str:
+    """Return the ranks that saved a checkpoint, as the end of a line; empty if they were divided as these are."""
+    saved, current = loaded.tensor_parallel, distributed.tensor.world_size
+    if (loaded.world_size, saved) == (distributed.world_size, current):
+        return ""
+    divided = "" if saved == current else f" with --tensor_parallel={saved}"
+    return f", saved by {loaded.world_size} rank{'s' * (loaded.world_size > 1)}{divided}"
 
 
 def _set_aside(

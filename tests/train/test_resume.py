@@ -65,21 +65,29 @@ def flags(corpus: str, experiment: Path, *more: str) -> list[str]:
     ]
 
 
+LAYOUTS = {
+    "zero2": ["--zero_stage=2"],
+    "zero3": ["--zero_stage=3"],
+    "tensor": ["--tensor_parallel=2", "--sequence_tensor_parallel=1"],
+}
+
+
 @pytest.fixture(
-    scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3], ids=lambda zero_stage: f"zero{zero_stage}"
+    scope="module",
+    params=[layout if layout == "zero3" else pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS],
 )
 def reference(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Return the experiment directory of an uninterrupted run."""
-    experiment = tmp_path_factory.mktemp(f"zero{request.param}") / "reference"
-    outcome = run(flags(corpus, experiment, f"--zero_stage={request.param}"), RANKS)
+    experiment = tmp_path_factory.mktemp(f"{request.param}-") / "reference"
+    outcome = run(flags(corpus, experiment, *LAYOUTS[request.param]), RANKS)
     assert outcome.codes == [0, 0], outcome.output
     assert (experiment / "export" / str(ITERATIONS) / "model.safetensors").is_file()
     assert len(curve(experiment)) == 11 + 6, "11 lines of training (1, 4, ..., 28, 30) and 6 of validation"
     yield experiment
 
 
-def zero_stage_of(reference: Path) -> str:
-    return f"--zero_stage={reference.parent.name[4]}"
+def layout_of(reference: Path) -> list[str]:
+    return LAYOUTS[reference.parent.name.partition("-")[0]]
 
 
 def num_lines(experiment: Path) -> int:
@@ -131,7 +139,7 @@ def test_killed_run_is_the_run_that_was_not(reference: Path, corpus: str, tmp_pa
     With odd seeds checkpoints are written in the background, unlike those of the reference.
     """
     experiment, how = tmp_path / "killed", f"--async_checkpoint={seed % 2}"
-    story = run_with_kills(flags(corpus, experiment, zero_stage_of(reference), how), experiment, seed, kills=4)
+    story = run_with_kills(flags(corpus, experiment, *layout_of(reference), how), experiment, seed, kills=4)
     try:
         assert_same_run(experiment, reference)
     except AssertionError as error:
@@ -224,11 +232,11 @@ def test_killed_run_with_every_guard_and_schedule(corpus: str, tmp_path: Path, o
     assert any(key.endswith(" average") for key in weights(whole))
 
 
-@pytest.mark.parametrize("reference", [3], indirect=True, ids=["zero3"])
+@pytest.mark.parametrize("reference", ["zero3"], indirect=True)
 def test_signal_to_one_rank_or_to_all(reference: Path, corpus: str, tmp_path: Path) -> None:
     """SIGTERM to one rank, then to everything: each time all ranks save and exit with 75; the third start finishes."""
     experiment = tmp_path / "stopped"
-    command = flags(corpus, experiment, zero_stage_of(reference))
+    command = flags(corpus, experiment, *layout_of(reference))
     for rank, everything in ((1, False), (None, True)):
         with Start(command, RANKS) as start:
             assert wait_for_lines(start, experiment, 3), "ended too early"
@@ -279,12 +287,12 @@ def test_signal_during_a_long_validation(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("reference", [2], indirect=True, ids=["zero2"])
+@pytest.mark.parametrize("reference", ["zero2"], indirect=True)
 def test_signal_at_any_moment(reference: Path, corpus: str, tmp_path: Path, seed: int) -> None:
     """Every stop signal to one rank or all at random moments, in saves, exports and validations too: exit 75 each time,
     and the run in the end is the one that was never stopped."""
     experiment, chance, story = tmp_path / "stopped", random.Random(seed), [f"seed {seed}"]
-    command = flags(corpus, experiment, zero_stage_of(reference), f"--async_checkpoint={seed % 2}")
+    command = flags(corpus, experiment, *layout_of(reference), f"--async_checkpoint={seed % 2}")
     for _ in range(4):
         number = chance.choice([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
         rank, lines, delay_s = chance.choice([0, 1, None]), chance.randint(1, 3), chance.uniform(0.0, 0.1)
@@ -309,12 +317,12 @@ def stamps(*paths: Path) -> dict[str, tuple[int, str]]:
     return {str(file): (file.stat().st_mtime_ns, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files}
 
 
-@pytest.mark.parametrize("reference", [3], indirect=True, ids=["zero3"])
+@pytest.mark.parametrize("reference", ["zero3"], indirect=True)
 def test_complete_run_is_left_alone(reference: Path, corpus: str) -> None:
     """The command of a complete run says so, exits with 0, and touches no checkpoint, export or metric."""
     kept = [reference / name for name in ("checkpoints", "export", "metrics.jsonl")]
     before = stamps(*kept)
-    outcome = run(flags(corpus, reference, zero_stage_of(reference)), RANKS)
+    outcome = run(flags(corpus, reference, *layout_of(reference)), RANKS)
     assert outcome.codes == [0, 0], outcome.output
     assert f"the run is complete: iteration {ITERATIONS} of {ITERATIONS}" in outcome.stdouts[0]
     assert read_exit(reference)["exit_code"] == 0
