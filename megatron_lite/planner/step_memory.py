@@ -37,8 +37,11 @@ class Partition:
         trained = [stage.trainable for stage in model.stages if stage.trainable is not None]
         self.largest_shard = max((part.layout.shard_numel for part in trained), default=0)  # elements
         # Of the optimizer's temporaries, for one matrix at a time: see `kernels/newton_schulz.py`.
-        matrices = [sorted((m.rows, m.columns)) for m in _matrices(model)]
-        self.update_bytes = max((4 * small * (large + small) for small, large in matrices), default=0)
+        matrices = [(*sorted((m.rows, m.columns)), len(m.parts) > 1) for m in _matrices(model)]
+        self.update_bytes = max(
+            (4 * small * (large + small) + 2 * small * large * assembled for small, large, assembled in matrices),
+            default=0,
+        )
         gathered = max((part.replicas.gathered_numel for part in trained), default=0)
         self.replica_bytes = gathered * model.precision.gradients.itemsize  # of a sum of gradients over ranks
         self.first = min(stage.index for stage in model.stages if stage.runs_backward)
