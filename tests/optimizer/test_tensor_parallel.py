@@ -16,7 +16,7 @@ from megatron_lite.kernels import adamw
 from megatron_lite.optimizer.rules.muon import describe
 from megatron_lite.validation.parallel import CLIPPING_ALIGNMENT
 from tests.support.engine_runs import Engine
-from tests.support.harness import run_distributed, tiny_config
+from tests.support.harness import Trajectory, run_distributed, tiny_config, train_tiny
 from tests.support.whole_parameters import Weights, fill_gradients, masters, together
 
 Options = dict[str, Any]
@@ -90,13 +90,33 @@ def update(ranks: Distributed, options: Options) -> Trained:
     return Trained(masters(engine), averages, losses, norms, engine.optimizer.record(), text)
 
 
-def update_all(ranks: Distributed, layouts: tuple[int, ...]) -> dict[tuple[int, str], Trained]:
-    """Every case in every layout: tensor-parallel ranks of four."""
+def overflow(ranks: Distributed) -> tuple[float, bool, bool]:
+    """One gradient of the last rank alone is infinite; the loss scale, and whether the update was dropped, and stayed.
+
+    Without a second chance for the scale.
+    """
+    options: Options = {"training_dtype": "fp16", "hysteresis": 1, "tensor_parallel": ranks.tensor.world_size}
+    engine = Engine(ranks, SMALL | options)
+    engine.model.gather_ahead()
+    fill_gradients(engine, 1)
+    before, rank = masters(engine), ranks.data.rank
+    for _, part in engine.model.parts():
+        for slot, start, _ in part.layout.pieces(rank) if ranks.rank == ranks.world_size - 1 else ():
+            if slot.spec.split.dim == 1:
+                part.grad_shard[slot.offset + start - rank * part.layout.shard_numel] = torch.inf
+    done = engine.optimizer.step(1, 0.02, torch.tensor(1.0), engine.tokens, engine.model.updated)
+    engine.model.finish()
+    stays = all(np.array_equal(weight, before[name], equal_nan=True) for name, weight in masters(engine).items())
+    return float(engine.optimizer.loss_scale.scale), bool(done.verdict.skipped), stays
+
+
+def update_all(ranks: Distributed, layouts: tuple[int, ...]) -> tuple[dict[tuple[int, str], Trained], Any]:
+    """Every case in every layout: tensor-parallel ranks of four. And `overflow` in the last layout."""
     found = {}
     for tensor_parallel in layouts:
         ranks.divide(tensor_parallel, dist.new_group)
         found |= {(tensor_parallel, name): update(ranks, options) for name, options in CASES.items()}
-    return found
+    return found, overflow(ranks)
 
 
 @functools.cache
@@ -105,8 +125,12 @@ def on_one_rank(name: str) -> Trained:
 
 
 @functools.cache
-def on_four_ranks() -> list[dict[tuple[int, str], Trained]]:
+def everything() -> list[tuple[dict[tuple[int, str], Trained], Any]]:
     return run_distributed(4, update_all, (2, 4))
+
+
+def on_four_ranks() -> list[dict[tuple[int, str], Trained]]:
+    return [found for found, _ in everything()]
 
 
 @pytest.mark.parametrize("tensor_parallel", [2, 4])
@@ -161,3 +185,34 @@ def test_the_log_counts_whole_matrices() -> None:
     for name in ("muon", "muon, grouped heads"):
         text, *others = (rank[4, name].text for rank in on_four_ranks())
         assert {*others} == {text} and text.startswith(on_one_rank(name).text)
+
+
+def test_an_overflow_on_one_rank_drops_the_update_on_all() -> None:
+    overflows = {result for _, result in everything()}
+    assert overflows == {(2.0**15, True, True)}
+
+
+def train_with_muon(ranks: Distributed, layouts: tuple[int, ...]) -> dict[int, Trajectory]:
+    found = {}
+    for size in layouts:
+        ranks.divide(size, dist.new_group)
+        options = {
+            **LLAMA,
+            "optimizer": "muon",
+            "lr": 2e-3,
+            "tensor_parallel": size,
+            "sequence_tensor_parallel": size > 1,
+        }
+        found[size] = train_tiny(ranks, options)
+    return found
+
+
+@pytest.mark.slow
+def test_muon_trains_as_on_data_parallel_ranks() -> None:
+    """Over twenty iterations; orthogonalization in bf16 amplifies the rounding of gradients."""
+    found = run_distributed(4, train_with_muon, (1, 2, 4))[0]
+    for size in (2, 4):
+        np.testing.assert_allclose(found[size].losses, found[1].losses, rtol=1e-4)
+        for name, weight in found[1].weights.items():
+            moved = np.abs(weight - found[1].initial[name]).max()
+            np.testing.assert_allclose(found[size].weights[name], weight, rtol=0, atol=0.02 * moved, err_msg=name)
