@@ -152,8 +152,6 @@ def test_global_logs_are_those_of_data_parallel_ranks(layout: str) -> None:
     (_, logs, _), kinds = results(), set()
     expected, found = logs["1"], logs[layout]
     for name, entry in found.items():
-        if "gradient shards" in name:  # in the order of memory
-            continue
         other = expected[name]
         assert entry.samples is not None and other.samples is not None and entry.shape == other.shape, name
         kinds.add(name.removesuffix(", mb=1/1").split()[-1])
@@ -161,7 +159,7 @@ def test_global_logs_are_those_of_data_parallel_ranks(layout: str) -> None:
             assert torch.equal(entry.samples, other.samples), name
         scale = float(other.samples.abs().max())
         np.testing.assert_allclose(entry.samples, other.samples, rtol=0, atol=2e-5 * scale, err_msg=name)
-    assert found.keys() == expected.keys() and kinds == {"init", "fw", "bw", "gradient", "update"}
+    assert found.keys() == expected.keys() and kinds == {"init", "fw", "bw", "gradient", "shards", "update"}
 
 
 def test_local_logs_are_the_parts_of_each_rank() -> None:

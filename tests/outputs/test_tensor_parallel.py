@@ -21,7 +21,7 @@ from tests.support.harness import run_distributed, tiny_config, train_whole
 Options = dict[str, Any]
 LAYOUTS: dict[str, tuple[int, Options]] = {
     "1": (1, {}),
-    "2": (2, {"zero_stage": 3}),
+    "2, whole embeddings": (2, {"zero_stage": 3, "parallel_embeddings": False}),
     "2, tokens split": (2, {"sequence_tensor_parallel": True}),
 }
 
