@@ -55,7 +55,11 @@ WORKER_WITHOUT_RANK = re.compile(r"Traceback \(most recent call last\):\n(?:  .*
 START_S = 120.0  # in which a start must end by itself
 TARGETS = ("rank", "ranks", "launcher", "node")
 PHASES = ("start", "rendezvous", "load", "step", "save", "prune", "export")
-LAYOUTS = ({"zero_stage": 3, "num_workers": 1}, {"zero_stage": 1, "async_checkpoint": 1})
+LAYOUTS = (
+    {"zero_stage": 3, "num_workers": 1},
+    {"zero_stage": 1, "async_checkpoint": 1},
+    {"zero_stage": 2, "tensor_parallel": 2, "sequence_tensor_parallel": 1},
+)
 IN_USE = "another run is using it"
 
 
