@@ -160,14 +160,21 @@ def runtime_bytes(config: Config, partition: Partition, device_type: str) -> dic
     groups = [data * tensor, *([data, tensor] if tensor > 1 else [])]
     temporaries, workers = largest_temporaries(sizes), config.data.num_workers
     needs = runtime_needs(device_type, groups, workers, partition.state_tensors, temporaries)
-    shared = sizes.tokens * config.model.hidden_size // tensor  # elements that a rank gets of a sum over ranks
-    if scratch := reduction_scratch_bytes(device_type, tensor, shared, partition.model.precision.training):
-        needs["scratch of tensor exchanges"] = scratch
+    if device_type == "cpu" and tensor > 1:
+        needs["scratch of tensor exchanges"] = _exchange_scratch_bytes(sizes)
     if device_type == "cpu" and (copy := host_copy_bytes(config, partition.model)):
         needs["copy for async_checkpoint"] = copy
     if "updates" in config.tracking.watch:
         needs["old weights for watch"] = partition.largest_shard * FP32_BYTES
     return needs
+
+
+def _exchange_scratch_bytes(sizes: Sizes) -> int:
+    """Bytes in which a CPU receives the parts of hidden states; two ranks send each other whole ones."""
+    if sizes.ranks == 2 and not sizes.splits_tokens:
+        return sizes.whole_hidden
+    numel = sizes.tokens * sizes.model.hidden_size // sizes.ranks
+    return reduction_scratch_bytes("cpu", sizes.ranks, numel, sizes.precision.training)
 
 
 def micro_batch_sizes(

@@ -52,7 +52,8 @@ def threads_of(config: Config, cores: int, ranks: int) -> Threads:
     """Share the cores among the ranks that use them, but give no thread less than `WORK_OF_A_THREAD`."""
     batch = config.batch
     tokens = (batch.micro_batch_size or 1) * batch.sequence_length
-    useful = max(1, tokens * config.model.hidden_size**2 // WORK_OF_A_THREAD)
+    work = tokens * config.model.hidden_size**2 // config.distributed.tensor_parallel
+    useful = max(1, work // WORK_OF_A_THREAD)
     share = max(1, cores // ranks)
     if useful < share:
         return Threads(useful, f"of {share}: --hidden_size and the tokens of a micro-batch give no work to more")

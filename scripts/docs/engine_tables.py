@@ -1,7 +1,7 @@
-"""Write the tables of docs/multi_stage.md: memory, traffic and choices, counted by the engine itself.
+"""Write the tables of docs/multi_stage.md and docs/parallelism.md: memory, traffic, choices, as the engine counts them.
 
     python -m scripts.docs.engine_tables            write the tables
-    python -m scripts.docs.engine_tables --check    compare only; exit code 1 if the document is stale
+    python -m scripts.docs.engine_tables --check    compare only; exit code 1 if a document is stale
 
 Each plan is a `MultiStage` on the meta device whose memory and collectives are counted, as in `--dry_run=1`. The
 formulas beside the counts are those of the guide and use only sizes.
@@ -17,14 +17,18 @@ from typing import Any
 
 from megatron_lite.cli.parse import parse as parse_flags
 from megatron_lite.cli.parse import read_words
+from megatron_lite.distributed.traffic import Total
+from megatron_lite.kernels.exchange import GATHER, REDUCE
+from megatron_lite.planner.devices import gpu_sheet
 from megatron_lite.planner.plan import Plan, make_plan
 from megatron_lite.planner.runtime import PLANNED_GPU_BYTES
+from megatron_lite.planner.work_time import predict_step
 from megatron_lite.validation import resolve
 from scripts.benchmarks.common import markdown_table
 from scripts.benchmarks.training.report import STATE_BYTES, formula_bytes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TARGET = REPOSITORY / "docs" / "multi_stage.md"
+DOCUMENTS = ("multi_stage.md", "parallelism.md")
 MODEL = read_words(str(REPOSITORY / "scripts" / "examples" / "mistral_7b.flags"))
 MIB, GIB = 2**20, 2**30
 
@@ -140,11 +144,68 @@ def choices_table() -> Iterator[tuple[str, ...]]:
                 )
 
 
+# Shapes of --tensor_parallel: ranks, and whether they split the tokens.
+SHARED = ((1, False), *((ranks, splits) for ranks in (2, 4, 8) for splits in (False, True)))
+
+
+def shared_plan(ranks: int, splits: bool, **flags: Any) -> Plan:
+    """Plan the example on 8 GPUs, of which so many share each layer."""
+    layout = {"tensor_parallel": ranks, "sequence_tensor_parallel": int(splits)}
+    return plan(8, **layout, micro_batch_size=1, **flags)
+
+
+def tensor_memory_table() -> Iterator[tuple[str, ...]]:
+    """Show what ranks that share layers hold, and how long a step takes."""
+    yield "T", "tokens", "state, GiB", "one block, MiB", "all layers, GiB", "needed, GiB", "s/step, predicted"
+    for ranks, splits in SHARED:
+        made = shared_plan(ranks, splits)
+        memory, config = made.activations["none"], made.config
+        speeds = gpu_sheet(config.distributed, 8)
+        time = predict_step(config, made.model, made.traffic, speeds, "cuda", made.beside_products)
+        needed = made.needed_bytes("none")
+        yield (
+            str(ranks),
+            "split" if splits else "whole",
+            f"{made.state_bytes / GIB:,.1f}",
+            f"{memory.kept[1].total() / MIB:,.0f}",
+            f"{memory.held / GIB:,.1f}",
+            f"{needed / GIB:,.1f}{' (too much)' if needed > PLANNED_GPU_BYTES else ''}",
+            f"{time.seconds:,.1f}",
+        )
+
+
+def tensor_traffic_table() -> Iterator[tuple[str, ...]]:
+    """Compare the exchanges of ranks that share layers with the formulas."""
+    yield "T", "tokens", "recomputed", "gathers", "sent", "formula", "sums", "sent", "formula", "by ZeRO"
+    for ranks, splits in SHARED[1:]:
+        for recomputed in (0, 32) if ranks == 2 else (0,):
+            made = shared_plan(ranks, splits, recompute_layers=recomputed)
+            model, batch = made.config.model, made.config.batch
+            assert batch.sequential_micro_batches
+            hidden = batch.sequence_length * model.hidden_size * 2 * batch.sequential_micro_batches
+            each = hidden * (ranks - 1) // ranks
+            sums = each * (4 * model.num_layers + 2 * recomputed + 2) * (1 if splits else 2)
+            gathers = each * (6 * model.num_layers + 2 * recomputed + 2) * splits
+            gathered, summed = (made.traffic.get(kind, Total()) for kind in (GATHER, REDUCE))
+            of_zero = sum(made.traffic[kind].wire_bytes for kind in ("gather", "reduce") if kind in made.traffic)
+            yield (
+                str(ranks),
+                "split" if splits else "whole",
+                str(recomputed),
+                f"{gathered.collectives:,}",
+                *(f"{size / MIB:,.0f}" for size in (gathered.wire_bytes, gathers)),
+                f"{summed.collectives:,}",
+                *(f"{size / MIB:,.0f}" for size in (summed.wire_bytes, sums, of_zero)),
+            )
+
+
 TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {
     "memory": memory_table,
     "traffic": traffic_table,
     "buffers": buffers_table,
     "choices": choices_table,
+    "tensor_memory": tensor_memory_table,
+    "tensor_traffic": tensor_traffic_table,
 }
 
 
@@ -156,20 +217,23 @@ def render(name: str) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Write or compare the tables between `<!-- table: name -->` and `<!-- end -->`."""
-    text = TARGET.read_text("utf-8")
-    current = re.sub(
-        r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)",
-        lambda found: f"{found[1]}{render(found[2])}\n{found[3]}",
-        text,
-        flags=re.DOTALL,
-    )
-    if "--check" in argv:
-        if text == current:
-            return 0
-        print(f"{TARGET} is out of date: run python -m scripts.docs.engine_tables", file=sys.stderr)
-        return 1
-    TARGET.write_text(current, "utf-8")
-    return 0
+    stale = []
+    for name in DOCUMENTS:
+        path = REPOSITORY / "docs" / name
+        text = path.read_text("utf-8")
+        current = re.sub(
+            r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)",
+            lambda found: f"{found[1]}{render(found[2])}\n{found[3]}",
+            text,
+            flags=re.DOTALL,
+        )
+        if "--check" not in argv:
+            path.write_text(current, "utf-8")
+        elif text != current:
+            stale.append(name)
+    if stale:
+        print(f"docs/{', docs/'.join(stale)}: out of date; run python -m scripts.docs.engine_tables", file=sys.stderr)
+    return int(bool(stale))
 
 
 if __name__ == "__main__":

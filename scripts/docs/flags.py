@@ -27,7 +27,8 @@ INTRODUCTION = """\
 
 `--a_b=v`, `--a_b v` and `--a-b=v` are the same flag; names are never abbreviated. Guides for
 users of other programs: [from_levanter.md](from_levanter.md), [from_fast_llm.md](from_fast_llm.md). Guides by topic:
-stages and memory in [multi_stage.md](multi_stage.md), layers in [performance.md](performance.md),
+stages and memory in [multi_stage.md](multi_stage.md), shared layers in [parallelism.md](parallelism.md), layers in
+[performance.md](performance.md),
 [batches.md](batches.md), [schedules.md](schedules.md), and the update in [optimizer.md](optimizer.md).
 
 - A flag with values 0 and 1 also takes `true` and `false`; without a value it means 1.

@@ -89,11 +89,12 @@ WIRE: Options = dict(
 )
 
 
-def wire_bytes(distributed: Distributed, cases: list[Options]) -> list[list[tuple[int, int]]]:
-    """Bytes of two steps of every case: those that the sockets of this rank have sent, and those of its `Traffic`."""
+def wire_bytes(distributed: Distributed, cases: list[Options]) -> list[tuple[list[tuple[int, int]], int]]:
+    """Bytes of two steps of every case: those that the sockets of this rank have sent, and those of its `Traffic`; and
+    the memory that the tensor-parallel group receives in."""
     found = []
     for options in cases:
-        engine = Engine(distributed, options)
+        engine, distributed.tensor._scratch = Engine(distributed, options), None
         steps = []
         for iteration in range(2):
             distributed.barrier()
@@ -104,16 +105,19 @@ def wire_bytes(distributed: Distributed, cases: list[Options]) -> list[list[tupl
             distributed.barrier()
             totals = distributed.traffic.take().values()
             steps.append((sent_bytes() - before, sum(total.wire_bytes for total in totals)))
-        found.append(steps)
+        assert distributed.tensor._scratch is not None
+        found.append((steps, distributed.tensor._scratch.nbytes))
     return found
 
 
 def test_sockets_send_what_the_plan_counts() -> None:
     """On gloo the kernel counts the bytes of the plan and of the engine, and at most 1 percent more, for headers."""
     cases = [dict(WIRE, **options, tensor_parallel=2) for options in ({}, SPLIT, {**LLAMA, **SPLIT})]
-    for options, steps in zip(cases, run_distributed(2, wire_bytes, cases, tensor_parallel=2)[0], strict=True):
-        traffic = planned(2, options)[1]
-        expected = sum(wire for *_, wire in traffic.values())
+    found = run_distributed(2, wire_bytes, cases, tensor_parallel=2)[0]
+    for options, (steps, scratch) in zip(cases, found, strict=True):
+        plan = make_plan(configured(2, options), 2, "cpu")
+        assert plan.runtime["scratch of tensor exchanges"] == scratch
+        expected = sum(total.wire_bytes for total in plan.traffic.values())
         for sent, counted in steps[1:]:
             assert 0 <= counted - expected < 100, "the gradient's norm"
             assert 1 <= sent / expected < 1.01, options

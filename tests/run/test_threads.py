@@ -45,6 +45,13 @@ def test_threads_follow_from_the_work_and_a_fair_share(
     assert threads_of(config, cores, ranks).number == expected
 
 
+def test_ranks_that_share_layers_share_the_work() -> None:
+    """Four ranks have a quarter of each product."""
+    options = dict(hidden_size=384, sequence_length=2048, micro_batch_size=1, batch_size=1)
+    numbers = [threads_of(tiny_config(ranks, tensor_parallel=ranks, **options), 64, 1).number for ranks in (1, 4)]
+    assert numbers == [18, 4]
+
+
 def test_cores_are_those_of_the_affinity_and_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "own_cores", lambda: frozenset(range(6)))
     for quota, expected in ((None, 6), (2.5, 2), (1.5, 1), (0.4, 1), (64.0, 6)):

@@ -1,0 +1,64 @@
+"""docs/parallelism.md: its formulas are the plan's counts; ranks, and what must divide, are the program's."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, cast
+
+import pytest
+
+from megatron_lite.errors import UsageError
+from megatron_lite.monitor.banner import describe_ranks
+from megatron_lite.planner.plan import SimulatedGroup
+from tests.support.harness import tiny_config
+from tests.support.launch import ROOT
+
+pytestmark = pytest.mark.guides
+
+GUIDE = (ROOT / "docs" / "parallelism.md").read_text("utf-8")
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of a table."""
+    return [line.strip("| ").split(" | ") for line in text.strip().splitlines()]
+
+
+def test_formulas_are_the_counts() -> None:
+    """In every row the bytes sent are those of the formula; another test compares the page with today's counts."""
+    (table,) = re.findall(r"<!-- table: tensor_traffic -->\n(.*?)<!-- end -->", GUIDE, re.S)
+    for _, tokens, recomputed, gathers, *cells in rows(table)[2:]:
+        sent, formula, _, summed, formula_of_sums, _ = cells
+        assert sent == formula and summed == formula_of_sums
+        assert (gathers == "0") == (tokens == "whole") and recomputed in ("0", "32")
+
+
+def test_ranks_are_numbered_so() -> None:
+    """The three rows of the page, by the groups of each rank."""
+    header, _, of_data, of_tensor = rows(
+        "\n".join(re.findall(r"^\| (?:ranks|---|data-p|tensor-p).*$", GUIDE, re.M)[:4])
+    )
+    groups = [SimulatedGroup(int(rank), 8, "cpu", tensor_parallel=2) for rank in header[1:]]
+    assert [str(group.data.rank) for group in groups] == of_data[1:]
+    assert [str(group.tensor.rank) for group in groups] == of_tensor[1:]
+    assert f"`ranks: {describe_ranks(cast(Any, groups[0]))}`" in GUIDE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(num_attention_heads=6, hidden_size=36),
+        dict(ffn_hidden_size=130),
+        dict(num_attention_heads=12, hidden_size=36, head_groups=3),
+        dict(sequence_length=18, sequence_tensor_parallel=True),
+    ],
+    ids=str,
+)
+def test_what_must_divide(options: dict[str, object]) -> None:
+    """What the page says is refused at 4 ranks."""
+    with pytest.raises(UsageError, match="tensor_parallel"):
+        tiny_config(4, tensor_parallel=4, **options)
+
+
+def test_a_vocabulary_of_any_size_and_shared_heads_are_taken() -> None:
+    """The other rows: padding in memory, and heads that several ranks have."""
+    tiny_config(4, tensor_parallel=4, vocab_size=61, num_attention_heads=8, head_groups=2)
