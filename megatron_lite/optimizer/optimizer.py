@@ -60,8 +60,8 @@ class Optimizer:
 
         Args:
             iteration: counted from 1.
-            loss: of this rank, summed over its tokens; summed over ranks together with the gradient norm. Of a
-                tensor-parallel group, whose ranks have the same loss to rounding, that of the first rank counts.
+            loss: of this rank, summed over its tokens; summed over ranks together with the gradient norm. The ranks of
+                a tensor-parallel group have the same loss, perhaps but for rounding; that of the first counts.
             tokens: number in the global batch that count in the loss.
             updated: called after each stage, in stage order, so that its gather can overlap later updates.
         """

@@ -91,10 +91,7 @@ def update(ranks: Distributed, options: Options) -> Trained:
 
 
 def overflow(ranks: Distributed) -> tuple[float, bool, bool]:
-    """One gradient of the last rank alone is infinite; the loss scale, and whether the update was dropped, and stayed.
-
-    Without a second chance for the scale.
-    """
+    """The loss scale, whether an update was dropped, whether weights stayed, if only the last rank has infinities."""
     options: Options = {"training_dtype": "fp16", "hysteresis": 1, "tensor_parallel": ranks.tensor.world_size}
     engine = Engine(ranks, SMALL | options)
     engine.model.gather_ahead()

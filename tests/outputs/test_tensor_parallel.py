@@ -85,7 +85,7 @@ def outputs() -> dict[str, tuple[list[Any], list[Any]]]:
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "1"])
 def test_losses_are_those_of_data_parallel_ranks(layout: str) -> None:
-    """Of training, validation, each data set, test, weights and averages; masked labels count once."""
+    """Training, validation, each data set, test; weights and averages; masked labels count once."""
     expected, found = outputs()["1"][0], outputs()[layout][0]
     assert [record["phase"] for record in found] == [record["phase"] for record in expected]
     kinds = set()

@@ -61,7 +61,8 @@ class CountedRanges:
 
 
 def counted_ranges_of(part: FlatShard, rank: int, device: torch.device, separate: bool) -> CountedRanges:
-    """Return the ranges of this rank's shard for sums over all parameters. `separate`: see `ranges_of`."""
+    """Return the ranges of this rank's shard for sums over all parameters. `separate`: one range per parameter."""
+    assert not part.whole_matrices, "Muon's updates are not clipped"
     rows: list[Range] = []
     slots, counts = [], []
     for row in part.layout.update_ranges(rank, separate):
@@ -74,10 +75,7 @@ def counted_ranges_of(part: FlatShard, rank: int, device: torch.device, separate
     return CountedRanges(Ranges(rows, device), slots, counts)
 
 
-def ranges_of(part: FlatShard, rank: int, device: torch.device, separate: bool = False) -> Ranges:
-    """Return the ranges of this rank's shard with one update rule each, without matrices that Muon updates whole.
-
-    `separate`: one range per parameter.
-    """
-    rows = [row for row in part.layout.update_ranges(rank, separate) if not (row.is_matrix and part.whole_matrices)]
+def ranges_of(part: FlatShard, rank: int, device: torch.device) -> Ranges:
+    """Return the ranges of this rank's shard with one update rule each, without matrices that Muon updates whole."""
+    rows = [row for row in part.layout.update_ranges(rank) if not (row.is_matrix and part.whole_matrices)]
     return Ranges([Range(row.start, row.end, row.lr_scale, float(row.weight_decay)) for row in rows], device)

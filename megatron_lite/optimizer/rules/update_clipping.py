@@ -78,10 +78,11 @@ class RmsClipping(UpdateClipping):
             sizes += [slot.spec.numel for slot in part.layout.slots]
         self._sizes = torch.tensor(sizes, dtype=torch.float64, device=distributed.device)
         self._places = torch.tensor(places, device=distributed.device)
+        self._counted_places = self._places[self._counted]
 
     def factors(self, sums: Sequence[Tensor], skipped: Tensor) -> list[Tensor]:
         """See `UpdateClipping`."""
-        own = torch.zeros_like(self._sizes).index_copy_(0, self._places[self._counted], self._own(sums))
+        own = torch.zeros_like(self._sizes).index_copy_(0, self._counted_places, self._own(sums))
         total = self._distributed.sum_in_rank_order(own)
         factors = self._limit / (total / self._sizes).sqrt_()
         self._note(total.sum().sqrt_(), (factors < 1.0).any(), skipped)
