@@ -242,12 +242,12 @@ def test_live_on_a_terminal(tmp_path: Path) -> None:
 
 
 def read_until(terminal: int, text: str, limit_s: float = 20.0) -> str:
-    """What the terminal has shown once `text` is there."""
-    shown, end_s = "", time.monotonic() + limit_s
-    while text not in shown:
+    """What the terminal has shown once `text` is there. A read may end inside of a character."""
+    shown, end_s = b"", time.monotonic() + limit_s
+    while text.encode() not in shown:
         assert select.select([terminal], [], [], max(end_s - time.monotonic(), 0.0))[0], shown
-        shown += os.read(terminal, 65536).decode()
-    return shown
+        shown += os.read(terminal, 65536)
+    return shown.decode("utf-8", "replace")
 
 
 def test_watching_needs_no_torch() -> None:
