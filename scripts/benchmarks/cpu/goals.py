@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scripts.benchmarks.cpu.runs import BF16, CORES, RANKS, THREAD
+from scripts.benchmarks.cpu.runs import BF16, CORES, RANKS, TENSOR, THREAD
 
 Spread = dict[str, Any]
 Report = dict[str, Any]
@@ -103,6 +103,8 @@ GOALS = (
     *_steps(RANKS, _RANKS, ("DDP", "HF DDP"), 0.90, 0.82),
     Goal(f"{_ZERO_3} ZeRO-1", "steps", RANKS, "ZeRO-3", OURS, 1.04, 1.00),
     Goal(f"{_ZERO_3} FSDP2", "steps", RANKS, "ZeRO-3", "FSDP2", 0.65, 0.55),
+    Goal("tensor parallelism: step / torch", "steps", TENSOR, "TP", "torch TP", 0.80, None),
+    Goal("tensor and sequence parallelism: step / torch", "steps", TENSOR, "TP+SP", "torch TP+SP", 0.80, None),
     Goal(_BF16, "steps", BF16, OURS, f"{OURS} fp32", 1.3, 1.0),
     _start(CORES, _CORES, 4.0),
     _start(RANKS, _RANKS, 6.0),

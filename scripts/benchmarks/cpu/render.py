@@ -17,7 +17,7 @@ from typing import Any
 from scripts.benchmarks.common import ROOT, argument_parser, markdown_table, spread_cell
 from scripts.benchmarks.cpu.__main__ import REPORT
 from scripts.benchmarks.cpu.goals import goal_rows, ours_over, ratio
-from scripts.benchmarks.cpu.runs import BF16, CORES, GPT2, LLAMA, RANKS, RUNS, THREAD, Run
+from scripts.benchmarks.cpu.runs import BF16, CORES, GPT2, LLAMA, RANKS, RUNS, TENSOR, THREAD, Run
 from scripts.benchmarks.instructions import sentence
 from scripts.benchmarks.training.report import profile_table
 
@@ -119,6 +119,25 @@ def bf16(report: Report) -> list[str]:
     return [*markdown_table(("", "step, ms", "/ fp32"), lines), "", *_below(run, results)]
 
 
+def tensor_parallel(report: Report) -> list[str]:
+    """Return the table of ranks that share each layer: step time, and bytes that both ranks send in a step."""
+    run = next(run for run in RUNS if run.place == TENSOR)
+    results = report.get(run.name, {})
+    lines = []
+    for result in results.values():
+        rows = result["configurations"]
+        for name, row in rows.items():
+            peer = f"torch {name}"
+            over_peer = ratio(rows, name, peer) if peer in rows else None
+            sent = [row.get(key) for key in ("wire_bytes", "wire_counted_bytes")]
+            mib = [f"{value / MIB:.1f}" if value else "" for value in sent]
+            lines.append([name, milliseconds(row["step_s"]), spread_cell(over_peer, 2), *mib])
+    if not lines:
+        return [NOT_MEASURED]
+    header = ("", "step, ms", "ours / torch", "sent, MiB", "counted, MiB")
+    return [*markdown_table(header, lines), "", *_below(run, results)]
+
+
 def _below(run: Run, results: dict[str, Any]) -> Iterator[str]:
     """Yield the machine, versions and date of each result, and what did not run."""
     for isa, result in results.items():
@@ -144,6 +163,7 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "steps_thread": steps(THREAD),
     "steps_ranks": steps(RANKS),
     "profiles": profiles,
+    "tensor_parallel": tensor_parallel,
     "bf16_without_instructions": bf16,
 }
 

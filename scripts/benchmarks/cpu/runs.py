@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CORES, THREAD, RANKS, BF16 = "all cores", "one thread", "two ranks", "bf16"
+TENSOR = "tensor parallelism"  # on two ranks
 GPT2, LLAMA = "gpt2-11m", "llama-39m"
 PLACES = (CORES, THREAD, RANKS)
 _ONE_PROCESS = "torch,torch compiled,ZeRO-1,products,HF,HF compiled"
@@ -31,7 +32,7 @@ class Run:
     @property
     def ranks(self) -> int:
         """Processes that train."""
-        return 2 if self.place == RANKS else 1
+        return 2 if self.place in (RANKS, TENSOR) else 1
 
     def arguments(self, isa: str = "all") -> list[str]:
         """Return the arguments of the benchmark, but for paths.
@@ -44,6 +45,8 @@ class Run:
             words += ["--steps_per_turn=10"] if self.model == LLAMA else []  # of about a second each
             return [*words, *{CORES: [], THREAD: ["--threads=1"], RANKS: ["--threads=1", "--ranks=2"]}[self.place]]
         words += ["--device=cpu", "--micro_batch_size=2", f"--threads={0 if self.place == CORES else 1}"]
+        if self.place == TENSOR:
+            return [*words, "--tensor_parallel=2", "--steps_per_turn=4"]
         if self.place == BF16:
             return [*words, "--dtype=bf16", "--steps_per_turn=2", "--only=ZeRO-1,ZeRO-1 fp32"]
         rows = (_ONE_PROCESS if self.ranks == 1 else _TWO_RANKS).split(",")
@@ -74,5 +77,6 @@ RUNS = (
     *(Run("programs", place, model) for place in PLACES for model in (GPT2, LLAMA)),
     *(Run("steps", place, model) for place in (CORES, THREAD) for model in (GPT2, LLAMA)),
     Run("steps", RANKS, LLAMA),
+    Run("steps", TENSOR, LLAMA, isa="all"),
     Run("steps", BF16, GPT2, isa="avx2"),
 )
