@@ -6,7 +6,6 @@ here without the code that loads checkpoints.
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 from pathlib import Path
@@ -21,6 +20,7 @@ from megatron_lite.checkpoint import manifest
 from megatron_lite.checkpoint.writing import Save, write_now
 from megatron_lite.distributed.process_group import Distributed
 from tests.support.harness import run_distributed, tiny_config
+from tests.support.results import saved_values
 
 Contents = dict[tuple[str, str], Tensor]  # (parameter, kind) -> values
 
@@ -76,20 +76,12 @@ def save_again(distributed: Distributed, options: dict[str, Any], target: str) -
 
 def read_all(folder: Path) -> Contents:
     """Return every parameter and moment of a checkpoint."""
-    contents: Contents = {}
     content = manifest.read(folder)
-    files = {file: (folder / file).read_bytes() for file in content.files}
-    for name, parameter in content.parameters.items():
-        for kind, pieces in parameter.slices.items():
-            dtype, row = parameter.dtype_of(kind), math.prod(parameter.shape[1:])
-            values, filled = np.zeros(math.prod(parameter.shape), f"V{dtype.itemsize}"), 0
-            for piece in pieces:
-                runs = np.frombuffer(files[piece.file], values.dtype, piece.num_bytes // dtype.itemsize, piece.offset)
-                for index, run in enumerate(runs.reshape(-1, piece.run)):
-                    values[piece.first + index * row :][: piece.run] = run
-                    filled += piece.run
-            assert filled == values.size
-            contents[name, kind] = torch.frombuffer(bytearray(values), dtype=dtype).view(parameter.shape)
+    contents: Contents = {}
+    for name, kind, values in saved_values(folder):
+        parameter = content.parameters[name]
+        flat = torch.frombuffer(bytearray(values), dtype=parameter.dtype_of(kind))
+        contents[name, kind] = flat.view(parameter.shape)
     return contents
 
 

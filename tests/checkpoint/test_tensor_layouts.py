@@ -22,14 +22,16 @@ import torch
 from megatron_lite.checkpoint import resume, sharded
 from megatron_lite.checkpoint.inspection import inspect
 from megatron_lite.checkpoint.manifest import MOMENTS
+from megatron_lite.checkpoint.space import files_bytes
 from megatron_lite.checkpoint.writing import Save, write_now
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.huggingface import export, load_pretrained
 from megatron_lite.huggingface.open_source import open_source
 from megatron_lite.model.layer import MicroBatch
+from megatron_lite.planner.plan import make_plan
 from tests.checkpoint.test_engine import Contents, read_all, train_on
 from tests.support.engine_runs import Engine, digest
-from tests.support.harness import run_distributed
+from tests.support.harness import run_distributed, tiny_config
 from tests.support.results import curve, exports, weights
 from tests.support.thread_ranks import on_threads
 
@@ -37,21 +39,21 @@ Layout = tuple[int, int, int]  # tensor-parallel ranks, data-parallel ranks, ZeR
 FIRST: Layout = (2, 1, 3)
 OTHERS: tuple[Layout, ...] = ((1, 2, 1), (4, 1, 2), (1, 1, 3), (2, 2, 2))
 ONE, FOUR = OTHERS.index((1, 1, 3)) + 1, OTHERS.index((4, 1, 2)) + 1
+LLAMA: dict[str, Any] = {
+    "normalization_type": "rms_norm",
+    "use_rotary_embeddings": True,
+    "gated": True,
+    "add_linear_biases": False,
+    "tie_word_embeddings": False,
+    "ffn_hidden_size": 96,
+}
+FROZEN = {"freeze": ("blocks.0.mlp",), "ema_type": "ema"}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 61},
-    "multi-query": {
-        "normalization_type": "rms_norm",
-        "use_rotary_embeddings": True,
-        "gated": True,
-        "add_linear_biases": False,
-        "tie_word_embeddings": False,
-        "head_groups": 1,
-        "ffn_hidden_size": 96,
-        "parallel_embeddings": False,
-        "freeze": ("blocks.0.mlp",),
-        "ema_type": "ema",
-    },
+    "multi-query": {**LLAMA, "head_groups": 1, "parallel_embeddings": False, **FROZEN},
+    "muon": {**LLAMA, "head_groups": 2, "vocab_size": 61, "optimizer": "muon"},
 }
+NAMES = ["gpt2", "multi-query", pytest.param("muon", marks=pytest.mark.slow)]
 STEPS = 3  # after the save
 
 
@@ -77,7 +79,7 @@ class Run(Engine):
     def load(self, folder: Path) -> None:
         lines: list[str] = []
         places = [(int(folder.name), folder)], folder.parent
-        found = sharded.load_first_good(*places, self.model, self.ranks, lines.append)
+        found = sharded.load_first_good(*places, self.model, self.ranks, lines.append, self.config.optimizer.optimizer)
         assert found is not None and not lines, lines
         self.model.invalidate()
         self.optimizer.load_state(found[1].state["optimizer"])
@@ -122,7 +124,7 @@ def start_from(ranks: Any, options: dict[str, Any], folder: Path, kind: str) -> 
         load_pretrained.load_weights(source, run.model, ranks)
         found = [digest(weight for _, weight in run.model.full_weights())]
         if kind == "distributed":
-            load_pretrained.load_moments(source, run.model, ranks, "adamw")
+            load_pretrained.load_moments(source, run.model, ranks, run.config.optimizer.optimizer)
             resumed = Run(ranks, options)
             resumed.load(folder)
             for model in (run.model, resumed.model):
@@ -132,7 +134,7 @@ def start_from(ranks: Any, options: dict[str, Any], folder: Path, kind: str) -> 
 
 
 class Trained(NamedTuple):
-    """The results of a model on all layouts, whose checkpoints verify_checkpoint.py finds good."""
+    """The results of a model on all layouts, whose checkpoints are good and as large as planned."""
 
     losses: dict[int, list[float]]  # by number; 10 times it: what the first layout loads again; 0: never loaded
     contents: dict[int, Contents]
@@ -144,6 +146,13 @@ def on(layout: Layout, function: Any, name: str, *args: Any) -> list[Any]:
     tensor, data, zero_stage = layout
     options = {**MODELS[name], "tensor_parallel": tensor, "zero_stage": zero_stage}
     return on_threads(data, tensor, function, options, *args)
+
+
+def planned_bytes(name: str, layout: Layout, iteration: int) -> int:
+    """Return the bytes of the files of a checkpoint, as a dry run says."""
+    tensor, data, zero_stage = layout
+    config = tiny_config(tensor * data, **MODELS[name], tensor_parallel=tensor, zero_stage=zero_stage)
+    return files_bytes(make_plan(config, tensor * data, "cpu").model, tensor * data, iteration)
 
 
 @functools.cache
@@ -161,6 +170,7 @@ def trained(name: str) -> Trained:
             result.contents[number], seen = read_all(folder), inspect(folder, values=True)
             tensor, data, _ = OTHERS[number - 1] if 0 < number < 10 else FIRST
             assert seen.ranks == (str(data) if tensor == 1 else f"{data}x{tensor}") and not seen.problems
+            assert seen.num_bytes == planned_bytes(name, OTHERS[number - 1] if 0 < number < 10 else FIRST, number)
         for layout in (OTHERS[ONE - 1], OTHERS[FOUR - 1]):
             for kind, folder in (("distributed", root / "0"), ("huggingface", root / f"export of {ONE}" / "weights")):
                 result.pretrained[f"{layout} {kind}"] = on(layout, start_from, name, folder, kind)
@@ -168,19 +178,22 @@ def trained(name: str) -> Trained:
 
 
 @pytest.mark.parametrize("number", range(1, 1 + len(OTHERS)), ids=[str(layout) for layout in OTHERS])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", NAMES)
 def test_any_layout_resumes_any_other(model: str, number: int) -> None:
-    """Weights, moments and averages to the bit there and back; losses to 1e-6 there, and to the bit back."""
+    """Weights, moments and averages to the bit there and back; losses to 1e-6 there, and to the bit back.
+
+    Muon rounds its matrices to bf16, and with them the last bits of the gradients.
+    """
     losses, contents, *_ = trained(model)
     for other in (contents[number], contents[10 * number]):
         assert other.keys() == contents[0].keys()
         for key, values in contents[0].items():
             assert torch.equal(values.view(torch.uint8), other[key].view(torch.uint8)), key
-    np.testing.assert_allclose(losses[number], losses[0], rtol=1e-6)
+    np.testing.assert_allclose(losses[number], losses[0], rtol=1e-4 if model == "muon" else 1e-6)
     assert losses[10 * number] == losses[0]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", NAMES)
 def test_exports_do_not_depend_on_the_layout(model: str) -> None:
     """The files, and the fp32 masters and averages, are those of one rank to the byte."""
     found = trained(model).exports
@@ -188,7 +201,7 @@ def test_exports_do_not_depend_on_the_layout(model: str) -> None:
     assert all(other == found[ONE] for other in found.values())
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", NAMES)
 def test_pretrained_weights_at_any_layout(model: str) -> None:
     """Weights of a checkpoint of other ranks and of a Hugging Face folder, moments as a resume has them."""
     found = trained(model).pretrained

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megatron_lite.checkpoint import file_checks, manifest
 from megatron_lite.monitor.trackers import read_metrics
@@ -43,17 +47,28 @@ def assert_all_good(experiment: Path) -> None:
 def weights(experiment: Path) -> dict[str, str]:
     """Return a digest per parameter and Adam moment of the newest checkpoint, for any layout."""
     folder = experiment / "checkpoints" / str(checkpoints(experiment)[-1])
-    digests = {}
-    for name, parameter in manifest.read(folder).parameters.items():
-        for kind, pieces in parameter.slices.items():
-            digest = hashlib.sha256()
-            for piece in pieces:
-                with open(folder / piece.file, "rb") as file:
-                    file.seek(piece.offset)
-                    digest.update(file.read(piece.num_bytes))
-            digests[f"{name} {kind}"] = digest.hexdigest()
+    digests = {
+        f"{name} {kind}": hashlib.sha256(values.tobytes()).hexdigest() for name, kind, values in saved_values(folder)
+    }
     assert digests
     return digests
+
+
+def saved_values(folder: Path) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Yield (parameter, kind, elements as raw bytes) of a checkpoint, without the code that loads it."""
+    content = manifest.read(folder)
+    files = {file: (folder / file).read_bytes() for file in content.files}
+    for name, parameter in content.parameters.items():
+        for kind, pieces in parameter.slices.items():
+            size, row = parameter.dtype_of(kind).itemsize, math.prod(parameter.shape[1:])
+            values, filled = np.zeros(math.prod(parameter.shape), f"V{size}"), 0
+            for piece in pieces:
+                runs = np.frombuffer(files[piece.file], values.dtype, piece.num_bytes // size, piece.offset)
+                for index, run in enumerate(runs.reshape(-1, piece.run)):
+                    values[piece.first + index * row :][: piece.run] = run
+                    filled += piece.run
+            assert filled == values.size, (name, kind)
+            yield name, kind, values
 
 
 def exports(experiment: Path) -> dict[str, str]:
