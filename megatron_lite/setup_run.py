@@ -31,7 +31,7 @@ from megatron_lite.kernels import products
 from megatron_lite.kernels.choice import Kernels, agree_on_kernels
 from megatron_lite.model.gpt import model_layers, shapes_of
 from megatron_lite.model.layer import Layer
-from megatron_lite.monitor.banner import choice_lines, derived_numbers, device_warnings, stage_lines
+from megatron_lite.monitor.banner import choice_lines, derived_numbers, device_warnings, placement_warnings, stage_lines
 from megatron_lite.monitor.communication import time_collectives
 from megatron_lite.monitor.console import ConsoleLines
 from megatron_lite.monitor.export_callback import ExportCallback, open_callback
@@ -256,8 +256,8 @@ def _log_banner(start: Start, inputs: Inputs, notes: Sequence[Note]) -> None:
         _tell(start, line, short)
     for note in notes:
         logger.log(logging.WARNING if note.is_warning else logging.INFO, note.text)
-    found = (*warnings(config), *device_warnings(config, distributed.device), *inputs.kernels.warnings)
-    for warning in (*found, *inputs.data.warnings):
+    found = (*warnings(config), *placement_warnings(config, distributed), *device_warnings(config, distributed.device))
+    for warning in (*found, *inputs.kernels.warnings, *inputs.data.warnings):
         logger.warning(warning)
 
 

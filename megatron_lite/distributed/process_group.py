@@ -60,6 +60,7 @@ class Distributed(RankGroup):
         """
         if tensor_parallel == 1:
             return
+        assert self.world_size % tensor_parallel == 0, "checked with the options"
         of_data = [range(first, self.world_size, tensor_parallel) for first in range(tensor_parallel)]
         of_tensor = [range(first, first + tensor_parallel) for first in range(0, self.world_size, tensor_parallel)]
         self.data, self.tensor = (self._own(groups, new_group) for groups in (of_data, of_tensor))

@@ -95,6 +95,16 @@ def stage_lines(model: MultiStage) -> Iterator[tuple[str, str]]:
     yield describe_products(model.group.device, model.precision.training, model.precision.gradients), ""
 
 
+def placement_warnings(config: Config, distributed: Distributed) -> Iterator[str]:
+    """Yield a warning if ranks that share each layer are on several machines."""
+    ranks, local = config.distributed.tensor_parallel, distributed.local_world_size
+    if local % ranks:
+        yield (
+            f"--tensor_parallel={ranks}: with {local} ranks on a machine, some ranks that share each layer are on "
+            "different machines, whose network every layer waits for; a divisor of the ranks on a machine is faster"
+        )
+
+
 def device_warnings(config: Config, device: torch.device) -> Iterator[str]:
     """Yield a warning if the device has no instructions for the training dtype, or little memory for the logits."""
     name = config.distributed.training_dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megatron_lite.config import Draft
@@ -18,24 +19,31 @@ def data_ranks(draft: Draft, world_size: int) -> int:
 def tensor_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
     """Check that heads, channels, vocabulary, tokens and ranks divide by --tensor_parallel."""
     ranks = draft.tensor_parallel
+    fitting = _fitting(draft, world_size)
     if world_size % ranks:
-        most = max(size for size in range(1, min(ranks, world_size) + 1) if world_size % size == 0)
         have = f"the run has {world_size} rank{'s' * (world_size > 1)}"
-        rule = f"{have}, which must be a multiple; start more with torchrun, or write --tensor_parallel={most}"
+        rule = f"{have}, which must be a multiple; start more with torchrun, or write --tensor_parallel={fitting}"
         yield problem(draft, "tensor_parallel", rule, also="world_size dry_run")
     heads, groups = draft.num_attention_heads, draft.head_groups or draft.num_attention_heads
     if heads % ranks:
+        few = "there are more ranks than query heads, of which " if ranks > heads else ""
         nearest = nearest_multiples(heads, ranks)
-        rule = f"each rank takes equally many query heads; write a divisor of {heads}, or nearest heads: {nearest}"
+        rule = (
+            f"{few}each rank takes equally many{'' if few else ' query heads'}; write --tensor_parallel={fitting}, or "
+            f"nearest heads: {nearest}"
+        )
         yield problem(draft, "tensor_parallel num_attention_heads", rule)
     elif groups % ranks and ranks % groups:
-        rule = f"key/value heads must divide by the ranks or the ranks by them; write a divisor or multiple of {groups}"
+        rule = f"key/value heads must divide by the ranks or the ranks by them; write --tensor_parallel={fitting}"
         yield problem(draft, "tensor_parallel head_groups", rule, also="num_attention_heads")
     elif groups < ranks and (draft.update_rms_clip or draft.clip_update_norm_sigma) is not None:
         yield from _clipped_updates(draft, heads // ranks)
     if draft.ffn_hidden_size and draft.ffn_hidden_size % ranks:
         nearest = nearest_multiples(draft.ffn_hidden_size, ranks)
-        rule = f"each rank takes equally many channels of the MLP; nearest ffn_hidden_size: {nearest}"
+        rule = (
+            f"each rank takes equally many channels of the MLP; nearest ffn_hidden_size: {nearest}; or write "
+            f"--tensor_parallel={fitting}"
+        )
         yield problem(draft, "tensor_parallel ffn_hidden_size", rule)
     if draft.sequence_tensor_parallel and draft.sequence_length % ranks:
         nearest = nearest_multiples(draft.sequence_length, ranks)
@@ -56,9 +64,18 @@ def tensor_parallel(draft: Draft, world_size: int) -> Iterator[Problem]:
         )
 
 
+def _fitting(draft: Draft, world_size: int) -> int:
+    """Return a divisor of --tensor_parallel that satisfies all rules but that of the vocabulary."""
+    heads, groups = draft.num_attention_heads, draft.head_groups or draft.num_attention_heads
+    positions = draft.sequence_length if draft.sequence_tensor_parallel else 0
+    fitting = math.gcd(draft.tensor_parallel, world_size, heads, draft.ffn_hidden_size or 0, positions)
+    return fitting if groups % fitting == 0 or fitting % groups == 0 else math.gcd(fitting, groups)
+
+
 def _clipped_updates(draft: Draft, heads: int) -> Iterator[Problem]:
     """Check that copies of key/value heads begin at a border of the optimizer's ranges. heads: of queries on a rank."""
-    assert draft.kv_channels is not None
+    if draft.kv_channels is None:  # the heads are wrong
+        return
     channels = heads * draft.kv_channels
     if (channels if draft.add_qkv_biases else channels * draft.hidden_size) % CLIPPING_ALIGNMENT:
         clip = "update_rms_clip" if draft.update_rms_clip is not None else "clip_update_norm_sigma"
