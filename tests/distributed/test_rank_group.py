@@ -6,7 +6,7 @@ a receiver that reads too early, are found.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -23,28 +23,6 @@ from tests.support.thread_ranks import TIMEOUT_S, ThreadRank, on_threads
 CPU = torch.device("cpu")
 
 
-class Message(NamedTuple):
-    sent: Tensor
-    before: Tensor  # what it was when the sender started
-
-
-class Post:
-    """The messages under way between ranks that are threads, in the place of `torch.distributed`."""
-
-    def __init__(self) -> None:
-        self.boxes: dict[tuple[Any, ...], deque[Message]] = defaultdict(deque)
-
-    def isend(self, tensor: Tensor, group: Sender, group_dst: int, tag: int) -> Sent:
-        box = self.boxes[group.rank, group_dst, tag]
-        box.append(Message(tensor, tensor.clone()))
-        group.turn.notify_all()
-        return Sent(group, box, len(box))
-
-    def irecv(self, tensor: Tensor, group: Sender, group_src: int, tag: int) -> Received:
-        tensor.fill_(float("nan"))  # anything, until it is waited for
-        return Received(group, self.boxes[group_src, group.rank, tag], tensor)
-
-
 class Sender(NamedTuple):
     """A process group, as this rank has it."""
 
@@ -52,24 +30,52 @@ class Sender(NamedTuple):
     turn: Any
 
 
-class Sent:
-    def __init__(self, group: Sender, box: deque[Message], place: int) -> None:
-        self._group, self._box, self._place = group, box, place
+class Transfer:
+    """A message, which is copied when sender or receiver waits for it and both have started."""
+
+    def __init__(self, turn: Any) -> None:
+        self._turn = turn
+        self.sent: Tensor | None = None
+        self.before: Tensor | None = None  # what it was when the sender started
+        self.received: Tensor | None = None
+        self.is_done = False
 
     def wait(self) -> None:
-        assert self._group.turn.wait_for(lambda: not self._box, TIMEOUT_S), "nobody received a message"
+        has_started = self._turn.wait_for(lambda: self.sent is not None and self.received is not None, TIMEOUT_S)
+        assert has_started, "nobody sent or received a message"
+        if not self.is_done:
+            assert self.sent is not None and self.before is not None and self.received is not None
+            assert torch.equal(self.sent, self.before), "written while it is being sent"
+            self.received.copy_(self.sent)
+            self.sent = self.before = self.received = torch.empty(0)  # no memory of the buffers
+            self.is_done = True
 
 
-class Received:
-    def __init__(self, group: Sender, box: deque[Message], tensor: Tensor) -> None:
-        self._group, self._box, self._tensor = group, box, tensor
+class Post:
+    """The messages under way between ranks that are threads, in the place of `torch.distributed`."""
 
-    def wait(self) -> None:
-        assert self._group.turn.wait_for(lambda: self._box, TIMEOUT_S), "nobody sent a message"
-        sent, before = self._box.popleft()
-        assert torch.equal(sent, before), "written while it is being sent"
-        self._tensor.copy_(sent)
-        self._group.turn.notify_all()
+    def __init__(self) -> None:
+        self.transfers: dict[tuple[Any, ...], list[Transfer]] = defaultdict(list)
+
+    def isend(self, tensor: Tensor, group: Sender, group_dst: int, tag: int) -> Transfer:
+        transfer = self._first("sent", group, (group.rank, group_dst, tag))
+        transfer.sent, transfer.before = tensor, tensor.clone()
+        return transfer
+
+    def irecv(self, tensor: Tensor, group: Sender, group_src: int, tag: int) -> Transfer:
+        tensor.fill_(float("nan"))  # anything, until it is waited for
+        transfer = self._first("received", group, (group_src, group.rank, tag))
+        transfer.received = tensor
+        return transfer
+
+    def _first(self, side: str, group: Sender, key: tuple[int, int, int]) -> Transfer:
+        """Return the first transfer that this side has not started."""
+        group.turn.notify_all()
+        for transfer in self.transfers[key]:
+            if getattr(transfer, side) is None:
+                return transfer
+        self.transfers[key].append(Transfer(group.turn))
+        return self.transfers[key][-1]
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +87,7 @@ def small_chunks_by_post(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(rank_group, "REDUCTION_CHUNK_NUMEL", 16)
     monkeypatch.setattr(rank_group, "REDUCTION_SLOTS", 3)
     yield
-    assert not any(post.boxes.values()), "messages that nobody received"
+    assert all(transfer.is_done for some in post.transfers.values() for transfer in some), "nobody waited"
 
 
 def on_ranks(count: int, function: Callable[[RankGroup], Any]) -> list[Any]:

@@ -19,7 +19,7 @@ from megatron_lite.distributed.cpu_collectives import Done
 from megatron_lite.distributed.traffic import Handle
 from tests.support.threads import THREADS
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 20.0
 
 
 class AbandonedError(RuntimeError):
