@@ -154,7 +154,8 @@ def _defaults(config: Config) -> dict[str, Any]:
     values = flatten(config)
     defaults = {flag.name: flag.default for flag in FLAGS.values()}
     sizes = [values[name] for name in ("batch_size", "micro_batch_size", "sequential_micro_batches")]
-    world_size = -(-sizes[0] // (sizes[1] * sizes[2])) if None not in sizes else 1
+    data_ranks = -(-sizes[0] // (sizes[1] * sizes[2])) if None not in sizes else 1
+    world_size = data_ranks * values["tensor_parallel"]
     for name, default in list(defaults.items()):
         if default is None and values[name] is not None:
             unset = dict.fromkeys(BATCH if name in BATCH else (name,))

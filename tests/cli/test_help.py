@@ -87,6 +87,7 @@ def test_banner_marks_what_differs_from_the_default() -> None:
     assert marked(init_method_std=0.5, kv_channels=128, head_groups=1) == {"init_method_std", "head_groups"}
     assert marked(2, batch_size=8, micro_batch_size=2) >= {"batch_size", "micro_batch_size"}
     assert marked(2, micro_batch_size=1) == set()
+    assert marked(4, tensor_parallel=2) == {"tensor_parallel"}
     assert marked(experiment_dir="/x/y", gated=True) == {"experiment_dir", "gated"}
     assert marked(experiment_dir="/x/y", experiment_name="z") == {"experiment_dir", "experiment_name"}
 
