@@ -42,8 +42,9 @@ def batch(draft: Draft, world_size: int) -> Iterator[Problem]:
 
 
 def _problem(draft: Draft, names: Sequence[str], world_size: int, rule: str) -> Problem:
-    """Report options that do not fit the number of ranks."""
-    return Problem((*_BATCH_RULE, *names), f"{typed(draft, *names)} on {_counted(world_size, 'rank')}: {rule}")
+    """Report options that do not fit the number of data-parallel ranks."""
+    noun = "data-parallel rank" if draft.tensor_parallel > 1 else "rank"
+    return Problem((*_BATCH_RULE, *names), f"{typed(draft, *names)} on {_counted(world_size, noun)}: {rule}")
 
 
 def _fill_micro_batch_size(draft: Draft, sizes: Sequence[int], world_size: int) -> None:

@@ -42,6 +42,12 @@ CASES: list[tuple[str, int, str]] = [
         "--tensor_parallel=2",
     ),
     (
+        "--batch_size=3",
+        8,
+        "--batch_size=3 on 2 data-parallel ranks: with 1 sequential micro-batch, batch_size must be a multiple of 2; "
+        "nearest: 2 or 4",
+    ),
+    (
         "--num_attention_heads=6 --hidden_size=24",
         4,
         "--tensor_parallel=4, --num_attention_heads=6: each rank takes equally many query heads; write "
