@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ LEVEL_COST = {"none": 0.0, "activation": 1.0, "full": 10.0}
 ALL_BLOCKS_COST = 33.0
 SPLIT_COST = 50.0
 MOST_RANKS = 2**24  # as --world_size takes
+SHARING_RANKS = (2, 4, 8)  # of a node, that may share each layer
 SEARCH_S = 5.0  # of the processor's time; a plan of 100 blocks takes 0.2 s
 
 Changes = dict[str, Any]  # options and their new values
@@ -125,7 +126,7 @@ def _answer(question: Question, said: str) -> list[str]:
         return [f"{said}; append these flags to need {fit.needed_bytes / GIB:,.1f} GiB:", f"  {fit.flags}"]
     if (least := least_bytes(question)) < math.inf:
         said += f", {least / GIB:,.1f} GiB with the highest ZeRO stage, micro-batches of 1 and recomputation"
-    if fit := fewest_ranks(question):
+    if fit := fewest_sharing_ranks(question):
         said += f"; {fit.world_size:,} GPUs are the fewest that fit, with {fit.needed_bytes / GIB:,.1f} GiB; append:"
         return [said, f"  --world_size={fit.world_size} {fit.flags}".rstrip()]
     if (sizes := larger_sizes(question)) and (least := least_bytes(question.on(sizes[-1]))) < math.inf:
@@ -166,6 +167,28 @@ def larger_sizes(question: Question) -> list[int]:
         return []
     sizes = (size * question.asked.distributed.tensor_parallel for size in _divisors(question.batch_size))
     return [size for size in sizes if question.world_size < size <= MOST_RANKS]
+
+
+def with_more_sharing(question: Question, same_ranks: bool) -> Iterator[tuple[Changes, Question]]:
+    """Yield changes with which more ranks of a node share each layer, and the question with these options.
+
+    same_ranks: only sizes that divide the ranks of the question.
+    """
+    present = question.asked.distributed.tensor_parallel
+    for ranks in SHARING_RANKS:
+        if ranks > present and not (same_ranks and question.world_size % ranks):
+            changes = {"tensor_parallel": ranks, "sequence_tensor_parallel": True}
+            yield changes, dataclasses.replace(question, asked=_changed(question.asked, changes))
+
+
+def fewest_sharing_ranks(question: Question) -> Fit | None:
+    """Return the cheapest changes for the smallest number of GPUs that fits, with the fewest that share layers."""
+    if fit := fewest_ranks(question):
+        return fit
+    for changes, shared in with_more_sharing(question, same_ranks=False):
+        if fit := fewest_ranks(shared):
+            return dataclasses.replace(fit, changes={**changes, **fit.changes})
+    return None
 
 
 def _divisors(number: int) -> list[int]:

@@ -40,20 +40,24 @@ def _without(argv: Sequence[str], names: Collection[str]) -> Iterator[str]:
             yield word
 
 
-def layout_of_nodes(world_size: int, most_per_node: int) -> tuple[int, int]:
-    """Return nodes and ranks per node: as few nodes as hold equal numbers of ranks."""
-    per_node = max(size for size in range(1, most_per_node + 1) if world_size % size == 0)
+def layout_of_nodes(world_size: int, most_per_node: int, together: int = 1) -> tuple[int, int]:
+    """Return nodes and ranks per node: as few nodes as hold equal numbers of ranks.
+
+    together: neighbours that share each layer, and with it a node if they fit.
+    """
+    sizes = [size for size in range(1, most_per_node + 1) if world_size % size == 0]
+    per_node = max([size for size in sizes if size % together == 0] or sizes)
     return world_size // per_node, per_node
 
 
-def launcher(world_size: int, most_per_node: int) -> list[str]:
+def launcher(world_size: int, most_per_node: int, together: int = 1) -> list[str]:
     """Return the words that start a program on this number of ranks.
 
     On several nodes they are typed on each, with NODE_RANK from 0 on and MASTER_ADDR of the first.
     """
     if world_size == 1:
         return ["python"]
-    nodes, per_node = layout_of_nodes(world_size, most_per_node)
+    nodes, per_node = layout_of_nodes(world_size, most_per_node, together)
     if nodes == 1:
         return ["torchrun", "--standalone", f"--nproc-per-node={per_node}"]
     return [

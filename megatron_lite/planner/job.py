@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lite.errors import UsageError
-from megatron_lite.planner.command import PROGRAM, layout_of_nodes
+from megatron_lite.planner.command import PROGRAM
 
 LONGEST_H = 24  # the job goes back into the queue until the run is complete
 MARGIN = 1.25  # on the predicted time
@@ -45,13 +45,15 @@ exec srun --kill-on-bad-exit=1 bash -c 'exec torchrun --nnodes={nodes} --nproc-p
 """
 
 
-def write_job(path: Path, words: Sequence[str], world_size: int, most_per_node: int, seconds: float) -> None:
+def write_job(path: Path, words: Sequence[str], layout: tuple[int, int], seconds: float) -> None:
     """Write the job of a run of `words`, flags of the program, which is predicted to take `seconds`.
+
+    layout: nodes, and ranks on each.
 
     Raises:
         UsageError: if the file exists or cannot be written.
     """
-    nodes, per_node = layout_of_nodes(world_size, most_per_node)
+    nodes, per_node = layout
     time_h = min(max(math.ceil(seconds * MARGIN / 3600), 1), LONGEST_H)
     text = TEXT.format(
         name=shlex.quote(path.name),

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_lite.checkpoint.space import files_bytes
-from megatron_lite.config import Config, flatten, unflatten
+from megatron_lite.config import Config, DistributedConfig, flatten, unflatten
 from megatron_lite.data.open_data import open_data
 from megatron_lite.errors import RunError, UsageError
-from megatron_lite.planner.advice import Fit, Question, SearchTooLongError, advice, cheapest_fit, fewest_ranks
-from megatron_lite.planner.command import PROGRAM, changed_words, hours, launcher, quoted
+from megatron_lite.planner.advice import (
+    Changes,
+    Fit,
+    Question,
+    SearchTooLongError,
+    advice,
+    cheapest_fit,
+    fewest_sharing_ranks,
+    least_bytes,
+    with_more_sharing,
+)
+from megatron_lite.planner.command import PROGRAM, changed_words, hours, launcher, layout_of_nodes, quoted
 from megatron_lite.planner.devices import GPUS_PER_NODE, cpu_sheet, gpu_sheet
 from megatron_lite.planner.job import write_job
 from megatron_lite.planner.plan import Plan
 from megatron_lite.planner.runtime import GIB
-from megatron_lite.planner.search import SEARCHED, Layout, Search, fewest_changes, recommended
+from megatron_lite.planner.search import SEARCHED, SHARING, Layout, Search, fewest_changes, recommended
 from megatron_lite.planner.speeds import MeasuredSpeeds, Speeds, read_speeds
 from megatron_lite.run.threads import choose_threads
 from megatron_lite.schedules.batch_options import consumed_tokens
-from megatron_lite.validation import resolve
 from megatron_lite.validation.messages import Note
 
 WIDTH = 118
@@ -47,8 +57,8 @@ def wrapped(notes: Sequence[Note]) -> Iterator[str]:
         yield from textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def smallest_world(config: Config, asked: Config, device_type: str, device_bytes: int) -> tuple[Config, int]:
-    """Return the fewest GPUs that fit, and the options for them; `config` is resolved for one.
+def smallest_world(config: Config, asked: Config, device_type: str, device_bytes: int) -> Fit:
+    """Return the fewest GPUs that fit, and changes of options for them; `config` is resolved for one.
 
     Raises:
         UsageError: if no number of GPUs fits.
@@ -56,11 +66,11 @@ def smallest_world(config: Config, asked: Config, device_type: str, device_bytes
     assert config.batch.batch_size, "resolved"
     least = config.distributed.tensor_parallel
     question = Question(asked, config.batch.batch_size, least, device_type, device_bytes).limited()
-    fit = _in_time(lambda: cheapest_fit(question) or fewest_ranks(question))
+    fit = _in_time(lambda: cheapest_fit(question) or fewest_sharing_ranks(question))
     if fit is None:
         (*_, line) = advice(question, config.batch.batch_size)
         raise UsageError(f"--world_size=auto: {line}")
-    return resolve(unflatten({**flatten(asked), **fit.changes}), fit.world_size), fit.world_size
+    return fit
 
 
 def _in_time(find: Callable[[], Fit | None]) -> Fit | None:
@@ -71,44 +81,65 @@ def _in_time(find: Callable[[], Fit | None]) -> Fit | None:
         return None
 
 
-def recommendation(plan: Plan, asked: Config, argv: Sequence[str], device_bytes: int) -> list[str]:
+def recommendation(
+    plan: Plan, asked: Config, argv: Sequence[str], device_bytes: int, changes: Changes | None = None
+) -> list[str]:
     """Return the lines that end with a command, or with the reason why none fits.
+
+    asked: as typed, with `changes` by which the number of ranks fits.
 
     Raises:
         UsageError: if --write_sbatch cannot be written.
     """
     needed, batch_size = plan.needed_bytes(), plan.config.batch.batch_size
     assert batch_size, "resolved"
-    search = Search(asked, batch_size, plan.world_size, plan.device_type, device_bytes, _speeds(plan))
-    layouts, fits = search.layouts(), needed <= device_bytes
-    if not layouts and not fits:
-        question = Question(asked, batch_size, plan.world_size, plan.device_type, device_bytes)
-        fit = _in_time(lambda: fewest_ranks(question.limited()))
-        if fit is None:
-            reason, *flags = advice(question, needed)
-            return [*wrapped([Note(reason, is_warning=True)]), *flags]
-        search = Search(
-            asked, batch_size, fit.world_size, plan.device_type, device_bytes, _speeds(plan, fit.world_size)
-        )
-        layouts = search.layouts()
+    question = Question(asked, batch_size, plan.world_size, plan.device_type, device_bytes)
+    fits = needed <= device_bytes
+    for search in _searches(plan, question):
+        if (layouts := search.layouts()) or fits:
+            break
+    else:
+        reason, *flags = advice(question, needed)
+        return [*wrapped([Note(reason, is_warning=True)]), *flags]
     present = search.asked_layout(plan.config) if fits else None
     if present is not None:
         others = [layout for layout in layouts if layout.values() != present.values()]
         layouts = sorted([*others, present], key=lambda layout: layout.time.seconds)
     best = recommended(layouts, plan.config)
     verdict = _verdict(plan, present, best, device_bytes)
-    return [*verdict, *_table(search, layouts, best), *_costs(search, best), *_command(asked, best, argv)]
+    return [
+        *verdict,
+        *_table(search, layouts, best),
+        *_costs(search, best),
+        *_command(asked, best, argv, changes or {}),
+    ]
 
 
-def _speeds(plan: Plan, world_size: int | None = None) -> Speeds:
-    ranks, options = world_size or plan.world_size, plan.config.distributed
+def _searches(plan: Plan, question: Question) -> Iterator[Search]:
+    """Yield searches until one finds something: the ranks as asked, ranks that share more layers, more ranks."""
+
+    def search(sharing: Changes, asked: Config, ranks: int) -> Search:
+        speeds = _speeds(plan, asked.distributed, ranks)
+        return Search(asked, question.batch_size, ranks, plan.device_type, question.device_bytes, speeds, sharing)
+
+    yield search({}, question.asked, plan.world_size)
+    for changes, shared in with_more_sharing(question, same_ranks=True):
+        if least_bytes(shared) <= question.device_bytes:
+            yield search(changes, shared.asked, plan.world_size)
+    if fit := _in_time(lambda: fewest_sharing_ranks(question.limited())):
+        sharing = {name: fit.changes[name] for name in SHARING if name in fit.changes}
+        yield search(sharing, unflatten({**flatten(question.asked), **sharing}), fit.world_size)
+
+
+def _speeds(plan: Plan, options: DistributedConfig, ranks: int) -> Speeds:
+    options = dataclasses.replace(plan.config.distributed, tensor_parallel=options.tensor_parallel)
     if options.machine_speeds is not None:
         measured = read_speeds(Path(options.machine_speeds))
         measured.check(plan.device_type, options.training_dtype, ranks)
         return measured
     if plan.device_type == "cpu":
-        return cpu_sheet(plan.config.distributed, max((os.cpu_count() or 1) // ranks, 1))
-    return gpu_sheet(plan.config.distributed, ranks)
+        return cpu_sheet(options, max((os.cpu_count() or 1) // ranks, 1))
+    return gpu_sheet(options, ranks)
 
 
 def _verdict(plan: Plan, present: Layout | None, best: Layout, device_bytes: int) -> Iterator[str]:
@@ -120,6 +151,9 @@ def _verdict(plan: Plan, present: Layout | None, best: Layout, device_bytes: int
         yield f"fits: {needed:,.1f} GiB of {space:,.1f} GiB; {present.time.seconds:,.3g} s a step predicted{more}"
         return
     where = "" if best.world_size == plan.world_size else f"; {best.world_size:,} GPUs are the fewest that fit"
+    shared = best.config.distributed.tensor_parallel
+    if shared > plan.config.distributed.tensor_parallel:
+        where += f"; nothing does unless {shared} ranks share each layer"
     text = f"does not fit: {needed:,.1f} GiB of {space:,.1f} GiB{where}; the command below does"
     yield from wrapped([Note(text, is_warning=True)])
 
@@ -130,9 +164,10 @@ def _table(search: Search, layouts: Sequence[Layout], best: Layout) -> Iterator[
     if best not in shown:
         shown = [*shown[:-1], best]
     on = "" if search.device_type == "cpu" else "GPU"
+    shared = search.asked.distributed.tensor_parallel
     yield (
-        f"layouts that fit {search.world_size:,} {on or 'rank'}{'s' * (search.world_size > 1)}, predicted, the fastest "
-        f"of {len(layouts)} (*: recommended):"
+        f"layouts that fit {search.world_size:,} {on or 'rank'}{'s' * (search.world_size > 1)}, "
+        f"{f'{shared} to a layer, ' if shared > 1 else ''}predicted, the fastest of {len(layouts)} (*: recommended):"
     )
     yield "  " + "  ".join(f"{name:>{width}}" for name, width in COLUMNS)
     for layout in shown:
@@ -208,16 +243,17 @@ def _epochs(config: Config, world_size: int) -> Iterator[str]:
     yield from wrapped([Note(f"training data: {described['training data']}")])
 
 
-def _command(asked: Config, best: Layout, argv: Sequence[str]) -> Iterator[str]:
-    """The command of the recommended layout; with --write_sbatch the job, too."""
-    changes = fewest_changes(asked, best)
+def _command(asked: Config, best: Layout, argv: Sequence[str], changes: Changes) -> Iterator[str]:
+    """The command of the recommended layout; with --write_sbatch the job, too. changes: made before the search."""
+    changes = {**changes, **fewest_changes(asked, best)}
     words = changed_words(argv, changes)
-    chosen = [name for name in changes if name in SEARCHED]
+    chosen = [name for name in changes if name in (*SHARING, *SEARCHED)]
     note = f" (it sets {', '.join(f'--{name}' for name in chosen)})" if chosen else ""
+    shared = best.config.distributed.tensor_parallel
     yield f"run this{note}:"
-    for line in quoted([*launcher(best.world_size, GPUS_PER_NODE), PROGRAM, *words]).split("\n"):
+    for line in quoted([*launcher(best.world_size, GPUS_PER_NODE, shared), PROGRAM, *words]).split("\n"):
         yield f"  {line}"
     if (path := asked.distributed.write_sbatch) is not None:
         seconds = best.time.seconds * best.config.training.train_iters
-        write_job(Path(path), words, best.world_size, GPUS_PER_NODE, seconds)
+        write_job(Path(path), words, layout_of_nodes(best.world_size, GPUS_PER_NODE, shared), seconds)
         yield f"wrote {path}; submit it with: sbatch {path}"

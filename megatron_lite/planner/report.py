@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatron_lite.checkpoint.space import host_copy_bytes
-from megatron_lite.config import Config, DistributedConfig
+from megatron_lite.config import Config, DistributedConfig, flatten, unflatten
 from megatron_lite.errors import EXIT_DONE, UsageError
 from megatron_lite.monitor.communication import TRAFFIC_KINDS
 from megatron_lite.parameter import DTYPES
 from megatron_lite.planner.activations import Saved
+from megatron_lite.planner.advice import Changes
 from megatron_lite.planner.auto import device_memory_bytes, resolve_auto
 from megatron_lite.planner.devices import DEFAULT_GPU, GPUS, gpu_of, planned_type
 from megatron_lite.planner.plan import Plan, make_plan
@@ -22,6 +23,7 @@ from megatron_lite.planner.recommendation import recommendation, smallest_world,
 from megatron_lite.planner.runtime import GIB, MIB, PLANNED_GPU_BYTES
 from megatron_lite.run import exit_status
 from megatron_lite.schedules.batch_options import consumed_tokens
+from megatron_lite.validation import resolve
 from megatron_lite.validation.messages import Note
 from megatron_lite.validation.warnings import warnings
 from megatron_lite.zero.stage import Stage
@@ -41,11 +43,15 @@ def dry_run(
     device_type = planned_type(config.distributed)
     memory = planned_bytes(config.distributed, world_size)
     try:
+        changes: Changes = {}
         if asked.distributed.world_size == "auto":
-            config, world_size = smallest_world(config, asked, device_type, memory)
+            fit = smallest_world(config, asked, device_type, memory)
+            world_size, changes = fit.world_size, fit.changes
+            asked = unflatten({**flatten(asked), **changes})
+            config = resolve(asked, world_size)
         multi_stage, choices = resolve_auto(config, world_size, device_type, memory)
         plan = make_plan(dataclasses.replace(config, multi_stage=multi_stage), world_size, device_type)
-        answer = recommendation(plan, asked, argv, memory)
+        answer = recommendation(plan, asked, argv, memory, changes)
     except (RuntimeError, OverflowError) as error:  # a tensor above 2**63 bytes, even on the meta device
         raise UsageError(f"--dry_run=1: {error}; write smaller sizes (--hidden_size, --vocab_size ...)") from error
     if prints:

@@ -19,6 +19,7 @@ from megatron_lite.planner.advice import (
     dimensions,
     larger_sizes,
     level_choices,
+    with_more_sharing,
 )
 from megatron_lite.planner.runtime import GIB
 
@@ -88,7 +89,18 @@ def _candidates(question: Question, config: Config) -> Iterator[tuple[str, Chang
     present = config.multi_stage.zero_stage
     assert isinstance(present, int), "resolved"
     yield from _named("zero_stage", [choice for choice in zero if choice.changes.get("zero_stage", 0) > present])
+    yield from _named("tensor_parallel", _more_sharing(question, config))
     yield from _named("split_master_weights", split[1:])
+
+
+def _more_sharing(question: Question, config: Config) -> list[Choice]:
+    """Return the next size of groups that share each layer, with the same micro-batches: more of them on each rank."""
+    (micro, *_), batch = dimensions(question), config.batch
+    follows = {name: None for name in ("depth_first_micro_batches", "sequential_micro_batches")}
+    typed = {name: value for name, value in follows.items() if getattr(question.asked.batch, name)}
+    same = {**micro[0].changes, "micro_batch_size": batch.micro_batch_size, **typed}
+    shared = [changes for changes, _ in with_more_sharing(question, same_ranks=True)]
+    return [Choice(0.0, {**changes, **same}) for changes in shared[:1]]
 
 
 def _json_value(value: Any) -> int | str:

@@ -37,6 +37,8 @@ SEARCHED = (
     "mlp_recompute_level",
     "recompute_layers",
 )
+# Set only where nothing else fits.
+SHARING = ("tensor_parallel", "sequence_tensor_parallel")
 FOLLOWING = ("sequential_micro_batches", "num_weight_buffers", "num_grad_buffers")
 
 
@@ -62,12 +64,13 @@ class Layout:
 class Search:
     """A run, and the devices that it must fit."""
 
-    asked: Config  # as typed
+    asked: Config  # as typed, but for `sharing`
     batch_size: int  # samples per iteration, the same in every layout
     world_size: int
     device_type: str
     device_bytes: int
     speeds: Speeds
+    sharing: dict[str, Any] = dataclasses.field(default_factory=dict)  # changes of `SHARING`
 
     @property
     def data_ranks(self) -> int:
@@ -116,6 +119,7 @@ class Search:
             "mlp_recompute_level": "none",
             "recompute_layers": 0,
             **dict.fromkeys(FOLLOWING),
+            **self.sharing,
         }
 
     def _resolved(self, changes: dict[str, Any]) -> Config | None:
@@ -207,7 +211,7 @@ def fewest_changes(asked: Config, layout: Layout) -> dict[str, Any]:
     typed, wanted = flatten(asked), layout.values()
     kept = {name: value for name, value in layout.changes.items() if typed[name] != value}
     for name in sorted(
-        kept.keys() - {"batch_size"}, key=lambda name: name in ("zero_stage", "micro_batch_size")
+        kept.keys() - {"batch_size", *SHARING}, key=lambda name: name in ("zero_stage", "micro_batch_size")
     ):  # these are kept if possible
         fewer = {other: value for other, value in kept.items() if other != name}
         try:

@@ -44,11 +44,24 @@ def test_the_disk_of_a_checkpoint(drawn: Drawn, tmp_path: Path) -> None:
     """The files of all ranks to the byte; with the manifest, a large part for models this small, within 2 %."""
     ranks = min(drawn.ranks, MOST_RANKS)
     batch = {"batch_size": drawn.options["batch_size"] // drawn.ranks * ranks}
-    run_distributed(ranks, save, {**drawn.options, **batch}, str(tmp_path))
-    config = tiny_config(ranks, **{**drawn.options, **batch}, experiment_dir=str(tmp_path))
+    files_are_as_planned(ranks, {**drawn.options, **batch}, tmp_path, most_manifest=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "shared"), [(2, 2), (4, 2), (4, 4)])
+def test_the_disk_of_tensor_parallel_ranks(ranks: int, shared: int, tmp_path: Path) -> None:
+    """Each rank writes what it holds, copies of small parameters included."""
+    options = dict(tensor_parallel=shared, vocab_size=61, num_layers=3, training_dtype="bf16", ema_type="ema")
+    files_are_as_planned(ranks, options, tmp_path, most_manifest=0.1)
+
+
+def files_are_as_planned(ranks: int, options: dict[str, Any], folder: Path, most_manifest: float) -> None:
+    """Save on ranks that are processes, and compare the bytes of the files."""
+    run_distributed(ranks, save, options, str(folder), tensor_parallel=options.get("tensor_parallel", 1))
+    config = tiny_config(ranks, **options, experiment_dir=str(folder))
     plan = make_plan(config, ranks, "cpu")
-    sizes = {path.name: path.stat().st_size for path in (tmp_path / "checkpoints" / "0").iterdir()}
+    sizes = {path.name: path.stat().st_size for path in (folder / "checkpoints" / "0").iterdir()}
     manifest, whole = sizes.pop("manifest.json"), sum(sizes.values())
     assert len(sizes) == ranks and files_bytes(plan.model, ranks, 0) == whole
-    assert manifest <= 0.02 * whole
+    assert manifest <= most_manifest * whole
     print(f"{whole:,} bytes, exact; beside them a manifest of {manifest:,}")

@@ -26,7 +26,7 @@ def needed(words: str, ranks: int) -> int:
         (
             f"{RUN} --batch_size=32",
             "micro_batch_size mlp_recompute_level mlp_recompute_level recompute_layers zero_stage zero_stage "
-            "split_master_weights world_size",
+            "tensor_parallel split_master_weights world_size",
         ),
         (f"{RUN} --micro_batch_size=2 --sequential_micro_batches=4", "micro_batch_size mlp_recompute_level"),
         (

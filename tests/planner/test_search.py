@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -90,6 +91,39 @@ def test_command_lines() -> None:
     files = changed_words(["@model.flags", "--dry_run=1"], {"num_grad_buffers": None, "split_master_weights": False})
     assert files == ["@model.flags", "--num_grad_buffers=none", "--split_master_weights=0"]
     assert parse([*files[1:], "--dataset_source=random"]).config.multi_stage.num_grad_buffers is None
+
+
+def test_nodes_hold_whole_groups() -> None:
+    """Ranks that share each layer share a node, if one holds them."""
+    assert [layout_of_nodes(ranks, 8, 4) for ranks in (4, 8, 12, 24)] == [(1, 4), (1, 8), (3, 4), (3, 8)]
+    assert layout_of_nodes(12, 8) == (2, 6) and layout_of_nodes(16, 8, 16) == (2, 8)
+    assert launcher(12, 8, 4)[1:3] == ["--nnodes=3", "--nproc-per-node=4"]
+
+
+LONG = ["@scripts/examples/mistral_7b.flags", "--dataset_source=random", "--dry_run=1", "--micro_batch_size=1"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--world_size=8", "--sequence_length=131072", "--batch_size=8"],
+        ["--world_size=1", "--sequence_length=262144", "--batch_size=1"],
+        ["--world_size=auto", "--sequence_length=262144", "--batch_size=2"],
+    ],
+    ids=str,
+)
+def test_ranks_share_layers_where_nothing_else_fits(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """One sample is too long for one GPU; the recommended command shares layers, and fits as it is."""
+    assert main([*LONG, *flags]) == 0
+    text = " ".join(capsys.readouterr().out.replace("\\\n", " ").split())
+    command = text.rpartition("pretrain_gpt.py ")[2].split()
+    assert "--sequence_tensor_parallel=1" in command and re.search(r"to a layer, predicted", text)
+    if "--world_size=auto" not in flags:
+        (ranks,) = re.findall(r"nothing does unless (\d) ranks share each layer", text)
+        assert f"--tensor_parallel={ranks}" in command
+    (world_size,) = re.findall(r"--nproc-per-node=(\d+) pretrain_gpt.py", text)
+    assert main([*command, "--dry_run=1", f"--world_size={world_size}"]) == 0
+    assert re.search(r"^fits: ", capsys.readouterr().out, re.M)
 
 
 @pytest.mark.parametrize(
