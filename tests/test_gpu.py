@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -243,3 +244,32 @@ def test_a_missing_wait_is_noticed_on_a_stream(site: str) -> None:
 
     with removed_wait(site):
         assert simulated(options, DELAY_CYCLES) != right
+
+
+def tensor_layouts() -> list[dict[str, Any]]:
+    from tests.zero.test_slow_tensor_collectives import SIMULATED
+
+    return [options | {"device": "cuda"} for options in SIMULATED]
+
+
+def simulated_tensor_parallel(options: dict[str, Any], delay_cycles: int) -> Any:
+    from tests.support.engine_runs import Engine, simulated_tensor_ranks
+
+    with deterministic():
+        return Engine(simulated_tensor_ranks("cuda", delay_cycles), options).run(2, evaluate_every=2)
+
+
+def test_slow_exchanges_of_hidden_states_change_no_bit_on_a_stream() -> None:
+    """What arrives on another stream, late, is not read before: `wait` lets the stream of the layers wait."""
+    for options in tensor_layouts():
+        assert simulated_tensor_parallel(options, DELAY_CYCLES) == simulated_tensor_parallel(options, 0), options
+
+
+def test_a_missing_wait_for_hidden_states_is_noticed_on_a_stream() -> None:
+    """The test above can fail."""
+    from megatron_lite.kernels.exchange import Exchanged
+
+    for options in tensor_layouts():
+        right = simulated_tensor_parallel(options, DELAY_CYCLES)
+        with mock.patch.object(Exchanged, "wait", lambda pending: pending._result()):
+            assert simulated_tensor_parallel(options, DELAY_CYCLES) != right

@@ -56,6 +56,9 @@ class Distributed(RankGroup):
     def divide(self, tensor_parallel: int, new_group: Callable[[Sequence[int]], Any]) -> None:
         """Divide the ranks into data-parallel and tensor-parallel groups; all ranks call this together.
 
+        Collectives of both groups are under way at the same time. NCCL may then wait forever unless all ranks start
+        them in the same order, which they do: it follows from the options alone, never from data or time.
+
         new_group: makes a process group of some ranks, with all ranks taking part.
         """
         if tensor_parallel == 1:

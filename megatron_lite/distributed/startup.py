@@ -139,6 +139,8 @@ def warm_up(distributed: Distributed) -> None:
             buffer = torch.zeros(numel, device=distributed.device)
             group.reduce_scatter(buffer).wait()
             group.all_gather(buffer).wait()
+            if group is distributed.tensor:
+                group.all_reduce(buffer, "sum").wait()  # NCCL connects each algorithm at its first use
     distributed.wait_for_device()
 
 

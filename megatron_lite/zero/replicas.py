@@ -1,8 +1,9 @@
 """Parameters of which several ranks of a tensor-parallel group have a copy, in a data-parallel rank's shard.
 
 All copies must stay equal, so all get the same gradient. Where ranks compute parts of it (a norm of some of the tokens,
-a key head that serves queries on two ranks), one exchange per stage sums the parts, on the shards and in rank order. A
-norm over all parameters counts each element once: on the first rank that has it.
+a key head that serves queries on two ranks), one exchange per stage sums the parts, on the shards and in rank order. On
+GPUs the copies of other gradients are taken from the first rank that has them: NCCL may sum those of several
+data-parallel groups in different orders. A norm over all parameters counts each element once: on that first rank.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ class Replicas:
         self.counted = _without(others, layout.shard_numel)
         self.segments = _segments([(run.start, run.holders[0] == tensor.rank) for run in runs], layout.shard_numel)
         self.copied = [run for run in runs if len(run.holders) > 1]
-        self._sums = [run for run in self.copied if run.sums_gradients]
+        may_differ = tensor.device.type == "cuda"
+        self._exchanged = [run for run in self.copied if run.sums_gradients or may_differ]
         # Every rank takes part with as many elements: copies are at the same places in all shards.
-        self._numel = sum(run.end - run.start for run in self._sums)
+        self._numel = sum(run.end - run.start for run in self._exchanged)
 
     @property
     def gathered_numel(self) -> int:
@@ -70,15 +72,15 @@ class Replicas:
         return [(low, high) for low, high in cut if low < high]
 
     def sum_gradients(self, shard: Tensor) -> None:
-        """Sum the parts of gradients in a shard over the ranks that have copies."""
+        """Sum the parts of gradients in a shard over the ranks that have copies; make other copies equal."""
         if not self._numel:
             return
         gathered = shard.new_empty(self._tensor.world_size, self._numel)
-        torch.cat([shard[run.start : run.end] for run in self._sums], out=gathered[self._tensor.rank])
+        torch.cat([shard[run.start : run.end] for run in self._exchanged], out=gathered[self._tensor.rank])
         self._tensor.all_gather(gathered.view(-1), SUM).wait()
-        sizes = [run.end - run.start for run in self._sums]
-        for run, parts in zip(self._sums, gathered.split(sizes, dim=1), strict=True):
-            first, last = run.holders[0], run.holders[-1]
+        sizes = [run.end - run.start for run in self._exchanged]
+        for run, parts in zip(self._exchanged, gathered.split(sizes, dim=1), strict=True):
+            first, last = run.holders[0], run.holders[-1] if run.sums_gradients else run.holders[0]
             torch.sum(parts[first : last + 1], dim=0, out=shard[run.start : run.end])
 
 

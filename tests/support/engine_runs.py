@@ -267,6 +267,9 @@ class SimulatedRanks:
         own, other = buffer.view(2, -1)
         return self._run(lambda: own.add_(other))
 
+    def all_reduce(self, buffer: Tensor, kind: str) -> Handle:
+        return self._run(lambda: buffer.mul_(2))
+
     def sum_in_rank_order(self, values: Tensor) -> Tensor:
         return 2 * values
 
@@ -288,6 +291,13 @@ class SimulatedRanks:
             event = torch.cuda.Event()
             event.record()
         return _OnStream(event)
+
+
+def simulated_tensor_ranks(device: str = "cpu", delay_cycles: int = 0) -> SimulatedRanks:
+    """Rank 0 of two that share each layer, and hold the same parts of everything."""
+    ranks = SimulatedRanks(device)
+    ranks.data, ranks.tensor = alone(ranks.device), SimulatedRanks(device, delay_cycles)
+    return ranks
 
 
 class _OnStream:

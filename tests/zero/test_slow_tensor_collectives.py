@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.traffic import Handle
-from tests.support.engine_runs import DelayedGroup, Late, LateGroup, Outcome
+from tests.support.engine_runs import DelayedGroup, Engine, Late, LateGroup, Outcome, simulated_tensor_ranks
 from tests.support.harness import run_distributed
 from tests.support.tensor_cases import CASES, LLAMA, QWEN3, CaseEngine, Layout, Options
 from tests.support.thread_ranks import on_threads
@@ -163,6 +163,22 @@ def test_each_missing_wait_is_noticed() -> None:
         with removed_wait(site):
             places = (place for place in range(len(RUNS)) if site in runs[place][1])
             assert any(outcomes(place, late=True) != right(place) for place in places), site
+
+
+# -- ranks that are simulated, as tests/test_gpu.py does on a CUDA stream ---------------------------------------------
+
+SIMULATED: list[Options] = [
+    {**QWEN3, "tensor_parallel": 2, "sequence_tensor_parallel": tokens, "batch_size": 4, "vocab_size": 62}
+    for tokens in (False, True)
+]
+
+
+@pytest.mark.parametrize("options", SIMULATED)
+def test_simulated_ranks_can_be_late_too(options: Options) -> None:
+    ranks, late = simulated_tensor_ranks(), simulated_tensor_ranks()
+    late.tensor = LateGroup(late.tensor)  # type: ignore[assignment]
+    found = Engine(ranks, options).run(2, evaluate_every=2)
+    assert Engine(late, options).run(2, evaluate_every=2) == found and len(set(found.losses)) == 2
 
 
 # -- ranks of gloo ----------------------------------------------------------------------------------------------------

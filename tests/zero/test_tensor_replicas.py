@@ -70,6 +70,8 @@ def test_each_element_counts_once(data: int, ranks: int) -> None:
 class _Named:
     """A group that never exchanges."""
 
+    device = torch.device("cpu")
+
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
 
@@ -109,6 +111,24 @@ def test_copies_get_the_sum_over_their_holders(data: int, ranks: int) -> None:
                     if slot.spec.split.sums_gradients and rank == holders[0]:
                         place = slot.offset - low + element
                         assert len({float(group[holder][2][place]) for holder in holders}) == 1
+
+
+def equalized(ranks: ThreadRank) -> tuple[FlatLayout, Tensor, Tensor]:
+    ranks.tensor.device = torch.device("cuda")  # whose ranks may round differently
+    return summed(ranks, 1)
+
+
+def test_on_gpus_other_copies_are_those_of_the_first_holder() -> None:
+    found = on_threads(1, 3, equalized)
+    for layout, before, after in found:
+        for slot, start, end in layout.pieces(0):
+            place = slice(slot.offset + start, slot.offset + end)
+            if slot.spec.name == "output.bias":
+                assert torch.equal(after[place], found[0][1][place]) and torch.equal(found[0][2][place], after[place])
+            elif slot.spec.name == "output":
+                assert torch.equal(after[place], before[place])
+            elif slot.spec.name == "norm":
+                torch.testing.assert_close(after[place], sum(rank[1][place] for rank in found))
 
 
 def holders_of(spec: ParameterSpec, element: int) -> tuple[int, ...]:
