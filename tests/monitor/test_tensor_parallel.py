@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import re
 import tempfile
@@ -48,6 +49,7 @@ LOGS: Options = {
     "log_communication": True,
     "watch": ("grads", "params", "updates", "opt_state"),
     "watch_interval": 1,
+    "watch_histograms": True,
     "trackers": ("jsonl",),
 }
 NORM, UP, HEADS = (
@@ -132,7 +134,8 @@ def results() -> tuple[list[dict[str, tuple[str, list[str]]]], dict[str, dict[st
                 logs |= {f"local {rank}": all_logged(artifacts, 1, rank) for rank in range(4)}
                 continue
             logs[name] = all_logged(artifacts, 2, 0)
-            watched.append([line for line in read_metrics(folder / "metrics.jsonl") if line["phase"] == "watch"][:2])
+            records = [line for line in read_metrics(folder / "metrics.jsonl") if line["phase"] == "watch"]
+            watched.append([*zip(records, read_metrics(folder / "watch.jsonl"), strict=False)][:2])
             assert all(path.stem.endswith("_000") for path in artifacts.iterdir())
     return found, logs, watched
 
@@ -197,6 +200,43 @@ def test_copies_that_differ_are_named() -> None:
     assert all(line.split(":")[0].endswith(" update") for line in others[2:])
 
 
+GPT2: Options = {
+    "normalization_type": "layer_norm",
+    "use_rotary_embeddings": False,
+    "gated": False,
+    "add_linear_biases": True,
+    "head_groups": None,
+    "random_bias_init": True,
+}
+EQUAL: list[Options] = [
+    {**GPT2, "hidden_dropout": 0.1, "attention_dropout": 0.1, "embedding_dropout": 0.1},
+    {**GPT2, "parallel_embeddings": False, "training_dtype": "bf16", "ema_type": "ema"},
+    {**GPT2, "input_embedding_norm": True, "optimizer": "lion", "mlp_recompute_level": "full"},
+    {"head_groups": 1, "qk_layernorm": True, "recompute_layers": 2, "window_size": 5},
+    {"hybrid_norm": True, "training_dtype": "fp16", "zero_stage": 3},
+    {"optimizer": "muon", "training_dtype": "bf16", "split_master_weights": True},
+    {"update_rms_clip": 0.5, "hidden_size": 64, "head_groups": 1, "freeze": ("*.mlp_norm.*",)},
+]
+
+
+def all_equal(ranks: Distributed) -> list[list[str]]:
+    found = []
+    for size, splits_tokens, options in itertools.product((2, 4), (False, True), EQUAL):
+        ranks.divide(size, dist.new_group)
+        checks: Options = {"debug_tensor_parallel": True, "check_replicas_interval": 1, "lr": 1e-2}
+        with started(ranks, {**checks, **options, "sequence_tensor_parallel": splits_tokens}) as (run, lines):
+            train(run)
+            found.append([line for line in lines if "copies" in line or "MISMATCH" in line])
+    return found
+
+
+@pytest.mark.slow
+def test_copies_stay_equal() -> None:
+    """After dropout, recomputation, low precision, clipping, frozen parts, with every optimizer's kind of update."""
+    for lines in run_distributed(4, all_equal)[0]:
+        assert len(lines) == 3 and not any("MISMATCH" in line for line in lines), lines
+
+
 def test_replicas_that_differ_end_the_run() -> None:
     """A part is compared over data-parallel ranks, a copy over all: the message is the same on all ranks."""
     found = [rank["2"] for rank in results()[0]]
@@ -208,15 +248,22 @@ def test_replicas_that_differ_end_the_run() -> None:
 
 
 def test_watch_counts_every_element_once() -> None:
-    """All statistics of all parameters together are those of data-parallel ranks."""
+    """Statistics of all parameters together and of each are those of data-parallel ranks; histograms have all."""
     first, *others = results()[2]
-    assert len(first) == 2 and {"grads/norm", "updates/zeros", "exp_avg_sq/largest"} <= first[0].keys()
-    for records in others:
-        for record, expected in zip(records, first, strict=True):
-            assert record.keys() == expected.keys()
+    assert len(first) == 2 and {"grads/norm", "updates/zeros", "exp_avg_sq/largest"} <= first[0][0].keys()
+    shapes = {name.split()[1]: entry.shape for name, entry in results()[1]["1"].items() if name.startswith("init ")}
+    for steps in others:
+        for (record, line), (expected, other) in zip(steps, first, strict=True):
+            assert record.keys() == expected.keys() and line["parameters"].keys() == other["parameters"].keys()
             for name in expected:
                 if "/" in name:
                     assert record[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-9), name
+            for target, parameters in line["parameters"].items():
+                assert parameters.keys() == shapes.keys()
+                for name, statistics in parameters.items():
+                    assert statistics == pytest.approx(other["parameters"][target][name], rel=1e-3, abs=1e-6), name
+                    counts = line["histograms"][target]["counts"][name]["counts"]
+                    assert sum(counts) == np.prod(shapes[name]), (target, name)
 
 
 def test_traffic_has_names() -> None:
