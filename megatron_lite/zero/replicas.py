@@ -89,7 +89,7 @@ def whole_parameter(spec: ParameterSpec, local: Tensor, tensor: Group) -> Tensor
 
     local: this rank's part. The result is the part itself if that is all.
     """
-    if not spec.split.blocks or tensor.world_size == 1:
+    if spec.local_shape == spec.shape:
         return local
     gathered = local.new_empty(tensor.world_size, spec.padded_numel)
     gathered[tensor.rank, : local.numel()] = local.reshape(-1)
