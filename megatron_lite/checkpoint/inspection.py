@@ -49,9 +49,9 @@ def inspect(folder: Path, values: bool = False) -> Inspection:
         problems += _not_finite(folder, content)
     others = sorted(path.name for path in folder.iterdir() if not OUR_FILE.fullmatch(path.name))
     remarks = [f"other files: {', '.join(map(ascii, others[:5]))}"] if others else []
-    data_ranks, rest = divmod(content.world_size, content.tensor_parallel)
-    is_divided = content.tensor_parallel > 1 and not rest  # a converter has other files than the run had ranks
-    ranks = f"{data_ranks}x{content.tensor_parallel}" if is_divided else str(content.world_size)
+    ranks, tensor = str(content.world_size), content.tensor_parallel
+    if tensor > 1:
+        ranks = f"{content.world_size // tensor}x{tensor}"
     return Inspection(sum(file.size for file in content.files.values()), ranks, problems, remarks)
 
 

@@ -105,8 +105,9 @@ class Manifest:
 
     @property
     def tensor_parallel(self) -> int:
-        """The tensor-parallel ranks among those that saved it."""
-        return int(self.config.get("tensor_parallel", 1))
+        """The tensor-parallel ranks among those that saved it; 1 if a converter has written other files since."""
+        ranks = int(self.config.get("tensor_parallel", 1))
+        return 1 if self.world_size % ranks else ranks
 
     @property
     def has_slice_checksums(self) -> bool:
