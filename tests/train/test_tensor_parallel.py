@@ -20,7 +20,38 @@ from tests.support.harness import Trajectory, run_distributed, same_weights, tra
 from tests.support.tensor_cases import CASES, QWEN3, Layout, Options, Result, result_of, run_case, run_rank
 
 LAYOUTS: list[Layout] = [(data, ranks, tokens) for data in (1, 2) for ranks in (2, 4) for tokens in (False, True)]
-ONCE = [LAYOUTS[place] for place in (0, 3, 5, 2, 1)]  # for each case one of these, in turn
+# Without -m slow, each case has one layout: four ranks where they are more than the key heads, else mostly two.
+FOUR_RANKS = ("llama, grouped", "llama, multi-query", "qwen3, one group", "gpt2", "depth-first")
+SLOW = (
+    "gpt2, untied",
+    "llama, all heads",
+    "documents",
+    "documents, positions from 0, windows",
+    "positions from 0",
+    "padded whole vocabulary",
+    "whole embeddings, blocks",
+    "norms without weights",
+    "frozen tied embedding",
+    "frozen matrices",
+    "layers in twos",
+    "scaled queries",
+    "averages",
+    "recomputed layers",
+    "recomputed MLPs",
+    "bf16, wide residual",
+    "bf16, narrow gradients",
+    "bf16, split weights",
+)
+
+
+def quick() -> list[tuple[str, Layout]]:
+    found: list[tuple[str, Layout]] = []
+    for place, case in enumerate(case for case in CASES if case not in SLOW):
+        four: Layout = (1, 4, True) if "vocab_size" not in CASES[case] else (2, 2, True)
+        found.append((case, four if case in FOUR_RANKS else (1, 2, place % 2 == 0)))
+    return found
+
+
 # Relative errors of losses, and of gradients as parts of the largest one of a parameter. With 16 bits, sums over ranks
 # round what one rank does not: so do other errors of the same size.
 TOLERANCES = {"fp32": (1e-6, 5e-6), "fp16": (3e-4, 1e-2), "bf16": (3e-3, 6e-2)}
@@ -61,7 +92,7 @@ def compare_gradients(case: str, layout: Layout) -> None:
         assert error <= gradients, (name, error)
 
 
-@pytest.mark.parametrize(("case", "layout"), [(case, ONCE[place % 5]) for place, case in enumerate(CASES)])
+@pytest.mark.parametrize(("case", "layout"), quick())
 def test_gradients_are_those_of_one_rank(case: str, layout: Layout) -> None:
     """Of every parameter and option; initial weights are equal to the bit, and so are copies of a parameter."""
     compare_gradients(case, layout)
@@ -100,13 +131,7 @@ def without_keys(name: str, weight: Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("case", "layout", "zero_stage"),
-    [
-        ("gpt2", (1, 2, False), 1),
-        ("llama, multi-query", (2, 2, True), 3),
-        ("qwen3", (1, 4, True), 2),
-        ("whole embeddings", (2, 2, True), 2),
-    ],
+    ("case", "layout", "zero_stage"), [("gpt2", (1, 2, False), 1), ("llama, multi-query", (2, 2, True), 3)]
 )
 def test_training_is_that_of_one_rank(case: str, layout: Layout, zero_stage: int) -> None:
     compare_training(case, layout, zero_stage)
@@ -138,7 +163,7 @@ def test_zero_stages_and_buffer_counts_change_no_bit(case: str, layout: Layout) 
     options = sized(case, layout)
     if "zero_stage" in options:
         pytest.skip("takes one ZeRO stage only")
-    first, *others = (run_case({**options, **buffers}, layout, 3) for buffers in BUFFERS)
+    first, *others = (run_case({**options, **buffers}, layout, 2) for buffers in BUFFERS)
     for other in others:
         assert other.losses == first.losses and other.grad_norms == first.grad_norms
         assert all(torch.equal(other.weights[name], weight) for name, weight in first.weights.items())
@@ -156,10 +181,10 @@ RECOMPUTED: list[Options] = [
 def test_recomputation_changes_no_bit(layout: Layout) -> None:
     """Dropout masks included."""
     options = {**CASES["llama, multi-query"], "hidden_dropout": 0.1, "attention_dropout": 0.1}
-    first, *others = (run_case({**options, **level}, layout, 2) for level in RECOMPUTED)
+    first, *others = (run_case({**options, **level}, layout) for level in RECOMPUTED)
     for other in others:
-        assert other.losses == first.losses and other.grad_norms == first.grad_norms
-        assert all(torch.equal(other.weights[name], weight) for name, weight in first.weights.items())
+        assert other.losses == first.losses
+        assert all(torch.equal(other.gradients[name], gradient) for name, gradient in first.gradients.items())
 
 
 # -- ranks of gloo ----------------------------------------------------------------------------------------------------
@@ -171,7 +196,6 @@ SAME_BITS: list[tuple[str, Layout]] = [
     ("llama, multi-query", (2, 2, True)),
     ("whole embeddings, tied", (2, 2, True)),
     ("gpt2", (1, 4, False)),
-    ("bf16", (1, 4, True)),
 ]
 
 
@@ -185,13 +209,13 @@ def divided(distributed: Distributed, tensor_parallel: int) -> Distributed:
 def on_four_ranks(distributed: Distributed) -> tuple[list[Trajectory], list[tuple[Any, ...]]]:
     groups = {ranks: divided(distributed, ranks) for ranks in PROGRAM_LAYOUTS}
     trained = [
-        train_tiny(groups[ranks], {**PROGRAM, **options, "tensor_parallel": ranks}, 10)
+        train_tiny(groups[ranks], {**PROGRAM, **options, "tensor_parallel": ranks}, 6)
         for ranks, options in PROGRAM_LAYOUTS.items()
     ]
     results = []
     for case, (_, ranks, tokens) in SAME_BITS:
         options = {**CASES[case], "tensor_parallel": ranks, "sequence_tensor_parallel": tokens}
-        results.append(run_rank(groups[ranks], options, 2))
+        results.append(run_rank(groups[ranks], options, 1))
     return trained, results
 
 
@@ -204,7 +228,7 @@ def of_gloo() -> tuple[list[list[Trajectory]], list[list[tuple[Any, ...]]]]:
 def test_threads_compute_the_bits_of_processes() -> None:
     _, results = of_gloo()
     for place, (case, layout) in enumerate(SAME_BITS):
-        processes, threads = result_of([rank[place] for rank in results]), run_case(CASES[case], layout, 2)
+        processes, threads = result_of([rank[place] for rank in results]), run_case(CASES[case], layout, 1)
         assert processes.losses == threads.losses and processes.grad_norms == threads.grad_norms
         assert all(torch.equal(processes.gradients[name], value) for name, value in threads.gradients.items())
         assert all(torch.equal(processes.weights[name], value) for name, value in threads.weights.items())
@@ -213,7 +237,7 @@ def test_threads_compute_the_bits_of_processes() -> None:
 @pytest.mark.parametrize("place", range(2))
 def test_the_program_trains_as_on_one_rank(place: int) -> None:
     """Its own step on its own data, on 2 x 2 ranks with split tokens and on 1 x 4."""
-    (one,) = run_distributed(1, train_tiny, PROGRAM, 10)
+    (one,) = run_distributed(1, train_tiny, PROGRAM, 6)
     ranks = [rank[place] for rank in of_gloo()[0]]
     for rank in ranks:
         assert same_weights(rank.initial, one.initial)

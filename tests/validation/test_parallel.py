@@ -111,7 +111,7 @@ def test_the_fix_is_legal() -> None:
     draw, fixes = random.Random(0), 0
     sizes = [1, 2, 3, 4, 6, 8, 12, 16, 61, 64, 1000, 2**31, 2**62]
     names = "tensor_parallel num_attention_heads head_groups ffn_hidden_size sequence_length vocab_size kv_channels"
-    for _ in range(400):
+    for _ in range(200):
         options: dict[str, Any] = {**TINY, "vocab_size": 2**20, "batch_size": None, "kv_channels": 2}
         options |= {name: draw.choice(sizes) for name in names.split() if draw.random() < 0.6}
         options |= {"sequence_tensor_parallel": draw.random() < 0.5, "gated": draw.random() < 0.5}
@@ -126,7 +126,7 @@ def test_the_fix_is_legal() -> None:
             fixes += 1
             _, left = examine(unflatten({**options, "tensor_parallel": fix}), ranks)
             assert not [each for each in left if "write --tensor_parallel" in each.message], (options, ranks)
-    assert fixes > 100
+    assert fixes > 50
 
 
 @pytest.mark.parametrize("value", [0, -1, "two", "1.5", "", "nan", 2**80, "0x2"])
