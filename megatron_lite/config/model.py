@@ -168,11 +168,10 @@ class ModelConfig(Area):
         """Number of rotated channels per head, the first ones."""
         return int(self.kv_channels * self.rotary_percent)
 
-    @property
-    def padded_vocab_size(self) -> int:
-        """Rows of embedding and head in memory: the vocabulary, then zeros."""
+    def vocabulary_rows(self, ranks: int = 1) -> int:
+        """Rows of embedding and head in memory, the vocabulary and then zeros, on each of the ranks that share them."""
         unit = self.make_vocab_size_divisible_by
-        return -(-self.vocab_size // unit) * unit
+        return -(-self.vocab_size // (unit * ranks)) * unit
 
 
 def rotary_base(rotary_embedding_scale: float) -> float:

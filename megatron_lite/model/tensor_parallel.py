@@ -64,9 +64,7 @@ class TensorParallel:
 
     def vocabulary_rows(self, config: ModelConfig) -> int:
         """Return the rows of a rank's table in memory, padding included."""
-        ranks = self.group.world_size if self.splits_vocabulary else 1
-        unit = config.make_vocab_size_divisible_by * ranks
-        return -(-config.vocab_size // unit) * config.make_vocab_size_divisible_by
+        return config.vocabulary_rows(self.group.world_size if self.splits_vocabulary else 1)
 
     def vocabulary_split(self, config: ModelConfig) -> Split:
         """Return the split of a table with a row per vocabulary entry."""

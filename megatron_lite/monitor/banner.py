@@ -119,7 +119,9 @@ def device_warnings(config: Config, device: torch.device) -> Iterator[str]:
 
 def _memory_warnings(config: Config, device: torch.device) -> Iterator[str]:
     """Yield a warning if the logits of one micro-batch exceed the free memory of the device."""
-    batch, performance, vocab_size = config.batch, config.performance, config.model.vocab_size
+    batch, performance, options = config.batch, config.performance, config.distributed
+    columns = config.model.vocabulary_rows(options.tensor_parallel if options.parallel_embeddings else 1)
+    vocab_size = min(columns, config.model.vocab_size)  # of this rank
     assert batch.micro_batch_size is not None
     samples = batch.micro_batch_size
     if config.training.validation_iters and batch.eval_micro_batch_size is not None:
@@ -129,7 +131,7 @@ def _memory_warnings(config: Config, device: torch.device) -> Iterator[str]:
     if free is not None and logits_bytes > free:
         chunk = chunk_tokens(performance.cross_entropy_splits, tokens, device, itemsize)
         block_size = performance.cross_entropy_block_size
-        rows, columns = held_logits(tokens, config.model.padded_vocab_size, chunk, block_size)
+        rows, columns = held_logits(tokens, columns, chunk, block_size)
         yield (
             f"the logits of one micro-batch ({tokens:,} tokens x {vocab_size:,} x {itemsize} bytes = "
             f"{logits_bytes / MIB:,.0f} MiB) exceed the free memory ({free / MIB:,.0f} MiB); only "

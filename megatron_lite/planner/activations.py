@@ -54,9 +54,7 @@ class Sizes:
         self.ranks = options.tensor_parallel
         self.splits_tokens = self.ranks > 1 and options.sequence_tensor_parallel
         self.splits_vocabulary = self.ranks > 1 and options.parallel_embeddings
-        unit = model.make_vocab_size_divisible_by
-        parts = unit * (self.ranks if self.splits_vocabulary else 1)
-        self.vocabulary_rows = -(-model.vocab_size // parts) * unit  # with padding
+        self.vocabulary_rows = model.vocabulary_rows(self.ranks if self.splits_vocabulary else 1)  # with padding
         self.vocabulary_entries = min(self.vocabulary_rows, model.vocab_size)
         self.residual_tokens = self.tokens // self.ranks if self.splits_tokens else self.tokens
         self.heads, self.key_heads = model.num_attention_heads // self.ranks, max(1, model.head_groups // self.ranks)

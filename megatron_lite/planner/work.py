@@ -114,9 +114,7 @@ class _Walk:
         # Of a rank of a tensor-parallel group: in the residual stream, and with a loss.
         self.residual_tokens = self.tokens // self.ranks if options.sequence_tensor_parallel else self.tokens
         self.loss_tokens = self.tokens if options.parallel_embeddings else self.residual_tokens
-        unit = self.model.make_vocab_size_divisible_by
-        parts = unit * (self.ranks if options.parallel_embeddings else 1)
-        self.vocabulary_rows = -(-self.model.vocab_size // parts) * unit
+        self.vocabulary_rows = self.model.vocabulary_rows(self.ranks if options.parallel_embeddings else 1)
         self.itemsize = DTYPES[config.distributed.training_dtype].itemsize
         self.residual_itemsize = FP32_BYTES if config.model.full_precision_residual else self.itemsize
         self.kernels = choose_kernels(config, self.device, planned=True)
