@@ -17,7 +17,7 @@ import torch
 from megatron_lite.checkpoint.space import host_copy_bytes
 from megatron_lite.config import Config
 from megatron_lite.distributed.rank_group import reduction_scratch_bytes
-from megatron_lite.optimizer.rules.muon import Matrix, matrices_of
+from megatron_lite.optimizer.rules.matrices import Matrix, matrices_of
 from megatron_lite.planner.activations import FP32_BYTES, Saved, Sizes, Trained, kept_by_layer, saved_by_layer
 from megatron_lite.planner.peaks import Peaks, evaluation_peaks, largest_temporaries, peaks_by_layer
 from megatron_lite.planner.runtime import runtime_needs

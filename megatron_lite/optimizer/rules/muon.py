@@ -24,12 +24,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_lite.config import OptimizerConfig
 from megatron_lite.distributed.process_group import Distributed
@@ -38,71 +36,9 @@ from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.momentum import descend, muon_momentum
 from megatron_lite.kernels.newton_schulz import orthogonalize, orthogonalize_flops
 from megatron_lite.optimizer.rules.adamw import AdamW
+from megatron_lite.optimizer.rules.matrices import GatheredMatrix, Matrix, matrices_of
 from megatron_lite.optimizer.rules.rule import Rule, StepNumbers, Trained
-from megatron_lite.parameter import ParameterSpec
-from megatron_lite.zero.layout import FlatLayout
 from megatron_lite.zero.stage import Stage
-
-
-class Part(NamedTuple):
-    """The part of a matrix that a rank of a tensor-parallel group has, in one piece of the trainable range."""
-
-    rank: int  # of the group
-    offset: int  # of the first element in the range
-    rows: slice
-    columns: slice
-    is_first: bool  # no rank before it has a copy
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
-
-    @property
-    def end(self) -> int:
-        return self.offset + math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A matrix (rows, columns) and its parts, in the order of ranks."""
-
-    rows: int
-    columns: int
-    lr_scale: float
-    weight_decay: bool
-    parts: tuple[Part, ...] = ()
-
-
-def matrices_of(stage: Stage) -> list[Matrix]:
-    """Return the trained matrices of a stage, in order."""
-    assert stage.trainable is not None
-    matrices = []
-    for slot in stage.trainable.layout.slots:
-        spec, first = slot.spec, 0
-        specs = [spec.on(rank) for rank in range(spec.split.ranks)] if spec.matrix_rows else []
-        for rows in spec.matrix_rows:
-            parts = [part for of_rank in specs for part in _parts(of_rank, slot.offset, first, rows)]
-            matrices.append(Matrix(rows, spec.shape[1], spec.lr_scale, spec.weight_decay, tuple(parts)))
-            first += rows
-        assert not spec.matrix_rows or first == spec.shape[0], spec
-    return matrices
-
-
-def _parts(spec: ParameterSpec, offset: int, first: int, rows: int) -> Iterator[Part]:
-    """Yield the parts of the matrix in rows `first` to `first + rows` of a parameter at `offset`, on one rank."""
-    rank, width, start = spec.split.rank, spec.local_shape[1], 0
-    for piece in spec.pieces:
-        is_first = piece.holders[0] == rank
-        if spec.split.dim:
-            assert len(spec.pieces) == 1, spec
-            columns = slice(piece.start, piece.end)
-            yield Part(rank, offset + first * width, slice(0, rows), columns, is_first)
-            continue
-        low, high = max(piece.start, first), min(piece.end, first + rows)
-        if low < high:
-            place = offset + (start + low - piece.start) * width
-            yield Part(rank, place, slice(low - first, high - first), slice(0, width), is_first)
-        start += piece.end - piece.start
 
 
 def assign(matrices: Sequence[Matrix], world_size: int) -> list[int]:
@@ -146,55 +82,6 @@ def shape_factor(rows: int, columns: int, style: str) -> float:
     return math.sqrt(max(1.0, rows / columns))
 
 
-class _Gathered:
-    """A matrix in the memory of all ranks' shards."""
-
-    def __init__(self, matrix: Matrix, full: Tensor, layout: FlatLayout) -> None:
-        ranks = full.numel() // layout.numel  # of a tensor-parallel group
-        self._matrix, self._full = matrix, full
-        self._parts = [(part, _places(part, ranks, layout.shard_numel)) for part in matrix.parts]
-        self.places = [place for _, places in self._parts for place in places]
-
-    def read(self) -> Tensor:
-        """Return the matrix; a view if it is in one place."""
-        rows, columns = self._matrix.rows, self._matrix.columns
-        if len(self.places) == 1:
-            return self._at(self.places[0]).view(rows, columns)
-        whole = self._full.new_empty(rows, columns)
-        for part, places in self._parts:
-            if part.is_first:
-                values = torch.cat([self._at(place) for place in places])
-                whole[part.rows, part.columns] = values.view(part.shape)
-        return whole
-
-    def write(self, whole: Tensor) -> None:
-        """Replace the matrix on all ranks that have parts of it."""
-        for part, places in self._parts:
-            values = whole[part.rows, part.columns]
-            if len(places) == 1:
-                self._at(places[0]).view(part.shape).copy_(values)
-                continue
-            pieces = values.reshape(-1).split([end - start for start, end in places])
-            for place, piece in zip(places, pieces, strict=True):
-                self._at(place).copy_(piece)
-
-    def _at(self, place: tuple[int, int]) -> Tensor:
-        return self._full[place[0] : place[1]]
-
-
-def _places(part: Part, ranks: int, shard_numel: int) -> list[tuple[int, int]]:
-    """Return (start, end) of a part in the memory of all ranks' shards, in order; `ranks` of a group are neighbours."""
-    found: list[tuple[int, int]] = []
-    for shard in range(part.offset // shard_numel, -(-part.end // shard_numel)):
-        low = shard * shard_numel
-        moved = (shard * ranks + part.rank) * shard_numel - low
-        start, end = max(part.offset, low) + moved, min(part.end, low + shard_numel) + moved
-        if found and found[-1][1] == start:
-            start = found.pop()[0]
-        found.append((start, end))
-    return found
-
-
 class _Plan:
     """The work for one stage, fixed over the run."""
 
@@ -210,7 +97,7 @@ class _Plan:
         # Matrices come last: every element from the first matrix on belongs to a matrix or is padding.
         self.bounds = slice(min(max(layout.first_matrix - low, 0), numel), numel)
         mine = [matrix for matrix, assigned in zip(matrices, ranks, strict=True) if assigned == rank]
-        self.mine = [_Gathered(matrix, full, layout) for matrix in mine]
+        self.mine = [GatheredMatrix(matrix, full, layout) for matrix in mine]
         places = sorted(place for matrix in self.mine for place in matrix.places)
         borders = [0, *itertools.chain.from_iterable(places), full.numel()]
         self.others = [full[a:b] for a, b in zip(borders[::2], borders[1::2], strict=True) if a < b]
