@@ -1,9 +1,10 @@
 """Read the checkpoints that `writing.Save` writes into a model of any layout, and verify them on the way.
 
 Each rank reads the bytes of its shards once and computes their checksums where they arrive; the rest of a file (header,
-padding, state that this run does not use) is read for its checksum only. The ranks exchange the checksums of the
-pieces: those of a whole file, joined, must be the file's. So the first step waits for one pass over the files, and a
-single wrong bit is found before it, even one that only one rank received.
+padding, copies on other tensor-parallel ranks, state that this run does not use) is read for its checksum only. The
+ranks exchange the checksums of the pieces: those of a whole file, joined, must be the file's. So the first step waits
+for one pass over the files, and a single wrong bit is found before it, even one that only one rank received. Only what
+several tensor-parallel ranks need is read more than once.
 """
 
 from __future__ import annotations

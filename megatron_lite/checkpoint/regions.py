@@ -43,12 +43,20 @@ class Part(NamedTuple):
     holders: tuple[int, ...]  # ranks of the tensor-parallel group that hold the same elements, in order
 
 
-class Overlap(NamedTuple):
-    """The elements that two regions share: `rows` runs of `width`.
+class Place(NamedTuple):
+    """Where shared elements begin, counted within a region: in a column of rows of `pitch`, the first at `start`."""
 
-    In each region, counted from its first element, they begin in column `column` of rows of `pitch`, of which the first
-    begins at `start`.
-    """
+    start: int
+    column: int
+    pitch: int
+
+    @property
+    def first(self) -> int:
+        return self.start + self.column
+
+
+class Overlap(NamedTuple):
+    """The elements that two regions share: `rows` runs of `width`, and the place of the first in each region."""
 
     rows: int
     width: int
@@ -63,18 +71,6 @@ class Overlap(NamedTuple):
     def is_contiguous(self) -> bool:
         """Whether the elements follow each other in both regions."""
         return self.rows == 1 or self.width == self.wanted.pitch == self.saved.pitch
-
-
-class Place(NamedTuple):
-    """The rows and the column at which shared elements begin within a region."""
-
-    start: int
-    column: int
-    pitch: int
-
-    @property
-    def first(self) -> int:
-        return self.start + self.column
 
 
 def row_numel(shape: Sequence[int]) -> int:

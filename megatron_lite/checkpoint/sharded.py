@@ -2,8 +2,9 @@
 
 Every rank writes only its own shards, into a folder `.tmp-<iteration>-<save id>`. Once all have succeeded, rank 0 adds
 the manifest, syncs, and renames the folder to its final name: a checkpoint is complete or does not exist. The manifest
-maps every element of every parameter to its place, so any world size, ZeRO stage, number of layers per stage and choice
-of frozen parameters can load any other: a rank reads only the bytes of its own shards.
+maps every element of every parameter to its place, so any world size, number of tensor-parallel ranks, ZeRO stage,
+number of layers per stage and choice of frozen parameters can load any other: a rank reads only the bytes of its own
+shards.
 
 Loading verifies a checkpoint while it reads it (see `reading`). A damaged one is reported, skipped and never touched;
 the next older one then overwrites what was read of it.
