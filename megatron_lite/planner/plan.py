@@ -58,7 +58,9 @@ class SimulatedGroup:
             of_data, of_tensor = divmod(rank, tensor_parallel)
             ranks = world_size // tensor_parallel
             self.data = SimulatedGroup(of_data, ranks, device_type, device, traffic=self.traffic)
-            self.tensor = SimulatedGroup(of_tensor, tensor_parallel, device_type, device, traffic=self.traffic)
+            # Allocates nothing itself; what it exchanges depends on the planned type of device (`zero/replicas.py`).
+            of_plan = device_type if device == "meta" else device
+            self.tensor = SimulatedGroup(of_tensor, tensor_parallel, device_type, of_plan, traffic=self.traffic)
 
     def all_gather(self, buffer: Tensor, kind: str = "gather") -> Done:
         self.traffic.started(kind, buffer, Done(), self.world_size)
