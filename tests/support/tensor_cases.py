@@ -199,7 +199,8 @@ def joined(ranks: Sequence[Shards]) -> dict[str, Tensor]:
                 spec.place(flat[slot.offset : slot.end].view(spec.local_shape), mine)
                 spec.place(torch.ones(spec.local_shape, dtype=torch.bool), here)
                 twice = here & seen[spec.name]
-                assert torch.equal(mine[twice], whole[spec.name][twice]), f"copies of {spec.name} differ"
+                copies = mine[twice], whole[spec.name][twice]
+                assert torch.allclose(*copies, rtol=0, atol=0, equal_nan=True), f"copies of {spec.name} differ"
                 whole[spec.name][here] = mine[here]
                 seen[spec.name] |= here
     assert all(bool(where.all()) for where in seen.values()), "elements that no rank has"
@@ -245,5 +246,5 @@ def run_case(options: Options, layout: Layout = (1, 1, False), iterations: int =
 def result_of(ranks: Sequence[tuple[Any, ...]]) -> Result:
     """Put what the ranks return together; all must agree on every bit of what they have in common."""
     losses, norms, *shards = zip(*ranks, strict=True)
-    assert all(some == losses[0] for some in losses) and all(some == norms[0] for some in norms)
+    assert all(np.array_equal(some, of_all[0], equal_nan=True) for of_all in (losses, norms) for some in of_all)
     return Result(losses[0], norms[0], *(joined(some) for some in shards))
