@@ -21,6 +21,11 @@ from tests.support.random_configurations import Drawn, draw_configurations
 
 DRAWN = draw_configurations(12)
 QUICK = 4  # of them; the others are slow
+# The same on two times as many ranks, two to a layer.
+SHARED = [
+    Drawn(2 * ranks, {**options, "tensor_parallel": 2, "sequence_tensor_parallel": number % 2 == 1})
+    for number, (ranks, options) in enumerate(DRAWN)
+]
 MOST_RANKS = 4  # that a test starts
 LESS = 0.8  # of what the activations and the state need: the runtime stays
 
@@ -61,7 +66,7 @@ def too_little(drawn: Drawn) -> int:
     "drawn",
     [
         pytest.param(drawn, id=str(number), marks=[] if number < QUICK else pytest.mark.slow)
-        for number, drawn in enumerate(DRAWN)
+        for number, drawn in enumerate([*DRAWN, *SHARED])
     ],
 )
 def test_the_printed_flags_fit(drawn: Drawn, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,10 +86,10 @@ def test_the_printed_flags_fit(drawn: Drawn, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [number for number, drawn in enumerate(DRAWN) if drawn.ranks <= MOST_RANKS])
-def test_the_printed_command_runs(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("drawn", [drawn for drawn in [*DRAWN, *SHARED] if drawn.ranks <= MOST_RANKS], ids=str)
+def test_the_printed_command_runs(drawn: Drawn, capsys: pytest.CaptureFixture[str]) -> None:
     """The run as drawn does not fit; the printed flags train two iterations, as many ranks as the launcher says."""
-    page = printed(DRAWN[number], too_little(DRAWN[number]), capsys, "--train_iters=2")
+    page = printed(drawn, too_little(drawn), capsys, "--train_iters=2")
     assert "does not fit" in page and "run this" in page
     ranks, command = command_of(page)
     done = run(command, ranks)
