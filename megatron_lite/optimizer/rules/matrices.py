@@ -85,35 +85,33 @@ class GatheredMatrix:
 
     def __init__(self, matrix: Matrix, full: Tensor, layout: FlatLayout) -> None:
         ranks = full.numel() // layout.numel  # of a tensor-parallel group
-        self._matrix, self._full = matrix, full
-        self._parts = [(part, _places(part, ranks, layout.shard_numel)) for part in matrix.parts]
-        self.places = [place for _, places in self._parts for place in places]
+        places = [_places(part, ranks, layout.shard_numel) for part in matrix.parts]
+        self.places = [place for some in places for place in some]
+        self._shape = (matrix.rows, matrix.columns)
+        pieces = [[full[start:end] for start, end in some] for some in places]
+        self._parts = list(zip(matrix.parts, pieces, strict=True))
+        # In one place, as on any number of data-parallel ranks, it needs no other memory.
+        self._view = pieces[0][0].view(self._shape) if len(self.places) == 1 else None
 
     def read(self) -> Tensor:
         """Return the matrix; a view if it is in one place."""
-        rows, columns = self._matrix.rows, self._matrix.columns
-        if len(self.places) == 1:
-            return self._at(self.places[0]).view(rows, columns)
-        whole = self._full.new_empty(rows, columns)
-        for part, places in self._parts:
+        if self._view is not None:
+            return self._view
+        whole = self._parts[0][1][0].new_empty(self._shape)
+        for part, pieces in self._parts:
             if part.is_first:
-                values = torch.cat([self._at(place) for place in places])
-                whole[part.rows, part.columns] = values.view(part.shape)
+                whole[part.rows, part.columns] = torch.cat(pieces).view(part.shape)
         return whole
 
     def write(self, whole: Tensor) -> None:
         """Replace the matrix on all ranks that have parts of it."""
-        for part, places in self._parts:
-            values = whole[part.rows, part.columns]
-            if len(places) == 1:
-                self._at(places[0]).view(part.shape).copy_(values)
-                continue
-            pieces = values.reshape(-1).split([end - start for start, end in places])
-            for place, piece in zip(places, pieces, strict=True):
-                self._at(place).copy_(piece)
-
-    def _at(self, place: tuple[int, int]) -> Tensor:
-        return self._full[place[0] : place[1]]
+        if self._view is not None:
+            self._view.copy_(whole)
+            return
+        for part, pieces in self._parts:
+            values = whole[part.rows, part.columns].reshape(-1)
+            for piece, own in zip(pieces, values.split([piece.numel() for piece in pieces]), strict=True):
+                piece.copy_(own)
 
 
 def _places(part: Part, ranks: int, shard_numel: int) -> list[tuple[int, int]]:
