@@ -106,8 +106,8 @@ LONG = ["@scripts/examples/mistral_7b.flags", "--dataset_source=random", "--dry_
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--world_size=8", "--sequence_length=131072", "--batch_size=8"],
-        ["--world_size=1", "--sequence_length=262144", "--batch_size=1"],
+        pytest.param(["--world_size=8", "--sequence_length=131072", "--batch_size=8"], marks=pytest.mark.slow),
+        pytest.param(["--world_size=1", "--sequence_length=262144", "--batch_size=1"], marks=pytest.mark.slow),
         ["--world_size=auto", "--sequence_length=262144", "--batch_size=2"],
     ],
     ids=str,

@@ -185,6 +185,7 @@ def test_auto_counts_what_a_rank_holds() -> None:
     assert stages.layers_per_stage == 1 and "gathers nothing" in note.text
 
 
+@pytest.mark.slow
 def test_the_fewest_gpus_are_a_multiple(capsys: pytest.CaptureFixture[str]) -> None:
     """--world_size=auto counts in groups that share layers, and groups share the batch."""
     flags = ["@scripts/examples/mistral_7b.flags", "--dataset_source=random", "--dry_run=1", "--batch_size=6"]
