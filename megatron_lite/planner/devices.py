@@ -69,7 +69,7 @@ def gpu_sheet(distributed: DistributedConfig, world_size: int) -> DataSheet:
     chosen, tensor = interconnect(distributed.interconnect), distributed.tensor_parallel
     link, link_name = link_gb_s(chosen, gpu, world_size, tensor)
     near = gpu.link_gb_s if chosen.kind != "nvlink" or chosen.gb_s is None else chosen.gb_s
-    tensor_link = 0.0 if tensor == 1 else near if tensor <= GPUS_PER_NODE else link
+    tensor_link = 0.0 if tensor == 1 else near if tensor <= GPUS_PER_NODE else link_gb_s(chosen, gpu, tensor)[0]
     dtype = distributed.training_dtype
     is_slow = dtype == "fp32" or (dtype == "bf16" and not gpu.has_bf16)
     return DataSheet(
