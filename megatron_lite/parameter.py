@@ -152,6 +152,8 @@ class ParameterSpec:
 
         The last parts of a padded parameter are shorter and have more padding, so all take the same memory.
         """
+        if rank == self.split.rank:
+            return self
         other = replace(self, split=replace(self.split, rank=rank))
         rows = (self.padded_numel - other.local_numel) // math.prod(self.local_shape[1:])
         return replace(other, padding_rows=rows)
