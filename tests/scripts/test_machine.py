@@ -34,7 +34,7 @@ def measured(distributed: Distributed, dtypes: list[str]) -> dict[str, Any]:
     return machine.measure(dtypes, distributed, 1)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_planner_reads_what_is_written(ranks: int, tmp_path: Path) -> None:
     """All dtypes and ranks: every kind of work has a time, and two ranks have speeds of collectives."""
     result, *_ = run_distributed(ranks, measured, ["fp32", "bf16"])
