@@ -7,7 +7,8 @@ rows) ends with `reduce`; their backward passes are each other (Shoeybi et al. 2
     gather    residual stream -> all tokens        backward: reduce
     reduce    parts of a sum, of all tokens -> their sum, in the residual stream        backward: gather
 
-`start_gather` and `start_reduce` let the caller compute meanwhile.
+`start_gather` and `start_reduce` let the caller compute meanwhile. A product of gathered tokens begins with those that
+the rank has, while the others are under way.
 
 With `Replicated` every rank has the whole residual stream (b, s, h): gathers do nothing, reductions are all-reduces.
 With `TokenSplit` (sequence parallelism, Korthikanti et al. 2022, section 4.2.2) it has one of T equal runs of the
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.traffic import Handle
+from megatron_lite.kernels.products import affine, product
 from megatron_lite.parameter import Parameter
 from megatron_lite.seeds import derive_seed
 
@@ -39,6 +41,19 @@ class Pending(Protocol):
         """Return the exchanged tensor."""
 
 
+class Gathering(Pending, Protocol):
+    """All tokens, (..., i), which may be under way.
+
+    A product multiplies the same rows together every time, so that recomputing changes no bit.
+    """
+
+    def affine(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the product with weight (o, i)^T plus bias (o,), (..., o)."""
+
+    def product(self, matrix: Tensor) -> Tensor:
+        """Return the product of (t, i) with matrix (o, i)^T, (t, o)."""
+
+
 class Ready:
     """A tensor that needs no exchange."""
 
@@ -49,6 +64,12 @@ class Ready:
 
     def wait(self) -> Tensor:
         return self._tensor
+
+    def affine(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return affine(self._tensor, weight, bias)
+
+    def product(self, matrix: Tensor) -> Tensor:
+        return product(self._tensor, matrix)
 
 
 class Exchanged:
@@ -62,15 +83,49 @@ class Exchanged:
         return self._result()
 
 
+class Gathered:
+    """All tokens, (t, h) or (1, t, h), of which this rank has the run from row `start` to before row `end`."""
+
+    def __init__(self, work: Handle, whole: Tensor, start: int, end: int) -> None:
+        self._whole, self._start, self._end = whole, start, end
+        self._work: Handle | None = work
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._whole
+
+    def affine(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self._multiplied(lambda rows, out: affine(rows, weight, bias, out), weight.shape[0])
+
+    def product(self, matrix: Tensor) -> Tensor:
+        return self._multiplied(lambda rows, out: product(rows, matrix, out), matrix.shape[0])
+
+    def _multiplied(self, multiply: Callable[[Tensor, Tensor], Tensor], channels: int) -> Tensor:
+        """Return `multiply(rows, out)` of all tokens, first of those that are here."""
+        rows, start, end = self._whole.flatten(0, -2), self._start, self._end
+        result = rows.new_empty(len(rows), channels)
+        multiply(rows[start:end], result[start:end])
+        self.wait()
+        for others in (slice(0, start), slice(end, None)):
+            if len(rows[others]):
+                multiply(rows[others], result[others])
+        return result.view(*self._whole.shape[:-1], channels)
+
+
 class Exchange(Protocol):
     """Exchanges between a product and what is before or after it."""
 
     splits_tokens: bool  # a rank's residual stream has only some of the tokens
 
     def gather(self, residual: Tensor) -> Tensor:
-        """Return all tokens (..., h)."""
+        """Return all tokens: (t, h) if the residual stream comes as (t, h), else (b, s, h) or (1, b s, h)."""
 
-    def start_gather(self, residual: Tensor) -> Pending:
+    def affine(self, residual: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the product of all tokens with weight (o, i)^T plus bias (o,), (..., o)."""
+
+    def start_gather(self, residual: Tensor) -> Gathering:
         """Start a gather."""
 
     def reduce(self, parts: Tensor) -> Tensor:
@@ -103,7 +158,10 @@ class Inside:
     def gather(self, residual: Tensor) -> Tensor:
         return residual
 
-    def start_gather(self, residual: Tensor) -> Pending:
+    def affine(self, residual: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return affine(residual, weight, bias)
+
+    def start_gather(self, residual: Tensor) -> Gathering:
         return Ready(residual)
 
     def reduce(self, parts: Tensor) -> Tensor:
@@ -156,11 +214,16 @@ class TokenSplit(Replicated):
     def gather(self, residual: Tensor) -> Tensor:
         return self.start_gather(residual).wait()
 
-    def start_gather(self, residual: Tensor) -> Pending:
+    def affine(self, residual: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.start_gather(residual).affine(weight, bias)
+
+    def start_gather(self, residual: Tensor) -> Gathering:
         ranks, channels = self._group.world_size, residual.shape[-1]
-        whole = residual.new_empty(1, ranks * (residual.numel() // channels), channels)
-        whole.view(ranks, -1)[self._group.rank] = residual.reshape(-1)
-        return Exchanged(self._group.all_gather(whole.view(-1), GATHER), lambda: whole)
+        run = residual.numel() // channels
+        shape = (ranks * run, channels) if residual.dim() == 2 else (1, ranks * run, channels)
+        start, whole = self._group.rank * run, residual.new_empty(shape)
+        whole.view(-1, channels)[start : start + run] = residual.reshape(-1, channels)
+        return Gathered(self._group.all_gather(whole.view(-1), GATHER), whole, start, start + run)
 
     def start_reduce(self, parts: Tensor) -> Pending:
         parts = parts.contiguous()

@@ -7,9 +7,10 @@ gradient of an accumulation overwrites `main_grad` and later ones add to it, so 
 `products.py` for the products.
 
 The ranks of a tensor-parallel group split the outputs or the inputs of a layer; see `exchange.py`. With split outputs
-the input is gathered before the product, and dx is summed over ranks while the weight's gradient is computed, for which
-the input is gathered again, beside the product dy W. With split inputs the product is summed over ranks. One rank adds
-the bias to its part of the sum; as dy is that of all tokens everywhere, the bias's gradient is the same on all.
+the input is gathered, and dx is summed over ranks while the weight's gradient is computed, for which the input is
+gathered again, beside the product dy W. With split inputs the product is summed over ranks, and dy is gathered. While
+tokens are gathered, a rank multiplies those that it has. One rank adds the bias to its part of the sum; as dy is that
+of all tokens everywhere, the bias's gradient is the same on all.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lite.kernels.exchange import INSIDE, Exchange
-from megatron_lite.kernels.products import add_product, affine, product
+from megatron_lite.kernels.products import add_product
 from megatron_lite.parameter import Parameter
 
 
@@ -57,22 +58,22 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         if weight.requires_grad:
             ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.before, ctx.after, ctx.shape = weight, bias, before, after, x.shape
-        return after.reduce(affine(before.gather(x), weight, after.bias(bias)))
+        ctx.kept = weight, bias, before, after, x.shape
+        return after.reduce(before.affine(x, weight, after.bias(bias)))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, dy = ctx.weight, ctx.after.gather(dy)
-        x = ctx.before.start_gather(*ctx.saved_tensors) if weight.requires_grad else None
-        flat_dy, dx = dy.reshape(-1, dy.shape[-1]), None
+        weight, bias, before, after, shape = ctx.kept
+        gathering, dx = after.start_gather(dy.reshape(-1, dy.shape[-1])), None
+        x = before.start_gather(*ctx.saved_tensors) if weight.requires_grad else None
         if ctx.needs_input_grad[0]:
-            dx = ctx.before.start_reduce(product(flat_dy, weight.t()))
+            dx = before.start_reduce(gathering.product(weight.t()))
+        flat_dy = gathering.wait()
         if x is not None:
-            whole = x.wait()
-            accumulate_product(weight, flat_dy, whole.reshape(-1, whole.shape[-1]))
-        accumulate_bias(ctx.bias, flat_dy)
-        return None if dx is None else dx.wait().view(ctx.shape), None, None, None, None
+            accumulate_product(weight, flat_dy, x.wait().flatten(0, -2))
+        accumulate_bias(bias, flat_dy)
+        return None if dx is None else dx.wait().view(shape), None, None, None, None
 
 
 def linear(

@@ -236,7 +236,7 @@ class _MLP(torch.autograd.Function):
         ctx: Any, x: Tensor, up: Parameter, up_bias: Bias, down: Parameter, down_bias: Bias, options: _Options
     ) -> Tensor:
         ctx.up, ctx.up_bias, ctx.down, ctx.down_bias, ctx.options = up, up_bias, down, down_bias, options
-        u = affine(options.exchange.gather(x), up, up_bias)  # (..., f) or (..., 2 f)
+        u = options.exchange.affine(x, up, up_bias)  # (..., f) or (..., 2 f)
         z = activate(u, options.activation, options.gated, options.triton)  # (..., f)
         ctx.needs_du = any(ctx.needs_input_grad[:3])  # for dx and the gradients of `up` and its bias
         recomputes_z = down.requires_grad and options.recompute_level != "none"
@@ -255,18 +255,20 @@ class _MLP(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, u, z = ctx.saved_tensors
         up, down, (activation, gated, _, triton, exchange) = ctx.up, ctx.down, ctx.options
-        dy = exchange.gather(dy)
-        flat_dy, du, recomputed_z = dy.reshape(-1, dy.shape[-1]), None, None
+        gathering_dy, du, recomputed_z = exchange.start_gather(dy.reshape(-1, dy.shape[-1])), None, None
         needs_z = down.requires_grad and z is None
         gathering = None if x is None else exchange.start_gather(x)  # beside the products until `up` needs it
         if gathering is not None and u is None and (ctx.needs_du or needs_z):
-            u = affine(gathering.wait(), up, ctx.up_bias)
+            u = gathering.affine(up, ctx.up_bias)
         flat: list[Any] = [None if kept is None else kept.flatten(0, -2) for kept in (u, z)]
         u, z = flat
         if ctx.needs_du:
-            du, recomputed_z = activate_backward(product(flat_dy, down.t()), u, activation, gated, needs_z, triton)
+            dz = gathering_dy.product(down.t())
+            du, recomputed_z = activate_backward(dz, u, activation, gated, needs_z, triton)
+            del dz
         elif needs_z:
             recomputed_z = activate(u, activation, gated, triton)
+        flat_dy = gathering_dy.wait()
         if down.requires_grad:
             accumulate_product(down, flat_dy, z if recomputed_z is None else recomputed_z)
         accumulate_bias(ctx.down_bias, flat_dy)

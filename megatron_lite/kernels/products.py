@@ -233,14 +233,18 @@ def _onednn_switch() -> Any:
 # -- products --------------------------------------------------------------------------------------------------------
 
 
-def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (..., i), weight (o, i), bias (o,) -> (..., o), without autograd."""
+def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """x (..., i), weight (o, i), bias (o,) -> (..., o), without autograd; in the memory of `out` (t, o) if given."""
     rows = x.reshape(-1, x.shape[-1])
     if _converts(rows):
-        out = x.new_empty(rows.shape[0], weight.shape[0])
-        return _multiply_in_fp32(out, rows, weight.t(), bias).view(*x.shape[:-1], -1)
+        memory = x.new_empty(rows.shape[0], weight.shape[0]) if out is None else out
+        return _multiply_in_fp32(memory, rows, weight.t(), bias).view(*x.shape[:-1], -1)
     with through_onednn(x, weight.shape[0]):
-        return functional.linear(x, weight, bias)
+        if out is None:
+            return functional.linear(x, weight, bias)
+        if bias is None:
+            return torch.mm(rows, weight.t(), out=out)
+        return torch.addmm(bias, rows, weight.t(), out=out)
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:

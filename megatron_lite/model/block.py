@@ -210,5 +210,7 @@ class Block(Layer):
         """Return the branch as it is added to the residual stream."""
         if norm is not None:
             branch = norm(branch)
+        if self.hidden_dropout == 0.0:
+            return branch
         seed = micro_batch.site_seed(f"{self.name}.{site}", self.hidden_dropout)
         return dropout(branch, self.hidden_dropout, self.parallel.exchange().seed(seed))

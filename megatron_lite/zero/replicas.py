@@ -62,7 +62,7 @@ class Replicas:
 
     def counted_once(self, shard: Tensor) -> list[Tensor]:
         """Return the pieces of a shard that count on this rank."""
-        if self.counted == [(0, len(shard))]:
+        if self.counted == [(0, shard.numel())]:
             return [shard]
         return [shard[start:end] for start, end in self.counted]
 

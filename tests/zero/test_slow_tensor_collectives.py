@@ -86,7 +86,8 @@ def right(place: int, steps: int) -> list[Outcome | str]:
     return outcomes(place, False, steps)
 
 
-PASSING = ("wait", "gather", "reduce", "embedded", "of_residual")  # functions that wait on behalf of their caller
+# Functions that wait on behalf of their caller.
+PASSING = ("wait", "affine", "product", "_multiplied", "gather", "reduce", "embedded", "of_residual")
 
 
 class removed_wait:  # noqa: N801 - reads as a statement
