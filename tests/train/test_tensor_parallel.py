@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_lite.kernels.triton_support import runs_on
 from tests.support.tensor_cases import CASES, QWEN3, Layout, Options, Result, run_case
 
 LAYOUTS: list[Layout] = [(data, ranks, tokens) for data in (1, 2) for ranks in (2, 4) for tokens in (False, True)]
@@ -211,3 +212,29 @@ def test_overflows_are_dropped_by_all_ranks() -> None:
     np.testing.assert_allclose(np.array(several.grad_norms)[finite], np.array(one.grad_norms)[finite], rtol=1e-2)
     np.testing.assert_allclose(several.losses, one.losses, rtol=3e-4)
     assert all(bool(weight.isfinite().all()) for weight in several.weights.values())
+
+
+# Options that reach each kernel: norms, heads with norms and rotation, MLP, embedding, and both visits of the head.
+KERNELS: dict[str, Options] = {
+    "llama": {**CASES["z-loss"], "head_groups": 1},
+    "qwen3": {**QWEN3, "logit_soft_cap": 1.0},
+    "gpt2": {**CASES["blocks of the vocabulary"], "masks": True},
+    "whole embeddings": {**CASES["whole embeddings, tied"], "reset_positions": True},
+    "padded vocabulary": CASES["padded vocabulary"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not runs_on(torch.device("cpu")), reason="Triton is not installed, or does not interpret")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of garbage in padding, which nobody reads
+@pytest.mark.parametrize("layout", [(1, 2, False), (1, 2, True), (1, 4, True)])
+@pytest.mark.parametrize("model", KERNELS)
+def test_triton_kernels_compute_the_parts_of_each_rank(model: str, layout: Layout) -> None:
+    """In Triton's interpreter against torch on one rank: rows and labels of other ranks, odd sizes, few heads."""
+    options: Options = {**KERNELS[model], "num_layers": 1}
+    one, several = run_case(options), run_case({**options, "enable_triton_kernels": True}, layout)
+    np.testing.assert_allclose(several.losses, one.losses, rtol=1e-6)
+    largest = max(float(gradient.abs().max()) for gradient in one.gradients.values())
+    for name, gradient in one.gradients.items():
+        size = max(float(gradient.abs().max()), 1e-3 * largest)
+        assert float((several.gradients[name] - gradient).abs().max()) <= 5e-6 * size, name
