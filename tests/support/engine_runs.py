@@ -293,10 +293,19 @@ class SimulatedRanks:
         return _OnStream(event)
 
 
+class _OneRank(SimulatedRanks):
+    """A group of one on any device, without a process group."""
+
+    world_size = 1
+
+    def _run(self, operation: Callable[[], Any]) -> Handle:
+        return _OnStream(None)
+
+
 def simulated_tensor_ranks(device: str = "cpu", delay_cycles: int = 0) -> SimulatedRanks:
     """Rank 0 of two that share each layer, and hold the same parts of everything."""
     ranks = SimulatedRanks(device)
-    ranks.data, ranks.tensor = alone(ranks.device), SimulatedRanks(device, delay_cycles)
+    ranks.data, ranks.tensor = _OneRank(device), SimulatedRanks(device, delay_cycles)
     return ranks
 
 
