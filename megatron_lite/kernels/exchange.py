@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_lite.distributed.rank_group import Group
@@ -140,6 +141,12 @@ class Exchange(Protocol):
     def own(self, values: Tensor) -> Tensor:
         """Return those of the values (b, s) that belong to the tokens of this rank's residual stream."""
 
+    def positions(self, positions: Tensor | None, tokens: Tensor) -> Tensor | None:
+        """Return the positions of the tokens of this rank's residual stream; None: all from 0 in every sample.
+
+        positions: of all tokens (b, s), or None.
+        """
+
     def total(self, loss: Tensor) -> Tensor:
         """Return the sum over all tokens, (), of the sum over those of this rank's residual stream."""
 
@@ -175,6 +182,9 @@ class Inside:
 
     def own(self, values: Tensor) -> Tensor:
         return values
+
+    def positions(self, positions: Tensor | None, tokens: Tensor) -> Tensor | None:
+        return positions
 
     def total(self, loss: Tensor) -> Tensor:
         return loss
@@ -236,6 +246,11 @@ class TokenSplit(Replicated):
 
     def own(self, values: Tensor) -> Tensor:
         return self._run(values.reshape(-1))
+
+    def positions(self, positions: Tensor | None, tokens: Tensor) -> Tensor | None:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return self.own(positions)
 
     def _run(self, values: Tensor) -> Tensor:
         """Return this rank's run of the tokens: (b s, ...) -> (1, b s / T, ...)."""

@@ -46,15 +46,11 @@ class Embedding(Layer):
         exchange, triton = self.parallel.exchange(any_length=micro_batch.cache is not None), self.kernels.triton
         vocabulary = self.parallel.vocabulary(exchange, self.config)
         hidden = embedding(self.word, micro_batch.tokens, triton, self.dtype, vocabulary)
-        positions = micro_batch.positions
-        if self.position is not None and positions is None and not exchange.splits_tokens:
+        positions = exchange.positions(micro_batch.positions, micro_batch.tokens)
+        if self.position is not None and positions is None:
             hidden = add_positions(hidden, self.position)
-        elif self.position is not None:
-            if positions is None:
-                positions = torch.arange(micro_batch.tokens.shape[1], device=hidden.device).expand_as(
-                    micro_batch.tokens
-                )
-            hidden = hidden + embedding(self.position, exchange.own(positions), triton, self.dtype)
+        elif self.position is not None and positions is not None:
+            hidden = hidden + embedding(self.position, positions, triton, self.dtype)
         if self.norm is not None:
             hidden = self.norm(hidden)
         return dropout(hidden, self.dropout, exchange.seed(micro_batch.site_seed("embedding", self.dropout)))
