@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.once or not sys.stdout.isatty():
             print_page("\n".join(_page(run)))
         else:
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            for number in (signal.SIGINT, signal.SIGTERM):  # a parent may have told its children to ignore the first
+                signal.signal(number, signal.default_int_handler)
             with _other_screen():
                 while True:
                     _show(_page(run))

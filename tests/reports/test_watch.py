@@ -217,13 +217,20 @@ def test_once_on_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_live_on_a_terminal(tmp_path: Path) -> None:
-    """On another screen, with new lines as they come; Ctrl-C leaves quietly, and the terminal is as before."""
+    """On another screen, with new lines as they come; Ctrl-C leaves quietly, and the terminal is as before.
+
+    Also where the parent ignores Ctrl-C, as the shell of a script does for what it starts in the background.
+    """
     root = folder(tmp_path / "mine")
     terminal, other_end = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 5, 100, 0, 0))
     before = termios.tcgetattr(other_end)
     command = [sys.executable, str(ROOT / "scripts" / "watch_run.py"), str(root), "--interval_s=0.1"]
-    process = subprocess.Popen(command, stdout=other_end, stderr=other_end, env={**os.environ, "PYTHONUTF8": "1"})
+    ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = subprocess.Popen(command, stdout=other_end, stderr=other_end, env={**os.environ, "PYTHONUTF8": "1"})
+    finally:
+        signal.signal(signal.SIGINT, ignored)
     try:
         shown = read_until(terminal, "iteration 39 of 60")
         append(root / "metrics.jsonl", record(50))
