@@ -8,12 +8,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.step_files import step_files
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "megatron_lite"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 PROGRAMS = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "scripts").rglob("*.py"))]
 MAXIMUM_LINES = 500
 MAXIMUM_LINES_WITHOUT_DOCSTRING = 8
+# What a reader of one training step passes.
+MAXIMUM_STEP_FILES, MAXIMUM_STEP_LINES = 44, 7454
 
 # The rooms of the package from the top floor to the bottom, as drawn in CONTRIBUTING.md. A module imports
 # its own room and those on lower floors.
@@ -253,6 +257,12 @@ def test_modules_are_short_and_explained() -> None:
         if lines > MAXIMUM_LINES:
             problems.append(f"{identify(source)} has {lines} lines")
     assert not problems
+
+
+def test_a_training_step_passes_few_files() -> None:
+    """A reader who follows a plain step from the data to the update opens few files; `step_files` lists them."""
+    files = step_files()
+    assert len(files) <= MAXIMUM_STEP_FILES and sum(files.values()) <= MAXIMUM_STEP_LINES, files
 
 
 def test_public_functions_are_typed_and_explained() -> None:

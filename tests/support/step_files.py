@@ -1,0 +1,58 @@
+"""Count the files that a reader of one training step passes: `python -m tests.support.step_files` lists them.
+
+The step is a plain one: AdamW, two blocks, one rank, two micro-batches, on a CPU. A file counts with all its lines if a
+function of it runs in `train_step`; the second step is traced, after what a run makes once.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+
+import megatron_lite
+from megatron_lite.distributed.process_group import Distributed
+from tests.support.harness import run_distributed, tiny_config
+
+PACKAGE = Path(megatron_lite.__file__).parent
+
+
+def step_files() -> dict[str, int]:
+    """Map each file of the package in which a function runs during a step to its number of lines."""
+    paths = [path for path in map(Path, run_distributed(1, _entered)[0]) if path.is_relative_to(PACKAGE)]
+    return {str(path.relative_to(PACKAGE)): len(path.read_text("utf-8").splitlines()) for path in paths}
+
+
+def _entered(distributed: Distributed) -> list[str]:
+    """Return the files whose functions a step calls, other packages' included."""
+    from megatron_lite.run.experiment import Experiment
+    from megatron_lite.run.stop_signal import StopSignal
+    from megatron_lite.setup_run import build
+    from megatron_lite.train import train_step
+
+    config, stop = tiny_config(micro_batch_size=2, batch_size=4), StopSignal()
+    run = build(config, distributed, Experiment(config, distributed), stop, ())
+    batches = run.data.batches("training", 0, 2)
+    train_step(run, next(batches), 1)
+    micro_batches = next(batches)
+    entered: set[str] = set()
+
+    def enter(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            entered.add(frame.f_code.co_filename)
+
+    sys.setprofile(enter)
+    try:
+        train_step(run, micro_batches, 2)
+    finally:
+        sys.setprofile(None)
+    run.data.close()
+    stop.restore()
+    return sorted(entered)
+
+
+if __name__ == "__main__":
+    files = step_files()
+    for name, lines in files.items():
+        print(f"{lines:6} {name}")
+    print(f"{sum(files.values()):6} lines in {len(files)} files")
