@@ -10,11 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from megatron_lite.errors import StorageError
-
-try:
-    import fcntl
-except ImportError:  # on Windows, where nothing keeps two processes apart
-    fcntl = None  # type: ignore[assignment]
+from megatron_lite.run.durable_files import lock_file
 
 LOCK = "lock"
 _POLL_S = 0.2
@@ -42,7 +38,7 @@ def held(folder: Path, on_wait: Callable[[], None] | None = None) -> Iterator[No
             raise StorageError(f"{folder}: cannot be created: {error.strerror}") from error
         try:
             descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            if _lock(descriptor) and _is_there(descriptor, folder):
+            if lock_file(descriptor, folder / LOCK):
                 break
         except FileNotFoundError:  # its owner has just removed the folder
             continue
@@ -59,25 +55,6 @@ def held(folder: Path, on_wait: Callable[[], None] | None = None) -> Iterator[No
         yield
     finally:
         os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool:
-    if fcntl is None:
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        pass
-    return True
-
-
-def _is_there(descriptor: int, folder: Path) -> bool:
-    """Whether the locked file still is the folder's lock, not one that was removed with its folder."""
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK))
-    return False
 
 
 def sweep(folder: Path, keys: Collection[str]) -> None:

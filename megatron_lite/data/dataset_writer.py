@@ -17,11 +17,6 @@ from megatron_lite.data.indexed_dataset import CHUNK, HEADER, MAGIC, TOKEN_DTYPE
 from megatron_lite.errors import DataError, StorageError
 from megatron_lite.run import durable_files
 
-try:
-    import fcntl
-except ImportError:  # on Windows, where nothing keeps two writers of one prefix apart
-    fcntl = None  # type: ignore[assignment]
-
 
 class IndexedDatasetWriter:
     """A context manager that publishes a pair at a clean exit and discards it after an exception.
@@ -45,23 +40,12 @@ class IndexedDatasetWriter:
         self._bin_tmp, self._index_tmp = Path(prefix + ".bin.tmp"), Path(prefix + ".idx.tmp")
         with _writing(self._bin_tmp):
             self._bin: IO[bytes] = open(self._bin_tmp, "ab")
-            self._lock()
+            if not durable_files.lock_file(self._bin.fileno(), self._bin_tmp):
+                self._bin.close()
+                raise StorageError(
+                    f"{self._bin_tmp}: another process is writing it; wait for it or take another prefix"
+                )
             self._bin.truncate(0)  # after the lock, to spare the file of another writer
-
-    def _lock(self) -> None:
-        taken = False
-        try:
-            if fcntl is not None:
-                fcntl.flock(self._bin.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another writer may have published (renamed) the file between our `open` and our lock.
-            taken = not os.path.samestat(os.fstat(self._bin.fileno()), os.stat(self._bin_tmp))
-        except (BlockingIOError, FileNotFoundError):
-            taken = True
-        except OSError:
-            pass  # a file system without locks
-        if taken:
-            self._bin.close()
-            raise StorageError(f"{self._bin_tmp}: another process is writing it; wait for it or take another prefix")
 
     @property
     def num_documents(self) -> int:

@@ -1,4 +1,4 @@
-"""Files that are never visible half written, and folders whose entries survive a power cut."""
+"""Files that are never visible half written or written by two processes, and folders that survive a power cut."""
 
 from __future__ import annotations
 
@@ -6,6 +6,32 @@ import contextlib
 import errno
 import os
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # on Windows, where nothing keeps two processes apart
+    fcntl = None  # type: ignore[assignment]
+
+
+def lock_file(descriptor: int, path: Path | None = None) -> bool:
+    """Lock an open file until it is closed, or the process ends; return False if another process has the lock.
+
+    A file system without locks refuses nobody.
+
+    path: if given, return False also if another file, or none, has this name by now: the holder before has renamed or
+        removed the file between our `open` and our lock.
+    """
+    try:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    try:
+        return path is None or os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def replace_file(path: Path, data: bytes, sync: bool = False) -> None:

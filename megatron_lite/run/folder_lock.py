@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import pwd
@@ -32,6 +31,7 @@ from pathlib import Path
 
 from megatron_lite.distributed.peers import has_ended, machine_name, start_ticks
 from megatron_lite.errors import FolderLostError, StorageError
+from megatron_lite.run.durable_files import lock_file
 
 LOCK_FILE = "lock.json"
 BEAT_S = 1.0
@@ -210,7 +210,7 @@ def wait_until_free(root: Path, run: int, file_system_time_s: Callable[[], float
     while (descriptor := _open_lock(root / "runs" / str(run) / LOCK_FILE)) is not None:
         try:
             holder, beat = read_holder(descriptor), os.fstat(descriptor).st_mtime
-            is_here, locked = holder.machine == machine_name(), not _lock(descriptor)
+            is_here, locked = holder.machine == machine_name(), not lock_file(descriptor)
             lives = holder.lives_here() if is_here else locked or first_beat not in (None, beat)
             # A child may hold the lock of a dead process for a moment, or another start that looks at it.
             if lives or (locked and time.monotonic() - begun_s > BEAT_S):
@@ -242,7 +242,7 @@ def is_in_use(root: Path) -> bool:
                     recent = time.time() - os.fstat(descriptor).st_mtime < DEAD_AFTER_S
                     holder = read_holder(descriptor)
                     is_here = holder.machine == machine_name()
-                    return not _lock(descriptor) or (holder.lives_here() if is_here else recent)
+                    return not lock_file(descriptor) or (holder.lives_here() if is_here else recent)
                 finally:
                     os.close(descriptor)
     return False
@@ -279,19 +279,8 @@ def _write_lock(path: Path, holder: Holder) -> int:
     """Write a new lock and return its descriptor; the system unlocks it when this process ends, however it ends."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     os.write(descriptor, (json.dumps(asdict(holder), indent=2) + "\n").encode())
-    _lock(descriptor)
+    lock_file(descriptor)
     return descriptor
-
-
-def _lock(descriptor: int) -> bool:
-    """Return whether this process locked a file, or the file system has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
 
 
 def _holder_at(path: Path) -> str:
