@@ -31,7 +31,7 @@ from megatron_lite.planner.step_memory import (
     runtime_bytes,
 )
 from megatron_lite.zero.multi_stage import MultiStage
-from megatron_lite.zero.schedule import Step
+from megatron_lite.zero.schedule import Step, training_schedule
 
 
 class SimulatedGroup:
@@ -120,14 +120,7 @@ class Plan:
 
 def make_plan(config: Config, world_size: int, device_type: str, rank: int = 0) -> Plan:
     """Plan one of `world_size` ranks on `device_type`. `config`: resolved, without `auto`."""
-    group = SimulatedGroup(rank, world_size, device_type, tensor_parallel=config.distributed.tensor_parallel)
-    partition = Partition(planned_model(config, group, device_type))
-    levels = dict.fromkeys((*RECOMPUTE_LEVELS, config.performance.mlp_recompute_level))
-    activations = {level: activation_memory(config, partition, device_type, level) for level in levels}
-    sizes = micro_batch_sizes(config, partition, device_type, config.performance.mlp_recompute_level)
-    inside = exchanges_of_step(sizes)
-    traffic = traffic_sum(count_traffic(partition.model, group), inside.every)
-    return Plan(config, world_size, device_type, partition, traffic, inside.beside, activations)
+    return Planner(world_size, device_type, rank).plan(config, RECOMPUTE_LEVELS)
 
 
 def planned_model(config: Config, group: SimulatedGroup, device_type: str) -> MultiStage:
@@ -147,15 +140,29 @@ def planned_model(config: Config, group: SimulatedGroup, device_type: str) -> Mu
 
 
 class Planner:
-    """Memory of a rank for many configurations of a run, each in about a millisecond.
+    """Plans of a rank for many configurations of a run; the memory of each takes about a millisecond.
 
     A `MultiStage` of 32 blocks takes 20 ms to build. The planner keeps one for each partition: configurations that
     differ in recomputation, micro-batches and the like share it, and only the walk of `step_memory.py` is left.
     """
 
-    def __init__(self, world_size: int, device_type: str) -> None:
-        self.world_size, self.device_type = world_size, device_type
+    def __init__(self, world_size: int, device_type: str, rank: int = 0) -> None:
+        self.world_size, self.device_type, self.rank = world_size, device_type, rank
         self._partitions: dict[str, Partition] = {}
+
+    def plan(self, config: Config, levels: Sequence[str] = ()) -> Plan:
+        """Return the plan of `config`, which is resolved and without `auto`.
+
+        levels: of recomputation, whose activations are planned beside those of the level in `config`.
+        """
+        partition, chosen = self.partition(config), config.performance.mlp_recompute_level
+        activations = {
+            level: activation_memory(config, partition, self.device_type, level)
+            for level in dict.fromkeys((*levels, chosen))
+        }
+        inside = exchanges_of_step(micro_batch_sizes(config, partition, self.device_type, chosen))
+        traffic = traffic_sum(_traffic_between_passes(config, partition.model), inside.every)
+        return Plan(config, self.world_size, self.device_type, partition, traffic, inside.beside, activations)
 
     def needed_bytes(self, config: Config) -> int:
         """Memory that the device must have, as `Plan.needed_bytes`. `config`: resolved, without `auto`."""
@@ -171,21 +178,46 @@ class Planner:
         key = repr((areas, options.training_dtype, config.batch.sequence_length, layout))
         if key not in self._partitions:
             one = dataclasses.replace(config.batch, depth_first_micro_batches=1, breadth_first_micro_batches=1)
-            group = SimulatedGroup(0, self.world_size, self.device_type, tensor_parallel=options.tensor_parallel)
+            group = SimulatedGroup(
+                self.rank, self.world_size, self.device_type, tensor_parallel=options.tensor_parallel
+            )
             model = planned_model(dataclasses.replace(config, batch=one), group, self.device_type)
             self._partitions[key] = Partition(model)
         return self._partitions[key]
 
 
-def count_traffic(model: MultiStage, group: SimulatedGroup, schedule: Sequence[Step] | None = None) -> dict[str, Total]:
+def _traffic_between_passes(config: Config, model: MultiStage) -> dict[str, Total]:
+    """Return the traffic of the whole step. Depth-first micro-batches beyond the second communicate the same again."""
+    batch = config.batch
+    assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches, "resolved"
+    depth, breadth = batch.depth_first_micro_batches, batch.breadth_first_micro_batches
+
+    def counted(depth: int) -> dict[str, Total]:
+        return count_traffic(model, training_schedule(model.memory.plans, depth, breadth))
+
+    if depth <= 3:
+        return counted(depth)
+    two, three = counted(2), counted(3)
+    return {kind: _extrapolated(two[kind], three[kind], depth - 2) for kind in two}
+
+
+def _extrapolated(one: Total, next_one: Total, times: int) -> Total:
+    """Return the traffic after that many more steps from one to the next."""
+    pairs = zip(dataclasses.astuple(one), dataclasses.astuple(next_one), strict=True)
+    return Total(*(first + times * (second - first) for first, second in pairs))
+
+
+def count_traffic(model: MultiStage, schedule: Sequence[Step]) -> dict[str, Total]:
     """Replay the schedule of a step without computing; return its collectives by kind, as `Traffic` counts them.
 
-    Exchanges inside of the passes are not among them: see `exchanges.py`. schedule: instead of the model's own. The
-    second of two steps counts, which does not gather again what a buffer still holds.
+    Exchanges inside of the passes are not among them: see `exchanges.py`. The second of two steps counts, which does
+    not gather again what a buffer still holds.
     """
+    group = model.group
+    assert isinstance(group, SimulatedGroup)
     for _ in range(2):
         group.traffic.take()
-        for step in schedule or model.training_schedule:
+        for step in schedule:
             for index in step.gather:
                 model.stages[index].gather()
             for index in step.needs:

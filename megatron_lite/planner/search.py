@@ -10,18 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_lite.config import Config, flatten, unflatten
-from megatron_lite.distributed.traffic import Total
 from megatron_lite.errors import UsageError
 from megatron_lite.planner.advice import level_choices
 from megatron_lite.planner.auto import resolve_auto
-from megatron_lite.planner.exchanges import exchanges_of_step, traffic_sum
-from megatron_lite.planner.plan import Planner, SimulatedGroup, count_traffic
+from megatron_lite.planner.plan import Planner
 from megatron_lite.planner.speeds import Speeds
-from megatron_lite.planner.step_memory import micro_batch_sizes
 from megatron_lite.planner.work_time import StepTime, predict_step
 from megatron_lite.validation import resolve
 from megatron_lite.validation.sizes import check_passes
-from megatron_lite.zero.schedule import training_schedule
 
 LARGEST_MICRO_BATCH = 64  # samples; larger products are no faster
 MOST_MICRO_BATCHES = 7  # sizes that are tried
@@ -152,45 +148,17 @@ class Search:
                 break
         return None if best is None else best[1]
 
-    def _traffic(self, config: Config) -> dict[str, Total]:
-        """Return the traffic between passes. Depth-first micro-batches beyond the second exchange the same again."""
-        model, batch = self.planner.partition(config).model, config.batch
-        assert batch.depth_first_micro_batches and batch.breadth_first_micro_batches, "resolved"
-        depth, breadth = batch.depth_first_micro_batches, batch.breadth_first_micro_batches
-
-        def counted(depth: int) -> dict[str, Total]:
-            group = model.group
-            assert isinstance(group, SimulatedGroup)
-            return count_traffic(model, group, training_schedule(model.memory.plans, depth, breadth))
-
-        if depth <= 3:
-            return counted(depth)
-        two, three = counted(2), counted(3)
-        return {kind: _extrapolated(two[kind], three[kind], depth - 2) for kind in two}
-
     def _layout(self, config: Config, changes: dict[str, Any], needed: int) -> Layout:
-        partition = self.planner.partition(config)
-        sizes = micro_batch_sizes(config, partition, self.device_type, config.performance.mlp_recompute_level)
-        inside = exchanges_of_step(sizes)
-        traffic = traffic_sum(self._traffic(config), inside.every)
+        plan = self.planner.plan(config)
         return Layout(
             config=config,
             changes=changes,
             world_size=self.world_size,
             needed_bytes=needed,
-            state_bytes=partition.state_bytes,
-            wire_bytes=sum(total.wire_bytes for total in traffic.values()),
-            time=predict_step(config, partition.model, traffic, self.speeds, self.device_type, inside.beside),
+            state_bytes=plan.state_bytes,
+            wire_bytes=sum(total.wire_bytes for total in plan.traffic.values()),
+            time=predict_step(config, plan.model, plan.traffic, self.speeds, self.device_type, plan.beside_products),
         )
-
-
-def _extrapolated(one: Total, next_one: Total, times: int) -> Total:
-    """Return the traffic after that many more steps from one to the next."""
-    values = {
-        item.name: getattr(one, item.name) + times * (getattr(next_one, item.name) - getattr(one, item.name))
-        for item in dataclasses.fields(Total)
-    }
-    return Total(**values)
 
 
 def _changed(config: Config, changes: dict[str, Any]) -> Config:
