@@ -70,7 +70,7 @@ class Traffic:
         total.wire_bytes += passes * buffer.nbytes * (ranks - 1) // ranks
         if self.recorder is not None:
             work = self.recorder(kind, buffer.nbytes, work)
-        return _Timed(work, self._wait, kind) if self._timed else work
+        return FirstWait(work, lambda: self._wait(kind, work)) if self._timed else work
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -102,11 +102,11 @@ class Traffic:
         self._totals.setdefault(kind, Total()).waited_s += time.perf_counter() - start_s
 
 
-class _Timed:
-    """A collective whose first `wait` is timed."""
+class FirstWait:
+    """A collective in flight whose first `wait` is another function's: a stop watch's, or a profile's."""
 
-    def __init__(self, work: Handle, wait: Callable[[str, Handle], None], kind: str) -> None:
-        self._work, self._wait, self._kind = work, wait, kind
+    def __init__(self, work: Handle, first_wait: Callable[[], None]) -> None:
+        self._work, self._first_wait = work, first_wait
         self._waited = False
 
     def wait(self) -> None:
@@ -114,4 +114,4 @@ class _Timed:
             self._work.wait()
         else:
             self._waited = True
-            self._wait(self._kind, self._work)
+            self._first_wait()

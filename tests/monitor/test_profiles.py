@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +19,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerAction
 
+from megatron_lite.config.profiling import ProfilingConfig
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.monitor.profiling.cycles import Cycles
+from megatron_lite.monitor.profiling.profiles import RECORDED, cycles
 from megatron_lite.monitor.profiling.schedule_page import page
-from megatron_lite.monitor.profiling.schedule_recorder import DeviceClock, ScheduleRecorder
+from megatron_lite.monitor.profiling.schedule_recorder import DeviceClock, HostClock, ScheduleRecorder
 from megatron_lite.monitor.profiling.schedule_report import mean_parts, summary, tables, trace_events
 from megatron_lite.monitor.profiling.schedule_times import IterationTimes, StepTime, Transfer, hid_behind, parts, runs
+from megatron_lite.monitor.profiling.watched_stage import watched as watched_stage
 from megatron_lite.zero.stage import Stage
 from tests.support.engine_runs import Engine, SimulatedRanks
 from tests.support.harness import run_distributed, tiny_config, train_whole
@@ -34,13 +38,16 @@ from tests.test_structure import PACKAGE, parse
 # -- which iterations ------------------------------------------------------------------------------------------------
 
 
-def test_cycles_wait_warm_up_and_record() -> None:
-    """Two cycles of wait 1, warm-up 1 and active 2, after 3 iterations; no warm-up at all; one iteration at once."""
-    places = [Cycles(skip=3, wait=1, warmup=1, active=2, repeat=2).place(done) for done in range(13)]
-    cycle = ["off", "warmup", "active", "last"]
-    assert places == ["off"] * 3 + cycle * 2 + ["over"] * 2
-    assert [Cycles(0, 0, 0, 1, 1).place(done) for done in range(2)] == ["last", "over"]
-    assert Cycles(3, 1, 1, 2, 2).first == 6
+def test_the_options_choose_the_profiled_iterations() -> None:
+    """Two cycles of wait 1, warm-up 1 and active 2, after 3 iterations; one iteration at once, without a warning."""
+    none, warm_up, *recorded = ProfilerAction.NONE, ProfilerAction.WARMUP, *RECORDED
+    options = ProfilingConfig(profile_skip=3, profile_wait=1, profile_active=2, profile_cycles=2)
+    cycle = [none, warm_up, *recorded]
+    assert [cycles(options)(done) for done in range(13)] == [none] * 3 + cycle * 2 + [none] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        at_once = cycles(ProfilingConfig(profile_skip=0, profile_warmup=0))
+    assert [at_once(done) for done in range(2)] == [recorded[-1], none]
 
 
 # -- pure arithmetic on times ----------------------------------------------------------------------------------------
@@ -300,14 +307,11 @@ def test_the_clock_of_a_gpu_sees_arrivals_from_the_side(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("options", [{"zero_stage": 3, "depth_first_micro_batches": 2}, {"zero_stage": 1}])
 def test_every_step_of_the_schedule_is_timed_once(options: dict[str, Any]) -> None:
     """One simulated rank of two: the verbs come in the order of the schedule, and the numbers stay the same."""
-    from megatron_lite.monitor.profiling.schedule_recorder import HostClock
-    from megatron_lite.monitor.profiling.watched_stage import WatchedStage
-
     options = {"batch_size": None, "micro_batch_size": 1, "num_layers": 3, **options}
     plain, watched = Engine(SimulatedRanks(), options), Engine(SimulatedRanks(), options)
     assert plain.model._verbs is plain.model.stages
     recorder = ScheduleRecorder(HostClock(), {})
-    watched.model.wrap(lambda stage: WatchedStage(stage, stage.index, recorder.around))
+    watched.model.wrap(lambda stage: watched_stage(stage, stage.index, recorder.around))
     for engine in (plain, watched):
         engine.model.gather_ahead()
     recorder.lap(0, keep=False)

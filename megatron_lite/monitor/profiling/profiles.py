@@ -5,22 +5,39 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from torch.profiler import ProfilerAction, schedule
 
 from megatron_lite.config import Config
 from megatron_lite.config.profiling import ProfilingConfig
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.communication import time_collectives
 from megatron_lite.monitor.profiling import schedule_page, schedule_report
-from megatron_lite.monitor.profiling.cycles import Cycles
 from megatron_lite.monitor.profiling.operations import OperationProfile
-from megatron_lite.monitor.profiling.schedule_recorder import Clock, DeviceClock, HostClock, ScheduleRecorder
-from megatron_lite.monitor.profiling.watched_stage import WatchedStage
+from megatron_lite.monitor.profiling.schedule_recorder import DeviceClock, HostClock, ScheduleRecorder
+from megatron_lite.monitor.profiling.watched_stage import watched
 from megatron_lite.run.durable_files import replace_file
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.runner import Verbs
 from megatron_lite.zero.stage import Stage
+
+RECORDED = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)  # the latter is the last one of a profile
+
+
+def cycles(config: ProfilingConfig) -> Callable[[int], ProfilerAction]:
+    """Return what becomes of the iteration after N iterations of a start, as the options ask for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of a profile without warm-up, which the user asked for
+        return schedule(
+            skip_first=config.profile_skip,
+            wait=config.profile_wait,
+            warmup=config.profile_warmup,
+            active=config.profile_active,
+            repeat=config.profile_cycles,
+        )
 
 
 def open_profiles(
@@ -68,7 +85,7 @@ class Profiles:
     ) -> None:
         self._config, self._logger, self._distributed, self._folder = config, logger, distributed, folder
         self._model, self._with_operations, self._alone_s = model, operations, alone_s
-        self._cycles, self._done = Cycles.of(config), 0
+        self._action, self._done = cycles(config), 0  # done: iterations of this start
         self._operations: OperationProfile | None = None
         self._schedule: ScheduleRecorder | None = None
         self._is_active = False  # beyond the warm-up
@@ -81,17 +98,15 @@ class Profiles:
 
     def iteration_done(self, iteration: int) -> None:
         """End an iteration, and the profile if this was its last; prepare the next iteration. Call on every rank."""
-        place = self._cycles.place(self._done)
-        if place == "over":
-            return
+        action = self._action(self._done)
+        self._done += 1
         if self._schedule is not None:
-            self._schedule.lap(iteration, keep=place in ("active", "last"))
+            self._schedule.lap(iteration, keep=action in RECORDED)
         if self._operations is not None:
             self._operations.end()
-        self._done += 1
         if self._is_active:
             self._iterations.append(iteration)
-        if place == "last":
+        if action == ProfilerAction.RECORD_AND_SAVE:
             self._finish()
         self._prepare(iteration + 1)
 
@@ -106,7 +121,7 @@ class Profiles:
             self._logger.warning(
                 "no iteration was profiled: the first would have been iteration %d of this start, which ends after %d; "
                 "lower --profile_skip",
-                self._cycles.first,
+                self._config.profile_skip + self._config.profile_wait + self._config.profile_warmup + 1,
                 self._done,
             )
 
@@ -114,12 +129,12 @@ class Profiles:
 
     def _prepare(self, iteration: int) -> None:
         """Start or go on with what the next iteration needs."""
-        place = self._cycles.place(self._done)
-        if place in ("off", "over"):
+        action = self._action(self._done)
+        if action == ProfilerAction.NONE:
             return
         if self._operations is None and self._schedule is None:
             self._watch()
-        if place == "warmup":
+        if action == ProfilerAction.WARMUP:
             return
         if self._operations is not None:
             if not self._is_active:
@@ -141,12 +156,12 @@ class Profiles:
         def wrapped(stage: Stage) -> Verbs:
             verbs: Verbs = stage
             for around in arounds:
-                verbs = WatchedStage(verbs, stage.index, around)
+                verbs = watched(verbs, stage.index, around)
             return verbs
 
         self._model.wrap(wrapped)
 
-    def _clock(self) -> Clock:
+    def _clock(self) -> HostClock:
         distributed = self._distributed
         if distributed.device.type == "cuda":
             return DeviceClock(distributed.device, distributed.wait_for_device)

@@ -10,28 +10,18 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from megatron_lite.distributed.traffic import Handle
+from megatron_lite.distributed.traffic import FirstWait, Handle
 from megatron_lite.monitor.profiling.schedule_times import IterationTimes, StepTime, Transfer, runs
 
 Mark = Any  # a point in time; only the clock that made it can read it
 
 
-class Clock(Protocol):
-    """Marks points in time."""
-
-    def mark(self) -> Mark: ...
-
-    def arrival(self, work: Handle) -> Mark | None: ...
-
-    def seconds(self, mark: Mark) -> float: ...
-
-
 class HostClock:
-    """The clock of a CPU. Nothing tells when a transfer has arrived before somebody waits for it."""
+    """Marks points in time on a CPU. Nothing tells when a transfer has arrived before somebody waits for it."""
 
     def mark(self) -> Mark:
         return time.perf_counter()
@@ -43,7 +33,7 @@ class HostClock:
         return float(mark)
 
 
-class DeviceClock:
+class DeviceClock(HostClock):
     """The clock of a GPU's computing stream.
 
     wait_for_device: waits for everything queued so far, with a time-out.
@@ -110,7 +100,7 @@ class ScheduleRecorder:
     alone_s: seconds of a collective with nothing else running, by (kind, stage), where the clock sees no arrival.
     """
 
-    def __init__(self, clock: Clock, alone_s: Mapping[tuple[str, int | None], float]) -> None:
+    def __init__(self, clock: HostClock, alone_s: Mapping[tuple[str, int | None], float]) -> None:
         self._clock, self._alone_s = clock, alone_s
         self._verbs: list[_Verb] = []
         self._open: list[_Verb] = []  # verbs under way
@@ -136,7 +126,7 @@ class ScheduleRecorder:
         stage = self._open[-1].stage if self._open else None
         entry = _Collective(kind, stage, bytes, self._clock.mark(), self._clock.arrival(work))
         self._posted.append(entry)
-        return _Recorded(work, lambda: self._wait(entry, work))
+        return FirstWait(work, lambda: self._wait(entry, work))
 
     def _wait(self, entry: _Collective, work: Handle) -> None:
         start = self._clock.mark()
@@ -196,18 +186,3 @@ class ScheduleRecorder:
         posted = [self._clock.seconds(entry.posted) for entry in seen]
         arrived = [self._clock.seconds(entry.arrival) for entry in seen]
         return {id(entry): run for entry, run in zip(seen, runs(posted, arrived), strict=True)}
-
-
-class _Recorded:
-    """A collective whose first `wait` is recorded."""
-
-    def __init__(self, work: Handle, first_wait: Callable[[], None]) -> None:
-        self._work, self._first_wait = work, first_wait
-        self._waited = False
-
-    def wait(self) -> None:
-        if self._waited:
-            self._work.wait()
-        else:
-            self._waited = True
-            self._first_wait()
