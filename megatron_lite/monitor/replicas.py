@@ -1,8 +1,6 @@
 """Hashes of everything that several ranks must hold alike, and the words for what differs.
 
-Weights are hashed as the layers compute with them, in the memory of the step, on the device: the sum of each element's
-bits times 2 * position + 1, modulo 2**64. Integer sums do not depend on their order, and no change of a single element
-keeps the sum, because the factors are odd.
+Weights are hashed as the layers compute with them, in the memory of the step, on the device.
 """
 
 from __future__ import annotations
@@ -17,22 +15,11 @@ import torch
 from torch import Tensor
 
 from megatron_lite.errors import shorten
-from megatron_lite.monitor.tensor_log import BITS
+from megatron_lite.monitor.bit_hash import bit_hash
 from megatron_lite.parameter import ParameterSpec, part_name
 
-CHUNK_NUMEL = 2**20  # elements hashed at a time: 24 MiB of temporary integers
 Fingerprint = dict[str, str]  # hash by name of a weight, or a piece of one, or a counter
 Holders = tuple[int, ...]  # ranks of the tensor-parallel group that hold the same
-
-
-def bit_hash(flat: Tensor) -> Tensor:
-    """Return the hash of a tensor (n,), () int64 on its device."""
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, flat.numel(), CHUNK_NUMEL):
-        chunk = flat[start : start + CHUNK_NUMEL]
-        positions = torch.arange(start, start + chunk.numel(), device=flat.device)
-        total += (chunk.view(BITS[chunk.element_size()]).to(torch.int64) * (2 * positions + 1)).sum()
-    return total
 
 
 def weight_hashes(weights: Iterator[tuple[ParameterSpec, Tensor]]) -> dict[Holders, Fingerprint]:

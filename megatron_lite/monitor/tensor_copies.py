@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.monitor.tensor_log import BITS
+from megatron_lite.monitor.bit_hash import BITS
 from megatron_lite.zero.replicas import Replicas
 
 

@@ -21,12 +21,11 @@ from safetensors.torch import save
 from torch import Tensor
 
 from megatron_lite.errors import UsageError
+from megatron_lite.monitor.bit_hash import bit_hash
 from megatron_lite.run.durable_files import replace_file
 
 # Elements converted to fp64 at a time; keeps temporaries below about 100 MiB.
 CHUNK_NUMEL = 2**22
-# Integers by width in bytes, to read the bits of floating-point numbers.
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FORMAT = "megatron_lite tensor log 1"
 
 
@@ -100,6 +99,11 @@ def take_samples(flat: Tensor, count: int) -> Tensor:
     return flat[positions].float().cpu()
 
 
+def canonical(chunk: Tensor) -> Tensor:
+    """Return one value for both zeros, and one for all NaNs: a log treats them as equal."""
+    return torch.where(chunk.isnan(), torch.nan, chunk) + 0.0  # -0.0 + 0.0 is 0.0
+
+
 def compute_statistics(flat: Tensor) -> Statistics:
     """Return the statistics of a tensor (n,), n > 0, in two passes: a plain sum of squares would lose a small std."""
     chunks = flat.split(CHUNK_NUMEL)
@@ -112,20 +116,8 @@ def compute_statistics(flat: Tensor) -> Statistics:
         minimum=float(lows.amin()),
         maximum=float(highs.amax()),
         not_finite=flat.numel() - sum(int(torch.isfinite(chunk).sum()) for chunk in chunks),
-        checksum=sum(_checksum(chunk, index * CHUNK_NUMEL) for index, chunk in enumerate(chunks)) % 2**64,
+        checksum=int(bit_hash(flat, canonical)) % 2**64,
     )
-
-
-def _checksum(chunk: Tensor, start: int) -> int:
-    """Return the sum of each element's bits times 2 * position + 1, modulo 2**64.
-
-    Integer sums do not depend on their order. Both zeros count as one value, and so do all NaNs: a log treats them as
-    equal.
-    """
-    plain = torch.where(chunk.isnan(), torch.nan, chunk) + 0.0  # -0.0 + 0.0 is 0.0
-    bits = plain.view(BITS[plain.element_size()]).to(torch.int64)
-    weights = 2 * torch.arange(start, start + chunk.numel(), device=chunk.device) + 1
-    return int((bits * weights).sum())
 
 
 def write_tensor_log(path: Path, entries: Sequence[TensorEntry], about: Mapping[str, str]) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from megatron_lite.data.loader import micro_batch, next_batch
 from megatron_lite.monitor.logging import log_both
-from megatron_lite.monitor.metrics import format_record
+from megatron_lite.monitor.metric_lines import format_record
 from megatron_lite.outputs.saving import export, is_due, refuse_bad_steps, save
 from megatron_lite.outputs.step_inputs import counted_labels
 from megatron_lite.setup_run import Run

@@ -9,7 +9,7 @@ import torch
 from megatron_lite.errors import NumericsError
 from megatron_lite.monitor.communication import communication_lines
 from megatron_lite.monitor.logging import MIB, ProgressBar, log_both
-from megatron_lite.monitor.metrics import format_record
+from megatron_lite.monitor.metric_lines import format_record
 from megatron_lite.optimizer.optimizer import Update
 from megatron_lite.outputs.bad_steps import leave_bad_step
 from megatron_lite.schedules.batch_options import batch_schedule, consumed_tokens

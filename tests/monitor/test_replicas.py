@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_lite.monitor import replicas
-from megatron_lite.monitor.replicas import bit_hash, describe_differences, value_hashes, weight_hashes
+from megatron_lite.monitor import bit_hash as bit_hash_module
+from megatron_lite.monitor.bit_hash import bit_hash
+from megatron_lite.monitor.replicas import describe_differences, value_hashes, weight_hashes
 from megatron_lite.parameter import WHOLE, Block, Initializer, ParameterSpec, Split
 
 
@@ -30,7 +31,7 @@ def test_chunks_change_no_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hash of a tensor does not depend on how many elements are hashed at a time; an empty one has a hash, too."""
     weights = torch.randn(1000)
     whole = bit_hash(weights)
-    monkeypatch.setattr(replicas, "CHUNK_NUMEL", 7)
+    monkeypatch.setattr(bit_hash_module, "CHUNK_NUMEL", 7)
     assert torch.equal(bit_hash(weights), whole) and int(bit_hash(weights[:0])) == 0
 
 

@@ -20,7 +20,7 @@ from megatron_lite.config import Config, flatten
 from megatron_lite.config.tracking import is_run_id
 from megatron_lite.errors import EXIT_PREEMPTED
 from megatron_lite.monitor.logging import get_logger
-from megatron_lite.monitor.metrics import format_record
+from megatron_lite.monitor.metric_lines import format_record
 from megatron_lite.monitor.trackers.queued_tracker import QueuedTracker, numbers_of
 from megatron_lite.monitor.watch.values import Watched
 from megatron_lite.run.children import kill_children

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
-from megatron_lite.monitor.console import ConsoleLines
+from megatron_lite.monitor.metric_lines import ConsoleLines, format_record
+from megatron_lite.run.progress_line import format_duration
 
 
 def values(**more: Any) -> dict[str, Any]:
@@ -97,3 +99,59 @@ def test_small_and_large_numbers_keep_three_digits() -> None:
     for norm, text in ((0.0012345, "0.00123"), (0.5, "0.500"), (12.0, "12.0"), (123.4, "123"), (2e7, "2.00e+07")):
         assert f"| grad norm {text} |" in console.training(values(grad_norm=norm))
     assert "| grad norm inf |" in console.training(values(grad_norm=float("inf")))
+
+
+def test_log_line_of_a_training_record() -> None:
+    record = {
+        "phase": "training",
+        "iteration": 20,
+        "train_iters": 1000,
+        "loss": 3.123456,
+        "learning_rate": 3e-4,
+        "grad_norm": 1.25,
+        "loss_scale": 1.0,
+        "batch_size": 32,
+        "consumed_samples": 640,
+        "consumed_tokens": 81920,
+        "step_time_ms": 12.345,
+        "tokens_per_sec_per_gpu": 12345.678,
+        "model_tflops": 440.126,
+        "hardware_tflops": 0.01234,
+        "mfu": 0.4321,
+        "skipped_iters": 0,
+        "nan_iters": 0,
+        "max_allocated_mib": 1024.0,
+        "max_reserved_mib": 2048.0,
+        "run": 0,
+        "time": 0.0,
+    }
+    console = {
+        "average_step_time_ms": 12.0,
+        "remaining_seconds": 3725.0,
+        "completion_date": datetime(2030, 1, 2, 3, 4, 5),
+        "allocated_mib": 512.0,
+    }
+    assert format_record(record, console) == (
+        "training @ iteration   20/1000 | consumed samples: 640 | consumed tokens: 81,920 | batch size: 32"
+        " | step time: 12.35 ms | throughput: 440.13 tflop/s (model) | 0.0123 tflop/s (hardware) | mfu: 43.2%"
+        " | 12,345.68 tokens/s/gpu | Memory allocated: 512 MiB | max allocated: 1,024 MiB | max reserved: 2,048 MiB"
+        " | learning rate: 3.000e-04 | loss scale: 1 | grad norm: 1.2500 | skipped iterations: 0 | nan iterations: 0"
+        " | average step time: 12.00 ms | remaining: 1:02:05 | completion: 2030-01-02 03:04:05 (2.00%)"
+        " | language model loss: 3.12346"
+    )
+
+
+def test_log_line_shows_only_what_the_record_has() -> None:
+    record = {"phase": "validation", "iteration": 5, "train_iters": 10, "loss": 2.5}
+    assert format_record(record) == "validation @ iteration  5/10 | language model loss: 2.50000"
+    assert format_record({"phase": "test", "loss": float("nan")}) == "test @ iteration | language model loss: nan"
+    assert format_record({**record, "loss": None}) == "validation @ iteration  5/10"
+
+
+def test_durations() -> None:
+    assert [format_duration(seconds) for seconds in (0, 59.6, 3600, 360_000)] == [
+        "0:00:00",
+        "0:01:00",
+        "1:00:00",
+        "100:00:00",
+    ]

@@ -1,0 +1,151 @@
+"""The lines that show a record of metrics: a long one in the log file, a short one of about 120 columns on the console.
+
+Only these lines round; metrics.jsonl has the unrounded numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from megatron_lite.run.progress_line import format_duration
+
+Show = Callable[[Any], str]
+MOST_DATASETS = 20  # whose losses are shown
+WAITING = 0.1  # of the step time, from which on the console shows the wait for data
+
+
+def _three_digits(text: str) -> Show:
+    return lambda value: text.format(f"{value:,.0f}" if 100 <= value < 1e6 else f"{value:#.3g}")
+
+
+def _tflops(text: str) -> Show:
+    """Show three significant digits below 1 TFLOP/s, where small models run."""
+    return lambda value: text.format(f"{value:.2f}" if value >= 1 else f"{value:.3g}")
+
+
+# How to show each value of a record in the log file, in this order, and on the console.
+FIELDS: dict[str, tuple[Show | None, Show | None]] = {
+    "consumed_samples": ("consumed samples: {:,}".format, None),
+    "consumed_tokens": ("consumed tokens: {:,}".format, None),
+    "batch_size": ("batch size: {}".format, "batch size {}".format),
+    "step_time_ms": ("step time: {:.2f} ms".format, _three_digits("{} ms/step")),
+    "data_wait_ms": ("data wait: {:.2f} ms".format, "data wait {:.3g} ms".format),
+    "model_tflops": (_tflops("throughput: {} tflop/s (model)"), None),
+    "hardware_tflops": (_tflops("{} tflop/s (hardware)"), None),
+    "mfu": ("mfu: {:.1%}".format, "mfu {:.0%}".format),
+    "tokens_per_sec": (None, "{:,.0f} tokens/s".format),
+    "tokens_per_sec_per_gpu": ("{:,.2f} tokens/s/gpu".format, "{:,.0f} tokens/s/gpu".format),
+    "allocated_mib": ("Memory allocated: {:,.0f} MiB".format, None),
+    "max_allocated_mib": ("max allocated: {:,.0f} MiB".format, None),
+    "reserved_mib": ("reserved: {:,.0f} MiB".format, None),
+    "max_reserved_mib": ("max reserved: {:,.0f} MiB".format, "memory {:,.0f} MiB".format),
+    "global_max_reserved_mib": ("global max reserved: {:,.0f} MiB".format, None),
+    "learning_rate": ("learning rate: {:.3e}".format, "lr {:.2e}".format),
+    "loss_scale": ("loss scale: {:g}".format, "loss scale {:g}".format),
+    "grad_norm": ("grad norm: {:.4f}".format, _three_digits("grad norm {}")),
+    "update_norm": ("update norm: {:.4f}".format, None),
+    "clipped_iters": ("clipped updates: {}".format, None),
+    "skipped_iters": ("skipped iterations: {}".format, "skipped iterations {}".format),
+    "nan_iters": ("nan iterations: {}".format, "nan iterations {}".format),
+    "skip_reason": ("skip reason: {}".format, None),
+    "average_step_time_ms": ("average step time: {:.2f} ms".format, None),
+    "remaining_seconds": (
+        lambda value: f"remaining: {format_duration(value)}",
+        lambda value: f"{format_duration(value)} left",
+    ),
+    "completion_date": ("completion: {:%Y-%m-%d %H:%M:%S}".format, None),
+    "averaged_loss": ("averaged weights loss: {:.5f}".format, "averaged weights {:.4f}".format),
+    "loss": ("language model loss: {:.5f}".format, "loss {:.4f}".format),
+}
+LOSSES = ("loss", "averaged_loss")
+SPEED = {"cpu": ("tokens_per_sec",), "cuda": ("tokens_per_sec_per_gpu", "mfu")}  # by type of device
+BAR = ("loss", "tokens_per_sec", "mfu", "remaining_seconds")  # all ranks' tokens, as the time left
+# The console shows these only where they differ from the last line.
+RARELY_CHANGING = ("batch_size", "loss_scale", "max_reserved_mib", "skipped_iters", "nan_iters")
+
+
+def format_record(record: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> str:
+    """Return the log line of a record: `training @ iteration 20/1000 | step time: ... | language model loss: ...`.
+
+    Args:
+        record: keys of metrics.jsonl; absent fields are not shown.
+        more: values for the log file only: `allocated_mib`, `reserved_mib`, `global_max_reserved_mib`,
+            `average_step_time_ms`, `remaining_seconds`, `completion_date`.
+    """
+    values = {**record, **(more or {})}
+    iteration, total = values.get("iteration"), values.get("train_iters")
+    parts = [f"{values['phase']} @ {_head(values)}"]
+    for key, (show, _) in FIELDS.items():
+        if (value := values.get(key)) is None or show is None:
+            continue
+        part = show(value)
+        if key == "completion_date" and total and iteration is not None:
+            part += f" ({iteration / total:.2%})"
+        parts.append(part)
+    return " | ".join([*parts, *dataset_losses(values)])
+
+
+class ConsoleLines:
+    """The lines of one start; values that rarely change are shown only when they have changed.
+
+    Args:
+        device_type: cpu or cuda, which decides the unit of the speed.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._keys = ("loss", "learning_rate", "grad_norm", "step_time_ms", *SPEED[device_type])
+        self._last: dict[str, Any] = {"max_reserved_mib": 0.0, "skipped_iters": 0, "nan_iters": 0}
+        self._last_loss: float | None = None
+        self._forecasts = False  # not in the first line: compilation and allocation would spoil it
+
+    def training(self, values: Mapping[str, Any]) -> str:
+        """Return the line of a training record and its values for the console; absent values are left out.
+
+        `iteration 20/1000 | loss 3.1235 | lr 3.00e-04 | grad norm 1.25 | 12.3 ms/step | 12,346 tokens/s | 0:01:05 left`
+        """
+        keys = list(self._keys)
+        if values.get("loss") is not None:
+            self._last_loss = values["loss"]
+        if self._forecasts and values["iteration"] < values["train_iters"]:
+            keys.append("remaining_seconds")
+        self._forecasts = True
+        if values.get("data_wait_ms", 0.0) > WAITING * values.get("step_time_ms", 0.0):
+            keys.append("data_wait_ms")
+        for key in RARELY_CHANGING:
+            if (value := values.get(key)) is not None and value != self._last.setdefault(key, value):
+                self._last[key] = value
+                keys.append(key)
+        no_loss = ["loss -"] * (values.get("loss") is None)  # every update since the last line was dropped
+        return " | ".join([_head(values), *no_loss, *_shown(keys, values)])
+
+    def bar(self, pace: Mapping[str, float]) -> str:
+        """Return the words of the progress bar: `loss 3.1235, 12,346 tokens/s, mfu 41%, 0:01:05 left`.
+
+        The loss is that of the last training line.
+        """
+        return ", ".join(_shown(BAR, {"loss": self._last_loss, **pace}))
+
+    def evaluation(self, values: Mapping[str, Any]) -> str:
+        """Return the line of a validation or test: `validation @ iteration 20/1000 | loss 3.1235`."""
+        return " | ".join([f"{values['phase']} @ {_head(values)}", *_shown(LOSSES, values), *dataset_losses(values)])
+
+
+def dataset_losses(values: Mapping[str, Any]) -> list[str]:
+    """Show the losses of single data sets, `loss/<name>`; those beyond 20 are only in metrics.jsonl."""
+    names = [key for key in values if key.startswith("loss/")]
+    shown = [f"{key.removeprefix('loss/')}: {values[key]:.5f}" for key in names[:MOST_DATASETS]]
+    return [*shown, *([f"{len(names) - MOST_DATASETS:,} more data sets"] if len(names) > MOST_DATASETS else [])]
+
+
+def _shown(keys: Iterable[str], values: Mapping[str, Any]) -> list[str]:
+    """Show values on the console; absent ones are left out."""
+    shows = ((FIELDS[key][1], values.get(key)) for key in keys)
+    return [show(value) for show, value in shows if show is not None and value is not None]
+
+
+def _head(values: Mapping[str, Any]) -> str:
+    iteration, total = values.get("iteration"), values.get("train_iters")
+    if iteration is None:
+        return "iteration"
+    return f"iteration {iteration:{len(str(total))}d}/{total}" if total else f"iteration {iteration}"

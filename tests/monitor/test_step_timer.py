@@ -1,0 +1,219 @@
+"""Rates with a fake clock; the time left is right to a few percent after 50 iterations, whatever came between."""
+
+import random
+from datetime import datetime
+
+import pytest
+
+from megatron_lite.config import BatchConfig, Config, ModelConfig, PerformanceConfig, TrainingConfig
+from megatron_lite.monitor.metrics import hardware_flops, model_flops
+from megatron_lite.monitor.step_timer import Forecast, StepTimer
+
+TRAIN_ITERS = 2000
+
+
+def simulate(step_s, pauses=lambda iteration: {}, samples=lambda iteration: 8, start=0):
+    """Return (iteration, time left as forecast, time left in truth without stalls) of every iteration.
+
+    step_s: seconds of an iteration, and of the stall in it. pauses: seconds of those after an iteration, by kind.
+    """
+    consumed = [0]
+    for iteration in range(1, TRAIN_ITERS + 1):
+        consumed.append(consumed[-1] + samples(iteration))
+    times = {iteration: step_s(iteration) for iteration in range(start + 1, TRAIN_ITERS + 1)}
+    forecast = Forecast(consumed.__getitem__, TRAIN_ITERS, start)
+    forecasts = []
+    left = sum(seconds + sum(pauses(iteration).values()) for iteration, (seconds, _) in times.items())
+    before = {"validation": 100.0}  # of the weights that the run starts from
+    for iteration, (seconds, stall) in times.items():
+        forecast.add(iteration, seconds + stall, before)
+        left -= seconds
+        forecasts.append((iteration, forecast.remaining_s(iteration), left))
+        before = pauses(iteration)
+        left -= sum(before.values())
+    return forecasts
+
+
+def worst(forecasts, after=50):
+    """Return the largest relative error from iteration `after` to 90 % of the run."""
+    return max(abs(shown / true - 1) for iteration, shown, true in forecasts if after <= iteration <= 1800)
+
+
+def noisy(seed, mean_s=1.0, spread=0.1):
+    generator = random.Random(seed)
+    return lambda iteration: (max(generator.gauss(mean_s, spread), 0.01), 0.0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_steps_alone(seed):
+    assert worst(simulate(noisy(seed))) < 0.05
+
+
+def test_the_first_step_does_not_count():
+    compiling = lambda iteration: (60.0 if iteration == 1 else 1.0, 0.0)  # noqa: E731
+    forecasts = simulate(compiling)
+    assert forecasts[0][1] is None
+    assert worst(forecasts, after=2) < 1e-9
+
+
+@pytest.mark.parametrize("interval", [10, 20, 45])
+def test_saves_count_as_often_as_they_come(interval):
+    """A save of five steps' length every few iterations."""
+    saves = lambda iteration: {"save": 5.0} if iteration % interval == 0 else {}  # noqa: E731
+    assert worst(simulate(noisy(1), saves)) < 0.05
+
+
+def test_validations_and_rare_saves():
+    """Each kind has a period of its own: between saves, validations do not stand for them."""
+    due = {"validation": (10, 2.0), "save": (100, 10.0)}
+
+    def pauses(iteration):
+        return {kind: seconds for kind, (interval, seconds) in due.items() if iteration % interval == 0}
+
+    assert worst(simulate(noisy(2), pauses), after=101) < 0.05
+
+
+def test_a_stall_is_not_expected_again():
+    """A network that hangs for 30 s leaves the forecast as it was."""
+    steps = noisy(3)
+    stalling = lambda iteration: (steps(iteration)[0], 30.0 * (iteration in (30, 300)))  # noqa: E731
+    assert worst(simulate(stalling)) < 0.05
+
+
+def test_a_step_grows_with_its_batch():
+    """The batch quadruples halfway, and with it the time of a step."""
+    samples = lambda iteration: 8 if iteration <= 1000 else 32  # noqa: E731
+    forecasts = simulate(lambda iteration: (samples(iteration) / 8, 0.0), samples=samples)
+    assert worst(forecasts) < 1e-9
+
+
+def test_the_pace_follows_the_last_thousand_steps():
+    """A node that becomes slower for good shows after a thousand steps."""
+    forecasts = simulate(lambda iteration: (1.0 if iteration <= 500 else 2.0, 0.0))
+    assert worst(forecasts, after=1500) < 0.05
+
+
+def test_a_resumed_run_counts_its_own_steps():
+    saves = lambda iteration: {"save": 5.0} if iteration % 20 == 0 else {}  # noqa: E731
+    assert worst(simulate(noisy(4), saves, start=1000), after=1050) < 0.05
+
+
+class Clock:
+    """A clock that moves only when set."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def make_timer(peak_tflops=None):
+    model = ModelConfig(
+        num_layers=2, hidden_size=64, num_attention_heads=4, head_groups=4, kv_channels=16, ffn_hidden_size=256
+    )
+    config = Config(
+        model=model, batch=BatchConfig(batch_size=8, sequence_length=128), training=TrainingConfig(train_iters=100)
+    )
+    clock = Clock()
+    return StepTimer(config, world_size=2, iteration=0, peak_tflops=peak_tflops, clock=clock), clock, model
+
+
+def steps(timer, clock, first, last, seconds):
+    for iteration in range(first, last + 1):
+        clock.now += seconds
+        timer.end_step(iteration)
+
+
+def test_timer_reports_the_lap_and_forecasts_from_all_but_the_first():
+    timer, clock, model = make_timer(peak_tflops=1e-3)
+    steps(timer, clock, 1, 1, 30.0)  # the first iteration compiles
+    record, console = timer.lap(1, datetime(2030, 1, 1))
+    assert record["step_time_ms"] == pytest.approx(30_000)
+    assert "remaining_seconds" not in console and "completion_date" not in console
+    steps(timer, clock, 2, 11, 0.5)
+    record, console = timer.lap(11, datetime(2030, 1, 1))
+    assert record["step_time_ms"] == pytest.approx(500)
+    assert record["tokens_per_sec_per_gpu"] == pytest.approx(8 * 128 / 0.5 / 2)
+    assert record["model_tflops"] == pytest.approx(model_flops(model, 128, 1024) / 0.5 / 2 / 1e12)
+    assert record["mfu"] == pytest.approx(record["model_tflops"] / 1e-3)
+    assert console["average_step_time_ms"] == pytest.approx(500)
+    assert console["remaining_seconds"] == pytest.approx(89 * 0.5)
+    assert console["completion_date"] == datetime(2030, 1, 1, 0, 0, 44, 500_000)
+
+
+def test_timer_follows_the_batch_size():
+    """Rates count the samples of the lap, the forecast the remaining samples."""
+    model = ModelConfig(
+        num_layers=2, hidden_size=64, num_attention_heads=4, head_groups=4, kv_channels=16, ffn_hidden_size=256
+    )
+    batch = BatchConfig(batch_size=8, batch_size_schedule=("0:2", "3:8"), sequence_length=128)
+    clock = Clock()
+    timer = StepTimer(Config(model=model, batch=batch, training=TrainingConfig(train_iters=10)), 2, 1, None, clock)
+    for iteration, seconds in ((2, 0.4), (3, 0.4), (4, 1.6), (5, 1.6)):  # of 2, 2, 8 and 8 samples
+        steps(timer, clock, iteration, iteration, seconds)
+    record, console = timer.lap(5)
+    assert record["step_time_ms"] == pytest.approx(1000)
+    assert record["tokens_per_sec_per_gpu"] == pytest.approx(20 * 128 / 4.0 / 2)
+    assert record["model_tflops"] == pytest.approx(model_flops(model, 128, 20 * 128) / 4.0 / 2 / 1e12)
+    assert record["hardware_tflops"] == pytest.approx(
+        hardware_flops(model, PerformanceConfig(), 128, 20 * 128) / 4.0 / 2 / 1e12
+    )
+    assert console["remaining_seconds"] == pytest.approx(40 * 4.0 / 20)
+
+
+def test_timer_leaves_out_validation_and_saves():
+    timer, clock, _ = make_timer()
+    clock.now += 1.0
+    with timer.excluded():
+        clock.now += 1000.0
+    clock.now += 1.0
+    record, _ = timer.lap(4)
+    assert record["step_time_ms"] == pytest.approx(500)
+    assert "mfu" not in record  # no peak, no mfu
+
+
+def test_glances_leave_the_laps_alone():
+    """Rates are those since the last glance; laps are the same without them."""
+    (timer, clock, _), (plain, plain_clock, _) = make_timer(), make_timer()
+    shown = {}
+    for iteration in range(1, 21):
+        for some in (clock, plain_clock):
+            some.now += 30.0 if iteration == 1 else 0.5 if iteration <= 15 else 1.0
+        timer.end_step(iteration)
+        plain.end_step(iteration)
+        if iteration in (1, 2, 4, 10, 16, 20):
+            shown[iteration] = timer.glance(iteration)
+        if iteration == 3:
+            with timer.excluded():
+                clock.now += 1000.0
+        if iteration in (10, 20):
+            for with_glances, without in zip(timer.lap(iteration), plain.lap(iteration), strict=True):
+                dates = {"completion_date": None}
+                assert {**with_glances, **dates} == pytest.approx({**without, **dates})
+    times = [glance["step_time_ms"] for glance in shown.values()]
+    assert times == pytest.approx([30_000, 500, 500, 500, 3500 / 6, 1000])
+    assert shown[2]["tokens_per_sec"] == pytest.approx(8 * 128 / 0.5)
+    assert "remaining_seconds" not in shown[1] and shown[4]["remaining_seconds"] == pytest.approx(96 * 0.5)
+
+
+def test_pace_of_the_bar():
+    """Speed of all ranks, MFU and time left at the usual pace; nothing before a step that counts."""
+    timer, clock, model = make_timer(peak_tflops=1e-3)
+    steps(timer, clock, 1, 1, 30.0)
+    assert timer.pace(1) == {}
+    steps(timer, clock, 2, 11, 0.5)
+    mfu = model_flops(model, 128, 1024) / 0.5 / 2 / 1e12 / 1e-3
+    assert timer.pace(11) == pytest.approx({"tokens_per_sec": 2048, "mfu": mfu, "remaining_seconds": 44.5})
+    with timer.excluded(), timer.pause("save"):
+        clock.now += 22.0
+    steps(timer, clock, 12, 12, 0.5)
+    assert timer.pace(12) == pytest.approx({"tokens_per_sec": 2048, "mfu": mfu, "remaining_seconds": 88 * 2.5})
+
+
+def test_timer_without_an_iteration_says_nothing_and_survives_endless_runs():
+    timer, clock, _ = make_timer()
+    assert timer.lap(0) == ({}, {})
+    clock.now += 1e12
+    _, console = timer.lap(1)
+    assert "completion_date" not in console  # beyond the year 9999
