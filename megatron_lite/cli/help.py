@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from megatron_lite.cli.foreign_flags import PROGRAMS, REFUSED, answers_for
+from megatron_lite.cli.foreign_flags import answers_for, refused
 from megatron_lite.config import AREAS, Config, flatten, unflatten
-from megatron_lite.config.foreign_values import REFUSED_VALUES
+from megatron_lite.config.other_programs import table
 from megatron_lite.config.values import FLAGS, Flag, abridged, limits, written
 from megatron_lite.validation import BATCH, examine
 
@@ -44,12 +44,12 @@ def help_text(everything: bool) -> str:
             lines += _help_lines(flag, everything)
     if everything:
         lines += ["", "Flags of other programs that are accepted only with these values, which change nothing:"]
-        for name, row in REFUSED.items():
-            lines += _two_columns(f"--{name}={row.only.replace(' ', '|')}", row.remark)
+        for name, row in refused().items():
+            lines += _two_columns(f"--{name}={'|'.join(row.only)}", row.remark)
         lines += ["", "Values that are refused:"]
-        for typed, reason in REFUSED_VALUES.items():
+        for typed, reason in table().values.items():
             lines += _two_columns(f"--{typed}", reason)
-        for program in PROGRAMS:
+        for program in table().programs:
             lines += ["", f"Flags that do not exist here, of {program}:"]
             for names, text in answers_for(program):
                 lines += _two_columns(", ".join(f"--{name}" for name in names), text)

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron_lite import __version__
-from megatron_lite.cli.foreign_flags import REFUSED
+from megatron_lite.cli.foreign_flags import accepts, refusal, refused
 from megatron_lite.cli.help import help_text
 from megatron_lite.cli.model_source import with_preset, with_source
 from megatron_lite.cli.suggestions import answer_of_any, answer_to_unknown
 from megatron_lite.config import Config, unflatten
-from megatron_lite.config.foreign_values import refused_value
+from megatron_lite.config.other_programs import refused_value
 from megatron_lite.config.structured_values import environment_values
 from megatron_lite.config.values import (
     QUOTES,
@@ -234,7 +234,7 @@ class _Parser:
         """Store the value of one flag, or note its problem."""
         if item.name in SPELLINGS:
             self._take_option(item, SPELLINGS[item.name])
-        elif item.name in REFUSED:
+        elif item.name in refused():
             self._take_refused(item)
         else:
             self.guesswork = True
@@ -302,12 +302,12 @@ class _Parser:
 
     def _take_refused(self, item: Item) -> None:
         """Accept a flag without an option if its value describes what this program does anyway."""
-        row = REFUSED[item.name]
+        row = refused()[item.name]
         value = "1" if row.switch and not item.values else " ".join(item.values)
         if not item.values and not row.switch:
-            self._problem(f"{item.spelling} is refused: {row.refusal(item.name)}", item.flag)
-        elif not row.accepts(value):
-            self._problem(f"{item.spelling}={shown(value)} is refused: {row.refusal(item.name)}", item.flag)
+            self._problem(f"{item.spelling} is refused: {refusal(item.name)}", item.flag)
+        elif not accepts(row, value):
+            self._problem(f"{item.spelling}={shown(value)} is refused: {refusal(item.name)}", item.flag)
 
 
 def read_words(path: str) -> list[str]:

@@ -5,15 +5,15 @@ An answer names only flags that can be typed. A name that resembles another prog
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
-from megatron_lite.cli.foreign_flags import ANY_END, INSTEAD, REFUSED, answer_of, answer_of_family
-from megatron_lite.cli.other_programs.row import Row
+from megatron_lite.cli.foreign_flags import ANY_END, answer_of, answer_of_family, answer_to, instead, refusal, refused
+from megatron_lite.config.other_programs import Row
 from megatron_lite.config.values import DASHES, FLAGS, SPELLINGS, shown
 
 LONGEST_NAME = 60  # characters; a longer word was not meant as a flag
 HELP = ("help", "help_all", "version")
-FOREIGN = tuple(name for name in (*REFUSED, *INSTEAD) if "." not in name and not name.endswith(ANY_END))
 BASIC = frozenset(spelling for spelling, flag in SPELLINGS.items() if flag.option.basic)
 
 
@@ -23,7 +23,7 @@ def answer_to_unknown(spelling: str, value: str | None) -> str:
     if name in HELP:
         return f"{message}: flags begin with two ASCII dashes and are lower case; write --{name}"
     if answer := answer_of_any(name, value):
-        if name in SPELLINGS or name in REFUSED:
+        if name in SPELLINGS or name in refused():
             return f"{message}: flags begin with two ASCII dashes and are lower case; {answer}"
         return f"{spelling} is not a flag here: {answer}"
     flag = SPELLINGS.get(name.removeprefix("no_"))
@@ -46,8 +46,8 @@ def answer_of_any(spelling: str, value: str | None) -> str | None:
     """Return what to write for one of our flags, or instead of another program's; None for an unknown name."""
     name = plain_name(spelling)
     if name in SPELLINGS:
-        return Row(name, f"--{name}").answer_to(value)
-    answer = REFUSED[name].refusal(name) if name in REFUSED else answer_of(name, value)
+        return answer_to(Row((name,), f"--{name}"), value)
+    answer = refusal(name) if name in refused() else answer_of(name, value)
     return with_a_flag(answer) if answer else None
 
 
@@ -58,7 +58,13 @@ def plain_name(spelling: str) -> str:
 
 def foreign_answer(name: str) -> str:
     """Return the answer to another program's flag, typed without a value."""
-    return REFUSED[name].refusal(name) if name in REFUSED else INSTEAD[name]
+    return refusal(name) if name in refused() else instead()[name]
+
+
+@functools.cache
+def foreign_names() -> tuple[str, ...]:
+    """Return the other programs' flags that may have been misspelled: no dotted names, no families."""
+    return tuple(name for name in (*refused(), *instead()) if "." not in name and not name.endswith(ANY_END))
 
 
 def with_a_flag(answer: str) -> str:
@@ -75,14 +81,14 @@ def nearest_flags(name: str, count: int = 3) -> list[str]:
     if not 1 <= len(name) <= LONGEST_NAME:
         return []
     ours = sorted((*SPELLINGS, *HELP), key=lambda other: (other not in BASIC, other not in FLAGS))
-    edited = [other for names in (ours, FOREIGN) for other in names if is_one_edit(name, other)]
+    edited = [other for names in (ours, foreign_names()) for other in names if is_one_edit(name, other)]
     found = edited
     if not found or found[0] in ours:
         found = [*found, *(other for other in ours if len(name) > 1 and other.startswith(name))]
     if not found and (words := {*name.split("_")}) and len(name) > 3:
         found = [other for other in ours if words <= {*other.split("_")}]
     if not found:
-        found = [*similar(name, ours, 0.8), *similar(name, FOREIGN, 0.85)]
+        found = [*similar(name, ours, 0.8), *similar(name, foreign_names(), 0.85)]
     return list(dict.fromkeys(found))[:count]
 
 

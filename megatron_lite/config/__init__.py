@@ -2,7 +2,7 @@
 
 `cli` makes the flat `--flags` from the dataclasses of this room, docs/flags.md is generated from them, and the rest of
 the program receives them as a read-only `Config`. `None` means "derived": `validation.resolve` fills in a `Draft`.
-This room imports no torch, so `--help` answers at once. `foreign_values.py` lists other programs' names and values of
+This room imports no torch, so `--help` answers at once. `other_programs.txt` lists other programs' names and values of
 these options.
 """
 

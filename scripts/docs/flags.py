@@ -1,6 +1,6 @@
 """Write docs/flags.md, and the tables of docs/from_levanter.md and docs/from_fast_llm.md.
 
-They are made from megatron_lite/config/ and megatron_lite/cli/other_programs/.
+They are made from megatron_lite/config/ with its other_programs.txt.
 
     python -m scripts.docs.flags            write the three files
     python -m scripts.docs.flags --check    compare only; exit code 1 if one is stale
@@ -11,10 +11,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_lite.cli.foreign_flags import PROGRAMS, REFUSED, answers_for
+from megatron_lite.cli.foreign_flags import answers_for, refused
 from megatron_lite.cli.help import default_words
 from megatron_lite.config import AREAS
-from megatron_lite.config.foreign_values import REFUSED_VALUES
+from megatron_lite.config.other_programs import table as other_programs
 from megatron_lite.config.values import FLAGS, Flag, limits
 from scripts.docs.foreign_flags import REPOSITORY, cell_text, guides, other_defaults, page, table
 
@@ -23,7 +23,7 @@ TARGET = REPOSITORY / "docs" / "flags.md"
 INTRODUCTION = """\
 # Flags
 
-<!-- Written by `python -m scripts.docs.flags` from megatron_lite/config/ and cli/other_programs/: do not edit. -->
+<!-- Written by `python -m scripts.docs.flags` from megatron_lite/config/: do not edit. -->
 
 `--a_b=v`, `--a_b v` and `--a-b=v` are the same flag; names are never abbreviated. Guides for
 users of other programs: [from_levanter.md](from_levanter.md), [from_fast_llm.md](from_fast_llm.md). Guides by topic:
@@ -86,16 +86,16 @@ def _limits(flag: Flag) -> str:
 def refused_table() -> str:
     """Return the table of flags and values that are accepted only if they change nothing."""
     rows = [
-        (f"`--{name}`", ", ".join(f"`{value}`" for value in row.only.split()), cell_text(row.remark))
-        for name, row in REFUSED.items()
+        (f"`--{name}`", ", ".join(f"`{value}`" for value in row.only), cell_text(row.remark))
+        for name, row in refused().items()
     ]
-    rows += [(f"`--{typed}`", "nothing", cell_text(reason)) for typed, reason in REFUSED_VALUES.items()]
+    rows += [(f"`--{typed}`", "nothing", cell_text(reason)) for typed, reason in other_programs().values.items()]
     return table(("flag", "accepted", "why no other value"), rows)
 
 
 def instead_tables() -> Iterator[str]:
     """Yield a heading and a table for each program: its flags, with what to write instead."""
-    for program in PROGRAMS:
+    for program in other_programs().programs:
         rows = [(", ".join(f"`--{name}`" for name in names), cell_text(text)) for names, text in answers_for(program)]
         yield f"### {program}\n"
         yield table(("flags", "answer"), rows)

@@ -1,4 +1,4 @@
-"""The tables of docs/from_levanter.md and docs/from_fast_llm.md, made from `cli/other_programs/` and `config/`.
+"""The tables of docs/from_levanter.md and docs/from_fast_llm.md, made from `config/`.
 
 The other programs' options and their defaults are the lists in tests/vectors. The prose of the guides is written by
 hand: only their tables are replaced. `python -m scripts.docs.flags` writes them.
@@ -11,16 +11,13 @@ import itertools
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lite.cli.foreign_flags import by_name, suffixes
 from megatron_lite.cli.help import default_words
-from megatron_lite.cli.other_programs.fast_llm import FAST_LLM
-from megatron_lite.cli.other_programs.levanter import LEVANTER
-from megatron_lite.cli.other_programs.megatron import MEGATRON
-from megatron_lite.cli.other_programs.row import Row
+from megatron_lite.config.other_programs import Row
 from megatron_lite.config.values import FLAGS, SPELLINGS, Flag, written
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -93,13 +90,13 @@ def guides() -> tuple[Guide, Guide]:
             GuideRow(text, (value,), f"`--{name}`", remark, FLAGS[name]) for text, value, name, remark in FIXED
         ]
     }
-    known = by_name(MEGATRON, LEVANTER)
+    known = by_name("Megatron-LM", "Levanter")
     for section, options in _options("levanter").items():
         made = (row for name, default in options.items() for row in _rows(name, default, _cases(name, known)))
         rows[section] = _merged(made)
     levanter = Guide("Levanter", REPOSITORY / "docs" / "from_levanter.md", rows, {})
 
-    rows, same, known = {}, {}, by_name(FAST_LLM)
+    rows, same, known = {}, {}, by_name("Fast-LLM")
     for section, options in _options("fast_llm").items():
         same[section] = [name for name, default in options.items() if name not in known and _equal(name, default)]
         others = {name: default for name, default in options.items() if name not in same[section]}
@@ -121,13 +118,13 @@ def _equal(name: str, default: object) -> bool:
     return flag.option.value_aliases.get(str(default), default) == (written(flag.default) or "[]")
 
 
-def _cases(name: str, known: dict[str, list[tuple[str, Row]]]) -> list[tuple[str, Row]]:
+def _cases(name: str, known: Mapping[str, list[tuple[str, Row]]]) -> list[tuple[str, Row]]:
     """Return the rows of a full name: those of its longest known end, or of the innermost known group."""
     for end in suffixes(name):
         if end in known:
             return known[end]
         if end in SPELLINGS:
-            return [("", Row(end))]
+            return [("", Row((end,)))]
     return next(known[group] for group in reversed(name.split(".")) if group in known)
 
 
@@ -141,7 +138,7 @@ def _rows(name: str, default: object, cases: list[tuple[str, Row]]) -> Iterator[
         here = row.here or (f"--{SPELLINGS[leaf].name}" if leaf in SPELLINGS else "")
         flag = FLAGS.get(here.removeprefix("--"))
         if row.only:
-            cell = "only " + " or ".join(f"`{value}`" for value in row.only.split())
+            cell = "only " + " or ".join(f"`{value}`" for value in row.only)
         else:
             cell = cell_text(here or "refused")
         derived = flag is not None and flag.default in (None, (), "auto") and default_words(flag) != "none"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.cli.foreign_flags import INSTEAD, REFUSED
+from megatron_lite.cli.foreign_flags import instead, refused
 from megatron_lite.cli.help import banner, help_text, short_banner
 from megatron_lite.config import flatten, unflatten
 from megatron_lite.config.values import FLAGS, written
@@ -49,8 +49,8 @@ def test_help_all_has_everything() -> None:
     for flag in FLAGS.values():
         assert f"  --{flag.name}=" in text
         assert all(f"--{alias}" in text for alias in flag.aliases)
-    assert all(f"--{name}=" in text for name in REFUSED)
-    assert all(f"--{name}" in text for name in INSTEAD)
+    assert all(f"--{name}=" in text for name in refused())
+    assert all(f"--{name}" in text for name in instead())
 
 
 def marked(world_size: int = 1, **options: object) -> set[str]:

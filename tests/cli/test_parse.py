@@ -1,6 +1,7 @@
 """The command line: every spelling, every refusal, and that nothing but a clear error comes of bad input."""
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -13,15 +14,16 @@ import pytest
 
 import megatron_lite
 import pretrain_gpt
-from megatron_lite.cli.foreign_flags import INSTEAD, REFUSED, Row
+from megatron_lite.cli.foreign_flags import instead, refused
 from megatron_lite.cli.parse import HelpRequested, ParseError, parse
 from megatron_lite.config import flatten
-from megatron_lite.config.foreign_values import REFUSED_VALUES
+from megatron_lite.config.other_programs import Row, table
 from megatron_lite.config.values import FLAGS, SPELLINGS, Flag
 from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.run.launch import launch_rank, launch_world_size
 from megatron_lite.validation import resolve
 
+INSTEAD, REFUSED = instead(), refused()
 ROOT = Path(__file__).resolve().parents[2]
 
 # The variables of the tutorial (seed page) as bash leaves them.
@@ -539,16 +541,16 @@ def test_refused_flags() -> None:
 
 
 def check_refused_flag(name: str, row: Row) -> None:
-    for accepted in row.only.split():
+    for accepted in row.only:
         for text in ([f"--{name}={accepted}"], [f"--{name.replace('_', '-')}", accepted]):
             assert parse(text).given == {}, text
     for wrong in ("17", "something", "-1"):
         message = problem([f"--{name}={wrong}"])
         assert message.startswith(f"--{name}={wrong} is refused: {row.remark}")
     if row.switch:
-        assert row.only in ("0", "1"), name
-        assert "is refused" in problem([f"--{name}={1 - int(row.only)}"])
-    if row.switch and row.only == "1":
+        assert row.only in (("0",), ("1",)), name
+        assert "is refused" in problem([f"--{name}={1 - int(row.only[0])}"])
+    if row.switch and row.only == ("1",):
         assert parse([f"--{name}"]).given == parse([f"--{name}=true"]).given == {}, name
     else:
         assert "is refused" in problem([f"--{name}"])
@@ -578,8 +580,11 @@ def test_wrong_here_although_default_elsewhere() -> None:
 
 def test_refused_values() -> None:
     """Values of an option that exists elsewhere only are refused with the reason."""
-    for typed, reason in REFUSED_VALUES.items():
-        assert problem([f"--{typed}"]) == f"--{typed}: {reason}"
+    for typed, reason in table().values.items():
+        value = re.search("<[a-z]+>", typed)
+        for text in ["2", "17"] if value else [""]:
+            said, why = (words.replace(value[0], text) if value else words for words in (typed, reason))
+            assert problem([f"--{said}"]) == f"--{said}: {why}"
 
 
 def test_other_spellings_are_named() -> None:

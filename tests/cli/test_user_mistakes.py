@@ -14,15 +14,23 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.cli.foreign_flags import ANY_END, INSTEAD, PROGRAMS, REFUSED
+from megatron_lite.cli.foreign_flags import ANY_END, accepts, instead, refused
 from megatron_lite.cli.parse import ParseError, parse
-from megatron_lite.cli.suggestions import FOREIGN, HELP, answer_to_unknown, foreign_answer, is_one_edit, nearest_flags
-from megatron_lite.config.foreign_values import REFUSED_VALUES, refused_value
+from megatron_lite.cli.suggestions import (
+    HELP,
+    answer_to_unknown,
+    foreign_answer,
+    foreign_names,
+    is_one_edit,
+    nearest_flags,
+)
+from megatron_lite.config.other_programs import refused_value, table
 from megatron_lite.config.values import FLAGS, SPELLINGS, is_legal
 from megatron_lite.errors import UsageError
 from megatron_lite.validation import resolve
 from tests.support.launch import run
 
+FOREIGN, INSTEAD, REFUSED = foreign_names(), instead(), refused()
 VECTORS = Path(__file__).resolve().parents[1] / "vectors" / "user_mistakes.json"
 MISTAKES: dict[str, dict[str, str]] = json.loads(VECTORS.read_text("utf-8"))
 CASES = [(program, typed, flags.split()) for program, rows in MISTAKES.items() for typed, flags in rows.items()]
@@ -52,7 +60,7 @@ def named(text: str, typed: list[str]) -> list[tuple[str, str | None]]:
 def assert_typable(name: str, value: str | None, where: str) -> None:
     """A flag of ours takes the value, or has one in place of a `<placeholder>`; another program's is accepted so."""
     if name in REFUSED:
-        assert value is not None and REFUSED[name].accepts(value), where
+        assert value is not None and accepts(REFUSED[name], value), where
         return
     assert name in SPELLINGS or name in HELP, f"--{name} in: {where}"
     if value is not None and "<" not in value:
@@ -112,7 +120,7 @@ def every_answer() -> Iterator[tuple[str, str]]:
         yield name, foreign_answer(name)
     for name in (name.removesuffix(ANY_END) for name in INSTEAD if name.endswith(ANY_END)):
         yield f"{name}zzz", answer([f"--{name}zzzzzzzz=1"]).partition(": ")[2]
-    yield from REFUSED_VALUES.items()
+    yield from table().values.items()
     for flag in (flag for flag in FLAGS.values() if flag.name != "pretrained_checkpoint_path"):  # any text is a path
         for value in ("", "!", "-7.5", "yes", "4K", "99999999999999999999999"):
             try:
@@ -132,12 +140,12 @@ def test_every_flag_in_every_answer_can_be_typed() -> None:
 
 def test_one_program_owns_a_name() -> None:
     """Otherwise two answers would contradict each other."""
-    rows = [row for tables in PROGRAMS.values() for table in tables for row in table]
-    names = [name for row in rows for name in {name.partition(":")[0] for name in row.names.split()}]
-    cases = {name.partition(":")[0] for row in rows for name in row.names.split() if ":" in name}
+    rows = [row for rows in table().programs.values() for row in rows]
+    names = [name for row in rows for name in {name.partition(":")[0] for name in row.names}]
+    cases = {name.partition(":")[0] for row in rows for name in row.names if ":" in name}
     assert sorted(set(names) - cases) == sorted(name for name in names if name not in cases)
-    with_cases = [row for row in rows if {name.partition(":")[0] for name in row.names.split()} & cases]
-    assert all(":" in row.names for row in with_cases)
+    with_cases = [row for row in rows if {name.partition(":")[0] for name in row.names} & cases]
+    assert all(":" in " ".join(row.names) for row in with_cases)
 
 
 def one_edit_typos(name: str, generator: random.Random, count: int) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lite.config.foreign_values import refused_value
+from megatron_lite.config.other_programs import refused_value
 from megatron_lite.config.values import FLAGS, BadValueError, is_legal, parse_list, parse_value
 
 

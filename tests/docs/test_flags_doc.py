@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.cli.foreign_flags import INSTEAD, REFUSED
-from megatron_lite.config.foreign_values import REFUSED_VALUES
+from megatron_lite.cli.foreign_flags import instead, refused
+from megatron_lite.config.other_programs import table
 from megatron_lite.config.values import FLAGS
 
 pytestmark = pytest.mark.guides
@@ -37,7 +37,7 @@ def test_page_is_current() -> None:
 @pytest.mark.parametrize("name", FAST_LLM_FLAGS)
 def test_every_flag_of_fast_llm_has_a_row(name: str) -> None:
     """It works, or is answered with a reason; never both, never neither."""
-    answers = {**INSTEAD, **{other: row.remark for other, row in REFUSED.items()}}
+    answers = {**instead(), **{other: row.remark for other, row in refused().items()}}
     assert (name in FLAGS) != (name in answers)
     assert name in first_cells(PAGE.read_text("utf-8"))
     assert name in FLAGS or len(answers[name]) > 10
@@ -48,7 +48,7 @@ def test_page_has_every_option_once() -> None:
     cells = first_cells(PAGE.read_text("utf-8"))
     assert len(cells) == len(set(cells))
     assert set(FLAGS) <= set(cells)
-    assert {*REFUSED, *INSTEAD, *REFUSED_VALUES} <= set(cells)
+    assert {*refused(), *instead(), *table().values} <= set(cells)
     for line in PAGE.read_text("utf-8").splitlines():
         if line.startswith("|"):
             assert line.replace("\\|", "").count("|") in (3, 4, 7), line
