@@ -136,9 +136,11 @@ def shorten(problems: Sequence[str], limit: int = 5) -> str:
     return "; ".join(problems[:limit]) + more
 
 
-def lost_peer(error: BaseException) -> PeerError:
+def lost_peer(
+    error: BaseException, message: str = "another rank died or stopped answering; see its own message"
+) -> PeerError:
     """Return the error that the user sees for a backend's error about a peer."""
-    lost = PeerError("another rank died or stopped answering; see its own message")
+    lost = PeerError(message)
     lost.detail = " ".join(str(error).split())[:500]
     return lost
 

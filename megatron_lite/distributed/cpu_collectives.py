@@ -1,4 +1,4 @@
-"""Collectives on CPU by pairwise exchange, directly between the flat buffers."""
+"""Collectives on CPU: point-to-point transfers directly between the flat buffers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Works:
 
 
 class PairwiseSum:
-    """A reduce-scatter by pairwise exchange: slices arrive chunk by chunk and are added in rank order.
+    """A reduce-scatter: slices arrive chunk by chunk and are added in rank order.
 
     buffer: (world_size * n,); slice `rank` becomes the sum of that slice over all ranks. scratch: (slots, world_size -
     1, chunk_numel). All sends and the first receives, one per slot, are posted at once and run while the caller

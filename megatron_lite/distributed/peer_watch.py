@@ -1,29 +1,187 @@
-"""The ranks' watch over each other, in a thread: a lost rank ends the run within seconds, whatever the others wait for.
+"""Ranks watch each other through a store: who came and from where, who is lost, what each is doing.
 
-Collectives notice a lost peer only when they come to it, and inside of a library not before their time-out. Once a
-second the thread looks at the processes of this machine, reads in the store whether another machine has lost a rank,
-and writes there what this rank is doing. A rank of another machine that is only silent is never given up here: its
-file system may hang for minutes, and the time-outs are there for that.
+The store is a small server in torchrun's first node, or in rank 0 without torchrun. The ranks meet there before any of
+them can wait for another inside of a library. Here each wait is a poll, so that a rank of this machine that has died,
+or the end of the store, is noticed within seconds.
+
+From then on a thread watches: collectives notice a lost peer only when they come to it, and inside of a library not
+before their time-out. Once a second the thread looks at the processes of this machine, reads in the store whether
+another machine has lost a rank, and writes there what this rank is doing. A rank of another machine that is only silent
+is never given up here: its file system may hang for minutes, and the time-outs are there for that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import errno
+import ipaddress
 import json
+import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from megatron_lite.distributed import peers
-from megatron_lite.distributed.meeting import Meeting, connect
-from megatron_lite.distributed.progress import Progress, Status
-from megatron_lite.errors import PeerError, shorten
+import torch.distributed as dist
 
-POLL_S = 1.0
+from megatron_lite.distributed import processes
+from megatron_lite.distributed.processes import Place
+from megatron_lite.distributed.traffic import Progress, Status
+from megatron_lite.errors import PeerError, UsageError, is_lost_peer, lost_peer, shorten
+
+POLL_S = 0.1  # between looks at the store while the ranks meet
+LOOK_S = 1.0  # between looks at the processes of this machine
 # A collective may notice as well, and knows the library's words; a rank that failed by itself writes its reason.
 GRACE_S = 2.0
 READ_S = 2.0  # limit on reading the store while a failure is reported: its process may be the one that hangs
 END_S = 5.0  # limit on the thread's end
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """The store of a start."""
+
+    host: str
+    port: int
+    hosted: bool  # by rank 0; otherwise by torchrun
+    prefix: str  # of all keys
+    one_machine: bool = False  # whether all ranks are on one
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def lost(self, error: RuntimeError) -> PeerError:
+        """Return the error that the user sees once the store does not answer."""
+        owner = "rank 0" if self.hosted else "torchrun on the first node"
+        return lost_peer(error, f"lost {owner}, where the ranks meet ({self}); see its own message")
+
+
+def open_store(point: MeetingPoint, rank: int, world_size: int, timeout_s: float) -> Any:
+    """Return this rank's connection to the store; rank 0 opens the store if torchrun has none.
+
+    Raises:
+        OSError: EADDRINUSE, or RuntimeError with that word, if the port is in use.
+    """
+    if not point.hosted or rank != 0:
+        return connect(point, world_size, timeout_s)
+    with _listening(point) as server:
+        descriptor = None if server is None else server.fileno()
+        store = connect(point, world_size, timeout_s, hosts=True, descriptor=descriptor)
+        if server is not None:
+            server.detach()  # the store closes it
+    return store
+
+
+def connect(
+    point: MeetingPoint, world_size: int, timeout_s: float, hosts: bool = False, descriptor: int | None = None
+) -> Any:
+    """Return a connection. A thread that waits in it blocks all others in it, but in no other connection.
+
+    hosts: open the store first, at the socket `descriptor` or at all addresses of this machine.
+    """
+    store = dist.TCPStore(
+        point.host,
+        point.port,
+        world_size,
+        hosts,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=descriptor,
+    )
+    return dist.PrefixStore(point.prefix, store)
+
+
+@contextlib.contextmanager
+def _listening(point: MeetingPoint) -> Iterator[socket.socket | None]:
+    """Yield a socket for the store at the address of its host only; None if other machines may look for it elsewhere.
+
+    torch itself would listen at all addresses, for anybody. Where ranks are on several machines, the name of rank 0's
+    may mean loopback on that machine alone.
+    """
+    family, address = socket.AF_INET, ""
+    with contextlib.suppress(OSError):  # an unknown name
+        found = socket.getaddrinfo(point.host, point.port, type=socket.SOCK_STREAM)
+        family, _, _, _, (name, *_) = min(found, key=lambda one: one[0] != socket.AF_INET)  # IPv4 if it has one
+        address = str(name)
+    here_only = point.host in ("localhost", address) and address and ipaddress.ip_address(address).is_loopback
+    if not address or not (here_only or point.one_machine):
+        yield None
+        return
+    with socket.socket(family, socket.SOCK_STREAM) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a start that has just ended
+        try:
+            server.bind((address, point.port))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            address = ""  # of another machine, or of none, which passes connections on
+        yield server if address else None
+
+
+class Meeting:
+    """All ranks of a start have met.
+
+    Raises:
+        PeerError: if not all of them come within the time-out, or one that came is gone.
+        UsageError: if another process came as this rank.
+    """
+
+    def __init__(
+        self, point: MeetingPoint, store: Any, own: Place, world_size: int, local_ranks: Sequence[int], timeout_s: float
+    ) -> None:
+        """store: this rank's connection. local_ranks: ranks that may be on this machine."""
+        self.point, self.store, self.world_size, self.rank = point, store, world_size, own.rank
+        self._own, self._local_ranks, self.timeout_s = own, local_ranks, timeout_s
+        try:
+            self._enter()
+            self._wait()
+            self.places = self._came(range(world_size))
+        except RuntimeError as error:
+            if not is_lost_peer(error):
+                raise
+            raise point.lost(error) from error
+
+    def _enter(self) -> None:
+        entered = json.loads(self.store.compare_set(f"came/{self.rank}", "", json.dumps(self._own)))
+        if (other := Place(*entered)) != self._own:
+            question = "does another run use the same MASTER_PORT?"
+            if not self.point.hosted:  # the store outlives the ranks
+                question += " Or did torchrun start the ranks again (--max-restarts)? That works on one node only"
+                question += "; on several, start the whole job again"
+            error = UsageError(
+                f"two processes say that they are rank {self.rank} at {self.point}: this one and {other}; {question}"
+            )
+            error.agreed = False
+            raise error
+        self.store.add("came", 1)
+
+    def _wait(self) -> None:
+        deadline_s, look_s = time.monotonic() + self.timeout_s, 0.0
+        while (came := self.store.add("came", 0)) < self.world_size:
+            now_s = time.monotonic()
+            if now_s > deadline_s:
+                here = {place.rank for place in self._came(range(self.world_size))}
+                missing = [f"rank {rank}" for rank in range(self.world_size) if rank not in here]
+                raise PeerError(
+                    f"{came} of {self.world_size} ranks met at {self.point} within --startup_timeout="
+                    f"{self.timeout_s:g} s; missing: {shorten(missing)}. See the messages of the others, or start them"
+                )
+            if now_s > look_s:
+                near = processes.neighbors(self._came(self._local_ranks), self._own)
+                if lost := _ended(near):
+                    raise PeerError(f"{lost} while the ranks were meeting; see its own message")
+                look_s = now_s + LOOK_S
+            time.sleep(POLL_S)
+
+    def _came(self, ranks: Sequence[int]) -> list[Place]:
+        """Return the places of those of these ranks that have come."""
+        keys = [f"came/{rank}" for rank in ranks]
+        if not self.store.check(keys):
+            keys = [key for key in keys if self.store.check([key])]
+        return [Place(*json.loads(row)) for row in self.store.multi_get(keys)]
 
 
 class PeerWatch:
@@ -37,7 +195,7 @@ class PeerWatch:
         self, meeting: Meeting, progress: Progress, on_lost: Callable[[PeerError], None], on_request: Callable[[], None]
     ) -> None:
         self._meeting, self._progress, self._on_lost, self._on_request = meeting, progress, on_lost, on_request
-        self._beside = peers.beside(meeting.places, meeting.places[meeting.rank])
+        self._neighbors = processes.neighbors(meeting.places, meeting.places[meeting.rank])
         self._requests = 0
         self._store = connect(meeting.point, meeting.world_size, meeting.timeout_s)
         self._done = threading.Event()
@@ -56,7 +214,7 @@ class PeerWatch:
 
     def statuses(self) -> list[Status]:
         """Return what every rank was doing up to a second ago, in rank order; empty if the store does not answer."""
-        keys = [_key(rank) for rank in range(self._meeting.world_size)]
+        keys = [f"at/{rank}" for rank in range(self._meeting.world_size)]
         rows = self._bounded(lambda store: store.multi_get(keys) if store.check(keys) else [])
         return [Status(*json.loads(row)) for row in rows or []]
 
@@ -77,15 +235,15 @@ class PeerWatch:
         lost: PeerError | None = None
         try:
             while lost is None:
-                self._store.set(_key(self._meeting.rank), json.dumps(self._progress.status()))
+                self._store.set(f"at/{self._meeting.rank}", json.dumps(self._progress.status()))
                 lost = self._look()
-                if self._done.wait(POLL_S if lost is None else GRACE_S):
+                if self._done.wait(LOOK_S if lost is None else GRACE_S):
                     return
         except RuntimeError as error:
             if self._done.wait(GRACE_S):
                 return
-            lost = PeerError(f"lost {self._meeting.point.owner}, with which the ranks met; see its own message")
-            lost.names_rank, lost.detail = True, " ".join(str(error).split())[:500]
+            lost = self._meeting.point.lost(error)
+        lost.names_rank = True
         self._on_lost(lost)
 
     def _look(self) -> PeerError | None:
@@ -94,15 +252,15 @@ class PeerWatch:
         if requests != self._requests:
             self._requests = requests
             self._on_request()
-        if ended := [place for place in self._beside if peers.has_ended(place.pid)]:
-            self._store.set("lost", f"lost {shorten([str(place) for place in ended], limit=3)}")
+        if lost := _ended(self._neighbors):
+            self._store.set("lost", lost)
             self._store.add("losses", 1)
         elif not self._store.add("losses", 0):
             return None
-        lost = PeerError(self._store.get("lost").decode())
-        lost.names_rank = True
-        return lost
+        return PeerError(self._store.get("lost").decode())
 
 
-def _key(rank: int) -> str:
-    return f"at/{rank}"
+def _ended(places: Sequence[Place]) -> str:
+    """Return which of these ranks' processes have ended, as the beginning of a message; empty if none has."""
+    lost = [str(place) for place in places if processes.has_ended(place.pid)]
+    return f"lost {shorten(lost, limit=3)}" if lost else ""

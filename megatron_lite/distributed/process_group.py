@@ -1,7 +1,8 @@
 """This process among the ranks of a run: its groups, and what all ranks agree on. `startup.py` joins the groups.
 
 A run has data x tensor ranks, the tensor-parallel ones next to each other: rank r is rank r // T of its data-parallel
-group and rank r % T of its tensor-parallel group.
+group and rank r % T of its tensor-parallel group. torch's `init_device_mesh` would make the same groups, but it takes
+no time-out for them, and keeps references to them, which `Distributed.close` must drop.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_lite.distributed.progress import Progress
 from megatron_lite.distributed.rank_group import RankGroup, alone
 from megatron_lite.distributed.step_watch import POLL_S, StepWatch
-from megatron_lite.distributed.traffic import Traffic
+from megatron_lite.distributed.traffic import Progress, Traffic
 from megatron_lite.errors import is_lost_peer, lost_peer
 
 
@@ -45,13 +46,14 @@ class Distributed(RankGroup):
         watch: StepWatch | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.progress = progress or Progress()
-        super().__init__(rank, world_size, device, group, Traffic(self.progress, device.type), watch)
+        super().__init__(rank, world_size, device, group, Traffic(progress, device.type), watch)
+        self.progress = self.traffic.progress
         self.local_world_size = local_world_size
         self.sharing_cores = local_world_size  # ranks that may use a core of this one, itself included
         self._cpu_group = cpu_group
         self.data: RankGroup = self  # the ranks that train the same part of the model on other samples
         self.tensor: RankGroup = alone(device)  # those that train its other parts on the same samples
+        self.groups: list[RankGroup] = [self]  # all that this rank is in
 
     def divide(self, tensor_parallel: int, new_group: Callable[[Sequence[int]], Any]) -> None:
         """Divide the ranks into data-parallel and tensor-parallel groups; all ranks call this together.
@@ -64,19 +66,14 @@ class Distributed(RankGroup):
         if tensor_parallel == 1:
             return
         assert self.world_size % tensor_parallel == 0, "checked with the options"
-        of_data = [range(first, self.world_size, tensor_parallel) for first in range(tensor_parallel)]
-        of_tensor = [range(first, first + tensor_parallel) for first in range(0, self.world_size, tensor_parallel)]
-        self.data, self.tensor = (self._own(groups, new_group) for groups in (of_data, of_tensor))
-
-    def _own(self, groups: Sequence[Sequence[int]], new_group: Callable[[Sequence[int]], Any]) -> RankGroup:
-        """Make all of these groups and return the one that this rank is in."""
-        own: RankGroup | None = None
-        for ranks in groups:
-            group = new_group(ranks)
-            if self.rank in ranks:
-                own = RankGroup(ranks.index(self.rank), len(ranks), self.device, group, self.traffic, self._watch)
-        assert own is not None, (self.rank, groups)
-        return own
+        sizes = (self.world_size // tensor_parallel, tensor_parallel)
+        for dimension in range(len(sizes)):
+            for ranks in groups_along(dimension, sizes):
+                group = new_group(ranks)
+                if self.rank in ranks:
+                    place = ranks.index(self.rank)
+                    self.groups.append(RankGroup(place, len(ranks), self.device, group, self.traffic, self._watch))
+        _, self.data, self.tensor = self.groups
 
     def close(self) -> None:
         """Leave the process groups for good, after the last collective was waited for.
@@ -86,7 +83,7 @@ class Distributed(RankGroup):
         dies of SIGABRT. A group joins its threads when the last reference to it goes; `destroy_process_group` drops
         torch's own.
         """
-        for group in (self, self.data, self.tensor):
+        for group in self.groups:
             group.leave()
         del self._cpu_group
         dist.destroy_process_group()
@@ -161,12 +158,22 @@ class Distributed(RankGroup):
             work.wait()
 
 
-class peer_errors:  # noqa: N801 - reads as a statement
+def groups_along(dimension: int, sizes: Sequence[int]) -> list[list[int]]:
+    """Return the groups of ranks that differ in one dimension only, of ranks in as many dimensions as there are sizes.
+
+    Ranks are numbered with the last dimension fastest. Along the first of sizes (2, 3): [0, 3], [1, 4], [2, 5].
+    """
+    ranks = torch.arange(math.prod(sizes)).view(*sizes)
+    groups: list[list[int]] = ranks.movedim(dimension, -1).reshape(-1, sizes[dimension]).tolist()
+    return groups
+
+
+@contextlib.contextmanager
+def peer_errors() -> Iterator[None]:
     """Turn a backend's error about a dead or silent peer into a PeerError."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if error is not None and is_lost_peer(error):
+    try:
+        yield
+    except Exception as error:
+        if is_lost_peer(error):
             raise lost_peer(error) from error
+        raise

@@ -1,9 +1,9 @@
-"""A group of ranks and its collectives, over NCCL on GPUs and by pairwise exchange on CPU.
+"""A group of ranks and its collectives, over NCCL on GPUs and point to point on CPU.
 
 On CPU, gloo's reduce-scatter moves as many bytes as an all-reduce, and its all-gather takes three times as long as a
-send/receive pair. Both are therefore exchanged pairwise here: every rank sends each peer the slice that the peer needs,
-directly between the flat buffers. An all-reduce is one after the other, but two ranks send each other everything, which
-is as many bytes in one round, and takes 0.7 of the time for 1 MiB.
+send/receive pair. Here, therefore, every rank sends each peer the slice that the peer needs, directly between the flat
+buffers. An all-reduce is one after the other, but two ranks send each other everything, which is as many bytes in one
+round, and takes 0.7 of the time for 1 MiB.
 
 Order of sums: on CPU, and in `sum_in_rank_order` anywhere, the order of the ranks, so that results depend on neither
 timing nor ZeRO stage. NCCL sums in the order of its own algorithm: around a ring from the neighbour of the rank that
@@ -25,8 +25,8 @@ from megatron_lite.distributed.cpu_collectives import Done, PairwiseSum, Then, W
 from megatron_lite.distributed.step_watch import Event, StepWatch
 from megatron_lite.distributed.traffic import Handle, Traffic
 
-# A pairwise reduction receives into a ring of chunks per peer: small enough to be added while they are in the cache,
-# and enough of them to keep the exchange going during the computation.
+# A reduction on CPU receives into a ring of chunks per peer: small enough to be added while they are in the cache, and
+# enough of them to keep the transfers going during the computation.
 REDUCTION_CHUNK_NUMEL = 2**18
 REDUCTION_SLOTS = 8
 
@@ -50,9 +50,9 @@ class Group(Protocol):
 
 
 class RankGroup:
-    """Some ranks of a run, this one among them, and the collectives over them.
+    """Some ranks of a run, this one among them, and the collectives over them, which do nothing in a group of one.
 
-    rank, world_size: within the group. group: of NCCL or gloo; None for a group of one. watch: of the steps on a GPU.
+    rank, world_size: within the group. group: of NCCL or gloo. watch: of the steps on a GPU.
     """
 
     def __init__(
@@ -76,6 +76,8 @@ class RankGroup:
 
     def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
         """Complete a flat buffer, (world_size * n,), in place; each rank holds slice `rank`."""
+        if self.world_size == 1:
+            return Done()
         slices = buffer.view(self.world_size, -1)
         if self.device.type == "cuda":
             work = _nccl("all_gather_single", "all_gather_into_tensor")(
@@ -89,6 +91,8 @@ class RankGroup:
 
         On CPU one reduction is in flight at a time, because it owns the scratch: starting the next one completes it.
         """
+        if self.world_size == 1:
+            return Done()
         if self.device.type == "cuda":
             own = buffer.view(self.world_size, -1)[self.rank]
             work = _nccl("reduce_scatter_single", "reduce_scatter_tensor")(own, buffer, group=self.group, async_op=True)
@@ -97,7 +101,7 @@ class RankGroup:
         return self._reduction
 
     def all_reduce(self, buffer: Tensor, kind: str) -> Handle:
-        """Sum a contiguous tensor over ranks in place, bit-identical on all of them; a group of one has its sum."""
+        """Sum a contiguous tensor over ranks in place, bit-identical on all of them."""
         if self.world_size == 1:
             return Done()
         if self.device.type == "cuda":
@@ -125,7 +129,7 @@ class RankGroup:
 
     def sum_in_rank_order(self, values: Tensor) -> Tensor:
         """Return the sum of a small vector over ranks, bit-identical on all of them."""
-        if self.group is None:  # of one
+        if self.world_size == 1:
             return values
         gathered = values.new_zeros(self.world_size, *values.shape)
         gathered[self.rank] = values
@@ -148,7 +152,7 @@ class RankGroup:
         """Return the scratch bytes that `reduce_scatter` allocates for shards of this size."""
         return reduction_scratch_bytes(self.device.type, self.world_size, shard_numel, dtype)
 
-    # -- by pairs, on CPU ----------------------------------------------------------------------------------------
+    # -- point to point, on CPU ----------------------------------------------------------------------------------------
 
     def _pairwise_gather(self, slices: Tensor) -> Handle:
         tag, peers = self._next_tag(1), [peer for peer in range(self.world_size) if peer != self.rank]

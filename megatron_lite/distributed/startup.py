@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_lite.config import DistributedConfig
-from megatron_lite.distributed.meeting import Meeting, MeetingPoint, open_store
-from megatron_lite.distributed.peers import own_place, sharing_cores
+from megatron_lite.distributed.peer_watch import Meeting, MeetingPoint, open_store
 from megatron_lite.distributed.process_group import Distributed, peer_errors
-from megatron_lite.distributed.progress import Progress
+from megatron_lite.distributed.processes import Place, own_place, sharing_cores
 from megatron_lite.distributed.step_watch import StepWatch
-from megatron_lite.errors import PeerError, UsageError
+from megatron_lite.distributed.traffic import Progress
+from megatron_lite.errors import UsageError, is_lost_peer, lost_peer
 
 # NCCL sums in an order that depends on its algorithm, which it chooses by size, topology and version. Around a ring the
 # order is fixed for buffers of one size on one set of GPUs; Simple is the only protocol that works everywhere.
@@ -41,22 +41,21 @@ def initialize(
     local_world_size = int(environment.get("LOCAL_WORLD_SIZE") or world_size)
     first = rank - local_rank  # of this machine, where the launcher numbers ranks machine by machine
     local_ranks = range(max(0, first), min(first + local_world_size, world_size))
-    sharing = local_world_size
+    places: list[Place] = []
 
     def meet() -> Any:
-        nonlocal sharing
-        timeout_s = config.startup_timeout
-        with _store_answers(world_size, timeout_s), _port_in_use():
-            store = open_store(meeting_point(), rank, world_size, timeout_s)
-        meeting = Meeting(meeting_point(), store, own_place(rank), world_size, local_ranks, timeout_s)
-        sharing = sharing_cores(meeting.places, rank, local_ranks)
+        point, timeout_s = meeting_point(), config.startup_timeout
+        store = _opened_store(point, rank, world_size, timeout_s)
+        meeting = Meeting(point, store, own_place(rank), world_size, local_ranks, timeout_s)
+        places.extend(meeting.places)
         on_met(meeting)
-        return meeting.store
+        return store
 
     distributed = join(
         config, rank, world_size, local_rank, local_world_size, meet=meet if world_size > 1 else None, progress=progress
     )
-    distributed.sharing_cores = sharing
+    if places:
+        distributed.sharing_cores = sharing_cores(places, rank, local_ranks)
     return distributed
 
 
@@ -70,6 +69,25 @@ def meeting_point() -> MeetingPoint:
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     one_machine = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
     return MeetingPoint(host, port, hosted, f"megatron_lite/{attempt}", one_machine)
+
+
+def _opened_store(point: MeetingPoint, rank: int, world_size: int, timeout_s: float) -> Any:
+    """Open the store, or connect to it, with errors in the user's words."""
+    try:
+        return open_store(point, rank, world_size, timeout_s)
+    except Exception as error:
+        if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
+            raise UsageError(
+                f"MASTER_PORT={point.port} is in use by another program on this machine; choose another one (torchrun "
+                "--rdzv-backend=c10d --rdzv-endpoint=localhost:0 finds a free port)"
+            ) from error
+        if not is_lost_peer(error):
+            raise
+        raise lost_peer(
+            error,
+            f"nobody answered at {point} within --startup_timeout={timeout_s:g} s, where {world_size} ranks were to "
+            "meet: see the messages of the others, or start them",
+        ) from error
 
 
 def join(
@@ -107,18 +125,9 @@ def join(
             "gloo", init_method=init_method, store=store, rank=rank, world_size=world_size, timeout=startup_timeout
         )
         new_group = functools.partial(dist.new_group, backend="nccl" if on_gpu else "gloo", timeout=step_timeout)
-        group = new_group()
-    distributed = Distributed(
-        rank=rank,
-        world_size=world_size,
-        local_world_size=local_world_size,
-        device=device,
-        cpu_group=dist.group.WORLD,
-        group=group,
-        watch=watch,
-        progress=progress,
-    )
-    with peer_errors(), _quiet_loopback(world_size):
+        distributed = Distributed(
+            rank, world_size, local_world_size, device, dist.group.WORLD, new_group(), watch, progress
+        )
         distributed.divide(config.tensor_parallel, new_group)
     if on_gpu:
         refuse_shared_gpus(config.device, distributed.gather_objects(gpu_uuid(device)))
@@ -132,9 +141,7 @@ def warm_up(distributed: Distributed) -> None:
     The host waits inside the first collective until all ranks are connected, for at most --startup_timeout.
     """
     with distributed.traffic.paused(), peer_errors():
-        for group in dict.fromkeys((distributed, distributed.data, distributed.tensor)):
-            if group is not distributed and group.world_size == 1:
-                continue
+        for group in distributed.groups:
             numel = -(-WARM_UP_NUMEL // group.world_size) * group.world_size
             buffer = torch.zeros(numel, device=distributed.device)
             group.reduce_scatter(buffer).wait()
@@ -214,36 +221,6 @@ def refuse_shared_gpus(name: str, uuids: Sequence[str]) -> None:
 def kernels_can_run() -> bool:
     """Whether this process can run Triton kernels: on a GPU, or on a CPU if Triton is told to interpret them."""
     return torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-
-
-@contextlib.contextmanager
-def _store_answers(world_size: int, timeout_s: float) -> Iterator[None]:
-    """Turn the backend's error about a store that is not there into a PeerError."""
-    try:
-        with peer_errors():
-            yield
-    except PeerError as error:
-        explanation = PeerError(
-            f"nobody answered at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within "
-            f"--startup_timeout={timeout_s:g} s, where {world_size} ranks were to meet: see the messages of the "
-            "others, or start them"
-        )
-        explanation.detail = error.detail
-        raise explanation from error
-
-
-@contextlib.contextmanager
-def _port_in_use() -> Iterator[None]:
-    """Turn the backend's error about a port in use into a UsageError."""
-    try:
-        yield
-    except Exception as error:
-        if "EADDRINUSE" not in str(error) and getattr(error, "errno", None) != errno.EADDRINUSE:
-            raise
-        raise UsageError(
-            f"MASTER_PORT={os.environ.get('MASTER_PORT')} is in use by another program on this machine; choose another "
-            "one (torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 finds a free port)"
-        ) from error
 
 
 @contextlib.contextmanager

@@ -1,17 +1,22 @@
-"""Traffic of a run's collectives: counts, elements, bytes, and the time that the computation waits for them."""
+"""The collectives that a rank starts: their traffic, the time that computation waits for them, and how far a rank is.
+
+Traffic is counts, elements and bytes by kind. The progress of a rank, its phase, iteration and newest collectives, is
+for messages and files about a rank that hangs.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_lite.distributed.progress import Progress
+RECENT = 64  # collectives in memory
 
 
 class Handle(Protocol):
@@ -21,6 +26,56 @@ class Handle(Protocol):
 
 
 Recorder = Callable[[str, int, Handle], Handle]  # (kind, bytes of the full buffer, handle) -> handle
+
+
+class Collective(NamedTuple):
+    """A collective that this rank has started."""
+
+    number: int  # from 1; the same on all ranks, which start the same collectives
+    time_s: float
+    kind: str
+    size_bytes: int
+    phase: str
+    iteration: int
+
+    def __str__(self) -> str:
+        when = time.strftime("%H:%M:%S", time.localtime(self.time_s))
+        return f"{self.number} {when} {self.kind}, {self.size_bytes:,} bytes, {self.phase}, iteration {self.iteration}"
+
+
+class Status(NamedTuple):
+    """The progress of a rank at one moment."""
+
+    number: int  # of the newest collective that it has started; 0 before the first one
+    phase: str
+    iteration: int
+    kind: str  # of that collective
+
+    def place(self) -> str:
+        """Return where in the run that was."""
+        return f"{self.phase}, iteration {self.iteration}" if self.iteration else self.phase
+
+
+class Progress:
+    """Where this rank is. Other threads read this at any time."""
+
+    def __init__(self) -> None:
+        self.phase, self.iteration = "the start", 0
+        self.recent: deque[Collective] = deque(maxlen=RECENT)
+
+    def at(self, phase: str, iteration: int) -> None:
+        """Note the beginning of a phase of an iteration, counted from 1."""
+        self.phase, self.iteration = phase, iteration
+
+    def started(self, kind: str, size_bytes: int) -> None:
+        """Note the start of a collective."""
+        number = self.recent[-1].number + 1 if self.recent else 1
+        self.recent.append(Collective(number, time.time(), kind, size_bytes, self.phase, self.iteration))
+
+    def status(self) -> Status:
+        """Return what this rank is doing now."""
+        newest = self.recent[-1] if self.recent else None
+        return Status(newest.number if newest else 0, self.phase, self.iteration, newest.kind if newest else "")
 
 
 @dataclass
@@ -41,7 +96,7 @@ class Traffic:
     """
 
     def __init__(self, progress: Progress | None = None, device_type: str = "cpu") -> None:
-        self._progress = progress
+        self.progress = progress or Progress()
         self._timed, self._on_gpu = False, device_type == "cuda"
         self._totals: dict[str, Total] = {}
         self._paused = False
@@ -59,8 +114,7 @@ class Traffic:
             buffer: the full one, (ranks * n,).
             passes: 2 for an all-reduce, which is a reduction and a gather.
         """
-        if self._progress is not None:
-            self._progress.started(kind, buffer.nbytes)
+        self.progress.started(kind, buffer.nbytes)
         if self._paused:
             return work
         total = self._totals.setdefault(kind, Total())

@@ -1,4 +1,8 @@
-"""The early end of a start: whatever ends it is reported once, by the thread that notices first."""
+"""The early end of a start: whatever ends it is reported once, by the thread that notices first.
+
+A backend's error about a lost rank becomes a message for the user: which rank, where, why that may be, and from where
+the run resumes.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_lite.distributed import peers
-from megatron_lite.distributed.meeting import Meeting
-from megatron_lite.distributed.peer_watch import PeerWatch
-from megatron_lite.distributed.peers import Place
-from megatron_lite.distributed.progress import Progress, Status
-from megatron_lite.errors import EXIT_PREEMPTED, PeerError, as_run_error
+from megatron_lite.distributed import processes
+from megatron_lite.distributed.peer_watch import Meeting, PeerWatch
+from megatron_lite.distributed.processes import Place
+from megatron_lite.distributed.traffic import Progress, Status
+from megatron_lite.errors import EXIT_PREEMPTED, PeerError, as_run_error, shorten
 from megatron_lite.run import exit_status
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.launch import is_first_on_machine, tell_torchrun
-from megatron_lite.run.lost_peer import explained, hanging, timed_out
 from megatron_lite.run.stacks import Stacks
 
 REPORT_S = 10.0  # for another thread that is reporting already
@@ -29,6 +31,8 @@ LAUNCHER_S = 3.0  # the same, within the five seconds after the launcher's end
 SAME_SIGNAL_S = 1.0
 SAVING_S = 1800.0  # for a save after a signal that torchrun has died of
 ASK_S = 1.5  # ranks write their stacks within a second after they are asked
+# A rank on the machine of the lost one knows more, and writes exit.json within this time.
+KNOWING_PEER_S = 3.0
 
 
 class Ending:
@@ -54,7 +58,6 @@ class Ending:
         self._experiment: Experiment | None = None
         self._watch: PeerWatch | None = None
         self._hanging: list[Place] = []  # ranks of this machine, after a time-out
-        self._recordable = False  # whether exit.json belongs to this start, which has not ended yet
         self._reporting = threading.Lock()
         self._done = threading.Event()  # nothing is left but the end of the process
 
@@ -65,12 +68,11 @@ class Ending:
 
     def opened(self, experiment: Experiment) -> None:
         """Use the files of this start from now on."""
-        self._experiment, self._run, self._recordable = experiment, experiment.run, experiment.root is not None
+        self._experiment, self._run = experiment, experiment.run
         self.stacks.open(experiment.artifacts)
 
     def finish(self) -> None:
         """Stop watching; call this on every rank before the first rank ends, and before the last exit.json."""
-        self._recordable = False
         self._done.set()
         if self._watch is not None:
             self._watch.finish()
@@ -89,16 +91,12 @@ class Ending:
             os._exit(PeerError.exit_code)
         if self._watch is not None:
             self._watch.finish()
-        final = self._explained(error)
-        code = exit_status.report(
-            final,
-            self._own_directory(),
-            prints=self._rank == 0,
-            rank=self._rank,
-            run=self._run,
-            owns_folder=self._experiment is not None,
-        )
-        return code, final
+        lost, owns = as_run_error(error), self._experiment is not None
+        if isinstance(lost, PeerError) and self.places:
+            error = self._explained(lost)
+        prints, directory = self._rank == 0, self._own_directory()
+        code = exit_status.report(error, directory, prints=prints, rank=self._rank, run=self._run, owns_folder=owns)
+        return code, error
 
     def release(self) -> None:
         """Let another start have the experiment directory."""
@@ -110,11 +108,11 @@ class Ending:
         code = 128 + number
         if not self._reporting.acquire(timeout=REPORT_S):
             os._exit(code)
-        if lost := peers.gone(self.places, self._rank, 0.0) if self.places else []:
+        if lost := processes.gone(self.places, self._rank, 0.0) if self.places else []:
             # torchrun signals the others when one has died.
             self._reporting.release()
             code, _ = self.report(PeerError(f"lost {lost[0]}"))
-        elif self._recordable:
+        elif self._is_recorded():
             code = EXIT_PREEMPTED
             name = signal.Signals(number).name
             message = f"stopped by {name} during the set-up: nothing to save; the same command starts again"
@@ -134,7 +132,7 @@ class Ending:
         with contextlib.suppress(Exception):
             self.kill_children()
         if is_first_on_machine():
-            if self._recordable:
+            if self._is_recorded():
                 exit_status.write_exit(self._own_directory(), PeerError.exit_code, "failed", message, self._run)
             exit_status.print_error(message, self._rank)
 
@@ -142,6 +140,10 @@ class Ending:
         """Kill the ranks of this machine that hang, after a time-out: they keep their GPU, and torchrun waiting."""
         for place in self._hanging:
             _send(place, signal.SIGKILL)
+
+    def _is_recorded(self) -> bool:
+        """Whether exit.json belongs to this start, which has not ended yet."""
+        return self._experiment is not None and self._experiment.root is not None and not self._done.is_set()
 
     def _own_directory(self) -> str | None:
         """Return the directory for exit.json; None if it is another start's by now."""
@@ -165,28 +167,105 @@ class Ending:
         if self._done.is_set():
             time.sleep(REPORT_S)
 
-    def _explained(self, error: BaseException) -> BaseException:
-        lost, statuses = as_run_error(error), list[Status]()
-        if isinstance(lost, PeerError) and self._watch is not None:
-            statuses = self._watch.statuses()
-            if timed_out(lost):
-                self._ask_for_stacks(statuses)
-        newest, own = self.newest(), self.progress.status()
-        return explained(error, self.places, self._rank, self._own_directory(), self._run, newest, statuses, own)
+    # -- a lost rank ---------------------------------------------------------------------------------------------
 
-    def _ask_for_stacks(self, statuses: list[Status]) -> None:
+    def _explained(self, lost: PeerError) -> PeerError:
+        """Return an error about a peer in words for the user."""
+        is_silent = "imed out" in lost.detail or "did not end within" in str(lost)  # rather than a closed connection
+        statuses = [] if self._watch is None else self._watch.statuses()
+        hung = _hanging(self.places, self._rank, statuses)
+        if is_silent and self._watch is not None:
+            self._ask_for_stacks(self._watch, hung)
+        found = processes.gone(self.places, self._rank, 0.0 if is_silent else processes.LEAVING_S)
+        machine = self.places[self._rank].machine
+        others = list(dict.fromkeys(place.host for place in self.places if place.machine != machine))
+        directory, deadline_s = self._own_directory(), time.monotonic() + KNOWING_PEER_S
+        said = exit_status.failure_of_peer(directory, self._run)
+        while not found and others and said is None and time.monotonic() < deadline_s:
+            time.sleep(processes.POLL_S)
+            said = exit_status.failure_of_peer(directory, self._run)
+        if said is not None and said.exit_code == PeerError.exit_code:
+            message = said.message
+        elif said is not None:
+            first_line, _, _ = said.message.partition("\n")
+            message = f"lost {_names(found) or 'a rank'}, which failed by itself: {first_line}"
+        elif lost.names_rank and not found:
+            message = str(lost)
+        else:
+            message = self._loss(found) if found else self._silence(hung, others, statuses)
+            if directory is not None:
+                message += f"\n  {self._resumes()}"
+        explanation = PeerError(message)
+        explanation.detail = lost.detail or str(lost)
+        return explanation
+
+    def _ask_for_stacks(self, watch: PeerWatch, hung: list[Place]) -> None:
         """Let every rank write its stacks; one that hangs may answer only to a signal."""
-        assert self._watch is not None
-        self._watch.request_stacks()
+        watch.request_stacks()
         self.stacks.write("after a time-out")
-        beside = peers.neighbours(self.places, self._rank)
-        self._hanging = [place for place in hanging(self.places, self._rank, statuses) if place in beside]
+        near = processes.neighbors(self.places, self.places[self._rank])
+        self._hanging = [place for place in hung if place in near]
         for place in self._hanging:
             _send(place, signal.SIGUSR2)
         time.sleep(ASK_S)
 
+    def _loss(self, found: Sequence[Place]) -> str:
+        """Return the message about ranks of this machine whose processes are gone."""
+        host, killed = self.places[self._rank].host, processes.oom_kills() - self.places[self._rank].oom_kills
+        why = (
+            "Without a message of its own, it was killed by a signal: SIGKILL is often the work of the kernel's "
+            f"out-of-memory killer (see `dmesg` on {host})"
+        )
+        if killed > 0:
+            victims = f"{killed} processes" if killed > 1 else "a process"
+            why = f"The kernel's out-of-memory killer has ended {victims} on {host} since the start (see `dmesg` there)"
+        return f"lost {_names(found)} while this rank was in {self.progress.status().place()}. {why}"
+
+    def _silence(self, hung: Sequence[Place], others: Sequence[str], statuses: Sequence[Status]) -> str:
+        """Return the message when all processes of this machine are there. others: names of the other machines."""
+        if hung:
+            is_stopped = processes.stopped(self.places, self._rank)
+            why = "stopped by a signal (SIGSTOP) or a debugger" if is_stopped else "alive, but it hangs"
+            if statuses:
+                status, furthest = statuses[hung[0].rank], max(status.number for status in statuses)
+                why += (
+                    f" in {status.place()}, after collective {status.number:,} ({status.kind or 'none'}); the others "
+                )
+                why += f"wait in collective {furthest:,}"
+            return f"no answer from {_names(hung)}: {why}"
+        if others:
+            return (
+                f"no rank of {self.places[self._rank].host} is gone: one on another host ({shorten(others)}) died, "
+                "hangs or cannot be reached; see the messages there"
+            )
+        return (
+            "all ranks are alive, but one does not answer: it hangs, or a step takes longer than --distributed_timeout"
+        )
+
+    def _resumes(self) -> str:
+        if (newest := self.newest()) is None:
+            return "no checkpoint was saved yet: the same command starts again"
+        iteration, folder = newest
+        return f"the same command resumes from the newest checkpoint, iteration {iteration} ({folder})"
+
+
+def _hanging(places: Sequence[Place], rank: int, statuses: Sequence[Status]) -> list[Place]:
+    """Return the ranks for which the others wait: stopped by a signal, or the ones that came least far.
+
+    statuses: what each rank was doing last, in rank order; empty if unknown.
+    """
+    if stopped := processes.stopped(places, rank):
+        return stopped
+    least = min((status.number for status in statuses), default=0)
+    behind = [place for place, status in zip(places, statuses, strict=False) if status.number == least]
+    return behind if len(behind) < len(statuses) else []
+
+
+def _names(places: Sequence[Place]) -> str:
+    return shorten([str(place) for place in places], limit=3)
+
 
 def _send(place: Place, number: int) -> None:
-    if not peers.has_ended(place.pid):
+    if not processes.has_ended(place.pid):
         with contextlib.suppress(OSError):
             os.kill(place.pid, number)

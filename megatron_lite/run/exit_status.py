@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
@@ -52,35 +52,28 @@ def report(
     if experiment_dir is not None and not owns_folder and is_in_use(Path(experiment_dir)):
         experiment_dir = None
     expected = as_run_error(error) or missing_package(error)
-    code = expected.exit_code if expected is not None else 1
-    message = str(expected) if expected is not None else f"{type(error).__name__}: {error}"
-    agreed = expected is not None and expected.agreed
-    lost_peer = isinstance(expected, PeerError)
-    if not prints and (agreed or (lost_peer and not _must_report_lost_peer(experiment_dir, rank, run))):
-        tell_torchrun("another rank reports the reason")
-        return code
-    tell_torchrun(message)
     if expected is None:
+        expected = RunError(f"{type(error).__name__}: {error}")
         traceback.print_exception(error)
+    lost_peer = isinstance(expected, PeerError)
+    if not prints and (expected.agreed or (lost_peer and not _must_report_lost_peer(experiment_dir, rank, run))):
+        tell_torchrun("another rank reports the reason")
+        return expected.exit_code
+    message, peer_wrote = str(expected), failure_of_peer(experiment_dir, run) is not None
+    tell_torchrun(message)
     print_error(message, rank)
-    if isinstance(expected, OutOfMemoryError) and (rank == 0 or failure_of_peer(experiment_dir, run) is None):
-        print_lines(expected.lines())
-    peer_wrote = lost_peer and failure_of_peer(experiment_dir, run) is not None
-    if not peer_wrote and (expected is None or expected.recorded):
-        write_exit(experiment_dir, code, "failed", message, run, _details(expected))
-    return code
+    if isinstance(expected, OutOfMemoryError) and (rank == 0 or not peer_wrote):
+        with contextlib.suppress(OSError):
+            print("".join(f"{line}\n" for line in expected.lines()), end="", file=sys.stderr, flush=True)
+    if expected.recorded and not (lost_peer and peer_wrote):
+        write_exit(experiment_dir, expected.exit_code, "failed", message, run, _details(expected))
+    return expected.exit_code
 
 
 def print_error(message: str, rank: int) -> None:
     """Print why this rank ends, after others may have closed the terminal."""
     with contextlib.suppress(OSError):
         print(f"ERROR{'' if rank == 0 else f' on rank {rank}'}: {message}", file=sys.stderr, flush=True)
-
-
-def print_lines(lines: Sequence[str]) -> None:
-    """Print lines below an error."""
-    with contextlib.suppress(OSError):
-        print("".join(f"{line}\n" for line in lines), end="", file=sys.stderr, flush=True)
 
 
 def print_failure(error: Exception, less_memory: str) -> int:
@@ -157,7 +150,7 @@ def write_exit(
             print(text, file=sys.stderr, flush=True)
 
 
-def _details(error: RunError | None) -> dict[str, Any]:
+def _details(error: RunError) -> dict[str, Any]:
     """Return what exit.json holds of an error beside its message."""
     if isinstance(error, PeerError) and error.detail:
         return {"detail": _cut(error.detail, _LONGEST_DETAIL)}  # the backend's words

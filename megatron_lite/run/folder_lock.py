@@ -29,7 +29,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from megatron_lite.distributed.peers import has_ended, machine_name, start_ticks
+from megatron_lite.distributed.processes import has_ended, machine_name, start_ticks
 from megatron_lite.errors import FolderLostError, StorageError
 from megatron_lite.run.durable_files import lock_file
 
@@ -47,7 +47,7 @@ class Holder:
     """The process that holds a directory."""
 
     host: str = "an unknown host"
-    machine: str = ""  # see `peers.machine_name`
+    machine: str = ""  # see `processes.machine_name`
     pid: int = 0
     start_ticks: str = ""  # tells the process from a later one with its number
     user: str = "an unknown user"

@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from megatron_lite.distributed.progress import Progress
+from megatron_lite.distributed.traffic import Progress
 
 # A signal to all ranks makes each of them ask the others: one answer is enough.
 PAUSE_S = 10.0

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_lite.config import Config
-from megatron_lite.distributed.peers import own_cores
+from megatron_lite.distributed.processes import own_cores
 from megatron_lite.run.launch import requested_threads, thread_limit
 
 # Multiplications of a square product (tokens x hidden x hidden) that a thread needs. A step of four blocks on 512

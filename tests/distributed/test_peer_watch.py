@@ -1,23 +1,165 @@
-"""A rank learns within seconds that another one died, on its machine or elsewhere, and what all ranks are doing."""
+"""Ranks meet and watch each other in a real store, each in a thread: a rank that died is known everywhere at once."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_lite.distributed import peer_watch
-from megatron_lite.distributed.meeting import MeetingPoint, open_store
-from megatron_lite.distributed.peer_watch import PeerWatch
-from megatron_lite.distributed.peers import Place, own_place
-from megatron_lite.distributed.progress import Progress, Status
-from megatron_lite.errors import PeerError
-from tests.support.launch import free_port
+from megatron_lite.distributed.peer_watch import Meeting, MeetingPoint, PeerWatch, connect, open_store
+from megatron_lite.distributed.processes import Place, own_place
+from megatron_lite.distributed.traffic import Progress, Status
+from megatron_lite.errors import PeerError, UsageError
+from tests.support.launch import ended_process, free_port
+
+TIMEOUT_S, THREAD = 30.0, "meeting of a rank"
+
+
+@pytest.fixture
+def point() -> MeetingPoint:
+    return MeetingPoint("localhost", free_port(), hosted=True, prefix="test")
+
+
+@pytest.fixture(autouse=True)
+def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_watch, "POLL_S", 0.01)
+    monkeypatch.setattr(peer_watch, "LOOK_S", 0.02)
+    monkeypatch.setattr(peer_watch, "GRACE_S", 0.1)
+
+
+@pytest.fixture(autouse=True)
+def all_threads_end() -> Iterator[None]:
+    """A thread that is inside the store while the interpreter ends aborts the process, whose tests all passed."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == THREAD:
+            thread.join(5.0)
+            assert not thread.is_alive(), "a rank still waits in the store"
+
+
+def meet(
+    point: MeetingPoint, store: Any, place: Place, world_size: int, timeout_s: float = TIMEOUT_S
+) -> Callable[[], Meeting]:
+    """Let a rank come, in a thread; return a function that waits for the end of its meeting."""
+    results: list[Any] = []
+
+    def work() -> None:
+        try:
+            results.append(Meeting(point, store, place, world_size, range(world_size), timeout_s))
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=work, daemon=True, name=THREAD)
+    thread.start()
+
+    def end() -> Meeting:
+        thread.join(TIMEOUT_S)
+        assert results, "no end"
+        if isinstance(results[0], Exception):
+            raise results[0]
+        met: Meeting = results[0]
+        return met
+
+    return end
+
+
+def hosts_of(server: Any) -> str:
+    return "all" if server is None else str(server.getsockname()[0])
+
+
+@pytest.mark.parametrize(
+    ("host", "resolved", "one_machine", "listens"),
+    [
+        ("localhost", ["::1", "127.0.0.1"], False, "127.0.0.1"),
+        ("127.0.0.1", ["127.0.0.1"], False, "127.0.0.1"),
+        ("node1", ["127.0.1.1"], True, "127.0.1.1"),  # as Debian calls itself
+        ("node1", ["127.0.1.1"], False, "all"),  # the others know it by another address
+        ("node1", ["192.0.2.1"], True, "all"),  # not an address of this machine
+        ("node1", [], True, "all"),
+    ],
+)
+def test_where_the_store_of_rank_0_listens(
+    host: str, resolved: list[str], one_machine: bool, listens: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the address of its host only, where all ranks must find it: no stranger in the network reaches the store."""
+
+    def look_up(name: str, port: int, type: int) -> list[Any]:
+        if name != host or not resolved:
+            raise socket.gaierror(-2, "unknown")
+        families = {True: socket.AF_INET6, False: socket.AF_INET}
+        return [(families[":" in address], type, 6, "", (address, port)) for address in resolved]
+
+    monkeypatch.setattr(peer_watch.socket, "getaddrinfo", look_up)
+    with peer_watch._listening(MeetingPoint(host, 0, True, "test", one_machine)) as server:
+        assert hosts_of(server) == listens
+
+
+def test_every_rank_knows_the_places_of_all(point: MeetingPoint) -> None:
+    stores = [open_store(point, rank, 3, TIMEOUT_S) for rank in range(3)]
+    ends = [meet(point, stores[rank], own_place(rank), 3) for rank in range(3)]
+    places = [end().places for end in ends]
+    assert places[0] == places[1] == places[2] == [own_place(rank) for rank in range(3)]
+    assert places[0][0].pid == os.getpid()
+
+
+def test_a_rank_that_came_and_died_is_named_at_once(point: MeetingPoint) -> None:
+    """The third rank may come in an hour: the first need not wait so long to say that the second is gone."""
+    store = open_store(point, 0, 3, TIMEOUT_S)
+    gone = Place(1, own_place(1).host, own_place(1).machine, ended_process())
+    meet(point, connect(point, 3, TIMEOUT_S), gone, 3, timeout_s=0.2)
+    begun_s = time.monotonic()
+    with pytest.raises(PeerError, match=rf"lost rank 1 \(process {gone.pid} on .*\) while the ranks were meeting"):
+        meet(point, store, own_place(0), 3)()
+    assert time.monotonic() - begun_s < 5
+
+
+def test_the_end_of_the_store_is_the_end_of_rank_0(point: MeetingPoint) -> None:
+    """Rank 0 keeps the store; without rank 0 the others would ask it until --startup_timeout."""
+    program = (
+        "import sys, time; from megatron_lite.distributed.peer_watch import *; "
+        "point = MeetingPoint('localhost', int(sys.argv[1]), True, 'test'); "
+        "store = open_store(point, 0, 3, 30); print('open', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(point.port)], stdout=subprocess.PIPE) as rank_0:
+        assert rank_0.stdout is not None and rank_0.stdout.readline()
+        end = meet(point, open_store(point, 1, 3, TIMEOUT_S), own_place(1), 3)
+        time.sleep(0.1)
+        rank_0.kill()
+    with pytest.raises(PeerError, match=f"lost rank 0, where the ranks meet \\(localhost:{point.port}\\)"):
+        end()
+
+
+def test_ranks_that_do_not_come_are_named(point: MeetingPoint) -> None:
+    store = open_store(point, 0, 3, TIMEOUT_S)
+    meet(point, connect(point, 3, TIMEOUT_S), own_place(2), 3, timeout_s=0.2)
+    with pytest.raises(PeerError, match=r"2 of 3 ranks met .* within --startup_timeout=0.2 s; missing: rank 1\."):
+        meet(point, store, own_place(0), 3, timeout_s=0.2)()
+
+
+def test_a_second_process_of_one_rank_is_refused(point: MeetingPoint) -> None:
+    """Two jobs with one MASTER_PORT would otherwise train with each other's ranks, or wait for each other. The store
+    of a torchrun on several nodes still knows the ranks that it started first."""
+    store = open_store(point, 0, 3, TIMEOUT_S)
+    meet(point, store, own_place(0), 3, timeout_s=0.5)
+    time.sleep(0.1)
+    of_torchrun = dataclasses.replace(point, hosted=False)
+    with pytest.raises(UsageError, match=r"two processes say that they are rank 0 .* same MASTER_PORT\?$"):
+        meet(point, connect(point, 3, TIMEOUT_S), Place(0, "elsewhere", "b", 1), 3)()
+    with pytest.raises(UsageError, match=r"\(--max-restarts\)\? That works on one node only; .* the whole job again$"):
+        meet(of_torchrun, connect(point, 3, TIMEOUT_S), Place(0, "elsewhere", "b", 1), 3)()
+
+
+# -- after they have met ----------------------------------------------------------------------------------------------
 
 
 class Watched:
@@ -50,9 +192,7 @@ class Watched:
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    monkeypatch.setattr(peer_watch, "POLL_S", 0.02)
-    monkeypatch.setattr(peer_watch, "GRACE_S", 0.1)
+def watched() -> Iterator[Watched]:
     one = Watched()
     yield one
     for watch in one.watches.values():

@@ -1,18 +1,22 @@
-"""Whatever ends a start early leaves its reason in exit.json, once."""
+"""Whatever ends a start early leaves its reason in exit.json, once: of a lost rank what is known, and nothing else."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
-from megatron_lite.distributed.peers import Place, own_place
+from megatron_lite.distributed import processes
+from megatron_lite.distributed.processes import Place, own_place
+from megatron_lite.distributed.traffic import Status
+from megatron_lite.errors import lost_peer
 from megatron_lite.run import ending, exit_status
 from megatron_lite.run.ending import Ending
 from tests.support.launch import ended_process
@@ -30,6 +34,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ending]:
         raise LeaveError(code)
 
     monkeypatch.setattr(exit_status, "leave", leave)
+    monkeypatch.setattr(processes, "LEAVING_S", 0.0)
+    monkeypatch.setattr(ending, "KNOWING_PEER_S", 0.2)
+    monkeypatch.setattr(ending, "ASK_S", 0.0)
     before = signal.getsignal(signal.SIGUSR2)
     one = Ending(str(tmp_path), 0)
     experiment: Any = SimpleNamespace(run=3, root=tmp_path, artifacts=None, is_lost=lambda: False)
@@ -89,3 +96,85 @@ def test_only_the_first_reason_is_reported(start: Ending, tmp_path: Path, monkey
     start.report(MemoryError("first"))
     start.launcher_gone("second")
     assert ended(tmp_path)[0] == 7
+
+
+# -- a lost rank ------------------------------------------------------------------------------------------------------
+
+GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.7]:33484. GLHF!")
+NEWEST = (400, Path("/run/checkpoints/400"))
+HERE = Place(0, "node0", "a", os.getpid())
+BESIDE = Place(1, "node0", "a", os.getpid())
+ELSEWHERE = Place(2, "node1", "b", 1)
+
+
+def lose(start: Ending, places: Sequence[Place], error: Exception = GLOO) -> str:
+    """Let rank 0 lose a peer, in the words of a backend; return the message for the user."""
+    start.places, start.newest = places, lambda: NEWEST
+    explained = start._explained(lost_peer(error))
+    assert str(error) in explained.detail and "gloo" not in str(explained)
+    return str(explained)
+
+
+def test_ranks_that_are_alive_are_not_accused(start: Ending) -> None:
+    """On one host the step may just be slow; of another host nothing is known here but its name."""
+    message = lose(start, [HERE, BESIDE])
+    assert message.startswith("all ranks are alive") and "iteration 400 (/run/checkpoints/400)" in message
+    message = lose(start, [HERE, BESIDE, ELSEWHERE])
+    assert message.startswith("no rank of node0 is gone: one on another host (node1)")
+
+
+def test_a_rank_that_came_less_far_than_the_others_is_named(start: Ending) -> None:
+    """Alive but silent: the others wait in a collective that this rank has not started. It may be on any machine."""
+    places = [HERE, BESIDE, ELSEWHERE]
+    step = Status(813, "the step", 41, "reduce")
+    behind = Status(812, "the save", 40, "gather")
+    late = RuntimeError("[gloo] Timed out waiting 60000ms for recv operation to complete")
+    watch = start._watch = MagicMock()
+    watch.statuses.return_value = [step, step, behind]
+    assert lose(start, places, late).startswith(
+        "no answer from rank 2 (process 1 on node1): alive, but it hangs in the save, iteration 40, after collective "
+        "812 (gather); the others wait in collective 813"
+    )
+    watch.statuses.return_value = [step, step]
+    assert lose(start, places[:2], late).startswith("all ranks are alive, but one does not answer")
+    assert watch.request_stacks.call_count == 2
+
+
+def test_the_out_of_memory_killer_is_blamed_by_its_own_count(
+    start: Ending, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/proc/vmstat counts its victims: a process more than at the start is evidence, the same number is none."""
+    vmstat = tmp_path / "vmstat"
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    monkeypatch.setattr(processes, "process_state", lambda pid: "Z")
+    places = [Place(0, "node0", "a", 1, oom_kills=3), Place(1, "node0", "a", 2, oom_kills=3)]
+    for count, words in ((3, "is often the work of the kernel's"), (4, "killer has ended a process on node0 since")):
+        vmstat.write_text(f"oom_kill_other 9\noom_kill {count}\n")
+        assert words in lose(start, places)
+    vmstat.unlink()
+    assert "is often the work of the kernel's" in lose(start, places)
+
+
+def test_without_a_directory_nothing_resumes(start: Ending) -> None:
+    start._directory = None
+    message = lose(start, [HERE, BESIDE])
+    assert "resume" not in message and "\n" not in message
+
+
+def test_the_words_of_a_rank_beside_the_lost_one_are_taken_over(start: Ending, tmp_path: Path) -> None:
+    """A rank of the same host can name the lost one, and writes exit.json first."""
+    words = "lost rank 2 (process 1 on node1). ...\n  the same command resumes"
+    exit_status.write_exit(str(tmp_path), 6, "failed", words, run=3)
+    assert lose(start, [HERE, ELSEWHERE]) == words
+
+
+def test_a_rank_that_gave_its_reason_is_not_said_to_be_killed(start: Ending, tmp_path: Path) -> None:
+    exit_status.write_exit(str(tmp_path), 1, "failed", "IndexError: no\nmore", run=3)
+    assert lose(start, [HERE, ELSEWHERE]) == "lost a rank, which failed by itself: IndexError: no"
+    exit_status.write_exit(str(tmp_path), 1, "failed", "of an earlier start", run=2)
+    assert "another host" in lose(start, [HERE, ELSEWHERE])
+
+
+def test_other_errors_are_left_alone(start: Ending) -> None:
+    error, start.places = IndexError("no"), [HERE, BESIDE]
+    assert start.report(error) == (1, error)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import ctypes, sys, time
 from pathlib import Path
-from megatron_lite.distributed.progress import Progress
+from megatron_lite.distributed.traffic import Progress
 from megatron_lite.run.stacks import Stacks
 from megatron_lite.run.stop_signal import StopSignal
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lite.distributed.peers import Place, sharing_cores
+from megatron_lite.distributed.processes import Place, sharing_cores
 from megatron_lite.errors import UsageError
 from megatron_lite.generation.model import choose_device
 from megatron_lite.kernels.products import onednn_is_exact

@@ -24,7 +24,7 @@ from _pytest.mark.structures import ParameterSet
 from megatron_lite.checkpoint import file_checks, manifest
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.distributed import peer_watch
-from megatron_lite.distributed.meeting import MeetingPoint, connect
+from megatron_lite.distributed.peer_watch import MeetingPoint, connect
 from megatron_lite.monitor.trackers import read_metrics
 from tests.support.launch import TINY, Outcome, Start, command_line, free_port, is_loopback, listening, read_exit, run
 
@@ -507,7 +507,7 @@ def test_rank_that_hangs(tmp_path: Path) -> None:
     experiment = tmp_path / "run"
     with Start(endless(experiment, "--distributed_timeout=2", "--startup_timeout=4"), RANKS) as start:
         wait_for_metrics(start, experiment)
-        time.sleep(2 * peer_watch.POLL_S)  # rank 1 says from time to time what it is doing
+        time.sleep(2 * peer_watch.LOOK_S)  # rank 1 says from time to time what it is doing
         start.signal(signal.SIGSTOP, 1)
         assert start.wait_until(lambda: start.processes[0].wait(0) is not None, "the end of rank 0", 20)
         assert start.processes[0].wait(0) == 6

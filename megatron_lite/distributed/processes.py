@@ -1,24 +1,24 @@
-"""Where the ranks of a run are, and which of those on this machine are gone: a lost connection names neither."""
+"""Processes of this machine, and which rank each one is: a lost connection names neither. Imports no torch."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import os
+import signal
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 # The kernel closes the connections of a process before the process is gone; freeing a GPU's memory takes seconds.
 LEAVING_S = 2.0
 POLL_S = 0.05
-VMSTAT = Path("/proc/vmstat")
+PROC = Path("/proc")
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """The process of one rank."""
 
     rank: int
@@ -27,10 +27,6 @@ class Place:
     pid: int
     oom_kills: int = 0  # on the machine when the ranks met
     cores: int = 0  # that the process may use: bit i is core i; 0 where unknown
-
-    def fields(self) -> tuple[int, str, str, int, int, int]:
-        """Return the values, in the order of the constructor."""
-        return self.rank, self.host, self.machine, self.pid, self.oom_kills, self.cores
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
@@ -66,11 +62,16 @@ def sharing_cores(places: Sequence[Place], rank: int, local_ranks: Sequence[int]
     return min(1 + len(shares), len(local_ranks))
 
 
+def neighbors(places: Sequence[Place], own: Place) -> list[Place]:
+    """Return the other ranks on the machine of `own`."""
+    return [place for place in places if place.rank != own.rank and place.machine == own.machine]
+
+
 def gone(places: Sequence[Place], rank: int, limit_s: float) -> list[Place]:
     """Return the ranks on the machine of `rank` whose process has ended, as soon as there is one."""
     deadline_s = time.monotonic() + limit_s
     while True:
-        found = [place for place in neighbours(places, rank) if has_ended(place.pid)]
+        found = [place for place in neighbors(places, places[rank]) if has_ended(place.pid)]
         if found or time.monotonic() > deadline_s:
             return found
         time.sleep(POLL_S)
@@ -78,17 +79,7 @@ def gone(places: Sequence[Place], rank: int, limit_s: float) -> list[Place]:
 
 def stopped(places: Sequence[Place], rank: int) -> list[Place]:
     """Return the ranks on the machine of `rank` whose process was stopped by a signal or a debugger."""
-    return [place for place in neighbours(places, rank) if process_state(place.pid) in ("T", "t")]
-
-
-def neighbours(places: Sequence[Place], rank: int) -> list[Place]:
-    """Return the other ranks on the machine of `rank`."""
-    return beside(places, places[rank])
-
-
-def beside(places: Sequence[Place], own: Place) -> list[Place]:
-    """Return those of these ranks that are others than `own`, on its machine."""
-    return [place for place in places if place.rank != own.rank and place.machine == own.machine]
+    return [place for place in neighbors(places, places[rank]) if process_state(place.pid) in ("T", "t")]
 
 
 def has_ended(pid: int) -> bool:
@@ -104,27 +95,44 @@ def process_state(pid: int) -> str:
         return ""
     except PermissionError:  # it exists
         pass
-    with contextlib.suppress(OSError):  # without /proc
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return "R"
+    return next(iter(stat_fields(pid)), "R")  # R without /proc
 
 
 def start_ticks(pid: int) -> str:
     """Return when a process started, in the kernel's ticks since the boot; empty if it is gone or without /proc."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return ""
+    return "".join(stat_fields(pid)[19:20])
+
+
+def stat_fields(pid: int) -> list[str]:
+    """Return the kernel's figures of a process from its state on (proc(5)); empty if it is gone or without /proc."""
+    return proc_file(pid, "stat").decode("utf-8", "replace").rpartition(")")[2].split()
+
+
+def proc_file(pid: int | str, name: str) -> bytes:
+    """Return a file that the kernel shows of a process; empty if there is none, or this user may not read it."""
+    with contextlib.suppress(OSError):
+        return (PROC / str(pid) / name).read_bytes()
+    return b""
+
+
+def kill_children(program: str) -> None:
+    """Kill the direct children of this process that run `program`, by the name of its file. Linux only."""
+    for thread in PROC.glob("self/task/*"):  # any of which may have started a child
+        for child in proc_file("self", f"task/{thread.name}/children").split():
+            words = proc_file(int(child), "cmdline").split(b"\0")
+            with contextlib.suppress(OSError):
+                if os.path.basename(words[0]) == program.encode():
+                    os.kill(int(child), signal.SIGKILL)
 
 
 def oom_kills() -> int:
     """Return how many processes the kernel's out-of-memory killer has ended on this machine; 0 if it does not tell."""
-    with contextlib.suppress(OSError, ValueError):
-        return next((int(line[9:]) for line in VMSTAT.read_text().splitlines() if line.startswith("oom_kill ")), 0)
-    return 0
+    lines = proc_file("", "vmstat").decode().splitlines()
+    return next((int(line[9:]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def machine_name() -> str:
     """Return what identifies this machine and its process numbers; no more than its name where there is no /proc."""
     with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+        return (PROC / "sys/kernel/random/boot_id").read_text().strip() + os.readlink(PROC / "self/ns/pid")
     return socket.gethostname()

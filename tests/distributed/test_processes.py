@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from megatron_lite.distributed.peers import Place, gone, process_state, stopped
+from megatron_lite.distributed.processes import Place, gone, process_state, stopped
 
 
 @pytest.fixture
