@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Mapping, Sequence
 
 from megatron_lite.config import Config
-from megatron_lite.data.loader import HostBatch, next_batch
+from megatron_lite.data.host_batch import HostBatch
+from megatron_lite.data.loader import next_batch
 from megatron_lite.data.waiting import Waiting
 from megatron_lite.errors import EXIT_DONE
 from megatron_lite.optimizer.optimizer import Update
@@ -104,13 +105,14 @@ def train(run: Run) -> tuple[int, str]:
 def train_step(run: Run, micro_batches: Sequence[HostBatch], iteration: int) -> Update:
     """Update the weights once, from this rank's micro-batches."""
     config, debugger = run.config, run.debugger
-    counted = counted_labels(run, "training", micro_batches, iteration)
+    counted = counted_labels(run, micro_batches)
     inputs = step_inputs(run, micro_batches, iteration, counted)
     with debugger.phase(f"train_{iteration:05d}", len(inputs)) if debugger else contextlib.nullcontext():
         loss = run.model.forward_backward(inputs)  # fills the gradient shards
         if debugger:
             debugger.gradients_reduced(run.model)
-        check_replicas(run, iteration)
+        if run.distributed.world_size > 1:
+            check_replicas(run, iteration)
         rate = learning_rate(config, iteration)
         if run.background is not None:
             run.background.wait_for_copy()

@@ -39,7 +39,7 @@ if __name__ == "__main__":
     prepare_libraries()  # before torch is imported
 
 from megatron_lite.config import BatchConfig, Config, DataConfig, DistributedConfig, TrainingConfig
-from megatron_lite.data.loader import micro_batch
+from megatron_lite.data.host_batch import micro_batch
 from megatron_lite.data.open_data import open_data
 from megatron_lite.data.tokenizing import Tokenizer
 from megatron_lite.errors import EXIT_DONE, DataError, NumericsError, UsageError

@@ -22,63 +22,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_lite.config import Config
+from megatron_lite.data.host_batch import HostBatch
 from megatron_lite.data.reading import RandomReader, Reader, Samples
 from megatron_lite.data.workers import Request, Workers
 from megatron_lite.distributed.agreement import raise_first
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import RunError
-from megatron_lite.kernels.attention.attention import Documents
-from megatron_lite.model.layer import MASKED, MicroBatch
 from megatron_lite.run.stop_signal import StopRequested, StopSignal
 from megatron_lite.schedules.batch_size import BatchSchedule, Split
 
 # On what the ranks agree before an iteration; the highest wins, and a stop saves anyway. A stop adds its reason.
 _GO_ON, _SAVE, _STOP, _FAILED = 0, 1, 2, 1 << 16
 logger = logging.getLogger("megatron_lite")
-
-
-class HostBatch(NamedTuple):
-    """A micro-batch on the host, in pinned memory if a GPU will read it."""
-
-    tokens: Tensor  # (b, s + 1) int64
-    # (p + 1,) int32: first position of each of the p pieces of documents in the flattened (b s,) inputs, then b s.
-    # Every sample begins a piece. None with --cross_document_attention=1.
-    starts: Tensor | None = None
-    padding: int = 0  # padded rows at the end
-    positions: Tensor | None = None  # (b, s) int64, with --reset_position_ids=1
-    masked: Tensor | None = None  # (b, s) bool: labels that count in no loss, padding included; None: only padding
-
-    @property
-    def counted(self) -> int:
-        """The number of labels that count in the loss."""
-        if self.masked is not None:
-            return int((~self.masked).sum())
-        rows, width = self.tokens.shape
-        return (rows - self.padding) * (width - 1)
-
-
-def micro_batch(
-    batch: HostBatch, device: torch.device, scale: Tensor | None, dropout_seed: int | None, loss_weight: float = 1.0
-) -> MicroBatch:
-    """Copy a micro-batch to the device: (b, s + 1) tokens -> inputs and labels, (b, s), and their documents.
-
-    Labels of padding are masked. `loss_weight` is multiplied into the gradient scale.
-    """
-    tokens, documents = batch.tokens.to(device, non_blocking=True), None
-    # A real copy: `contiguous` returns a single row as it is, and masking its labels would change the tokens.
-    labels = tokens[:, 1:].clone(memory_format=torch.contiguous_format)
-    if batch.padding:
-        labels[-batch.padding :] = MASKED
-    if batch.masked is not None:
-        labels.masked_fill_(batch.masked.to(device, non_blocking=True), MASKED)
-    if scale is not None and loss_weight != 1.0:
-        scale = scale * loss_weight
-    if batch.starts is not None:
-        documents = Documents(batch.starts.to(device, non_blocking=True), tuple(batch.starts.diff().tolist()))
-    positions = None if batch.positions is None else batch.positions.to(device, non_blocking=True)
-    return MicroBatch(
-        tokens[:, :-1].contiguous(), labels, scale, dropout_seed, documents, loss_weight, positions=positions
-    )
 
 
 class NextBatch(NamedTuple):
@@ -191,13 +146,13 @@ class DataSource:
         with self._samples(phase, first, self._requests(phase, iterations[1:])) as samples:
             for iteration in iterations:
                 split = self.split(phase, iteration)
-                yield [self._host_batch(next(samples), split.micro_batch_size) for _ in range(split.micro_steps)]
+                yield [self._host_batch(next(samples), split, step) for step in range(split.micro_steps)]
 
     def batch(self, phase: str, iteration: int) -> list[HostBatch]:
         """Read one iteration's micro-batches of this rank in place, as `batches` yields them."""
-        reader, rows = self._phases[phase].reader, self.split(phase, iteration).micro_batch_size
+        reader, split = self._phases[phase].reader, self.split(phase, iteration)
         requests = self._requests(phase, range(iteration, iteration + 1))
-        return [self._host_batch(reader.read(*request), rows) for request in requests]
+        return [self._host_batch(reader.read(*request), split, step) for step, request in enumerate(requests)]
 
     def evaluation_batches(self, phase: str) -> Iterator[list[HostBatch]]:
         """Yield the batches of a validation or test, the same ones every time; see `batches`."""
@@ -251,14 +206,15 @@ class DataSource:
             workers.close()
             self._open.discard(workers)
 
-    def _host_batch(self, samples: Samples, rows: int) -> HostBatch:
-        """Pad to `rows` rows with token 0, each padded row one document, and make tensors.
+    def _host_batch(self, samples: Samples, split: Split, micro_step: int) -> HostBatch:
+        """Pad to the rows of a micro-batch with token 0, each padded row one document, and make tensors.
 
         Tokens become int64 here, not in the worker: fewer bytes cross the pipe.
         """
         for message in samples.warnings:
             logger.warning("%s", message)
-        tokens, padding = samples.tokens.astype(np.int64), rows - len(samples.tokens)
+        tokens, rows = samples.tokens.astype(np.int64), split.micro_batch_size
+        padding = rows - len(tokens)
         if padding:
             tokens = np.concatenate([tokens, np.zeros((padding, tokens.shape[1]), dtype=np.int64)])
         starts = positions = masked = None
@@ -272,7 +228,7 @@ class DataSource:
                 positions = self._tensor(counted.reshape(rows, -1))
         if samples.masked is not None:
             masked = self._tensor(np.concatenate([samples.masked, np.ones((padding, tokens.shape[1] - 1), np.bool_)]))
-        return HostBatch(self._tensor(tokens), starts, padding, positions, masked)
+        return HostBatch(self._tensor(tokens), split.real_samples(micro_step), starts, padding, positions, masked)
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(array)

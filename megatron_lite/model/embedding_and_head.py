@@ -25,7 +25,8 @@ class Embedding(Layer):
 
     def __init__(self, config: ModelConfig, kernels: Kernels, parallel: TensorParallel) -> None:
         super().__init__()
-        self.kernels, self.config, self.parallel = kernels, config, parallel
+        self.kernels, self.parallel = kernels, parallel
+        self.vocabularies = {length: parallel.vocabulary(config, length) for length in (False, True)}  # any length?
         weights = Initializer("normal", config.init_method_std_embed)
         self.dropout = config.embedding_dropout
         self.dtype = torch.float32 if config.full_precision_residual else None  # of the residual stream
@@ -43,8 +44,8 @@ class Embedding(Layer):
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         """Embed the tokens, at the micro-batch's positions or counting from 0."""
         assert hidden is None
-        exchange, triton = self.parallel.exchange(any_length=micro_batch.cache is not None), self.kernels.triton
-        vocabulary = self.parallel.vocabulary(exchange, self.config)
+        any_length, triton = micro_batch.cache is not None, self.kernels.triton
+        exchange, vocabulary = self.parallel.exchange(any_length), self.vocabularies[any_length]
         hidden = embedding(self.word, micro_batch.tokens, triton, self.dtype, vocabulary)
         positions = exchange.positions(micro_batch.positions, micro_batch.tokens)
         if self.position is not None and positions is None:
@@ -74,7 +75,8 @@ class Head(Layer):
         logit_z_loss: float = 0.0,
     ) -> None:
         super().__init__()
-        self.config, self.parallel = config, parallel
+        self.vocabulary = parallel.vocabulary(config)
+        self.vocabulary_of_any_length = parallel.vocabulary(config, any_length=True)
         self.norm = Norm("head.norm", config, kernels, parallel.replicated())
         self.output: Parameter | None = None
         if config.tie_word_embeddings:
@@ -116,14 +118,13 @@ class Head(Layer):
             triton=kernels.cross_entropy == "triton",
             soft_cap=self.soft_cap,
             padding_rows=self.padding_rows,
-            vocabulary=self.parallel.vocabulary(self.parallel.exchange(), self.config),
+            vocabulary=self.vocabulary,
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(b, s, h) -> (b, s, v) for generation, without the padding of the vocabulary."""
         rows = affine(self.norm(hidden, self.weight.dtype), self.weight)
-        vocabulary = self.parallel.vocabulary(self.parallel.exchange(any_length=True), self.config)
-        return capped(vocabulary.whole(rows), self.soft_cap)
+        return capped(self.vocabulary_of_any_length.whole(rows), self.soft_cap)
 
 
 def _vocabulary(name: str, config: ModelConfig, parallel: TensorParallel, embedding: bool) -> ParameterSpec:

@@ -38,8 +38,9 @@ class TensorParallel:
     def _whole(self) -> Exchange:
         return exchange_over(self.group, splits_tokens=False)
 
-    def vocabulary(self, exchange: Exchange, config: ModelConfig) -> Vocabulary:
-        """Return the exchange around the tables of a pass."""
+    def vocabulary(self, config: ModelConfig, any_length: bool = False) -> Vocabulary:
+        """Return the exchange around the tables of a pass; any_length: see `exchange`."""
+        exchange = self.exchange(any_length)
         if not self.splits_vocabulary:
             return WholeVocabulary(exchange)
         return vocabulary_over(self.group, exchange, config.vocab_size, self.vocabulary_rows(config))

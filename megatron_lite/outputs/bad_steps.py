@@ -129,7 +129,7 @@ def examine(run: Run, iteration: int) -> dict[str, Any]:
     run.model.observe(watch)
     try:
         micro_batches = together(distributed, lambda: run.data.batch("training", iteration))
-        counted = counted_labels(run, "training", micro_batches, iteration)
+        counted = counted_labels(run, micro_batches)
         run.model.forward_backward(step_inputs(run, micro_batches, iteration, counted))
     finally:
         for stage, observer in zip(run.model.stages, before, strict=True):

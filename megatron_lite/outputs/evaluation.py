@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_lite.data.loader import micro_batch, next_batch
+from megatron_lite.data.host_batch import micro_batch
+from megatron_lite.data.loader import next_batch
 from megatron_lite.monitor.logging import log_both
 from megatron_lite.monitor.metric_lines import format_record
 from megatron_lite.outputs.saving import export, is_due, refuse_bad_steps, save
@@ -69,10 +70,10 @@ def _losses(run: Run, phase: str) -> dict[str, float]:
     kinds = ("loss", "averaged_loss") if run.config.averaging.enabled else ("loss",)
     losses, tokens = torch.zeros(len(kinds), dtype=torch.float64, device=device), 0  # summed over tokens, and these
     run.distributed.progress.phase = f"the {phase}"
-    for iteration in range(1, run.data.evaluation_iterations(phase) + 1):
+    for _ in range(run.data.evaluation_iterations(phase)):
         following = next_batch(batches, run.distributed, run.stop)
         inputs = [micro_batch(batch, device, None, None) for batch in following.micro_batches]
-        tokens += sum(counted_labels(run, phase, following.micro_batches, iteration))
+        tokens += sum(counted_labels(run, following.micro_batches))
         losses[0] += run.model.evaluate(inputs)
         if run.config.averaging.enabled:
             with run.model.averaged():

@@ -31,7 +31,7 @@ def check_replicas(run: Run, iteration: int) -> None:
         NumericsError: on every rank, if anything differs.
     """
     interval = run.config.distributed.check_replicas_interval
-    if not is_due(iteration, interval) or run.distributed.world_size == 1:
+    if not is_due(iteration, interval):
         return
     with run.timer.excluded(), run.distributed.traffic.paused():
         run.distributed.wait_for_device()

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_lite.data.loader import HostBatch, micro_batch
+from megatron_lite.data.host_batch import HostBatch, micro_batch
 from megatron_lite.model.layer import MicroBatch
-from megatron_lite.schedules.batch_size import loss_weights
 from megatron_lite.seeds import dropout_seed
 from megatron_lite.setup_run import Run
 
 
-def counted_labels(run: Run, phase: str, micro_batches: Sequence[HostBatch], iteration: int) -> list[int]:
+def counted_labels(run: Run, micro_batches: Sequence[HostBatch]) -> list[int]:
     """Return the labels of each micro-step that count in the loss, over all ranks, which call this together.
 
-    Without masks the batch schedule tells, and nothing is exchanged.
+    Without masks every rank knows them, and nothing is sent.
     """
     if any(batch.masked is not None for batch in micro_batches):
         copies = run.distributed.tensor.world_size  # ranks that train on the same samples
         return [total // copies for total in run.distributed.agree_sum([batch.counted for batch in micro_batches])]
-    split, length = run.data.split(phase, iteration), run.config.batch.sequence_length
-    return [split.real_samples(micro_step) * length for micro_step in range(split.micro_steps)]
+    return [batch.real_samples * run.config.batch.sequence_length for batch in micro_batches]
 
 
 def step_inputs(
@@ -37,3 +35,18 @@ def step_inputs(
         micro_batch(batch, run.distributed.device, scale, dropout_seed(seed, iteration, index, rank), weight)
         for index, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True))
     ]
+
+
+def loss_weights(counted: Sequence[int], reduction: str) -> list[float]:
+    """Return the factor on the summed loss of each micro-step; the weighted sum per counted label is the batch's loss.
+
+    Args:
+        counted: labels that count in the loss in each micro-step, over all ranks.
+        reduction: with "token" every label has the same weight; with "micro_mean" every micro-step's mean has, however
+            few labels it counts (as in Levanter). A micro-step without any has no mean and weight 0.
+    """
+    if reduction == "token":
+        return [1.0] * len(counted)
+    assert reduction == "micro_mean", reduction
+    means = sum(number > 0 for number in counted)
+    return [sum(counted) / (means * number) if number else 0.0 for number in counted]

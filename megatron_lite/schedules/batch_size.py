@@ -6,7 +6,6 @@ neither repeats nor skips samples, and the iteration number determines where a r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -87,18 +86,3 @@ class Split:
         """Return the number of real samples of a micro-step over all ranks."""
         first, _ = self.piece(micro_step, 0)
         return min(self.samples - first, self.micro_batch_size * self.world_size)
-
-
-def loss_weights(counted: Sequence[int], reduction: str) -> list[float]:
-    """Return the factor on the summed loss of each micro-step; the weighted sum per counted label is the batch's loss.
-
-    Args:
-        counted: labels that count in the loss in each micro-step, over all ranks.
-        reduction: with "token" every label has the same weight; with "micro_mean" every micro-step's mean has, however
-            few labels it counts (as in Levanter). A micro-step without any has no mean and weight 0.
-    """
-    if reduction == "token":
-        return [1.0] * len(counted)
-    assert reduction == "micro_mean", reduction
-    means = sum(number > 0 for number in counted)
-    return [sum(counted) / (means * number) if number else 0.0 for number in counted]

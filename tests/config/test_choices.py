@@ -18,7 +18,7 @@ from megatron_lite.model.layer import Norm
 from megatron_lite.model.parameter_patterns import set_weight_decay
 from megatron_lite.model.rope_scaling import stretched_frequencies
 from megatron_lite.optimizer.rules.muon import shape_factor
-from megatron_lite.schedules.batch_size import loss_weights
+from megatron_lite.outputs.step_inputs import loss_weights
 from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.schedules.stages import Stage, stage_rate
 from tests.support.harness import layers_of, tiny_config

@@ -17,7 +17,7 @@ import torch
 
 from megatron_lite.config import Config, unflatten
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
-from megatron_lite.data.loader import HostBatch
+from megatron_lite.data.host_batch import HostBatch
 from megatron_lite.data.open_data import open_data
 from megatron_lite.errors import DataError
 

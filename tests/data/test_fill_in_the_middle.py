@@ -14,7 +14,7 @@ from megatron_lite.config import Config, unflatten
 from megatron_lite.config.training import DataConfig
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
 from megatron_lite.data.fill_in_the_middle import Draws, FillInTheMiddle
-from megatron_lite.data.loader import HostBatch
+from megatron_lite.data.host_batch import HostBatch
 from megatron_lite.data.open_data import open_data
 from megatron_lite.data.tokenizing import JsonTokenizer, save_byte_tokenizer, train_tokenizer
 from megatron_lite.errors import DataError, UsageError

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
-from megatron_lite.data.loader import DataSource, HostBatch
+from megatron_lite.data.host_batch import HostBatch
+from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data
 from megatron_lite.data.packing import PackedDocuments, Pattern, pack
 from megatron_lite.errors import DataError

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_lite.config import BatchConfig
 from megatron_lite.errors import UsageError
 from megatron_lite.schedules.batch_options import batch_schedule, consumed_tokens, parse_schedule
-from megatron_lite.schedules.batch_size import BatchSchedule, Segment, Split, loss_weights, once_through
+from megatron_lite.schedules.batch_size import BatchSchedule, Segment, Split, once_through
 
 
 @st.composite
@@ -97,14 +97,3 @@ def test_once_through(samples: int, sizes: list[int]) -> None:
     schedule, iterations = once_through(samples, 4)
     assert [schedule.batch_size(iteration) for iteration in range(1, iterations + 1)] == sizes
     assert schedule.consumed_samples(iterations) == samples
-
-
-def test_weights_of_the_micro_steps() -> None:
-    """Thirteen samples in micro-steps of 4, and a fifth of padding: all means, or all samples, have the same weight."""
-    split = Split(13, 2, 2, breadth_first=5)
-    counted = [split.real_samples(step) for step in range(5)]
-    assert counted == [4, 4, 4, 1, 0] and loss_weights(counted, "token") == [1.0] * 5
-    sums = [8.0, 4.0, 2.0, 5.0, 0.0]
-    weighted = sum(weight * loss for weight, loss in zip(loss_weights(counted, "micro_mean"), sums, strict=True))
-    assert weighted / 13 == pytest.approx((8 / 4 + 4 / 4 + 2 / 4 + 5 / 1) / 4)
-    assert loss_weights([6] * 8, "micro_mean") == [1.0] * 8, "exactly, where nothing is padded"

@@ -1,7 +1,7 @@
 """Count the files that a reader of one training step passes: `python -m tests.support.step_files` lists them.
 
-The step is a plain one: AdamW, two blocks, one rank, two micro-batches, on a CPU. A file counts with all its lines if a
-function of it runs in `train_step`; the second step is traced, after what a run makes once.
+The step is a plain one: AdamW at a constant rate, two blocks, one rank, two micro-batches, on a CPU. A file counts with
+all its lines if a function of it runs in `train_step`; the second step is traced, after what a run makes once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _entered(distributed: Distributed) -> list[str]:
     from megatron_lite.setup_run import build
     from megatron_lite.train import train_step
 
-    config, stop = tiny_config(micro_batch_size=2, batch_size=4), StopSignal()
+    config, stop = tiny_config(micro_batch_size=2, batch_size=4, lr_warmup_iters=0), StopSignal()
     run = build(config, distributed, Experiment(config, distributed), stop, ())
     batches = run.data.batches("training", 0, 2)
     train_step(run, next(batches), 1)

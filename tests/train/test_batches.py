@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from megatron_lite.config.values import SPELLINGS
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
-from megatron_lite.data.loader import HostBatch, micro_batch
+from megatron_lite.data.host_batch import HostBatch, micro_batch
 from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.model.layer import MASKED
@@ -137,7 +137,7 @@ def test_zero_stages_agree_on_a_schedule(options: dict[str, Any], same: tuple[in
 def test_padding_masks_labels_and_leaves_tokens_alone(rows: int) -> None:
     """A single row too, whose labels could share the tokens' memory: an embedding has no entry -1."""
     tokens = torch.arange(rows * 5).view(rows, 5)
-    found = micro_batch(HostBatch(tokens.clone(), None, padding=1), torch.device("cpu"), None, None)
+    found = micro_batch(HostBatch(tokens.clone(), rows - 1, padding=1), torch.device("cpu"), None, None)
     assert torch.equal(found.tokens, tokens[:, :-1])
     assert torch.equal(found.labels[:-1], tokens[:-1, 1:]) and set(found.labels[-1].tolist()) == {MASKED}
 

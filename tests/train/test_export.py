@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from megatron_lite.config import Config
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
-from megatron_lite.data.loader import micro_batch
+from megatron_lite.data.host_batch import micro_batch
 from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.model.embedding_and_head import Head

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_lite.config import ModelConfig
 from megatron_lite.data.dataset_writer import IndexedDatasetWriter
-from megatron_lite.data.loader import HostBatch, micro_batch
+from megatron_lite.data.host_batch import HostBatch, micro_batch
 from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.attention.attention import Documents
@@ -238,7 +238,7 @@ def test_a_changed_document_changes_no_other(model: str, apart: bool) -> None:
     starts = torch.tensor([0, 5, 9, 16, 20, 31, 32], dtype=torch.int32) if apart else None
     outputs = []
     for sample in (tokens, changed):
-        batch = micro_batch(HostBatch(sample, starts), torch.device("cpu"), None, None)
+        batch = micro_batch(HostBatch(sample, len(sample), starts), torch.device("cpu"), None, None)
         hidden = None
         with torch.no_grad():
             for layer in layers[:-1]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config import Config
-from megatron_lite.data.loader import HostBatch
+from megatron_lite.data.host_batch import HostBatch
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.kernels.linear import accumulate
@@ -24,7 +24,6 @@ from megatron_lite.model.layer import Layer, MicroBatch
 from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.parameter import Parameter, declare
 from megatron_lite.planner.auto import library_of_products
-from megatron_lite.schedules.batch_size import Split
 from megatron_lite.setup_run import Run
 from megatron_lite.train import train_step
 from megatron_lite.zero.multi_stage import MultiStage
@@ -57,10 +56,7 @@ class Engine:
         self._tokens = config.batch.batch_size * config.batch.sequence_length
         self._world_size, self._data_ranks = distributed.world_size, distributed.data.world_size
         parts = dict(config=config, distributed=distributed, model=self.model, optimizer=optimizer, debugger=None)
-        assert config.batch.micro_batch_size
-        split = Split(config.batch.batch_size, config.batch.micro_batch_size, distributed.data.world_size)
-        data = SimpleNamespace(split=lambda phase, iteration: split)
-        self._run = cast(Run, SimpleNamespace(**parts, data=data, background=None, watch=None))
+        self._run = cast(Run, SimpleNamespace(**parts, background=None, watch=None))
         assert config.multi_stage.zero_stage != "auto"
         self.zero_stage, self._iteration = config.multi_stage.zero_stage or 1, 0
         self.tied = config.model.tie_word_embeddings
@@ -71,7 +67,8 @@ class Engine:
         traffic = self._run.distributed.traffic
         traffic.take()
         self._iteration += 1
-        loss = train_step(self._run, [HostBatch(part) for part in micro_batches], self._iteration).loss / self._tokens
+        batches = [HostBatch(part, len(part) * self._data_ranks) for part in micro_batches]
+        loss = train_step(self._run, batches, self._iteration).loss / self._tokens
         sent = sum(kind.wire_bytes for name, kind in traffic.take().items() if name != "sum")
         self.counted_bytes = self._world_size * sent
         return loss
