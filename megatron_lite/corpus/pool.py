@@ -1,25 +1,30 @@
-"""The worker processes of a corpus: pieces go out in order and come back in any order."""
+"""The worker processes of a corpus: pieces go out in order, and their records come back in order."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import queue
-import signal
-import subprocess
-import sys
+import concurrent.futures
+import multiprocessing
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
+from contextvars import ContextVar
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import Any
 
-from megatron_lite.corpus.messages import error_from_json, piece_to_json, recipe_to_json
 from megatron_lite.corpus.pieces import Piece, PieceWriter, Recipe, Record
+from megatron_lite.data.workers import how_it_ended, ignore_signals, signals_held
 from megatron_lite.errors import PeerError
-from megatron_lite.run.launch import environment_with
+from megatron_lite.run.libraries import limit_tokenizer_threads
 
-ROOT = Path(__file__).resolve().parents[2]
-Progress = Callable[[int, int, int], None]
+Progress = Callable[[int, int, int], None]  # bytes, documents and tokens since the last call
+# A worker's process, the input file that it reads, and the numbers of a `Progress`.
+Message = tuple[int, str, int, int, int]
+POLL_S = 0.1
+_WRITER: ContextVar[PieceWriter] = ContextVar("the writer of this worker process")
+_MESSAGES: ContextVar[SimpleQueue[Message]] = ContextVar("the queue from this worker process")
 
 
 def make_pieces(
@@ -35,118 +40,70 @@ def make_pieces(
         PeerError: if a worker dies.
     """
     pipes = any(not span.file.regular for piece in pieces for span in piece.spans)  # workers would not have them
-    count = min(num_processes, len(pieces))
     if pipes or len(pieces) <= 1:
         writer = PieceWriter(folder, recipe, on_progress)
         yield from (writer.make(piece) for piece in pieces)
         return
-    with _workers(count, max(1, num_processes // count), folder, recipe) as pool:
-        yield from pool.run(pieces, on_progress)
-
-
-class _Pool:
-    """Running workers, and the queue of what they say."""
-
-    def __init__(self) -> None:
-        self.processes: list[subprocess.Popen[str]] = []
-        self.pieces: list[Piece | None] = []  # that each works on
-        self.messages: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-
-    def start(self, threads: int, setup: dict[str, Any]) -> None:
-        """Start a worker, which has so many threads for its tokenizer."""
-        parallel = {"TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false", "RAYON_NUM_THREADS": str(threads)}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_lite.corpus.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            env=environment_with({**parallel, "PYTHONPATH": _search_path(), "PYTHONSAFEPATH": "1"}),
-            start_new_session=True,  # Ctrl-C is for the main process
-        )
-        number = len(self.processes)
-        self.processes.append(process)
-        self.pieces.append(None)
-        threading.Thread(target=self._listen, args=(number,), daemon=True).start()
-        self._send(number, setup)
-
-    def _listen(self, number: int) -> None:
-        stream = self.processes[number].stdout
-        assert stream is not None
-        with contextlib.suppress(ValueError):  # closed at the end
-            for line in stream:
-                self.messages.put((number, line))
-        self.messages.put((number, ""))
-
-    def _send(self, number: int, message: dict[str, Any]) -> None:
-        stream = self.processes[number].stdin
-        assert stream is not None
-        with contextlib.suppress(BrokenPipeError):  # the end of its output tells why
-            stream.write(json.dumps(message) + "\n")
-            stream.flush()
-
-    def run(self, pieces: Sequence[Piece], on_progress: Progress) -> Iterator[Record]:
-        """Yield the records of all pieces in order."""
-        waiting = iter(pieces)
-        results: dict[int, dict[str, Any]] = {}
-        for number in range(len(self.processes)):
-            self._give(number, next(waiting, None))
-        for piece in pieces:
-            while piece.number not in results:
-                number, line = self.messages.get()
-                if not line.endswith("\n"):
-                    raise self._lost(number)
-                message = json.loads(line)
-                if "piece" in message:
-                    results[message["piece"]] = message
-                    self._give(number, next(waiting, None))
-                else:
-                    on_progress(message["bytes"], message["documents"], message["tokens"])
-            result = results.pop(piece.number)
-            if "error" in result:
-                raise error_from_json(result)
-            yield Record.from_json(result["record"])
-
-    def _give(self, number: int, piece: Piece | None) -> None:
-        self.pieces[number] = piece
-        if piece is not None:
-            self._send(number, piece_to_json(piece))
-
-    def _lost(self, number: int) -> PeerError:
-        process, piece = self.processes[number], self.pieces[number]
-        code = process.wait()
-        place = f" at {piece.spans[0].file.path}" if piece is not None else ""
-        if code < 0:
-            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-            reason = f"was killed by {name}" + (", often for memory: try fewer --num_processes" if code == -9 else "")
-        else:
-            reason = f"ended with exit code {code}"
-        return PeerError(
-            f"worker process {process.pid} {reason}{place}; finished pieces are kept: start the same command again"
-        )
-
-    def close(self) -> None:
-        """End all workers, in the middle of their work if need be."""
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait()
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # what was not sent is no longer wanted
-                process.stdin.close()
-
-
-@contextlib.contextmanager
-def _workers(count: int, threads: int, folder: Path, recipe: Recipe) -> Iterator[_Pool]:
-    pool = _Pool()
+    count = min(num_processes, len(pieces))
+    context = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks, held as they are
+    messages: SimpleQueue[Message] = context.SimpleQueue()
+    places: dict[int | None, str] = {}  # by process: the file that it reads
+    setup = (folder, recipe, max(1, num_processes // count), messages)
+    pool = ProcessPoolExecutor(count, context, _begin, setup)
+    before = set(multiprocessing.active_children())
+    workers: list[BaseProcess] = []
     try:
-        for _ in range(count):
-            pool.start(threads, {"folder": str(folder), "recipe": recipe_to_json(recipe)})
-        yield pool
+        with signals_held():
+            records = [pool.submit(_make, piece) for piece in pieces]
+        workers = [process for process in multiprocessing.active_children() if process not in before]
+        for record in records:
+            while not record.done() or not messages.empty():
+                concurrent.futures.wait([record], POLL_S if messages.empty() else 0)
+                while not messages.empty():
+                    process, places[process], *numbers = messages.get()
+                    if any(numbers):
+                        on_progress(*numbers)
+            yield record.result()
+    except BrokenProcessPool:
+        raise _lost(workers, places) from None
     finally:
-        pool.close()
+        for worker in workers:
+            worker.kill()  # in the middle of its work, if need be
+        pool.shutdown(cancel_futures=True)
 
 
-def _search_path() -> str:
-    """Return PYTHONPATH for a worker: it finds the modules that this process has found."""
-    return ":".join(dict.fromkeys([str(ROOT), *(path for path in sys.path if path)]))
+def _begin(folder: Path, recipe: Recipe, threads: int, messages: SimpleQueue[Message]) -> None:
+    """Set up a worker, which ends when the main process does, in the middle of a piece."""
+    ignore_signals()
+    limit_tokenizer_threads(threads)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _MESSAGES.set(messages)
+    _WRITER.set(PieceWriter(folder, recipe, lambda *_: None))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "not a worker"
+    parent.join()
+    os._exit(0)
+
+
+def _make(piece: Piece) -> Record:
+    """Make a piece in a worker, and tell the main process how far it is."""
+    writer, place = _WRITER.get(), piece.spans[0].file.path
+
+    def tell(read_bytes: int, documents: int, tokens: int) -> None:
+        _MESSAGES.get().put((os.getpid(), place, read_bytes, documents, tokens))
+
+    tell(0, 0, 0)  # which file this process reads
+    writer.on_progress = tell
+    return writer.make(piece)
+
+
+def _lost(workers: Sequence[BaseProcess], places: dict[int | None, str]) -> PeerError:
+    """Say which worker died. The others ignore the SIGTERM that the pool sends them then."""
+    wait([worker.sentinel for worker in workers])
+    worker = next(worker for worker in workers if worker.exitcode is not None)
+    place = f" at {places[worker.pid]}" if worker.pid in places else ""
+    ended = how_it_ended(worker, "--num_processes") + place
+    return PeerError(f"worker process {worker.pid} {ended}; finished pieces are kept: start the same command again")

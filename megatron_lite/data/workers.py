@@ -1,27 +1,22 @@
 """Loader workers: processes that read micro-batches ahead of the training loop.
 
 Each worker has one pipe. The parent sends the first index and the number of samples of a micro-batch; the worker
-answers with a line of JSON (shape, documents, warnings) and the raw bytes of the token array. Without pickles, shared
-memory and helper threads, neither a small /dev/shm nor a killed worker can hang the run: the parent waits for the pipe
-and for the worker's death at once.
+answers with the samples, or with the error. Without shared memory and helper threads, which `DataLoader` uses, neither
+a small /dev/shm nor a killed worker can hang the run: the parent waits for the pipe and for the worker's death at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import multiprocessing
 import signal
-import struct
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
-
-import numpy as np
+from typing import cast
 
 from megatron_lite.data.reading import Reader, Samples
 from megatron_lite.errors import DataError, RunError
@@ -29,8 +24,6 @@ from megatron_lite.errors import DataError, RunError
 Request = tuple[int, int]  # first index and number of samples (0 or more) of a micro-batch
 
 POLL_S = 0.1  # a worker that answers or dies ends the wait at once
-
-_REQUEST = struct.Struct("<qq")  # first index, number of samples
 
 # Terminals, torchrun and Slurm send these to a whole process group. The parent decides what to do (usually save, then
 # stop) and needs its workers until then; a worker ends when its parent closes the pipe, kills it, or dies.
@@ -66,7 +59,7 @@ class Workers:
         self._ahead, self._sent = num_workers * prefetch_factor, 0
         # Runs at interpreter exit before multiprocessing joins its children, which ignore its SIGTERM.
         self._finalizer = util.Finalize(self, _end, args=(self._processes, self._connections), exitpriority=10)
-        with _signals_held():
+        with signals_held():
             for number in range(num_workers):
                 self._start(reader, number, context)
         self._send_up_to(self._ahead)
@@ -105,7 +98,7 @@ class Workers:
     def _send(self, number: int, request: Request) -> None:
         worker = number % len(self._connections)
         try:
-            self._connections[worker].send_bytes(_REQUEST.pack(*request))
+            self._connections[worker].send(request)
         except OSError:
             raise self._death(worker) from None
 
@@ -117,29 +110,16 @@ class Workers:
         if connection not in ready:
             raise self._death(worker)
         try:
-            header = json.loads(connection.recv_bytes())
-            if "error" in header:
-                raise (DataError if header["data"] else RunError)(header["error"])
-            tokens = np.empty(header["shape"], dtype=header["dtype"])
-            connection.recv_bytes_into(tokens.reshape(-1).view(np.uint8).data)
-            masked = None
-            if header["masked"]:
-                masked = np.empty((tokens.shape[0], tokens.shape[1] - 1), dtype=np.bool_)
-                connection.recv_bytes_into(masked.reshape(-1).view(np.uint8).data)
+            answer = connection.recv()
         except (EOFError, OSError):
             raise self._death(worker) from None
-        lengths = None if header["lengths"] is None else np.array(header["lengths"], dtype=np.int32)
-        return Samples(tokens, tuple(header["warnings"]), lengths, masked)
+        if isinstance(answer, RunError):
+            raise answer
+        return cast(Samples, answer)
 
     def _death(self, worker: int) -> RunError:
-        process = self._processes[worker]
-        process.join(timeout=5)
-        code = process.exitcode
-        if code is None or code >= 0:
-            return RunError(f"data worker {worker} ended unexpectedly with exit code {code}")
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        hint = " (often for lack of memory: use fewer --num_workers)" if name == "SIGKILL" else ""
-        return RunError(f"data worker {worker} was killed by {name}{hint}")
+        self._processes[worker].join(timeout=5)
+        return RunError(f"data worker {worker} {how_it_ended(self._processes[worker], '--num_workers')}")
 
     def close(self) -> None:
         """Kill the workers; they only read, so nothing is lost."""
@@ -155,8 +135,17 @@ def _end(processes: list[BaseProcess], connections: list[Connection]) -> None:
         connection.close()
 
 
+def how_it_ended(process: BaseProcess, flag: str) -> str:
+    """Say how a worker died, in words; `flag`: the number of workers, which each take memory."""
+    code = process.exitcode
+    if code is None or code >= 0:
+        return f"ended unexpectedly with exit code {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    return f"was killed by {name}" + (f", often for memory: try fewer {flag}" if name == "SIGKILL" else "")
+
+
 @contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
+def signals_held() -> Iterator[None]:
     """Block signals while workers start: a child inherits the mask and is safe until it ignores them itself."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -169,39 +158,32 @@ def _signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _work(connection: Connection, spare: Connection | None, reader: Reader) -> None:
-    """Run a worker: answer requests until the parent closes the pipe or dies."""
+def ignore_signals() -> None:
+    """Leave the signals of `signals_held` to the parent; call in a worker."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+
+
+def _work(connection: Connection, spare: Connection | None, reader: Reader) -> None:
+    """Run a worker: answer requests until the parent closes the pipe or dies."""
+    ignore_signals()
     if spare is not None:
         spare.close()
     parent = multiprocessing.parent_process()
     assert parent is not None
     with contextlib.suppress(EOFError, OSError):
         while connection in wait([connection, parent.sentinel]):
-            first, count = _REQUEST.unpack(connection.recv_bytes())
-            _answer(connection, reader, first, count)
+            connection.send(_answer(reader, *connection.recv()))
 
 
-def _answer(connection: Connection, reader: Reader, first: int, count: int) -> None:
-    header: dict[str, Any]
+def _answer(reader: Reader, first: int, count: int) -> Samples | RunError:
     try:
-        samples = reader.read(first, count)
+        return reader.read(first, count)
     except DataError as error:
-        header = {"error": str(error), "data": True}
+        return error
     except Exception as error:  # report everything to the parent
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{place.filename}, line {place.lineno}"
-        header = {"error": f"a data worker failed: {type(error).__name__}: {error} ({where})", "data": False}
-    else:
-        tokens = np.ascontiguousarray(samples.tokens)
-        lengths = None if samples.lengths is None else samples.lengths.tolist()
-        header = {"shape": tokens.shape, "dtype": tokens.dtype.str, "warnings": samples.warnings, "lengths": lengths}
-        header["masked"] = samples.masked is not None
-    connection.send_bytes(json.dumps(header).encode())
-    if "error" not in header:
-        connection.send_bytes(tokens.reshape(-1).view(np.uint8).data)
-        if samples.masked is not None:
-            connection.send_bytes(np.ascontiguousarray(samples.masked).reshape(-1).view(np.uint8).data)
+        return RunError(f"a data worker failed: {type(error).__name__}: {error} ({where})")

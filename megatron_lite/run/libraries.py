@@ -68,3 +68,8 @@ def quiet_lost_connections() -> None:
     As a warning it prints a C++ stack of forty lines for every connection that a lost rank closes, before our message.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def limit_tokenizer_threads(threads: int) -> None:
+    """Give the tokenizers package so many threads in this process; call before the first text is encoded."""
+    os.environ |= {"TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false", "RAYON_NUM_THREADS": str(threads)}

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from megatron_lite.errors import DataError, PeerError, StorageError, UsageError
 from tests.support.loading import loaded
 
 ROOT = Path(__file__).resolve().parents[2]
+SPAWN = BaseProcess.start
 ENDINGS = (".bin", ".idx", ".summary.json", ".tokenizer.json")
 
 
@@ -77,9 +79,10 @@ def test_result_does_not_depend_on_processes_or_pieces(tmp_path: Path, capsys: p
         _, is_new = prepare(options(inputs, output, deduplicate=True, **changes))
         assert is_new and sorted(path.name for path in output.iterdir()) == sorted(f"x{ending}" for ending in ENDINGS)
         results.append(files(output))
-        messages.append(capsys.readouterr().err)
+        lines = capsys.readouterr().err.splitlines()
+        messages.append([line for line in lines if not line.startswith("tokenizing: ")])  # shown on slow machines
     assert all(result == results[0] for result in results[1:])
-    assert messages == [messages[0]] * 4 and "b.jsonl: line 31: not JSON" in messages[0]
+    assert messages == [messages[0]] * 4 and any("b.jsonl: line 31: not JSON" in line for line in messages[0])
     summary = json.loads(results[0][".summary.json"])
     # Each .jsonl file has one bad line and one repeated document.
     assert (summary["documents"], summary["duplicates"], summary["skipped"]) == (60 * 3 - 4 + 3, 2, {"not JSON": 2})
@@ -178,21 +181,20 @@ def test_finished_pieces_are_kept_and_damaged_ones_made_again(tmp_path: Path, mo
 def test_a_worker_that_dies_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed worker ends the command with its name, its signal and what helps; a second start finishes."""
     inputs = write_inputs(tmp_path / "in")
-    started: list[subprocess.Popen[str]] = []
-    popen = subprocess.Popen
+    started: list[BaseProcess] = []
 
-    def popen_and_kill(*arguments: object, **named: object) -> subprocess.Popen[str]:
-        started.append(popen(*arguments, **named))  # type: ignore[call-overload]
+    def start_and_kill(process: BaseProcess) -> None:
+        started.append(process)
+        SPAWN(process)
         if len(started) == 2:
-            started[1].kill()
-        return started[-1]
+            process.kill()
 
-    monkeypatch.setattr(subprocess, "Popen", popen_and_kill)
+    monkeypatch.setattr(BaseProcess, "start", start_and_kill)
     with pytest.raises(PeerError) as caught:
         prepare(options(inputs, tmp_path / "out", num_processes=2))
     words = r"worker process \d+ was killed by SIGKILL, often for memory: .*; finished pieces are kept: start .* again"
     assert re.fullmatch(words, str(caught.value)), caught.value
-    assert all(process.returncode is not None for process in started)
+    assert all(process.exitcode is not None for process in started)
     prepare(options(inputs, tmp_path / "out"))
     assert texts(tmp_path / "out" / "x")
 
@@ -287,23 +289,22 @@ def test_an_interrupt_ends_the_workers(
 ) -> None:
     """Ctrl-C in the middle of the work: code 130, one line, no worker left; the pieces stay."""
     inputs = write_inputs(tmp_path / "in")
-    started: list[subprocess.Popen[str]] = []
-    popen = subprocess.Popen
+    started: list[BaseProcess] = []
 
-    def remember(*arguments: object, **named: object) -> subprocess.Popen[str]:
-        started.append(popen(*arguments, **named))  # type: ignore[call-overload]
-        return started[-1]
+    def remember(process: BaseProcess) -> None:
+        started.append(process)
+        SPAWN(process)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(subprocess, "Popen", remember)
+    monkeypatch.setattr(BaseProcess, "start", remember)
     monkeypatch.setattr(CorpusProgress, "add", interrupt)
     monkeypatch.setattr("megatron_lite.corpus.pieces.SMALLEST_PIECE_BYTES", 700)
     with loaded("prepare_data") as module:
         assert module.main([str(inputs), "--output_prefix", str(tmp_path / "x"), "--num_processes=2"]) == 130
     assert capsys.readouterr().err == "interrupted; the same command goes on where it stopped\n"
-    assert len(started) == 2 and all(process.returncode is not None for process in started)
+    assert len(started) == 2 and all(process.exitcode is not None for process in started)
     assert (tmp_path / "x.partial").is_dir() and not (tmp_path / "x.idx").exists()
 
 

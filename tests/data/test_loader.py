@@ -303,7 +303,9 @@ def test_killed_worker_is_one_clear_line(prefixes: tuple[str, str]) -> None:
     victim = multiprocessing.active_children()[0]
     os.kill(victim.pid or 0, signal.SIGKILL)
     begun = time.monotonic()
-    with pytest.raises(RunError, match=r"^data worker \d was killed by SIGKILL \(often for lack of memory"):
+    with pytest.raises(
+        RunError, match=r"^data worker \d was killed by SIGKILL, often for memory: try fewer --num_workers"
+    ):
         for _ in batches:
             pass
     assert time.monotonic() - begun < 5 and not multiprocessing.active_children()
