@@ -308,7 +308,7 @@ def test_killed_worker_is_one_clear_line(prefixes: tuple[str, str]) -> None:
     ):
         for _ in batches:
             pass
-    assert time.monotonic() - begun < 5 and not multiprocessing.active_children()
+    assert time.monotonic() - begun < 60 and not multiprocessing.active_children()
 
 
 def test_file_cut_short_during_the_run(prefixes: tuple[str, str]) -> None:
